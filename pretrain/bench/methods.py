@@ -34,8 +34,7 @@ from pretrain import platform
 from pretrain.bench.training import WARM_UP_STEPS, TrainingStep
 from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.evaluate.perplexity import Evaluator
-from pretrain.evaluate.text import ScoredText
-from pretrain.evaluate.windows import Protocol
+from pretrain.evaluate.windows import Protocol, ScoredText
 from pretrain.model.forward import Decoder, cache_bytes, check_generation, greedy
 from pretrain.model.gpt import build_model
 from pretrain.topology import Process, Topology, initialize

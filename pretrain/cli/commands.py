@@ -268,10 +268,10 @@ def evaluate_tasks(
       pretrain evaluate-tasks runs/demo/alibi runs/demo/sinusoidal \\
           --out runs/demo/report/tasks.json
     """
-    from pretrain.evaluate.tasks.rows import TasksRequest
+    from pretrain.evaluate.tasks import TasksRequest
 
     request = TasksRequest.parse(tasks, lengths, samples)
-    from pretrain.evaluate.tasks.command import evaluate_tasks as run
+    from pretrain.evaluate.tasks_command import evaluate_tasks as run
 
     run(sources, request, overrides, out)
 
@@ -671,8 +671,7 @@ def evaluate(
       pretrain evaluate runs/demo/alibi --text 'papers/*.txt'
       pretrain evaluate runs/demo/alibi --harness tasks/hamlet.yaml --lengths 128,2048
     """
-    from pretrain.evaluate.command import evaluate_sources
-    from pretrain.evaluate.own_text import text_data_set
+    from pretrain.evaluate.command import evaluate_sources, text_data_set
 
     request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
     if harness is not None:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from megatron.core.models.gpt import GPTModel
 
 import pretrain.topology
 from pretrain.checkpoint.load import load_weights
@@ -25,11 +29,16 @@ from pretrain.checkpoint.manifest import (
     open_checkpoint,
     with_data_set,
 )
+from pretrain.checkpoint.save import tokenizer_of
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.config.evaluation import MASKED
 from pretrain.config.load import check_beside, check_unread
 from pretrain.config.trajectory import TRAINING, settings_hash
+from pretrain.data.shards import ShardWriter, finish_split
+from pretrain.data.sources import Corpus, Piece, Task, read
+from pretrain.data.sources.base import find
 from pretrain.data.stream import TokenStream, open_stream
+from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluation, Evaluator, bounded_exp, check_memory
 from pretrain.evaluate.records import (
     HASH_DIGITS,
@@ -40,9 +49,8 @@ from pretrain.evaluate.records import (
     check_objectives,
     fields_of,
 )
-from pretrain.evaluate.report import check_overwrites, check_report_path, format_table, write_report
-from pretrain.evaluate.text import ScoredText
-from pretrain.evaluate.windows import Protocol, choose_protocols
+from pretrain.evaluate.report import check_overwrites, format_table, write_report
+from pretrain.evaluate.windows import Protocol, ScoredText, choose_protocols
 from pretrain.model.attention import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import (
@@ -55,6 +63,7 @@ from pretrain.rundir.checkpoints import (
 from pretrain.rundir.files import make_directory
 from pretrain.rundir.lineage import hold
 from pretrain.rundir.paths import RunPaths
+from pretrain.topology import Topology
 
 
 def evaluation_config(
@@ -90,7 +99,7 @@ def evaluation_config(
         )
     shortened = request.shortened_stride(config)
     if shortened is not None and "sliding" in request.protocols:
-        _say(
+        say(
             f"{checkpoint.path}: evaluation.stride = {config.evaluation.stride} of its config is "
             f"longer than the shortest of --lengths; sliding windows move by {shortened}"
         )
@@ -112,7 +121,7 @@ def open_validation(checkpoint: Checkpoint, config: RunConfig) -> TokenStream:
     stream = open_stream(with_data_set(config, checkpoint), "validation")
     check_tokenizer(stream, checkpoint)
     if not is_its_validation_split(stream, checkpoint):
-        _say(
+        say(
             f"{stream.directory}: not the validation split that {checkpoint.path} was evaluated on "
             "while it trained"
         )
@@ -149,11 +158,7 @@ def evaluate_checkpoint(job: Job, text: ScoredText) -> list[Evaluation]:
         ConfigError: There is not enough memory for one of the lengths.
     """
     config = job.config
-    topology = pretrain.topology.initialize(config)
-    chunks = build_model(config)
-    check_positions(config, chunks)
-    load_weights(job.checkpoint, chunks)
-    check_memory(config, topology, job.protocols)
+    chunks, topology = job.load(job.protocols)
     evaluator = Evaluator(
         chunks,
         topology,
@@ -193,7 +198,10 @@ def evaluate_sources(
     jobs = [_prepare(source, request, overrides) for source in sources]
     check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:
-        _prepare_report_directory(out)
+        # A bad --out fails before the evaluation, not after.
+        check_overwrites(out)
+        with writing(out):
+            make_directory(out.parent)
     is_main = pretrain.topology.Process.from_environment().rank == 0
     records: list[dict[str, Any]] = []
     positions: dict[tuple[str, int], PositionLosses] = {}
@@ -226,8 +234,8 @@ def evaluate_sources(
 
 
 @dataclass(frozen=True)
-class Job:
-    """A checkpoint and what is measured of it."""
+class Opened:
+    """A checkpoint and the text that it is measured on."""
 
     checkpoint: Checkpoint
     run: str
@@ -236,6 +244,44 @@ class Job:
     """Its config, with the layout to evaluate on (see `evaluation_config`)."""
     stream: TokenStream
     """The validation split."""
+
+    def common(self) -> dict[str, Any]:
+        """Return what all records of the checkpoint say, under the keys of `records.FIELDS`."""
+        # What the checkpoint was trained with, whatever the command line has set.
+        trained = self.checkpoint.config
+        return {
+            "run": self.run,
+            "step": self.checkpoint.trainer_state.step,
+            "method": trained.position.method,
+            "seed": trained.run.seed,
+            "train_length": trained.data.sequence_length,
+            "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
+            "validation": self.stream.identity[:HASH_DIGITS],
+            "precision": self.config.train.precision,
+            "checkpoint": str(self.checkpoint.path),
+        }
+
+    def load(self, protocols: Iterable[Protocol]) -> tuple[list[GPTModel], Topology]:
+        """Build the model with the checkpoint's weights. Collective.
+
+        Args:
+            protocols: What is to be measured.
+
+        Raises:
+            ConfigError: There is not enough memory for one of the lengths.
+        """
+        topology = pretrain.topology.initialize(self.config)
+        chunks = build_model(self.config)
+        check_positions(self.config, chunks)
+        load_weights(self.checkpoint, chunks)
+        check_memory(self.config, topology, protocols)
+        return chunks, topology
+
+
+@dataclass(frozen=True)
+class Job(Opened):
+    """A checkpoint and what is measured of it."""
+
     protocols: tuple[Protocol, ...]
 
     def outlook(self) -> str:
@@ -251,43 +297,37 @@ class Job:
 
     def record(self, result: Evaluation) -> dict[str, Any]:
         """Return the record of one of its evaluations, with the keys of `records.FIELDS`."""
-        # What the checkpoint was trained with, whatever the command line has set.
-        trained, data = self.checkpoint.config, self.checkpoint.origin.data
-        return fields_of(
-            {
-                "run": self.run,
-                "step": self.checkpoint.trainer_state.step,
-                "method": trained.position.method,
-                "seed": trained.run.seed,
-                "train_length": trained.data.sequence_length,
-                "settings": settings_hash(trained, data.get(TRAINING))[:HASH_DIGITS],
-                "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
-                "validation": self.stream.identity[:HASH_DIGITS],
-                "precision": self.config.train.precision,
-                **result.record(),
-                "checkpoint": str(self.checkpoint.path),
-            }
-        )
+        training = self.checkpoint.origin.data.get(TRAINING)
+        settings = settings_hash(self.checkpoint.config, training)[:HASH_DIGITS]
+        return fields_of({**self.common(), "settings": settings, **result.record()})
 
 
-def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> Job:
-    """Open what a source names, and check that it can be evaluated as asked.
+def open_source(source: Path, request: EvaluationRequest, overrides: list[str]) -> Opened:
+    """Open what a source names, a run's directory or a checkpoint's.
 
-    Args:
-        source: A run's directory, or a checkpoint's.
-        request: Lengths, protocols, stride and token limit from the command line.
-        overrides: `section.key=value` settings.
+    Raises:
+        ConfigError: It is neither, or it cannot be evaluated as asked.
     """
     checkpoint = open_checkpoint(find_checkpoint(source))
     run = _run_of(checkpoint.path)
     is_named = checkpoint.path == source
     for line in [] if is_named else no_checkpoints(source, checkpoint.path):
-        _say(line)
+        say(line)
     config = evaluation_config(checkpoint, request, overrides)
     stream = open_validation(checkpoint, config)
-    total = len(stream)
+    return Opened(checkpoint, str(run or checkpoint.path), config, stream)
+
+
+def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> Job:
+    """Open a source, and choose what is measured of it.
+
+    Raises:
+        ConfigError: As `evaluate_sources`.
+    """
+    found = open_source(source, request, overrides)
+    total = len(found.stream)
     protocols, notes = choose_protocols(
-        config,
+        found.config,
         request.protocols,
         min(total, request.max_tokens or total),
         total,
@@ -295,8 +335,8 @@ def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> 
         limit="--max-tokens",
     )
     for note in notes:
-        _say(f"{checkpoint.path}: {note}")
-    return Job(checkpoint, str(run or checkpoint.path), config, stream, protocols)
+        say(f"{found.checkpoint.path}: {note}")
+    return Job(found.checkpoint, found.run, found.config, found.stream, protocols)
 
 
 def _run_of(checkpoint: Path) -> Path | None:
@@ -337,19 +377,86 @@ def _result_line(method: str, record: Mapping[str, Any]) -> str:
     )
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Print a line to stderr, once for all ranks."""
     if pretrain.topology.Process.from_environment().rank == 0:
         print(line, file=sys.stderr, flush=True)
 
 
-def _prepare_report_directory(out: Path) -> None:
-    """Make the report's directory, so that a bad --out fails before the evaluation, not after."""
-    check_report_path(out)
-    check_overwrites(out)
-    try:
-        make_directory(out.parent)
-    except OSError as error:
+# ---- a user's own text ---------------------------------------------------------------------------
+TOKENS_PER_BLOCK = 2**16
+
+
+@contextlib.contextmanager
+def text_data_set(
+    sources: Sequence[Path], patterns: Sequence[str], overrides: Sequence[str]
+) -> Iterator[str]:
+    """Yield the directory of a data set of text files, which is removed at the end.
+
+    Each file is a document, and ends with the end-of-document token.
+
+    Args:
+        sources: Run or checkpoint directories, whose own tokenizer makes the tokens.
+        patterns: Names of text files, glob patterns, or URLs.
+        overrides: The options --set of the command.
+
+    Raises:
+        ConfigError: A file cannot be read or is no text, or the sources have several tokenizers, or
+            another data set is set.
+    """
+    check_beside(overrides, {"--text": (patterns[0], "data.directory")})
+    tokenizer = _tokenizer_of(sources)
+    with tempfile.TemporaryDirectory(prefix="pretrain-text-") as folder:
+        _write_text(Path(folder), tokenizer, patterns)
+        yield folder
+
+
+def _tokenizer_of(sources: Sequence[Path]) -> Tokenizer:
+    """Return the tokenizer of all sources."""
+    found: dict[str, tuple[Path, Tokenizer]] = {}
+    for source in sources:
+        opened = open_checkpoint(find_checkpoint(source))
+        config = opened.config
+        if opened.tokenizer_file is None:
+            # An imported model came without one; its data set has the tokenizer.
+            config = with_data_set(config, opened)
+        tokenizer = tokenizer_of(opened, Path(config.data.directory))
+        found.setdefault(tokenizer.fingerprint, (source, tokenizer))
+    (first, tokenizer), *others = found.values()
+    if others:
         raise ConfigError(
-            f"--out {out}: cannot create {out.parent} ({error.strerror}). Choose another path"
-        ) from None
+            f"--text: {first} and {others[0][0]} have different tokenizers. Evaluate them one by "
+            "one, and compare their bits per byte"
+        )
+    return tokenizer
+
+
+def _write_text(folder: Path, tokenizer: Tokenizer, patterns: Sequence[str]) -> None:
+    """Write the validation split of a data set into an empty folder, and say what is in it."""
+    (folder / tokenizer.file_name).write_bytes(tokenizer.content)
+    directory = folder / "validation"
+    directory.mkdir()
+    files = find("--text", tuple(patterns))
+    corpus = Corpus("text", "text", tuple(patterns), "")
+    task = Task(0, corpus.name, tuple(Piece(file.path, 0, file.size) for file in files))
+    sizes = {"vocab_size": tokenizer.vocab_size, "tokens_per_block": TOKENS_PER_BLOCK}
+    sizes["tokens_per_shard"] = 64 * TOKENS_PER_BLOCK
+    writer = ShardWriter(directory, split="validation", corpus=corpus.name, task=0, **sizes)
+    for document in read(task, corpus, skip=None):
+        ids = [*tokenizer.encode(document.text).tolist(), tokenizer.eos_id]
+        writer.add(np.array(ids), len(document.text.encode()))
+    manifest = finish_split(
+        directory,
+        [writer.close()],
+        split="validation",
+        tokenizer=tokenizer.file_name,  # type: ignore[arg-type]  # one of TOKENIZER_FILES
+        tokenizer_sha256=tokenizer.fingerprint,
+        eos_id=tokenizer.eos_id,
+        **sizes,
+    )
+    if pretrain.topology.Process.from_environment().rank == 0:
+        print(
+            f"--text: {len(files)} documents, {manifest.text_bytes:,} bytes, "
+            f"{manifest.tokens:,} tokens with an end-of-document token after each",
+            flush=True,
+        )

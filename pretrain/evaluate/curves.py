@@ -7,10 +7,7 @@ their seed alone are one curve, with the mean and the spread of their values.
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain.evaluate.records import FIELDS, PositionLosses, Record
+from pretrain.evaluate.records import PositionLosses, Record, grouped, read_table
 
 PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
 """The quantities of a record that curves show."""
@@ -76,6 +73,14 @@ class Curve:
         return self.sources[0].train_length
 
     @property
+    def kind(self) -> str:
+        """Return the protocol without its stride: "nonoverlapping", "sliding" or MASKED.
+
+        Claims and published numbers are of language models. Nothing of theirs is MASKED.
+        """
+        return self.protocol.partition(" ")[0]
+
+    @property
     def is_mean(self) -> bool:
         """Return True for the mean of several seeds."""
         return len(self.sources) > 1
@@ -98,13 +103,6 @@ class Curve:
             mean = sum(values) / len(values)
         # Rounding must not put the mean of equal values beside them.
         return Value(min(max(mean, min(values)), max(values)), min(values), max(values))
-
-    def interval(self, x: int, quantity: str = PERPLEXITY) -> tuple[float, float]:
-        """Return the 95 % interval at `x`; of seeds the range that holds all their intervals."""
-        intervals = [_interval(record, quantity) for record in self.records[x]]
-        if any(map(math.isnan, (end for pair in intervals for end in pair))):
-            return math.nan, math.nan
-        return min(low for low, _ in intervals), max(high for _, high in intervals)
 
     def tokens(self) -> list[int]:
         """Return the different numbers of scored tokens of the records, ascending."""
@@ -145,13 +143,15 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
         seen[place] += 1
         key = source._replace(evaluation=seen[place]), protocol
         found.setdefault(key, {})[record["length"]] = record
-    groups: dict[Any, list[tuple[Source, str]]] = {}
-    for key, by_length in found.items():
-        alike = key[0]._replace(seed=0, run="", checkpoint="")
-        groups.setdefault((alike, key[1], frozenset(by_length)), []).append(key)
+
+    def but_the_seed(key: tuple[Source, str]) -> object:
+        return key[0]._replace(seed=0, run="", checkpoint=""), key[1], frozenset(found[key])
+
     members: list[list[tuple[Source, str]]] = []
-    for group in groups.values():
-        members += [group] if _differ_in_seed(group) else [[key] for key in group]
+    for group in grouped(found, but_the_seed).values():
+        # Two runs with one seed differ in something else.
+        differ = len({source.seed for source, _ in group}) == len(group)
+        members += [group] if differ else [[key] for key in group]
     names = _names([tuple(source for source, _ in keys) for keys in members])
     curves = []
     for keys in members:
@@ -196,26 +196,17 @@ def by_text(curves: Iterable[Curve]) -> list[Text]:
     Each tokenizer cuts a text into a split of its own, with its own hash. Two splits are taken for
     one text when no tokenizer made both and the same number of bytes was scored of each.
     """
-    splits: dict[str, list[Curve]] = {}
-    for curve in curves:
-        splits.setdefault(curve.sources[0].validation, []).append(curve)
-    texts: list[tuple[str, list[Curve]]] = []
-    for validation, found in splits.items():
-        for _, earlier in texts:
-            if _tokenizers(earlier).isdisjoint(_tokenizers(found)) and _bytes(earlier) & _bytes(
-                found
-            ):
-                earlier += found
+    texts: list[Text] = []
+    for validation, split in grouped(curves, lambda c: c.sources[0].validation).items():
+        found = Text(validation, grouped(split, lambda c: c.sources[0].tokenizer))
+        for earlier in texts:
+            is_same = earlier.by_tokenizer.keys().isdisjoint(found.by_tokenizer)
+            if is_same and not _bytes(earlier.curves).isdisjoint(_bytes(split)):
+                earlier.by_tokenizer.update(found.by_tokenizer)
                 break
         else:
-            texts.append((validation, list(found)))
-    result = []
-    for validation, found in texts:
-        by_tokenizer: dict[str, list[Curve]] = {}
-        for curve in found:
-            by_tokenizer.setdefault(curve.sources[0].tokenizer, []).append(curve)
-        result.append(Text(validation, by_tokenizer))
-    return result
+            texts.append(found)
+    return texts
 
 
 def train_lengths(curves: Iterable[Curve]) -> list[int]:
@@ -291,15 +282,6 @@ def _known(values: Iterable[int | None]) -> list[int]:
     return sorted({value for value in values if value is not None})
 
 
-def _differ_in_seed(keys: Sequence[tuple[Source, str]]) -> bool:
-    """Return True for several sources of which each has a seed of its own."""
-    return len(keys) > 1 and len({source.seed for source, _ in keys}) == len(keys)
-
-
-def _tokenizers(curves: Iterable[Curve]) -> set[str]:
-    return {curve.sources[0].tokenizer for curve in curves}
-
-
 def _bytes(curves: Iterable[Curve]) -> set[int]:
     return {count for curve in curves for count in curve.bytes()}
 
@@ -315,9 +297,7 @@ def _names(groups: Iterable[tuple[Source, ...]]) -> dict[tuple[Source, ...], str
         if len(group) > 1:
             found.append(f"{len(group)} seeds")
     for qualifier in _QUALIFIERS:
-        same: dict[Any, list[tuple[Source, ...]]] = {}
-        for group, found in words.items():
-            same.setdefault((group[0].train_length, tuple(found)), []).append(group)
+        same = grouped(words, lambda group: (group[0].train_length, tuple(words[group])))
         for alike in same.values():
             answers = qualifier(alike)
             if len(set(answers)) > 1:
@@ -511,16 +491,13 @@ def read_positions(path: Path) -> dict[tuple[str, int], Binned]:
         ValueError: The file is no table of losses by position.
     """
     rows: dict[tuple[str, int], list[tuple[int, int, float, int]]] = {}
-    try:
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                ends = int(row["first_position"]), int(row["last_position"]) + 1
-                values = *ends, float(row["loss_nats"]), int(row["tokens"])
-                rows.setdefault((row["checkpoint"], int(row["length"])), []).append(values)
-    except FileNotFoundError:
-        return {}
-    except (KeyError, TypeError, csv.Error) as error:
-        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
+
+    def add(row: Mapping[str, str]) -> None:
+        ends = int(row["first_position"]), int(row["last_position"]) + 1
+        values = *ends, float(row["loss_nats"]), int(row["tokens"])
+        rows.setdefault((row["checkpoint"], int(row["length"])), []).append(values)
+
+    read_table(path, add)
     return {
         key: Binned(
             np.array([found[0][0], *(end for _, end, _, _ in found)], dtype=np.int64),
@@ -644,22 +621,17 @@ def _table(
     with_steps: bool = True,
 ) -> Table:
     """Return a table with these cells, behind the curves' names, protocols and tokens scored."""
-    heads = ["method", "protocol"]
-    words = [[curve.name, curve.protocol] for curve in curves]
-    if len(train_lengths(curves)) > 1:
-        heads.insert(1, "L")
-        for row, curve in zip(words, curves):
-            row.insert(1, str(curve.train_length))
-    # Checkpoints of different steps are no fair comparison of methods, so the table shows steps.
-    if with_steps and len(steps_of(curves)) > 1:
-        heads.insert(-1, "step")
-        for row, curve in zip(words, curves):
-            row.insert(-1, str(curve.sources[0].step))
-    # Nor is a model in bf16 beside one in fp32, which rounds less.
-    if len(precisions(curves)) > 1:
-        heads.insert(-1, "precision")
-        for row, curve in zip(words, curves):
-            row.insert(-1, curve.sources[0].precision)
+    # Checkpoints of different steps are no fair comparison of methods, and a model in bf16 is none
+    # beside one in fp32, which rounds less: the table shows both where they differ.
+    columns: dict[str, tuple[bool, Callable[[Curve], object]]] = {
+        "method": (True, lambda c: c.name),
+        "L": (len(train_lengths(curves)) > 1, lambda c: c.train_length),
+        "step": (with_steps and len(steps_of(curves)) > 1, lambda c: c.sources[0].step),
+        "precision": (len(precisions(curves)) > 1, lambda c: c.sources[0].precision),
+        "protocol": (True, lambda c: c.protocol),
+    }
+    heads = [name for name, (is_shown, _) in columns.items() if is_shown]
+    words = [[str(columns[name][1](curve)) for name in heads] for curve in curves]
     count = "tokens" if quantity == PERPLEXITY else "bytes"
     counts = [tokens_in_words([c]) if quantity == PERPLEXITY else _range(c.bytes()) for c in curves]
     table_rows = [[*w, n, *row] for w, n, row in zip(words, counts, rows)]
@@ -738,32 +710,3 @@ def _range(counts: Sequence[int]) -> str:
 def _escaped(cell: str) -> str:
     """Return a cell that cannot end early, whatever path it holds."""
     return cell.replace("|", "\\|")
-
-
-# ---- files ---------------------------------------------------------------------------------------
-def to_csv(fields: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
-    """Return a CSV file with these columns, with \\n at the end of lines."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(fields)
-    writer.writerows(rows)
-    return text.getvalue().encode()
-
-
-def records_to_csv(records: Iterable[Record]) -> bytes:
-    """Return curve.csv; what is not known is empty, what is not finite is "nan" or "inf"."""
-    return to_csv(FIELDS, ([record[field] for field in FIELDS] for record in records))
-
-
-def records_to_json(records: Sequence[Record]) -> bytes:
-    """Return curve.json: {"train_length": L, or null for several, "records": [...]}."""
-    trained = {record["train_length"] for record in records}
-    # JSON has neither nan nor infinity (RFC 8259, section 6), and strict readers refuse them.
-    rows = [{field: _finite_or_none(record[field]) for field in FIELDS} for record in records]
-    curve = {"train_length": trained.pop() if len(trained) == 1 else None, "records": rows}
-    return (json.dumps(curve, indent=1, allow_nan=False) + "\n").encode()
-
-
-def _finite_or_none(value: Any) -> Any:
-    """Return None for a float that is not finite, and any other value as it is."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

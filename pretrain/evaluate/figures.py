@@ -50,6 +50,7 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (2.5
 MARKERS_OF_A_LINE = 10
 """A longer line has a marker at every n-th value only, about this many in all."""
 NEUTRAL = "#444444"
+DOTTED: dict[str, Any] = {"color": "#888888", "linestyle": ":", "linewidth": 1.2}
 LOG_SPREAD = 3.0
 """The y axis is logarithmic when the largest value exceeds this multiple of the smallest."""
 PANEL_INCHES = (4.3, 3.9)
@@ -94,6 +95,8 @@ class Frame:
     """The panels in their order; by default in the order of the lines."""
     bars: str = "95 % interval"
     """What error bars show."""
+    holds_zero: bool = False
+    """The y axis is linear and holds 0, as of a gain."""
 
 
 @matplotlib.rc_context()
@@ -110,19 +113,21 @@ def draw(lines: Sequence[Line], frame: Frame, formats: Sequence[str] = FORMATS) 
     titles = list(dict.fromkeys([*frame.panels, *(line.panel for line in lines)]))
     words = {word for line in lines for word in (line.mark, line.colour)}
     figure, panels = _panels(titles, frame, legend_inches=0.21 * (len(words) + 6))
-    colours, marks = _colours(lines), _marks(lines)
-    weights = _weights(lines)
+    colours, marks = _looks(lines)
     for line in lines:
-        mark = marks[line.mark] | weights[line.colour]
-        _draw_line(panels[line.panel], line, colours[line.colour], mark)
+        _draw_line(panels[line.panel], line, marks[line.mark] | colours[line.colour])
     # The panels share their y axis.
     axes = next(iter(panels.values()))
-    _scale_values(axes, [v for line in lines for value in line.values for v in value])
+    values = [v for line in lines for value in line.values for v in value]
+    if frame.holds_zero:
+        axes.axhline(0, color="#888888", linewidth=1, zorder=0)
+    else:
+        _scale_values(axes, values)
     for panel in panels.values():
         for x, word in frame.marked.items():
-            colour = colours.get(word, "#888888")
-            panel.axvline(x, color=colour, linewidth=1.2, linestyle=":", zorder=0)
-    _legend(figure, lines, (colours, weights, marks), frame)
+            colour = colours[word]["color"] if word in colours else DOTTED["color"]
+            panel.axvline(x, **{**DOTTED, "color": colour}, zorder=0)
+    _legend(figure, lines, colours, marks, frame)
     # The formats share one layout, which takes longer than drawing.
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
@@ -202,46 +207,38 @@ def _strip(axes: Axes, frame: Frame) -> Axes:
     return axes
 
 
-def _colours(lines: Iterable[Line]) -> dict[str, Any]:
-    """Return a colour for each word, in order of first appearance.
+Looks = dict[str, dict[str, Any]]
+"""A word in the legend -> what matplotlib takes."""
 
-    Where colours say something else than marks (training lengths), they go from dark to light in
-    ascending order, which a grayscale print keeps.
+
+def _looks(lines: Sequence[Line]) -> tuple[Looks, Looks]:
+    """Return how each word of a colour looks, and each word of a mark, in order of appearance.
+
+    Where colours say something else than marks (training lengths), they go from dark to light and
+    lines get wider in ascending order, which a grayscale print keeps.
     """
-    lines = list(lines)
-    words = list(dict.fromkeys(line.colour for line in lines))
-    if all(line.colour == line.mark for line in lines):
-        return dict(zip(words, itertools.cycle(COLOURS)))
-    scale = matplotlib.colormaps["viridis"]
-    return {word: scale(0.82 * i / max(1, len(words) - 1)) for i, word in enumerate(words)}
-
-
-def _weights(lines: Iterable[Line]) -> dict[str, dict[str, Any]]:
-    """Return the widths of lines and sizes of markers for each word of a colour.
-
-    Where colours say something else than marks, lines get wider with it, so that it can be read
-    without colour.
-    """
-    lines = list(lines)
-    words = list(dict.fromkeys(line.colour for line in lines))
-    if all(line.colour == line.mark for line in lines):
-        return {word: {"linewidth": 1.6, "markersize": 5} for word in words}
-    shares = [i / max(1, len(words) - 1) for i in range(len(words))]
-    return {
-        # The widest lines are drawn first, so that they do not hide others.
-        word: {"linewidth": 0.9 + 1.8 * share, "markersize": 4 + 3 * share, "zorder": 3 - share / 2}
-        for word, share in zip(words, shares)
-    }
-
-
-def _marks(lines: Iterable[Line]) -> dict[str, dict[str, Any]]:
-    """Return the marker and the dashes for each word."""
     words = dict.fromkeys(line.mark for line in lines)
     cycles = zip(words, itertools.cycle(MARKERS), itertools.cycle(DASHES))
-    return {word: {"marker": marker, "linestyle": dashes} for word, marker, dashes in cycles}
+    marks = {word: {"marker": marker, "linestyle": dashes} for word, marker, dashes in cycles}
+    words = dict.fromkeys(line.colour for line in lines)
+    if _is_plain(lines):
+        cycle = zip(words, itertools.cycle(COLOURS))
+        return {w: {"color": c, "linewidth": 1.6, "markersize": 5} for w, c in cycle}, marks
+    scale, colours = matplotlib.colormaps["viridis"], {}
+    for i, word in enumerate(words):
+        share = i / max(1, len(words) - 1)
+        look = {"color": scale(0.82 * share), "linewidth": 0.9 + 1.8 * share}
+        # The widest lines are drawn first, so that they do not hide others.
+        colours[word] = {**look, "markersize": 4 + 3 * share, "zorder": 3 - share / 2}
+    return colours, marks
 
 
-def _draw_line(axes: Axes, line: Line, colour: Any, mark: Mapping[str, Any]) -> None:
+def _is_plain(lines: Iterable[Line]) -> bool:
+    """Return True where colours and marks say the same."""
+    return all(line.colour == line.mark for line in lines)
+
+
+def _draw_line(axes: Axes, line: Line, look: Mapping[str, Any]) -> None:
     """Draw one line with its intervals. What is not finite is marked at the upper edge."""
     values = [v.value if math.isfinite(v.value) else math.nan for v in line.values]
     low = [v.low if math.isfinite(v.low) else math.nan for v in line.values]
@@ -250,12 +247,12 @@ def _draw_line(axes: Axes, line: Line, colour: Any, mark: Mapping[str, Any]) -> 
     axes.plot(
         line.xs,
         values,
-        color=colour,
         markeredgecolor="white",
         markeredgewidth=0.5,
         markevery=max(1, round(len(values) / MARKERS_OF_A_LINE)),
-        **mark,
+        **look,
     )
+    colour = look["color"]
     if line.has_band:
         axes.fill_between(line.xs, low, high, color=colour, alpha=0.18, linewidth=0)
     elif not all(map(math.isnan, low)):
@@ -272,7 +269,7 @@ def _draw_line(axes: Axes, line: Line, colour: Any, mark: Mapping[str, Any]) -> 
             [1.0] * len(lost),
             transform=axes.get_xaxis_transform(),
             clip_on=False,
-            **{**mark, "linestyle": "none", "color": colour, "markerfacecolor": "white"},
+            **{**look, "linestyle": "none", "markerfacecolor": "white"},
         )
 
 
@@ -299,7 +296,8 @@ def _scale_values(axes: Axes, values: Iterable[float]) -> None:
 def _legend(
     figure: Figure,
     lines: Sequence[Line],
-    styles: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]],
+    colours: Looks,
+    marks: Looks,
     frame: Frame,
 ) -> None:
     """Write a legend beside the panels, with the lines in the order of their right ends.
@@ -307,28 +305,23 @@ def _legend(
     Args:
         figure: Figure with the panels.
         lines: What was drawn.
-        styles: Colour and weight of each colour word, and mark of each mark word.
+        colours: Look of each word of a colour.
+        marks: Look of each word of a mark.
         frame: What stands around the lines.
     """
-    colours, weights, marks = styles
     ends: dict[str, float] = {}
     for line in lines:
         last = [v.value for v in line.values if math.isfinite(v.value)]
         ends.setdefault(line.mark, last[-1] if last else math.inf)
     order = sorted(ends, key=lambda word: -ends[word])
-    looks: dict[str, dict[str, Any]]
-    if all(line.colour == line.mark for line in lines):
-        looks = {word: {"color": colours[word], **weights[word], **marks[word]} for word in order}
+    if _is_plain(lines):
+        looks = {word: {**colours[word], **marks[word]} for word in order}
     else:
         looks = {word: {"color": NEUTRAL, **marks[word]} for word in order}
-        looks |= {
-            w: {"color": c, **weights[w], "linewidth": 2 * weights[w]["linewidth"]}
-            for w, c in colours.items()
-        }
+        looks |= {w: {**c, "linewidth": 2 * c["linewidth"]} for w, c in colours.items()}
     handles = [Line2D([], [], label=_plain(word), **look) for word, look in looks.items()]
     if frame.marked:
-        dotted: dict[str, Any] = {"color": "#888888", "linestyle": ":", "linewidth": 1.2}
-        handles.append(Line2D([], [], label=frame.mark_label, **dotted))
+        handles.append(Line2D([], [], label=frame.mark_label, **DOTTED))
     notes = []
     has_ranges = [any(math.isfinite(v.low) for v in line.values) for line in lines]
     if any(found and not line.has_band for found, line in zip(has_ranges, lines)):
@@ -368,21 +361,6 @@ def _save(figure: Figure, kind: str) -> bytes:
 
 TICKS = 8
 """Labels on an x axis at most, about as many as find room."""
-
-
-def plot_by_length(
-    curves: Sequence[Curve],
-    quantity: str = PERPLEXITY,
-    relative: bool = False,
-    subject: str = "",
-) -> Pictures:
-    """Plot values against window length: see `lines_by_length`."""
-    return draw(*lines_by_length(curves, quantity, relative, subject))
-
-
-def plot_by_position(curves: Sequence[PositionCurve], subject: str = "") -> Pictures:
-    """Plot loss against the position in the window: see `lines_by_position`."""
-    return draw(*lines_by_position(curves, subject))
 
 
 def lines_by_length(
@@ -432,8 +410,8 @@ def lines_by_length(
     return lines, Frame(label, TITLES[quantity], title, ticks, marked, "training length")
 
 
-def plot_by_step(curves: Sequence[Curve], subject: str = "") -> Pictures:
-    """Plot perplexity against training step: a line for each length and a panel per protocol.
+def lines_by_step(curves: Sequence[Curve], subject: str = "") -> tuple[list[Line], Frame]:
+    """Return perplexity against training step: a line for each length and a panel per protocol.
 
     Args:
         curves: Curves by training step, of one tokenizer.
@@ -449,7 +427,7 @@ def plot_by_step(curves: Sequence[Curve], subject: str = "") -> Pictures:
         )
         for curve in curves
     ]
-    return draw(lines, Frame("Training step", TITLES[PERPLEXITY], _title(curves, subject)))
+    return lines, Frame("Training step", TITLES[PERPLEXITY], _title(curves, subject))
 
 
 def lines_by_position(

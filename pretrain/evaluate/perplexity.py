@@ -26,8 +26,7 @@ from pretrain import platform
 from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, in_bytes
 from pretrain.data.order import mask_text
 from pretrain.evaluate.records import PositionLosses, confidence_interval
-from pretrain.evaluate.text import ScoredText
-from pretrain.evaluate.windows import Protocol, Window
+from pretrain.evaluate.windows import Protocol, ScoredText, Window
 from pretrain.kernels.call import Call, installed_packages
 from pretrain.kernels.dispatch import choose_backend
 from pretrain.kernels.sdpa import QUERY_BLOCK

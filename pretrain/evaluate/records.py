@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import csv
 import functools
+import io
 import json
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,28 +27,31 @@ from pretrain.config.evaluation import MASKED
 Record = Mapping[str, Any]
 """One evaluation of one checkpoint, with the keys of FIELDS."""
 
-FIELDS = (
-    "run",
-    "step",
-    "method",
-    "seed",
-    "train_length",
-    "settings",
-    "tokenizer",
-    "validation",
-    "precision",
-    "protocol",
-    "stride",
-    "length",
-    "perplexity",
-    "loss_nats",
-    "loss_low",
-    "loss_high",
-    "bits_per_byte",
-    "tokens",
-    "bytes",
-    "checkpoint",
-)
+_NUMBER = int | float | None
+_TYPES: dict[str, type | types.UnionType] = {
+    "run": str,
+    "step": int,
+    "method": str,
+    "seed": int,
+    "train_length": int,
+    "settings": str,
+    "tokenizer": str,
+    "validation": str,
+    "precision": str,
+    "protocol": str,
+    "stride": int,
+    "length": int,
+    "perplexity": _NUMBER,
+    "loss_nats": _NUMBER,
+    "loss_low": _NUMBER,
+    "loss_high": _NUMBER,
+    "bits_per_byte": _NUMBER,
+    "tokens": int,
+    "bytes": int | None,
+    "checkpoint": str,
+}
+"""Keys of a record -> type of the value. None stands for what is not finite or not known."""
+FIELDS = tuple(_TYPES)
 """Keys of a record, in the order of the columns of curve.csv.
 
 | key | type | what it says |
@@ -80,6 +84,18 @@ are those of a text for some of whose words a vocabulary of words has `<unk>`.
 
 HASH_DIGITS = 12
 """Hex digits of a SHA-256 in a record."""
+
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items by a key of theirs, in their order."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def fields_of(record: Record) -> dict[str, Any]:
@@ -128,41 +144,11 @@ def check_objectives(found: Iterable[tuple[str, str]]) -> None:
 # block.
 
 
-BLOCKS = 64
-"""A text is cut into at most so many blocks and, if it has as many tokens, at least half of them.
-Losses are kept by block."""
 GROUPS = 32
 """Neighbouring blocks are taken together to at most so many groups for an interval. More make the
 interval itself less noisy; fewer, longer ones cover dependence over a longer distance. Measured on
 16,384 tokens of the demo's validation text (docs/decisions.md): 64 groups are 10 % too narrow."""
 COVERAGE = 0.95
-
-
-def block_ends(ids: NDArray[np.generic], eos_id: int) -> NDArray[np.int64]:
-    """Return where the blocks of a text end, each the index after its last token.
-
-    A block is 1 / BLOCKS of the text, and goes on to the next end of a document unless that would
-    double it. So documents that are short stay whole, and of a long one several blocks are made.
-    What two documents say does not depend on each other; what two blocks of a long document say may
-    a little, which the interval cannot know.
-
-    Args:
-        ids: The tokens of the text.
-        eos_id: The token that ends every document.
-    """
-    tokens = len(ids)
-    size = -(-tokens // BLOCKS)
-    documents = np.flatnonzero(ids == eos_id) + 1
-    ends, start = [], 0
-    while start < tokens:
-        end = start + size
-        next_document = np.searchsorted(documents, end)
-        if next_document < len(documents) and documents[next_document] < end + size:
-            end = int(documents[next_document])
-        # What is left over is too short to be a block of its own.
-        start = end if tokens - end >= size // 2 + 1 else tokens
-        ends.append(start)
-    return np.array(ends, dtype=np.int64)
 
 
 def confidence_interval(
@@ -320,6 +306,22 @@ def block_rows(records: Iterable[Record]) -> Iterable[list[Any]]:
                 yield [*block_key(record), i, int(count), float(loss)]
 
 
+def read_table(path: Path, add: Callable[[Mapping[str, str]], None]) -> None:
+    """Call `add` with each row of a CSV file; not at all without a file.
+
+    Raises:
+        ValueError: The file is no such table.
+    """
+    try:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                add(row)
+    except FileNotFoundError:
+        return
+    except (KeyError, TypeError, csv.Error) as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
+
+
 def read_blocks(path: Path) -> dict[BlockKey, BlockLosses]:
     """Return the losses by block of a report; none where it has no such file.
 
@@ -327,46 +329,19 @@ def read_blocks(path: Path) -> dict[BlockKey, BlockLosses]:
         ValueError: The file is no table of losses by block.
     """
     rows: dict[BlockKey, list[tuple[float, float]]] = {}
-    try:
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                sizes = int(row["stride"]), int(row["length"])
-                key = (row["checkpoint"], row["protocol"], *sizes, row["precision"])
-                rows.setdefault(key, []).append((float(row["loss_nats"]), float(row["tokens"])))
-    except FileNotFoundError:
-        return {}
-    except (KeyError, TypeError, csv.Error) as error:
-        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
+
+    def add(row: Mapping[str, str]) -> None:
+        sizes = int(row["stride"]), int(row["length"])
+        key = (row["checkpoint"], row["protocol"], *sizes, row["precision"])
+        rows.setdefault(key, []).append((float(row["loss_nats"]), float(row["tokens"])))
+
+    read_table(path, add)
     return {key: BlockLosses(*np.array(found).T) for key, found in rows.items()}
 
 
-# ---- Read the curve.json of a report ----
+# ---- Read the curve.json of a report, and write one ----
 
 
-_NUMBER = int | float | None
-_KINDS: dict[str, type | types.UnionType] = {
-    "run": str,
-    "step": int,
-    "method": str,
-    "seed": int,
-    "train_length": int,
-    "settings": str,
-    "tokenizer": str,
-    "validation": str,
-    "precision": str,
-    "protocol": str,
-    "stride": int,
-    "length": int,
-    "perplexity": _NUMBER,
-    "loss_nats": _NUMBER,
-    "loss_low": _NUMBER,
-    "loss_high": _NUMBER,
-    "bits_per_byte": _NUMBER,
-    "tokens": int,
-    "bytes": int | None,
-    "checkpoint": str,
-}
-"""Types of a record's values. None stands for what is not finite or not known."""
 _SIZES = ("train_length", "stride", "length")
 
 
@@ -411,10 +386,46 @@ def _record(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return one record, checked."""
     record = fields_of(row)
     for key in FIELDS:
-        value, kinds = record[key], _KINDS[key]
+        value, kinds = record[key], _TYPES[key]
         is_bad_size = key in _SIZES and isinstance(value, int) and value < 1
         if not isinstance(value, kinds) or isinstance(value, bool) or is_bad_size:
             raise ValueError(f"{key} = {value!r}")
     for key in ("perplexity", "loss_nats"):
         record[key] = math.nan if record[key] is None else record[key]
     return record
+
+
+def to_csv(fields: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
+    """Return a CSV file with these columns, with \\n at the end of lines."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(fields)
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def records_to_csv(records: Iterable[Record], fields: Sequence[str] = FIELDS) -> bytes:
+    """Return curve.csv; what is not known is empty, what is not finite is "nan" or "inf"."""
+    return to_csv(fields, ([record[field] for field in fields] for record in records))
+
+
+def records_to_json(
+    records: Sequence[Record], fields: Sequence[str] = FIELDS, **beside: Any
+) -> bytes:
+    """Return curve.json: what stands beside the records, and {"records": [...]}."""
+    rows = [{field: finite_or_none(record[field]) for field in fields} for record in records]
+    return (json.dumps({**beside, "records": rows}, indent=1, allow_nan=False) + "\n").encode()
+
+
+def curve_json(records: Sequence[Record]) -> bytes:
+    """Return curve.json: {"train_length": L, or null for several, "records": [...]}."""
+    trained = {record["train_length"] for record in records}
+    return records_to_json(records, train_length=trained.pop() if len(trained) == 1 else None)
+
+
+def finite_or_none(value: Any) -> Any:
+    """Return None for a float that is not finite, and any other value as it is.
+
+    JSON has neither nan nor infinity (RFC 8259, section 6), and strict readers refuse them.
+    """
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,15 +11,13 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pretrain.config import ConfigError
 from pretrain.config.evaluation import MASKED
-from pretrain.evaluate import figures
-from pretrain.evaluate.comparison import describe_by_length, describe_by_step, what_stands_out
 from pretrain.evaluate.curves import (
     BITS_PER_BYTE,
     POSITION_FIELDS,
@@ -35,18 +33,24 @@ from pretrain.evaluate.curves import (
     make_step_curves,
     position_curves,
     position_rows,
-    records_to_csv,
-    records_to_json,
     relative_table,
     source_table,
     step_table,
-    to_csv,
     train_lengths,
 )
-from pretrain.evaluate.figures import FORMATS, Pictures
+from pretrain.evaluate.figures import (
+    FORMATS,
+    Frame,
+    Line,
+    Pictures,
+    draw,
+    lines_by_length,
+    lines_by_position,
+    lines_by_step,
+)
+from pretrain.evaluate.judge import describe, what_stands_out
 from pretrain.evaluate.records import (
     BLOCK_FIELDS,
-    FIELDS,
     KEY,
     BlockKey,
     BlockLosses,
@@ -55,8 +59,12 @@ from pretrain.evaluate.records import (
     block_rows,
     blocks_path,
     check_objectives,
+    curve_json,
     fields_of,
+    grouped,
     read_records,
+    records_to_csv,
+    to_csv,
 )
 from pretrain.rundir.checkpoints import checkpoint_step, named_by_step
 from pretrain.rundir.files import make_directory, replace_file
@@ -65,8 +73,6 @@ from pretrain.rundir.paths import check_version
 # ---- Refuse to write a report over files that are no earlier report of ours ----
 
 
-TITLE = "# Perplexity"
-"""Every report.md begins with it."""
 PICTURES = (".png", ".svg", ".pdf")
 _COLUMNS = {"protocol", "length", "loss_nats"}
 """Columns of curve.csv by which it is known."""
@@ -76,8 +82,6 @@ _POSITION_COLUMNS = {"length", "first_position", "loss_nats"}
 def check_overwrites(out: Path) -> None:
     """Check that what `pretrain evaluate --out` would write over is an earlier report.
 
-    Tables and text are known by their content. A picture is known by the table beside it.
-
     Args:
         out: FILE.json of the report.
 
@@ -85,55 +89,68 @@ def check_overwrites(out: Path) -> None:
         ConfigError: A file is something else. Nothing has been written.
     """
     report, positions = out.with_name("report.md"), out.with_name("positions.csv")
-    curve = out.with_suffix(".csv")
-    ours = {
-        out: _is_curve(out),
-        curve: _has_columns(curve, _COLUMNS),
-        report: _start(report).startswith(TITLE),
-        positions: _has_columns(positions, _POSITION_COLUMNS),
-        blocks_path(out): _has_columns(blocks_path(out), set(BLOCK_FIELDS)),
+    tables = {
+        out.with_suffix(".csv"): _COLUMNS,
+        positions: _POSITION_COLUMNS,
+        blocks_path(out): set(BLOCK_FIELDS),
     }
-    ours |= {curve.with_suffix(p): ours[out] or ours[curve] for p in PICTURES}
-    ours |= {positions.with_suffix(p): ours[positions] for p in PICTURES}
-    for path, is_ours in ours.items():
-        if path.exists() and not is_ours:
-            raise ConfigError(
-                f"--out {out}: {path} would be overwritten, and it is no report that `pretrain "
-                "evaluate --out` wrote. Move it elsewhere, or choose another --out"
-            )
+    pictures = [path.with_suffix(p) for path in (out, positions) for p in PICTURES]
+    check_ours(out, _COLUMNS, tables, [report, *pictures])
     # report.md and positions.csv have one name in a folder, and no other file holds what they say.
     for other in sorted(out.parent.glob("*.json")):
-        if other.name != out.name and report.exists() and _is_curve(other):
+        if other.name != out.name and report.exists() and _is_report(other, _COLUMNS):
             raise ConfigError(
                 f"--out {out}: {out.parent} holds the report {other.name}, whose report.md and "
                 "positions.csv would be overwritten. Choose a folder of its own"
             )
 
 
-def _is_curve(path: Path) -> bool:
-    """Return True for a curve.json."""
+def check_ours(
+    out: Path, columns: set[str], tables: Mapping[Path, set[str]], others: Iterable[Path]
+) -> None:
+    """Check that all files of a report that are there are of an earlier report.
+
+    The JSON and the tables are known by their content, and what else there is by these.
+
+    Args:
+        out: FILE.json of the report.
+        columns: Keys that every record of the JSON has.
+        tables: CSV file -> columns by which it is known.
+        others: The report's other files.
+
+    Raises:
+        ConfigError: A file is something else.
+    """
+    check_report_path(out)
+    ours = {out: _is_report(out, columns)}
+    ours |= {path: _has_columns(path, of) for path, of in tables.items()}
+    ours |= dict.fromkeys(others, any(ours.values()))
+    for path, is_ours in ours.items():
+        if path.exists() and not is_ours:
+            raise ConfigError(
+                f"--out {out}: {path} would be overwritten, and it is no report that --out wrote. "
+                "Move it elsewhere, or choose another --out"
+            )
+
+
+def _is_report(path: Path, columns: set[str]) -> bool:
+    """Return True for a JSON file of records with these keys."""
     try:
         records = json.loads(path.read_bytes())["records"]
-        return all(record.keys() >= _COLUMNS for record in records)
+        return all(record.keys() >= columns for record in records)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
 def _has_columns(path: Path, columns: set[str]) -> bool:
-    """Return True for a CSV file with these columns."""
-    return columns <= set(_start(path).partition("\n")[0].strip().split(","))
-
-
-def _start(path: Path) -> str:
-    """Return the first characters of a file; nothing of one that cannot be read."""
+    """Return True for a CSV file with these columns; False for one that cannot be read."""
     try:
         with path.open("rb") as file:
-            return file.read(4096).decode(errors="replace")
+            header = file.readline(4096).decode(errors="replace")
     except OSError:
-        return ""
+        return False
+    return columns <= set(header.strip().split(","))
 
-
-__all__ = ["FIELDS", "check_report_path", "format_table", "write_report"]
 
 PROTOCOLS_EXPLAINED = (
     "At each length, *nonoverlapping* evaluation cuts the text into consecutive windows and scores "
@@ -160,12 +177,27 @@ INTERVALS_EXPLAINED = (
 """What stands beside a value in report.md."""
 
 
-class Section(NamedTuple):
-    """A part of report.md, with the figures that it shows."""
+class Page:
+    """A report in Markdown, and the figures that it shows."""
 
-    markdown: str
-    pictures: dict[str, Pictures]
-    """File name without its ending -> the figure's formats."""
+    def __init__(self, *parts: str) -> None:
+        self.parts = list(parts)
+        self.pictures: dict[str, Pictures] = {}
+        """File name without its ending -> the figure's formats."""
+
+    def add(self, *parts: str) -> None:
+        """Add what is not empty, each as a paragraph of its own."""
+        self.parts += filter(None, parts)
+
+    def show(self, name: str, caption: str, lines: Sequence[Line], frame: Frame) -> None:
+        """Draw a figure, and add it with links to its other formats."""
+        self.pictures[name] = draw(lines, frame)
+        others = ", ".join(f"[{kind.upper()}]({name}.{kind})" for kind in FORMATS if kind != "png")
+        self.add(f"![{caption}]({name}.png)", others)
+
+    def content(self) -> bytes:
+        """Return the report's file."""
+        return ("\n\n".join(self.parts) + "\n").encode()
 
 
 def write_report(
@@ -205,30 +237,21 @@ def write_report(
     if positions:
         rows = position_rows(records, positions)
         replace_file(out.with_name("positions.csv"), to_csv(POSITION_FIELDS, rows))
-    sections = sections_by_length(texts, out.stem, positions or {})
-    pictures = {name: kinds for section in sections for name, kinds in section.pictures.items()}
-    write_pictures(out.parent, out.stem, pictures, was_there=out.exists())
+    page = Page("# Perplexity by length", protocols_explained(records))
+    page.add("## What stands out", what_stands_out(texts))
+    _add_by_length(page, texts, out.stem, positions or {})
+    page.add("## How to read it", INTERVALS_EXPLAINED)
+    page.add(source_table([curve for text in texts for curve in text.curves]).markdown())
+    write_pictures(out.parent, out.stem, page.pictures, was_there=out.exists())
     if rows_of_blocks := list(block_rows(records)):
         replace_file(blocks_path(out), to_csv(BLOCK_FIELDS, rows_of_blocks))
     elif out.exists():
         # An earlier report's: they are not those of these records.
         blocks_path(out).unlink(missing_ok=True)
     replace_file(out.with_suffix(".csv"), records_to_csv(records))
-    report = "\n\n".join(
-        [
-            "# Perplexity by length",
-            protocols_explained(records),
-            "## What stands out",
-            what_stands_out(texts),
-            *(section.markdown for section in sections),
-            "## How to read it",
-            INTERVALS_EXPLAINED,
-            source_table([curve for text in texts for curve in text.curves]).markdown(),
-        ]
-    )
-    replace_file(out.with_name("report.md"), (report + "\n").encode())
+    replace_file(out.with_name("report.md"), page.content())
     # The JSON comes last: where it exists, the report is complete.
-    replace_file(out, records_to_json(records))
+    replace_file(out, curve_json(records))
 
 
 def protocols_explained(records: Sequence[Record]) -> str:
@@ -284,114 +307,77 @@ def write_pictures(
 
 
 # ---- report.md -----------------------------------------------------------------------------------
-def sections_by_length(texts: Sequence[Text], stem: str, positions: Positions) -> list[Section]:
-    """Return the sections of report.md with tables and figures, one or more for each text.
+def _add_by_length(page: Page, texts: Sequence[Text], stem: str, positions: Positions) -> None:
+    """Add tables and figures of each text and tokenizer.
 
     Args:
+        page: The report.
         texts: The curves.
         stem: What the names of the figures begin with.
         positions: Losses by position.
     """
-    sections = []
     if len(texts) > 1:
-        sections.append(
-            Section(
-                f"These are evaluations of {len(texts)} different validation sets. A perplexity on "
-                "one text says nothing beside a perplexity on another, so each has its own tables "
-                "and figures below.",
-                {},
-            )
+        page.add(
+            f"These are evaluations of {len(texts)} different validation sets. A perplexity on one "
+            "text says nothing beside a perplexity on another, so each has its own tables and "
+            "figures below."
         )
     for text in texts:
-        several = len(texts) > 1
-        end = label(text.validation) if several else ""
-        subject = f"validation set {text.validation}" if several else ""
-        if subject:
-            sections.append(Section(f"## {subject.capitalize()}", {}))
+        end, subject = "", ""
+        if len(texts) > 1:
+            end, subject = label(text.validation), f"validation set {text.validation}"
+            page.add(f"## {subject.capitalize()}")
         if len(text.by_tokenizer) > 1:
-            sections.append(_across_tokenizers(text, stem + end, subject))
+            _add_across_tokenizers(page, text, stem + end, subject)
         for tokenizer, curves in text.by_tokenizer.items():
-            name, about, heading = end, subject, ""
+            name, about = end, subject
             if len(text.by_tokenizer) > 1:
-                word = f"tokenizer {tokenizer}"
-                heading = f"### {word.capitalize()}"
-                name, about = name + label(tokenizer), ", ".join(filter(None, [about, word]))
-            sections.append(_of_one_tokenizer(curves, heading, stem + name, about))
-            by_position = position_curves(curves, positions)
-            if by_position:
-                pictures = figures.plot_by_position(by_position, about)
-                sections.append(_by_position(pictures, f"positions{name}"))
-    return sections
+                page.add(f"### Tokenizer {tokenizer}")
+                name += label(tokenizer)
+                about = ", ".join(filter(None, [subject, f"tokenizer {tokenizer}"]))
+            _add_of_one_tokenizer(page, curves, stem + name, about)
+            if found := position_curves(curves, positions):
+                page.add(
+                    "## Loss by position",
+                    "Mean loss at each position of the longest nonoverlapping window of each "
+                    "curve, over ranges of positions that widen with the position. The strip below "
+                    "says how many tokens each range stands on; positions.csv has the numbers of "
+                    "all runs and lengths. Tokens at early positions are predicted from little "
+                    "context.",
+                )
+                page.show(f"positions{name}", "loss by position", *lines_by_position(found, about))
 
 
-def _of_one_tokenizer(curves: Sequence[Curve], heading: str, name: str, subject: str) -> Section:
-    """Return the section with the perplexities of one tokenizer and text.
-
-    Args:
-        curves: Curves by window length.
-        heading: The section's heading, or nothing.
-        name: File name of the figure, without its ending.
-        subject: What the figure is about, if the report has several.
-    """
-    pictures = {name: figures.plot_by_length(curves, subject=subject)}
-    parts = [heading, show(name, "perplexity by length")]
+def _add_of_one_tokenizer(page: Page, curves: Sequence[Curve], name: str, subject: str) -> None:
+    """Add the perplexities of one tokenizer and text, in figures of this name."""
+    page.show(name, "perplexity by length", *lines_by_length(curves, subject=subject))
+    page.add(length_table(curves).markdown())
     several = len(train_lengths(curves)) > 1
     if several:
-        relative = f"{name}_relative"
-        pictures[relative] = figures.plot_by_length(curves, relative=True, subject=subject)
-        parts += [
-            length_table(curves).markdown(),
-            show(relative, "perplexity by length in training lengths"),
-            relative_table(curves).markdown(),
-        ]
-    else:
-        parts.append(length_table(curves).markdown())
+        relative = lines_by_length(curves, relative=True, subject=subject)
+        page.show(f"{name}_relative", "perplexity by length in training lengths", *relative)
+        page.add(relative_table(curves).markdown())
     if has_bits(curves):
-        parts.append(length_table(curves, BITS_PER_BYTE).markdown())
+        page.add(length_table(curves, BITS_PER_BYTE).markdown())
     names = [full_name(curve) if several else curve.name for curve in curves]
-    parts.append("\n".join(f"- {describe_by_length(c, n)}" for c, n in zip(curves, names)))
-    return Section("\n\n".join(filter(None, parts)), pictures)
+    page.add("\n".join(f"- {describe(c, n)}" for c, n in zip(curves, names)))
 
 
-def _across_tokenizers(text: Text, name: str, subject: str) -> Section:
-    """Return the section that compares curves of several tokenizers, by bits per byte alone."""
-    parts = [
+def _add_across_tokenizers(page: Page, text: Text, name: str, subject: str) -> None:
+    """Add the comparison of curves of several tokenizers, by bits per byte alone."""
+    page.add(
         f"{len(text.by_tokenizer)} tokenizers have cut this text into different tokens. "
         "Perplexities are per token, so those of different tokenizers are not comparable, and each "
         "tokenizer has its own tables below. Bits per byte of the text are comparable."
-    ]
-    bytes_scored = {count for curve in text.curves for count in curve.bytes()}
-    if len(bytes_scored) > 1:
-        parts.append("Different amounts of the text were scored: see the bytes in the table.")
+    )
+    if len({count for curve in text.curves for count in curve.bytes()}) > 1:
+        page.add("Different amounts of the text were scored: see the bytes in the table.")
     if not has_bits(text.curves):
-        parts.append("They are not recorded here, so nothing can be compared.")
-        return Section("\n\n".join(parts), {})
-    name += "_bits_per_byte"
-    parts += [
-        show(name, "bits per byte by length"),
-        length_table(text.curves, BITS_PER_BYTE).markdown(),
-    ]
-    picture = figures.plot_by_length(text.curves, BITS_PER_BYTE, subject=subject)
-    return Section("\n\n".join(parts), {name: picture})
-
-
-def _by_position(pictures: Pictures, name: str) -> Section:
-    """Return the section about losses by position."""
-    parts = [
-        "## Loss by position",
-        "Mean loss at each position of the longest nonoverlapping window of each curve, over "
-        "ranges of positions that widen with the position. The strip below says how many tokens "
-        "each range stands on; positions.csv has the numbers of all runs and lengths. Tokens at "
-        "early positions are predicted from little context.",
-        show(name, "loss by position"),
-    ]
-    return Section("\n\n".join(parts), {name: pictures})
-
-
-def show(name: str, caption: str) -> str:
-    """Return Markdown that shows a figure and links its other formats."""
-    others = ", ".join(f"[{kind.upper()}]({name}.{kind})" for kind in FORMATS if kind != "png")
-    return f"![{caption}]({name}.png)\n\n{others}"
+        page.add("They are not recorded here, so nothing can be compared.")
+        return
+    drawn = lines_by_length(text.curves, BITS_PER_BYTE, subject=subject)
+    page.show(f"{name}_bits_per_byte", "bits per byte by length", *drawn)
+    page.add(length_table(text.curves, BITS_PER_BYTE).markdown())
 
 
 def label(digits: str) -> str:
@@ -486,86 +472,63 @@ def report_run(run: Path) -> str:
     for name, reason in evaluated.missing.items():
         print(f"warning: {name}: {reason}", file=sys.stderr, flush=True)
     return "\n\n".join(
-        step_table(_named_by_step(part.records)).plain() for part in _parts(evaluated.records)
+        step_table(_named_by_step(part)).plain() for part in _parts(evaluated.records).values()
     )
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Records of one tokenizer and one validation set, whose perplexities are comparable."""
-
-    records: list[Mapping[str, Any]]
-    tokenizer: str
-    validation: str
-
-
-def _parts(records: Sequence[Mapping[str, Any]]) -> list[_Part]:
-    """Return the records by validation set and tokenizer, in the order of the records."""
-    found: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
-    for record in records:
-        found.setdefault((record["tokenizer"], record["validation"]), []).append(record)
-    return [_Part(part, *key) for key, part in found.items()]
+def _parts(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Return the records by validation set and tokenizer; those of one part are comparable."""
+    return grouped(records, lambda record: (record["validation"], record["tokenizer"]))
 
 
 def _write(directory: Path, evaluated: Evaluated) -> None:
     """Write the files of the report. The JSON comes last: where it exists, the rest does."""
     parts = _parts(evaluated.records)
-    sections, pictures = ["# Perplexity by training step"], {}
-    sections.append(protocols_explained(evaluated.records))
+    page = Page("# Perplexity by training step", protocols_explained(evaluated.records))
     if len(parts) > 1:
-        sections.append(
+        page.add(
             "The checkpoints were evaluated on several validation sets or with several tokenizers. "
             "Perplexities of different ones are not comparable, so each has its own section."
         )
-    for part in parts:
-        section = _section(part, len(parts) > 1)
-        sections.append(section.markdown)
-        pictures.update(section.pictures)
+    for (validation, tokenizer), records in parts.items():
+        subject, end = "", ""
+        if len(parts) > 1:
+            subject = f"validation set {validation}, tokenizer {tokenizer}"
+            end = label(validation) + label(tokenizer)
+            page.add(f"## {subject.capitalize()}")
+        _add_by_step(page, records, end, subject)
     if evaluated.missing:
         reasons = "\n".join(f"- {name}: {why}" for name, why in evaluated.missing.items())
-        sections += ["## Not evaluated", reasons]
-    sections += ["## How to read it", INTERVALS_EXPLAINED]
+        page.add("## Not evaluated", reasons)
+    page.add("## How to read it", INTERVALS_EXPLAINED)
     was_there = (directory / "curve.json").exists()
     for stem in ("steps", "curve"):
-        mine = {name: kinds for name, kinds in pictures.items() if name.startswith(stem)}
+        mine = {name: kinds for name, kinds in page.pictures.items() if name.startswith(stem)}
         write_pictures(directory, stem, mine, was_there)
     replace_file(directory / "curve.csv", records_to_csv(evaluated.records))
-    replace_file(directory / "report.md", ("\n\n".join(sections) + "\n").encode())
-    replace_file(directory / "curve.json", records_to_json(evaluated.records))
+    replace_file(directory / "report.md", page.content())
+    replace_file(directory / "curve.json", curve_json(evaluated.records))
 
 
-def _section(part: _Part, is_one_of_several: bool) -> Section:
-    """Return the section of report.md about one tokenizer and validation set."""
-    subject, end = "", ""
-    if is_one_of_several:
-        subject = f"validation set {part.validation}"
-        subject += f", tokenizer {part.tokenizer}"
-        end = label(part.validation) + label(part.tokenizer)
-    by_length, by_step = _named_by_step(part.records), make_step_curves(part.records)
-    steps = sorted({record["step"] for record in part.records})
+def _add_by_step(page: Page, records: Sequence[Record], end: str, subject: str) -> None:
+    """Add what there is of one tokenizer and validation set, in figures whose names end so."""
+    by_length, by_step = _named_by_step(records), make_step_curves(records)
+    steps = sorted({record["step"] for record in records})
     chosen = set(_evenly_spaced(steps))
     shown = [_in_words(curve) for curve in by_length if curve.sources[0].step in chosen]
     newest = [_in_words(curve) for curve in by_length if curve.sources[0].step == steps[-1]]
-    pictures = {
-        f"steps{end}": figures.plot_by_step(by_step, subject),
-        f"curve{end}": figures.plot_by_length(shown, subject=subject),
-    }
-    markdown = [
-        *([f"## {subject.capitalize()}"] if subject else []),
-        show(f"steps{end}", "perplexity by training step"),
-        step_table(by_length).markdown(),
-        *([step_table(by_length, BITS_PER_BYTE).markdown()] if has_bits(by_length) else []),
-        "\n".join(f"- {describe_by_step(curve, curve.name)}" for curve in by_step),
-        "## By length",
-        show(f"curve{end}", "perplexity by length"),
-        "\n".join(f"- {describe_by_length(curve, curve.name)}" for curve in newest),
-        f"## What stands out at step {steps[-1]}",
-        what_stands_out(by_text(newest)),
-    ]
-    return Section("\n\n".join(markdown), pictures)
+    page.show(f"steps{end}", "perplexity by training step", *lines_by_step(by_step, subject))
+    page.add(step_table(by_length).markdown())
+    if has_bits(by_length):
+        page.add(step_table(by_length, BITS_PER_BYTE).markdown())
+    page.add("\n".join(f"- {describe(c, c.name, by_step=True)}" for c in by_step))
+    page.add("## By length")
+    page.show(f"curve{end}", "perplexity by length", *lines_by_length(shown, subject=subject))
+    page.add("\n".join(f"- {describe(curve, curve.name)}" for curve in newest))
+    page.add(f"## What stands out at step {steps[-1]}", what_stands_out(by_text(newest)))
 
 
-def _named_by_step(records: Sequence[Mapping[str, Any]]) -> list[Curve]:
+def _named_by_step(records: Sequence[Record]) -> list[Curve]:
     """Return perplexity by length, one curve for each checkpoint, named by its step."""
     named = []
     for curve in make_curves(records):
@@ -609,7 +572,6 @@ def combine(sources: Sequence[Path], out: Path | None) -> str:
     check_objectives((str(source), record["protocol"]) for source, record in found)
     records = [record for _, record in found]
     if out is not None:
-        check_report_path(out)
         check_overwrites(out)
         make_directory(out.parent)
         write_report(out, records)

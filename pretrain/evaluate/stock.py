@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from pretrain.config import ConfigError
 from pretrain.evaluate.perplexity import Evaluation
-from pretrain.evaluate.records import PositionLosses, block_ends
-from pretrain.evaluate.windows import Protocol, Window
+from pretrain.evaluate.records import PositionLosses
+from pretrain.evaluate.windows import Protocol, Window, block_ends
 
 TOKENS_PER_BATCH = 8192
 """Tokens that a forward pass reads, rounded down to whole windows (at least one)."""

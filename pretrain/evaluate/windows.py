@@ -1,4 +1,4 @@
-"""Cut a token stream into evaluation windows. Pure arithmetic, without torch.
+"""How a text is cut: into windows that are scored, and into blocks for its noise. Without torch.
 
 The stream to score has an end-of-document token put before its first token, so that the first token
 has a context as well: input t is followed by target t, and each target 0 .. tokens - 1 is scored by
@@ -32,8 +32,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pretrain.config import ConfigError, RunConfig
-from pretrain.config.evaluation import MASKED
+from pretrain.config.evaluation import MASKED, PROTOCOLS
+from pretrain.data.stream import TokenStream
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.base import DICTIONARY
+
+NONOVERLAPPING, SLIDING = PROTOCOLS
 
 
 class Window(NamedTuple):
@@ -73,13 +81,13 @@ class Protocol:
     @property
     def key(self) -> tuple[str, int, int]:
         """Return (name, stride, length) as in records; only sliding has a stride of its own."""
-        return self.name, self.stride if self.name == "sliding" else self.length, self.length
+        return self.name, self.stride if self.name == SLIDING else self.length, self.length
 
     def windows(self, tokens: int) -> Iterator[Window]:
         """Yield the windows over a stream of `tokens` tokens."""
         if self.name == MASKED:
             return whole(tokens, self.length)
-        if self.name == "nonoverlapping":
+        if self.name == NONOVERLAPPING:
             return nonoverlapping(tokens, self.length)
         return sliding(tokens, self.length, self.stride)
 
@@ -180,7 +188,7 @@ def choose_protocols(
             stride = config.evaluation_stride
             if length in too_long:
                 continue
-            if name == "sliding" and stride == length and "nonoverlapping" in names:
+            if name == SLIDING and stride == length and NONOVERLAPPING in names:
                 notes.append(
                     f"sliding windows of {length} tokens by {stride} do not overlap; they are "
                     "measured once, as nonoverlapping"
@@ -203,6 +211,114 @@ def _masked(names: Sequence[str]) -> tuple[list[str], list[str]]:
         "a sliding window gives each token more of what is before it, and train.objective = "
         '"masked" looks both ways'
     )
-    if "nonoverlapping" not in names:
+    if NONOVERLAPPING not in names:
         raise ConfigError(f"sliding: {why}. Choose the protocol nonoverlapping")
-    return [MASKED], [f"sliding windows are left out: {why}"] if "sliding" in names else []
+    return [MASKED], [f"sliding windows are left out: {why}"] if SLIDING in names else []
+
+
+# ---- the text that is scored --------------------------------------------------------------------
+READ_TOKENS = 1 << 20
+"""Tokens that are read at once: what is read has 8 bytes a token, and what is kept 2 or 4."""
+_CUT = "\N{REPLACEMENT CHARACTER}"
+"""A tokenizer decodes the first bytes of a character whose last ones are missing to this."""
+BLOCKS = 64
+"""A text is cut into at most so many blocks and, if it has as many tokens, at least half of them.
+Losses are kept by block."""
+
+
+def block_ends(ids: NDArray[np.generic], eos_id: int) -> NDArray[np.int64]:
+    """Return where the blocks of a text end, each the index after its last token.
+
+    A block is 1 / BLOCKS of the text, and goes on to the next end of a document unless that would
+    double it. So documents that are short stay whole, and of a long one several blocks are made.
+    What two documents say does not depend on each other; what two blocks of a long document say may
+    a little, which the interval cannot know.
+
+    Args:
+        ids: The tokens of the text.
+        eos_id: The token that ends every document.
+    """
+    tokens = len(ids)
+    size = -(-tokens // BLOCKS)
+    documents = np.flatnonzero(ids == eos_id) + 1
+    ends, start = [], 0
+    while start < tokens:
+        end = start + size
+        next_document = np.searchsorted(documents, end)
+        if next_document < len(documents) and documents[next_document] < end + size:
+            end = int(documents[next_document])
+        # What is left over is too short to be a block of its own.
+        start = end if tokens - end >= size // 2 + 1 else tokens
+        ends.append(start)
+    return np.array(ends, dtype=np.int64)
+
+
+class ScoredText:
+    """The first tokens of a validation split.
+
+    Args:
+        stream: The split.
+        max_tokens: Score at most so many tokens; None scores all.
+    """
+
+    def __init__(self, stream: TokenStream, max_tokens: int | None = None) -> None:
+        self.total = len(stream)
+        """Tokens of the whole split."""
+        self.tokens = min(self.total, max_tokens or self.total)
+        """Tokens that are scored."""
+        self.tokenizer, self.validation = stream.tokenizer_sha256, stream.identity
+        """The SHA-256 of the tokenizer and of the split."""
+        # A damaged byte anywhere in the text is found here, on every rank alike, and not by one of
+        # them in the middle of an evaluation.
+        self._ids = np.empty(self.tokens + 1, np.min_scalar_type(stream.vocab_size))
+        # An end-of-document token in front gives the first token a context as well.
+        self._ids[0] = stream.eos_id
+        for start in range(0, self.tokens, READ_TOKENS):
+            count = min(READ_TOKENS, self.tokens - start)
+            self._ids[start + 1 : start + 1 + count] = stream.read(start, count)
+        self.block_ends = block_ends(self._ids[1:], stream.eos_id)
+        """Where the blocks end of which `pretrain.evaluate.records` makes an interval."""
+        self.bytes = stream.text_bytes
+        """Bytes of the scored text in UTF-8; 0 where they are not known."""
+        if stream.manifest.tokenizer == DICTIONARY or self.tokens < self.total:
+            tokenizer = load_tokenizer(stream.tokenizer_path)
+            if tokenizer.unk_id is not None and (self._ids[1:] == tokenizer.unk_id).any():
+                # Unknown words are not predicted, so the loss does not give the bits of the text.
+                self.bytes = 0
+            else:
+                self.bytes = text_bytes(tokenizer, self._ids[1:])
+
+    def inputs(self, start: int, size: int) -> NDArray[np.generic]:
+        """Return inputs [start, start + size) and the target after the last, [size + 1]."""
+        return self._ids[start : start + size + 1]
+
+
+def text_bytes(tokenizer: Tokenizer, ids: NDArray[np.generic]) -> int:
+    """Return the bytes of the text of token ids, in UTF-8.
+
+    Documents are decoded one by one, because a tokenizer may treat the first word of a text in its
+    own way. End-of-document tokens and other special tokens have no bytes. Of a character that the
+    end of the ids cuts, each token counts as one byte, which may be wrong by three bytes at most.
+    For a tokenizer that changes text (lower case, say), these are the bytes of the changed text: of
+    a vocabulary of words, one space between words and a newline for each `</s>`, which ends a line.
+
+    Args:
+        tokenizer: The tokenizer.
+        ids: Token ids of documents, each ended by the tokenizer's end-of-document token; the last
+            one may be cut.
+    """
+    if tokenizer.file_name == DICTIONARY:
+        return len(tokenizer.decode(ids.tolist()).encode())
+    *documents, last = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id) + 1)
+    whole = (len(tokenizer.decode(document[:-1].tolist()).encode()) for document in documents)
+    return sum(whole) + _bytes_of_beginning(tokenizer, last.tolist())
+
+
+def _bytes_of_beginning(tokenizer: Tokenizer, ids: list[int]) -> int:
+    """Return the bytes of the beginning of a document, which may end within a character."""
+    count, text = len(ids), tokenizer.decode(ids)
+    # A character has four bytes at most, so three tokens at most hold a part of one.
+    while text.endswith(_CUT) and len(ids) - count < 3:
+        count -= 1
+        text = tokenizer.decode(ids[:count])
+    return len(text.encode()) + len(ids) - count

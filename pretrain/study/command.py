@@ -26,7 +26,7 @@ from pretrain.processes import Processes, Stopped
 from pretrain.rundir.checkpoints import find_checkpoint, newest_checkpoint_step
 from pretrain.rundir.files import make_directory, read_json, replace_json
 from pretrain.rundir.paths import ExitCode
-from pretrain.study import unigram
+from pretrain.study.reading import count_unigram
 from pretrain.study.runs import (
     FAILED,
     FINISHED,
@@ -457,7 +457,7 @@ def _count_unigram(study: Study, run: StudyRun) -> None:
     """Count how often each token of the scored text occurs, unless that is done."""
     try:
         stream = open_stream(run.config, "validation")
-        unigram.count(study.directory, stream, study.asked.evaluation.max_tokens)
+        count_unigram(study.directory, stream, study.asked.evaluation.max_tokens)
     except ConfigError as error:
         say(f"token frequencies of the scored text: not counted: {error}")
 

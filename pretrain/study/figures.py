@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pretrain.evaluate.curves import Curve, Value, binned_curves, relative_length, to_csv
+from pretrain.evaluate.curves import Curve, Value, binned_curves, relative_length
 from pretrain.evaluate.figures import (
     Frame,
     Line,
@@ -15,10 +15,11 @@ from pretrain.evaluate.figures import (
     lines_by_length,
     lines_by_position,
 )
+from pretrain.evaluate.judge import gap
+from pretrain.evaluate.records import grouped, to_csv
 from pretrain.study import published
-from pretrain.study.claims import gap, kind_of
 from pretrain.study.published import RATIOS_FROM, Cost
-from pretrain.study.reading import Run, Study
+from pretrain.study.reading import Study
 
 COLUMNS = ("panel", "line", "group", "x", "value", "low", "high")
 """Columns of a figure's CSV: the panel, the words in the legend for the marker and for the colour,
@@ -115,7 +116,7 @@ def _ratios(study: Study) -> tuple[list[Line], Frame]:
             xs = [n / trained for n in lengths]
             values = [_ratio(curve, n, trained) for n in lengths]
             name = curve.name if curves is mine else curve.method
-            lines.append(Line(f"{kind_of(curve)}, {whose}", name, f"L = {trained}", xs, values))
+            lines.append(Line(f"{curve.kind}, {whose}", name, f"L = {trained}", xs, values))
     # Colours go from dark to light with L, in the order of the lines.
     lines.sort(key=lambda line: int(line.colour.removeprefix("L = ")))
     drawn = {line.panel for line in lines}
@@ -138,7 +139,7 @@ def _nearest(mine: Sequence[Curve], model: str) -> list[Curve]:
         alike = [
             other
             for other in published.evidence(model).curves
-            if (other.method, kind_of(other)) == (curve.method, kind_of(curve))
+            if (other.method, other.kind) == (curve.method, curve.kind)
             and max(other.records) > other.train_length
         ]
         if alike:
@@ -193,10 +194,8 @@ def _efficiency(costs: Sequence[Cost]) -> tuple[list[Line], Frame]:
 # ---- growth --------------------------------------------------------------------------------------
 def _growth(study: Study) -> Figure | None:
     """Return the figure of validation perplexity over training steps, the seeds as one."""
-    groups: dict[tuple[str, int], list[Run]] = {}
-    for run in study.runs:
-        if study.growth.get(run.name):
-            groups.setdefault((run.method, run.train_length), []).append(run)
+    grown = [run for run in study.runs if study.growth.get(run.name)]
+    groups = grouped(grown, lambda run: (run.method, run.train_length))
     lengths = {
         key: set.intersection(*(set(study.growth[run.name]) for run in runs))
         for key, runs in groups.items()

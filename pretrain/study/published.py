@@ -6,17 +6,18 @@ import functools
 import math
 import statistics
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretrain.evaluate.curves import Curve, Table, cell, make_curves, relative_length
+from pretrain.evaluate.judge import SPEEDS, Evidence, Gap, Row, gap
 from pretrain.evaluate.records import fields_of
+from pretrain.evaluate.windows import NONOVERLAPPING, SLIDING
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import RunPaths
-from pretrain.study.claims import NONOVERLAPPING, SPEEDS, Evidence, Gap, Row, gap, kind_of
 
 FILE = "published.toml"
 MODELS = ("wikitext103", "cc100_roberta")
@@ -24,6 +25,11 @@ MODELS = ("wikitext103", "cc100_roberta")
 EFFICIENCY = "efficiency_v100"
 QUANTITIES = {"train_kwps": "training", "eval_kwps": "evaluation", "gb": "memory"}
 """Columns of the efficiency table -> what they measure."""
+
+
+MEMORY, HOURS = "memory_gb", "gpu_hours"
+WORDS = {MEMORY: "peak memory of a GPU, GB", HOURS: "GPU-hours"}
+"""Columns of what training took -> how to call them."""
 
 
 class Published(NamedTuple):
@@ -34,6 +40,21 @@ class Published(NamedTuple):
     """Where it stands in published.toml: "wikitext103.alibi_nonoverlapping.512.1024"."""
     status: str
     """ "text" or "transcribed": see published.toml."""
+
+
+class Ratio(NamedTuple):
+    """The ratio of two published numbers."""
+
+    above: Published
+    below: Published
+
+    @property
+    def value(self) -> float:
+        return self.above.value / self.below.value
+
+    @property
+    def key(self) -> str:
+        return f"{self.above.key} / {self.below.key}"
 
 
 class Perplexity(NamedTuple):
@@ -59,9 +80,29 @@ def perplexities(model: str) -> Mapping[Perplexity, Published]:
     Args:
         model: One of MODELS.
     """
-    table = content()[model]
-    rows = _wikitext103(table) if model == "wikitext103" else _cc100_roberta(table)
-    return {of: Published(value, f"{model}.{key}", table["status"]) for of, value, key in rows}
+    family, found = content()[model], {}
+    for name in ("alibi_nonoverlapping", "same_length_nonoverlapping", "sliding_stride1"):
+        for row, values in family.get(name, {}).items():
+            for length, value in values.items():
+                method, trained = {
+                    "alibi_nonoverlapping": ("alibi", row),
+                    "same_length_nonoverlapping": (row, length),
+                }.get(name) or _model(row)
+                protocol = SLIDING if name.startswith(SLIDING) else NONOVERLAPPING
+                of = Perplexity(method, int(trained), protocol, int(length))
+                found[of] = Published(value, f"{model}.{name}.{row}.{length}", family["status"])
+    for row, values in family.get("equal_updates", {}).items():
+        for length, value in values["ppl"].items():
+            of = Perplexity(*_model(row), family["protocol"], int(length))
+            key = f"{model}.equal_updates.{row}.ppl.{length}"
+            found[of] = Published(value, key, family["status"])
+    return found
+
+
+def _model(name: str) -> tuple[str, int]:
+    """Return method and training length of a row: "alibi_512"."""
+    method, _, trained = name.rpartition("_")
+    return method, int(trained)
 
 
 @functools.cache
@@ -83,13 +124,13 @@ def efficiency() -> Mapping[tuple[str, int, str], Published]:
 def training() -> Mapping[tuple[str, int, str], Published]:
     """Return (method, training length, column) of the 1.3B models -> memory or GPU-hours."""
     table = content()["cc100_roberta"]
-    found = {}
-    for model, row in table["equal_updates"].items():
-        method, _, trained = model.rpartition("_")
-        for column in ("memory_gb", "gpu_hours"):
-            key = f"cc100_roberta.equal_updates.{model}.{column}"
-            found[method, int(trained), column] = Published(row[column], key, table["status"])
-    return found
+    return {
+        (*_model(model), column): Published(
+            row[column], f"cc100_roberta.equal_updates.{model}.{column}", table["status"]
+        )
+        for model, row in table["equal_updates"].items()
+        for column in WORDS
+    }
 
 
 @functools.cache
@@ -98,10 +139,9 @@ def equal_time() -> Mapping[tuple[str, int, int], Published]:
     found = {}
     for name, value in content()["cc100_roberta"]["equal_time"].items():
         model, _, length = name.rpartition("_at_")
-        method, _, trained = model.rpartition("_")
-        key = f"cc100_roberta.equal_time.{name}"
         # The file's comment says so: the paper's text and summary have these.
-        found[method, int(trained), int(length)] = Published(value, key, "text")
+        number = Published(value, f"cc100_roberta.equal_time.{name}", "text")
+        found[*_model(model), int(length)] = number
     return found
 
 
@@ -117,60 +157,15 @@ def records(model: str) -> list[dict[str, Any]]:
     """
     found = []
     for of, number in perplexities(model).items():
-        loss = math.log(number.value)
-        run = f"{model}/{of.method}-{of.train_length}"
-        found.append(
-            fields_of(
-                {
-                    **of._asdict(),
-                    "run": run,
-                    "checkpoint": run,
-                    "step": 0,
-                    "seed": 0,
-                    **dict.fromkeys(("settings", "tokenizer", "validation", "precision"), model),
-                    "stride": of.length if of.protocol == "nonoverlapping" else 1,
-                    "perplexity": number.value,
-                    "loss_nats": loss,
-                    "loss_low": loss,
-                    "loss_high": loss,
-                    **dict.fromkeys(("bits_per_byte", "tokens", "bytes")),
-                }
-            )
-        )
+        loss, run = math.log(number.value), f"{model}/{of.method}-{of.train_length}"
+        known = of._asdict() | {"perplexity": number.value, "step": 0, "seed": 0}
+        known |= dict.fromkeys(("run", "checkpoint"), run)
+        known |= dict.fromkeys(("settings", "tokenizer", "validation", "precision"), model)
+        known |= dict.fromkeys(("loss_nats", "loss_low", "loss_high"), loss)
+        known |= dict.fromkeys(("bits_per_byte", "tokens", "bytes"))
+        known["stride"] = of.length if of.protocol == NONOVERLAPPING else 1
+        found.append(fields_of(known))
     return found
-
-
-_Row = tuple[Perplexity, float, str]
-
-
-def _wikitext103(table: Mapping[str, Any]) -> Iterator[_Row]:
-    """Yield the perplexities of the WikiText-103 tables with their keys below it."""
-    name = "alibi_nonoverlapping"
-    for trained, row in table[name].items():
-        for length, value in row.items():
-            of = Perplexity("alibi", int(trained), "nonoverlapping", int(length))
-            yield of, value, f"{name}.{trained}.{length}"
-    name = "same_length_nonoverlapping"
-    for method, row in table[name].items():
-        for length, value in row.items():
-            of = Perplexity(method, int(length), "nonoverlapping", int(length))
-            yield of, value, f"{name}.{method}.{length}"
-    name = "sliding_stride1"
-    for model, row in table[name].items():
-        method, _, trained = model.rpartition("_")
-        for length, value in row.items():
-            of = Perplexity(method, int(trained), "sliding", int(length))
-            yield of, value, f"{name}.{model}.{length}"
-
-
-def _cc100_roberta(table: Mapping[str, Any]) -> Iterator[_Row]:
-    """Yield the perplexities of the CC100 + RoBERTa table with their keys below it."""
-    name = "equal_updates"
-    for model, row in table[name].items():
-        method, _, trained = model.rpartition("_")
-        for length, value in row["ppl"].items():
-            of = Perplexity(method, int(trained), table["protocol"], int(length))
-            yield of, value, f"{name}.{model}.ppl.{length}"
 
 
 @functools.cache
@@ -199,11 +194,6 @@ def evidence(model: str) -> Evidence:
 #
 # Only a study that names these numbers (`published = "cc100_roberta"`) has something to put there:
 # the same perplexities, and runs of the same size.
-
-
-MEMORY, HOURS = "memory_gb", "gpu_hours"
-"""What is put beside each other, by its column in published.toml."""
-WORDS = {MEMORY: "peak memory of a GPU, GB", HOURS: "GPU-hours"}
 
 
 class Taken(NamedTuple):
@@ -271,22 +261,19 @@ def equal_time_table(curves: Sequence[Curve]) -> Table | None:
     Args:
         curves: The study's.
     """
-    cells = list(_equal_time(curves, equal_time()))
+    cells = [
+        [
+            *(curve.name, str(trained), str(length), cell(curve, length)),
+            *(f"{number.value:.2f}", number.key),
+        ]
+        for (method, trained, length), number in equal_time().items()
+        for curve in curves
+        if (curve.method, curve.train_length, curve.kind) == (method, trained, NONOVERLAPPING)
+        and length in curve.records
+    ]
     header = ["method", "L", "length", "this study, equal steps", "published, equal time"]
     title = "Perplexity beside the published one at equal time"
     return Table(title, [*header, "where in published.toml"], cells, names=2) if cells else None
-
-
-def _equal_time(
-    curves: Sequence[Curve], numbers: Mapping[tuple[str, int, int], Published]
-) -> Iterator[list[str]]:
-    """Yield the rows of `equal_time_table`."""
-    for (method, trained, length), number in numbers.items():
-        for curve in curves:
-            alike = (curve.method, curve.train_length) == (method, trained)
-            if alike and kind_of(curve) == NONOVERLAPPING and length in curve.records:
-                words = [curve.name, str(trained), str(length), cell(curve, length)]
-                yield [*words, f"{number.value:.2f}", number.key]
 
 
 # ---- Put a study's numbers beside the published ones, each of which is shown with its key ----
@@ -305,25 +292,18 @@ class Beside(NamedTuple):
     """The loss above that at L, which is the ratio to it; None where L was not measured."""
     same: Published | None
     """The published perplexity of the same method, lengths and protocol."""
-    at_multiple: tuple[Published, Published] | None
-    """The published perplexities at this multiple of L and at L: of the same L, or the nearest."""
+    at_multiple: Ratio | None
+    """The published perplexity at this multiple of L to that at L; of this L, or the nearest."""
 
-    def difference(self) -> float | None:
-        """Return the relative difference from the published perplexity."""
-        if self.same is None:
-            return None
-        return self.curve.value(self.length).value / self.same.value - 1
+    @property
+    def value(self) -> float:
+        """Return the study's perplexity."""
+        return self.curve.value(self.length).value
 
-    def published_ratio(self) -> float | None:
-        """Return the published ratio to the perplexity at L."""
-        return self.at_multiple[0].value / self.at_multiple[1].value if self.at_multiple else None
-
-    def difference_of_ratios(self) -> float | None:
-        """Return the relative difference from the published ratio."""
-        theirs = self.published_ratio()
-        if theirs is None or self.ratio is None:
-            return None
-        return self.ratio.ratios()[1] / theirs - 1
+    @property
+    def to_l(self) -> float | None:
+        """Return the study's ratio to the perplexity at L."""
+        return None if self.ratio is None else self.ratio.ratios()[1]
 
 
 def perplexities_beside(curves: Sequence[Curve], model: str | None) -> list[Beside]:
@@ -338,7 +318,7 @@ def perplexities_beside(curves: Sequence[Curve], model: str | None) -> list[Besi
     found = []
     for curve in curves:
         trained = curve.train_length
-        protocol = kind_of(curve)
+        protocol = curve.kind
         for length in (n for n in curve.records if n >= trained):
             of = Perplexity(curve.method, trained, protocol, length)
             ratio = gap(curve, length, curve, trained) if trained in curve.records else None
@@ -347,9 +327,7 @@ def perplexities_beside(curves: Sequence[Curve], model: str | None) -> list[Besi
     return found
 
 
-def _at_multiple(
-    numbers: Mapping[Perplexity, Published], of: Perplexity
-) -> tuple[Published, Published] | None:
+def _at_multiple(numbers: Mapping[Perplexity, Published], of: Perplexity) -> Ratio | None:
     """Return the published values at a multiple of L and at L, of the nearest L that has them."""
     found = []
     for number in numbers:
@@ -361,7 +339,7 @@ def _at_multiple(
         at_l = numbers.get(number._replace(length=number.train_length))
         if is_multiple and at_l is not None:
             distance = abs(math.log(number.train_length / of.train_length))
-            found.append((distance, number.train_length, (numbers[number], at_l)))
+            found.append((distance, number.train_length, Ratio(numbers[number], at_l)))
     return min(found)[2] if found else None
 
 
@@ -377,18 +355,12 @@ def perplexity_table(rows: Sequence[Beside], model: str | None) -> Table:
     header += ["published to L", "difference", "where in published.toml"]
     cells = []
     for row in rows:
-        curve = row.curve
-        trained = curve.train_length
+        curve, trained = row.curve, row.curve.train_length
         words = [curve.name, str(trained), curve.protocol, str(row.length)]
         words += [relative_length(row.length / trained), cell(curve, row.length)]
-        words.append("-" if row.ratio is None else f"{row.ratio.ratios()[1]:.3f}")
-        if model:
-            words += [f"{row.same.value:.2f}" if row.same else "-", _percent(row.difference())]
-        theirs = row.published_ratio()
-        words += ["-" if theirs is None else f"{theirs:.3f}", _percent(row.difference_of_ratios())]
-        keys = [row.same.key] if row.same else []
-        keys += [" / ".join(number.key for number in row.at_multiple)] if row.at_multiple else []
-        cells.append([*words, "; ".join(dict.fromkeys(keys)) or "-"])
+        words += [_shown(row.to_l, 3), *(_beside(row.value, row.same, 2) if model else ())]
+        keys = dict.fromkeys(each.key for each in (row.same, row.at_multiple) if each)
+        cells.append([*words, *_beside(row.to_l, row.at_multiple, 3), "; ".join(keys) or "-"])
     return Table("Perplexity beside the published numbers", header, cells, names=3)
 
 
@@ -404,51 +376,31 @@ class Cost(NamedTuple):
     high: float
     """Least and largest of the rounds."""
     rounds: int
-    theirs: tuple[Published, Published] | None
-    """The published numbers of the method and of sinusoidal positions, at the nearest L."""
-
-    def published_ratio(self) -> float | None:
-        """Return the published ratio to sinusoidal positions."""
-        return self.theirs[0].value / self.theirs[1].value if self.theirs else None
+    theirs: Ratio | None
+    """The published number of the method to that of sinusoidal positions, at the nearest L."""
 
 
 def costs(evidence: Evidence) -> list[Cost]:
     """Return what each method costs beside sinusoidal positions, by training length."""
-    base = {row.train_length: row for row in evidence.rows if row.method == "sinusoidal"}
     found = []
-    for row in evidence.rows:
-        if row.train_length in base:
-            found += list(_costs(row, base[row.train_length]))
+    for row, base in evidence.timed():
+        for quantity in (*SPEEDS, "memory"):
+            if shares := row.shares(base, quantity):
+                theirs = _nearest(row.method, row.train_length, quantity)
+                value, low, high = statistics.median(shares), min(shares), max(shares)
+                of = row.method, row.train_length, quantity
+                found.append(Cost(*of, value, low, high, len(shares), theirs))
     return found
 
 
-def _costs(row: Row, base: Row) -> Iterator[Cost]:
-    """Yield the ratios of one method to sinusoidal positions at its training length."""
-    for quantity in (*SPEEDS, "memory"):
-        if quantity == "memory":
-            measured = [row.memory / base.memory] if row.memory and base.memory else []
-        else:
-            # Compared round by round, because both of a round ran under the same load.
-            rounds = zip(row.speeds[quantity], base.speeds[quantity])
-            measured = [mine / other for mine, other in rounds if other]
-        if measured:
-            middle = statistics.median(measured)
-            theirs = _nearest(row.method, row.train_length, quantity)
-            ends = min(measured), max(measured)
-            found = Cost(
-                row.method, row.train_length, quantity, middle, *ends, len(measured), theirs
-            )
-            yield found
-
-
-def _nearest(method: str, train_length: int, quantity: str) -> tuple[Published, Published] | None:
+def _nearest(method: str, train_length: int, quantity: str) -> Ratio | None:
     """Return the published number of a method and of sinusoidal positions at the nearest L."""
     numbers = efficiency()
     lengths = {length for of, length, _ in numbers if of == method}
     if not lengths:
         return None
     nearest = min(sorted(lengths), key=lambda n: abs(math.log(n / train_length)))
-    return numbers[method, nearest, quantity], numbers["sinusoidal", nearest, quantity]
+    return Ratio(numbers[method, nearest, quantity], numbers["sinusoidal", nearest, quantity])
 
 
 def cost_table(rows: Sequence[Cost], device: str) -> Table:
@@ -458,23 +410,23 @@ def cost_table(rows: Sequence[Cost], device: str) -> Table:
     for row in rows:
         shown = f"{row.value:.3f}"
         shown += f" ({row.low:.3f} to {row.high:.3f})" if row.rounds > 1 else ""
-        theirs = row.published_ratio()
-        cells.append(
-            [
-                row.method,
-                str(row.train_length),
-                row.quantity if row.quantity == "memory" else f"{row.quantity}, tokens/s",
-                shown,
-                str(row.rounds) if row.quantity != "memory" else "-",
-                "-" if theirs is None else f"{theirs:.3f}",
-                _percent(None if theirs is None else row.value / theirs - 1),
-                " / ".join(number.key for number in row.theirs) if row.theirs else "-",
-            ]
-        )
+        what = row.quantity if row.quantity == "memory" else f"{row.quantity}, tokens/s"
+        rounds = str(row.rounds) if row.quantity != "memory" else "-"
+        words = [row.method, str(row.train_length), what, shown, rounds]
+        words += _beside(row.value, row.theirs, 3)
+        cells.append([*words, row.theirs.key if row.theirs else "-"])
     title = f"Speed and memory beside sinusoidal positions, measured in turns on {device}"
     return Table(title, [*header, "where in published.toml"], cells, names=3)
 
 
-def _percent(share: float | None) -> str:
-    """Return a relative difference as in "+1.5 %"."""
-    return "-" if share is None or not math.isfinite(share) else f"{100 * share:+.1f} %"
+def _beside(value: float | None, theirs: Published | Ratio | None, digits: int) -> list[str]:
+    """Return a published number and the relative difference from it, as in "+1.5 %"."""
+    if theirs is None:
+        return ["-", "-"]
+    share = math.nan if value is None else value / theirs.value - 1
+    percent = f"{100 * share:+.1f} %" if math.isfinite(share) else "-"
+    return [_shown(theirs.value, digits), percent]
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -10,14 +10,17 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pretrain.config import ConfigError
 from pretrain.config.evaluation import MASKED
+from pretrain.data.stream import TokenStream
 from pretrain.evaluate.curves import Binned, Curve, make_curves, number, read_positions
+from pretrain.evaluate.judge import Evidence, Gap, Row, Unigram
 from pretrain.evaluate.records import KEY, BlockLosses, Record, confidence_interval, read_records
+from pretrain.evaluate.windows import NONOVERLAPPING, READ_TOKENS, SLIDING
+from pretrain.rundir.files import read_json, replace_json
 from pretrain.rundir.metrics import is_evaluation, read_metrics
-from pretrain.study import unigram
-from pretrain.study.claims import NONOVERLAPPING, SLIDING, Evidence, Gap, Row
 from pretrain.study.published import MODELS, Taken, taken
 
 FINISHED = "finished"
@@ -88,9 +91,14 @@ def read_study(directory: Path) -> Study:
             validation sets or tokenizers.
     """
     path = directory / "study.json"
-    content = _read(path, lambda: json.loads(path.read_bytes()))
-    runs = _read(path, lambda: [_run(row) for row in content["runs"]])
-    model = _read(path, lambda: content["published"])
+
+    def parse() -> tuple[list[Run], str | None, dict[str, Any]]:
+        content = json.loads(path.read_bytes())
+        said = {key: str(content[key]) for key in ("title", "command")}
+        lines = {key: [*map(str, content.get(key, []))] for key in ("differences", "not_asked")}
+        return [_run(row) for row in content["runs"]], content["published"], {**said, **lines}
+
+    runs, model, said = _read(path, parse)
     if model is not None and model not in MODELS:
         raise ConfigError(
             f'{path}: published = "{model}": there are no such numbers. Choose '
@@ -98,27 +106,24 @@ def read_study(directory: Path) -> Study:
         )
     records, positions = _evaluation(directory, runs)
     rows, device, unmeasured = _efficiency(directory / "efficiency.json")
-    counted = directory / unigram.FILE
+    counted = directory / UNIGRAM
     known = (
-        _read(counted, lambda: unigram.parse(json.loads(counted.read_bytes()), records[0]))
+        _read(counted, lambda: parse_unigram(json.loads(counted.read_bytes()), records[0]))
         if records and counted.exists()
         else None
     )
     asked = directory / "study.toml"
     done = [(r.directory, r.method, r.train_length) for r in runs if r.state == FINISHED]
     return Study(
-        _read(path, lambda: str(content["title"])),
-        _read(path, lambda: str(content["command"])),
-        model,
-        _read(asked, lambda: asked.read_text("utf-8")) if asked.exists() else "",
-        runs,
-        Evidence(make_curves(records), rows, device, known),
-        positions,
-        {run.name: _growth(directory / run.directory) for run in runs},
-        _read(path, lambda: [str(line) for line in content.get("differences", [])]),
-        _read(path, lambda: [str(line) for line in content.get("not_asked", [])]),
-        taken(directory, done) if model == "cc100_roberta" else [],
-        unmeasured,
+        published=model,
+        asked=_read(asked, lambda: asked.read_text("utf-8")) if asked.exists() else "",
+        runs=runs,
+        evidence=Evidence(make_curves(records), rows, device, known),
+        positions=positions,
+        growth={run.name: _growth(directory / run.directory) for run in runs},
+        scale=taken(directory, done) if model == "cc100_roberta" else [],
+        unmeasured=unmeasured,
+        **said,
     )
 
 
@@ -174,16 +179,16 @@ def _efficiency(path: Path) -> tuple[list[Row], str, list[str]]:
     """Return the rows of efficiency.json, the device, and what failed; nothing without a file."""
     if not path.exists():
         return [], "", []
-    content = _read(path, lambda: json.loads(path.read_bytes()))
-    rows = _read(path, lambda: [_row(row) for row in content["rows"]])
-    failed = _read(
-        path,
-        lambda: [
+
+    def parse() -> tuple[list[Row], str, list[str]]:
+        content = json.loads(path.read_bytes())
+        failed = [
             f"{row['method']} at L = {row['train_length']}: {row['reason']}"
             for row in content.get("failed", [])
-        ],
-    )
-    return rows, _read(path, lambda: str(content["device"])), failed
+        ]
+        return [_row(row) for row in content["rows"]], str(content["device"]), failed
+
+    return _read(path, parse)
 
 
 def _row(row: Mapping[str, Any]) -> Row:
@@ -230,6 +235,59 @@ def _read(path: Path, read: Callable[[], T]) -> T:
         ) from None
 
 
+# ---- token frequencies -------------------------------------------------------------------------
+# A model that has learned nothing but how frequent each token is predicts alike at every length,
+# whatever its positions. Its curve is flat and says nothing of extrapolation.
+UNIGRAM = "unigram.json"
+
+
+def entropy(counts: NDArray[np.int64]) -> float:
+    """Return the entropy of frequencies in nats."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def count_unigram(study: Path, stream: TokenStream, max_tokens: int | None) -> None:
+    """Write STUDY/unigram.json, unless it is of this text already.
+
+    Args:
+        study: The study's directory.
+        stream: The validation text.
+        max_tokens: As in the evaluation: the first so many tokens are scored; None scores all.
+    """
+    tokens = min(len(stream), max_tokens or len(stream))
+    asked = {"validation": stream.identity, "tokens": tokens}
+    if read_json(study / UNIGRAM).items() >= asked.items():
+        return
+    counts = np.zeros(stream.vocab_size, np.int64)
+    for start in range(0, tokens, READ_TOKENS):
+        ids = stream.read(start, min(READ_TOKENS, tokens - start))
+        counts += np.bincount(ids, minlength=stream.vocab_size)
+    replace_json(study / UNIGRAM, {**asked, "loss_nats": entropy(counts)}, indent=1)
+
+
+def parse_unigram(content: Mapping[str, Any], record: Mapping[str, Any]) -> Unigram | None:
+    """Return what STUDY/unigram.json holds; None where it is of another text than a record.
+
+    Args:
+        content: The file's content.
+        record: Any record of the evaluation.
+
+    Raises:
+        ValueError: The entropy is none that so many tokens can have; other errors where a key is
+            missing or of another type.
+    """
+    # Records have the beginning of the text's SHA-256.
+    same = str(content["validation"]).startswith(str(record["validation"]))
+    if not same or content["tokens"] != record["tokens"]:
+        return None
+    found = Unigram(float(content["loss_nats"]), int(content["tokens"]))
+    # That of tokens which all differ, with room for rounding.
+    if not 0 <= found.loss_nats <= math.log(found.tokens) + 1e-9:
+        raise ValueError(f"loss_nats = {found.loss_nats}: no entropy of {found.tokens} tokens")
+    return found
+
+
 # ---- early ----
 # Separate what a longer window gains: fewer tokens with little context, or more of it for others.
 #
@@ -256,8 +314,8 @@ class Full(NamedTuple):
     """The loss of a checkpoint with close to L tokens of context for every token."""
 
     loss: float
-    record: Record | None
-    """Its record, if it is of all tokens."""
+    blocks: BlockLosses | None
+    """Its losses by block, if it is of all tokens."""
     how: str
 
 
@@ -322,7 +380,7 @@ def _full(
     if key in sliding:
         record = sliding[key]
         how = f"windows of L that slide by {record['stride']}"
-        return Full(number(record["loss_nats"]), record, how)
+        return Full(number(record["loss_nats"]), record.get(KEY), how)
     if key not in positions or math.isnan(positions[key].losses[-1]):
         return None
     binned = positions[key]
@@ -345,7 +403,7 @@ def _parts(at_l: Record, beyond: Record, full: Full) -> dict[str, Gap]:
         TOTAL: (1.0, -1.0, 0.0),
     }
     losses = [number(at_l["loss_nats"]), number(beyond["loss_nats"]), full.loss]
-    blocks = [r.get(KEY) if r else None for r in (at_l, beyond, full.record)]
+    blocks = [at_l.get(KEY), beyond.get(KEY), full.blocks]
     parts = {}
     for name, factors in weights.items():
         value = sum(f * loss for f, loss in zip(factors, losses) if f)
@@ -369,10 +427,9 @@ def _of_seeds(parts: Sequence[Mapping[str, Gap]]) -> dict[str, Gap]:
     """Return the mean of the seeds with a range that holds all of theirs."""
     found = {}
     for name in parts[0]:
-        gaps = [each[name] for each in parts]
-        value = sum(each.value for each in gaps) / len(gaps)
-        if any(math.isnan(each.low) for each in gaps):
-            found[name] = Gap(math.nan, value, math.nan)
-        else:
-            found[name] = Gap(min(g.low for g in gaps), value, max(g.high for g in gaps))
+        lows, values, highs = zip(*(each[name] for each in parts))
+        # A seed without a range leaves the range of all unknown; min and max may ignore nan.
+        known = not any(map(math.isnan, lows))
+        ends = (min(lows), max(highs)) if known else (math.nan, math.nan)
+        found[name] = Gap(ends[0], sum(values) / len(values), ends[1])
     return found

@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from markdown_it import MarkdownIt
 
@@ -23,12 +22,13 @@ from pretrain.evaluate.curves import (
     length_table,
     relative_length,
     source_table,
-    to_csv,
 )
+from pretrain.evaluate.judge import Gap, Judgement, Verdict, judge
+from pretrain.evaluate.records import finite_or_none, to_csv
 from pretrain.evaluate.report import INTERVALS_EXPLAINED, protocols_explained
+from pretrain.evaluate.windows import SLIDING
 from pretrain.rundir.files import make_directory, replace_file
-from pretrain.study import claims, published, reading, summaries
-from pretrain.study.claims import SLIDING, Gap, Judgement, Verdict
+from pretrain.study import published, reading, summaries
 from pretrain.study.figures import FORMATS, Figure, figures
 from pretrain.study.published import (
     RATIOS_FROM,
@@ -286,7 +286,7 @@ def _runs(study: Study) -> Iterable[str]:
 # ---- claims --------------------------------------------------------------------------------------
 def _claims(judged: Sequence[Judgement], model: str) -> Iterable[str]:
     """Yield the table of verdicts, and what each stands on."""
-    theirs = {each.claim.id: each.verdict for each in claims.judge(published.evidence(model))}
+    theirs = {each.claim.id: each.verdict for each in judge(published.evidence(model))}
     rows = [
         [
             f"[{each.claim.id}](#{each.claim.id.lower()})",
@@ -492,11 +492,10 @@ def perplexity_csv(rows: Sequence[Beside]) -> bytes:
         table.append(
             [
                 *(row.curve.name, row.curve.train_length, row.curve.protocol, row.length),
-                row.curve.value(row.length).value,
-                row.ratio.ratios()[1] if row.ratio else "",
+                row.value,
+                row.to_l or "",
                 *((row.same.value, row.same.key) if row.same else ("", "")),
-                row.published_ratio() or "",
-                " / ".join(number.key for number in row.at_multiple) if row.at_multiple else "",
+                *((row.at_multiple.value, row.at_multiple.key) if row.at_multiple else ("", "")),
             ]
         )
     return to_csv(fields, table)
@@ -544,7 +543,7 @@ def write_study_report(directory: Path, *, tensorboard: bool = True) -> Results:
         RunFailed: The report cannot be written.
     """
     study = read_study(directory)
-    judged = claims.judge(study.evidence)
+    judged = judge(study.evidence)
     costs = published.costs(study.evidence)
     gains = reading.gains(study.curves, study.positions)
     drawn = figures(study, costs)
@@ -614,7 +613,7 @@ def claims_json(judged: Sequence[Judgement]) -> bytes:
             {
                 "train_length": case.train_length,
                 "verdict": case.verdict.value,
-                "ratio": case.ratio and dict(zip(RATIO, map(_or_none, case.ratio))),
+                "ratio": case.ratio and dict(zip(RATIO, map(finite_or_none, case.ratio))),
                 "tokens": case.tokens,
                 "seeds": case.seeds,
                 "words": case.words,
@@ -623,8 +622,3 @@ def claims_json(judged: Sequence[Judgement]) -> bytes:
         ]
         rows.append(claim | {"verdict": each.verdict.value, "cases": cases})
     return (json.dumps(rows, indent=1, allow_nan=False) + "\n").encode()
-
-
-def _or_none(value: float) -> Any:
-    """Return None for what JSON cannot hold."""
-    return value if math.isfinite(value) else None

@@ -20,12 +20,14 @@ from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import Difference, data_differences, differences
 from pretrain.data.stream import open_stream
+from pretrain.evaluate.curves import Table
+from pretrain.evaluate.records import grouped
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints, newest_checkpoint_step
 from pretrain.rundir.files import make_directory, read_json, read_text, replace_file
 from pretrain.rundir.jobs import check_goes_on, is_done, missing_data
 from pretrain.rundir.paths import ENDED_WELL, Outcome, RunPaths, in_words
-from pretrain.study import unigram
+from pretrain.study.reading import UNIGRAM
 from pretrain.study.schema import StudyFile, request_of
 
 # ---- Name the runs of a study, so that a study that grows keeps the runs that it has ----
@@ -76,7 +78,7 @@ batch, which holds fewer sequences as they become longer."""
 MARKS = (LOCK, "study.json")
 """Files that say that a directory is a study's; the first is written before all others."""
 OWN_NAMES = (
-    *("study.toml", "configs", "runs", "evaluation", "efficiency.json", unigram.FILE, "report"),
+    *("study.toml", "configs", "runs", "evaluation", "efficiency.json", UNIGRAM, "report"),
 )
 """What a study writes in its directory beside MARKS."""
 
@@ -244,11 +246,9 @@ def other_differences(study: Study) -> list[str]:
 
 def _values(study: Study, what: str, value: Callable[[RunConfig], Any]) -> list[str]:
     """Return a line with each value and the runs that have it; none where all agree."""
-    names: dict[str, list[str]] = {}
-    for run in study.runs:
-        names.setdefault(str(value(run.config)), []).append(run.name)
-    said = "; ".join(f"{found} in {', '.join(of)}" for found, of in names.items())
-    return [f"{what}: {said}"] if len(names) > 1 else []
+    runs = grouped(study.runs, lambda run: str(value(run.config)))
+    said = "; ".join(f"{found} in {', '.join(r.name for r in of)}" for found, of in runs.items())
+    return [f"{what}: {said}"] if len(runs) > 1 else []
 
 
 def not_asked(study: Study) -> list[str]:
@@ -294,18 +294,16 @@ def _of_fields(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]
     base = load_config(source, asked.settings)
     tokens = asked.tokens_per_step or base.tokens_per_step
     micro_tokens = base.batch.micro_batch_size * base.data.sequence_length
-    # A micro batch keeps its tokens too, so that all lengths are computed in equal pieces.
-    keys = [("global_batch_size", tokens), ("micro_batch_size", micro_tokens)]
     for seed in asked.seeds or (None,):
         for length in asked.training_lengths:
-            for key, count in keys:
-                if count % length:
-                    key = "tokens_per_step" if key == "global_batch_size" else f"batch.{key}"
-                    raise ConfigError(
-                        f"{path}: training_lengths = {length}: does not divide the {count:,} "
-                        f"tokens of {key}. Choose lengths that do, or another {key}"
-                    )
-            batch = [f"batch.{key}={count // length}" for key, count in keys]
+            if tokens % length:
+                raise ConfigError(
+                    f"{path}: training_lengths = {length}: does not divide the {tokens:,} tokens "
+                    "of tokens_per_step. Choose lengths that do, or another tokens_per_step"
+                )
+            # Micro batches of as equal sizes as whole sequences allow.
+            batch = [f"batch.global_batch_size={tokens // length}"]
+            batch += [f"batch.micro_batch_size={max(1, micro_tokens // length)}"]
             for method in asked.methods:
                 own = [f"position.method={method}", f"data.sequence_length={length}"]
                 yield source, [*asked.settings, *own, *batch, *_seed(seed)]
@@ -487,7 +485,7 @@ def table(states: Sequence[tuple[StudyRun, State]], records: Sequence[Mapping[st
         states: Every run with how it stands.
         records: The evaluation's; of two protocols the first one's are shown.
     """
-    rows = [("RUN", "STATE", "STEP", "PERPLEXITY AT L", "AT THE LONGEST LENGTH")]
+    rows = []
     for run, state in states:
         own = [
             record
@@ -499,21 +497,11 @@ def table(states: Sequence[tuple[StudyRun, State]], records: Sequence[Mapping[st
         at_length = [record for record in own if record["length"] == run.train_length]
         longest = [max(own, key=lambda record: record["length"])] if own else []
         step = f"{state.step}/{run.config.train.num_steps}"
-        rows.append(
-            (
-                run.name,
-                state.state,
-                step,
-                _perplexities_shown(at_length),
-                _perplexities_shown(longest),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
-    ]
+        shown = map(_perplexities_shown, (at_length, longest))
+        rows.append([run.name, state.state, step, *shown])
+    header = ["run", "state", "step", "perplexity at L", "at the longest length"]
     failed = [f"{run.name}: {state.reason}" for run, state in states if state.state == FAILED]
-    return "\n".join([*lines, *failed])
+    return "\n".join([Table("Runs", header, rows, names=len(header)).plain(), *failed])
 
 
 def _perplexities_shown(records: Sequence[Mapping[str, Any]]) -> str:

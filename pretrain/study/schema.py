@@ -69,7 +69,8 @@ class StudyFile(Section):
     tokens_per_step: int | None = Field(default=None, gt=0)
     """Tokens of a training step, the same at every length: batch.global_batch_size is this divided
     by the length. Default: as many as a step of the config takes. batch.micro_batch_size is that of
-    the config at its own length, and keeps its tokens at the others."""
+    the config at its own length, and at the others holds as many whole sequences as fit into its
+    tokens, one at least."""
 
     configs: tuple[str, ...] = Field(default=(), strict=False)
     """Config files of a family, relative to the study file, or patterns such as "*.toml": a run of

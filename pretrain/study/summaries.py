@@ -6,9 +6,10 @@ import hashlib
 import io
 import json
 import math
+import re
 import struct
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,17 +22,16 @@ from torch.utils.tensorboard.summary import text
 
 from pretrain.config.schema import LoggingSection
 from pretrain.evaluate.curves import Curve, Table
+from pretrain.evaluate.judge import Judgement
+from pretrain.evaluate.records import finite_or_none
 from pretrain.processes import Stopped
 from pretrain.rundir.files import read_json, replace_json
-from pretrain.study.claims import Judgement, kind_of
 from pretrain.train.metrics import INSTALL, is_installed, settings
 
 NAME = "events.out.tfevents.0.study"
 """Name of an event file. TensorBoard takes every file with "tfevents" in its name."""
 REPORT = "report"
 """The run of TensorBoard's that has the figures and the tables."""
-PERPLEXITY, CLAIMS = "perplexity", "claims"
-"""The names of the tables."""
 
 
 class Point(NamedTuple):
@@ -72,88 +72,62 @@ def results(
         judged: The verdicts.
         figures: Name -> PNG.
     """
-    claims: list[list[Any]] = [
-        [each.claim.id, each.verdict.value, each.claim.statement] for each in judged
-    ]
+    points, rows = [], []
+    for curve in curves:
+        name = re.sub(r"[^\w.-]", "-", f"{curve.name}-{curve.train_length}")
+        for length, records in curve.records.items():
+            value = curve.value(length)
+            if math.isfinite(value.value):
+                points.append(Point(name, f"perplexity/{curve.kind}", length, value.value))
+            words = [curve.method, curve.train_length, len(curve.sources), curve.protocol, length]
+            tokens = min(record["tokens"] or 0 for record in records) or None
+            rows.append([*words, *map(finite_or_none, value), tokens])
     header = ["method", "train_length", "seeds", "protocol", "length"]
     header += ["perplexity", "low", "high", "tokens"]
-    rows: list[list[Any]] = [
-        [
-            *(curve.method, curve.train_length, len(curve.sources), curve.protocol, length),
-            *map(_or_none, curve.value(length)),
-            min(record["tokens"] or 0 for record in curve.records[length]) or None,
-        ]
-        for curve in curves
-        for length in curve.records
-    ]
-    tables = {PERPLEXITY: (header, rows), CLAIMS: (["claim", "verdict", "statement"], claims)}
-    return Results(list(_points(curves)), tables, figures)
+    claims = [[each.claim.id, each.verdict.value, each.claim.statement] for each in judged]
+    tables = {
+        "perplexity": (header, rows),
+        "claims": (["claim", "verdict", "statement"], claims),
+    }
+    return Results(points, tables, figures)
 
 
 def event_files(results: Results) -> dict[str, bytes]:
     """Return TensorBoard's event files, by their paths below its log directory.
 
     Each curve is a run of TensorBoard's with the tag perplexity/PROTOCOL and the window length as
-    the step, and REPORT has the figures and tables. Equal results give equal files, which have no
-    times in them.
-
-    Args:
-        results: What is shown.
+    the step; those of one model under both protocols share a run. REPORT has the figures and the
+    tables. Equal
+    results give equal files, which have no times in them.
     """
     events: dict[str, list[Event]] = {}
     for run, tag, length, value in results.points:
         found = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
-        events.setdefault(run, []).append(Event(wall_time=0.0, step=length, summary=found))
-    shown = [*_pictures(results.figures), *_texts(results)]
-    events[REPORT] = [Event(wall_time=0.0, step=0, summary=each) for each in shown]
-    return {f"{run}/{NAME}": _file(found) for run, found in events.items()}
-
-
-def _points(curves: Sequence[Curve]) -> Iterator[Point]:
-    """Yield the finite values of all curves; those of one model under both protocols share a run.
-
-    Args:
-        curves: The study's curves.
-    """
-    for curve in curves:
-        name = "".join(c if c.isalnum() or c in "-_." else "-" for c in curve.name)
-        for length in curve.records:
-            value = curve.value(length).value
-            if math.isfinite(value):
-                run = f"{name}-{curve.train_length}"
-                yield Point(run, f"perplexity/{kind_of(curve)}", length, value)
-
-
-def _pictures(figures: Mapping[str, bytes]) -> Iterator[Any]:
-    """Yield a summary with each figure."""
-    for name, png in figures.items():
+        events.setdefault(run, []).append(Event(step=length, summary=found))
+    for name, png in results.figures.items():
         # The first chunk of a PNG is IHDR: length, type, width and height.
         width, height = struct.unpack(">II", png[16:24])
         image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
-        yield Summary(value=[Summary.Value(tag=f"figures/{name}", image=image)])
-
-
-def _texts(results: Results) -> Iterator[Any]:
-    """Yield a summary with each table in Markdown."""
+        found = Summary(value=[Summary.Value(tag=f"figures/{name}", image=image)])
+        events.setdefault(REPORT, []).append(Event(summary=found))
     for name, (header, rows) in results.tables.items():
         cells = [["-" if cell is None else _shown(cell) for cell in row] for row in rows]
+        table = Table(name, header, cells, len(header)).markdown()
         # It is protobuf's Summary, as above; torch does not say so.
-        yield text(f"tables/{name}", Table(name, header, cells, len(header)).markdown())  # type: ignore[no-untyped-call]
+        words = text(f"tables/{name}", table)  # type: ignore[no-untyped-call]
+        events.setdefault(REPORT, []).append(Event(summary=words))
+    return {f"{run}/{NAME}": _file(found) for run, found in events.items()}
 
 
 def _shown(cell: Any) -> str:
     return f"{cell:.4f}" if isinstance(cell, float) else str(cell)
 
 
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _file(events: Sequence[Event]) -> bytes:
     """Return an event file."""
     content = io.BytesIO()
     writer = RecordWriter(content)
-    for event in (Event(wall_time=0.0, file_version="brain.Event:2"), *events):
+    for event in (Event(file_version="brain.Event:2"), *events):
         writer.write(event.SerializeToString())
     return content.getvalue()
 

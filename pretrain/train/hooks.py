@@ -22,8 +22,7 @@ from pretrain.config.evaluation import recorded_protocol
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.evaluate.perplexity import Evaluator, check_memory
 from pretrain.evaluate.records import HASH_DIGITS
-from pretrain.evaluate.text import ScoredText
-from pretrain.evaluate.windows import Protocol
+from pretrain.evaluate.windows import Protocol, ScoredText
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.rundir.checkpoints import check_room, checkpoint_directory
 from pretrain.rundir.metrics import Record, is_evaluation, read_metrics

@@ -62,8 +62,7 @@ def evaluate(
     """
     from pretrain.data.stream import open_stream
     from pretrain.evaluate.perplexity import Evaluator
-    from pretrain.evaluate.text import ScoredText
-    from pretrain.evaluate.windows import Protocol
+    from pretrain.evaluate.windows import Protocol, ScoredText
 
     topology, chunks = tasks._build_model_with(config, state)
     evaluator = Evaluator(

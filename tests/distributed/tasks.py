@@ -430,7 +430,7 @@ def evaluate(
     """
     from pretrain.data.stream import open_stream
     from pretrain.evaluate.perplexity import Evaluator
-    from pretrain.evaluate.text import ScoredText
+    from pretrain.evaluate.windows import ScoredText
     from pretrain.optim.zero import ZeroOptimizer
 
     topology, chunks = _build_model_with(config, state)
@@ -813,9 +813,8 @@ def measure_tasks(
         The records, on every rank.
     """
     from pretrain.data.stream import open_stream
-    from pretrain.evaluate.tasks.report import measure
-    from pretrain.evaluate.tasks.rows import Text, long_documents, make_cell
-    from pretrain.evaluate.tasks.scoring import Scorer
+    from pretrain.evaluate.tasks import Text, long_documents, make_cell, measure
+    from pretrain.evaluate.tasks_command import Scorer
 
     topology, chunks = _build_model_with(config, state)
     stream, trained = open_stream(config, "validation"), config.data.sequence_length

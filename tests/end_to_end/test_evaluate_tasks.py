@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.tasks.command import SEED
-from pretrain.evaluate.tasks.report import FIELDS, measure
-from pretrain.evaluate.tasks.rows import Arm, Text, long_documents, make_cell
+from pretrain.evaluate.tasks import FIELDS, Arm, Text, long_documents, make_cell, measure
+from pretrain.evaluate.tasks_command import SEED
 from tests.end_to_end.commands import explained, pretrain, running_ranks
 
 LENGTHS, SAMPLES, TRAINED = [64, 96], 5, 32
@@ -45,7 +44,9 @@ def test_a_report_has_every_task_at_every_length(run, measured):
     assert {record["n"] for record in found} == {SAMPLES}
     assert f"{run}, step 8 (alibi)" in printed and "needle: gain in nats per token" in printed
     names = {path.name for path in out.parent.iterdir()}
-    assert names == {"tasks.json", "tasks.csv", "tasks.md", "tasks.png", "tasks.svg"}
+    kinds = ("png", "svg", "pdf")
+    drawn = {f"tasks{end}.{kind}" for end in ("", "_depth", "_distance") for kind in kinds}
+    assert names == {"tasks.json", "tasks.csv", "tasks.md", *drawn}
 
 
 def test_stock_transformers_gives_the_same(workspace, run, measured, tiny_data):
@@ -116,5 +117,5 @@ def test_lengths_that_cannot_be_measured(workspace, run, tmp_path):
         assert not out.parent.exists()
     (tmp_path / "curve.json").write_text('{"records": [{"protocol": "sliding"}]}')
     explained(
-        pretrain("evaluate-tasks", run, *WORDS, "--out", tmp_path / "curve.json"), 2, "is there"
+        pretrain("evaluate-tasks", run, *WORDS, "--out", tmp_path / "curve.json"), 2, "overwritten"
     )

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from pretrain.evaluate.curves import POSITION_FIELDS, position_rows, records_to_json, to_csv
+from pretrain.evaluate.curves import POSITION_FIELDS, position_rows
 from pretrain.evaluate.records import (
     BLOCK_FIELDS,
     BlockLosses,
@@ -15,6 +15,8 @@ from pretrain.evaluate.records import (
     block_key,
     block_rows,
     blocks_path,
+    curve_json,
+    to_csv,
     with_blocks,
 )
 from tests.unit.report_records import make_record
@@ -197,7 +199,7 @@ def _write_evaluation(out, records):
     out.with_name("positions.csv").write_bytes(to_csv(POSITION_FIELDS, rows))
     rows = block_rows([with_blocks(record, blocks) for record in records])
     blocks_path(out).write_bytes(to_csv(BLOCK_FIELDS, rows))
-    out.write_bytes(records_to_json(records))
+    out.write_bytes(curve_json(records))
 
 
 def _write_metrics(run_directory, run, perplexity):

@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config import ConfigError, dump_config, load_config, num_parameters, parse_config
+from pretrain.config import (
+    ConfigError,
+    RunConfig,
+    dump_config,
+    load_config,
+    num_parameters,
+    parse_config,
+)
 from pretrain.config.toml import leaves, read_layers, shipped_configs
 from pretrain.positions.base import all_keys
+from pretrain.study.runs import resolve
+from pretrain.study.schema import load_study_file
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -23,6 +32,8 @@ FAMILIES = {
     "bookcorpus": (("alibi", "sinusoidal"), (512, 3072)),
 }
 """Folder -> the position methods and the training lengths of its runs."""
+OF_A_STUDY = ("wikitext103", "bookcorpus")
+"""Families whose runs a study file makes of one config."""
 RUNS = {
     f"{family}/{method}_{length}": (family, method, length)
     for family, (methods, lengths) in FAMILIES.items()
@@ -38,83 +49,6 @@ FOLLOWS_LENGTH = {
     "bookcorpus": {"batch.micro_batch_size"},
 }
 
-# What configs/cc100_roberta/alibi_1024.toml said while it was a whole file of its own.
-ALIBI_1024 = """
-[run]
-directory = "runs/cc100_roberta/alibi_1024"
-seed = 1234
-[model]
-num_layers = 25
-hidden_size = 2048
-num_attention_heads = 16
-ffn_hidden_size = 8192
-hidden_act = "gelu_pytorch_tanh"
-use_bias = true
-tie_word_embeddings = true
-hidden_dropout = 0.0
-attention_dropout = 0.0
-init_method_std = 0.02
-embedding_scale = "auto"
-[position]
-method = "alibi"
-trainable_slopes = false
-[parallel]
-world_size = 128
-tensor_model_parallel_size = 1
-pipeline_model_parallel_size = 1
-zero_stage = 1
-[batch]
-micro_batch_size = 2
-global_batch_size = 2048
-[data]
-directory = "runs/cc100_roberta/data"
-sequence_length = 1024
-vocab_size = 50_257
-num_workers = 2
-[data.corpora.cc100]
-source = "blank_lines"
-paths = ["corpora/cc100/*.txt*"]
-[data.corpora.books_wikipedia]
-source = "jsonl"
-paths = ["corpora/books_wikipedia/*.jsonl*"]
-[data.corpora.cc_news]
-source = "jsonl"
-paths = ["corpora/cc_news/*.jsonl*"]
-[data.corpora.openwebtext]
-source = "webdataset"
-paths = ["corpora/openwebtext/*.xz"]
-[data.corpora.stories]
-source = "blank_lines"
-paths = ["corpora/stories/*.txt*"]
-[optimizer]
-learning_rate = 1e-4
-adam_beta1 = 0.9
-adam_beta2 = 0.98
-adam_eps = 1e-8
-weight_decay = 0.0
-clip_grad = 0.1
-[schedule]
-lr_decay_style = "linear"
-lr_warmup_steps = 2000
-min_learning_rate = 0.0
-[train]
-num_steps = 50_000
-precision = "fp16"
-recompute_granularity = "none"
-[checkpoint]
-interval_steps = 1000
-keep = 3
-[evaluation]
-interval_steps = 5000
-lengths = [1024, 2048, 4096, 8192, 16384]
-protocols = ["nonoverlapping"]
-max_tokens = 649_000
-tokens_per_batch = 16_384
-[logging]
-interval_steps = 10
-wandb = "offline"
-wandb_project = "cc100_roberta"
-"""
 
 # Press, Smith, Lewis (arXiv 2108.12409), section 4.2; what is not of one run alone.
 CC100 = {
@@ -173,19 +107,32 @@ PAPER = {
     "wikitext103": WIKITEXT103,
     "bookcorpus": BOOKCORPUS,
 }
-# Rows of table 5; of rotary positions and T5's bias there are three each.
-PUBLISHED_LENGTHS = {"rotary": (512, 1024, 3072), "t5": (512, 1024, 3072)}
 
 
 def path_of(run: str) -> Path:
-    return CONFIGS / f"{run}.toml"
+    """The file of a run; of a family that a study makes, the one that it makes all of."""
+    family, _, _ = RUNS[run]
+    return CONFIGS / (f"{family}/alibi_512.toml" if family in OF_A_STUDY else f"{run}.toml")
+
+
+@functools.cache
+def studied(family: str) -> dict[str, RunConfig]:
+    path = CONFIGS / f"studies/{family}.toml"
+    runs = resolve(path, load_study_file(path)).runs
+    return {f"{family}/{run.method}_{run.train_length}": run.config for run in runs}
+
+
+@functools.cache
+def config_of(run: str) -> RunConfig:
+    family, _, _ = RUNS[run]
+    return studied(family)[run] if family in OF_A_STUDY else load_config(path_of(run))
 
 
 @functools.cache
 def values(run: str) -> dict[str, object]:
     """Every value of a resolved run by its dotted key; of other position methods the defaults."""
     others = {f"position.{key}": field.default for key, field in all_keys().items()}
-    return others | dict(leaves(tomllib.loads(dump_config(load_config(path_of(run))))))
+    return others | dict(leaves(tomllib.loads(dump_config(config_of(run)))))
 
 
 def written(path: Path) -> dict[str, object]:
@@ -217,6 +164,10 @@ def published_files() -> list[Path]:
 def test_the_families_hold_what_is_listed_here_and_their_bases():
     runs = {file.path for file in shipped_configs() if not file.is_base} - {CONFIGS / "demo.toml"}
     assert runs == {path_of(run) for run in RUNS}
+    for family in OF_A_STUDY:
+        assert list(studied(family)) and set(studied(family)) == {
+            r for r in RUNS if r.startswith(family)
+        }
     bases = {file.path for file in shipped_configs() if file.is_base}
     named = {file for run in RUNS for file in read_layers(path_of(run)).files[1:]}
     assert bases == named - runs
@@ -234,18 +185,14 @@ def test_every_shipped_config_resolves_and_a_base_is_no_run(file):
     assert again == config
 
 
-def test_the_first_replica_has_every_value_that_it_had():
-    assert load_config(path_of("cc100_roberta/alibi_1024")) == parse_config(
-        tomllib.loads(ALIBI_1024), "before"
-    )
-
-
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_is_what_its_name_says(run):
     _, method, length = RUNS[run]
-    config = load_config(path_of(run))
+    config = config_of(run)
     assert (config.position.method, config.data.sequence_length) == (method, length)
-    assert config.run.directory == f"runs/{run}"
+    family, name = run.rpartition("/")[::2]
+    of_study = f"runs/{family}/study/runs/{name.replace('_', '-')}"
+    assert config.run.directory == (of_study if family in OF_A_STUDY else f"runs/{run}")
     # The paper's tables: at the training length, and beyond it.
     assert length in config.evaluation_lengths
     # A family shares its data set and its project.
@@ -274,7 +221,7 @@ def test_siblings_differ_in_what_their_names_say_alone(family):
         found = differing(a, b)
         may = follows if length_a != length_b else set()
         assert expected <= found <= expected | may, (a, b)
-    steps = {load_config(path_of(run)).tokens_per_step for run in siblings}
+    steps = {config_of(run).tokens_per_step for run in siblings}
     assert len(steps) == 1
 
 
@@ -287,7 +234,7 @@ def test_the_overlay_for_newer_gpus_changes_precision_and_micro_batch_alone(run)
 
 def test_micro_batches_hold_equally_many_tokens():
     for run, (family, _, length) in RUNS.items():
-        config = load_config(path_of(run))
+        config = config_of(run)
         tokens = config.batch.micro_batch_size * length
         most = {"cc100_roberta": 2048, "cc100_roberta/h100": 8192}.get(family, 3072)
         # 3072 is no multiple of 2048.
@@ -298,7 +245,7 @@ def test_the_numbers_of_gpus_that_the_comments_name_are_those_that_serve():
     for run, (family, _, length) in RUNS.items():
         if "cc100" in family:
             continue
-        config, served = load_config(path_of(run)), set()
+        config, served = config_of(run), set()
         for size in range(1, 25):
             try:
                 config.layout(size)
@@ -315,7 +262,7 @@ def test_the_numbers_of_gpus_that_the_comments_name_are_those_that_serve():
 # ---- the paper's numbers -------------------------------------------------------------------------
 def test_tokens_and_epochs_are_the_papers():
     for run, (family, _, _) in RUNS.items():
-        config = load_config(path_of(run))
+        config = config_of(run)
         if "cc100" in family:
             # One epoch of 461 GB in 50,000 updates at 2.1M tokens (BASE Layers): 105B tokens.
             assert config.tokens_per_step == pytest.approx(2.1e6, rel=0.01)
@@ -332,7 +279,7 @@ def test_tokens_and_epochs_are_the_papers():
 def test_the_large_models_have_the_papers_size(run):
     # "1.3 billion": 5 % leaves room for the vocabulary, which the paper does not state (50k rows
     # are 8 % of the total).
-    assert num_parameters(load_config(path_of(run))) == pytest.approx(1.3e9, rel=0.05)
+    assert num_parameters(config_of(run)) == pytest.approx(1.3e9, rel=0.05)
 
 
 # What fairseq prints for transformer_lm_wiki103 (examples/layerdrop/README.md: num. model params).
@@ -343,7 +290,7 @@ FAIRSEQ_WIKI103 = 246_933_504
 def test_the_word_level_models_have_the_parameters_of_fairseqs(run):
     """The paper's 247M, exactly."""
     biases = 8 * 32 if RUNS[run][1] == "t5" else 0
-    found = num_parameters(load_config(path_of(run)))
+    found = num_parameters(config_of(run))
     assert found == FAIRSEQ_WIKI103 + biases
 
 
@@ -351,7 +298,7 @@ def test_the_word_level_models_have_the_parameters_of_fairseqs(run):
 def test_the_books_models_are_the_word_level_ones_with_one_embedding(run):
     """Appendix A.3: the adaptive embedding and softmax are replaced by one tied matrix."""
     layers = 16 * (4 * 1024**2 + 2 * 1024 * 4096 + (4 * 1024 + 4096 + 1024) + 4 * 1024) + 2 * 1024
-    config = load_config(path_of(run))
+    config = config_of(run)
     assert num_parameters(config) == layers + config.padded_vocab_size * 1024
     assert 28_500 <= config.data.vocab_size < 29_500
 
@@ -372,34 +319,14 @@ def test_every_value_says_where_it_comes_from(path):
     assert {mark for _, mark, _ in found.values()} <= {"paper", "inferred", "chosen"}
 
 
-def test_every_value_of_a_run_that_is_no_default_has_a_mark():
-    for run in RUNS:
-        layered = read_layers(path_of(run))
-        marks = {key for file in layered.files for key in marked(file)}
-        assert {key for key, _ in leaves(layered.values)} == marks, run
-
-
-def test_what_is_the_papers_or_inferred_says_from_where():
-    """Behind the value, or (inferred) in a comment that stands above it."""
-    for path in published_files():
-        for above, line in itertools.pairwise(path.read_text().splitlines()):
-            if "  # paper" in line:
-                assert re.search(r"  # paper: (section|table|appendix|the (command|arch))", line), (
-                    line
-                )
-            elif "  # inferred" in line:
-                assert "  # inferred: " in line or above.startswith("# "), line
-
-
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", {path_of(run): run for run in reversed(RUNS)}.values())
 def test_values_marked_paper_are_the_papers(run):
     family, method, length = RUNS[run]
+    if family in OF_A_STUDY:
+        method, length = "alibi", 512
     marks: dict[str, tuple[object, str]] = {}
     for file in reversed(read_layers(path_of(run)).files):
         marks |= {key: (value, mark) for key, (value, mark, _) in marked(file).items()}
     expected = PAPER[family] | {"data.sequence_length": length}
-    if length in PUBLISHED_LENGTHS.get(method, LENGTHS):
-        expected["position.method"] = method
-    if (family, length) == ("wikitext103", 3072):
-        expected["batch.micro_batch_size"] = 1
+    expected["position.method"] = method
     assert {key: value for key, (value, mark) in marks.items() if mark == "paper"} == expected

@@ -23,7 +23,7 @@ from pretrain.data.build import build
 from pretrain.data.build.command import estimate
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer, train_words
-from pretrain.evaluate.text import ScoredText
+from pretrain.evaluate.windows import ScoredText
 
 TEXT = (
     " \n = Valkyria = \n \n"

@@ -53,9 +53,9 @@ BASES = {
     "zero 2": shipped("demo", "parallel.zero_stage=2"),
     "fp16": shipped("demo", "train.precision=fp16", "parallel.gradient_reduce_dtype=fp16"),
     "embedding layernorm": shipped("demo", "model.embedding_layernorm=true"),
-    "adaptive, nag, words": shipped("wikitext103/rotary_512"),
+    "adaptive, nag, words": shipped("wikitext103/alibi_512", "position.method=rotary"),
     "1.3B": shipped("cc100_roberta/h100/sinusoidal_512"),
-    "bookcorpus": shipped("bookcorpus/alibi_3072"),
+    "bookcorpus": shipped("bookcorpus/alibi_512", "data.sequence_length=3072"),
 }
 """What people may write: name -> the sections of a file."""
 

@@ -22,8 +22,7 @@ import torch
 from pretrain.config import ConfigError, load_config, parse_config
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.base import PROBES
-from pretrain.evaluate.curves import records_to_json
-from pretrain.evaluate.records import fields_of
+from pretrain.evaluate.records import curve_json, fields_of
 from pretrain.huggingface import check_exportable, check_parity, to_huggingface
 from pretrain.huggingface.card import _curve_table
 from pretrain.huggingface.export import _comparison_ids, _curve, _validation_split
@@ -547,12 +546,12 @@ def test_the_card_gets_the_records_of_its_checkpoint(tmp_path):
     of_run = [make_record(run="/old/run", step=n, perplexity=n) for n in (100, 200, 300)]
     of_several = [make_record(step=200), make_record("sinusoidal", step=200)]
     for records, expected in ((of_run, [of_run[1]]), (of_several, [of_several[0]])):
-        (tmp_path / "curve.json").write_bytes(records_to_json(records))
+        (tmp_path / "curve.json").write_bytes(curve_json(records))
         found = _curve(config, checkpoint, tmp_path / "curve.json")
         assert [fields_of(record) for record in found] == expected
     # Two seeds of one method, as `pretrain evaluate A B` reports them.
     seeds = [make_record(step=200, run=str(tmp_path / run)) for run in ("run", "other")]
-    (tmp_path / "curve.json").write_bytes(records_to_json(seeds))
+    (tmp_path / "curve.json").write_bytes(curve_json(seeds))
     found = _curve(config, checkpoint, tmp_path / "curve.json")
     assert [fields_of(record) for record in found] == [seeds[0]]
     elsewhere = tmp_path / "third/checkpoints/step-00000200"

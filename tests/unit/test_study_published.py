@@ -54,15 +54,6 @@ def test_numbers_are_of_the_method_and_lengths_that_the_paper_gives_them(of):
     assert published.perplexities(model)[published.Perplexity(*rest)].value == HAND_COPIED[of]
 
 
-def test_efficiency_stands_in_the_file_under_its_key():
-    numbers = published.efficiency()
-    assert len(numbers) == 4 * 3 * 3
-    for number in numbers.values():
-        assert look_up(number.key) == number.value
-    assert numbers["t5", 3072, "training"].value == 4.3
-    assert numbers["alibi", 1024, "memory"].value == 19.3
-
-
 def leaves(table, key):
     """Yield the keys of the numbers in a table of the file."""
     for name, value in table.items():

@@ -15,12 +15,12 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pretrain.config import ConfigError, RunFailed
+from pretrain.config import ConfigError
 from pretrain.config.schema import LoggingSection
 from pretrain.evaluate import figures as drawing
-from pretrain.evaluate.curves import Binned, read_positions
+from pretrain.evaluate.judge import CLAIMS, judge
 from pretrain.rundir.attempts import Owner
-from pretrain.study import claims, published, report
+from pretrain.study import published
 from pretrain.study.figures import _longest_multiple, figures
 from pretrain.study.reading import read_study
 from pretrain.study.report import as_code, plain, to_page, write_study_report
@@ -28,7 +28,6 @@ from pretrain.study.summaries import offer
 from tests.unit.report_records import read_png
 from tests.unit.study_files import (
     LENGTHS,
-    make_positions,
     make_records,
     make_study,
     published_shape,
@@ -119,21 +118,10 @@ def test_perplexities_are_those_of_the_evaluation(study):
         assert float(row["ratio"]) == pytest.approx(record["perplexity"] / at_l, rel=1e-9)
 
 
-def test_runs_that_failed_or_wait_are_named_with_their_reasons(text):
-    runs = {row["run"]: row for row in rows_of(text, "Runs of the study")}
-    assert len(runs) == 10
-    assert runs["t5-128"]["state"] == "failed" and runs["rotary-128"]["state"] == "waiting"
-    assert runs["t5-128"]["reason"] == r"CUDA out of memory \| at step 3 Traceback \`x\`"
-    assert "**Not in the results: rotary-128, t5-128.**" in text
-    assert "Runs: 8 finished, 1 failed, 1 waiting." in text.replace(
-        "1 waiting, 1 failed", "1 failed, 1 waiting"
-    )
-
-
 def test_verdicts_are_those_of_the_claims_with_the_numbers_they_stand_on(study, text):
-    judged = {each.claim.id: each for each in claims.judge(read_study(study).evidence)}
+    judged = {each.claim.id: each for each in judge(read_study(study).evidence)}
     said = json.loads((study / "report" / "claims.json").read_text())
-    assert [row["id"] for row in said] == [claim.id for claim in claims.CLAIMS]
+    assert [row["id"] for row in said] == [claim.id for claim in CLAIMS]
     table = rows_of(text, "Verdicts")
     for row, shown in zip(said, table):
         each = judged[row["id"]]
@@ -210,7 +198,7 @@ def test_lines_of_a_panel_can_be_told_apart_without_colour(study):
     """By marker and dashes together with the width of the line."""
     found = read_study(study)
     for figure in figures(found, published.costs(found.evidence)).values():
-        marks, weights = drawing._marks(figure.lines), drawing._weights(figure.lines)
+        weights, marks = drawing._looks(figure.lines)
         looks = [
             (
                 line.panel,
@@ -234,29 +222,6 @@ class References(html.parser.HTMLParser):
         self.tags.append(tag)
         self.found += [value for key, value in attrs if key in ("src", "href", "data", "action")]
         self.ids |= {value for key, value in attrs if key == "id"}
-
-
-def test_a_figure_says_in_words_what_it_shows(study, text):
-    """For those who do not see it: its axes, its panels, and a name for each line."""
-    found = read_study(study)
-    page = (study / "report" / "report.html").read_text()
-    for name, figure in figures(found, published.costs(found.evidence)).items():
-        words = figure.in_words()
-        assert f"![{words}](figures/{name}.png)" in text.replace("\\", "")
-        assert f'alt="{html.escape(words)}"' in page
-        assert figure.frame.y_label in words and words.startswith("Chart: ")
-        for line in figure.lines:
-            assert line.mark in words and line.colour in words and line.panel in words
-
-
-def test_long_names_may_break_in_a_table_and_lengths_may_not():
-    rows = "| [a_b](#a_b) | 0.868 at 2 L, L = 64 |\n| x_1.alibi.64 | http://h_h |"
-    page = to_page("t", f"| a | b |\n| --- | ---: |\n{rows}", {})
-    assert '<a href="#a_b">a_<wbr>b</a>' in page
-    assert ">0.868 at 2&nbsp;L, L&nbsp;=&nbsp;64</td>" in page
-    assert "<td>x_<wbr>1.<wbr>alibi.<wbr>64</td>" in page
-    # Nothing of a page beside its tables is changed.
-    assert "<p>a_b 2 L</p>" in to_page("t", "a_b 2 L", {})
 
 
 def test_the_page_needs_no_other_file_and_runs_nothing(study):
@@ -293,7 +258,7 @@ def test_tensorboard_reads_the_final_curves(study):
     words = table.tensor_proto.string_val[0].decode()
     assert "| alibi | 64 | 1 | nonoverlapping | 128 | 18.8000 |" in words
     [table] = shown.Tensors("tables/claims/text_summary")
-    for claim in claims.CLAIMS:
+    for claim in CLAIMS:
         assert f"| {claim.id} | " in table.tensor_proto.string_val[0].decode()
 
 
@@ -440,17 +405,6 @@ def test_a_damaged_file_is_named(tmp_path, file, content, said):
     assert said in str(refused.value) and not (directory / "report").exists()
 
 
-def test_a_report_that_cannot_be_written_is_named(tmp_path):
-    directory = make_study(
-        tmp_path / "study", states={"alibi-64": ("failed", "x")}, methods=("alibi",), trained=(64,)
-    )
-    (directory / "efficiency.json").unlink()
-    (directory / "report").write_text("a file of the user's")
-    with pytest.raises(RunFailed, match="report: "):
-        write_study_report(directory)
-    assert (directory / "report").read_text() == "a file of the user's"
-
-
 def test_two_texts_and_unknown_published_numbers_are_refused(tmp_path):
     directory = make_study(tmp_path / "study", methods=("alibi",), trained=(64,))
     path = directory / "evaluation" / "curve.json"
@@ -460,17 +414,6 @@ def test_two_texts_and_unknown_published_numbers_are_refused(tmp_path):
     other = make_study(tmp_path / "other", published="gpt4", methods=("alibi",), trained=(64,))
     with pytest.raises(ConfigError, match='published = "gpt4": there are no such numbers'):
         read_study(other)
-
-
-def test_a_run_that_was_evaluated_before_it_was_finished_is_said_to_be_so(tmp_path):
-    directory = make_study(tmp_path / "study", methods=("alibi",), trained=(64,))
-    content = json.loads((directory / "study.json").read_text())
-    content["runs"][0] |= {"state": "waiting", "reason": "step 200 of 400"}
-    (directory / "study.json").write_text(json.dumps(content))
-    found = read_study(directory)
-    said = "\n".join(report._runs(found))
-    assert "**Not finished, and evaluated as far as they had come: alibi-64.**" in said
-    assert "Not in the results" not in said
 
 
 def test_what_the_published_1_3b_models_took_stands_beside_the_runs(tmp_path):
@@ -516,32 +459,7 @@ def test_what_the_published_1_3b_models_took_stands_beside_the_runs(tmp_path):
         assert row["this study, equal steps"].startswith(f"{expected:.2f}")
 
 
-def test_what_else_the_runs_differ_in_stands_before_the_verdicts(tmp_path):
-    directory = make_study(tmp_path / "study", trained=(64,))
-    content = json.loads((directory / "study.json").read_text())
-    content["differences"] = ["model.hidden_size: 32 in alibi-64; 64 in sinusoidal-64"]
-    (directory / "study.json").write_text(json.dumps(content))
-    said = "\n".join(report._runs(read_study(directory)))
-    assert "model.hidden\\_size: 32 in alibi-64; 64 in sinusoidal-64.**" in said
-
-
-def test_a_claim_that_passes_says_what_it_passes_without(tmp_path):
-    directory = make_study(tmp_path / "study", methods=("alibi", "sinusoidal"), trained=(64,))
-    found = read_study(directory)
-    said = "\n".join(report._claims(claims.judge(found.evidence), "wikitext103"))
-    order = said.partition("### order_of_extrapolation")[2].partition("###")[0]
-    assert "**Passes**" in order
-    assert "- Not judged: the order holds no t5, rotary, L = 64, nonoverlapping" in order
-    assert "other case" not in order
-
-
 # ---- parts ---------------------------------------------------------------------------------------
-def test_several_seeds_are_one_curve_with_their_range(tmp_path):
-    directory = make_study(tmp_path / "study", seeds=(1, 2), noise=0.01, trained=(64,))
-    found = read_study(directory)
-    assert {len(curve.sources) for curve in found.curves} == {2}
-    case = claims.judge(found.evidence)[0].cases[0]
-    assert case.seeds == 2
 
 
 def test_without_published_numbers_ratios_alone_stand_beside(tmp_path):
@@ -563,15 +481,6 @@ def test_without_published_numbers_ratios_alone_stand_beside(tmp_path):
     assert not any(method == "sinusoidal" for method, *_ in shown)
     table = published.perplexity_table(rows, None)
     assert "published" not in table.header and "published to L" in table.header
-
-
-def test_losses_by_position_are_read_as_they_were_written(study):
-    found = read_positions(study / "evaluation" / "positions.csv")
-    for (checkpoint, length), losses in make_positions(make_records(methods=("alibi",))).items():
-        written = Binned.of(losses)
-        read = next(v for (at, n), v in found.items() if at.endswith(checkpoint) and n == length)
-        assert read.edges.tolist() == written.edges.tolist()
-        assert (read.losses, read.counts) == (written.losses, written.counts)
 
 
 @pytest.mark.parametrize("name", ["a_b*c*", "<b>", "[x](y)", "`code`", "# no heading", "a\nb | c"])

@@ -12,13 +12,13 @@ import pytest
 from scipy import stats
 
 from pretrain.data.stream import TokenStream
-from pretrain.study import unigram
+from pretrain.study import reading
 
 
 def test_the_entropy_is_that_of_scipy() -> None:
     counts = np.random.default_rng(1).integers(0, 50, 200)
-    assert unigram.entropy(counts) == pytest.approx(stats.entropy(counts), rel=1e-12)
-    assert unigram.entropy(np.array([0, 7, 7, 0])) == pytest.approx(math.log(2), rel=1e-12)
+    assert reading.entropy(counts) == pytest.approx(stats.entropy(counts), rel=1e-12)
+    assert reading.entropy(np.array([0, 7, 7, 0])) == pytest.approx(math.log(2), rel=1e-12)
 
 
 @pytest.mark.parametrize("most", [None, 1000])
@@ -27,20 +27,20 @@ def test_the_scored_tokens_are_counted_once_for_each_text(
 ) -> None:
     stream = TokenStream(tiny_data / "validation")
     tokens = most or len(stream)
-    unigram.count(tmp_path, stream, most)
-    file = tmp_path / unigram.FILE
+    reading.count_unigram(tmp_path, stream, most)
+    file = tmp_path / reading.UNIGRAM
     counts = list(Counter(stream.read(0, tokens).tolist()).values())
     record = {"validation": stream.identity[:12], "tokens": tokens}
-    known = unigram.parse(json.loads(file.read_text()), record)
+    known = reading.parse_unigram(json.loads(file.read_text()), record)
     assert known == pytest.approx((stats.entropy(counts), tokens), rel=1e-12)
     before = file.stat()
-    unigram.count(tmp_path, stream, most)
+    reading.count_unigram(tmp_path, stream, most)
     assert file.stat() == before
     # Another text or another number of tokens: counted anew, and not taken for this one.
-    unigram.count(tmp_path, stream, 500)
-    assert unigram.parse(json.loads(file.read_text()), record) is None
+    reading.count_unigram(tmp_path, stream, 500)
+    assert reading.parse_unigram(json.loads(file.read_text()), record) is None
     other = {"validation": "0" * 12, "tokens": 500}
-    assert unigram.parse(json.loads(file.read_text()), other) is None
+    assert reading.parse_unigram(json.loads(file.read_text()), other) is None
 
 
 @pytest.mark.parametrize("entropy", [1e9, -0.1, math.nan])
@@ -48,4 +48,4 @@ def test_a_file_that_holds_no_entropy_is_refused(entropy: float) -> None:
     record = {"validation": "0" * 12, "tokens": 500}
     content = {**record, "loss_nats": entropy}
     with pytest.raises(ValueError, match="no entropy of 500 tokens"):
-        unigram.parse(content, record)
+        reading.parse_unigram(content, record)

@@ -14,24 +14,21 @@ from PIL import Image
 
 from pretrain.config import ConfigError
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.tasks.report import (
-    FIELDS,
-    check_out,
-    format_tables,
-    interval,
-    measure,
-    write_report,
-)
-from pretrain.evaluate.tasks.rows import (
+from pretrain.evaluate.tasks import (
     DEPTHS,
+    FIELDS,
     PLANTED,
     QUERY,
     Arm,
     Cell,
     TasksRequest,
     Text,
+    check_out,
+    interval,
     long_documents,
     make_cell,
+    measure,
+    write_report,
 )
 from tests.unit.splits import write_split
 
@@ -192,7 +189,7 @@ def test_what_is_drawn_depends_on_the_seed_alone(tmp_path, task):
 
 
 def test_documents_are_found_across_reads(tmp_path, monkeypatch):
-    import pretrain.evaluate.tasks.rows as module
+    from pretrain.evaluate import tasks as module
 
     lengths = [10, 129, 1, 128, 127, 300]
     text = make_text(tmp_path, lengths)
@@ -297,7 +294,10 @@ def test_a_report_says_every_value_and_keeps_runs_apart(text, tmp_path):
     records = records_of(text, [("runs/a", "alibi", 64), ("runs/b", "alibi", 64)])
     records[0]["value"] = math.nan
     names = write_report(tmp_path / "tasks.json", records, ["needle at 9 is left out: why"])
-    assert names == ["tasks.csv", "tasks.png", "tasks.svg", "tasks.md", "tasks.json"]
+    kinds = ("png", "svg", "pdf")
+    ends = [f"{end}.{kind}" for end in ("", "_depth", "_distance") for kind in kinds]
+    drawn = [f"tasks{end}" for end in ends]
+    assert names == ["tasks.csv", *drawn, "tasks.md", "tasks.json"]
     kept = json.loads((tmp_path / "tasks.json").read_text())["records"]
     assert [list(record) for record in kept] == [list(FIELDS)] * len(records)
     assert kept[0]["value"] is None and kept[1:] == records[1:]
@@ -316,26 +316,13 @@ def test_a_report_says_every_value_and_keeps_runs_apart(text, tmp_path):
     assert {name: (tmp_path / name).read_bytes() for name in names} == again
 
 
-def test_other_tokenizers_and_texts_are_said(text):
-    records = records_of(text, [("runs/a", "alibi", 64), ("runs/b", "none", 32)])
-    assert "same tokenizer" not in format_tables(records)
-    for record in records[-3:]:
-        record["tokenizer"] = record["validation"] = "other"
-    table = format_tables(records)
-    assert "Not all runs have the same tokenizer" in table
-    assert "not measured on the same" in table or "same validation text" in table
-    assert "precision" not in table
-    records[-1]["precision"] = "bf16"
-    assert "runs/a in fp32, runs/b in fp32, runs/b in bf16" in format_tables(records)
-
-
 def test_a_report_of_something_else_is_not_overwritten(tmp_path):
     check_out(tmp_path / "tasks.json")
     with pytest.raises(ConfigError, match="must end in"):
         check_out(tmp_path / "tasks.csv")
     for content in ('{"train_length": 1, "records": [{"protocol": "sliding"}]}', "[]", "", "{"):
         (tmp_path / "curve.json").write_text(content)
-        with pytest.raises(ConfigError, match=r"--out .*curve.json: is there already"):
+        with pytest.raises(ConfigError, match=r"--out .*curve\.json would be overwritten"):
             check_out(tmp_path / "curve.json")
     for name in ("notes.md", "notes.csv", "notes.png"):
         (tmp_path / name).write_text("mine")

@@ -1,0 +1,904 @@
+"""Compare curves and rule on claims: the only code that says what results show.
+
+A study and the report of two runs ask the same questions here. `gap` says how far two values are
+apart and in which range noise puts that; `judge` gives each claim of "Train Short, Test Long" a
+verdict: it passes, it fails, or it cannot be judged from these curves. A claim is one function with
+its words, its source and its threshold, which is the same for all results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from pretrain.config.evaluation import MASKED
+from pretrain.evaluate.curves import (
+    BITS_PER_BYTE,
+    PERPLEXITY,
+    Curve,
+    Text,
+    cell,
+    full_name,
+    has_bits,
+    length_in_words,
+    lengths_of,
+    number,
+    precisions,
+)
+from pretrain.evaluate.records import Record, grouped, paired_interval
+from pretrain.evaluate.windows import NONOVERLAPPING, SLIDING
+
+SPEEDS = ("training", "evaluation")
+"""What a method's speed is measured in."""
+
+
+# ---- how far two values are apart ----------------------------------------------------------------
+# Noise is what the evaluation and the seeds show of it: values of one text are compared block by
+# block, and of several seeds each of one curve is compared with each of the other.
+class Verdict(Enum):
+    """Verdict of the measured values on a claim."""
+
+    PASSES = "passes"
+    FAILS = "fails"
+    NOISE = "cannot be judged: inside the noise"
+    NO_INTERVAL = "cannot be judged: the noise is not known"
+    MISSING = "cannot be judged: not measured"
+    UNTRAINED = "cannot be judged: no better than token frequencies"
+
+    @property
+    def short(self) -> str:
+        """Return "passes", "fails" or "cannot be judged"."""
+        return self.value.partition(":")[0]
+
+
+class Gap(NamedTuple):
+    """Difference of two losses in nats, and the range in which noise puts it."""
+
+    low: float
+    value: float
+    high: float
+
+    @property
+    def is_shown(self) -> bool | None:
+        """Return True for a difference that noise does not explain; None where it is not known."""
+        if math.isnan(self.low) or math.isnan(self.high):
+            return None
+        return self.low > 0 or self.high < 0
+
+    def at_most(self, ratio: float) -> Verdict:
+        """Judge that the one perplexity is at most `ratio` times the other."""
+        return self._judge(math.log(ratio), is_below=True)
+
+    def at_least(self, ratio: float) -> Verdict:
+        """Judge that the one perplexity is at least `ratio` times the other."""
+        return self._judge(math.log(ratio), is_below=False)
+
+    def within(self, ratio: float) -> Verdict:
+        """Judge that the two perplexities are at most a factor of `ratio` apart."""
+        return combined([self.at_most(ratio), self.at_least(1 / ratio)])
+
+    def ratios(self) -> tuple[float, float, float]:
+        """Return the ratio of the perplexities, between the ends of its range."""
+        # exp would overflow a float64 beyond 709 nats.
+        low, value, high = (math.inf if x > 700 else math.exp(x) for x in self)
+        return low, value, high
+
+    def ratio_in_words(self, of: str = "times") -> str:
+        """Return the ratio with its range, as in "0.868 times (0.861 to 0.875)"."""
+        low, value, high = self.ratios()
+        if not low < high:
+            return f"{value:.3f} {of}"
+        # A range that three decimals would hide is what the verdict stands on.
+        digits = 3 if high - low >= 0.002 else 5
+        return f"{value:.{digits}f} {of} ({low:.{digits}f} to {high:.{digits}f})"
+
+    def _judge(self, bound: float, is_below: bool) -> Verdict:
+        if math.isnan(self.low) or math.isnan(self.high):
+            return Verdict.MISSING if math.isnan(self.value) else Verdict.NO_INTERVAL
+        # Logarithms round: a ratio that is printed as the threshold itself lies on it.
+        margin = 1e-12
+        if self.high <= bound + margin:
+            return Verdict.PASSES if is_below or self.low >= bound - margin else Verdict.FAILS
+        if self.low >= bound - margin:
+            return Verdict.FAILS if is_below else Verdict.PASSES
+        return Verdict.NOISE
+
+
+def combined(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the verdict on a claim of which these are the parts.
+
+    One part that fails refutes it. What lies inside the noise leaves it open, whatever else passes,
+    and so does a run that has learned nothing. A part that was not measured says nothing.
+    """
+    open_or_not = (Verdict.NOISE, Verdict.NO_INTERVAL, Verdict.UNTRAINED, Verdict.PASSES)
+    for verdict in (Verdict.FAILS, *open_or_not):
+        if verdict in verdicts:
+            return verdict
+    return Verdict.MISSING
+
+
+def gap(a: Curve, at_a: int, b: Curve, at_b: int, quantity: str = PERPLEXITY) -> Gap:
+    """Return how far the loss of a curve lies above that of another, or of itself elsewhere.
+
+    The range is that of the paired intervals, or where losses by block are not known, of the two
+    intervals. Of several seeds it holds the ranges of all pairs; of one curve at two lengths, each
+    seed is paired with itself. What is not finite is infinitely bad.
+
+    Args:
+        a: A curve.
+        at_a: Length (or step) of its value.
+        b: The curve to compare with; it may be the same.
+        at_b: Length (or step) of its value.
+        quantity: PERPLEXITY compares nats per token, which must be of one tokenizer, and
+            BITS_PER_BYTE bits of the text.
+    """
+    of_a, of_b = a.records[at_a], b.records[at_b]
+    pairs = list(zip(of_a, of_b)) if a is b else list(itertools.product(of_a, of_b))
+    apart = _mean_loss(of_a, quantity) - _mean_loss(of_b, quantity)
+    if not math.isfinite(apart):
+        return Gap(apart, apart, apart)
+    # Block by block only where the tokenizers agree, which makes the sign that of nats.
+    ranges = [paired_interval(x, y) or _unpaired(x, y, quantity) for x, y in pairs]
+    if any(math.isnan(end) for ends in ranges for end in ends):
+        return Gap(math.nan, apart, math.nan)
+    return Gap(min(low for low, _ in ranges), apart, max(high for _, high in ranges))
+
+
+def _mean_loss(records: Sequence[Record], quantity: str = PERPLEXITY) -> float:
+    """Return the mean loss of seeds: infinite where one is not finite, nan for unknown bits."""
+    if quantity != PERPLEXITY and any(record[quantity] is None for record in records):
+        return math.nan
+    losses = [number(record["loss_nats"]) * _unit(record, quantity) for record in records]
+    finite = all(math.isfinite(loss) for loss in losses)
+    return sum(losses) / len(losses) if finite else math.inf
+
+
+def _unpaired(a: Record, b: Record, quantity: str) -> tuple[float, float]:
+    """Return the range of a difference of two values whose intervals alone are known."""
+    low_a, high_a, low_b, high_b = (
+        number(record[key]) * _unit(record, quantity)
+        for record in (a, b)
+        for key in ("loss_low", "loss_high")
+    )
+    return low_a - high_b, high_a - low_b
+
+
+def _unit(record: Record, quantity: str) -> float:
+    """Return what a nat per token is in the unit of a quantity; nan where that is not known."""
+    if quantity == PERPLEXITY:
+        return 1.0
+    loss = number(record["loss_nats"])
+    return number(record[quantity]) / loss if loss else math.nan
+
+
+# ---- cases ---------------------------------------------------------------------------------------
+class Unigram(NamedTuple):
+    """The best that a prediction can do that is the same at every position."""
+
+    loss_nats: float
+    """The entropy of the frequencies of the scored tokens: no other fixed distribution has a lower
+    loss on this text."""
+    tokens: int
+    """How many were counted."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A claim at one training length, with the numbers that its verdict stands on."""
+
+    verdict: Verdict
+    words: str
+    train_length: int | None = None
+    ratio: tuple[float, float, float] | None = None
+    """(low, value, high) of the ratio that was compared with the threshold."""
+    tokens: int | None = None
+    """Tokens scored for each of the values."""
+    seeds: int | None = None
+    """Seeds of the curve that has fewer of them."""
+    curves: tuple[Curve, ...] = ()
+    """The curves that were compared."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Speed and memory of one method at one training length, measured in turns with the others."""
+
+    method: str
+    train_length: int
+    speeds: Mapping[str, Sequence[float]]
+    """ "training" and "evaluation" -> tokens per second in each round."""
+    memory: float | None
+    """Largest peak memory of a process in bytes; None where it was not measured."""
+
+    def shares(self, base: Row, quantity: str) -> list[float]:
+        """Return the ratios to another method's "memory", or speed in one of SPEEDS.
+
+        Speeds are compared round by round, because both of a round ran under the same load.
+        """
+        if quantity == "memory":
+            return [self.memory / base.memory] if self.memory and base.memory else []
+        return [a / b for a, b in zip(self.speeds[quantity], base.speeds[quantity]) if b]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that claims are judged on: curves of one text and tokenizer, speeds and memory."""
+
+    curves: Sequence[Curve]
+    rows: Sequence[Row] = ()
+    device: str = ""
+    """What the speeds and memory were measured on."""
+    unigram: Unigram | None = None
+    """How well the text can be predicted without context; None where that was not counted."""
+
+    @functools.cached_property
+    def _of(self) -> dict[tuple[str, str], list[Curve]]:
+        in_order = sorted(self.curves, key=lambda curve: curve.train_length)
+        return grouped(in_order, lambda curve: (curve.method, curve.kind))
+
+    def of(self, method: str, *kinds: str) -> list[Curve]:
+        """Return the curves of a method, those trained at the shortest length first.
+
+        Args:
+            method: The method's name.
+            kinds: NONOVERLAPPING or SLIDING, with whatever stride; first one, then the other.
+                Default: both.
+        """
+        kinds = kinds or (NONOVERLAPPING, SLIDING)
+        return [curve for kind in kinds for curve in self._of.get((method, kind), [])]
+
+    def pairs(self, method: str, other: str, multiple: int = 1) -> Iterator[tuple[Curve, Curve]]:
+        """Yield curves of two methods under one protocol.
+
+        Args:
+            method: The method of the first.
+            other: The method of the second.
+            multiple: Training length of the second in training lengths of the first.
+        """
+        for a, b in itertools.product(self.of(method), self.of(other)):
+            if a.protocol == b.protocol and a.train_length * multiple == b.train_length:
+                yield a, b
+
+    def timed(self, method: str | None = None) -> Iterator[tuple[Row, Row]]:
+        """Yield a method, or each, and sinusoidal positions where both were timed at one length."""
+        others = {row.train_length: row for row in self.rows if row.method == "sinusoidal"}
+        for row in self.rows:
+            if row.method == (method or row.method) and row.train_length in others:
+                yield row, others[row.train_length]
+
+    def untrained(self, curve: Curve) -> str:
+        """Return why a run has learned nothing that a claim speaks of; empty where it has.
+
+        The loss at L is compared with that of token frequencies, of each seed by itself. A value
+        that is not finite is not below it either.
+        """
+        lengths = [n for n in curve.records if n == curve.train_length] or list(curve.records)
+        losses = [number(record["loss_nats"]) for record in curve.records[lengths[0]]]
+        if self.unigram is None or all(loss < self.unigram.loss_nats for loss in losses):
+            return ""
+        worst = max(losses, key=lambda loss: math.inf if math.isnan(loss) else loss)
+        at = length_in_words(lengths[0], curve.train_length)
+        loss = f"{worst:.4f} nats a token" if math.isfinite(worst) else "a loss that is not finite"
+        return (
+            f"{full_name(curve)}: {loss} at {at}, {curve.protocol}, which is not below the "
+            f"{self.unigram.loss_nats:.4f} nats of the frequencies of the "
+            f"{self.unigram.tokens:,} scored tokens alone"
+        )
+
+    def checked(self, case: Case) -> Case:
+        """Return a case, or one without a verdict if a run of it has learned nothing."""
+        why = [words for curve in dict.fromkeys(case.curves) if (words := self.untrained(curve))]
+        if not why:
+            return case
+        words = f"{'; '.join(why)} ({case.words})"
+        return dataclasses.replace(case, verdict=Verdict.UNTRAINED, words=words)
+
+
+Rule = Callable[[Gap, float], Verdict]
+"""How a gap is compared with a threshold: Gap.at_most, Gap.at_least or Gap.within."""
+
+
+def compare(a: Curve, at_a: int, b: Curve, at_b: int, rule: Rule, ratio: float) -> Case:
+    """Return the case of two values, or one that says which of them was not measured.
+
+    Args:
+        a: A curve.
+        at_a: Length of its value.
+        b: The curve to compare with; it may be the same.
+        at_b: Length of its value.
+        rule: Judges how far they are apart.
+        ratio: The threshold.
+    """
+    for curve, length in ((a, at_a), (b, at_b)):
+        if length not in curve.records:
+            return missing(curve, length)
+    trained = b.train_length
+    if trained in b.records and math.isinf(_mean_loss(b.records[trained])):
+        # A run that has diverged makes any other look good, and its own longer lengths too.
+        words = f"{full_name(b)} is not finite at its training length, {b.protocol}"
+        words += ": nothing compares with it"
+        return Case(Verdict.MISSING, words, a.train_length, curves=(a, b))
+    found = gap(a, at_a, b, at_b)
+    words = f"{_value(a, at_a)} against {_value(b, at_b, a)}, {a.protocol}: "
+    words += found.ratio_in_words()
+    steps = a.sources[0].step, b.sources[0].step
+    if steps[0] != steps[1]:
+        words += f", after {steps[0]} and {steps[1]} steps"
+    of_a, of_b = a.records[at_a], b.records[at_b]
+    return Case(
+        rule(found, ratio),
+        words,
+        a.train_length,
+        found.ratios(),
+        min(record["tokens"] or 0 for record in (*of_a, *of_b)) or None,
+        min(len(of_a), len(of_b)),
+        (a, b),
+    )
+
+
+def compare_alike(a: Curve, at_a: int, b: Curve, at_b: int, rule: Rule, ratio: float) -> Case:
+    """Compare two methods of one training length after equal numbers of steps, and only then."""
+    steps = a.sources[0].step, b.sources[0].step
+    if steps[0] == steps[1]:
+        return compare(a, at_a, b, at_b, rule, ratio)
+    words = f"{a.name} was trained for {steps[0]} steps and {b.name} for {steps[1]}"
+    return Case(Verdict.MISSING, f"{words}, L = {a.train_length}", a.train_length)
+
+
+def missing(curve: Curve, length: int) -> Case:
+    """Return the case of a value that is not there."""
+    at = length_in_words(length, curve.train_length)
+    words = f"{full_name(curve)} was not evaluated at {at}, {curve.protocol}"
+    return Case(Verdict.MISSING, words, curve.train_length)
+
+
+def _value(curve: Curve, length: int, than: Curve | None = None) -> str:
+    """Return a value in words; of the curve that was named just before without its name."""
+    at = f"{curve.value(length).value:.2f} at {length_in_words(length, curve.train_length)}"
+    return at if curve is than else f"{full_name(curve)}: {at}"
+
+
+# ---- claims --------------------------------------------------------------------------------------
+Predicate = Callable[[Evidence, float], Iterator[Case]]
+"""(what was measured, threshold) -> a case for each training length that it can speak of."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim of the paper."""
+
+    id: str
+    statement: str
+    source: str
+    """Where the paper says it, and which of the tables in published.toml show it."""
+    threshold: float
+    """The ratio that the measured one is compared with."""
+    threshold_source: str
+    judge: Predicate
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A claim with its verdict and the cases that it stands on."""
+
+    claim: Claim
+    verdict: Verdict
+    cases: tuple[Case, ...]
+
+    @property
+    def deciding(self) -> list[Case]:
+        """Return the cases that made the verdict."""
+        return [case for case in self.cases if case.verdict == self.verdict]
+
+
+CLAIMS: list[Claim] = []
+"""All claims, in the order of the report."""
+
+
+def claim(
+    name: str, statement: str, source: str, threshold: float, threshold_source: str
+) -> Callable[[Predicate], Predicate]:
+    """Make the function below it the judge of a claim."""
+
+    def add(predicate: Predicate) -> Predicate:
+        CLAIMS.append(Claim(name, statement, source, threshold, threshold_source, predicate))
+        return predicate
+
+    return add
+
+
+def judge(evidence: Evidence) -> list[Judgement]:
+    """Return the verdict on every claim.
+
+    A claim fails when it fails at one training length. It cannot be judged when it lies inside the
+    noise at one of them, when a run of it predicts no better than token frequencies, or when
+    nothing that it needs was measured.
+    """
+    found = []
+    for each in CLAIMS:
+        cases = tuple(map(evidence.checked, each.judge(evidence, each.threshold)))
+        found.append(Judgement(each, combined([case.verdict for case in cases]), cases))
+    return found
+
+
+TRAINED_SLOPES = "alibi_trained_slopes"
+"""The method of runs with position.trainable_slopes."""
+ORDER = ("alibi", "t5", "rotary", "sinusoidal")
+"""Methods by how far they extrapolate, the farthest first."""
+FARTHEST = 16
+"""Longest length that claims speak of, in training lengths."""
+EQUAL = 1.05
+"""A perplexity has held up to this many times its value at L, and has degraded from there on."""
+_WIKITEXT = "WikiText-103 tables of the appendix (wikitext103"
+_ANY_DIFFERENCE = "Equality: any difference that the noise does not hide counts."
+_SAME_LINE = "Chosen: the same line between holding and degrading for every method."
+_NO_NUMBERS = "Figure 1; published.toml has no numbers of it"
+_SPEED_SOURCE = "The lowest published share is 99.2 % in training and 98.2 % in evaluation."
+
+
+@claim(
+    "alibi_falls_to_2L",
+    "ALiBi trained at L has a lower perplexity at 2 L than at L (nonoverlapping).",
+    f"Figure 1; {_WIKITEXT}.alibi_nonoverlapping)",
+    1.0,
+    _ANY_DIFFERENCE,
+)
+def _falls(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    for curve in evidence.of("alibi", NONOVERLAPPING):
+        length = curve.train_length
+        yield compare(curve, 2 * length, curve, length, Gap.at_most, ratio)
+
+
+@claim(
+    "alibi_stays_near_best_to_16L",
+    "From 2 L to 16 L, the perplexity of ALiBi trained at L rises at most 3 % above its best "
+    "at any shorter length (nonoverlapping).",
+    f"Figure 1; {_WIKITEXT}.alibi_nonoverlapping)",
+    1.03,
+    "The largest published rise above the best is 2.6 %, of the 1.3B model trained at 512 "
+    "(9.54 at 2048, 9.30 at 1024; cc100_roberta.equal_updates.alibi_512).",
+)
+def _stays(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    for curve in evidence.of("alibi", NONOVERLAPPING):
+        trained = curve.train_length
+        lengths = _lengths(curve, trained, FARTHEST * trained)
+        beyond = [n for n in lengths if n > 2 * trained]
+        if not beyond or lengths[0] == beyond[0]:
+            yield missing(curve, 2 * trained if beyond else FARTHEST * trained)
+            continue
+        best = {
+            length: min((n for n in lengths if n < length), key=lambda n: _loss(curve, n))
+            for length in beyond
+        }
+        worst = max(beyond, key=lambda n: gap(curve, n, curve, best[n]).value)
+        case = compare(curve, worst, curve, best[worst], Gap.at_most, ratio)
+        if case.verdict == Verdict.PASSES and beyond[-1] < FARTHEST * trained:
+            case = missing(curve, FARTHEST * trained)
+        yield case
+
+
+@claim(
+    "alibi_is_flat_when_sliding",
+    "With sliding windows, ALiBi stays within 3 % of its perplexity at L at every longer "
+    "length up to 16 L that was evaluated.",
+    f"{_WIKITEXT}.sliding_stride1)",
+    1.03,
+    "The largest published change is 2.6 %, trained at 1024 (17.92 at 3072, 17.46 at 1024).",
+)
+def _is_flat(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    for curve in evidence.of("alibi", SLIDING):
+        trained = curve.train_length
+        beyond = [n for n in _lengths(curve, trained, FARTHEST * trained) if n > trained]
+        if trained not in curve.records or not beyond:
+            yield missing(curve, trained if beyond else FARTHEST * trained)
+            continue
+        stride = curve.records[trained][0]["stride"]
+        if 2 * stride > trained:
+            words = (
+                f"{curve.name}, L = {trained}: a stride of {stride} leaves too many early tokens "
+                "in the windows of L; slide by at most half of L"
+            )
+            yield Case(Verdict.MISSING, words, trained)
+            continue
+        farthest = max(beyond, key=lambda n: abs(gap(curve, n, curve, trained).value))
+        yield compare(curve, farthest, curve, trained, Gap.within, ratio)
+
+
+@claim(
+    "alibi_no_worse_than_sinusoidal_at_L",
+    "At the training length, ALiBi's perplexity is at most 2 % above that of sinusoidal "
+    "positions (nonoverlapping).",
+    f"{_WIKITEXT}.same_length_nonoverlapping and .alibi_nonoverlapping)",
+    1.02,
+    "The largest published excess is 1.5 % (28.46 against 28.03 at L = 64); from L = 256 on "
+    "ALiBi is ahead there.",
+)
+def _no_worse(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    for alibi, other in evidence.pairs("alibi", "sinusoidal"):
+        if alibi.kind == NONOVERLAPPING:
+            length = alibi.train_length
+            yield compare_alike(alibi, length, other, length, Gap.at_most, ratio)
+
+
+@claim(
+    "alibi_at_2L_matches_sinusoidal_trained_at_2L",
+    "At 2 L, ALiBi trained at L is at most 4 % above sinusoidal positions trained at 2 L "
+    "(nonoverlapping).",
+    f"Abstract (L = 1024, 1.3B parameters); {_WIKITEXT}.alibi_nonoverlapping and "
+    ".same_length_nonoverlapping)",
+    1.04,
+    "The largest published excess is 3.7 % (24.70 against 23.81 at L = 64); from L = 256 on "
+    "ALiBi is ahead in the WikiText-103 tables, and at most 1.6 % behind in the 1.3B models.",
+)
+def _short_for_long(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    for alibi, other in evidence.pairs("alibi", "sinusoidal", multiple=2):
+        if alibi.kind == NONOVERLAPPING:
+            length = other.train_length
+            yield compare(alibi, length, other, length, Gap.at_most, ratio)
+
+
+@claim(
+    "sinusoidal_degrades_at_once",
+    "Sinusoidal positions get worse at once: perplexity at 2 L is at least 5 % above that at L.",
+    f"Figure 1; {_WIKITEXT}.sliding_stride1.sinusoidal_512); "
+    "cc100_roberta.equal_updates.sinusoidal_512 and .sinusoidal_1024",
+    EQUAL,
+    "Chosen for small models, which have less to lose; the published perplexities are 3.8 to "
+    "11 times those at L.",
+)
+def _degrades_at_once(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    for curve in evidence.of("sinusoidal"):
+        length = curve.train_length
+        yield compare(curve, 2 * length, curve, length, Gap.at_least, ratio)
+
+
+def _holds(evidence: Evidence, method: str, tokens: int, ratio: float) -> Iterator[Case]:
+    """Compare the longest length up to L + `tokens` with L."""
+    for curve in evidence.of(method):
+        trained = curve.train_length
+        if near := _lengths(curve, trained + 1, trained + tokens):
+            yield compare(curve, near[-1], curve, trained, Gap.at_most, ratio)
+        else:
+            words = (
+                f"{curve.name}, L = {trained}: no length from {trained + 1} to "
+                f"{trained + tokens} tokens was evaluated, {curve.protocol}"
+            )
+            yield Case(Verdict.MISSING, words, trained)
+
+
+@claim(
+    "rotary_holds_for_100_tokens",
+    "Rotary positions hold for 100 to 200 tokens beyond L: perplexity at most 5 % above that "
+    "at L, at the longest length up to L + 128.",
+    _NO_NUMBERS,
+    EQUAL,
+    _SAME_LINE,
+)
+def _rotary_holds(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    return _holds(evidence, "rotary", 128, ratio)
+
+
+@claim(
+    "rotary_degrades",
+    "Rotary positions degrade beyond that: perplexity at the longest length from L + 400 on is "
+    "at least 5 % above that at L.",
+    _NO_NUMBERS,
+    EQUAL,
+    _SAME_LINE,
+)
+def _rotary_degrades(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    for curve in evidence.of("rotary"):
+        trained, longest = curve.train_length, max(curve.records)
+        if longest < trained + 400:
+            yield missing(curve, trained + 400)
+        else:
+            yield compare(curve, longest, curve, trained, Gap.at_least, ratio)
+
+
+@claim(
+    "t5_holds_for_500_tokens",
+    "The T5 bias holds for some hundreds of tokens beyond L: perplexity at most 5 % above that "
+    "at L, at the longest length up to L + 512.",
+    f"Figure 1; {_WIKITEXT}.sliding_stride1.t5_512)",
+    EQUAL,
+    "The published rise at L + 512 is 3.3 % (18.51 at 1024, 17.92 at 512).",
+)
+def _t5_holds(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    return _holds(evidence, "t5", 512, ratio)
+
+
+@claim(
+    "order_of_extrapolation",
+    "At the longest length from 4 L to 16 L, ALiBi has the lowest perplexity, then the T5 "
+    "bias, then rotary and then sinusoidal positions, all trained at L.",
+    f"Figure 1; {_WIKITEXT}.sliding_stride1), which has no rotary positions",
+    1.0,
+    _ANY_DIFFERENCE,
+)
+def _in_order(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    ordered = [curve for method in ORDER for curve in evidence.of(method)]
+    groups = grouped(ordered, lambda curve: (curve.protocol, curve.train_length))
+    for (protocol, trained), group in groups.items():
+        methods = list(dict.fromkeys(curve.method for curve in group))
+        if 1 < len(methods) < len(ORDER):
+            without = ", ".join(method for method in ORDER if method not in methods)
+            words = f"the order holds no {without}, L = {trained}, {protocol}"
+            yield Case(Verdict.MISSING, words, trained)
+        # Each method with the next one that was trained.
+        for method, following in itertools.pairwise(methods):
+            for a in (curve for curve in group if curve.method == method):
+                for b in (curve for curve in group if curve.method == following):
+                    yield _far_beyond(a, b, ratio)
+
+
+@claim(
+    "trained_slopes_extrapolate_worse",
+    "At the longest length from 4 L to 16 L, ALiBi with fixed slopes has a lower perplexity "
+    "than with trained ones.",
+    "The text on trainable slopes; published.toml has no numbers of it",
+    1.0,
+    _ANY_DIFFERENCE,
+)
+def _trained_slopes(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    for a, b in evidence.pairs("alibi", TRAINED_SLOPES):
+        yield _far_beyond(a, b, ratio)
+
+
+def _far_beyond(a: Curve, b: Curve, ratio: float) -> Case:
+    """Compare two methods at the longest length of both, which must be at least 4 L."""
+    trained = a.train_length
+    common = set(_lengths(a, trained, FARTHEST * trained)) & set(b.records)
+    length = max(common, default=0)
+    if length < 4 * trained:
+        return missing(b if set(a.records) > set(b.records) else a, 4 * trained)
+    return compare_alike(a, length, b, length, Gap.at_most, ratio)
+
+
+def _lengths(curve: Curve, first: int, last: int) -> list[int]:
+    """Return the lengths of a curve in a range, both ends included, ascending."""
+    return [n for n in curve.records if first <= n <= last]
+
+
+def _loss(curve: Curve, length: int) -> float:
+    """Return a value to rank a curve's lengths by; what is not finite is the worst."""
+    value = curve.value(length).value
+    return value if value == value else math.inf
+
+
+def _as_fast(evidence: Evidence, work: str, ratio: float) -> Iterator[Case]:
+    """Compare ALiBi's speed with sinusoidal positions', as ratios within a round."""
+    for alibi, other in evidence.timed("alibi"):
+        shares = alibi.shares(other, work)
+        length = alibi.train_length
+        if not shares:
+            yield Case(Verdict.MISSING, f"L = {length}: {work} was not timed", length)
+            continue
+        share, low, high = statistics.median(shares), min(shares), max(shares)
+        words = f"L = {length}: {share:.3f} times the tokens/s of sinusoidal"
+        words += f" ({low:.3f} to {high:.3f} in {len(shares)} rounds)"
+        verdict = Verdict.PASSES if low >= ratio else Verdict.FAILS
+        if len(shares) == 1:
+            verdict = Verdict.NO_INTERVAL
+        elif low < ratio <= high:
+            verdict = Verdict.NOISE
+        yield Case(verdict, words, length, (low, share, high))
+
+
+@claim(
+    "alibi_trains_as_fast",
+    "ALiBi trains at 97 % of the tokens per second of sinusoidal positions or more.",
+    "Efficiency table (efficiency_v100)",
+    0.97,
+    _SPEED_SOURCE,
+)
+def _trains_as_fast(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    return _as_fast(evidence, "training", ratio)
+
+
+@claim(
+    "alibi_evaluates_as_fast",
+    "ALiBi evaluates at 97 % of the tokens per second of sinusoidal positions or more.",
+    "Efficiency table (efficiency_v100)",
+    0.97,
+    _SPEED_SOURCE,
+)
+def _evaluates_as_fast(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    return _as_fast(evidence, "evaluation", ratio)
+
+
+@claim(
+    "alibi_needs_no_more_memory",
+    "ALiBi needs at most 0.7 % more memory than sinusoidal positions.",
+    "Efficiency table (efficiency_v100)",
+    1.007,
+    "The published increase is 0 to 0.7 %.",
+)
+def _as_small(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    for alibi, other in evidence.timed("alibi"):
+        length, shares = alibi.train_length, alibi.shares(other, "memory")
+        if not shares:
+            yield Case(Verdict.MISSING, f"L = {length}: memory was not measured", length)
+            continue
+        [share] = shares
+        words = f"L = {length}: {share:.4f} times the memory of sinusoidal"
+        verdict = Verdict.PASSES if share <= ratio else Verdict.FAILS
+        if re.search(r"\bcpu\b", evidence.device, re.IGNORECASE):
+            # A process's resident memory holds libraries and what the allocator has not given back.
+            words += ", of whole processes on a CPU, which says nothing of the method"
+            verdict = Verdict.MISSING
+        yield Case(verdict, words, length, (share, share, share))
+
+
+# ---- what a report of some runs says -------------------------------------------------------------
+EXPLAINED = (
+    "Two values of one text are compared block by block: the range behind a ratio is that in which "
+    "noise puts it, and of several seeds each of one is compared with each of the other. Where "
+    "losses by block are not known, or the tokenizers differ, it is made of the two 95 % "
+    "intervals. A range that holds 1 shows no difference."
+)
+CLAIMS_EXPLAINED = (
+    "The claims of the paper (Press, Smith and Lewis, 2022) are those of `pretrain study`, whose "
+    "report says where they come from and what each is compared with."
+)
+
+
+def describe(curve: Curve, name: str, *, by_step: bool = False) -> str:
+    """Return a sentence that compares a curve's last value with its best one.
+
+    Args:
+        curve: Curve by window length in tokens, or by training step.
+        name: What to call it.
+        by_step: The curve is by training step.
+    """
+
+    def at(x: int) -> str:
+        return f"step {x}" if by_step else length_in_words(x, trained)
+
+    trained = curve.train_length
+    last_is = "the newest evaluated" if by_step else "the longest length"
+    losses = {x: curve.value(x).value for x in curve.records}
+    finite = {x: value for x, value in losses.items() if math.isfinite(value)}
+    opening = f"{name}, {curve.protocol}"
+    if not finite:
+        return f"{opening}: no finite perplexity."
+    best, last = min(finite, key=finite.__getitem__), max(curve.records)
+    sentence = f"{opening}: best perplexity {cell(curve, best)} at {at(best)}"
+    if last == best:
+        sentence += f", {last_is}" if by_step else ""
+    elif last not in finite:
+        return f"{sentence}; not finite at {at(last)}, {last_is}."
+    else:
+        sentence += f"; {_times(curve, last, best)} at {at(last)}, {last_is}"
+    if not by_step and trained in finite and trained not in (best, last):
+        sentence += f"; {_times(curve, trained, best)} at L"
+    return sentence + "."
+
+
+def _times(curve: Curve, x: int, best: int) -> str:
+    """Return how many times the best value another one is, and what noise says of it."""
+    found = gap(curve, x, curve, best)
+    words = found.ratio_in_words("times that")
+    if found.is_shown is None:
+        return f"{words} (the noise is not known)"
+    return words if found.is_shown else f"{words.removesuffix(')')}: no difference is shown)"
+
+
+def what_stands_out(texts: Sequence[Text]) -> str:
+    """Return the rankings of the methods and what the paper's claims say of them, in Markdown.
+
+    Perplexities are ranked among curves of one tokenizer: those of one training length, and at
+    the lengths where models of several were evaluated, those of all. Curves of several tokenizers
+    of one text are ranked by bits per byte.
+    """
+    blocks: list[str] = []
+    for text in texts:
+        for tokenizer, curves in text.by_tokenizer.items():
+            where = []
+            if len(texts) > 1:
+                where.append(f"validation set {text.validation or 'not recorded'}")
+            if len(text.by_tokenizer) > 1:
+                where.append(f"tokenizer {tokenizer or 'not recorded'}")
+            blocks += _rankings(curves, where)
+            blocks += _between_training_lengths(curves, where)
+            blocks += _claims(curves, where)
+        if len(text.by_tokenizer) > 1 and has_bits(text.curves):
+            blocks += _rankings(text.curves, ["in bits per byte"], BITS_PER_BYTE)
+        if len(found := precisions(text.curves)) > 1:
+            blocks.append(
+                f"These models were evaluated in several precisions ({', '.join(found)}), which is "
+                "a difference of its own: see the tables."
+            )
+    is_masked = any(curve.kind == MASKED for text in texts for curve in text.curves)
+    # The paper's models predict the next token.
+    return "\n\n".join([*blocks, EXPLAINED if is_masked else f"{EXPLAINED} {CLAIMS_EXPLAINED}"])
+
+
+def _claims(curves: Sequence[Curve], where: Sequence[str]) -> Iterator[str]:
+    """Yield what these curves say of the paper's claims: those that fail, and which pass."""
+    judged = judge(Evidence(curves))
+    passed = [each.claim.id for each in judged if each.verdict == Verdict.PASSES]
+    failed = [each for each in judged if each.verdict == Verdict.FAILS]
+    noise = [each.claim.id for each in judged if each.verdict == Verdict.NOISE]
+    lines = [
+        f"**Against the paper, {each.claim.id}**: {each.claim.statement} Here {case.words}."
+        for each in failed
+        for case in each.deciding
+    ]
+    if passed and not failed:
+        lines.append("Nothing here is against the paper's picture.")
+    lines += [f"As in the paper: {', '.join(passed)}."] if passed else []
+    lines += [f"Inside the noise: {', '.join(noise)}."] if noise else []
+    if lines:
+        yield _listed(["The paper's claims", *where], lines)
+
+
+def _rankings(
+    curves: Sequence[Curve], where: Sequence[str], quantity: str = PERPLEXITY
+) -> Iterator[str]:
+    """Yield rankings at L and at the longest length for each training length and protocol."""
+    groups = grouped(curves, lambda curve: (curve.train_length, curve.protocol))
+    for (trained, protocol), group in groups.items():
+        if len(group) > 1:
+            lengths = dict.fromkeys([trained, lengths_of(group)[-1]])
+            lines = [_ranking(group, n, trained, quantity) for n in lengths]
+            yield _listed([f"Trained at L = {trained}", protocol, *where], lines)
+
+
+def _between_training_lengths(curves: Sequence[Curve], where: Sequence[str]) -> Iterator[str]:
+    """Yield rankings of models trained short beside models trained long, as the paper has them.
+
+    They are made at the training lengths and at the longest length, as far as models of several
+    training lengths were evaluated there.
+    """
+    trained = {curve.train_length for curve in curves}
+    for protocol, group in grouped(curves, lambda curve: curve.protocol).items():
+        common = [
+            length
+            for length in lengths_of(group)
+            if len({c.train_length for c in group if length in c.records}) > 1
+        ]
+        chosen = [n for n in common if n in trained or n == common[-1]]
+        if lines := [_ranking(group, n, None, PERPLEXITY) for n in chosen]:
+            yield _listed(["Between training lengths", protocol, *where], lines)
+
+
+def _listed(opening: Iterable[str], lines: Iterable[str]) -> str:
+    return f"{', '.join(opening)}:\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def _ranking(curves: Sequence[Curve], length: int, train_length: int | None, quantity: str) -> str:
+    """Return a ranking at one length, in which everything that was not measured is named too."""
+    at = f"At {length_in_words(length, train_length)}"
+    present = [curve for curve in curves if length in curve.records]
+    values = {curve: curve.value(length, quantity).value for curve in present}
+    ranked = sorted((c for c in present if math.isfinite(values[c])), key=values.__getitem__)
+    words = []
+    for place, curve in enumerate(ranked, 1):
+        word = f"{place}. {_named(curve, curves)} {cell(curve, length, quantity)}"
+        if place > 1:
+            found = gap(ranked[place - 2], length, curve, length, quantity).is_shown
+            said = {True: "", None: " (the noise is not known)"}
+            word += said.get(found, f" (no difference from {place - 1}. is shown)")
+        words.append(word)
+    words += [f"not finite: {_named(c, curves)}" for c in present if c not in ranked]
+    words += [f"not evaluated: {_named(c, curves)}" for c in curves if c not in present]
+    return f"{at}: " + "; ".join(words) + "."
+
+
+def _named(curve: Curve, among: Sequence[Curve]) -> str:
+    """Return a curve's name, with training length, precision and step where others have others."""
+    source = curve.sources[0]
+    name = full_name(curve) if len({c.train_length for c in among}) > 1 else curve.name
+    if len(precisions(among)) > 1 and f"precision {source.precision}" not in name:
+        name += f", precision {source.precision}"
+    if len({c.sources[0].step for c in among}) > 1 and f"step {source.step}" not in name:
+        name += f", step {source.step}"
+    return name

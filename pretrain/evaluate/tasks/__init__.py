@@ -1,1 +1,0 @@
-"""Long-context checks beyond perplexity: needles, copies at a distance, and long documents."""
