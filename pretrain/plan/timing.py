@@ -392,8 +392,8 @@ class Step:
 # ZeRO 2 and 3, whose calls are DeepSpeed's, the model of time knows the bytes alone.
 
 
-LOSS_BYTES = 32
-"""The loss and the votes on requests, in fp64 (`pretrain.train.step._sum_over_ranks`)."""
+LOSS_BYTES = 40
+"""The loss, the votes on requests and the one on new metrics, in fp64 (`pretrain.train.step`)."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 

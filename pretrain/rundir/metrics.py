@@ -20,7 +20,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pretrain.config import writing
 from pretrain.rundir.files import MAX_NUMBER, PARTIAL, open_own, read_json_lines
@@ -51,6 +51,60 @@ class WarnOnce:
         # stderr may be a file on the very disk that is full.
         with contextlib.suppress(OSError):
             print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+# ---- Record a number of a step by its name, from wherever it is computed ----
+
+
+Reduction = Literal["mean", "sum", "max"]
+"""How the values that a metric was given in a step become one number."""
+Collect = Callable[[str, Any, Reduction], None]
+
+_collectors: list[Collect] = []
+"""Whoever takes metrics now, the innermost one last. It belongs to the process and not to a context
+or a thread, because autograd runs a backward pass in threads of its own."""
+
+
+def record_metric(name: str, value: Any, reduction: Reduction = "mean") -> None:
+    """Record a number of the training step that is under way; outside of one do nothing.
+
+    It becomes a key of the step's record in metrics.jsonl, and is shown by the log, Weights &
+    Biases and TensorBoard. Any rank may record, in any step, any number of times: the values are
+    reduced over all calls on all ranks, so those of micro batches, layers and data-parallel ranks
+    are averaged, added up or searched for the largest. A value that several ranks hold alike, as
+    tensor-parallel ranks do, leaves "mean" and "max" as they are and counts several times in "sum";
+    so does what a recomputed layer records again.
+
+    Nothing waits for the device: a tensor is copied there, travels in one more collective of a step
+    (two, if there is a "max"), and is read back with the step's other numbers.
+
+    Args:
+        name: The key, with its unit ("attention_entropy_nats"), or "group/key" with one of
+            `pretrain.train.metrics.GROUPS`; without a group it is shown in "train".
+        value: A number, or a tensor of one element on any device.
+        reduction: How the values become one number. The same wherever a name is recorded.
+
+    Raises:
+        ValueError: The name is taken, its group is unknown, its reduction is another one than
+            before, or the value is no scalar.
+
+    After `record_metric` of OLMo-core (src/olmo_core/train/trainer.py).
+    """
+    if _collectors:
+        _collectors[-1](name, value, reduction)
+
+
+@contextlib.contextmanager
+def collecting(collect: Collect) -> Iterator[None]:
+    """Pass what the block records to `collect`."""
+    _collectors.append(collect)
+    try:
+        yield
+    finally:
+        _collectors.remove(collect)
+
+
+# ---- metrics.jsonl ----
 
 
 Record = dict[str, Any]

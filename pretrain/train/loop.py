@@ -21,6 +21,7 @@ from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.history import saving_then_stopping
+from pretrain.rundir.metrics import collecting
 from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import Topology, on_main, supervised_attempt
 from pretrain.train.health import check_same_data, roll_back
@@ -175,14 +176,15 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
     Returns:
         The step, whose numbers are still to be read.
     """
-    asked = time.perf_counter()
-    batches = next(steps)
-    data_wait = time.perf_counter() - asked
     step = run.state.step
     rate = learning_rate(run.config, step)
-    seed_step(run.config, run.topology, step)
-    losses = forward_backward(run.chunks, run.optimizer, _as_trained(run, batches), run.eos_id)
-    norm, total = update(run, losses, rate)
+    with collecting(run.metrics.collect):
+        asked = time.perf_counter()
+        batches = next(steps)
+        data_wait = time.perf_counter() - asked
+        seed_step(run.config, run.topology, step)
+        losses = forward_backward(run.chunks, run.optimizer, _as_trained(run, batches), run.eos_id)
+        norm, total = update(run, losses, rate)
     before = run.state
     size = run.config.batch_size_at(before.consumed_samples)
     run.state = TrainerState(step + 1, before.consumed_samples + size, segment=before.segment)

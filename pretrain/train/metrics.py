@@ -1,4 +1,4 @@
-"""Send a run's numbers to metrics.jsonl, the console, Weights & Biases and TensorBoard.
+"""Collect a step's numbers, and send them to metrics.jsonl, the console, W&B and TensorBoard.
 
 metrics.jsonl always gets every number (`pretrain.rundir.metrics` says what a record holds); the
 other destinations are a convenience and can fail without harm. Each destination is one small class,
@@ -11,26 +11,192 @@ import contextlib
 import importlib.util
 import math
 import os
+import re
 import sys
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 from tqdm import tqdm
 
+from pretrain import platform
 from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
 from pretrain.config import ConfigError, RunConfig
 from pretrain.rundir.files import make_directory, replace_file
-from pretrain.rundir.metrics import MetricsFile, Record, is_change, is_evaluation, read_metrics
+from pretrain.rundir.metrics import (
+    MetricsFile,
+    Record,
+    Reduction,
+    is_change,
+    is_evaluation,
+    read_metrics,
+)
+from pretrain.rundir.metrics import record_metric as record_metric
 from pretrain.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+# ---- Reduce what `record_metric` was given in a step over all ranks ----
+# Ranks may record different names: a pipeline stage knows the numbers of its own layers. A
+# collective needs the same numbers in the same order everywhere. So the ranks reduce the names that
+# all of them know. A rank that has seen another name votes for an exchange, along with the loss
+# (`step.update`); where the votes say so, the ranks exchange names when the step's numbers are
+# read, and reduce what its reduction lacked. That happens for each new name in the first steps that
+# record it, and never again.
+
+
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)*")
+
+
+class StepMetrics:
+    """The metrics of a run's steps on this rank. Every rank makes one."""
+
+    def __init__(self) -> None:
+        self._agreed: dict[str, Reduction] = {}
+        """The names that all ranks know, in the order in which they are reduced."""
+        self._seen: dict[str, Reduction] = {}
+        """The names that this rank knows."""
+        self._values: dict[str, list[float | Tensor]] = {}
+        """The values of the step that is under way."""
+
+    def collect(self, name: str, value: Any, reduction: Reduction) -> None:
+        """Take a value, as `record_metric` is given it."""
+        if self._seen.get(name) != reduction:
+            self._check(name, reduction)
+            self._seen[name] = reduction
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"record_metric({name!r}): {tuple(value.shape)} is no scalar")
+            value = value.detach().reshape(())
+            # A copy: the tensor may be changed in place before the step ends.
+            value = value.to(torch.float64, copy=True) if value.is_cuda else float(value)
+        self._values.setdefault(name, []).append(value)
+
+    def has_new(self) -> bool:
+        """Return True if this rank knows a name that not all ranks know yet."""
+        return self._seen.keys() != self._agreed.keys()
+
+    def take(self) -> TakenMetrics:
+        """Reduce the values of the step that is over, and begin another. All ranks together."""
+        values, self._values = self._values, {}
+        names = dict(self._agreed)
+        return TakenMetrics(self, values, names, _reduced(values, names))
+
+    def agree(self) -> dict[str, Reduction]:
+        """Exchange the names, and return those that all ranks know now. All ranks together."""
+        found: list[dict[str, Reduction]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, self._seen)
+        for name, reduction in sorted(item for each in found for item in each.items()):
+            if self._agreed.setdefault(name, reduction) != reduction:
+                raise ValueError(f"record_metric({name!r}): ranks record it by several reductions")
+        self._seen = dict(self._agreed)
+        return dict(self._agreed)
+
+    def _check(self, name: str, reduction: Reduction) -> None:
+        """Check a name that is new, or has another reduction than before."""
+        said = f"record_metric({name!r}): "
+        if name in self._seen:
+            raise ValueError(f"{said}reduced by {self._seen[name]!r} before, not {reduction!r}")
+        if not _NAME.fullmatch(name) or ("/" in name and name.partition("/")[0] not in GROUPS):
+            raise ValueError(f"{said}expected a key, or group/key with one of {', '.join(GROUPS)}")
+        if name == STEP or name in TAGS or _tag(name) in TAGS.values() or name.startswith(PASS):
+            raise ValueError(f"{said}every step has a number of this name")
+
+
+@dataclass(frozen=True)
+class TakenMetrics:
+    """The metrics of one step, on their way to the host."""
+
+    owner: StepMetrics
+    values: dict[str, list[float | Tensor]]
+    """This rank's."""
+    names: dict[str, Reduction]
+    """What the reduction holds."""
+    numbers: list[Tensor]
+    """The reduction: fp64 on the device, to be read back together and given to `record`."""
+
+    @property
+    def size(self) -> int:
+        """Return how many numbers the reduction has."""
+        return sum(each.numel() for each in self.numbers)
+
+    def record(self, numbers: Sequence[float], *, is_lacking: bool) -> Record:
+        """Return the step's metrics. All ranks together.
+
+        Args:
+            numbers: `self.numbers` on the host.
+            is_lacking: The votes: a rank has recorded what the reduction does not hold.
+        """
+        record = _record(self.names, numbers)
+        if is_lacking:
+            agreed = self.owner.agree()
+            late = {name: how for name, how in agreed.items() if name not in self.names}
+            numbers = [number for part in _reduced(self.values, late) for number in part.tolist()]
+            record |= _record(late, numbers)
+        return record
+
+
+def _reduced(values: dict[str, list[float | Tensor]], names: dict[str, Reduction]) -> list[Tensor]:
+    """Reduce values over all ranks: sums and their counts, then maxima; fp64, on the device."""
+    added = [name for name, how in names.items() if how != "max"]
+    largest = [name for name, how in names.items() if how == "max"]
+    sums = [_total(values.get(name, [])) for name in added]
+    counts = [float(len(values.get(name, []))) for name in added]
+    maxima = [_largest(values.get(name, [])) for name in largest]
+    packed = []
+    for cells, operation in (([*sums, *counts], dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+        if cells:
+            packed.append(_packed(cells))
+            dist.all_reduce(packed[-1], operation)
+    return packed
+
+
+def _record(names: dict[str, Reduction], numbers: Sequence[float]) -> Record:
+    """Return what `_reduced` holds, by name. A metric that no rank recorded is left out."""
+    added = [name for name, how in names.items() if how != "max"]
+    largest = [name for name, how in names.items() if how == "max"]
+    sums, counts = numbers[: len(added)], numbers[len(added) : 2 * len(added)]
+    record = {
+        name: total / count if names[name] == "mean" else total
+        for name, total, count in zip(added, sums, counts)
+        if count
+    }
+    maxima = zip(largest, numbers[2 * len(added) :])
+    return record | {name: value for name, value in maxima if value != -math.inf}
+
+
+def _packed(cells: Iterable[float | Tensor]) -> Tensor:
+    """Return numbers of the host and of the device as one tensor on the device, fp64."""
+    cells = list(cells)
+    numbers = [0.0 if isinstance(cell, Tensor) else cell for cell in cells]
+    packed = platform.to_device(torch.tensor(numbers, dtype=torch.float64))
+    for index, cell in enumerate(cells):
+        if isinstance(cell, Tensor):
+            packed[index] = cell
+    return packed
+
+
+def _total(values: list[float | Tensor]) -> float | Tensor:
+    return _packed(values).sum() if _on_device(values) else float(sum(values))
+
+
+def _largest(values: list[float | Tensor]) -> float | Tensor:
+    return _packed(values).max() if _on_device(values) else float(max(values, default=-math.inf))
+
+
+def _on_device(values: list[float | Tensor]) -> bool:
+    return any(isinstance(value, Tensor) for value in values)
 
 
 # ---- Draw the figure that an evaluation in the training loop sends to W&B and TensorBoard ----
@@ -90,10 +256,14 @@ def length_curve(records: Sequence[Record], train_length: int) -> Figure:
 # under which it is shown and, where there is one, the name that Hugging Face's Trainer uses.
 
 
+PASS = "begun_pass_of_"
+"""A step in which a corpus has been read to its end has a key of this and the corpus's name: the
+number of the pass that begins, from 2."""
 TAGS = {
     "loss_nats": "train/loss",
     "gradient_norm": "train/grad_norm",
     "learning_rate": "train/learning_rate",
+    "position_learning_rate": "train/position_learning_rate",
     "global_batch_size": "train/global_batch_size",
     "consumed_samples": "train/consumed_samples",
     "tokens_per_second": "throughput/tokens_per_second",
@@ -120,14 +290,27 @@ FIGURE = "eval/length_curve"
 
 
 def step_tags(record: Record) -> Record:
-    """Return the numbers of a step's record by their tags, "group/name".
-
-    A key without a tag is one of a corpus (`metrics.PASS`), and goes to the group "data".
-    """
+    """Return the numbers of a step's record by their tags, "group/name"."""
     return {
-        TAGS.get(key, f"data/{key}"): value
+        _tag(key): value
         for key, value in record.items()
         if key != STEP and isinstance(value, int | float)
+    }
+
+
+def _tag(key: str) -> str:
+    """Return the tag of a step's number, which may have been recorded by its name."""
+    if key.startswith(PASS):
+        return f"data/{key}"
+    return TAGS.get(key, key if "/" in key else f"train/{key}")
+
+
+def _recorded(record: Record) -> Record:
+    """Return the numbers of a step that `record_metric` was given."""
+    return {
+        key: value
+        for key, value in record.items()
+        if key not in TAGS and key != STEP and not key.startswith(PASS)
     }
 
 
@@ -277,9 +460,6 @@ def _run_id(path: Path) -> str:
     return identifier
 
 
-PASS = "begun_pass_of_"
-"""A step in which a corpus has been read to its end has a key of this and the corpus's name: the
-number of the pass that begins, from 2."""
 SHOWN_WAIT = 0.05
 """The share of a step from which on the wait for its data is shown."""
 RATE_WINDOW_STEPS = 50
@@ -549,10 +729,11 @@ class Lines:
 
 
 def _numbers(record: Record) -> str:
+    recorded = "".join(f"  {name} {value:.4g}" for name, value in _recorded(record).items())
     return (
         f"loss {record['loss_nats']:.3f}  lr {record['learning_rate']:.1e}  "
         f"grad {record['gradient_norm']:.2f}  "
-        f"{_thousands(record['tokens_per_second'])} tokens/s{_data_wait(record)}"
+        f"{_thousands(record['tokens_per_second'])} tokens/s{_data_wait(record)}{recorded}"
     )
 
 

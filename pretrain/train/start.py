@@ -62,6 +62,7 @@ from pretrain.rundir.provenance import (
 )
 from pretrain.topology import Topology, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
+from pretrain.train.metrics import StepMetrics
 from pretrain.train.reporter import AttemptReporter, Requests
 from pretrain.train.spikes import SpikeWatch
 
@@ -347,6 +348,8 @@ class Run:
     """Judges every step by train.spike_policy; None if that is "none"."""
     eos_id: int | None = None
     """End-of-document token, if data.per_document_attention; else None."""
+    metrics: StepMetrics = field(default_factory=StepMetrics)
+    """What `record_metric` is given on this rank."""
 
     @property
     def blend(self) -> Blend:

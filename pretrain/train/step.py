@@ -157,13 +157,19 @@ def update(run: Run, losses: list[Tensor], learning_rate: float) -> tuple[Tensor
         learning_rate: AdamW's learning rate for this step.
 
     Returns:
-        (global gradient norm, a scalar; [mean loss, sums of the votes]), on the device.
+        (global gradient norm, a scalar; [mean loss, sums of the votes, number of ranks with new
+        metrics]), on the device.
     """
+
+    def average() -> Tensor:
+        votes = [*run.requests.votes(), float(run.metrics.has_new())]
+        return _sum_over_ranks(losses, run.topology, votes)
+
     if run.spikes is None:
         norm = run.optimizer.step(learning_rate)
-        return norm, _sum_over_ranks(losses, run.topology, run.requests.votes())
+        return norm, average()
     # The loss first: it may decide if there is an update.
-    total = _sum_over_ranks(losses, run.topology, run.requests.votes())
+    total = average()
     veto = run.spikes.veto(total[0])
     norm = run.optimizer.step(learning_rate, veto)
     if veto is None:
@@ -199,7 +205,8 @@ class QueuedStep:
         self._requests, self._precision = run.requests, run.config.train.precision
         self._begin, self._record = begin, record
         self._spikes, self._state = run.spikes, run.state
-        numbers = [norm.to(total).view(1), total]
+        self._metrics = run.metrics.take()
+        numbers = [norm.to(total).view(1), total, *self._metrics.numbers]
         if run.spikes is not None:
             numbers.append(run.spikes.numbers())
         self._readback = platform.Readback(torch.cat(numbers))
@@ -223,7 +230,8 @@ class QueuedStep:
             Spike: The run has to go back to a checkpoint.
         """
         norm, loss, *numbers = self._readback.numbers()
-        votes, judged = numbers[:NUM_VOTES], numbers[NUM_VOTES:]
+        votes, (num_lacking, *numbers) = numbers[:NUM_VOTES], numbers[NUM_VOTES:]
+        recorded, judged = numbers[: self._metrics.size], numbers[self._metrics.size :]
         if not math.isfinite(norm) and self._precision != "fp16":
             seen = f"step {self._record['step']}: the gradient norm is {norm}"
             if self._spikes is not None and self._spikes.policy == "rollback":
@@ -239,7 +247,8 @@ class QueuedStep:
                 measured["skipped_updates"] = int(judged[-1])
         self._requests.settle(votes)
         measured["step_seconds"] = self.end.seconds_since(self._begin)
-        return {**self._record, **measured}
+        metrics = self._metrics.record(recorded, is_lacking=num_lacking > 0)
+        return {**self._record, **measured, **metrics}
 
 
 def agree(requests: Requests) -> None:

@@ -1,0 +1,85 @@
+"""A metric that is recorded by its name in one line reaches every place where numbers are shown."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pretrain.rundir.metrics import is_evaluation, read_metrics, record_metric
+from pretrain.rundir.paths import RunPaths
+from pretrain.train.metrics import StepMetrics
+from tests.conftest import LAYOUTS, tiny_config
+from tests.distributed.metric_tasks import train_with_own_metrics
+from tests.unit.test_metrics import wandb_history
+
+ODD_STEPS = (2, 3, 5)
+
+
+@pytest.mark.parametrize("policy", ["none", "skip"])
+def test_a_metric_of_ones_own_is_shown_everywhere(pools, tiny_data, tmp_path, policy):
+    """In tensor 2 x pipeline 2: of the last stage, of every rank, and of one rank now and then."""
+    processes, parallel = LAYOUTS["tp2pp2sp"]
+    config = tiny_config(
+        run={"directory": str(tmp_path / "run")},
+        data={"directory": str(tiny_data)},
+        parallel=parallel,
+        train={"num_steps": 7, "spike_policy": policy},
+        evaluation={"interval_steps": 4},
+        logging={"interval_steps": 2, "wandb": "offline", "tensorboard": True},
+    )
+    said = pools(processes).run(train_with_own_metrics, config, ODD_STEPS)
+    records = [
+        record
+        for record in read_metrics(RunPaths(config.directory).metrics)
+        if not is_evaluation(record)
+    ]
+    assert [record["step"] for record in records] == list(range(1, 8))
+    micro_batches = config.layout(processes).num_microbatches
+    for record in records:
+        # fp32 means, averaged in fp64 in another order.
+        assert record["own_loss_nats"] == pytest.approx(record["loss_nats"], rel=1e-12)
+        # Evaluations call the model as well, and are no steps.
+        assert record["health/passes"] == processes * micro_batches
+        assert record["largest_rank"] == processes - 1
+        step = record["step"] - 1
+        assert record.get("data/odd") == (step if step in ODD_STEPS else None)
+    tags = {"own_loss_nats": "train/own_loss_nats", "largest_rank": "train/largest_rank"}
+    tags |= {name: name for name in ("health/passes", "data/odd")}
+    rows = [row for row in wandb_history(config.directory) if "train/loss" in row]
+    events = EventAccumulator(str(config.directory / "tensorboard"))
+    events.Reload()
+    for name, tag in tags.items():
+        expected = {record["step"]: record[name] for record in records if name in record}
+        assert {row["step"]: row[tag] for row in rows if tag in row} == expected
+        # TensorBoard stores single precision.
+        assert {event.step: event.value for event in events.Scalars(tag)} == {
+            step: float(np.float32(value)) for step, value in expected.items()
+        }
+    [line] = [line for line in said[0].splitlines() if line.startswith("step 4/7")]
+    assert f"  own_loss_nats {records[3]['own_loss_nats']:.4g}" in line
+    assert "  data/odd 3" in line and f"  health/passes {processes * micro_batches}" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reduction"),
+    [
+        ("loss_nats", 1.0, "mean"),  # a step has it
+        ("train/loss", 1.0, "mean"),  # its tag
+        ("own/metric", 1.0, "mean"),  # no group of that name
+        ("begun_pass_of_books", 1.0, "mean"),
+        ("known", 1.0, "sum"),  # another reduction than before
+        ("vector", np.zeros(2), "mean"),
+    ],
+)
+def test_a_metric_that_cannot_be_one_is_refused(name, value, reduction):
+    metrics = StepMetrics()
+    metrics.collect("known", 1.0, "mean")
+    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    with pytest.raises(ValueError, match=r"^record_metric\('"):
+        metrics.collect(name, value, reduction)
+
+
+def test_outside_of_a_step_nothing_is_recorded():
+    record_metric("loss_nats", "of no step")
