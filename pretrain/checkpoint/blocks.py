@@ -1,8 +1,9 @@
 """Files whose every byte is hashed as it is written, and verified as it is read.
 
-A file is hashed in blocks of 1 MiB, so that a reader can verify the part that it reads without
-reading the rest. The hash is XXH3 with 128 bits: it finds every damage that is not made on purpose,
-at a speed at which writing does not wait for it (SHA-256 takes longer than the disk).
+A file is hashed in blocks, so that a reader can verify the part that it reads without reading the
+rest. Writers take blocks of 1 MiB; readers take the size that the file's record says. The hash is
+XXH3 with 128 bits: it finds every damage that is not made on purpose, at a speed at which writing
+does not wait for it (SHA-256 takes longer than the disk).
 
 This module imports no torch: it also runs in the process that writes beside training.
 """
@@ -24,6 +25,9 @@ from pretrain.config import ConfigError
 from pretrain.rundir.files import FILE_MODE
 
 BLOCK_BYTES = 1 << 20
+"""The size of the blocks that are written; any other is read."""
+PIECE_BYTES = 16 << 20
+"""About as much of a file is read at once."""
 DIGEST_PATTERN = r"[0-9a-f]{32}"
 
 Bytes = NDArray[np.uint8]
@@ -41,14 +45,17 @@ class FileRecord(NamedTuple):
     name: str
     bytes: int
     blocks: tuple[str, ...]
-    """The digest of each block, in hexadecimal. All blocks but the last hold BLOCK_BYTES."""
+    """The digest of each block, in hexadecimal."""
+    block_bytes: int
+    """Bytes of each block but the last."""
 
 
 class BlockHasher:
     """Hash a stream in blocks, as a file that holds it is hashed."""
 
-    def __init__(self) -> None:
-        """Begin an empty stream."""
+    def __init__(self, block_bytes: int | None = None) -> None:
+        """Begin an empty stream, in blocks of BLOCK_BYTES or another size."""
+        self._block_bytes = block_bytes or BLOCK_BYTES
         self._bytes, self._digests = 0, list[str]()
         self._block = xxhash.xxh3_128()
 
@@ -58,19 +65,19 @@ class BlockHasher:
         memory = data.data if isinstance(data, np.ndarray) else data
         view = memoryview(memory).cast("B") if len(data) else memoryview(b"")
         while view:
-            part = view[: BLOCK_BYTES - self._bytes % BLOCK_BYTES]
+            part = view[: self._block_bytes - self._bytes % self._block_bytes]
             self._block.update(part)
             self._take(part)
             self._bytes += len(part)
-            if self._bytes % BLOCK_BYTES == 0:
+            if self._bytes % self._block_bytes == 0:
                 self._end_block()
             view = view[len(part) :]
 
     def record(self, name: str) -> FileRecord:
         """End the stream and return the record of a file that holds it."""
-        if self._bytes % BLOCK_BYTES:
+        if self._bytes % self._block_bytes:
             self._end_block()
-        return FileRecord(name, self._bytes, tuple(self._digests))
+        return FileRecord(name, self._bytes, tuple(self._digests), self._block_bytes)
 
     def _take(self, part: memoryview) -> None:
         """Receive a part of a block just hashed, still in the processor's cache; for subclasses."""
@@ -81,29 +88,29 @@ class BlockHasher:
 
 
 def digest(
-    name: str, pieces: Iterable[bytes], done: Callable[[int], None] | None = None
+    like: FileRecord, pieces: Iterable[bytes], done: Callable[[int], None] | None = None
 ) -> FileRecord:
     """Return the record that a file with this content has.
 
     Args:
-        name: The file's name.
+        like: The record that it should have.
         pieces: Its content, in pieces of any size.
         done: Is told how many bytes have been hashed since the last call.
     """
-    hasher = BlockHasher()
+    hasher = BlockHasher(like.block_bytes)
     for piece in pieces:
         hasher.update(piece)
         if done is not None:
             done(len(piece))
-    return hasher.record(name)
+    return hasher.record(like.name)
 
 
 class BlockWriter(BlockHasher):
     """Write a new file from its beginning to its end, each byte once, and hash it on the way."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, block_bytes: int | None = None) -> None:
         """Create the file. Raises FileExistsError when there is one."""
-        super().__init__()
+        super().__init__(block_bytes)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         self._path, self._descriptor = path, os.open(path, flags, FILE_MODE)
 
@@ -153,28 +160,29 @@ class BlockReader:
         """
         if count == 0:
             return np.empty(0, np.uint8)
-        first, last = start // BLOCK_BYTES, (start + count - 1) // BLOCK_BYTES
-        begin = first * BLOCK_BYTES
-        data = np.empty(min((last + 1) * BLOCK_BYTES, self._record.bytes) - begin, np.uint8)
+        size = self._record.block_bytes
+        first, last = start // size, (start + count - 1) // size
+        begin = first * size
+        data = np.empty(min((last + 1) * size, self._record.bytes) - begin, np.uint8)
         unread = first
         if self._last[0] == first:
             data[: len(self._last[1])] = self._last[1]
             unread += 1
-        at = (unread - first) * BLOCK_BYTES
+        at = (unread - first) * size
         while at < len(data):
             got = os.preadv(self._descriptor, [data[at:].data], begin + at)
             if got == 0:
                 raise DamagedCheckpoint(f"{self._path}: became shorter while it was read")
             at += got
         for number in range(unread, last + 1):
-            block = data[(number - first) * BLOCK_BYTES :][:BLOCK_BYTES]
+            block = data[(number - first) * size :][:size]
             if xxhash.xxh3_128_hexdigest(block.data) != self._record.blocks[number]:
                 raise DamagedCheckpoint(
-                    f"{self._path}: bytes {number * BLOCK_BYTES:,} to "
-                    f"{number * BLOCK_BYTES + len(block):,} are not what was written"
+                    f"{self._path}: bytes {number * size:,} to "
+                    f"{number * size + len(block):,} are not what was written"
                 )
         if self._last[0] != last:
-            self._last = (last, data[(last - first) * BLOCK_BYTES :].copy())
+            self._last = (last, data[(last - first) * size :].copy())
         return data[start - begin :][:count]
 
     def verify(self, done: Callable[[int], None] | None = None) -> None:
@@ -187,12 +195,13 @@ class BlockReader:
                 done(len(data))
 
     def pieces(self) -> Iterator[Bytes]:
-        """Yield the whole file, verified, in pieces of 16 MiB; each byte is read once.
+        """Yield the whole file, verified, in pieces of about PIECE_BYTES; each byte is read once.
 
         Raises:
             DamagedCheckpoint: As `read` does.
         """
-        step = 16 * BLOCK_BYTES
+        size = self._record.block_bytes
+        step = size * max(1, PIECE_BYTES // size)
         for start in range(0, self._record.bytes, step):
             yield self.read(start, min(step, self._record.bytes - start))
 

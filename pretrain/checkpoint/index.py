@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from pretrain.checkpoint.blocks import (
-    BLOCK_BYTES,
     DIGEST_PATTERN,
     BlockWriter,
     Box,
@@ -31,12 +30,14 @@ from pretrain.checkpoint.blocks import (
     DamagedCheckpoint,
     FileRecord,
 )
-from pretrain.config import RunFailed
+from pretrain.config import ConfigError, RunFailed
 from pretrain.optim.optimizers import meaning
 from pretrain.rundir.files import replace_file
 
-ITEM_BYTES = 4
+DTYPE, ITEM_BYTES = "F32", 4
 """Every tensor is fp32."""
+MAX_BLOCK_BYTES = 1 << 30
+"""Of larger blocks none is read: one has to fit into memory."""
 FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 _ALIGNMENT = 64
 """The data of a file begin at a multiple of so many bytes, so that they can be memory-mapped."""
@@ -92,10 +93,17 @@ class Index:
     files: tuple[FileRecord, ...]
     tensors: dict[str, TensorRecord]
 
+    @property
+    def block_bytes(self) -> int:
+        """Return the size of the blocks of its files, which is the same for all."""
+        return self.files[0].block_bytes
+
     def dump(self) -> str:
         """Return the content of index.json."""
         files = tuple(_File(name=f.name, bytes=f.bytes, blocks=f.blocks) for f in self.files)
-        content = _Content(dtype="F32", block_bytes=BLOCK_BYTES, files=files, tensors=self.tensors)
+        content = _Content(
+            dtype=DTYPE, block_bytes=self.block_bytes, files=files, tensors=self.tensors
+        )
         return content.model_dump_json() + "\n"
 
     @staticmethod
@@ -104,6 +112,7 @@ class Index:
 
         Raises:
             DamagedCheckpoint: It is no index, or one with gaps.
+            ConfigError: It is the index of another version.
         """
         try:
             content = _Content.model_validate_json(text)
@@ -111,13 +120,14 @@ class Index:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise DamagedCheckpoint(f"not an index ({where}: {first['msg']})") from None
-        if (content.dtype, content.block_bytes) != ("F32", BLOCK_BYTES):
-            raise DamagedCheckpoint(
-                f"dtype {content.dtype} in blocks of {content.block_bytes} bytes; this version "
-                f"reads F32 in blocks of {BLOCK_BYTES}"
+        if content.dtype != DTYPE or not 0 < content.block_bytes <= MAX_BLOCK_BYTES:
+            # Not damaged: it would be wrong to go on from an earlier one.
+            raise ConfigError(
+                f"dtype {content.dtype} in blocks of {content.block_bytes:,} bytes; this version "
+                f"reads {DTYPE} in blocks of up to {MAX_BLOCK_BYTES:,}. Use the version that "
+                "saved it"
             )
-        files = tuple(FileRecord(f.name, f.bytes, f.blocks) for f in content.files)
-        index = Index(files, content.tensors)
+        index = Index(_records(content), content.tensors)
         index.check()
         return index
 
@@ -127,12 +137,16 @@ class Index:
         Raises:
             DamagedCheckpoint: Names what is missing or twice.
         """
+        if not self.files:
+            raise DamagedCheckpoint("no files")
         names = set[str]()
         for file in self.files:
             if not FILE_NAME.fullmatch(file.name) or file.name in names:
                 raise DamagedCheckpoint(f"{file.name!r}: not a name for a rank's file, or twice")
             names.add(file.name)
-            if len(file.blocks) != -(-file.bytes // BLOCK_BYTES):
+            if file.block_bytes != self.block_bytes:
+                raise DamagedCheckpoint(f"{file.name}: in blocks of another size than the others")
+            if len(file.blocks) != -(-file.bytes // file.block_bytes):
                 raise DamagedCheckpoint(f"{file.name}: {len(file.blocks)} digests of its blocks")
         held = sum(math.prod(c.size) for tensor in self.tensors.values() for c in tensor.chunks)
         if ITEM_BYTES * held > sum(file.bytes for file in self.files):
@@ -170,6 +184,10 @@ class Index:
             in_file = chunk.file < len(self.files) and end <= self.files[chunk.file].bytes
             if not (is_aligned and in_file):
                 raise DamagedCheckpoint(f"{name}: the box at {chunk.offset} is in no file")
+
+
+def _records(content: _Content) -> tuple[FileRecord, ...]:
+    return tuple(FileRecord(f.name, f.bytes, f.blocks, content.block_bytes) for f in content.files)
 
 
 def _corners(chunks: Sequence[Chunk], dims: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -277,7 +295,7 @@ def merge(parts: Iterable[str | bytes]) -> Index:
             chunks.setdefault(name, []).extend(
                 chunk._replace(file=chunk.file + len(files)) for chunk in tensor.chunks
             )
-        files += [FileRecord(f.name, f.bytes, f.blocks) for f in content.files]
+        files += _records(content)
     tensors = {
         name: TensorRecord(shape=shapes[name], chunks=tuple(boxes))
         for name, boxes in sorted(chunks.items())
@@ -302,7 +320,7 @@ def _safetensors_header(pieces: Sequence[Piece]) -> bytes:
     for name, size, offset in _boxes(pieces):
         end = start + ITEM_BYTES * math.prod(size)
         entries[box_key(name, offset)] = {
-            "dtype": "F32",
+            "dtype": DTYPE,
             "shape": list(size),
             "data_offsets": [start, end],
         }

@@ -92,7 +92,9 @@ class Row:
     """A reader has it open, so retention passes over it."""
     awaits_evaluation: bool = False
     damage: str | None = None
-    """A checkpoint as its small files show it; the tensors are not read."""
+    """What is wrong, as far as its small files show; the tensors are not read."""
+    unread: str | None = None
+    """Why this version cannot read it, which is no damage: another version saved it."""
     abandoned: str | None = None
     """The folder of RUN/abandoned that it lies in."""
 
@@ -128,7 +130,7 @@ def format_rows(run: Path | str, rows: Sequence[Row]) -> str:
     for folder in sorted({row.abandoned for row in rows if row.abandoned is not None}):
         blocks.append(f"abandoned/{folder}, which the run turned away from:")
         blocks.append(_table([row for row in rows if row.abandoned == folder]))
-    if any(row.damage is None for row in rows):
+    if any(row.damage is None and row.unread is None for row in rows):
         blocks.append(
             "Only manifests and other small files were read. `pretrain checkpoint verify` reads "
             "every byte."
@@ -151,10 +153,10 @@ def _row(path: Path, awaits_evaluation: bool = False, abandoned: str | None = No
         saved_at = (path / MANIFEST).stat().st_mtime
         with unheld(path) as is_unheld:
             is_held = not is_unheld
-    except (DamagedCheckpoint, ConfigError, OSError) as error:
-        # Its message names the file and ends with what to do, which `verify` and a resume say.
-        damage = str(error).removeprefix(f"{path}/").partition(". ")[0]
-        return dataclasses.replace(row, damage=damage)
+    except (DamagedCheckpoint, OSError) as error:
+        return dataclasses.replace(row, damage=_without_remedy(error, path))
+    except ConfigError as error:
+        return dataclasses.replace(row, unread=_without_remedy(error, path))
     lineage, origin = opened.lineage, opened.origin
     return dataclasses.replace(
         row,
@@ -199,6 +201,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 def _notes(row: Row) -> str:
     notes = [f"DAMAGED: {row.damage}"] if row.damage else []
+    notes += [f"cannot be read: {row.unread}"] if row.unread else []
     notes += ["held by a reader"] * row.is_held
     notes += ["awaits evaluation"] * row.awaits_evaluation
     if row.changes:
@@ -245,17 +248,26 @@ def verify_sources(sources: Sequence[Path]) -> bool:
         ConfigError: A source is neither.
     """
     paths = [path for source in sources for path in checkpoints_at(source)]
-    damaged = 0
+    damaged = unread = 0
     for path in paths:
-        problems, read = verify_checkpoint(path, _say)
+        try:
+            problems, read = verify_checkpoint(path, _say)
+        except ConfigError as error:
+            unread += 1
+            print(f"{path}: not verified: {_without_remedy(error, path)}", flush=True)
+            continue
         damaged += bool(problems)
-        for problem in problems:
-            print(f"{path}: DAMAGED: {problem}", flush=True)
-        if not problems:
-            print(f"{path}: every byte is as it was written ({size(read)})", flush=True)
+        _print_verified(path, problems, read)
     if damaged:
         print(f"{damaged} of {len(paths)} checkpoints {'is' if damaged == 1 else 'are'} damaged")
-    return not damaged
+    return not damaged and not unread
+
+
+def _print_verified(path: object, problems: Sequence[str], read: int) -> None:
+    for problem in problems:
+        print(f"{path}: DAMAGED: {problem}", flush=True)
+    if not problems:
+        print(f"{path}: every byte is as it was written ({size(read)})", flush=True)
 
 
 def verify_checkpoint(
@@ -269,6 +281,10 @@ def verify_checkpoint(
 
     Returns:
         What is damaged, file by file, and the number of bytes in files that are not.
+
+    Raises:
+        ConfigError: It cannot be verified: another version saved it, its name is another step's, or
+            it was deleted a moment ago.
     """
     progress = _Progress(path, say)
     if not is_complete(path):
@@ -281,8 +297,7 @@ def verify_checkpoint(
             progress.add(progress.total - sum(file.bytes for file in files))
             with ThreadPoolExecutor(NUM_THREADS) as pool:
                 found = list(pool.map(lambda file: _verify_file(path, file, progress), files))
-    except ConfigError as error:
-        # Not only damage: also another version, another name, or a deletion a moment ago.
+    except DamagedCheckpoint as error:
         return [_without_remedy(error, path)], 0
     return [problem for problem in found if problem], progress.done
 
@@ -453,7 +468,8 @@ def list_store(url: str) -> list[Row]:
     """Return the checkpoints in a store: first the run's line, then those it turned away from.
 
     Raises:
-        ConfigError: There are none, or it cannot be known which line is the run's.
+        ConfigError: There are none, one is of another version, or it cannot be known which line is
+            the run's.
         StoreError: The store cannot be read.
     """
     store = Store(url)
@@ -491,7 +507,7 @@ def verify_store(url: str) -> bool:
         True if all are as they were written.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: There are none, or one is of another version.
         StoreError: The store cannot be read.
     """
     base, name = split_checkpoint(url)
@@ -503,13 +519,7 @@ def verify_store(url: str) -> bool:
     for each in names:
         stored = store.stored(each)
         problems = _problems(store, stored)
-        for problem in problems:
-            print(f"{store.url}/{each}: DAMAGED: {problem}", flush=True)
-        if stored is not None and not problems:
-            print(
-                f"{store.url}/{each}: every byte is as it was written ({size(stored.bytes)})",
-                flush=True,
-            )
+        _print_verified(f"{store.url}/{each}", problems, stored.bytes if stored else 0)
         good = good and not problems
     return good
 

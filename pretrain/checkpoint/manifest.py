@@ -310,6 +310,7 @@ class Checkpoint:
         Raises:
             DamagedCheckpoint: index.json is damaged, or does not describe the files and tensors
                 that a checkpoint has.
+            ConfigError: It is of another version.
         """
         content = _read(self.path, INDEX, self.files[INDEX], self.index_sha256)
         try:
@@ -317,6 +318,8 @@ class Checkpoint:
             self._check_index(index)
         except DamagedCheckpoint as error:
             raise _damaged(self.path / INDEX, str(error)) from None
+        except ConfigError as error:
+            raise ConfigError(f"{self.path / INDEX}: {error}") from None
         return index
 
     @property
@@ -444,12 +447,7 @@ def _read_manifest(checkpoint: Path) -> tuple[ManifestContent, str]:
         raise _damaged(path, "missing") from None
     except (ValueError, RecursionError):
         raise _damaged(path, "not a manifest") from None
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT and isinstance(found, int) and not isinstance(found, bool):
-        # Not damaged: it would be wrong to go on from an earlier one.
-        raise ConfigError(
-            f"{path}: format = {found}, this version reads {FORMAT}. Use the version that saved it"
-        )
+    check_format(content, path)
     try:
         manifest = ManifestContent.model_validate_json(json.dumps(content))
     except (ValidationError, ValueError) as error:
@@ -459,6 +457,24 @@ def _read_manifest(checkpoint: Path) -> tuple[ManifestContent, str]:
     if content.get("checksum") != own:
         raise _damaged(path, "its checksum is not that of its content")
     return manifest, own
+
+
+def check_format(manifest: Any, where: object) -> None:
+    """Check that a manifest is of the version that this program reads.
+
+    Args:
+        manifest: What its JSON is.
+        where: Where it lies, for the message.
+
+    Raises:
+        ConfigError: It is of another one. It is not damaged, so that it would be wrong to go on
+            from an earlier checkpoint.
+    """
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if type(found) is int and found != FORMAT:
+        raise ConfigError(
+            f"{where}: format = {found}, this version reads {FORMAT}. Use the version that saved it"
+        )
 
 
 def _check_files(checkpoint: Path, manifest: ManifestContent) -> None:

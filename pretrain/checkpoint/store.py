@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.blocks import (
-    BLOCK_BYTES,
+    PIECE_BYTES,
     BlockReader,
     BlockWriter,
     DamagedCheckpoint,
@@ -37,9 +37,9 @@ from pretrain.checkpoint.blocks import (
 )
 from pretrain.checkpoint.index import FILE_NAME, Index
 from pretrain.checkpoint.manifest import (
-    FORMAT,
     INDEX,
     REQUIRED,
+    check_format,
     is_manifest,
     open_checkpoint,
     small_files,
@@ -116,8 +116,6 @@ def stored_step(name: str) -> int:
 NEWEST = "newest.json"
 NUM_THREADS = 4
 """Files that are sent or received at once."""
-PIECE_BYTES = 16 * BLOCK_BYTES
-"""About as much of each of them is in memory."""
 
 
 class StoreError(RunFailed):
@@ -187,8 +185,14 @@ class Store:
         return sorted((n for n in names if NAME.fullmatch(n)), key=lambda n: (stored_step(n), n))
 
     def stored(self, name: str) -> Stored | None:
-        """Return a checkpoint by its name, or None when it is not complete, or damaged."""
+        """Return a checkpoint by its name, or None when it is not complete, or damaged.
+
+        Raises:
+            ConfigError: It is of another version: to go on from an earlier one would be wrong.
+            StoreError: The store cannot be read.
+        """
         content = parse_json(self._read(f"{name}/{MANIFEST}") or b"")
+        check_format(content, f"{self.url}/{name}")
         lineage = parse_lineage(content)
         # Checked as on a disk: what it holds is printed and added up.
         if lineage is None or not is_manifest(content) or not _are_files(content.get("files")):
@@ -207,8 +211,6 @@ class Store:
         named = parse_json(self._read(NEWEST) or b"").get("checkpoint")
         if isinstance(named, str) and NAME.fullmatch(named) and (found := self.stored(named)):
             return found
-        if isinstance(named, str) and NAME.fullmatch(named):
-            self._check_format(named)
         complete = self.checkpoints()
         if not complete:
             return None
@@ -219,15 +221,6 @@ class Store:
             f"{self.url}: holds several lines of checkpoints, and no {NEWEST} that says which to "
             f"go on from. Name one, as in --resume {self.url}/{last.name}"
         )
-
-    def _check_format(self, name: str) -> None:
-        """Refuse a checkpoint of another format: to go on from an earlier one would be wrong."""
-        found = parse_json(self._read(f"{name}/{MANIFEST}") or b"").get("format")
-        if isinstance(found, int) and not isinstance(found, bool) and found != FORMAT:
-            raise ConfigError(
-                f"{self.url}/{name}: format = {found}, this version reads {FORMAT}. Use the "
-                "version that saved it"
-            )
 
     def line_to(self, newest: Stored) -> list[Stored]:
         """Return a checkpoint and its ancestors that are complete, newest first."""
@@ -294,7 +287,7 @@ class Store:
         self._check_listed(stored, files)
 
         def receive(record: FileRecord) -> None:
-            with closing(BlockWriter(directory / record.name)) as file:
+            with closing(BlockWriter(directory / record.name, record.block_bytes)) as file:
                 for piece in self._pieces(f"{stored.name}/{record.name}"):
                     file.write(piece)
                     if done is not None:
@@ -323,7 +316,7 @@ class Store:
         """
 
         def check(record: FileRecord) -> str | None:
-            found = digest(record.name, self._pieces(f"{stored.name}/{record.name}"), done)
+            found = digest(record, self._pieces(f"{stored.name}/{record.name}"), done)
             return None if found == record else str(self._damaged(stored, record.name))
 
         try:

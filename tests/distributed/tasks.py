@@ -335,6 +335,14 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
     return result if run.topology.is_main else None
 
 
+def continue_run_in_blocks(config: RunConfig, resume: str, until: int, block_bytes: int) -> Any:
+    """Run `continue_run`, and save in blocks of another size."""
+    from pretrain.checkpoint import blocks
+
+    with platform.replaced(blocks, "BLOCK_BYTES", block_bytes):
+        return continue_run(config, resume, until)
+
+
 def continue_run_in_fp16_on_cpu(config: RunConfig, resume: str, until: int) -> Any:
     """Run `continue_run` in fp16."""
     with fp16_on_cpu():

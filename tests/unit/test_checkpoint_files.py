@@ -26,6 +26,7 @@ from pretrain.checkpoint.blocks import (
     BlockReader,
     BlockWriter,
     DamagedCheckpoint,
+    digest,
     global_boxes,
 )
 from pretrain.checkpoint.index import (
@@ -55,15 +56,16 @@ from tests.conftest import tiny_config
 
 
 # ---- blocks --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("block", [BLOCK_BYTES, 1000, 40 << 20])
 @pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 17])
-def test_blocks_are_written_once_and_read_verified(tmp_path, size):
+def test_blocks_are_written_once_and_read_verified(tmp_path, size, block):
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    with closing(BlockWriter(tmp_path / "file")) as writer:
+    with closing(BlockWriter(tmp_path / "file", block)) as writer:
         for part in np.array_split(data, 7):
             writer.write(part)
         record = writer.finish()
     assert (tmp_path / "file").read_bytes() == data.tobytes()
-    blocks = [data[i : i + BLOCK_BYTES].tobytes() for i in range(0, size, BLOCK_BYTES)]
+    blocks = [data[i : i + block].tobytes() for i in range(0, size, block)]
     assert list(record.blocks) == [xxhash.xxh3_128(block).hexdigest() for block in blocks]
     dice = random.Random(size)
     with closing(BlockReader(tmp_path, record)) as reader:
@@ -71,6 +73,8 @@ def test_blocks_are_written_once_and_read_verified(tmp_path, size):
             start = dice.randint(0, size)
             count = dice.randint(0, min(size - start, 2 * BLOCK_BYTES))
             assert np.array_equal(reader.read(start, count), data[start : start + count])
+        assert b"".join(piece.tobytes() for piece in reader.pieces()) == data.tobytes()
+    assert digest(record, [data.tobytes()]) == record
 
 
 def test_a_flipped_bit_is_found_by_whoever_reads_its_block_and_by_nobody_else(tmp_path):
@@ -227,7 +231,7 @@ def test_a_save_writes_each_byte_once(tmp_path, monkeypatch):
 # ---- the index -----------------------------------------------------------------------------------
 def _index(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Index:
     chunks = tuple(Chunk(0, 0, offset, size) for offset, size in boxes)
-    file = index_module.FileRecord("rank-00000.safetensors", 4096, ("0" * 32,))
+    file = index_module.FileRecord("rank-00000.safetensors", 4096, ("0" * 32,), BLOCK_BYTES)
     return Index((file,), {"master/x": TensorRecord(shape=shape, chunks=chunks)})
 
 
@@ -274,7 +278,8 @@ def test_parts_with_other_shapes_are_not_merged():
         for rank in range(2)
     ]
     records = [
-        part.record(index_module.FileRecord(part.file_name, 4096, ("0" * 32,))) for part in parts
+        part.record(index_module.FileRecord(part.file_name, 4096, ("0" * 32,), BLOCK_BYTES))
+        for part in parts
     ]
     with pytest.raises(DamagedCheckpoint, match="master/x"):
         merge(records)
@@ -429,6 +434,9 @@ HOSTILE = {
     ),
     "digests missing": ("index.json", _put("files", 0, "blocks", value=[]), "0 digests"),
     "another dtype": ("index.json", _put("dtype", value="F16"), "this version reads F32"),
+    "huge blocks": ("index.json", _put("block_bytes", value=2**40), "in blocks of up to"),
+    "no blocks": ("index.json", _put("block_bytes", value=0), "in blocks of up to"),
+    "blocks of another size": ("index.json", _put("block_bytes", value=16), "digests of its"),
     "other digests": (
         "index.json",
         _put("files", 0, "blocks", 0, value="0" * 32),
@@ -446,8 +454,9 @@ def test_hostile_content_is_refused_even_when_its_digests_are_right(tmp_path, ca
         load_global_state(open_checkpoint(path))
     assert message in str(caught.value), caught.value
     assert str(tmp_path) in str(caught.value)
-    if case != "another format":
-        assert isinstance(caught.value, DamagedCheckpoint)
+    is_another_version = case in ("another format", "another dtype", "huge blocks", "no blocks")
+    assert isinstance(caught.value, DamagedCheckpoint) != is_another_version
+    if not is_another_version:
         assert "The checkpoint is damaged" in str(caught.value)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.blocks import DamagedCheckpoint, FileRecord
+from pretrain.checkpoint.blocks import BLOCK_BYTES, DamagedCheckpoint, FileRecord
 from pretrain.checkpoint.index import Index
 from pretrain.checkpoint.manifest import checksum, describe, open_checkpoint
 from pretrain.checkpoint.store import Store
@@ -107,7 +107,9 @@ def test_absurd_shapes_neither_crash_nor_hang(shape, tmp_path):
 
 
 def test_the_files_of_many_ranks_are_checked_in_linear_time():
-    files = tuple(FileRecord(f"rank-{rank:05d}.safetensors", 0, ()) for rank in range(20_000))
+    files = tuple(
+        FileRecord(f"rank-{rank:05d}.safetensors", 0, (), BLOCK_BYTES) for rank in range(20_000)
+    )
     begin = time.process_time()
     Index(files, {}).check()
     assert time.process_time() - begin < 1
