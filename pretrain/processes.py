@@ -163,3 +163,40 @@ def _dies_with_parent() -> Callable[[], None] | None:
             os._exit(1)
 
     return die_with_parent
+
+
+# ---- A process beside training -------------------------------------------------------------------
+_SENT_TO_ALL = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+"""What a launcher, Slurm or a terminal sends to all processes of a job. The training process acts
+on them; the one beside it has to finish what it is doing."""
+
+
+def start_beside(
+    module: str, *arguments: str, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[str]:
+    """Start `main()` of a module in a process beside training, whose signals it does not hear.
+
+    Args:
+        module: The module's name.
+        arguments: sys.argv[1:] of the process.
+        pass_fds: Descriptors that it inherits.
+
+    Returns:
+        The process, with pipes of text for stdin and stdout.
+    """
+    # Not `-m`, which would look in the current directory first; that is where users keep scripts.
+    program = f"import sys; sys.path.append(sys.argv.pop()); import {module} as m; m.main()"
+    root = str(Path(__file__).parents[1])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SENT_TO_ALL)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", program, *arguments, root],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=pass_fds,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

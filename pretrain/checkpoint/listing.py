@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from pretrain.rundir.checkpoints import (
     named_by_step,
     saved_checkpoints,
 )
-from pretrain.rundir.files import remove_directory
+from pretrain.rundir.files import remove_directory, say
 from pretrain.rundir.history import old_checkpoints
 from pretrain.rundir.lineage import Policy, hold, unheld
 from pretrain.rundir.lock import check_free
@@ -251,7 +250,7 @@ def verify_sources(sources: Sequence[Path]) -> bool:
     damaged = unread = 0
     for path in paths:
         try:
-            problems, read = verify_checkpoint(path, _say)
+            problems, read = verify_checkpoint(path, say)
         except ConfigError as error:
             unread += 1
             print(f"{path}: not verified: {_without_remedy(error, path)}", flush=True)
@@ -316,10 +315,6 @@ def _verify_file(directory: Path, record: FileRecord, progress: _Progress) -> st
 def _without_remedy(error: Exception, path: Path) -> str:
     """Return a message without the path, which stands before it, and without what to do."""
     return str(error).replace(f"{path}/", "").partition(". ")[0]
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 class _Progress:

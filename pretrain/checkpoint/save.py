@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
 from pretrain.data.tokenizers.base import Tokenizer
 from pretrain.optim.zero import Fragment, ZeroOptimizer
 from pretrain.rundir.checkpoints import begin_partial, check_still_holds, checkpoint_directory
-from pretrain.rundir.files import replace_file
+from pretrain.rundir.files import replace_file, say
 from pretrain.rundir.lineage import new_id
 from pretrain.rundir.metrics import WarnOnce
 from pretrain.topology import Process, Topology, on_main, ranks_here
@@ -72,8 +71,7 @@ def tokenizer_of(checkpoint: Checkpoint, data_directory: Path) -> Tokenizer:
             "(data.directory)"
         )
     if Process.from_environment().rank == 0:
-        said = f"{checkpoint.path}: carries no tokenizer, so {path} is used"
-        print(said, file=sys.stderr, flush=True)
+        say(f"{checkpoint.path}: carries no tokenizer, so {path} is used")
     return tokenizer
 
 
@@ -292,12 +290,10 @@ class Saver:
     def _say_that_training_waits(self, needed: int, available: int) -> None:
         """Say on rank 0 why saves do not go on beside training."""
         if self._topology.is_main:
-            print(
+            say(
                 f"checkpoint.asynchronous: a copy of the state needs {needed / 1e9:.1f} GB of "
                 f"memory on each node, {available / 1e9:.1f} GB are available; training waits for "
-                "its saves",
-                file=sys.stderr,
-                flush=True,
+                "its saves"
             )
 
     def _begin_beside(self, part: Part, tensors: list[torch.Tensor], memory: torch.Tensor) -> None:

@@ -16,7 +16,6 @@ import json
 import os
 import queue
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -45,6 +44,7 @@ from pretrain.checkpoint.manifest import (
     small_files,
 )
 from pretrain.config import ConfigError, RunFailed
+from pretrain.processes import start_beside
 from pretrain.rundir.checkpoints import (
     MANIFEST,
     Saved,
@@ -52,7 +52,7 @@ from pretrain.rundir.checkpoints import (
     checkpoint_step,
     saved_checkpoints,
 )
-from pretrain.rundir.files import flush_directory, parse_json, replace_file
+from pretrain.rundir.files import flush_directory, parse_json, replace_file, say
 from pretrain.rundir.lineage import Lineage, hold, parse_lineage
 
 # ---- Make and read the names of stores, which are URLs, and of the checkpoints in them ----
@@ -436,14 +436,6 @@ def _are_files(files: Any) -> bool:
 POLL_SECONDS = 2.0
 """Between two looks into RUN/checkpoints."""
 
-_SIGNALS = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
-)  # fmt: skip
-"""What is sent to all processes of a job, and which the training process acts on."""
-_ROOT = Path(__file__).parents[2]
-_PROGRAM = f"import sys; sys.path.append(sys.argv[3]); import {__name__} as u; u.main()"
-"""Not `-m`, which would look in the current directory first; that is where users keep scripts."""
-
 
 # ---- in the training process ---------------------------------------------------------------------
 class Uploader:
@@ -457,7 +449,7 @@ class Uploader:
             url: checkpoint.upload_to.
         """
         self._run, self._url = run, url
-        self._process = self._start()
+        self._process = start_beside(__name__, str(self._run), self._url)
         self._was_reported = False
 
     def check(self) -> None:
@@ -465,7 +457,7 @@ class Uploader:
         if self._was_reported or self._process.poll() is None:
             return
         self._was_reported = True
-        _warn(f"{self._ended()}. Uploading is tried again when the run ends")
+        say(f"warning: {self._ended()}. Uploading is tried again when the run ends")
 
     def finish(self, may_wait: Callable[[], bool]) -> list[str]:
         """Wait until everything is uploaded, or has failed once more.
@@ -477,7 +469,7 @@ class Uploader:
             What is not in the store, and why: a line for each checkpoint.
         """
         if self._process.poll() is not None:
-            self._process = self._start()
+            self._process = start_beside(__name__, str(self._run), self._url)
         command: str | None = '{"do": "finish"}\n'
         while True:
             try:
@@ -510,19 +502,6 @@ class Uploader:
             f"checkpoint.upload_to = {self._url}: the process that uploads "
             f"(process {self._process.pid}) ended with code {code}"
         )
-
-    def _start(self) -> subprocess.Popen[str]:
-        """Start the process, with the signals blocked that are meant for the training process."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            return subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, str(self._run), self._url, str(_ROOT)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- in the process beside it --------------------------------------------------------------------
@@ -598,9 +577,9 @@ class Rounds:
             self._failed[identifier] = str(error)
             if identifier not in self._warned:
                 self._warned.add(identifier)
-                _warn(
-                    f"{saved.path}: not uploaded: {error}. Training goes on, and the upload is "
-                    "tried again after the next save and when the run ends"
+                say(
+                    f"warning: {saved.path}: not uploaded: {error}. Training goes on, and the "
+                    "upload is tried again after the next save and when the run ends"
                 )
         else:
             self._uploaded.add(identifier)
@@ -633,8 +612,3 @@ def _listen(commands: queue.Queue[str]) -> None:
     if not line:
         os._exit(0)
     commands.put(line)
-
-
-def _warn(message: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -20,7 +20,6 @@ import json
 import mmap
 import os
 import queue
-import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +44,7 @@ from pretrain.checkpoint.index import (
 )
 from pretrain.checkpoint.manifest import CONFIG, FORMAT, INDEX, REQUIRED, STATE, checksum, describe
 from pretrain.config import RunFailed
+from pretrain.processes import start_beside
 from pretrain.rundir.checkpoints import Superseded, publish_checkpoint
 from pretrain.rundir.files import flush_directory, flush_file, replace_file, replace_json
 from pretrain.rundir.history import remove_old
@@ -147,18 +147,8 @@ def _write_small_files(directory: Path, publication: Publication, index: Index) 
     replace_json(directory / MANIFEST, manifest, durable=True, indent=2)
 
 
-_SIGNALS = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
-)  # fmt: skip
-"""What a launcher, Slurm or a terminal sends to all processes of a job. The training process acts
-on them, and this one has to finish what it is writing."""
-
 _MADV_POPULATE_WRITE = 23
 """Of linux/mman.h; Python's mmap does not name it."""
-
-_ROOT = Path(__file__).parents[2]
-_PROGRAM = f"import sys; sys.path.append(sys.argv[2]); import {__name__} as w; w.main()"
-"""Not `-m`, which would look in the current directory first; that is where users keep scripts."""
 
 
 # ---- in the training process ---------------------------------------------------------------------
@@ -279,18 +269,7 @@ class Writer:
             self._process.stdin.flush()
 
     def _start(self) -> subprocess.Popen[str]:
-        """Start the process, with the signals blocked that are meant for the training process."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, str(self._descriptor), str(_ROOT)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                pass_fds=[self._descriptor],
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        process = start_beside(__name__, str(self._descriptor), pass_fds=[self._descriptor])
         self._has_ended = False
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         return process

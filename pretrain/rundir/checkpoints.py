@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -29,9 +28,10 @@ from pretrain.rundir.files import (
     make_directory,
     read_json,
     replace_json,
+    say,
 )
 from pretrain.rundir.lineage import MANIFEST as MANIFEST
-from pretrain.rundir.lineage import Lineage, parse_lineage, read_lineage
+from pretrain.rundir.lineage import Branch, Lineage, parse_lineage, read_lineage
 from pretrain.rundir.metrics import copy_after, drop_after
 from pretrain.rundir.paths import RunPaths, attempt_numbers, check_version
 
@@ -103,7 +103,7 @@ class Why:
     """Its step."""
     parent: str | None = None
     """The rest of its ancestry, as in its manifest."""
-    branches: tuple[dict[str, Any], ...] = ()
+    branches: tuple[Branch, ...] = ()
     resumed: str = ""
     """Its path."""
     checkpoints: dict[str, Any] = field(default_factory=dict)
@@ -120,14 +120,7 @@ class Why:
     @property
     def lineage(self) -> Lineage | None:
         """Return the ancestry of the checkpoint that training goes on from."""
-        return parse_lineage(
-            {
-                "id": self.id,
-                "step": self.step,
-                "parent": self.parent,
-                "branches": list(self.branches),
-            }
-        )
+        return parse_lineage(dataclasses.asdict(self))
 
 
 def set_aside(run: Path, why: Why) -> Path:
@@ -596,7 +589,7 @@ def publish_checkpoint(partial: Path, final: Path, attempt: Path | None) -> None
         run = final.parents[1]
         why = f"it was in the way of the checkpoint of step {checkpoint_step(final.name)}"
         aside = move_aside(run, final, time.time(), why)
-        print(f"{final}: {why}; moved to {aside}", file=sys.stderr, flush=True)
+        say(f"{final}: {why}; moved to {aside}")
         try:
             # This process may have been suspended before the move, for so long that what it moved
             # is a new holder's checkpoint.

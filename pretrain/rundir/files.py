@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
-import math
 import os
 import shutil
 import stat
 import struct
-import types
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, TypeVar
+
+from pydantic import TypeAdapter
 
 # ---- Keep what is made in a shared folder from being opened to all members of its team ----
 
@@ -72,6 +74,30 @@ REMOVED = ".removed"
 
 
 # ---- publishing ----------------------------------------------------------------------------------
+@contextlib.contextmanager
+def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Yield a hidden name beside `path`, whose file gets that name when the block succeeds.
+
+    Args:
+        path: The file to make or replace. Its folder must exist.
+        durable: Flush the content to the disk before the move. Without it, a power cut can leave an
+            empty file under the final name, even though the rename itself survived.
+
+    Raises:
+        OSError: The disk refused; `path` is as it was, and nothing is left beside it.
+    """
+    # Two processes may publish the same file at once, so each writes under a name of its own.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
+    try:
+        yield partial
+        if durable:
+            flush_file(partial)
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
 def replace_file(
     path: Path, content: str | bytes, *, durable: bool = False, mode: int = FILE_MODE
 ) -> None:
@@ -80,27 +106,18 @@ def replace_file(
     Args:
         path: The file to make or replace. Its folder must exist.
         content: Text is written as UTF-8.
-        durable: Flush the content to the disk before the move. Without it, a power cut can leave an
-            empty file under the final name, even though the rename itself survived.
+        durable: As for `new_file`.
         mode: Permissions, before the umask.
 
     Raises:
         OSError: The disk refused; `path` is as it was, and nothing is left beside it.
     """
-    # Two processes may publish the same file at once, so each writes under a name of its own.
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     data = content.encode() if isinstance(content, str) else content
-    try:
-        with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+    with (
+        new_file(path, durable=durable) as partial,
+        open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file,
+    ):
+        file.write(data)
 
 
 def flush_file(path: Path) -> None:
@@ -396,27 +413,28 @@ def from_json(kind: type[T], content: Json) -> T | None:
         The object; None when a key that it needs is missing or has a value of another type, as in a
         file that another program wrote. JSON's lists become tuples.
     """
-    hints = get_type_hints(kind)
-    known = {key: value for key, value in content.items() if key in hints}
-    if not known or not all(_has_type(value, hints[key]) for key, value in known.items()):
-        return None
+    known = {key: value for key, value in content.items() if key in kind.__annotations__}
     try:
-        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
-    except TypeError:
-        # A key without a default is missing.
+        if not known or _has_odd_number(known):
+            return None
+        return _adapter(kind).validate_json(json.dumps(known), strict=True)
+    except (ValueError, RecursionError):
         return None
 
 
-def _has_type(value: Any, hint: Any) -> bool:
-    """Return True if a value from JSON may stand in a field with this annotation."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return any(_has_type(value, each) for each in get_args(hint))
-    if get_origin(hint) is tuple:
-        return isinstance(value, list) and all(_has_type(v, get_args(hint)[0]) for v in value)
-    if hint is float:
-        # Such a number is a time, and code that adds times up could not use nan or infinity.
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and abs(value) < MAX_NUMBER and math.isfinite(value)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
-    return isinstance(value, get_origin(hint) or hint)
+@functools.cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(kind)
+
+
+def _has_odd_number(value: Any) -> bool:
+    """Return True for a number that code could not add up: nan, infinity, or a huge one."""
+    if isinstance(value, dict | list):
+        return any(map(_has_odd_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int | float) and not abs(value) < MAX_NUMBER
+
+
+def say(*lines: str) -> None:
+    """Print lines on stderr, which may be a file on a disk that is full for a moment."""
+    with contextlib.suppress(OSError):
+        print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ from pretrain.rundir.checkpoints import (
     saved_checkpoints,
     set_aside,
 )
-from pretrain.rundir.files import REMOVED, read_json, remove_directory
+from pretrain.rundir.files import REMOVED, read_json, remove_directory, say
 from pretrain.rundir.lineage import (
     MANIFEST,
     Known,
@@ -100,11 +99,9 @@ def recover(run: Path, attempt: Path | None) -> None:
             # The rename comes first: a save that still writes to the folder loses it at once.
             _remove_later(path.rename(path.with_name(_removed_name(path))))
             name = path.name[1:].partition(".")[0]
-            print(
+            say(
                 f"{checkpoints / name}: attempt {other} ended while it was saved; what there was "
-                "of it is removed",
-                file=sys.stderr,
-                flush=True,
+                "of it is removed"
             )
         elif _REMOVED.fullmatch(path.name):
             _remove_later(path)
@@ -159,7 +156,7 @@ def settle(
         id=lineage.id,
         step=lineage.step,
         parent=lineage.parent,
-        branches=tuple({"id": branch.id, "since": branch.since} for branch in lineage.branches),
+        branches=lineage.branches,
         resumed=str(resumed.resolve()),
         checkpoints={s.path.name: s.lineage.id if s.lineage else None for s in away},
         evaluations=tuple(sorted(set(evaluations))),

@@ -17,10 +17,9 @@ import secrets
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pretrain.config import ConfigError
-from pretrain.rundir.files import MAX_NUMBER, Json, read_json
+from pretrain.rundir.files import Json, from_json, read_json
 
 MANIFEST = "manifest.json"
 """Written last, so a checkpoint that has it is complete."""
@@ -96,25 +95,12 @@ def read_lineage(checkpoint: Path) -> Lineage | None:
 
 def parse_lineage(content: Json) -> Lineage | None:
     """Return the lineage in the content of a manifest; None when it holds none."""
-    parent, listed = content.get("parent"), content.get("branches")
-    if not (_is_name(content.get("id")) and _is_step(content.get("step"))):
+    found = from_json(Lineage, content)
+    if found is None or not found.branches:
         return None
-    if not (parent is None or _is_name(parent)) or not isinstance(listed, list) or not listed:
-        return None
-    for entry in listed:
-        is_branch = isinstance(entry, dict) and _is_name(entry.get("id"))
-        if not is_branch or not _is_step(entry.get("since")):
-            return None
-    branches = tuple(Branch(entry["id"], entry["since"]) for entry in listed)
-    return Lineage(content["id"], content["step"], parent, branches)
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_NUMBER
+    steps = (found.step, *(branch.since for branch in found.branches))
+    names = (found.id, found.parent, *(branch.id for branch in found.branches))
+    return found if min(steps) >= 0 and "" not in names else None
 
 
 def new_id() -> str:

@@ -13,7 +13,6 @@ import dataclasses
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from pretrain.rundir.files import (
     append_json_line,
     make_directory,
     replace_json,
+    say,
 )
 from pretrain.rundir.paths import Phase, RunPaths, attempt_directory, attempt_numbers, check_version
 from pretrain.rundir.trust import check_trusted
@@ -301,11 +301,9 @@ def _lease_is_renewed(directory: Path) -> bool:
     the clocks of two hosts differ.
     """
     beat, watched, last_look = last_heartbeat(directory), 0.0, time.monotonic()
-    print(
+    say(
         f"{directory}: begun by {Owner.read(directory)}, which cannot be seen from this host. "
-        f"Waiting {LEASE_SECONDS:.0f} s for its heartbeat",
-        file=sys.stderr,
-        flush=True,
+        f"Waiting {LEASE_SECONDS:.0f} s for its heartbeat"
     )
     while watched < LEASE_SECONDS:
         time.sleep(POLL_SECONDS)

@@ -16,14 +16,12 @@ import json
 import math
 import os
 import shutil
-import sys
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pretrain.config import writing
-from pretrain.rundir.files import MAX_NUMBER, PARTIAL, open_own, read_json_lines
+from pretrain.rundir.files import MAX_NUMBER, new_file, open_own, read_json_lines, say
 
 # ---- Warn about what goes wrong beside training, once for each kind, and let training go on ----
 
@@ -48,9 +46,7 @@ class WarnOnce:
         if kind in self._said:
             return
         self._said.add(kind)
-        # stderr may be a file on the very disk that is full.
-        with contextlib.suppress(OSError):
-            print(f"warning: {message}", file=sys.stderr, flush=True)
+        say(f"warning: {message}")
 
 
 # ---- Record a number of a step by its name, from wherever it is computed ----
@@ -263,25 +259,19 @@ def _write_all(path: Path, records: Iterable[Record], *, even_empty: bool) -> No
         records: Its records.
         even_empty: Make the file also when there is no record.
     """
-    # Not `replace_file`: the records of a long run are streamed, not held in memory.
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
-    written = 0
-    try:
+    # Not `replace_file`: the records of a long run are streamed, not held in memory. The whole
+    # history is in this file, so it must be on the disk before it is replaced.
+    with contextlib.suppress(_NothingWritten), new_file(path, durable=True) as partial:
         with partial.open("w") as file:
-            for record in records:
-                written += file.write(json.dumps(_to_json(record)) + "\n")
-            # The whole history is in this file: it must be on the disk before it is replaced.
-            file.flush()
-            os.fsync(file.fileno())
-        if written or even_empty:
-            if path.exists():
-                shutil.copymode(path, partial)
-            partial.replace(path)
-        else:
-            partial.unlink()
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+            written = sum(file.write(json.dumps(_to_json(r)) + "\n") for r in records)
+        if not (written or even_empty):
+            raise _NothingWritten
+        if path.exists():
+            shutil.copymode(path, partial)
+
+
+class _NothingWritten(Exception):
+    """Raised to leave a file as it is."""
 
 
 def _to_json(record: Record) -> Record:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -154,7 +153,7 @@ checkpoints/step-########/manifest.json | rank 0 | ids, size and hash of each fi
 checkpoints/step-########/state.json | rank 0 | step, samples, optimizer scalars, data, changes
 checkpoints/step-########/config.toml | rank 0 | the config it was trained with
 checkpoints/step-########/tokenizer.<kind> | rank 0 | the data's tokenizer: .model, .json or .txt
-checkpoints/step-########/index.json | rank 0 | where each box of a tensor is; a hash of every MiB
+checkpoints/step-########/index.json | rank 0 | where each box of a tensor is; a hash of every block
 checkpoints/step-########/rank-<rank>.safetensors | each rank | masters, moments of AdamW or NAG
 abandoned/####/why.json | rank 0 | when, why and at which checkpoint the run turned away from this
 abandoned/####/step-########/ | rank 0 | a checkpoint as above that the run does not descend from
@@ -203,56 +202,35 @@ exports/step-########/ | pretrain evaluate --harness | a checkpoint as a Hugging
 LAYOUT = tuple(Entry(*line.split(" | ")) for line in _ROWS.strip().splitlines())
 
 
-@dataclass(frozen=True)
 class RunPaths:
     """The paths below a run's directory `root`. Nothing is read or made."""
 
-    root: Path
-
-    @property
-    def version(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def config(self) -> Path:
-        return self.root / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def wandb_run_id(self) -> Path:
-        return self.root / "wandb_run_id"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def profile(self) -> Path:
-        return self.root / "profile"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def abandoned(self) -> Path:
-        return self.root / "abandoned"
-
-    @property
-    def attempts(self) -> Path:
-        return self.root / "attempts"
-
-    @property
-    def jobs(self) -> Path:
-        return self.root / "jobs.jsonl"
-
-    # ---- logs ----
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
+    def __init__(self, root: Path) -> None:
+        """Name them."""
+        self.root = root
+        self.version = root / "run.json"
+        self.config = root / "config.toml"
+        self.metrics = root / "metrics.jsonl"
+        self.wandb_run_id = root / "wandb_run_id"
+        self.tensorboard = root / "tensorboard"
+        self.profile = root / "profile"
+        self.checkpoints = root / "checkpoints"
+        self.abandoned = root / "abandoned"
+        self.attempts = root / "attempts"
+        self.jobs = root / "jobs.jsonl"
+        self.logs = root / "logs"
+        self.exports = root / "exports"
+        # What was submitted.
+        self.launch = root / "launch"
+        self.launch_config = self.launch / "config.toml"
+        self.launch_record = self.launch / "launch.json"
+        self.launch_script = self.launch / "train.sbatch"
+        self.local_launch = self.launch / "local.json"
+        # The evaluations of checkpoints.
+        self.evaluations = root / "evaluations"
+        self.evaluation_plan = self.evaluations / "plan.json"
+        self.paused_evaluation_plan = self.evaluations / "plan.paused.json"
+        self.evaluation_asked = self.evaluations / "asked.json"
 
     def rank_log(self, rank: int) -> Path:
         """Return the log of a rank that `launcher local` started."""
@@ -270,55 +248,13 @@ class RunPaths:
         """Return the log of the evaluations of a checkpoint, named step-########."""
         return self.logs / f"evaluate-{checkpoint}.log"
 
-    # ---- what was submitted ----
-    @property
-    def launch(self) -> Path:
-        return self.root / "launch"
-
-    @property
-    def launch_config(self) -> Path:
-        return self.launch / "config.toml"
-
-    @property
-    def launch_record(self) -> Path:
-        return self.launch / "launch.json"
-
-    @property
-    def launch_script(self) -> Path:
-        return self.launch / "train.sbatch"
-
-    @property
-    def local_launch(self) -> Path:
-        return self.launch / "local.json"
-
     def newest_config(self) -> Path | None:
         """Return the config the run was submitted with, or else was started with."""
         return next((p for p in (self.launch_config, self.config) if p.is_file()), None)
 
-    # ---- evaluations of checkpoints ----
-    @property
-    def evaluations(self) -> Path:
-        return self.root / "evaluations"
-
-    @property
-    def evaluation_plan(self) -> Path:
-        return self.evaluations / "plan.json"
-
-    @property
-    def paused_evaluation_plan(self) -> Path:
-        return self.evaluations / "plan.paused.json"
-
-    @property
-    def evaluation_asked(self) -> Path:
-        return self.evaluations / "asked.json"
-
     def evaluation_claim(self, checkpoint: str) -> Path:
         """Return the folder whose attempts/ say who evaluates a checkpoint."""
         return self.evaluations / "claims" / checkpoint
-
-    @property
-    def exports(self) -> Path:
-        return self.root / "exports"
 
 
 RUN_MARKS = ("run.json", "jobs.jsonl", "attempts/####", "launch/launch.json", "metrics.jsonl")

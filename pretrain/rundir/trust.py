@@ -31,15 +31,11 @@ from pretrain.rundir.paths import LAYOUT, RunPaths
 
 
 WORDS = {
-    "APIKEY",
     "AUTH",
     "AUTHORIZATION",
-    "AUTHTOKEN",
     "BEARER",
     "COOKIE",
     "CRED",
-    "CREDENTIAL",
-    "CREDENTIALS",
     "CREDS",
     "JWT",
     "KEY",
@@ -48,22 +44,17 @@ WORDS = {
     "OTP",
     "PASS",
     "PASSCODE",
-    "PASSPHRASE",
-    "PASSWD",
-    "PASSWORD",
     "PASSWORDS",
     "PAT",
     "PSK",
     "PSW",
     "PW",
     "PWD",
-    "SECRET",
-    "SECRETS",
-    "TOKEN",
     "USERPWD",
     "WEBHOOK",
 }
-"""A name with one of these words in it is a secret's: MY_PASS, GH_PAT, HF_AUTH."""
+"""A name with one of these words in it is a secret's: MY_PASS, GH_PAT, HF_AUTH. So is one with a
+word of ENDINGS."""
 ENDINGS = (
     "ACCESSKEY",
     "APIKEY",

@@ -9,7 +9,6 @@ when something is wrong do the ranks exchange what it is.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from pretrain.optim.health import (
     state_is_finite,
     update_counts,
 )
+from pretrain.rundir.files import say
 from pretrain.topology import host_name
 from pretrain.train.spikes import Spike
 from pretrain.train.start import Run
@@ -265,8 +265,4 @@ def roll_back(run: Run, spike: Spike, hooks: Sequence[Hook]) -> None:
         hook.after_rollback(run)
     if run.topology.is_main:
         skipped = spike.state.consumed_samples - restored.consumed_samples
-        print(
-            f"{spike}; back to step {restored.step}, and on after the {skipped} samples since",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{spike}; back to step {restored.step}, and on after the {skipped} samples since")

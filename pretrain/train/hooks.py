@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pretrain.evaluate.records import HASH_DIGITS
 from pretrain.evaluate.windows import Protocol, ScoredText
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.rundir.checkpoints import check_room, checkpoint_directory
+from pretrain.rundir.files import say
 from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
 from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import on_main
@@ -255,7 +255,7 @@ class EvaluationHook(Hook):
 
         reason = on_main(run.topology, why)
         if reason is not None and run.topology.is_main:
-            print(reason, file=sys.stderr, flush=True)
+            say(reason)
         return reason is not None
 
 
@@ -515,13 +515,10 @@ class UploadHook(Hook):
             self.uploader.close()
             return
         missing = self.uploader.finish(Patience(run).may_wait)
-        for line in missing:
-            print(f"warning: {line}", file=sys.stderr)
+        say(*(f"warning: {line}" for line in missing))
         if missing:
-            print(
+            say(
                 f"warning: {config.directory}: these checkpoints are on the disk but not in "
                 f"{config.checkpoint.upload_to}. Upload them with `pretrain checkpoint upload "
-                f"{config.directory}`",
-                file=sys.stderr,
-                flush=True,
+                f"{config.directory}`"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from pretrain.data.loader import batches, worker_failures
 from pretrain.model.forward import Batch
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.checkpoints import checkpoint_step
-from pretrain.rundir.files import replace_file
+from pretrain.rundir.files import replace_file, say
 from pretrain.rundir.history import saving_then_stopping
 from pretrain.rundir.metrics import collecting
 from pretrain.rundir.paths import Phase, RunPaths
@@ -78,8 +77,7 @@ def train(
             lambda: take_run(config, resume, reporter, checkpoint, data, allowed, evaluations),
         )
         if topology.is_main:
-            lines = [_outlook(config, topology, start_point), *notes]
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            say(_outlook(config, topology, start_point), *notes)
         if start_point.is_finished(config):
             reporter.phase(Phase.ENDING, start_point.step)
             reporter.end(0, _finished(start_point.step))
@@ -277,8 +275,7 @@ def _end(run: Run) -> int:
         is_alone = run.topology.layout.world_size == 1 and supervised_attempt() is None
         if run.requests.command is not None and is_alone:
             goes_on = f"go on with:\n  {run.requests.command}"
-        message = f"{run.config.directory}: {reason}; {goes_on}"
-        print(message, file=sys.stderr, flush=True)
+        say(f"{run.config.directory}: {reason}; {goes_on}")
     run.reporter.end(code, reason)
     # A launcher ends all ranks as soon as one has left with a code that is not 0.
     dist.barrier()

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from pretrain import platform
 from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
 from pretrain.config import ConfigError, RunConfig
-from pretrain.rundir.files import make_directory, replace_file
+from pretrain.rundir.files import make_directory, replace_file, say
 from pretrain.rundir.metrics import (
     MetricsFile,
     Record,
@@ -427,7 +427,7 @@ class Wandb:
         for group in GROUPS:
             self._run.define_metric(f"{group}/*", step_metric=STEP)
         if mode == "online":
-            print(f"wandb: {self._run.url}", file=sys.stderr, flush=True)
+            say(f"wandb: {self._run.url}")
 
     def step(self, record: Record) -> None:
         self._log(record["step"], step_tags(record))
@@ -503,7 +503,7 @@ class MetricsWriter:
         self._axes = axes = Axes(paths.metrics, config, changes)
         self._destinations: list[Destination] = [self._lines]
         if config.logging.wandb != "disabled" and not is_installed():
-            _say(
+            say(
                 "wandb: not installed, so nothing is written for W&B; metrics.jsonl has every "
                 f'number. Install it with {INSTALL}, or set logging.wandb = "disabled"'
             )
@@ -592,7 +592,7 @@ class Guarded:
                 self._destination.close()
         self._destination = None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        _say(f"{self._name}: {reason}; continuing without it; metrics.jsonl has every number")
+        say(f"{self._name}: {reason}; continuing without it; metrics.jsonl has every number")
 
 
 class JsonLines:
@@ -707,19 +707,19 @@ class Lines:
 
     def step(self, record: Record) -> None:
         for line in _pass_lines(record):
-            _say(line)
+            say(line)
         step, is_first = record["step"], not self._seconds
         self._seconds.append(record["step_seconds"])
         if step % self._interval == 0 or step == self._num_steps:
             left = round((self._num_steps - step) * sum(self._seconds) / len(self._seconds))
-            _say(f"step {step}/{self._num_steps}  {_numbers(record)}  eta {_clock(left)}")
+            say(f"step {step}/{self._num_steps}  {_numbers(record)}  eta {_clock(left)}")
         elif is_first:
             # No estimate: it allocates, and may compile, what later steps use again.
-            _say(f"step {step}/{self._num_steps}  {_numbers(record)}  (the first is the slowest)")
+            say(f"step {step}/{self._num_steps}  {_numbers(record)}  (the first is the slowest)")
 
     def evaluation(self, records: list[Record]) -> None:
         for line in _evaluation_lines(records):
-            _say(line)
+            say(line)
 
     def go_back(self, step: int) -> None:
         """Do nothing: what was printed stays."""
@@ -781,9 +781,3 @@ def _evaluation_lines(records: list[Record]) -> list[str]:
         f"evaluation after step {step}, {p}, {tokens:,} tokens, perplexity at  {'  '.join(v)}"
         for p, v in by_protocol.items()
     ]
-
-
-def _say(line: str) -> None:
-    # stderr may be a file on a disk that is full for a moment, which must not end training.
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)

@@ -12,9 +12,7 @@ import errno
 import gzip
 import os
 import shutil
-import sys
 import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from torch.profiler import ProfilerActivity
 
 from pretrain import platform
 from pretrain.config import RunConfig
-from pretrain.rundir.files import FILE_MODE, PARTIAL, make_directory
+from pretrain.rundir.files import FILE_MODE, make_directory, new_file, say
 from pretrain.rundir.metrics import Warn
 from pretrain.rundir.paths import RunPaths
 
@@ -73,7 +71,7 @@ class Profiler:
         self._is_over = True
         with self._warning(), recording:
             recording.stop()
-            _say(describe(recording.write(self._run), recording.first, recording.last))
+            say(describe(recording.write(self._run), recording.first, recording.last))
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
@@ -133,13 +131,15 @@ class Recording:
         make_directory(folder)
         name = f"step-{self.first:08d}-{self.last:08d}.rank0"
         paths = [folder / f"{name}{TRACE_SUFFIX}"]
-        with _published(paths[0]) as partial:
+        with new_file(paths[0]) as partial:
             self._write_trace(partial)
+            partial.chmod(FILE_MODE)
         if platform.has_cuda():
             paths.append(folder / f"{name}{MEMORY_SUFFIX}")
-            with _published(paths[1]) as partial:
+            with new_file(paths[1]) as partial:
                 # torch declares no types here.
                 torch.cuda.memory._dump_snapshot(str(partial))  # type: ignore[no-untyped-call]
+                partial.chmod(FILE_MODE)
         return paths
 
     def _write_trace(self, partial: Path) -> None:
@@ -178,12 +178,6 @@ def describe(paths: list[Path], first: int, last: int) -> str:
     return "\n".join(lines)
 
 
-def _say(text: str) -> None:
-    """Print to stderr, which may be a file on a full disk."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
-
-
 def _is_whole(trace: Path) -> bool:
     """Return True if a JSON file ends as one does."""
     try:
@@ -192,16 +186,3 @@ def _is_whole(trace: Path) -> bool:
             return file.read().rstrip().endswith(b"}")
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def _published(path: Path) -> Iterator[Path]:
-    """Give the name of a hidden file, which gets its final name after the block."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
-    try:
-        yield partial
-        partial.chmod(FILE_MODE)
-        partial.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)

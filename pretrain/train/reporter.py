@@ -12,7 +12,6 @@ import faulthandler
 import math
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import Superseded
+from pretrain.rundir.files import say
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
 from pretrain.rundir.metrics import WarnOnce
 from pretrain.rundir.paths import (
@@ -230,7 +230,7 @@ class AttemptReporter:
         """End this process at once, whatever it is doing: another attempt writes to the run now."""
         assert self._attempt is not None
         reason = "another process has taken this run over, because this one gave no sign of life"
-        print(f"error: {self._attempt.directory}: {reason}", file=sys.stderr, flush=True)
+        say(f"error: {self._attempt.directory}: {reason}")
         with contextlib.suppress(OSError):
             self._attempt.end(Outcome.SUPERSEDED, ExitCode.FAILED, reason, self._step)
         os._exit(ExitCode.FAILED)

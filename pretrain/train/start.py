@@ -48,7 +48,7 @@ from pretrain.rundir.checkpoints import (
     find_checkpoint,
     no_checkpoints,
 )
-from pretrain.rundir.files import make_directory
+from pretrain.rundir.files import make_directory, say
 from pretrain.rundir.history import begins_branch, bring_back_lines, keeps_lines_of, recover, settle
 from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.metrics import evaluations_at
@@ -435,7 +435,7 @@ def take_run(
     )
     _say_damaged(start_point)
     if start_point.is_automatic and start_point.checkpoint is not None:
-        _say(*no_checkpoints(config.directory, start_point.checkpoint.path))
+        say(*no_checkpoints(config.directory, start_point.checkpoint.path))
     made, changes = record_provenance(config.directory, reporter, start_point.checkpoint)
     return dataclasses.replace(start_point, provenance=made, provenance_changes=changes)
 
@@ -539,15 +539,10 @@ def _say_damaged(start_point: StartPoint) -> None:
     """Print which newer checkpoints are damaged and how many steps are lost with them."""
     for path, damage in start_point.damaged:
         lost = (checkpoint_step(path.name) or 0) - start_point.step
-        _say(
+        say(
             f"warning: {path} is damaged ({first_sentence(damage)}) and set aside; training goes "
             f"on from step {start_point.step}, {lost} steps are lost and trained again"
         )
-
-
-def _say(*lines: str) -> None:
-    for line in lines:
-        print(line, file=sys.stderr, flush=True)
 
 
 def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) -> None:
@@ -561,7 +556,7 @@ def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) ->
         bring_back_lines(config.directory, path, lineage.step)
     if folder is not None:
         names = ", ".join(sorted(found.name for found in folder.glob("step-*")))
-        _say(
+        say(
             f"{config.directory}: {names} moved to {folder}, because training goes on from step "
             f"{start_point.step}"
         )

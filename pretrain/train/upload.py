@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from pretrain.rundir.checkpoints import (
     checkpoint_directory,
     saved_checkpoints,
 )
-from pretrain.rundir.files import publish_directory
+from pretrain.rundir.files import publish_directory, say
 from pretrain.rundir.lineage import read_lineage
 from pretrain.rundir.lock import check_free
 from pretrain.topology import Topology, on_main, supervised_attempt
@@ -126,7 +125,7 @@ def fetch(config: RunConfig, resume: str) -> str:
         wanted = store.stored(name) if name else store.newest()
     except StoreError as error:
         if resume == "auto" and own:
-            _say(f"warning: {error}. Training goes on from what is on the disk")
+            say(f"warning: {error}. Training goes on from what is on the disk")
             return resume
         raise
     if wanted is None:
@@ -174,7 +173,7 @@ def _fetch_first_good(
         try:
             _fetch_one(config, store, stored, final)
         except DamagedCheckpoint as error:
-            _say(f"warning: {error}. The checkpoint before it is tried")
+            say(f"warning: {error}. The checkpoint before it is tried")
             continue
         return resume if resume == "auto" else str(final)
     raise ConfigError(
@@ -192,7 +191,7 @@ def _fetch_one(config: RunConfig, store: Store, stored: Stored, final: Path) -> 
             f"{final}: is there already, and is not {store.url}/{stored.name}. Move it elsewhere, "
             "or train in another run.directory"
         )
-    _say(f"{config.directory}: downloading {store.url}/{stored.name}, {stored.bytes / 1e9:.2f} GB")
+    say(f"{config.directory}: downloading {store.url}/{stored.name}, {stored.bytes / 1e9:.2f} GB")
     partial = begin_partial(config.directory, stored.step, supervised_attempt())
     try:
         store.download(stored, partial)
@@ -200,7 +199,3 @@ def _fetch_one(config: RunConfig, store: Store, stored: Stored, final: Path) -> 
         publish_directory(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
