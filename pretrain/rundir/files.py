@@ -18,7 +18,7 @@ import stat
 import struct
 import sys
 import uuid
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -417,14 +417,15 @@ def from_json(kind: type[T], content: Json) -> T | None:
     try:
         if not known or _has_odd_number(known):
             return None
-        made: T = _adapter(kind).validate_json(json.dumps(known), strict=True)
+        key: Any = kind
+        made: T = _adapter(key).validate_json(json.dumps(known), strict=True)
     except (ValueError, RecursionError):
         return None
     return made
 
 
 @functools.cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
