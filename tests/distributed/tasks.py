@@ -11,6 +11,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -339,7 +340,7 @@ def continue_run_in_blocks(config: RunConfig, resume: str, until: int, block_byt
     """Run `continue_run`, and save in blocks of another size."""
     from pretrain.checkpoint import blocks
 
-    with platform.replaced(blocks, "BLOCK_BYTES", block_bytes):
+    with patch.object(blocks, "BLOCK_BYTES", block_bytes):
         return continue_run(config, resume, until)
 
 

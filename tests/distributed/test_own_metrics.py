@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from pretrain import platform
 from pretrain.config import RunConfig
 from pretrain.rundir.metrics import is_evaluation, read_metrics, record_metric
 from pretrain.rundir.paths import RunPaths
@@ -57,9 +57,9 @@ def train_with_own_metrics(config: RunConfig, odd_steps: tuple[int, ...]) -> str
     said = io.StringIO()
     with (
         contextlib.redirect_stderr(said),
-        platform.replaced(step, "_mean_loss", own_loss),
-        platform.replaced(forward, "call_model", own_call),
-        platform.replaced(loop, "seed_step", own_seed),
+        patch.object(step, "_mean_loss", own_loss),
+        patch.object(forward, "call_model", own_call),
+        patch.object(loop, "seed_step", own_seed),
     ):
         assert loop.train(config) == 0
     return said.getvalue()
