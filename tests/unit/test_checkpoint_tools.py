@@ -77,13 +77,6 @@ def test_list_shows_lineage_sizes_losses_readers_and_damage(line, tmp_path):
     assert [row["step"] for row in json.loads(result.stdout)] == [2, 4, 6, 8, 8]
 
 
-def test_list_refuses_what_is_no_run(tmp_path):
-    with pytest.raises(ConfigError, match="no such directory"):
-        list_run(tmp_path / "none")
-    with pytest.raises(ConfigError, match="has no checkpoints"):
-        list_run(tmp_path)
-
-
 # ---- show ----------------------------------------------------------------------------------------
 def test_show_tells_what_a_checkpoint_is(line, tmp_path):
     text = show_source(tmp_path / "run")

@@ -170,26 +170,6 @@ def test_a_plain_line_at_the_start_every_interval_and_at_the_end(capsys):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "rate", "expected"),
-    [
-        (84.0, 999.4, "999 tokens/s  eta 1:24"),
-        (4000.0, 1234.0, "1.2k tokens/s  eta 1:06:40"),
-        (200_000.0, 4_560_000.0, "4.56M tokens/s  eta 2 days, 7:33:20"),
-    ],
-)
-def test_rates_and_times_are_readable(capsys, seconds, rate, expected):
-    Lines(num_steps=2, interval=1).step(
-        step_record(1, step_seconds=seconds, tokens_per_second=rate)
-    )
-    assert capsys.readouterr().err.rstrip().endswith(expected)
-
-
-def test_a_loss_that_is_not_a_number_is_printed_as_such(capsys):
-    Lines(num_steps=1, interval=1).step(step_record(1, loss_nats=math.nan, gradient_norm=math.inf))
-    assert "loss nan  lr 1.9e-03  grad inf" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     "console", [lambda: Lines(120, 10), lambda: ProgressBar(120, 90)], ids=["lines", "bar"]
 )
 def test_an_evaluation_is_a_line_a_protocol(capsys, console):

@@ -16,7 +16,6 @@ from pretrain.config.trajectory import (
     check_allowed,
     check_differences,
     data_differences,
-    describe_differences,
     differences,
     effect_of,
     field_effect,
@@ -115,30 +114,6 @@ def test_a_derived_value_counts_and_not_its_spelling():
     )
     exact = {**learned, "max_position_embeddings": 32}
     assert differences(short, tiny_config(position=exact, evaluation={"lengths": [16]})) == []
-
-
-def test_the_lines_of_a_resume():
-    after = tiny_config(
-        train={"num_steps": 30}, optimizer={"clip_grad": float("inf")}, evaluation={"lengths": [32]}
-    )
-    assert describe_differences([], "RUN", "CHECKPOINT") == ""
-    found = differences(tiny_config(), after)
-    found += data_differences(
-        {"training": "a" * 64, "validation": "b" * 64, "tokenizer": "t"},
-        {"training": "c" * 64, "validation": "d" * 64, "tokenizer": "t"},
-        "data",
-    )
-    assert describe_differences(found, "RUN", "CHECKPOINT").splitlines() == [
-        "RUN: 5 differences from CHECKPOINT:",
-        "  optimizer.clip_grad = 1.0 -> inf  (changes training, allowed by --allow-changed "
-        "optimizer.clip_grad)",
-        "  train.num_steps = 20 -> 30  (may change; the learning rate decays towards the new last "
-        "step)",
-        "  evaluation.lengths = [32, 64] -> [32]  (may change)",
-        "  data.directory (training split) = aaaaaaaaaaaa -> cccccccccccc  (changes training, "
-        "allowed by --allow-changed data.directory)",
-        "  data.directory (validation split) = bbbbbbbbbbbb -> dddddddddddd  (may change)",
-    ]
 
 
 def test_another_tokenizer_stands_for_the_tokens_that_it_made():
