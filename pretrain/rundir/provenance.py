@@ -121,6 +121,10 @@ def _changes(root: Path, git: Path, commit: str) -> bytes:
             "GIT_OBJECT_DIRECTORY": str(_common_directory(git) / "objects"),
             "GIT_CONFIG_GLOBAL": "/dev/null",
             "GIT_CONFIG_NOSYSTEM": "1",
+            # Otherwise git writes the index anew when a file has another time and the same bytes.
+            "GIT_CONFIG_COUNT": "1",
+            "GIT_CONFIG_KEY_0": "diff.autoRefreshIndex",
+            "GIT_CONFIG_VALUE_0": "false",
             "GIT_TERMINAL_PROMPT": "0",
             "LC_ALL": "C",
         }

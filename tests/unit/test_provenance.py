@@ -184,7 +184,10 @@ def test_the_repository_stays_as_it_is_and_git_is_asked_twice(clone, tmp_path, m
     log, real = tmp_path / "log", shutil.which("git")
     (tmp_path / "git").write_text(f'#!/bin/sh\necho "$2" >> {log}\nexec {real} "$@"\n')
     (tmp_path / "git").chmod(0o755)
-    (clone / "pretrain/gpt.py").write_text("print(1)\n")
+    file = clone / "pretrain/gpt.py"
+    file.write_text("print(1)\n")
+    # Another time than the index has, and not that of the index itself.
+    os.utime(file, (1, 1))
 
     def state() -> dict[Path, tuple[int, int]]:
         return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in clone.rglob("*")}
