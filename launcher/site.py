@@ -59,7 +59,7 @@ class Site(Section):
     """Cores of a node that its ranks share evenly."""
     gpu: str | None = None
     """The GPU's model, for messages."""
-    gpu_type: str | None = None
+    gpu_type: str | None = Field(default=None, pattern=r"^[\w.+-]+$")
     """The GPU's type in Slurm, for a partition that mixes several: v100 if `scontrol show node`
     prints Gres=gpu:v100:8."""
     precisions: tuple[Literal["fp32", "bf16", "fp16"], ...] = Field(
@@ -260,22 +260,10 @@ def _refused_sizes(site: Site) -> Iterator[str]:
             "gpus_per_node: missing. Set it to the number of GPUs of a node, or on a site without "
             "GPUs set tasks_per_node to the number of ranks"
         )
-    if not site.gpus_per_node and site.gpu_type:
-        yield f"gpu_type = {site.gpu_type}: gpus_per_node is 0. Leave it out, or set gpus_per_node"
     if site.cpus_per_node < site.max_tasks_per_node:
         yield (
             f"cpus_per_node = {site.cpus_per_node}: fewer than the {site.max_tasks_per_node} ranks "
             "of a node. Set at least one core per rank"
-        )
-    if not site.gpus_per_node and site.gpu_compute_capability:
-        yield (
-            f"gpu_compute_capability = {site.gpu_compute_capability}: gpus_per_node is 0. Leave it "
-            "out, or set gpus_per_node"
-        )
-    if site.gpu_type and not re.fullmatch(r"[\w.+-]+", site.gpu_type):
-        yield (
-            f"gpu_type = {site.gpu_type!r}: not the name of a type. Slurm shows it for a node as "
-            "Gres=gpu:TYPE:8"
         )
     try:
         share_of_memory(site.memory_per_node or "0", 1, 1)

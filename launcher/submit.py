@@ -65,7 +65,7 @@ def check_build(site: Site) -> None:
     Raises:
         ConfigError: It has none.
     """
-    if site.gpu_compute_capability is None or site.is_contained:
+    if not (site.gpus_per_node and site.gpu_compute_capability) or site.is_contained:
         return
     python = site.ranks_python or sys.executable
     try:
