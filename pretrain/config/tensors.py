@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pretrain.positions.base import LEARNED_TABLE, OWN
 
@@ -113,6 +113,33 @@ def num_parameters_of_rank(config: RunConfig, pipeline_rank: int) -> int:
 def checkpoint_bytes(config: RunConfig) -> int:
     """Return the bytes of the tensors of a checkpoint: fp32 masters and moments."""
     return config.state_bytes * num_parameters(config)
+
+
+class Widths(NamedTuple):
+    """Numbers that a token has on one tensor-parallel rank; every model of memory counts by them.
+
+    The residual stream has hidden_size of them on each rank, but for sequence parallelism.
+    """
+
+    query: int
+    """Its heads' queries, and as many of attention's output."""
+    key: int
+    """Its key heads' keys, and as many values. A rank has one head at least."""
+    ffn: int
+    """The output of the MLP's first product."""
+    vocabulary: int
+    """Logits."""
+
+
+def widths(config: RunConfig) -> Widths:
+    """Return the widths of a rank's tensors, in numbers a token."""
+    tensor, head = config.parallel.tensor_model_parallel_size, config.head_dim
+    return Widths(
+        query=config.model.num_attention_heads // tensor * head,
+        key=max(1, config.num_query_groups // tensor) * head,
+        ffn=config.ffn_hidden_size // tensor,
+        vocabulary=config.padded_vocab_size // tensor,
+    )
 
 
 def _inputs(c: RunConfig) -> Iterator[ModelTensor]:

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from pretrain import platform
 from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, in_bytes
+from pretrain.config.tensors import widths
 from pretrain.data.order import mask_text
 from pretrain.evaluate.records import PositionLosses, confidence_interval
 from pretrain.evaluate.windows import Protocol, ScoredText, Window
@@ -119,15 +120,13 @@ def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
     item = platform.DTYPES[config.train.precision].itemsize
     rows = max(1, config.evaluation.tokens_per_batch // length)
     tokens = rows * length
-    hidden, heads = m.hidden_size, m.num_attention_heads // split
-    width = config.head_dim
-    query, key = heads * width, max(1, config.num_query_groups // split) * width
+    hidden, heads, width = m.hidden_size, m.num_attention_heads // split, widths(config)
     # The residual, the output of its LayerNorm, and the input that is kept for the next sum.
     stream = 3 * hidden * item
     # Queries, keys and values joined and apart, and the output in pieces, joined and in order.
-    attention = (2 * (query + 2 * key) + 3 * query) * item
-    mlp = (2 * config.ffn_hidden_size // split + hidden) * item
-    logits = _logit_bytes(config, split, item)
+    attention = (2 * (width.query + 2 * width.key) + 3 * width.query) * item
+    mlp = (2 * width.ffn + hidden) * item
+    logits = _logit_bytes(config, item)
     # Token ids, positions, labels and the losses by position, of every micro batch of a pass.
     micro_batches = layout.pipeline * layout.virtual
     ids = (4 * 8 + 4 * 8) * micro_batches
@@ -136,17 +135,11 @@ def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
     return int(MARGIN * tokens * of_token) + max(extra, LOSS_PIECE_BYTES)
 
 
-def _logit_bytes(config: RunConfig, split: int, item: int) -> int:
-    """Return the bytes of a token's logits on a rank.
-
-    Args:
-        config: The run's config.
-        split: Tensor-parallel size.
-        item: Bytes of a number in the training precision.
-    """
+def _logit_bytes(config: RunConfig, item: int) -> int:
+    """Return the bytes of a token's logits on a rank; `item`: of a number while training."""
     clusters = config.adaptive_clusters
     if not clusters:
-        return config.padded_vocab_size // split * item
+        return widths(config).vocabulary * item
     if config.train.fusion == "off":
         # log p of all words in fp32, in parts and together.
         return 2 * config.padded_vocab_size * 4

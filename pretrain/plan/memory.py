@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 from pretrain.config import Layout, RunConfig, num_parameters
-from pretrain.config.tensors import TIED, ModelTensor, stage_tensors
+from pretrain.config.tensors import TIED, ModelTensor, stage_tensors, widths
 from pretrain.optim.cutting import Piece, Settings, cut
 from pretrain.positions.base import OWN
 
@@ -305,7 +305,7 @@ class Activations:
     @cached_property
     def inner(self) -> int:
         """The output of the first product of the MLP."""
-        return self.tokens * self.config.ffn_hidden_size // self.tensor * self.item
+        return self.tokens * widths(self.config).ffn * self.item
 
     @property
     def has_fused_loss(self) -> bool:
@@ -346,8 +346,8 @@ class Activations:
         heads = c.model.num_attention_heads // self.tensor
         # The kernels of a V100 have no grouped queries: keys and values are repeated for each head.
         groups = c.num_query_groups // self.tensor if self.is_modern else heads
-        query = heads * c.head_dim * self.item
-        pair = 2 * groups * c.head_dim * self.item
+        query = widths(c).query * self.item
+        pair = 2 * (widths(c).key if self.is_modern else widths(c).query) * self.item
         rows = 4 * heads
         kept = query + pair
         if channels := c.position.rotated_channels(c):
@@ -403,7 +403,7 @@ class Activations:
         """Return the logits of a micro batch, in every form in which the loss keeps them."""
         # Megatron's loss keeps their softmax, in fp32.
         per_logit = self.item if self.has_fused_loss else 4
-        return self.tokens * self.config.padded_vocab_size // self.tensor * per_logit
+        return self.tokens * widths(self.config).vocabulary * per_logit
 
     def loss(self) -> int:
         """Return what the final norm and the loss keep beside the logits."""
@@ -425,7 +425,7 @@ class Activations:
         if not is_tied_here or not self.accumulates_in_products:
             # A gradient of the weight's shape for autograd, filled or not.
             gradient += self.embedding_weight()
-        logits = self.tokens * self.config.padded_vocab_size // self.tensor
+        logits = self.tokens * widths(self.config).vocabulary
         if not self.has_fused_loss:
             # The softmax has become the logits' gradient, and is gone when the products begin.
             gradient = self.item * logits + max(0, gradient - self.logits())
@@ -435,8 +435,7 @@ class Activations:
 
     def embedding_weight(self) -> int:
         """Return the embedding of this rank in the training precision."""
-        rows = self.config.padded_vocab_size // self.tensor
-        return rows * self.config.model.hidden_size * self.item
+        return widths(self.config).vocabulary * self.config.model.hidden_size * self.item
 
     def layer_buffers(self) -> int:
         """Return what the backward pass of a layer needs beside what is kept, at most."""
@@ -454,7 +453,7 @@ class Activations:
         shape. ReLU writes a second gradient of its own size, while its output is still there.
         """
         c = self.config
-        weight = c.model.hidden_size * c.ffn_hidden_size // self.tensor * self.item
+        weight = c.model.hidden_size * widths(c).ffn * self.item
         gathered = self.whole if c.parallel.sequence_parallel else 0
         dropped = self.stream if c.model.hidden_dropout else 0
         beside = weight + gathered
@@ -470,7 +469,7 @@ class Activations:
         """
         c = self.config
         heads = c.model.num_attention_heads // self.tensor
-        pairs = (heads + 2 * c.num_query_groups // self.tensor) * c.head_dim * self.item
+        pairs = (widths(c).query + 2 * widths(c).key) * self.item
         sums = 0
         if self.is_modern and c.position.bias == "table":
             reach = c.position.reach(c)
