@@ -33,7 +33,7 @@ import torch
 import webdataset
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from pretrain.bench.methods import interleave, ratio, shown
+from pretrain.bench.turns import Column, contest, table
 from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.errors import free_bytes, in_bytes
 from pretrain.data import order
@@ -142,32 +142,28 @@ def measure_loading(
     with _leaving_on_sigterm(), folder as name:
         with writing(Path(name)):
             stream = _write(config, Path(name), tokens)
-        contest = Contest(config, stream, Path(name) / "flat.bin", layout.data)
+        sources = Contest(config, stream, Path(name) / "flat.bin", layout.data)
         contestants = list(CONTESTANTS)
 
         def one(number: int) -> dict[str, float]:
             make = CONTESTANTS[contestants[number]]
-            return _speed(make(contest), seconds) | {WAIT: _wait(make(contest))}
+            return _speed(make(sources), seconds) | {WAIT: _wait(make(sources))}
 
-        taken, failed = interleave(
-            contestants, rounds, one, lambda t: f"{t[SPEED]:,.0f} tokens/s, {t[WAIT]:.2f} ms waited"
+        measured = contest(
+            [{"loader": name} for name in contestants],
+            rounds,
+            one,
+            lambda t: f"{t[SPEED]:,.0f} tokens/s, {t[WAIT]:.2f} ms waited",
         )
-    rows = [
-        {"loader": name, **{key: [turn[key] for turn in turns] for key in (SPEED, COST, WAIT)}}
-        for number, (name, turns) in enumerate(zip(contestants, taken))
-        if number not in failed
-    ]
     return {
         "machine": f"{machine.processor() or machine.machine()}, {os.cpu_count()} processors",
-        "rounds": rounds,
         "seconds": seconds,
         "tokens": tokens,
         "sequence_length": config.data.sequence_length,
-        "samples_per_step": contest.samples,
+        "samples_per_step": sources.samples,
         "micro_batch_size": config.batch.micro_batch_size,
         "num_workers": config.data.num_workers,
-        "rows": rows,
-        "failed": [{"loader": contestants[n], "reason": why} for n, why in failed.items()],
+        **measured,
     }
 
 
@@ -197,33 +193,23 @@ def _check_room(config: RunConfig, tokens: int, place: Path) -> None:
 
 
 def loading_table(result: dict[str, Any]) -> str:
-    """Return what `measure_loading` returned as a Markdown table, with ratios to the memmap.
-
-    A ratio is the median over the rounds of the ratio in a round, with the smallest and the largest
-    one.
-    """
+    """Return what `measure_loading` returned as a Markdown table, with ratios to the memmap."""
     memmap = next((row for row in result["rows"] if row["loader"] == MEMMAP), None)
-    lines = [
+    return table(
+        result,
         f"{result['machine']}; {result['tokens']:,} random tokens, L = "
         f"{result['sequence_length']:,}, steps of {result['samples_per_step']} samples in micro "
         f"batches of {result['micro_batch_size']}, data.num_workers = {result['num_workers']}; "
         f"medians of {result['rounds']} rounds of {result['seconds']:g} s in turn; ratios to the "
         f"{MEMMAP}, with their range over the rounds",
-        "",
-        "| loader | tokens/s | ratio | tokens per second of this process's processor time | ratio "
-        f"| wait for a step, when training takes {STEP_SECONDS * 1e3:g} ms |",
-        "|---|---:|---|---:|---|---:|",
-    ]
-    for row in result["rows"]:
-        cells = [row["loader"]]
-        for speed in (SPEED, COST):
-            cells.append(f"{statistics.median(row[speed]):,.0f}")
-            cells.append("-" if memmap is None else shown(ratio(row, memmap, speed)))
-        lines.append(f"| {' | '.join(cells)} | {statistics.median(row[WAIT]):.2f} ms |")
-    for failed in result["failed"]:
-        reason = failed["reason"].strip().splitlines()[-1]
-        lines += ["", f"{failed['loader']}: failed: {reason}"]
-    return "\n".join(lines)
+        ["loader"],
+        [
+            Column("tokens/s", SPEED, "{:,.0f}", ratio=True),
+            Column("tokens per second of processor time", COST, "{:,.0f}", ratio=True),
+            Column(f"waited for a step of {STEP_SECONDS * 1e3:g} ms", WAIT, "{:.2f} ms"),
+        ],
+        lambda row: memmap,
+    )
 
 
 def _write(config: RunConfig, root: Path, tokens: int) -> TokenStream:

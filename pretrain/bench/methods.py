@@ -1,216 +1,31 @@
-"""Measure what generation costs with each position method at each length of its context.
+"""Measure what position methods cost beside each other: training, evaluation and generation.
 
-The contestants are methods and lengths. They take turns as in `pretrain.bench.methods`.
+The contestants are methods and lengths. They take turns as `pretrain.bench.turns` says.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import multiprocessing
-import os
-import pickle
-import signal
-import statistics
-import sys
-import tempfile
-import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from pretrain import platform
-from pretrain.bench.training import WARM_UP_STEPS, TrainingStep
-from pretrain.config import ConfigError, RunConfig, RunFailed
+from pretrain.bench.training import WARM_UP_STEPS, Clock, TrainingStep
+from pretrain.bench.turns import Column, Measured, contest, name_of, table, take_turn
+from pretrain.config import ConfigError, RunConfig
 from pretrain.evaluate.perplexity import Evaluator
 from pretrain.evaluate.windows import Protocol, ScoredText
 from pretrain.model.forward import Decoder, cache_bytes, check_generation, greedy
 from pretrain.model.gpt import build_model
-from pretrain.topology import Process, Topology, initialize
-
-# ---- Run a function in processes of its own, which join each other and end with it ----
-# A comparison of speed and memory lets its contestants take turns. Each turn has new processes:
-# memory is then that of one contestant alone, a GPU is empty when the next one begins, and no idle
-# process of another contestant takes time from the one that is measured. Between turns nothing is
-# kept but compiled kernels on the disk.
-
-
-T = TypeVar("T")
-ADDRESS = "127.0.0.1"
-"""All processes of a turn are on this machine."""
-
-
-def interleave(
-    names: Sequence[str], rounds: int, turn: Callable[[int], T], shown: Callable[[T], str]
-) -> tuple[list[list[T]], dict[int, str]]:
-    """Let contestants take turns, round by round, back and forth. Progress goes to stderr.
-
-    Args:
-        names: What to call each contestant.
-        rounds: How often each takes its turn.
-        turn: Lets the contestant of a number take one turn. A RunFailed that it raises is that
-            contestant's end, and the others go on.
-        shown: What to print of a turn.
-
-    Returns:
-        (what each contestant measured in each round, number -> why a contestant failed)
-
-    Raises:
-        RunFailed: All contestants failed.
-    """
-    taken: list[list[T]] = [[] for _ in names]
-    failed: dict[int, str] = {}
-    for number in range(1, rounds + 1):
-        # Back and forth, so that a drift during the job favours no contestant.
-        order = range(len(names)) if number % 2 else reversed(range(len(names)))
-        for contestant in order:
-            if contestant in failed:
-                continue
-            said = f"round {number} of {rounds}: {names[contestant]}"
-            try:
-                result = turn(contestant)
-            except RunFailed as error:
-                failed[contestant] = str(error)
-                print(f"{said} failed: {error}", file=sys.stderr, flush=True)
-                continue
-            taken[contestant].append(result)
-            print(f"{said}: {shown(result)}", file=sys.stderr, flush=True)
-    if len(failed) == len(names):
-        raise RunFailed("nothing could be measured:\n" + "\n".join(failed.values()))
-    return taken, failed
-
-
-def take_turn(task: Callable[[RunConfig, Topology], T], config: RunConfig, nproc: int) -> list[T]:
-    """Call task(config, topology) in `nproc` new processes of this machine.
-
-    Args:
-        task: A function of a module, since it is found by its name, or functools.partial of one.
-            Called on all ranks together; it, what it returns and `config` are pickled.
-        config: The run, whose layout the processes join in.
-        nproc: Number of processes, one for each GPU or a few on CPU cores.
-
-    Returns:
-        What the task returned on each rank.
-
-    Raises:
-        RunFailed: The task failed on a rank, or a process was killed. All have ended then.
-    """
-    context = _context(getattr(task, "func", task).__module__)
-    with tempfile.TemporaryDirectory(prefix="turn-") as folder:
-        processes, pipes = [], []
-        try:
-            for rank in range(nproc):
-                ours, theirs = context.Pipe()
-                place = Process(rank, nproc, rank, ADDRESS, 0, Path(folder) if nproc > 1 else None)
-                # The task in a pickle of its own: reading it imports what may warn.
-                arguments = theirs, pickle.dumps(task), config, place
-                process = context.Process(target=_work, args=arguments, daemon=True)
-                process.start()
-                # The process alone keeps its end open, so that its death reads as an end of file.
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            results = _results(pipes)
-            for pipe in pipes:
-                # Ranks leave together: one that has gone breaks a collective of the others.
-                pipe.send(None)
-            for process in processes:
-                process.join()
-            return results
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-
-
-def _context(module: str) -> ForkServerContext | SpawnContext:
-    """Return how processes are started; `module` is what they will need.
-
-    Without GPUs they are forked from a server that has imported everything, in a tenth of a second;
-    imports alone would take longer than what is measured. With GPUs each process imports for
-    itself, since a library that asks for the GPUs at import would leave forked ones without them.
-    """
-    if platform.has_cuda():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pretrain.bench.quiet", __name__, module])
-    return context
-
-
-def _results(pipes: list[Connection]) -> list[Any]:
-    """Wait for the result of every rank; RunFailed as soon as one has none."""
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        for pipe in wait(waiting):
-            assert isinstance(pipe, Connection)
-            rank = pipes.index(pipe)
-            try:
-                ok, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                ok, value = False, "the process was killed, often because memory ran out"
-            if not ok:
-                raise RunFailed(f"rank {rank}: {value}" if len(pipes) > 1 else value)
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
-
-
-def _work(pipe: Connection, task: bytes, config: RunConfig, process: Process) -> None:
-    """Do a task and send (True, result) or (False, why there is none); for a process of a turn.
-
-    Args:
-        pipe: Where to send it; afterwards the word to leave comes from there.
-        task: The task, pickled.
-        config: The run.
-        process: This process.
-    """
-    # Ctrl-C is for the process that started the turns, and this one ends with it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with_parent()
-    warnings.simplefilter("ignore")
-    # Its own lock is one of the system's, which a process that leaves at once would leave behind.
-    tqdm.set_lock(threading.RLock())
-    torch.set_num_threads(max(1, torch.get_num_threads() // process.world_size))
-    try:
-        outcome = True, pickle.loads(task)(config, initialize(config, process))
-    except (ConfigError, RunFailed, MemoryError, torch.OutOfMemoryError) as error:
-        outcome = False, str(error) or type(error).__name__
-    except Exception:
-        outcome = False, traceback.format_exc()
-    with contextlib.suppress(EOFError, OSError):
-        pipe.send(outcome)
-        pipe.recv()
-    # An ordinary exit would take seconds to unload the imported libraries.
-    os._exit(0)
-
-
-def _end_with_parent() -> None:
-    """Let this process end when the one that started it does, however that ends."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=end, daemon=True).start()
-
+from pretrain.topology import Topology
 
 # ---- Measure what methods and training lengths cost beside each other, in one job ----
-# The contestants take turns, round by round and in the opposite order every second round, so that
-# what else the machine does hits all of them alike. Numbers of runs that trained at different times
-# could not be compared.
 
 
 STEPS = 5
@@ -219,7 +34,8 @@ PASSES = 4
 """Forward passes of each rank that are timed in a turn, after one that warms up."""
 BASELINE = "sinusoidal"
 """The method that ratios are taken to, as in the paper's table of speed and memory."""
-SPEEDS = ("train_tokens_per_second", "evaluation_tokens_per_second")
+TRAINING, EVALUATION = "train_tokens_per_second", "evaluation_tokens_per_second"
+MEMORY = "peak_memory_bytes"
 
 
 @dataclass(frozen=True)
@@ -237,14 +53,6 @@ class TrainingTurn:
     included."""
     device: str
     """The device's name."""
-
-
-class Ratio(NamedTuple):
-    """Ratio of one contestant's value to another's: its median and range over the rounds."""
-
-    median: float
-    low: float
-    high: float
 
 
 TakeTrainingTurn = Callable[[RunConfig, int], list[TrainingTurn]]
@@ -296,35 +104,31 @@ def measure_with(
     Raises:
         RunFailed: All contestants failed.
     """
-    names = [_name(config) for config in configs]
+    device = ""
 
-    def speeds(turn: tuple[float, float, list[TrainingTurn]]) -> str:
-        return f"{turn[0]:,.0f} tokens/s in training, {turn[1]:,.0f} in evaluation"
+    def one(contestant: int) -> Measured:
+        nonlocal device
+        config = configs[contestant]
+        ranks = turn(config, nproc)
+        device = ranks[0].device
+        train, evaluation = (
+            max(rank.train_seconds for rank in ranks),
+            max(rank.evaluation_seconds for rank in ranks),
+        )
+        return {
+            TRAINING: STEPS * config.tokens_per_step / train,
+            EVALUATION: ranks[0].evaluation_tokens / evaluation,
+            MEMORY: max(rank.peak_memory_bytes for rank in ranks),
+        }
 
-    def one(contestant: int) -> tuple[float, float, list[TrainingTurn]]:
-        ranks = turn(configs[contestant], nproc)
-        return *_speeds(configs[contestant], ranks), ranks
-
-    taken, failed = interleave(names, rounds, one, speeds)
-    rows = []
-    for number, (config, turns) in enumerate(zip(configs, taken)):
-        if number not in failed:
-            train, evaluation, ranks = zip(*turns)
-            peaks = [rank.peak_memory_bytes for each in ranks for rank in each]
-            rows.append(
-                {
-                    **_key(config),
-                    "train_tokens_per_second": list(train),
-                    "evaluation_tokens_per_second": list(evaluation),
-                    "peak_memory_bytes": max(peaks),
-                }
-            )
-    return {
-        "device": f"{nproc} x {next(filter(None, taken))[0][2][0].device}",
-        "rounds": rounds,
-        "rows": rows,
-        "failed": [{**_key(configs[n]), "reason": reason} for n, reason in failed.items()],
-    }
+    result = contest(
+        [_key(config) for config in configs],
+        rounds,
+        one,
+        lambda t: f"{t[TRAINING]:,.0f} tokens/s in training, {t[EVALUATION]:,.0f} in evaluation",
+        maxima=[MEMORY],
+    )
+    return {"device": f"{nproc} x {device}", **result}
 
 
 def check_contestants(configs: Sequence[RunConfig], nproc: int) -> None:
@@ -335,59 +139,34 @@ def check_contestants(configs: Sequence[RunConfig], nproc: int) -> None:
     """
     seen = set()
     for config in configs:
-        if _name(config) in seen:
-            raise ConfigError(f"{_name(config)}: given twice. Measure each method and length once")
-        seen.add(_name(config))
+        name = name_of(_key(config))
+        if name in seen:
+            raise ConfigError(f"{name}: given twice. Measure each method and length once")
+        seen.add(name)
         config.layout(nproc)
     tokens = {config.tokens_per_step: config for config in configs}
     if len(tokens) > 1:
-        said = ", ".join(f"{_name(c)} takes {n:,}" for n, c in tokens.items())
+        said = ", ".join(f"{name_of(_key(c))} takes {n:,}" for n, c in tokens.items())
         raise ConfigError(
             f"tokens a step: {said}. Set batch.global_batch_size so that all take equally many"
         )
 
 
-def ratio(row: dict[str, Any], baseline: dict[str, Any], speed: str) -> Ratio:
-    """Return a contestant's speed as a multiple of the baseline's, by rounds.
-
-    Args:
-        row: The contestant's row.
-        baseline: The baseline's row, of the same rounds.
-        speed: The key of the speeds by round, such as one of SPEEDS.
-    """
-    ratios = [own / other for own, other in zip(row[speed], baseline[speed], strict=True)]
-    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
-
-
 def efficiency_table(result: dict[str, Any]) -> str:
-    """Return what `measure` returned as a Markdown table, with ratios to sinusoidal positions.
-
-    A ratio is the median over the rounds of the ratio in a round, with the smallest and the largest
-    one; it is taken to the baseline of the same training length.
-    """
+    """Return what `measure` returned as a Markdown table, with ratios to sinusoidal positions."""
     baselines = {r["train_length"]: r for r in result["rows"] if r["method"] == BASELINE}
-    lines = [
+    return table(
+        result,
         f"{result['device']}; medians of {result['rounds']} rounds in turn; ratios to {BASELINE} "
         "positions of the same length, with their range over the rounds",
-        "",
-        "| method | L | training, tokens/s | ratio | evaluation, tokens/s | ratio | peak memory "
-        "in training | ratio |",
-        "|---|---:|---:|---|---:|---|---:|---:|",
-    ]
-    for row in result["rows"]:
-        baseline = baselines.get(row["train_length"])
-        cells = [row["method"], f"{row['train_length']:,}"]
-        for speed in SPEEDS:
-            cells.append(f"{statistics.median(row[speed]):,.0f}")
-            cells.append("-" if baseline is None else shown(ratio(row, baseline, speed)))
-        memory = row["peak_memory_bytes"]
-        cells.append(f"{memory / 2**20:,.0f} MiB")
-        cells.append("-" if baseline is None else f"{memory / baseline['peak_memory_bytes']:.3f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    for failed in result["failed"]:
-        reason = failed["reason"].strip().splitlines()[-1]
-        lines += ["", f"{failed['method']}, L = {failed['train_length']:,}: failed: {reason}"]
-    return "\n".join(lines)
+        ["method", "train_length"],
+        [
+            Column("training, tokens/s", TRAINING, "{:,.0f}", ratio=True),
+            Column("evaluation, tokens/s", EVALUATION, "{:,.0f}", ratio=True),
+            Column("peak memory in training", MEMORY, "{:,.0f} MiB", 2**20, ratio=True),
+        ],
+        lambda row: baselines.get(row["train_length"]),
+    )
 
 
 class RandomText(ScoredText):
@@ -447,23 +226,8 @@ def _together() -> float:
     return time.perf_counter()
 
 
-def _speeds(config: RunConfig, ranks: list[TrainingTurn]) -> tuple[float, float]:
-    """Return the job's tokens/s in training and in evaluation, by its slowest rank."""
-    train = max(rank.train_seconds for rank in ranks)
-    evaluation = max(rank.evaluation_seconds for rank in ranks)
-    return STEPS * config.tokens_per_step / train, ranks[0].evaluation_tokens / evaluation
-
-
 def _key(config: RunConfig) -> dict[str, Any]:
     return {"method": config.position_name, "train_length": config.data.sequence_length}
-
-
-def _name(config: RunConfig) -> str:
-    return f"{config.position_name}, {config.data.sequence_length:,} tokens"
-
-
-def shown(ratio: Ratio) -> str:
-    return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
 WARM_UP_TOKENS = 4
@@ -471,6 +235,7 @@ WARM_UP_TOKENS = 4
 REPEATS = 5
 """How often a turn generates behind its prompts; means count."""
 PREFILL, DECODE = "prefill_tokens_per_second", "decode_tokens_per_second"
+CACHE = "cache_bytes"
 
 
 @dataclass(frozen=True)
@@ -562,73 +327,50 @@ def measure_inference_with(
         As `measure_inference`.
     """
     contestants = [(config, each) for each in sizes for config in configs]
-    keys = [{"method": c.position_name, "length": each.length} for c, each in contestants]
+    device = ""
 
-    def one(number: int) -> tuple[float, float, list[GenerationTurn]]:
+    def one(number: int) -> Measured:
+        nonlocal device
         config, each = contestants[number]
         ranks = turn(config, each, nproc)
+        device = ranks[0].device
         prefill = max(rank.prefill_seconds for rank in ranks)
         decode = max(rank.decode_seconds for rank in ranks)
-        rows = each.batch_size
-        return rows * each.length / prefill, rows * (each.new_tokens - 1) / decode, ranks
+        return {
+            PREFILL: each.batch_size * each.length / prefill,
+            DECODE: each.batch_size * (each.new_tokens - 1) / decode,
+            CACHE: max(rank.cache_bytes for rank in ranks),
+            MEMORY: max(rank.peak_memory_bytes for rank in ranks),
+        }
 
-    taken, failed = interleave(
-        [f"{key['method']}, {key['length']:,} tokens" for key in keys],
+    result = contest(
+        [{"method": c.position_name, "length": each.length} for c, each in contestants],
         rounds,
         one,
-        lambda t: f"{t[0]:,.0f} tokens/s of the prompt, {t[1]:,.1f} generated",
+        lambda t: f"{t[PREFILL]:,.0f} tokens/s of the prompt, {t[DECODE]:,.1f} generated",
+        maxima=[CACHE, MEMORY],
     )
-    rows = []
-    for number, turns in enumerate(taken):
-        if number not in failed:
-            prefill, decode, ranks = zip(*turns)
-            everyone = [rank for each in ranks for rank in each]
-            rows.append(
-                {
-                    **keys[number],
-                    PREFILL: list(prefill),
-                    DECODE: list(decode),
-                    "cache_bytes": max(rank.cache_bytes for rank in everyone),
-                    "peak_memory_bytes": max(rank.peak_memory_bytes for rank in everyone),
-                }
-            )
-    return {
-        "device": f"{nproc} x {next(filter(None, taken))[0][2][0].device}",
-        "rounds": rounds,
-        "batch_size": sizes[0].batch_size,
-        "new_tokens": sizes[0].new_tokens,
-        "rows": rows,
-        "failed": [{**keys[number], "reason": reason} for number, reason in failed.items()],
-    }
+    own = {"batch_size": sizes[0].batch_size, "new_tokens": sizes[0].new_tokens}
+    return {"device": f"{nproc} x {device}", **own, **result}
 
 
 def inference_table(result: dict[str, Any]) -> str:
-    """Return what `measure_inference` returned as a Markdown table, with ratios to sinusoidal.
-
-    Ratios are as in `pretrain.bench.methods.efficiency_table`, to the same length of context.
-    """
+    """Return what `measure_inference` returned as a Markdown table, with ratios to sinusoidal."""
     baselines = {row["length"]: row for row in result["rows"] if row["method"] == BASELINE}
-    lines = [
+    return table(
+        result,
         f"{result['device']}, {result['batch_size']} sequences at once, {result['new_tokens']} "
         f"tokens generated behind each prompt; medians of {result['rounds']} rounds in turn; "
         f"ratios to {BASELINE} positions at the same length, with their range over the rounds",
-        "",
-        "| method | prompt, tokens | prompt, tokens/s | ratio | generated, tokens/s | ratio "
-        "| cache, bytes a process | peak memory |",
-        "|---|---:|---:|---|---:|---|---:|---:|",
-    ]
-    for row in result["rows"]:
-        baseline = baselines.get(row["length"])
-        cells = [row["method"], f"{row['length']:,}"]
-        for speed in (PREFILL, DECODE):
-            cells.append(f"{statistics.median(row[speed]):,.1f}")
-            cells.append("-" if baseline is None else shown(ratio(row, baseline, speed)))
-        cells += [f"{row['cache_bytes']:,}", f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB"]
-        lines.append(f"| {' | '.join(cells)} |")
-    for failed in result["failed"]:
-        reason = failed["reason"].strip().splitlines()[-1]
-        lines += ["", f"{failed['method']}, {failed['length']:,} tokens: failed: {reason}"]
-    return "\n".join(lines)
+        ["method", "length"],
+        [
+            Column("prompt, tokens/s", PREFILL, "{:,.1f}", ratio=True),
+            Column("generated, tokens/s", DECODE, "{:,.1f}", ratio=True),
+            Column("cache, bytes a process", CACHE, "{:,}"),
+            Column("peak memory", MEMORY, "{:,.0f} MiB", 2**20),
+        ],
+        lambda row: baselines.get(row["length"]),
+    )
 
 
 def generation_turn(config: RunConfig, topology: Topology, sizes: Sizes) -> GenerationTurn:
@@ -651,11 +393,11 @@ def generation_turn(config: RunConfig, topology: Topology, sizes: Sizes) -> Gene
     prefill = decode = 0.0
     for _ in range(REPEATS):
         decoder.reset()
-        begin = _now()
+        begin = Clock.now()
         first = greedy(decoder, prompt, 1, vocabulary)
-        middle = _now()
+        middle = Clock.now()
         greedy(decoder, first, sizes.new_tokens - 1, vocabulary)
-        prefill, decode = prefill + middle - begin, decode + _now() - middle
+        prefill, decode = prefill + middle - begin, decode + Clock.now() - middle
     expected = cache_bytes(config, sizes.batch_size, sizes.length + sizes.new_tokens)
     assert decoder.allocated_bytes() == expected
     peak = platform.peak_memory_bytes()
@@ -666,8 +408,3 @@ def generation_turn(config: RunConfig, topology: Topology, sizes: Sizes) -> Gene
 
 def _generation_in_processes(config: RunConfig, sizes: Sizes, nproc: int) -> list[GenerationTurn]:
     return take_turn(functools.partial(generation_turn, sizes=sizes), config, nproc)
-
-
-def _now() -> float:
-    platform.synchronize()
-    return time.perf_counter()

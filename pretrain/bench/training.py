@@ -130,7 +130,8 @@ class Clock:
         self.times: dict[str, list[float]] = {}
         """Seconds of every call, by the part's name."""
 
-    def now(self) -> float:
+    @staticmethod
+    def now() -> float:
         """Return the time in seconds once the device has done everything it was given."""
         platform.synchronize()
         return time.perf_counter()

@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from pretrain.bench import methods
-from pretrain.bench.methods import TrainingTurn, efficiency_table, measure, ratio, take_turn
+from pretrain.bench.methods import TrainingTurn, efficiency_table, measure
+from pretrain.bench.turns import ratio, take_turn
 from pretrain.cli.bench import with_lengths as contestants
 from pretrain.config import ConfigError, RunConfig, RunFailed, num_parameters
 from pretrain.model.gpt import build_model
@@ -69,7 +70,7 @@ def test_a_contestant_that_fails_is_reported_and_the_others_go_on() -> None:
     assert [row["method"] for row in result["rows"]] == ["sinusoidal"]
     assert len(result["rows"][0]["train_tokens_per_second"]) == 3
     assert result["failed"] == [{"method": "t5", "train_length": 32, "reason": "out of\nmemory"}]
-    assert "t5, L = 32: failed: memory" in efficiency_table(result)
+    assert "t5, 32 tokens: failed: memory" in efficiency_table(result)
     with pytest.raises(RunFailed, match="nothing could be measured"):
         methods.measure_with(_fails, configs, 2, 1)
 
@@ -100,7 +101,7 @@ def test_ratios_are_taken_round_by_round_to_the_same_length() -> None:
         "failed": [],
     }
     # 100 / 80, 30 / 60, 8 / 4. The ratio of the medians would be 30 / 60.
-    assert ratio(alibi, own, "train_tokens_per_second") == (1.25, 0.5, 2.0)
+    assert ratio(alibi, own, "train_tokens_per_second") == "1.250 (0.500 to 2.000)"
     lines = efficiency_table(result).splitlines()
     assert lines[4] == (
         "| alibi | 64 | 30 | 1.250 (0.500 to 2.000) | 60 | 1.250 (0.500 to 2.000) | 3 MiB | 0.750 |"
@@ -152,7 +153,7 @@ def test_real_turns_train_and_evaluate_in_processes_of_their_own() -> None:
         ("sinusoidal", 64),
     ]
     for measured in result["rows"]:
-        for speed in methods.SPEEDS:
+        for speed in (methods.TRAINING, methods.EVALUATION):
             assert len(measured[speed]) == 2 and min(measured[speed]) > 0
         # Master weights and moments alone, in the memory of one of two processes.
         assert measured["peak_memory_bytes"] > 8 * num_parameters(configs[0])
