@@ -11,7 +11,6 @@ from pretrain.bench.attention import (
     Case,
     Contestant,
     cpu_contestants,
-    gpu_contestants,
     summarize,
 )
 from pretrain.positions.alibi import alibi_slopes
@@ -68,15 +67,6 @@ def run(monkeypatch, tmp_path):
 
 def contestant(name, function=lambda q, k, v: None, **options):
     return Contestant(name, lambda case, slopes: function, **options)
-
-
-def test_widths_alternate_and_the_most_important_length_comes_first():
-    cases = attention.list_cases(attention.GPU_LENGTHS, cuda=True)
-    assert [case.head_dim for case in cases[:4]] == [128, 64, 128, 64]
-    assert [case.length for case in cases[::8]] == list(attention.GPU_LENGTHS)
-    assert cases[0].length == 1024 and cases[0].backward
-    assert all(case.tokens >= 65_536 for case in cases)
-    assert len(cases) == len(set(cases)) == 2 * 2 * 2 * len(attention.GPU_LENGTHS)
 
 
 @pytest.mark.parametrize("compile_seconds", [0.1, 8.0, 60.0])
@@ -169,34 +159,6 @@ def test_peaked_inputs_are_timed_where_they_matter(monkeypatch):
     assert len(rows) == 1 and "skips" in rows[0] and "25 %" in rows[0]
 
 
-def test_gpu_contestants_are_what_their_names_say(monkeypatch):
-    """Record the arguments with which each backend would be called."""
-    calls = {}
-
-    def record(*qkv, backend, slopes, **rest):
-        calls[current] = (backend, slopes, rest)
-
-    monkeypatch.setattr(attention, "attention", record)
-    slopes = alibi_slopes(attention.HEADS)
-    everyone = {each.name: each for each in gpu_contestants(torch.bfloat16)}
-    for current, each in everyone.items():
-        if "SDPA flash" in current or "FlashAttention-3" in current:
-            continue
-        made = each.make(CASE, slopes)
-        if hasattr(made, "func") and made.func is record:
-            made(None, None, None)
-    assert torch.equal(calls["Triton, zero slopes"][1], torch.zeros(16))
-    assert calls["Triton, no bias"][1] is None
-    assert calls["Triton, ALiBi"][1] is slopes and calls["Triton, ALiBi"][2] == {}
-    assert calls["Triton, ALiBi, no skipping"][2] == {"skip": False}
-    assert calls["folded, ALiBi"][0] == "folded"
-    assert calls["SDPA as auto takes it, no bias"][:2] == ("auto", None)
-    names = set(everyone)
-    assert {"SDPA flash, no bias", "SDPA cuDNN, no bias"} <= names
-    for name, each in everyone.items():
-        assert each.has_bias == ("no bias" not in name)
-
-
 @torch.no_grad()
 def test_cpu_contestants_compute_attention():
     q, k, v = (torch.randn(64, 1, 16, 64) for _ in range(3))
@@ -211,10 +173,3 @@ def test_cpu_contestants_compute_attention():
     for output in outputs.values():
         assert (output - exact).abs().max() > 0.1
         torch.testing.assert_close(output, next(iter(outputs.values())), rtol=0, atol=1e-5)
-
-
-def test_lengths_are_parsed():
-    assert attention.parse_lengths("1024,16384") == [1024, 16_384]
-    for text in ("", "1024,", "0", "-5", "a"):
-        with pytest.raises(ValueError, match="--lengths"):
-            attention.parse_lengths(text)

@@ -30,7 +30,6 @@ def paper(*overrides: str) -> RunConfig:
 
 
 V100S = read_target(128, "v100-32", "4xedr")
-H200S = read_target(8, "h200", None)
 
 
 @functools.cache
@@ -193,16 +192,6 @@ def test_nonsense_is_refused(gpus, gpu_type, network, overrides, says):
     assert says in str(caught.value)
 
 
-def test_the_table_says_what_falls_out_and_what_is_assumed():
-    text = small()
-    assert "combinations fit, and" in text
-    assert "parallel.zero_stage: ZeRO N does not work with pipeline stages" in text
-    for device_value in ("peak, TFLOP/s, dense 16 bit: 989.5", "memory of a GPU, GB: 84.9"):
-        assert device_value in text
-    assert "Published, to compare with: llm-foundry" in text
-    assert "Evaluations while training" in text
-
-
 def test_a_model_that_fits_nowhere_names_the_nearest_miss(tmp_path):
     shape = ["hidden_size=262144", "num_attention_heads=2048", "num_layers=8"]
     words = [word for key in shape for word in ("--set", f"model.{key}")]
@@ -295,19 +284,6 @@ def test_evaluations_cost_their_forward_passes():
     assert time_of_evaluations(config, layout, stages_of(config, layout), target) is None
 
 
-def test_hours_count_the_tokens_of_a_ramp_up():
-    target = read_target(8, "h200", None)
-    sections = {"model": {"hidden_size": 512}, "train": {"precision": "bf16", "num_steps": 1000}}
-    whole = tiny_config(**sections)
-    ramped = tiny_config(
-        **sections, batch={"rampup_batch_size": [8, 8, 8], "global_batch_size": 16}
-    )
-    for config in (whole, ramped):
-        each = make_plan(config, target).fits[0]
-        seconds = config.planned_tokens / each.timing.tokens_per_second
-        assert each.hours(8) == pytest.approx(seconds * 8 / 3600)
-
-
 def test_planning_leaves_torch_alone():
     code = (
         "import sys, pretrain.plan.command; "
@@ -371,31 +347,3 @@ def test_a_v100_keeps_keys_and_values_of_every_head():
             for groups in (["model.num_query_groups=4"], [])
         )
         assert grouped == whole
-
-
-@pytest.mark.parametrize(
-    ("gpus", "overrides", "says"),
-    [
-        (1, ["batch.micro_batch_size=128", "batch.global_batch_size=128"], "micro batches of 128"),
-        (1, ["parallel.zero_stage=2"], "As configured: not planned. What is: tensor-parallel"),
-        (16, ["parallel.tensor_model_parallel_size=16"], "As configured: not planned. What is"),
-        (8, ["batch.global_batch_size=64"], "of so many GPUs. batch.global_batch_size = 64: not"),
-    ],
-)
-def test_the_layout_of_the_config_is_never_called_illegal_if_it_is_not(gpus, overrides, says):
-    settings = ["train.precision=bf16", "parallel.world_size=", "batch.micro_batch_size=16"]
-    settings.append(FEW_LAYERS)
-    config = paper(*settings, *overrides)
-    assert says in plan_run(config, PAPER, read_target(gpus, "h200", None), None)
-
-
-def test_bounds_are_marked_where_they_stand():
-    """Memory at ZeRO 2 and 3 in the table, in the parts, and of what does not fit."""
-    words = ["--set", FEW_LAYERS, "--set", "parallel.zero_stage=3", "--set", "train.precision=bf16"]
-    words += ["--set", "parallel.world_size="]
-    text = run(str(PAPER), "--gpus", "8", "--gpu-type", "h200", *words)
-    rows = [line for line in text.splitlines() if line.startswith("TP ")]
-    assert {("ZeRO 1" in row, "<=" in row) for row in rows} == {(True, False), (False, True)}
-    [parts] = [line for line in text.splitlines() if line.startswith("as configured")]
-    assert parts.startswith("as configured, at most ")
-    assert "GB with <=, of ZeRO 2 and 3, are bounds" in text

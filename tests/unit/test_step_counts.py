@@ -305,13 +305,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     assert sum(each["times"] for each in stage["synchronisations"]) > 0
 
 
-def test_the_command_says_what_it_needs():
-    from pretrain.cli.commands import app
-
-    with pytest.raises(ConfigError, match="Add --count"):
-        CliRunner().invoke(app, ["bench", "step", "configs/demo.toml"], catch_exceptions=False)
-
-
 def test_an_adaptive_softmax_is_not_counted():
     """How many tokens are in a tail is up to the text."""
     config = load_config("configs/demo.toml", ["model.adaptive_cutoffs=[500,2000]"])
