@@ -626,10 +626,8 @@ class _FunctionCounter(TorchFunctionMode):
 
     def _make(self, factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor; one of values that the host knows has them in a simulation, too."""
-        # torch's optimizers ask for the CPU by name where they keep their count of steps. In other
-        # code "cpu" is what platform.device() or DeepSpeed's accelerator calls the device.
-        by_name = kwargs.get("device") == "cpu" and _caller().startswith("torch.optim.")
-        on_host = kwargs.get("device") is None or by_name
+        # "cpu" is what platform.device() or DeepSpeed's accelerator calls the device.
+        on_host = kwargs.get("device") is None
         if factory is torch.tensor and not on_host:
             # Copied from pageable memory, which waits for the device's stream.
             self.counter.synchronised("tensor from Python values")
@@ -648,8 +646,7 @@ def _caller() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        ours = module.startswith("pretrain.plan")
-        if not ours and (module.split(".")[0] != "torch" or module.startswith("torch.optim")):
+        if not module.startswith(("pretrain.plan", "torch.")) and module != "torch":
             return f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
     return "torch"

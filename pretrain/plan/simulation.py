@@ -10,7 +10,6 @@ replaced here, and nowhere else:
 - `auto` chooses fusions as on that GPU. Regions under torch.compile run uncompiled and uncounted,
   since fake tensors cannot pass through a compiled kernel, and the kernels are recorded that
   Inductor makes of them. A weight's gradient is added to fp32 by one matrix product;
-- torch's optimizers take their multi-tensor path where they would on CUDA;
 - data-parallel ranks stand on one node, which decides how gradients travel in 16 bit
   (pretrain/optim/sharded_step.py);
 - fp16 is allowed.
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -31,9 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Work
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensorMode
 
 from pretrain import platform
+from pretrain.checkpoint.listing import size, table
 from pretrain.checkpoint.manifest import TrainerState
 from pretrain.config import ConfigError, Layout, RunConfig, num_parameters
 from pretrain.model import forward
@@ -165,28 +164,25 @@ def to_table(config: RunConfig, layout: Layout, counts: dict[int, StepCounts]) -
 
 def _kernel_lines(counts: StepCounts) -> list[str]:
     """Return the table of kernels by phase and class, with a sum for each phase and for all."""
-    lines = [f"{'phase':<20}{'class':<13}{'launches':>9}{'read':>12}{'written':>12}"]
+    rows: list[tuple[str, str, Kernels]] = []
     for phase in Phase:
-        if not (total := counts.total(phase)).launches:
-            continue
-        lines.append(_kernel_line(phase, "all", total))
-        for kind in OpClass:
-            if (cost := counts.total(phase, kind)).launches:
-                lines.append(_kernel_line("", kind, cost))
-    return [*lines, _kernel_line("step", "all", counts.total())]
-
-
-def _kernel_line(phase: str, kind: str, cost: Kernels) -> str:
-    """Return one row of the table of kernels."""
-    read, written = _size(cost.bytes_read), _size(cost.bytes_written)
-    return f"{phase:<20}{kind:<13}{cost.launches:>9,}{read:>12}{written:>12}"
+        of_phase = [(kind.value, counts.total(phase, kind)) for kind in OpClass]
+        if (total := counts.total(phase)).launches:
+            rows.append((phase, "all", total))
+            rows += [("", kind, cost) for kind, cost in of_phase if cost.launches]
+    rows.append(("step", "all", counts.total()))
+    cells = [
+        (phase, kind, f"{cost.launches:,}", size(cost.bytes_read), size(cost.bytes_written))
+        for phase, kind, cost in rows
+    ]
+    return [table(("phase", "class", "launches", "read", "written"), cells, left=2)]
 
 
 def _micro_batch_lines(counts: StepCounts, num_microbatches: int) -> list[str]:
     """Return the mean cost of a micro batch."""
     launches = sum(counts.total(phase).launches for phase in PASSES) / num_microbatches
     moved = sum(counts.total(phase).bytes_moved for phase in PASSES) / num_microbatches
-    return [f"a micro batch: {launches:,.0f} launches, {_size(moved)} read and written"]
+    return [f"a micro batch: {launches:,.0f} launches, {size(int(moved))} read and written"]
 
 
 def _collective_lines(collectives: Iterable[Collective]) -> list[str]:
@@ -195,21 +191,18 @@ def _collective_lines(collectives: Iterable[Collective]) -> list[str]:
     for each in collectives:
         group = f"{each.group} ({each.group_size})"
         rows.setdefault((each.phase, each.name, group, each.dtype), []).append(each)
-    lines = [
-        f"{'phase':<20}{'collective':<21}{'group':<15}{'dtype':<10}"
-        f"{'calls':>6}{'bytes':>12}{'sent':>12}{'exposed':>9}"
+    cells = [
+        (
+            *key,
+            f"{len(calls):,}",
+            size(sum(each.num_bytes for each in calls)),
+            size(int(sum(each.wire_bytes for each in calls))),
+            str(sum(each.is_exposed for each in calls)),
+        )
+        for key, calls in rows.items()
     ]
-    for (phase, name, group, dtype), calls in rows.items():
-        size, sent = (
-            _size(sum(each.num_bytes for each in calls)),
-            _size(sum(each.wire_bytes for each in calls)),
-        )
-        exposed = sum(each.is_exposed for each in calls)
-        lines.append(
-            f"{phase:<20}{name:<21}{group:<15}{dtype:<10}"
-            f"{len(calls):>6}{size:>12}{sent:>12}{exposed:>9}"
-        )
-    return lines if rows else ["no collectives"]
+    header = ("phase", "collective", "group", "dtype", "calls", "bytes", "sent", "exposed")
+    return [table(header, cells, left=4)] if rows else ["no collectives"]
 
 
 def _synchronisation_lines(counts: StepCounts) -> list[str]:
@@ -220,14 +213,6 @@ def _synchronisation_lines(counts: StepCounts) -> list[str]:
         for (phase, cause), times in sorted(counts.synchronisations.items())
     ]
     return [f"the host waits for the device {total} times", *(f"  {cause}" for cause in causes)]
-
-
-def _size(num_bytes: float) -> str:
-    """Return a number of bytes with its unit."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.2f} {unit}"
-    return f"{num_bytes:,.0f} B"
 
 
 CAPABILITY = (9, 0)
@@ -311,8 +296,6 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
         return describe(*args)._replace(capability=CAPABILITY)
 
     describe = call.describe_call
-    # torch.optim removes its submodule's name.
-    optimizer = importlib.import_module("torch.optim.optimizer")
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (KernelInterface, "__getitem__", launcher),
@@ -323,8 +306,6 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
             *compiled_regions(counter),
             *weight_gradients(counter),
             (nn.Module, "_apply", _apply),
-            (optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
-            (optimizer, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
         ):
             # Without Apex, Megatron's module has no name for its extension.
             stack.enter_context(patch.object(owner, name, value, create=True))
