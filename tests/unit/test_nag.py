@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from pretrain.optim.optimizers import NAG
+from pretrain.optim.optimizers import NAG, OPTIMIZERS
 from pretrain.optim.zero import FlatOptimizer
 from tests.reference.nag import FairseqNAG
 
@@ -112,3 +114,14 @@ def test_an_update_that_is_left_out_changes_nothing(first):
     expected = weights[0].detach() - 0.1 * (g + 0.9 * buffer)
     optimizer.step()
     torch.testing.assert_close(weights[0].detach(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_no_other_module_knows_an_optimizer_by_name():
+    """Neither "adamw" nor "nag" stands as a word in the code of another room."""
+    root = Path(__file__).parents[2]
+    found = []
+    for path in [*(root / "pretrain").rglob("*.py"), *(root / "launcher").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and node.value in OPTIMIZERS:
+                found.append(path.relative_to(root).as_posix())
+    assert set(found) == {"pretrain/optim/optimizers.py"}
