@@ -22,7 +22,8 @@ from pretrain.config.errors import ConfigError
 from pretrain.config.run import RunConfig
 from pretrain.config.schema import Section
 from pretrain.config.toml import expand_paths, leaves, read_layers, with_version, without_version
-from pretrain.positions.base import FOREIGN_KEY
+from pretrain.optim.optimizers import OPTIMIZERS, Optimizer
+from pretrain.positions.base import FOREIGN_KEY, METHODS, PositionMethod
 
 # ---- Name the keys of a config, and guess which one was meant by a name that is none ----
 
@@ -77,6 +78,13 @@ def _near(name: str, names: list[str], cutoff: float) -> list[str]:
     return difflib.get_close_matches(name.lower(), names, 1, cutoff)
 
 
+_REGISTERED: dict[type[Section], Mapping[str, type[Section]]] = {
+    PositionMethod: METHODS,
+    Optimizer: OPTIMIZERS,
+}
+"""Class of a section of which one key chooses a class below it -> those that there are."""
+
+
 def section_fields(section: str) -> dict[str, FieldInfo]:
     """Return the fields of a section by name, those of all classes that it may be."""
     found: dict[str, FieldInfo] = {}
@@ -87,7 +95,7 @@ def section_fields(section: str) -> dict[str, FieldInfo]:
 
 
 def section_models(section: str) -> list[type[Section]]:
-    """Return the class of a section and those below it, as one for each optimizer.
+    """Return the class of a section and those registered below it, as one for each optimizer.
 
     Raises:
         KeyError: There is no such section.
@@ -95,7 +103,7 @@ def section_models(section: str) -> list[type[Section]]:
     annotation = RunConfig.model_fields[section].annotation
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
-            return [candidate, *candidate.__subclasses__()]
+            return [candidate, *_REGISTERED.get(candidate, {}).values()]
     raise KeyError(section)
 
 

@@ -111,6 +111,24 @@ def test_a_section_has_the_keys_of_its_method() -> None:
         parse_config(TINY, "tiny", ["position.method=none", "position.trainable_slopes=true"])
 
 
+def test_a_method_may_be_below_another_one() -> None:
+    code = """
+from typing import Literal
+from pretrain.config import parse_config
+from pretrain.config.trajectory import differences, settings_hash
+from pretrain.positions import Rotary
+from tests.conftest import TINY
+class Scaled(Rotary):
+    method: Literal["scaled"] = "scaled"
+    scale: float = 1.0
+chosen = ["position.method=scaled"]
+a, b = parse_config(TINY, "f", chosen), parse_config(TINY, "f", [*chosen, "position.scale=2.0"])
+assert [each.key for each in differences(a, b)] == ["position.scale"]
+assert settings_hash(a, None) != settings_hash(b, None)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_a_default_of_another_method_changes_nothing() -> None:
     """A base of several methods says what each of them is trained with."""
     written = {"method": "t5", "rotary_base": 10_000, "trainable_slopes": False}
