@@ -14,7 +14,7 @@ from pathlib import Path
 from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint, FileRecord
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Rounds, Store, Stored, split_checkpoint
-from pretrain.config import ConfigError, RunFailed, load_config, writing
+from pretrain.config import ConfigError, RunFailed, in_bytes, load_config, writing
 from pretrain.rundir.checkpoints import (
     MANIFEST,
     abandoned_checkpoints,
@@ -56,10 +56,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 
 def size(count: int) -> str:
     """Return a number of bytes for people: 4212 -> "4.2 kB"."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} B"
+    return in_bytes(count).partition(" (")[0]
 
 
 def moment(at: float) -> str:

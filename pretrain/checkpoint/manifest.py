@@ -94,12 +94,12 @@ class TrainerState:
 class Change:
     """A key that was changed between two attempts although it changes what is trained."""
 
-    step: int
+    step: Natural
     """The step of the checkpoint after which the new value holds."""
     key: str
     before: Any
     after: Any
-    consumed_samples: int
+    consumed_samples: Natural
     """Samples consumed by then."""
 
 
@@ -156,14 +156,6 @@ class ManifestContent(Strict):
         return Lineage(self.id, self.step, self.parent, branches)
 
 
-class ChangeEntry(Strict):
-    step: Natural
-    key: str
-    before: Any
-    after: Any
-    consumed_samples: Natural
-
-
 class SegmentEntry(Strict):
     start: Natural
     samples: dict[str, Natural]
@@ -190,7 +182,7 @@ class StateContent(Strict):
     adam_steps: Natural
     loss_scaler_state: dict[str, float] | None = Field(alias="loss_scaler")
     data: dict[str, str]
-    changes: tuple[ChangeEntry, ...]
+    changes: tuple[Change, ...]
     spikes: dict[str, list[float]] | None
     segment: SegmentEntry | None
     provenance: dict[str, Any] | None
@@ -428,7 +420,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             parent=manifest.parent,
             branches=manifest.lineage.branches,
             data=state.data,
-            changes=tuple(Change(**change.model_dump()) for change in state.changes),
+            changes=state.changes,
             validation_loss_nats=manifest.validation_loss_nats,
             provenance=Provenance.of_json(state.provenance),
         ),

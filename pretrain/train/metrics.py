@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -401,7 +401,23 @@ def settings() -> Any:
     )
 
 
-class Wandb:
+class Destination:
+    """Takes the records of steps and evaluations, until it is closed."""
+
+    def step(self, record: Record) -> None:
+        """Take the record of a step."""
+
+    def evaluation(self, records: list[Record]) -> None:
+        """Take the records of one evaluation."""
+
+    def go_back(self, step: int) -> None:
+        """Hear that the steps after `step` will be taken again. What was shown of them stays."""
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+
+
+class Wandb(Destination):
     """Weights & Biases. The run directory holds the id, so a resumed run continues its curves."""
 
     def __init__(self, config: RunConfig, run_directory: Path, axes: Axes) -> None:
@@ -441,9 +457,6 @@ class Wandb:
     def _log(self, step: int, values: Record) -> None:
         self._run.log({STEP: step, **self._axes.values(), **values})
 
-    def go_back(self, step: int) -> None:
-        """Do nothing: as after a resume, the curves show both."""
-
     def close(self) -> None:
         self._run.finish()
 
@@ -464,18 +477,6 @@ SHOWN_WAIT = 0.05
 """The share of a step from which on the wait for its data is shown."""
 RATE_WINDOW_STEPS = 50
 """The estimated time left is computed from this many latest steps."""
-
-
-class Destination(Protocol):
-    """Takes the records of steps and evaluations, until it is closed.
-
-    `go_back` says that the steps after `step` will be taken again.
-    """
-
-    def step(self, record: Record) -> None: ...
-    def evaluation(self, records: list[Record]) -> None: ...
-    def go_back(self, step: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class MetricsWriter:
@@ -554,7 +555,7 @@ class MetricsWriter:
             destination.close()
 
 
-class Guarded:
+class Guarded(Destination):
     """Wraps a destination so that its failures are reported once on stderr and never stop a run."""
 
     def __init__(self, name: str, make: Callable[[], Destination]) -> None:
@@ -595,7 +596,7 @@ class Guarded:
         say(f"{self._name}: {reason}; continuing without it; metrics.jsonl has every number")
 
 
-class JsonLines:
+class JsonLines(Destination):
     """metrics.jsonl, which holds every number whatever becomes of the other destinations."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -619,7 +620,7 @@ class JsonLines:
         self._file.close()
 
 
-class TensorBoard:
+class TensorBoard(Destination):
     """TensorBoard event files. A resume purges the steps that will be made again."""
 
     def __init__(
@@ -672,7 +673,7 @@ def _can_show_bar() -> bool:
     return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
-class ProgressBar:
+class ProgressBar(Destination):
     """A tqdm bar on a terminal's stderr."""
 
     def __init__(self, num_steps: int, resume_step: int) -> None:
@@ -698,7 +699,7 @@ class ProgressBar:
         self._bar.close()
 
 
-class Lines:
+class Lines(Destination):
     """A plain line on stderr for the first step and every `interval` steps, for logs."""
 
     def __init__(self, num_steps: int, interval: int) -> None:
@@ -720,12 +721,6 @@ class Lines:
     def evaluation(self, records: list[Record]) -> None:
         for line in _evaluation_lines(records):
             say(line)
-
-    def go_back(self, step: int) -> None:
-        """Do nothing: what was printed stays."""
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 def _numbers(record: Record) -> str:
