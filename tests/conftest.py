@@ -78,7 +78,8 @@ def group_of(path: Path) -> Group:
         return Group("distributed", 1, waits=False)
     if folder == "unit" and path.stem in DEADLINES:
         return Group("deadlines", 2, waits=True)
-    return Group(f"{folder}/{path.stem}", 3 + COMPUTING.index(folder), waits=False)
+    place = COMPUTING.index(folder) if folder in COMPUTING else len(COMPUTING)
+    return Group(f"{folder}/{path.stem}", 3 + place, waits=False)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which puts the group into the test's name
