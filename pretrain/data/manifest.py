@@ -21,25 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pretrain.config import ConfigError
 from pretrain.rundir.files import parse_json
 
-# ---- Define a document of a corpus, and the splits that a data set is divided into ----
-
-
 Split = Literal["train", "validation"]
-
-
-class Document(NamedTuple):
-    """One document as its file holds it, decoded and not cleaned."""
-
-    text: str
-    """The text, without a byte order mark."""
-
-    piece: int
-    """Index of the piece of its task that it was read from."""
-
-    offset: int
-    """Where it begins in the file: a byte offset (in what a compressed file unpacks to), a row
-    number (parquet) or a sample number (webdataset), from 0."""
-
 
 # ---- layout ----
 # Compute where the tokens of a split lie in its files, and how their bytes are checksummed.

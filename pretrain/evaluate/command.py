@@ -35,8 +35,7 @@ from pretrain.config.evaluation import MASKED
 from pretrain.config.load import check_beside, check_unread
 from pretrain.config.trajectory import TRAINING, settings_hash
 from pretrain.data.shards import ShardWriter, finish_split
-from pretrain.data.sources import Corpus, Piece, Task, read
-from pretrain.data.sources.base import find
+from pretrain.data.sources import Corpus, Piece, Task, find, read
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluation, Evaluator, bounded_exp, check_memory

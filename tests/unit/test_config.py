@@ -290,13 +290,6 @@ REFUSALS = [
         "longer than the shortest window of 64 tokens, so that windows would leave tokens out. "
         "Choose 64 or less",
     ),
-    (["data.source=text"], "data.paths = []", "Set files or glob patterns, as in data.paths ="),
-    (['data.paths=["a.txt"]'], "data.paths = ['a.txt']", "comes with its own text. Remove the key"),
-    (
-        ['data.validation_paths=["a.txt"]'],
-        "data.validation_paths = ['a.txt']",
-        "comes with its own text. Remove the key",
-    ),
     (
         ["data.tokens_per_shard=2048"],
         "data.tokens_per_shard = 2048",

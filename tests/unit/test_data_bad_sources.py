@@ -16,8 +16,7 @@ from pyarrow import parquet
 
 from pretrain.config import ConfigError
 from pretrain.data import sources
-from pretrain.data.sources import Corpus, Piece, Task, base, reading
-from pretrain.data.sources.base import TEXT_FIELDS
+from pretrain.data.sources import Corpus, Piece, Task, base, files
 from tests.unit.test_data_sources import PACK, documents, section, texts, write_tar
 
 GOOD = [f"document {i}" for i in range(6)]
@@ -117,9 +116,9 @@ def test_text_in_utf_16_is_called_so_in_every_document(tmp_path, source, encodin
     "name, kind", [("x.jsonl", "jsonl"), ("x.jsonl.gz", "jsonl"), ("x.parquet", "parquet")]
 )
 def test_json_is_not_read_as_plain_text(tmp_path, source, name, kind):
-    """As who leaves data.source out would have it: the build would succeed."""
+    """The build would succeed, and the model learn the marks of JSON."""
     (tmp_path / name).write_bytes(line("some text"))
-    says = rf'{name}: its name says {kind}, and source = "{source}".*Set source = "{kind}"'
+    says = rf'{name}: its name says {kind}, and source = "{source}".*Leave the source out'
     with pytest.raises(ConfigError, match=says):
         sources.plan(section(source, tmp_path / name))
 
@@ -432,15 +431,15 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path, source):
     path.write_bytes(line("a") * 200_000)
     tasks, corpus = planned(section(source, path))
     reading = sources.read(tasks[0], corpus, print)
-    size = base.stored_size(str(path))
+    size = files.stored_size(str(path))
     if source == "jsonl":
         next(reading)
-    original = base.os.stat(path)
+    original = files.os.stat(path)
     os.truncate(path, size // 3)
     if source != "jsonl":
         # The size is looked at before the file is opened; the file shrinks in between.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(base, "stored_size", lambda _: original.st_size)
+            patch.setattr(files, "stored_size", lambda _: original.st_size)
             with pytest.raises(ConfigError, match=r"x:\d+: the file ends here"):
                 list(reading)
     else:
@@ -494,16 +493,16 @@ def test_a_line_without_end_takes_no_memory(monkeypatch, source, make, fill):
     size = 200_000_000 if fill != b"\n" else 500_000
     head, tail = make("a"), b"\n\n" + make("b")
     total = len(head) + size + len(tail)
-    monkeypatch.setattr("pretrain.data.sources.base.stored_size", lambda _: total)
+    monkeypatch.setattr("pretrain.data.sources.files.stored_size", lambda _: total)
     monkeypatch.setattr(
-        "pretrain.data.sources.base.open_stored",
+        "pretrain.data.sources.files.open_stored",
         lambda _: io.BufferedReader(Endless(head, fill, size, tail), 2**18),
     )
     for cuts in ([0, total], [0, total // 2, total]):
         pieces = tuple(Piece("/x", start, end) for start, end in itertools.pairwise(cuts))
         skipped = []
         tracemalloc.start()
-        corpus = Corpus("x", source, (), TEXT_FIELDS.get(source, ""))
+        corpus = Corpus("x", source, (), None)
         read = list(sources.read(Task(0, "x", pieces), corpus, skipped.append))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -554,7 +553,7 @@ def test_a_file_too_large_to_be_one_document_is_refused_when_planning(tmp_path):
 
 @pytest.mark.parametrize("source", ["jsonl", "text"])
 def test_more_tasks_than_can_be_numbered_are_refused(tmp_path, monkeypatch, source):
-    monkeypatch.setattr(reading, "MAX_TASKS", 3)
+    monkeypatch.setattr(sources, "MAX_TASKS", 3)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("x" * 4)
     path = tmp_path / ("a.txt" if source == "jsonl" else "*.txt")

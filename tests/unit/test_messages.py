@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, load_config, parse_config
-from pretrain.data.sources.base import find
+from pretrain.data.sources import find
 from pretrain.data.sources.plain import parse_json
 from pretrain.data.tokenizers.base import read_tokenizer
 from pretrain.launcher.site import load_site

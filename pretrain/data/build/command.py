@@ -50,7 +50,7 @@ from pretrain.data.build.plan import (
 from pretrain.data.clean import Cleaner
 from pretrain.data.manifest import read_manifest
 from pretrain.data.sources import Corpus, Task
-from pretrain.data.sources.base import compression_of
+from pretrain.data.sources.files import compression_of
 from pretrain.data.stream import TokenStream, check_local
 from pretrain.data.tokenizer import (
     Tokenizer,
@@ -320,7 +320,7 @@ SAMPLE_BYTES = 2_000_000
 PLACES = 8
 
 _PACKED = 3.0
-"""Bytes of text in a byte of a file whose sample does not show it: a packed one, or Parquet."""
+"""Bytes of text in a byte of a compressed file."""
 
 _FEWEST_PIECES = 300
 
@@ -418,9 +418,9 @@ def _read(plan: Plan, task: Task, size: int, corpus: Corpus, most: int, texts: l
         # The whole task was read.
         return text_bytes / max(size, 1)
     piece = task.pieces[last.piece]
-    is_packed = corpus.source == "parquet" or compression_of(piece.path) is not None
-    if is_packed or corpus.source == "webdataset":
-        return _PACKED if is_packed else 1.0
+    taken = sources.source_of(corpus, piece.path).text_per_byte
+    if compression_of(piece.path) or taken:
+        return taken if taken and not compression_of(piece.path) else _PACKED
     read = sum(p.end - p.start for p in task.pieces[: last.piece]) + last.offset - piece.start
     return text_bytes / max(read, 1)
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -85,16 +86,28 @@ def make_plan(config: RunConfig, tokenizer_sha256: str | None) -> Plan:
     """
     data = config.data
     values = data.model_dump(mode="json", include=set(_RECORDED_KEYS))
+    tasks = sources.plan(data)
     settings = {
         "format_version": FORMAT_VERSION,
-        "corpora": [[c.name, c.source, c.text_field or None] for c in sources.corpora(data)],
+        "corpora": [[c.name, *_read_as(c, tasks)] for c in sources.corpora(data)],
         **{f"data.{key}": values[key] for key in _RECORDED_KEYS},
         "data.tokenizer (SHA-256)": WORDS if data.tokenizer == WORDS else tokenizer_sha256,
         **{f"cleaning.{key}": value for key, value in config.cleaning},
     }
-    tasks = sources.plan(data)
     files = {split: [_look(path) for path in _paths(tasks[split])] for split in SPLITS}
     return Plan(settings, data, config.cleaning, tasks, files)
+
+
+def _read_as(corpus: Corpus, tasks: dict[Split, list[Task]]) -> tuple[str, str | None]:
+    """Return the names of the sources of a corpus's files, and where the text of documents is."""
+    used = {
+        sources.source_of(corpus, piece.path)
+        for task in chain(*tasks.values())
+        if task.corpus == corpus.name
+        for piece in task.pieces
+    }
+    names = ", ".join(sorted(source.name for source in used))
+    return names, ", ".join(sorted({source.field(corpus) for source in used} - {""})) or None
 
 
 def _paths(tasks: list[Task]) -> Iterator[str]:
@@ -154,21 +167,18 @@ def task_sizes(plan: Plan) -> list[int]:
     of_file = {file.path: file.size for split in SPLITS for file in plan.files[split]}
     corpora = plan.corpora()
     sizes = []
-    groups: dict[str, int] = {}
-    for task in plan.tasks["train"] + plan.tasks["validation"]:
+    tasks = plan.tasks["train"] + plan.tasks["validation"]
+    ends: dict[str, int] = {}
+    for task in tasks:
         for piece in task.pieces:
-            groups[piece.path] = max(groups.get(piece.path, 1), piece.end)
-    for task in plan.tasks["train"] + plan.tasks["validation"]:
-        # The pieces of a Parquet file are row groups, taken to be of one size.
-        in_groups = corpora[task.corpus].source == "parquet"
-        sizes.append(
-            sum(
-                of_file[p.path] * (p.end - p.start) // groups[p.path]
-                if in_groups
-                else p.end - p.start
-                for p in task.pieces
-            )
-        )
+            ends[piece.path] = max(ends.get(piece.path, 1), piece.end)
+    for task in tasks:
+        size = 0
+        for path, start, end in task.pieces:
+            in_bytes = sources.source_of(corpora[task.corpus], path).in_bytes
+            # The parts of a file that is not cut by bytes are taken to be of one size.
+            size += end - start if in_bytes else of_file[path] * (end - start) // ends[path]
+        sizes.append(size)
     return sizes
 
 
@@ -179,7 +189,7 @@ def _held_out_bytes(plan: Plan, sizes: list[int]) -> dict[str, int]:
     by_corpus: dict[str, int] = {}
     corpora = plan.corpora()
     for task, size in zip(plan.tasks["train"], sizes):
-        if corpora[task.corpus].source != "shakespeare":
+        if not sources.source_of(corpora[task.corpus], task.pieces[0].path).has_own_text:
             by_corpus[task.corpus] = by_corpus.get(task.corpus, 0) + size
     total = max(sum(by_corpus.values()), 1)
     return {

@@ -34,7 +34,7 @@ from pretrain.data.clean import (
     save_keys,
 )
 from pretrain.data.shards import ShardWriter
-from pretrain.data.sources.base import unreadable
+from pretrain.data.sources.files import unreadable
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
 from pretrain.rundir.files import Json
 
@@ -162,9 +162,7 @@ class ScanDocuments(_Step):
             {
                 "documents": len(rows),
                 "text_bytes": int(rows["bytes"].sum()),
-                "digests": [
-                    list(_digests(piece, plan.corpus.source)) for piece in plan.task.pieces
-                ],
+                "digests": [list(_digests(piece, plan.corpus)) for piece in plan.task.pieces],
             }
         )
 
@@ -176,16 +174,16 @@ def _begun(documents: Documents) -> Iterator[Document]:
     return itertools.chain(first, iterator)
 
 
-def _digests(piece: sources.Piece, source: str) -> Iterator[tuple[int, int, str]]:
+def _digests(piece: sources.Piece, corpus: sources.Corpus) -> Iterator[tuple[int, int, str]]:
     """Yield (start, end, XXH3-128) of the bytes of a piece, so that a new time is no new text."""
     if is_url(piece.path):
         return
     path = Path(piece.path)
     try:
-        if source != "parquet":
+        if sources.source_of(corpus, piece.path).in_bytes:
             yield piece.start, piece.end, digest(path, piece.start, piece.end)
         elif piece.start == 0:
-            # Its pieces are row groups; the file as a whole goes with the first.
+            # The file as a whole goes with its first part.
             yield 0, path.stat().st_size, digest(path)
     except OSError as error:
         raise unreadable(piece.path, error) from None

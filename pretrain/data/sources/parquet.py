@@ -1,7 +1,6 @@
 """Read documents from Parquet files: one a row, in a column of text.
 
-The unit that a file is divided by is the row group. Only the column of the text is read, a page at
-a time.
+Only the column of the text is read, a page at a time.
 """
 
 from __future__ import annotations
@@ -12,49 +11,75 @@ from typing import Any
 
 from pretrain.config import ConfigError
 from pretrain.data.sources import base
-from pretrain.data.sources.base import Corpus, Found, Piece, open_stored, too_long
+from pretrain.data.sources.base import (
+    Corpus,
+    Found,
+    Location,
+    Part,
+    Piece,
+    Source,
+    register,
+    too_long,
+)
+from pretrain.data.sources.files import open_stored
 
 _ROWS = 256
 """Rows that are decoded at once."""
 
 
-def row_group_bytes(path: str, corpus: Corpus) -> list[int]:
-    """Return the bytes of text in each row group of a file, from its footer.
+@register
+class Parquet(Source):
+    """A Parquet file, one document a row. Its parts are row groups."""
 
-    Raises:
-        ConfigError: if the file is no Parquet file, or has no such column of text.
-    """
-    with _open(path) as file:
-        column = _column(path, file, corpus)
-        groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
-        return [group.column(column).total_uncompressed_size for group in groups]
+    name = "parquet"
+    endings = (".parquet",)
+    text_field = "text"
+    in_bytes = False
+    # It is compressed inside.
+    text_per_byte = 3.0
 
-
-def read_parquet(piece: Piece, corpus: Corpus) -> Iterator[Found]:
-    """Yield the documents of the row groups of a piece.
-
-    A row group that is damaged stands for one document that cannot be read.
-    """
-    import pyarrow
-
-    with _open(piece.path) as file:
-        field = file.schema_arrow.names[_column(piece.path, file, corpus)]
-        groups = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-        if len(groups) < piece.end:
+    def parts(self, corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[Part]:
+        """Yield each row group, with the bytes of its text that the footer tells."""
+        if file.is_packed:
             raise ConfigError(
-                f"{piece.path}:{len(groups)}: the file has so many row groups, and had at least "
-                f"{piece.end} when the build was planned. Restore it, or build the data set anew"
+                f"{file.path}: Parquet files are compressed inside, and not read from compressed "
+                "ones. Unpack it"
             )
-        for group in range(piece.start, piece.end):
-            row = first = sum(groups[:group])
-            try:
-                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[field]):
-                    for value in batch.column(0):
-                        yield _document(row, value)
-                        row += 1
-            except (OSError, pyarrow.ArrowException) as error:
-                lost = first + groups[group] - row
-                yield Found(row, "", f"this row and {lost - 1} more are damaged ({error})")
+        with _open(file.path) as opened:
+            column = _column(file.path, opened, self.field(corpus))
+            groups = [opened.metadata.row_group(i) for i in range(opened.metadata.num_row_groups)]
+        for number, group in enumerate(groups):
+            size = group.column(column).total_uncompressed_size
+            yield Part(Piece(file.path, number, number + 1), size)
+
+    def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
+        """Yield the documents of the row groups of a piece.
+
+        A row group that is damaged stands for one document that cannot be read.
+        """
+        import pyarrow
+
+        with _open(piece.path) as file:
+            field = file.schema_arrow.names[_column(piece.path, file, self.field(corpus))]
+            groups = [
+                file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)
+            ]
+            if len(groups) < piece.end:
+                raise ConfigError(
+                    f"{piece.path}:{len(groups)}: the file has so many row groups, and had at "
+                    f"least {piece.end} when the build was planned. Restore it, or build the data "
+                    "set anew"
+                )
+            for group in range(piece.start, piece.end):
+                row = first = sum(groups[:group])
+                try:
+                    for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[field]):
+                        for value in batch.column(0):
+                            yield _document(row, value)
+                            row += 1
+                except (OSError, pyarrow.ArrowException) as error:
+                    lost = first + groups[group] - row
+                    yield Found(row, "", f"this row and {lost - 1} more are damaged ({error})")
 
 
 def _document(row: int, value: Any) -> Found:
@@ -93,7 +118,7 @@ def _open(path: str) -> Iterator[Any]:
             yield file
 
 
-def _column(path: str, file: Any, corpus: Corpus) -> int:
+def _column(path: str, file: Any, field: str) -> int:
     """Return the position of the column of the text.
 
     Raises:
@@ -101,7 +126,6 @@ def _column(path: str, file: Any, corpus: Corpus) -> int:
     """
     import pyarrow
 
-    field = corpus.text_field
     names = file.schema_arrow.names
     if names.count(field) != 1:
         raise ConfigError(

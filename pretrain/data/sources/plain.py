@@ -11,18 +11,20 @@ import io
 import json
 from collections.abc import Iterator
 
+from pretrain.config import ConfigError
 from pretrain.data.sources import base
 from pretrain.data.sources.base import (
     Corpus,
     Found,
+    Location,
+    Part,
     Piece,
-    compression_of,
+    Source,
     decoded,
-    end_of,
-    open_piece,
-    shrunk,
+    register,
     too_long,
 )
+from pretrain.data.sources.files import compression_of, end_of, open_piece, shrunk
 
 _BLANK = b" \t\r\n"
 """A line of these bytes alone is blank."""
@@ -30,68 +32,99 @@ _BLANK = b" \t\r\n"
 _CHUNK_BYTES = 2**20
 
 
-def read_file(piece: Piece, corpus: Corpus) -> Iterator[Found]:
-    """Yield the whole file as one document."""
-    with open_piece(piece) as stream:
-        raw = bytearray()
-        while chunk := stream.read(_CHUNK_BYTES):
-            raw += chunk
-            if len(raw) > base.MAX_FILE_BYTES:
-                yield too_long(0, base.MAX_FILE_BYTES)
-                return
-        if not compression_of(piece.path) and len(raw) < piece.end:
-            raise shrunk(piece, len(raw))
-    if raw.startswith(codecs.BOM_UTF8):
-        del raw[: len(codecs.BOM_UTF8)]
-    yield decoded(0, raw)
+@register
+class Text(Source):
+    """Plain text, one document a file. It is what every file is taken for that no name tells."""
+
+    name = "text"
+
+    def parts(self, corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[Part]:
+        """Yield the file as one part."""
+        if not file.is_packed and file.size > base.MAX_FILE_BYTES:
+            raise ConfigError(
+                f'{file.path}: source = "text" reads a file as one document, and this one has '
+                f"{file.size} bytes, more than {base.MAX_FILE_BYTES}. Divide it, or part its "
+                'documents by blank lines and set source = "blank_lines"'
+            )
+        return super().parts(corpus, file, bytes_per_task)
+
+    def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
+        """Yield the whole file."""
+        with open_piece(piece) as stream:
+            raw = bytearray()
+            while chunk := stream.read(_CHUNK_BYTES):
+                raw += chunk
+                if len(raw) > base.MAX_FILE_BYTES:
+                    yield too_long(0, base.MAX_FILE_BYTES)
+                    return
+            if not compression_of(piece.path) and len(raw) < piece.end:
+                raise shrunk(piece, len(raw))
+        if raw.startswith(codecs.BOM_UTF8):
+            del raw[: len(codecs.BOM_UTF8)]
+        yield decoded(0, raw)
 
 
-def read_blank_lines(piece: Piece, corpus: Corpus) -> Iterator[Found]:
-    """Yield the documents, which blank lines part.
+@register
+class BlankLines(Source):
+    """Plain text whose documents are parted by blank lines, as in CC-100.
 
-    Blank is a line without anything but spaces, tabs and a carriage return. Neither it nor the line
-    break before it belongs to a document.
+    Blank is a line without anything but spaces, tabs and a carriage return.
     """
-    end = end_of(piece)
-    with open_piece(piece) as stream:
-        position, is_line_start = _line_before(stream, piece.start)
-        begin = -1
-        # Where the document that is being read began; -1 outside of this piece's documents.
-        held: bytearray | None = bytearray()
-        # Its lines; None from where they are too long to be held.
-        after_blank = is_line_start
-        for offset, line in _lines(stream, piece, position):
-            blank = line is not None and is_line_start and not line.lstrip(_BLANK)
-            is_line_start = True
-            if blank and begin >= 0:
+
+    name = "blank_lines"
+    can_be_cut = True
+
+    def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
+        """Yield the documents; neither a blank line nor the line break before it belongs to one."""
+        end = end_of(piece)
+        with open_piece(piece) as stream:
+            position, is_line_start = _line_before(stream, piece.start)
+            begin = -1
+            # Where the document that is being read began; -1 outside of this piece's documents.
+            held: bytearray | None = bytearray()
+            # Its lines; None from where they are too long to be held.
+            after_blank = is_line_start
+            for offset, line in _lines(stream, piece, position):
+                blank = line is not None and is_line_start and not line.lstrip(_BLANK)
+                is_line_start = True
+                if blank and begin >= 0:
+                    yield _document(begin, held)
+                    begin, held = -1, bytearray()
+                if begin < 0 and offset >= end:
+                    return
+                if not blank and after_blank and offset >= piece.start:
+                    begin = offset
+                after_blank = blank
+                if begin >= 0 and not blank:
+                    held = _longer(held, line)
+            if begin >= 0:
                 yield _document(begin, held)
-                begin, held = -1, bytearray()
-            if begin < 0 and offset >= end:
-                return
-            if not blank and after_blank and offset >= piece.start:
-                begin = offset
-            after_blank = blank
-            if begin >= 0 and not blank:
-                held = _longer(held, line)
-        if begin >= 0:
-            yield _document(begin, held)
 
 
-def read_jsonl(piece: Piece, corpus: Corpus) -> Iterator[Found]:
-    """Yield the documents, one a line of JSON, under the corpus's text_field."""
-    end = end_of(piece)
-    with open_piece(piece) as stream:
-        # The line of the byte before the range belongs to the range before.
-        position = max(piece.start - 1, 0)
-        for offset, line in _lines(stream, piece, position):
-            if offset >= end:
-                return
-            if offset < piece.start:
-                continue
-            if line is None:
-                yield too_long(offset, base.MAX_DOCUMENT_BYTES)
-            elif line and not line.isspace():
-                yield parse_json(offset, line, corpus.text_field)
+@register
+class Jsonl(Source):
+    """One JSON object a line."""
+
+    name = "jsonl"
+    endings = (".jsonl", ".ndjson")
+    text_field = "text"
+    can_be_cut = True
+
+    def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
+        """Yield the documents under the corpus's text_field."""
+        end = end_of(piece)
+        with open_piece(piece) as stream:
+            # The line of the byte before the range belongs to the range before.
+            position = max(piece.start - 1, 0)
+            for offset, line in _lines(stream, piece, position):
+                if offset >= end:
+                    return
+                if offset < piece.start:
+                    continue
+                if line is None:
+                    yield too_long(offset, base.MAX_DOCUMENT_BYTES)
+                elif line and not line.isspace():
+                    yield parse_json(offset, line, self.field(corpus))
 
 
 def parse_json(offset: int, raw: bytes, field: str) -> Found:

@@ -12,7 +12,17 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from pretrain.data.sources import base
-from pretrain.data.sources.base import Corpus, Damaged, Found, Piece, decoded, open_piece, too_long
+from pretrain.data.sources.base import (
+    Corpus,
+    Damaged,
+    Found,
+    Piece,
+    Source,
+    decoded,
+    register,
+    too_long,
+)
+from pretrain.data.sources.files import open_piece
 from pretrain.data.sources.plain import parse_json
 
 _PICKLES = ("pickle", "pkl", "pyd", "pt", "pth")
@@ -28,38 +38,51 @@ _LONG_HEADERS = (
 )
 
 
-def read_webdataset(piece: Piece, corpus: Corpus) -> Iterator[Found]:
-    """Yield the documents of a tar, whose offsets are sample numbers."""
-    wanted = corpus.text_field.lower()
-    number, key = -1, None
-    sample: Found | None = None
-    with open_piece(piece) as stream:
-        tar = _Tar(stream)
-        try:
-            for member in tar.members():
-                if member.isdir():
-                    continue
-                new_key, extension = _split(member.name)
-                if new_key != key:
-                    if key is not None:
-                        yield sample or _without_text(number, key, wanted)
-                    number, key, sample = number + 1, new_key, None
-                fault = _refusal(member, extension)
-                if sample is not None and sample.fault:
-                    continue
-                if fault:
-                    sample = Found(number, "", fault)
-                elif extension == wanted and sample is not None:
-                    sample = Found(number, "", f"it has two members {member.name!r}. Remove one")
-                elif extension == wanted:
-                    sample = _document(number, member, tar, wanted)
-        except tarfile.TarError as error:
-            raise Damaged(max(number, 0), f"the tar is damaged or truncated ({error})") from None
-        except Damaged as error:
-            reason = f"{error.reason} at byte {error.offset} of the tar"
-            raise Damaged(max(number, 0), reason) from None
-        if key is not None:
-            yield sample or _without_text(number, key, wanted)
+@register
+class Webdataset(Source):
+    """A tar of samples. A document's field is the extension of the member that holds it."""
+
+    name = "webdataset"
+    endings = (".tar",)
+    text_field = "txt"
+    text_per_byte = 1.0
+
+    def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
+        """Yield the documents of a tar, whose offsets are sample numbers."""
+        wanted = self.field(corpus).lower()
+        number, key = -1, None
+        sample: Found | None = None
+        with open_piece(piece) as stream:
+            tar = _Tar(stream)
+            try:
+                for member in tar.members():
+                    if member.isdir():
+                        continue
+                    new_key, extension = _split(member.name)
+                    if new_key != key:
+                        if key is not None:
+                            yield sample or _without_text(number, key, wanted)
+                        number, key, sample = number + 1, new_key, None
+                    fault = _refusal(member, extension)
+                    if sample is not None and sample.fault:
+                        continue
+                    if fault:
+                        sample = Found(number, "", fault)
+                    elif extension == wanted and sample is not None:
+                        sample = Found(
+                            number, "", f"it has two members {member.name!r}. Remove one"
+                        )
+                    elif extension == wanted:
+                        sample = _document(number, member, tar, wanted)
+            except tarfile.TarError as error:
+                raise Damaged(
+                    max(number, 0), f"the tar is damaged or truncated ({error})"
+                ) from None
+            except Damaged as error:
+                reason = f"{error.reason} at byte {error.offset} of the tar"
+                raise Damaged(max(number, 0), reason) from None
+            if key is not None:
+                yield sample or _without_text(number, key, wanted)
 
 
 class _Header(tarfile.TarInfo):
