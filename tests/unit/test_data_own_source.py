@@ -1,4 +1,4 @@
-"""Test that a source of documents is one class: here .arrow files, which the product cannot read."""
+"""Test that a source of documents is one class: .arrow files, which nothing else reads."""
 
 import re
 from collections.abc import Iterator
