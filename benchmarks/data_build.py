@@ -74,9 +74,8 @@ def _seconds() -> float:
 def run_ours(corpus: Path, tokenizer: Path, out: Path, decontaminate: bool) -> float:
     """Build the data set and return the processor seconds."""
     from pretrain.config import load_config
-    from pretrain.data.build import build, executor
+    from pretrain.data.build import build
 
-    assert executor
     settings = [
         "data.source=jsonl",
         f'data.paths=["{corpus}"]',

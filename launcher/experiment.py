@@ -38,8 +38,8 @@ from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation, named_b
 from pretrain.rundir.jobs import is_done, missing_data
 from pretrain.rundir.paths import STARTED_AGAIN, ExitCode, RunPaths, check_version, is_run
 
-RUN_PICKLED = ("-m", "datatrove.tools.launch_pickled_pipeline")
-"""Arguments of Python, before the path of a pickled executor."""
+RUN_JOB = ("-m", "pretrain.data.build")
+"""Arguments of Python, before the path of the file that says what the jobs do."""
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.5, 10.0
 """From one look at the queue to the next."""
 CANCEL_SECONDS = 60
@@ -145,7 +145,7 @@ def data_job(
         concurrent=concurrent,
         repeats=tasks,
     )
-    return dataclasses.replace(job, commands=((*job.single(), python, *RUN_PICKLED, str(pickle)),))
+    return dataclasses.replace(job, commands=((*job.single(), python, *RUN_JOB, str(pickle)),))
 
 
 def _print_dry_run(job: slurm.Job) -> None:

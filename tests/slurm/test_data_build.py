@@ -197,9 +197,8 @@ def arrays_of(builds: Builds, size: int) -> dict[str, str]:
 
 
 def test_more_tasks_than_an_array_takes(builds: Builds) -> None:
-    # RUN_OFFSET is datatrove's way to tell arrays apart, and might be in anyone's shell.
     name = "é a,b $(touch x) %j '*"
-    done = builds.run(name, RUN_OFFSET="3", **arrays_of(builds, 2))
+    done = builds.run(name, **arrays_of(builds, 2))
     assert re.findall(r"job \d+: (\d) array tasks", done.err) == ["2", "2"], done.text
     builds.check(done, name)
 

@@ -361,12 +361,12 @@ def test_all_that_runs_where_the_ranks_run_is_in_the_container(
     lines = (desk.notes / "inside").read_text().splitlines()
     said = {word for line in lines for word in line.split() if word in KINDS}
     assert said == set(KINDS), (lines, [p.read_text() for p in desk.work.rglob("*.log")])
-    at = {tuple(line.split()[:2]) for line in lines if "datatrove" not in line}
+    at = {tuple(line.split()[:2]) for line in lines if "pretrain.data.build" not in line}
     assert at == {("yes", str(desk.work))}, lines
     assert all(line.startswith("yes ") for line in lines), lines
 
 
-KINDS = ("train", "evaluate", "report", "datatrove.tools.launch_pickled_pipeline")
+KINDS = ("train", "evaluate", "report", "pretrain.data.build")
 
 
 def test_options_of_srun_are_no_command(desk: Desk) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from pretrain.config import ConfigError, parse_config
 from pretrain.config.errors import NoSpace
-from pretrain.data.build import build, command, estimate, steps
+from pretrain.data.build import build, command, estimate, tasks
 from pretrain.data.build.merge import Sampler, read_lines
 from pretrain.data.clean import document_hash
 from pretrain.data.stream import TokenStream
@@ -385,7 +385,7 @@ def test_a_directory_that_cannot_be_renamed_to_is_refused_before_the_build(tmp_p
 @pytest.mark.parametrize("change", ["removed", "a folder now"])
 def test_a_file_that_vanishes_while_it_is_scanned_is_named(tmp_path, monkeypatch, change):
     write_text(tmp_path)
-    target, real = tmp_path / "05.txt", steps.digest
+    target, real = tmp_path / "05.txt", tasks.digest
 
     def digest(path, *args):
         if path == target:
@@ -394,7 +394,7 @@ def test_a_file_that_vanishes_while_it_is_scanned_is_named(tmp_path, monkeypatch
                 target.mkdir()
         return real(path, *args)
 
-    monkeypatch.setattr(steps, "digest", digest)
+    monkeypatch.setattr(tasks, "digest", digest)
     with refused(r"05\.txt: cannot be read \("):
         build(config(tmp_path))
 
@@ -403,13 +403,13 @@ def test_a_file_that_vanishes_while_it_is_scanned_is_named(tmp_path, monkeypatch
 def count_tokenize_stages(monkeypatch) -> list[str]:
     """Return a list that gets the name of every stage that begins."""
     stages: list[str] = []
+    real = command.run_locally
 
-    class Counted(command.Progress):
-        def __init__(self, folder, stage, *args):
-            stages.append(stage)
-            super().__init__(folder, stage, *args)
+    def run(folder, stage, *args, **options):
+        stages.append(stage)
+        real(folder, stage, *args, **options)
 
-    monkeypatch.setattr(command, "Progress", Counted)
+    monkeypatch.setattr(command, "run_locally", run)
     return stages
 
 
@@ -544,7 +544,6 @@ def test_a_build_prints_what_it_made(tmp_path, capsys):
     assert "tokenizer of 310 pieces" in output.out
     assert "train: 11 documents" in output.out and "validation: 1 documents" in output.out
     assert "1 held out" in output.out and "13-word sequences" in output.out
-    # datatrove is silent.
     assert output.err == ""
 
 

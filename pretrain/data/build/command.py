@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from pretrain.config import ConfigError, NoSpace, RunConfig, writing
 from pretrain.config.errors import free_bytes, in_bytes
 from pretrain.config.schema import WORDS, DataSection
 from pretrain.data import sources
+from pretrain.data.build.executor import Cluster, run_locally, run_on_cluster
 from pretrain.data.build.finish import (
     BUILD_RECORD,
     finish,
@@ -25,13 +27,14 @@ from pretrain.data.build.finish import (
 from pretrain.data.build.folder import (
     RECORD,
     BuildFolder,
-    Progress,
+    Stage,
     is_done,
     is_leftover,
     load_merge,
     locked,
     own_files,
     remove_build,
+    shown_progress,
     token_tasks,
 )
 from pretrain.data.build.merge import merge
@@ -39,7 +42,6 @@ from pretrain.data.build.plan import (
     LIMIT,
     SPLITS,
     Plan,
-    Stage,
     differences,
     make_plan,
     save_plan,
@@ -67,8 +69,8 @@ KEPT_BYTES = 1_000_000_000
 """Of a corpus this large, what is done is kept when the build ends with an error in the config or
 the text. A smaller one is soon done again."""
 
-RunStage = Callable[[BuildFolder, Stage, int], None]
-"""Does every task of a stage that is not done: (folder, stage, number of tasks)."""
+RunStage = Callable[[BuildFolder, Stage, list[Path]], None]
+"""Does every task of a stage that is not done: (folder, stage, where each output is published)."""
 
 
 def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None) -> None:
@@ -88,10 +90,7 @@ def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None
         RunFailed: if the data set cannot be written.
     """
     check_local(config)
-    if importlib.util.find_spec("datatrove") is None:
-        raise ConfigError(
-            "pretrain data build: datatrove is not installed. Run `pip install 'pretrain[data]'`"
-        )
+    _check_packages(config)
     tokenizer = load_given_tokenizer(config.data)
     plan = make_plan(config, tokenizer.fingerprint if tokenizer else None)
     given = config.data_directory
@@ -102,12 +101,6 @@ def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None
         print(f"{given}: up to date (same settings, same text), nothing to do")
         return
 
-    def run_here(folder: BuildFolder, stage: Stage, tasks: int) -> None:
-        # Here, because it imports datatrove, which not every installation has.
-        from pretrain.data.build.executor import run_locally
-
-        run_locally(folder, stage, tasks, workers)
-
     with writing(folder.path), locked(folder):
         if _is_up_to_date(directory, plan):
             # By another process, since the look above.
@@ -117,7 +110,9 @@ def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None
         _take_up(folder, plan)
         try:
             if not folder.finish.exists():
-                _do_tasks(folder, plan, tokenizer, run_stage or run_here)
+                _do_tasks(
+                    folder, plan, tokenizer, run_stage or partial(run_locally, workers=workers)
+                )
         except ConfigError:
             # After the config or the text has been corrected, the build cannot go on from here.
             if sum(task_sizes(plan)) < KEPT_BYTES:
@@ -137,7 +132,7 @@ def build_on_cluster(
 
     Args:
         config: The config.
-        command: Runs a job array; see `cluster.Cluster`.
+        command: Runs a job array; see `executor.Cluster`.
         workers: The most tasks that run at the same time.
         array_size: The most jobs of an array.
 
@@ -146,13 +141,21 @@ def build_on_cluster(
         RunFailed: if the cluster refused the jobs, or some ended without a result.
     """
 
-    def run_there(folder: BuildFolder, stage: Stage, tasks: int) -> None:
-        # Here, because it imports datatrove, which not every installation has.
-        from pretrain.data.build.executor import Cluster, run_on_cluster
+    cluster = Cluster(tuple(command), workers, array_size)
+    build(config, run_stage=partial(run_on_cluster, cluster=cluster))
 
-        run_on_cluster(folder, stage, tasks, Cluster(tuple(command), workers, array_size))
 
-    build(config, run_stage=run_there)
+def _check_packages(config: RunConfig) -> None:
+    """Refuse to begin a build that needs a package which is not installed."""
+    needed = {
+        "rensa": ("cleaning.deduplicate", config.cleaning.deduplicate == "near"),
+        "ftfy": ("cleaning.repair_unicode", config.cleaning.repair_unicode),
+    }
+    for package, (key, is_needed) in needed.items():
+        if is_needed and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{key}: the package {package} is missing. Run `pip install 'pretrain[data]'`"
+            )
 
 
 def _real_directory(given: Path) -> Path:
@@ -298,17 +301,22 @@ def _do_tasks(
     folder: BuildFolder, plan: Plan, tokenizer: Tokenizer | None, run_stage: RunStage
 ) -> None:
     """Do what is not done of scan, merge and tokenize."""
+
+    def run(stage: Stage, finals: list[Path], sizes: list[int]) -> None:
+        # What the tasks of an earlier command have said is over.
+        remove(folder.progress)
+        folder.progress.mkdir()
+        with shown_progress(stage, finals, sizes):
+            run_stage(folder, stage, finals)
+
     scans = sum(len(plan.tasks[split]) for split in SPLITS)
-    finals = [folder.scan(rank) for rank in range(scans)]
-    with Progress(folder, "scan", finals, task_sizes(plan)):
-        run_stage(folder, "scan", scans)
+    run("scan", [folder.scan(rank) for rank in range(scans)], task_sizes(plan))
     done = is_done(folder.merge)
     merged = load_merge(folder) if done else merge(folder, plan, tokenizer)
     tasks = token_tasks(merged)
     finals = [folder.tokens(task.split, task.number) for task in tasks]
     sizes = [read_json(folder.scan(task.planned) / RECORD)["text_bytes"] for task in tasks]
-    with Progress(folder, "tokenize", finals, sizes):
-        run_stage(folder, "tokenize", len(tasks))
+    run("tokenize", finals, sizes)
     note_finished(folder, plan, merged)
 
 

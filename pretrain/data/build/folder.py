@@ -10,7 +10,8 @@
   tokens/SPLIT-TTTTTT/   the shards of a task; record.json
   finish.json      every task is done: what the data set consists of
   data/            the data set, until it gets its name
-  progress/ logs/  how far each task is; what datatrove says
+  progress/        errors of tasks, and whether all are to stop
+  logs/            which tasks the jobs of an array do, and the jobs' logs
 """
 
 from __future__ import annotations
@@ -21,17 +22,15 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import xxhash
+from tqdm import tqdm
 
 from pretrain.config import ConfigError
 from pretrain.data.manifest import Split
@@ -51,6 +50,8 @@ from pretrain.rundir.trust import check_own_directory
 
 LOCK, FINISH, PLAN, TASKS = "lock", "finish.json", "plan.json", "tasks.jsonl"
 FILES = "files.json"
+Stage = Literal["scan", "tokenize"]
+
 _OWN = (PLAN, TASKS, FILES, FINISH, "scan", "merge", "tokens", "data", "progress", "logs")
 
 
@@ -99,18 +100,24 @@ class BuildFolder:
 
     @property
     def logs(self) -> Path:
-        """The folder of datatrove's logs."""
+        """The folder of the logs of jobs."""
         return self.path / "logs"
 
     @property
     def progress(self) -> Path:
-        """The folder of a small file for each task that runs."""
+        """The folder of what tasks tell the builder."""
         return self.path / "progress"
 
     @property
     def stop(self) -> Path:
         """The file that asks running tasks to give up, because another one has failed."""
         return self.progress / "stop"
+
+    def final(self, stage: Stage, rank: int) -> Path:
+        """Return the folder of a task's output."""
+        if stage == "scan":
+            return self.scan(rank)
+        return self.tokens(*load_token_task(self, rank)[:2])
 
     def scan(self, task: int) -> Path:
         """Return the folder of a task's output in the scan stage."""
@@ -144,7 +151,7 @@ def locked(folder: BuildFolder) -> Iterator[None]:
 def _check_trusted(folder: BuildFolder) -> None:
     """Refuse a folder in which another user may have put something.
 
-    The tasks of a job array execute a pickle in logs/STAGE.
+    The jobs of an array read in logs/STAGE what to do.
     """
     for path in (folder.path, folder.logs, *folder.logs.glob("*/")):
         check_own_directory(path, entries=False)
@@ -360,100 +367,40 @@ def cut_of(merge: Json) -> Cut | None:
     return Cut(*merge["cut"]) if merge["cut"] else None
 
 
-# ---- progress ----
-# Show how far a stage is: one line on a terminal that is drawn anew, or a line now and then.
+LOOK_SECONDS = 0.5
+"""From one look at the outputs of a stage to the next."""
 
 
-TERMINAL_SECONDS, LOG_SECONDS = 0.5, 30.0
-"""From one look at the tasks to the next."""
+@contextlib.contextmanager
+def shown_progress(stage: Stage, finals: list[Path], sizes: list[int]) -> Iterator[None]:
+    """Show on a terminal how far a stage is while the block runs.
 
+    Args:
+        stage: Its name.
+        finals: Where the output of each task will be.
+        sizes: About how many bytes each task reads.
+    """
+    over = threading.Event()
 
-class Progress:
-    """Look at the small files that the tasks of a stage write, from a thread of its own."""
-
-    def __init__(self, folder: BuildFolder, stage: str, finals: list[Path], sizes: list[int]):
-        """Prepare to show a stage.
-
-        Args:
-            folder: The build.
-            stage: Its name.
-            finals: Where the output of each task will be.
-            sizes: About how many bytes each task reads.
-        """
-        self._folder, self._stage, self._finals, self._sizes = folder, stage, finals, sizes
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._show, daemon=True)
-        self._shown = 0
-
-    def __enter__(self) -> Progress:
-        self._folder.progress.mkdir(exist_ok=True)
-        for path in self._folder.progress.iterdir():
-            path.unlink(missing_ok=True)
-        self._before = self._done()
-        self._start = time.monotonic()
-        # The stream as it is now: a task may redirect it.
-        self._stream = sys.stderr
-        self._is_terminal = self._stream.isatty()
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._over.set()
-        self._thread.join()
-        if self._shown and self._is_terminal:
-            self._stream.write("\r" + " " * self._shown + "\r")
-            self._stream.flush()
-
-    def _show(self) -> None:
-        while not self._over.wait(TERMINAL_SECONDS if self._is_terminal else LOG_SECONDS):
-            line = self.line()
-            if self._is_terminal:
-                self._stream.write("\r" + line.ljust(self._shown))
-                self._shown = len(line)
-            else:
-                self._stream.write(line + "\n")
-            self._stream.flush()
-
-    def _done(self) -> set[int]:
-        """Return the tasks whose output is there."""
+    def done() -> int:
         # One listing instead of a question for each task, of which a file server gets thousands.
-        names = {
-            path
-            for parent in {path.parent for path in self._finals}
-            if parent.is_dir()
-            for path in parent.iterdir()
-        }
-        return {rank for rank, path in enumerate(self._finals) if path in names}
+        folders = {final.parent for final in finals}
+        names = {path for each in folders if each.is_dir() for path in each.iterdir()}
+        return sum(size for final, size in zip(finals, sizes) if final in names)
 
-    def line(self) -> str:
-        """Return how far the stage is, in one line."""
-        seconds = max(time.monotonic() - self._start, 1e-3)
-        done = self._done()
-        documents = size = 0
-        seen = sum(self._sizes[rank] for rank in done - self._before)
-        for path in self._folder.progress.glob(f"{self._stage}-*.json"):
-            record = read_json(path)
-            documents += record.get("documents", 0)
-            size += record.get("bytes", 0)
-            rank = int(path.stem.rpartition("-")[2])
-            if rank not in done:
-                seen += min(record.get("bytes", 0), self._sizes[rank])
-        to_do = sum(size for rank, size in enumerate(self._sizes) if rank not in self._before)
-        share = seen / max(to_do, 1)
-        left = f"{in_time(seconds * (1 - share) / share)} left" if share > 0 else "begun"
-        return (
-            f"{self._stage}: {len(done)}/{len(self._finals)} tasks, {documents:,} documents, "
-            f"{size / 1e6 / seconds:.1f} MB/s, {left}"
-        )
+    # disable=None draws the bar on a terminal and nothing into a log file.
+    with tqdm(
+        desc=stage, total=sum(sizes), initial=done(), unit="B", unit_scale=True, disable=None
+    ) as bar:
 
+        def show() -> None:
+            while not over.wait(LOOK_SECONDS):
+                bar.update(done() - bar.n)
 
-def in_time(seconds: float) -> str:
-    """Return a time as people read it: 12:34 or 1:02:03."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        thread = threading.Thread(target=show, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
