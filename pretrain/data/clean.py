@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import tokenize
-import zipfile
-import zlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pretrain.config import ConfigError
 from pretrain.config.schema import CleaningSection
 
 if TYPE_CHECKING:
@@ -294,26 +290,17 @@ def find_duplicates(paths: Sequence[Path]) -> list[npt.NDArray[np.bool_]]:
 
     Returns:
         bool[documents] of each file.
-
-    Raises:
-        ConfigError: A file is damaged or has other columns than the first.
     """
     if not paths:
         return []
-    shapes = [_table(path).shape for path in paths]
-    for path, (_, columns) in zip(paths, shapes):
-        if columns != shapes[0][1]:
-            raise ConfigError(
-                f"{path}: {columns} keys a document, but {paths[0]} has {shapes[0][1]}. Delete "
-                "both and build again"
-            )
+    shapes = [np.load(path, mmap_mode="r").shape for path in paths]
     ends = np.cumsum([documents for documents, _ in shapes])
     found = np.zeros(int(ends[-1]), np.bool_)
     keys = np.empty(int(ends[-1]), np.uint64)
     for column in range(shapes[0][1]):
         # One file is open at a time: a corpus has more tasks than a process may have open files.
         for path, part in zip(paths, np.split(keys, ends[:-1])):
-            part[:] = _table(path)[:, column]
+            part[:] = np.load(path, mmap_mode="r")[:, column]
         _mark_repeated(keys, found)
     return np.split(found, ends[:-1])
 
@@ -324,24 +311,6 @@ def _mark_repeated(keys: Hashes, found: npt.NDArray[np.bool_]) -> None:
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     found[order[1:][keys[1:] == keys[:-1]]] = True
-
-
-def _table(path: Path) -> Hashes:
-    try:
-        # The header of a .npy file is Python text, so damage to it can be a syntax error.
-        table = np.lib.format.open_memmap(path, mode="r")
-    except (OSError, ValueError, SyntaxError, tokenize.TokenError) as error:
-        raise ConfigError(
-            f"{path}: is damaged ({error}). Delete it and build again; the task that wrote it is "
-            "done once more"
-        ) from None
-    whole = table.offset + table.nbytes == path.stat().st_size
-    if table.ndim != 2 or table.dtype != np.uint64 or not whole:
-        raise ConfigError(
-            f"{path}: holds {table.dtype} of shape {table.shape}, or more than that, not the keys "
-            "of documents. Delete it and build again; the task that wrote it is done once more"
-        )
-    return np.asarray(table)
 
 
 # ---- Choose the documents that are held out for validation, by their hashes ----
@@ -431,35 +400,12 @@ class Candidates:
         return digest
 
     def save(self, path: Path) -> None:
-        """Write the candidates to a file.
-
-        It has one line with the XXH3-64 of the following JSON, and then the texts in UTF-8 without
-        separators. Each text is proved by its hash when it is read.
-        """
-        kept = self._front.kept()
-        head = _Head(
-            max_bytes=self._front.max_bytes,
-            documents=self._documents,
-            last=self._last,
-            limit=self._front.limit,
-            places=[place for place, _, _ in kept],
-            sizes=[size for _, size, _ in kept],
-        )
-        with path.open("wb") as file:
-            line = json.dumps(head._asdict()).encode()
-            file.write(xxhash.xxh3_64_hexdigest(line).encode() + b" " + line + b"\n")
-            file.writelines(data for _, _, data in kept)
-
-
-class _Head(NamedTuple):
-    """The first line of a file of candidates."""
-
-    max_bytes: int
-    documents: int
-    last: int
-    limit: int
-    places: list[int]
-    sizes: list[int]
+        """Write the candidates for `choose_held_out`: a line of JSON of them all, and one each."""
+        with path.open("w") as file:
+            front = self._front
+            file.write(json.dumps([front.max_bytes, self._documents, self._last, front.limit]))
+            for place, _, data in front.kept():
+                file.write("\n" + json.dumps([place, data.decode("utf-8", "surrogatepass")]))
 
 
 class HeldOutText(NamedTuple):
@@ -481,81 +427,33 @@ def choose_held_out(paths: Sequence[Path], fraction: float) -> list[HeldOutText]
     Returns:
         The held-out texts, each once, in the order of their hashes. Empty if the corpus does not
         have two different texts.
-
-    Raises:
-        ConfigError: A file is damaged, or the tasks had different `max_bytes`.
     """
     documents, last = 0, -1
-    front: _Front[tuple[Path, int]] | None = None
+    front: _Front[str] | None = None
     for path in paths:
-        with path.open("rb") as file:
-            head = _read_head(file, path)
-            offset = file.tell()
-        front = front or _Front(head.max_bytes)
-        if head.max_bytes != front.max_bytes:
-            raise _damaged(path, f"max_bytes is {head.max_bytes}, not {front.max_bytes}")
-        documents, last = documents + head.documents, max(last, head.last)
-        front.cut(head.limit)
-        for place, size in zip(head.places, head.sizes):
-            if front.fits(place):
-                front.add(place, size, (path, offset))
-            offset += size
+        with path.open() as file:
+            max_bytes, count, its_last, limit = json.loads(file.readline())
+            front = front or _Front(max_bytes)
+            documents, last = documents + count, max(last, its_last)
+            front.cut(limit)
+            for place, text in map(json.loads, file):
+                # They stand in order.
+                if place >= front.limit:
+                    break
+                if front.fits(place):
+                    front.add(place, len(text.encode("utf-8", "surrogatepass")), text)
     if front is None:
         return []
     front.cut(last)
     chosen = front.kept()[: max(1, int(fraction * documents))]
-    return [_read_text(place % _LARGE, size, *where) for place, size, where in chosen]
-
-
-def _read_head(file: BinaryIO, path: Path) -> _Head:
-    checksum, _, line = file.readline().removesuffix(b"\n").partition(b" ")
-    if xxhash.xxh3_64_hexdigest(line).encode() != checksum:
-        raise _damaged(path, "the checksum of its first line differs")
-    return _Head(**json.loads(line))
-
-
-def _read_text(digest: int, size: int, path: Path, offset: int) -> HeldOutText:
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read(size)
-    if xxhash.xxh3_64_intdigest(data) != digest:
-        raise _damaged(path, f"the text at byte {offset} is not the one that was written")
-    return HeldOutText(digest, data.decode("utf-8", "surrogatepass"))
-
-
-def _damaged(path: Path, problem: str) -> ConfigError:
-    return ConfigError(
-        f"{path}: is damaged ({problem}). Delete it and build again; the task that wrote it is "
-        "done once more"
-    )
+    return [HeldOutText(place % _LARGE, text) for place, _, text in chosen]
 
 
 LEAK_WORDS = 13
 
 
-_DAMAGE = (
-    *(OSError, ValueError, KeyError, EOFError, SyntaxError, NotImplementedError),
-    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError),
-)
-"""Errors of numpy.load for a damaged .npz file: of its zip archive, its compression, and the
-headers of its arrays, which are Python text."""
-
-
 COMMON_TEXTS = 3
 """A sequence in so many texts of a sample is common to the corpus."""
-
-
-class Overlap(NamedTuple):
-    """The overlap of a document with the held-out documents, in different 13-word sequences."""
-
-    sequences: int
-    """How many the document has."""
-
-    shared: int
-    """How many of them stand in some held-out document."""
-
-    by_document: dict[int, int]
-    """How many of them stand in each held-out document that has any of them, by its number."""
 
 
 class HeldOut:
@@ -607,13 +505,9 @@ class HeldOut:
 
     @classmethod
     def load(cls, path: Path) -> HeldOut:
-        """Read what `save` wrote; raise ConfigError if it is damaged."""
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                sequences, documents = file["sequences"], file["documents"]
-        except _DAMAGE as error:
-            raise ConfigError(f"{path}: is damaged ({error}). Delete it and build again") from None
-        return cls(sequences, documents)
+        """Read what `save` wrote."""
+        with np.load(path, allow_pickle=False) as file:
+            return cls(file["sequences"], file["documents"])
 
     def common(self, sample: Iterable[str]) -> npt.NDArray[np.bool_]:
         """Return which held-out documents are boilerplate, such as a licence or a menu.
@@ -630,12 +524,6 @@ class HeldOut:
         is_common = texts[np.searchsorted(self._sequences, self._pairs)] >= COMMON_TEXTS
         found = np.bincount(self._documents, weights=is_common, minlength=len(self._sizes))
         return (self._sizes > 0) & (2 * found >= self._sizes)
-
-    def overlap(self, text: str) -> Overlap:
-        """Return what a document shares with the held-out ones."""
-        hashes = np.unique(sequence_hashes(text, LEAK_WORDS))
-        shared = self._find(hashes)
-        return Overlap(len(hashes), len(shared), self._by_document(shared))
 
     def is_leaked(self, text: str) -> bool:
         """Return whether a training document has to go.
@@ -661,12 +549,6 @@ class HeldOut:
     def merge_seen(self, path: Path) -> None:
         """Add what `save_seen` wrote in another process that loaded the same held-out sequences."""
         bits = np.frombuffer(path.read_bytes(), np.uint8)
-        size = -(-len(self._seen) // 8)
-        if len(bits) != size:
-            raise ConfigError(
-                f"{path}: is {len(bits)} bytes, not the {size} of these held-out documents. Delete "
-                "it and build again; the task that wrote it is done once more"
-            )
         self._seen |= np.unpackbits(bits, count=len(self._seen)).astype(np.bool_)
 
     @property

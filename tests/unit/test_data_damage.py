@@ -237,10 +237,6 @@ CHANGES: list[dict] = [
     {"extra": lambda v: 1},
 ]
 
-BELIEVED = {8, 10, 28, 31}
-"""Those that contradict nothing a reader looks at once the manifest is signed again: one id more,
-another id for the end of a document, a digest that verify alone compares, no signature."""
-
 
 def manifest_value(root, rng):
     path = root / rng.choice(SPLITS) / "manifest.json"
@@ -341,30 +337,17 @@ def test_a_sound_data_set_passes(sound, tmp_path):
             assert np.array_equal(read_all(root, split, np.random.default_rng(seed)), tokens[split])
 
 
-@pytest.mark.parametrize("change", range(len(CHANGES)))
-def test_a_manifest_with_a_checksum_of_its_own_still_has_to_agree(sound, tmp_path, change):
-    """The same changes, signed again: what the checksum cannot tell, the numbers do."""
-    root, tokens = sound
-    shutil.copytree(root / "train", tmp_path / "train")
-    shutil.copyfile(root / "tokenizer.model", tmp_path / "tokenizer.model")
-    path = tmp_path / "train/manifest.json"
-    content = json.loads(path.read_text())
-    [(key, make)] = CHANGES[change].items()
-    content[key] = make(content.get(key))
-    try:
-        manifest = Manifest.model_validate_json(json.dumps(content))
-        path.write_text(manifest.text())
-    except Exception:
-        path.write_text(json.dumps(content, indent=1) + "\n")
-    try:
-        stream = TokenStream(tmp_path / "train")
-        found = stream.read(0, len(stream))
-    except ConfigError as error:
-        assert change not in BELIEVED
-        assert str(tmp_path) in str(error)
-    else:
-        assert change in BELIEVED
-        assert np.array_equal(found, tokens["train"])
+def test_a_shard_s_name_leads_nowhere_else(sound, tmp_path):
+    """Whoever writes a manifest can also sign it, and it may lie at a URL."""
+    root, _ = sound
+    shutil.copytree(root, tmp_path / "copy")
+    path = tmp_path / "copy/train/manifest.json"
+    manifest = Manifest.model_validate_json(path.read_text())
+    shard = manifest.shards[0].model_copy(update={"name": "../../passwd.tar"})
+    signed = manifest.model_copy(update={"shards": (shard, *manifest.shards[1:])})
+    path.write_text(signed.text())
+    with pytest.raises(ConfigError, match=r"not a valid manifest \(shards\.0\.name"):
+        TokenStream(tmp_path / "copy/train")
 
 
 def test_all_damaged_files_are_named_at_once(sound, tmp_path):

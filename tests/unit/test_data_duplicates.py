@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from datasketch import MinHash, MinHashLSH
 
-from pretrain.config import ConfigError
 from pretrain.data import clean
 from pretrain.data.clean import (
     BANDS,
@@ -199,32 +198,6 @@ def test_keys_are_the_same_on_every_machine() -> None:
             env={"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed},
         )
         assert answer.stdout.strip() == str(keys.tolist())
-
-
-def test_damaged_keys_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    save_keys(path, [duplicate_keys("a", "exact")] * 100, "exact")
-    good = path.read_bytes()
-    for content in (b"", good[:5], good[:-8], b"PK\x03\x04", b"\x80\x04N."):
-        path.write_bytes(content)
-        with pytest.raises(ConfigError, match=r"keys: is damaged .*Delete it and build again"):
-            find_duplicates([path])
-    for at in range(128):  # the header of the file, each bit of it
-        for bit in range(8):
-            path.write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
-            try:
-                assert find_duplicates([path])[0].tolist() == [False] + [True] * 99
-            except ConfigError as error:
-                assert str(path) in str(error)
-    for array in (np.zeros(3, np.uint64), np.zeros((3, 1), np.int32)):
-        with path.open("wb") as file:
-            np.save(file, array)
-        with pytest.raises(ConfigError, match=r"keys: holds .*, not the keys of documents"):
-            find_duplicates([path])
-    save_keys(path, [duplicate_keys("a", "exact")], "exact")
-    save_keys(tmp_path / "near", [duplicate_keys("a", "near")], "near")
-    with pytest.raises(ConfigError, match=rf"near: {1 + BANDS} keys a document, but .*keys has 1"):
-        find_duplicates([path, tmp_path / "near"])
 
 
 def test_the_table_in_the_docstring_is_the_formula() -> None:
