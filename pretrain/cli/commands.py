@@ -66,14 +66,14 @@ def data_stats(
       pretrain data stats configs/demo.toml --plot stats.png
     """
     run = load_config(config, overrides)
-    from pretrain.data import stats
+    from pretrain.data import view
 
-    found = stats.read_stats(run)
-    for line in stats.lines(found):
+    found = view.read_stats(run)
+    for line in view.lines(found):
         print(line)
     if plot is not None:
         with writing(plot):
-            plot.write_bytes(stats.plot(found))
+            plot.write_bytes(view.plot(found))
         print(f"{plot}: written")
 
 
@@ -100,7 +100,7 @@ def data_show(
       pretrain data show configs/demo.toml --num 5 --corpus shakespeare
     """
     run = load_config(config, overrides)
-    from pretrain.data.show import shown_samples
+    from pretrain.data.view import shown_samples
 
     for line in shown_samples(
         run, split, corpus=corpus, count=num, seed=seed, characters=characters

@@ -133,6 +133,10 @@ def _round_up(size: int, unit: int) -> int:
 
 FORMAT_VERSION: Literal[2] = 2
 MANIFEST, CHECKSUMS = "manifest.json", "checksums.bin"
+BUILD_RECORD = "build.json"
+"""File of the settings and text that a data set was built from, and of the report."""
+DOCUMENTS = "documents"
+"""Folder of a split that says where each document comes from; see `build.tasks.PLACE`."""
 TOKENIZER: Literal["tokenizer.model"] = "tokenizer.model"
 TokenizerName = Literal["tokenizer.model", "tokenizer.json", "tokenizer.txt"]
 """What the file of a data set's tokenizer may be called."""

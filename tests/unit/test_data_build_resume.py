@@ -15,7 +15,7 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import NoSpace
-from pretrain.data.build import build, command, executor
+from pretrain.data.build import build, command, tasks
 from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.data.stream import verify
 from tests.conftest import mark_torture
@@ -79,13 +79,13 @@ def text(built, tmp_path):
 def tasks_begun(patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Return a list that gets (stage, task) of every task that begins in this process."""
     begun: list[tuple[str, int]] = []
-    real = executor.do_task
+    real = tasks.do_task
 
     def do_task(folder, stage, rank):
         begun.append((stage, rank))
         real(folder, stage, rank)
 
-    patch.setattr(executor, "do_task", do_task)
+    patch.setattr(tasks, "do_task", do_task)
     return begun
 
 
@@ -407,7 +407,7 @@ def test_a_job_of_an_array_does_its_tasks_in_another_process(built, text, monkey
     for rank in (1, 3):
         shutil.rmtree(folder.tokens("train", rank))
     finals = [folder.final("tokenize", rank) for rank in range(TASKS + 1)]
-    assert executor.undone(finals) == [1, 3]
+    assert tasks.undone(finals) == [1, 3]
     # Task 2 is done already, as after a requeue.
     array = {"folder": str(folder.path), "stage": "tokenize", "jobs": [[0], [2, 1, 3]]}
     (tmp_path / "array.json").write_text(json.dumps(array))
@@ -419,7 +419,7 @@ def test_a_job_of_an_array_does_its_tasks_in_another_process(built, text, monkey
         cwd=tmp_path,
     )
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert executor.undone(finals) == []
+    assert tasks.undone(finals) == []
     (tmp_path / "array.json").unlink()
     build(text)
     assert contents(text.data_directory) == contents(built / "data")

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, RunFailed, dump_config
-from pretrain.data.build import executor
-from pretrain.data.build.executor import Cluster, run_on_cluster, tasks_per_job
+from pretrain.data.build import tasks
 from pretrain.data.build.folder import BuildFolder
+from pretrain.data.build.tasks import Cluster, run_on_cluster, tasks_per_job
 from pretrain.launcher import experiment as data
 from pretrain.launcher import slurm
 from pretrain.launcher.site import load_site, parse_site
@@ -39,11 +39,11 @@ def rounds(tasks: int, each: int, workers: int) -> int:
 @pytest.mark.parametrize("array_size", [1, 2, 7, 40])
 @pytest.mark.parametrize("workers", [1, 3, 8, 50])
 def test_no_other_number_of_tasks_a_job_is_faster(workers, array_size):
-    for tasks in (1, 2, 5, 16, 41, 97, 200):
-        each = tasks_per_job(tasks, workers, array_size)
-        allowed = [n for n in range(1, tasks + 1) if math.ceil(tasks / n) <= array_size]
-        best = min(rounds(tasks, n, workers) for n in allowed)
-        assert each == min(n for n in allowed if rounds(tasks, n, workers) == best)
+    for count in (1, 2, 5, 16, 41, 97, 200):
+        each = tasks_per_job(count, workers, array_size)
+        allowed = [n for n in range(1, count + 1) if math.ceil(count / n) <= array_size]
+        best = min(rounds(count, n, workers) for n in allowed)
+        assert each == min(n for n in allowed if rounds(count, n, workers) == best)
 
 
 def test_tasks_are_done_singly_where_the_array_has_room():
@@ -74,13 +74,13 @@ def test_the_jobs_of_an_array_do_every_undone_task_once(
 ):
     ranks = list(range(0, undone * 2, 2))
     arrays, done = [], []
-    monkeypatch.setattr(executor, "_run_array", lambda *args: arrays.append(args[-1]))
-    monkeypatch.setattr(executor, "undone", lambda asked: ranks if len(asked) == undone * 2 else [])
+    monkeypatch.setattr(tasks, "_run_array", lambda *args: arrays.append(args[-1]))
+    monkeypatch.setattr(tasks, "undone", lambda asked: ranks if len(asked) == undone * 2 else [])
     run_on_cluster(folder, "scan", finals(folder, undone * 2), Cluster((), workers, array_size))
     assert arrays[0] == 0 and arrays[1] <= array_size
-    monkeypatch.setattr(executor, "do_task", lambda folder, stage, rank: done.append(rank))
+    monkeypatch.setattr(tasks, "do_task", lambda folder, stage, rank: done.append(rank))
     for index in range(arrays[1]):
-        executor.run_job(folder.logs / "scan" / executor.ARRAY, index)
+        tasks.run_job(folder.logs / "scan" / tasks.ARRAY, index)
     assert done == ranks
 
 
@@ -148,21 +148,21 @@ def test_a_task_s_error_stops_the_others(folder, monkeypatch):
     def broken(folder, stage, rank):
         raise {0: ConfigError("a.txt:3: not UTF-8"), 1: KeyError("bug")}[rank]
 
-    monkeypatch.setattr(executor, "do_task", broken)
-    path, cluster = folder.logs / "scan" / executor.ARRAY, Cluster(("true",), 1, 1)
+    monkeypatch.setattr(tasks, "do_task", broken)
+    path, cluster = folder.logs / "scan" / tasks.ARRAY, Cluster(("true",), 1, 1)
     path.write_text(json.dumps({"folder": str(folder.path), "stage": "scan", "jobs": [[0], [1]]}))
     with pytest.raises(SystemExit):
-        executor.run_job(path, 0)
+        tasks.run_job(path, 0)
     assert folder.stop.exists()
     with pytest.raises(SystemExit):
         # Not begun at all.
-        executor.run_job(path, 1)
+        tasks.run_job(path, 1)
     with pytest.raises(ConfigError, match=r"^a.txt:3: not UTF-8$"):
         run_on_cluster(folder, "scan", finals(folder, 1), cluster)
     folder.stop.unlink()
     (folder.progress / "failed-000000.json").unlink()
     with pytest.raises(KeyError):
-        executor.run_job(path, 1)
+        tasks.run_job(path, 1)
     with pytest.raises(RunFailed, match=r"task 1 of the stage scan: KeyError\('bug'\)"):
         run_on_cluster(folder, "scan", finals(folder, 1), cluster)
 

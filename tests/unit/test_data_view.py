@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from pretrain.cli.commands import app
 from pretrain.config import ConfigError, RunConfig, dump_config, parse_config
-from pretrain.data import stats
+from pretrain.data import view
 from pretrain.data.build import build
-from pretrain.data.show import Origins
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.view import Origins
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_show_prints_the_text_and_where_it_is_from(config, tmp_path):
 
 
 def test_a_terminal_is_not_controlled_by_a_corpus(config, monkeypatch):
-    from pretrain.data.show import Excerpt, _heading, _shortened
+    from pretrain.data.view import Excerpt, _heading, _shortened
 
     assert "\x1b" not in _shortened("a\x1b[2Jb\ttab\n\u202e", 100)
     part = Excerpt("pages", 0, "a\x1b[2Jb\nc", 0, 0, np.empty(0), True)
@@ -110,7 +110,7 @@ def test_a_terminal_is_not_controlled_by_a_corpus(config, monkeypatch):
 
 
 def test_stats_counts_what_is_there(config):
-    found = stats.read_stats(config)
+    found = view.read_stats(config)
     train = found.streams["train"]
     tokens = train.read(0, len(train))
     window = min(4096, len(train))
@@ -122,9 +122,9 @@ def test_stats_counts_what_is_there(config):
     for name, corpus in found.report["corpora"].items():
         documents = next(c.documents for c in train.corpora if c.name == name)
         assert sum(corpus["train"]["tokens_log2"].values()) == documents
-    text = "\n".join(stats.lines(found))
+    text = "\n".join(view.lines(found))
     assert f"{ideal:6.1%} of the training samples" in text and "leakage: " in text
-    picture = matplotlib.image.imread(io.BytesIO(stats.plot(found)))
+    picture = matplotlib.image.imread(io.BytesIO(view.plot(found)))
     assert picture.shape[0] > 300 and picture.std() > 0.05
 
 

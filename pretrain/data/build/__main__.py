@@ -4,6 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-from pretrain.data.build.executor import run_job
+from pretrain.data.build.tasks import run_job
 
 run_job(Path(sys.argv[1]), int(os.environ["SLURM_ARRAY_TASK_ID"]))

@@ -16,41 +16,38 @@ from pretrain.config import ConfigError, NoSpace, RunConfig, writing
 from pretrain.config.errors import free_bytes, in_bytes
 from pretrain.config.schema import WORDS, DataSection
 from pretrain.data import sources
-from pretrain.data.build.executor import Cluster, run_locally, run_on_cluster
-from pretrain.data.build.finish import (
-    BUILD_RECORD,
-    finish,
-    note_finished,
-    report_lines,
-    with_digests,
-)
 from pretrain.data.build.folder import (
+    LIMIT,
     RECORD,
+    SPLITS,
     BuildFolder,
+    Plan,
     Stage,
+    differences,
     is_done,
     is_leftover,
     load_merge,
     locked,
+    make_plan,
     own_files,
     remove_build,
-    shown_progress,
-    token_tasks,
-)
-from pretrain.data.build.merge import merge
-from pretrain.data.build.plan import (
-    LIMIT,
-    SPLITS,
-    Plan,
-    differences,
-    make_plan,
     save_plan,
     saved_finish,
     saved_inputs,
+    shown_progress,
     task_sizes,
+    token_tasks,
 )
+from pretrain.data.build.merge import (
+    finish,
+    merge,
+    note_finished,
+    report_lines,
+    with_digests,
+)
+from pretrain.data.build.tasks import Cluster, run_locally, run_on_cluster
 from pretrain.data.clean import Cleaner
-from pretrain.data.manifest import read_manifest
+from pretrain.data.manifest import BUILD_RECORD, read_manifest
 from pretrain.data.sources import Corpus, Task
 from pretrain.data.sources.files import compression_of
 from pretrain.data.stream import TokenStream, check_local
