@@ -109,10 +109,6 @@ def test_every_document_is_in_one_split_in_the_order_of_the_files(built):
     assert stream.corpora[0].name == "text"
 
 
-def test_nothing_is_left_beside_the_data_set(built):
-    assert sorted(p.name for p in built.iterdir() if p.suffix != ".txt") == ["data"]
-
-
 @pytest.mark.parametrize("workers", [2, 4])
 def test_the_number_of_processes_changes_nothing(built, tmp_path, workers):
     build(config(built, directory=str(tmp_path / "again")), workers)
@@ -252,11 +248,6 @@ def test_several_corpora_follow_each_other(tmp_path):
 
 
 # ---- up to date ----------------------------------------------------------------------------------
-def test_a_rebuild_gives_the_same_bytes(built, tmp_path):
-    build(config(built, directory=str(tmp_path / "again")))
-    assert contents(tmp_path / "again") == contents(built / "data")
-
-
 def test_an_unchanged_build_does_nothing(built, capsys):
     before = {path: path.stat().st_mtime_ns for path in (built / "data").rglob("*")}
     build(config(built))
@@ -538,15 +529,6 @@ def test_the_tokenizer_is_trained_on_no_more_than_is_asked_for(tmp_path, monkeyp
 
 
 # ---- the command ---------------------------------------------------------------------------------
-def test_a_build_prints_what_it_made(tmp_path, capsys):
-    build(config(write_text(tmp_path)))
-    output = capsys.readouterr()
-    assert "tokenizer of 310 pieces" in output.out
-    assert "train: 11 documents" in output.out and "validation: 1 documents" in output.out
-    assert "1 held out" in output.out and "13-word sequences" in output.out
-    assert output.err == ""
-
-
 def test_an_estimate_writes_nothing_and_is_close(built, tmp_path, capsys):
     before = sorted(built.rglob("*"))
     [found] = estimate(config(built, directory=str(tmp_path / "none")), workers=2).values()

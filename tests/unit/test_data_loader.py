@@ -57,31 +57,11 @@ def test_an_epoch_predicts_every_token_once(stream):
     assert torch.equal(epoch[:, 1:].flatten().sort().values, torch.arange(1, samples * LENGTH + 1))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_data_parallel_ranks_share_the_batch_in_its_order(stream, ranks):
-    """Twelve steps cross an epoch border. No two samples have the same tokens."""
-    whole = steps(stream, 12).reshape(12, GLOBAL, -1)
-    parts = [
-        steps(stream, 12, data_parallel_rank=rank, data_parallel_size=ranks).reshape(
-            12, GLOBAL // ranks, -1
-        )
-        for rank in range(ranks)
-    ]
-    assert torch.equal(torch.cat(parts, dim=1), whole)
-    first_epoch = torch.cat(parts, dim=1)[: (1000 - 1) // LENGTH // GLOBAL, :, 0]
-    assert len(first_epoch.unique()) == first_epoch.numel(), "ranks overlap"
-
-
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 16])
 def test_the_micro_batch_size_changes_no_order(stream, micro_batch_size):
     assert torch.equal(
         in_order(steps(stream, 5, micro_batch_size=micro_batch_size)), in_order(steps(stream, 5))
     )
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_change_no_order(stream, num_workers):
-    assert torch.equal(steps(stream, 12, num_workers=num_workers), steps(stream, 12))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -59,26 +59,6 @@ def test_decode_gives_back_any_text(path):
         assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
 
 
-def test_long_text_has_the_ids_of_the_whole(path):
-    """Above 65,536 characters the text is split; SentencePiece on all of it must agree."""
-    long = TEXT * 3 + "no newline " * 10_000 + TEXT
-    whole = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode(long)
-    assert load_tokenizer(path).encode(long).tolist() == whole
-
-
-def test_long_text_has_the_ids_of_the_whole_with_another_kind_of_model(tmp_path):
-    """With SentencePiece's defaults (Unigram, NFKC, dummy prefix), parts would get other ids."""
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.split("\n")),
-        model_prefix=str(tmp_path / "own"),
-        vocab_size=120,
-        minloglevel=2,
-    )
-    long, given = TEXT * 2, tmp_path / "own.model"
-    whole = sentencepiece.SentencePieceProcessor(model_file=str(given)).encode(long)
-    assert load_tokenizer(given).encode(long).tolist() == whole
-
-
 def test_training_depends_on_the_text_alone(path):
     assert train([TEXT]) == path.read_bytes()
     assert train([TEXT + "quokka " * 50]) != path.read_bytes()
