@@ -15,9 +15,8 @@ from pretrain.data import order
 from pretrain.data.blend import blend_of
 from pretrain.data.manifest import BUILD_RECORD, DOCUMENTS, Split
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizer import UNK, load_tokenizer
 from pretrain.data.tokenizers.base import DICTIONARY
-from pretrain.data.tokenizers.dictionary import UNK
 
 # ---- Say of any range of a split's tokens which documents it holds, and where these come from ----
 

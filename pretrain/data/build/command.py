@@ -53,12 +53,12 @@ from pretrain.data.sources.files import compression_of
 from pretrain.data.stream import TokenStream, check_local
 from pretrain.data.tokenizer import (
     Tokenizer,
+    WordTokenizer,
     find_tokenizer,
     load_tokenizer,
     train_tokenizer,
     train_words,
 )
-from pretrain.data.tokenizers.dictionary import WordTokenizer
 from pretrain.data.tokenizers.pieces import PieceTokenizer
 from pretrain.rundir.files import Json, make_directory, read_json, remove
 
