@@ -39,6 +39,15 @@ class Excerpt(NamedTuple):
     """True if the part holds the document's beginning."""
 
 
+def _build_record(split: Path, key: str) -> Any:
+    """Return what build.json says under a key."""
+    path = split.parent / BUILD_RECORD
+    try:
+        return json.loads(path.read_text())[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}). Restore it from a copy") from None
+
+
 class Origins:
     """The place of every document of a split, read from the data set's index of documents."""
 
@@ -56,14 +65,7 @@ class Origins:
             )
         self._stream = stream
         self._folder = stream.directory / DOCUMENTS
-        record = stream.directory.parent / BUILD_RECORD
-        try:
-            self._tasks: list[Any] = json.loads(record.read_text())["tasks"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{record}: cannot be read ({error}), so nothing is known of where documents come "
-                "from. Restore it from a copy"
-            ) from None
+        self._tasks: list[Any] = _build_record(stream.directory, "tasks")
         # (corpus, task) in the order of the stream, and the first token of each.
         self._written: list[tuple[str, int]] = []
         self._starts: list[int] = []
@@ -248,11 +250,7 @@ def read_stats(config: RunConfig) -> Stats:
 def _report(stream: TokenStream) -> Mapping[str, Any]:
     if not isinstance(stream.directory, Path):
         return {}
-    path = stream.directory.parent / BUILD_RECORD
-    try:
-        report: Mapping[str, Any] = json.loads(path.read_text())["report"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}). Restore it from a copy") from None
+    report: Mapping[str, Any] = _build_record(stream.directory, "report")
     return report
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -16,10 +17,11 @@ import pytest
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import NoSpace
 from pretrain.data.build import build, command, tasks
+from pretrain.data.build import folder as folder_module
 from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.data.stream import verify
 from tests.conftest import mark_torture
-from tests.end_to_end.commands import fresh
+from tests.end_to_end.commands import fresh, wait_for
 from tests.unit.test_data_build import (
     DOCUMENTS,
     config,
@@ -424,6 +426,24 @@ def test_a_job_of_an_array_does_its_tasks_in_another_process(built, text, monkey
     build(text)
     assert contents(text.data_directory) == contents(built / "data")
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_progress_is_the_bytes_of_tasks_that_are_done(tmp_path, monkeypatch):
+    build_folder, shown = BuildFolder(tmp_path), []
+
+    class Bar(folder_module.tqdm):
+        def __init__(self, **options):
+            super().__init__(**options | {"disable": False, "file": io.StringIO()})
+            shown.append(self)
+
+    monkeypatch.setattr(folder_module, "tqdm", Bar)
+    monkeypatch.setattr(folder_module, "LOOK_SECONDS", 0.01)
+    finals = [build_folder.scan(rank) for rank in range(4)]
+    finals[0].mkdir(parents=True)
+    with folder_module.shown_progress("scan", finals, [10, 20, 30, 40]):
+        assert shown[0].n == shown[0].initial == 10
+        finals[2].mkdir()
+        wait_for(lambda: shown[0].n == 40)
 
 
 def test_a_users_file_in_the_folder_of_a_build_stays(text):

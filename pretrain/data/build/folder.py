@@ -39,6 +39,7 @@ from pretrain.config.schema import WORDS, CleaningSection, DataSection
 from pretrain.data import sources
 from pretrain.data.manifest import FORMAT_VERSION, Split
 from pretrain.data.sources import Corpus, Piece, Task
+from pretrain.data.sources.files import is_url, unreadable
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.files import (
     PARTIAL,
@@ -510,15 +511,7 @@ def _look(path: str) -> File:
         system, name = fsspec.core.url_to_fs(path)
         return File(path, system.size(name), str(system.ukey(name)))
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror or error}). Restore the file, or take it out "
-            "of the corpus"
-        ) from None
-
-
-def is_url(path: str) -> bool:
-    """Return True for what fsspec reads, such as s3://bucket/file."""
-    return "://" in path
+        raise unreadable(path, error) from None
 
 
 # ---- on disk -------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ from pretrain.data.build.folder import (
     cut_of,
     digest,
     is_done,
-    is_url,
     load_merge,
     load_task,
     load_token_task,
@@ -55,7 +54,7 @@ from pretrain.data.clean import (
     save_keys,
 )
 from pretrain.data.shards import ShardWriter
-from pretrain.data.sources.files import unreadable
+from pretrain.data.sources.files import is_url, unreadable
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
 from pretrain.rundir.files import Json, make_directory, read_json, replace_json
 
