@@ -19,12 +19,13 @@ from typer.testing import CliRunner
 
 from pretrain.checkpoint import listing as pruning
 from pretrain.checkpoint import tensors as comparing
+from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.listing import format_rows, list_run, verify_checkpoint, verify_sources
 from pretrain.checkpoint.manifest import MASTER, Change, Checkpoint
 from pretrain.checkpoint.tensors import consolidate, show_source
 from pretrain.cli.commands import app
 from pretrain.config import ConfigError, RunFailed
-from pretrain.rundir.checkpoints import complete_checkpoints
+from pretrain.rundir.checkpoints import MANIFEST, complete_checkpoints
 from pretrain.rundir.lineage import Policy, hold
 from pretrain.rundir.lock import Attempt, RunBusy
 from tests.conftest import tiny_config
@@ -75,6 +76,26 @@ def test_list_shows_lineage_sizes_losses_readers_and_damage(line, tmp_path):
     assert "Only manifests and other small files were read" in text
     result = CliRunner().invoke(app, ["checkpoint", "list", str(run), "--json"])
     assert [row["step"] for row in json.loads(result.stdout)] == [2, 4, 6, 8, 8]
+
+
+def test_a_checkpoint_of_another_version_is_not_called_damaged(line, tmp_path, capsys):
+    """Neither by its manifest's format nor by the index's own numbers."""
+    run = tmp_path / "run"
+    manifest = json.loads((line[3].path / "manifest.json").read_text())
+    manifest["format"] = 3
+    (line[3].path / "manifest.json").write_text(json.dumps(manifest))
+    rows = list_run(run)
+    assert [row.damage for row in rows] == [None] * 4
+    assert rows[3].unread == f"{MANIFEST}: format = 3, this version reads 2"
+    text = format_rows(run, rows)
+    assert "cannot be read: manifest.json" in text and "DAMAGED" not in text
+    assert not verify_sources([run])
+    said = capsys.readouterr().out
+    assert "DAMAGED" not in said and said.count("every byte is as it was written") == 3
+    with pytest.raises(ConfigError, match="format = 3") as error:
+        pruning.prune(run, Policy(1))
+    assert not isinstance(error.value, DamagedCheckpoint)
+    assert len(complete_checkpoints(run)) == 4
 
 
 # ---- show ----------------------------------------------------------------------------------------
