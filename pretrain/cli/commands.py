@@ -473,6 +473,7 @@ def config(
       pretrain config configs/demo.toml --set model.num_layers=8
     """
     from pretrain.config.describe import describe, with_origins
+    from pretrain.huggingface.classes import describe_export
 
     run, origins = load_with_origins(config, overrides)
     # The fewest processes that can hold the model. A batch that fits none of them fits no number.
@@ -481,7 +482,7 @@ def config(
         run.layout(parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     print(with_origins(dump_config(run), origins))
     print()
-    print(describe(run, tokenizer_obstacles(run)))
+    print(describe(run, describe_export(run, tokenizer_obstacles(run))))
 
 
 @data.command("build")

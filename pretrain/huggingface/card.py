@@ -14,7 +14,8 @@ import numpy as np
 from pretrain.config import RunConfig, num_parameters
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.huggingface.table import SLOPES, Target
+from pretrain.evaluate.curves import Table
+from pretrain.huggingface.base import HuggingFaceClass
 
 # ---- harness ----
 # Put validation text beside an exported model, as a task for EleutherAI's lm-evaluation-harness.
@@ -25,39 +26,10 @@ from pretrain.huggingface.table import SLOPES, Target
 # (`evaluate.windows`).
 
 
-NAME = "pretrain_validation"
-TRUST = ",trust_remote_code=True"
-"""What lm-eval's --model_args need for a folder whose class is not stock."""
+CARD, NAME = "README.md", "pretrain_validation"
 TASK, TEXT = "validation.yaml", "validation.jsonl"
 """The task and its documents. lm-eval takes the path of the latter from where it is started."""
 
-_TASK = """\
-# lm_eval --model hf --model_args pretrained=.,dtype=float32,max_length={length}{trust} \\
-#     --tasks {name} --include_path .
-#
-# Start it in this folder. {text} holds {content}, of the run's validation text.
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    validation: {text}
-output_type: loglikelihood_rolling
-validation_split: validation
-doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list:
-  - metric: bits_per_byte
-    aggregation: bits_per_byte
-    higher_is_better: false
-  - metric: byte_perplexity
-    aggregation: weighted_perplexity
-    higher_is_better: false
-  - metric: word_perplexity
-    aggregation: weighted_perplexity
-    higher_is_better: false
-metadata:
-  version: 1.0
-"""
 _TOKENS_AT_ONCE = 2**16
 
 
@@ -104,25 +76,6 @@ def _documents(stream: TokenStream, most_tokens: int) -> Iterator[np.ndarray]:
     yield np.concatenate(begun)
 
 
-def write_task(
-    folder: Path, documents: Sequence[str], length: int, *, is_stock: bool = True
-) -> None:
-    """Write the task and its documents into an export.
-
-    Args:
-        folder: The export.
-        documents: Texts of the documents.
-        length: Window in tokens of the command in the task's comment: the training length.
-        is_stock: False if the folder's class is not stock, which the command must allow.
-    """
-    lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
-    (folder / TEXT).write_text("".join(lines), encoding="utf-8")
-    trust = "" if is_stock else TRUST
-    content = describe(documents)
-    task = _TASK.format(name=NAME, text=TEXT, length=length, trust=trust, content=content)
-    (folder / TASK).write_text(task, encoding="utf-8")
-
-
 def describe(documents: Sequence[str]) -> str:
     """Return how many documents these are, and their size."""
     count = (
@@ -138,70 +91,6 @@ def prompt_of(documents: Sequence[str]) -> str:
     return " ".join(words[:6])[:60].replace("```", "")
 
 
-_BLOOM = """\
-Stock transformers adds Bloom's ALiBi biases in the dtype of the weights, which in bfloat16 and
-float16 rounds them too much. To load it in 16 bit, give `trust_remote_code=True`: this folder
-brings along a class that computes scores and biases in float32."""
-_NEUTRAL = """\
-Bloom applies a LayerNorm to its embeddings, which this model does not have. The export neutralises
-it: the embeddings are stored multiplied by a small power of two, which the weight of that LayerNorm
-undoes, and the residual stream by 8, for which `layer_norm_epsilon` is multiplied by 64. Do not
-fine-tune this copy.
-
-"""
-_OWN_SLOPES = """\
-The slopes of ALiBi are those in `slopes` of config.json{trained}: {slopes}. Stock {stock} would
-compute others, so stock loaders refuse this folder, and the class that it brings along has to be
-allowed with `trust_remote_code=True`. Its scores and biases are in float32.
-
-"""
-_ENDS = """\
-It computes no token beyond; `pretrain export --max-length N` makes an export that reaches N."""
-_MPT = """\
-Sequences can be at most as many tokens long as `max_seq_len` in config.json says, which can be
-raised there."""
-_SINUSOIDAL = f"""\
-The sinusoidal positions are stored as a table of position embeddings, so sequences can be at most
-`max_position_embeddings` tokens long. {_ENDS}"""
-_LEARNED = "Sequences can be at most `max_position_embeddings` tokens long, as in training."
-_GPT_NEOX = """\
-Rotary embeddings are applied to {percent:g} % of each head. Attention and MLP are {order}
-(`use_parallel_residual`)."""
-
-_USAGE = """\
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # the folder with this file
-tokenizer = AutoTokenizer.from_pretrained(folder{trust})
-model = AutoModelForCausalLM.from_pretrained(folder{trust})
-text = tokenizer({prompt}, return_tensors="pt")
-output = model.generate(**text, max_new_tokens=40, do_sample=True, top_k=40)
-print(tokenizer.decode(output[0]))
-```"""
-
-_TEXT_BEGINS = """\
-In training every document followed the token `{eos}`, which therefore is both BOS and EOS; the
-tokenizer adds neither. {spelled}"""
-_FOUND = "A special token's name in a text is that token."
-_SPLIT = """\
-A special token's name in a text is text (`split_special_tokens`), so special tokens have to be
-given as ids."""
-
-_HARNESS = """\
-## Evaluate it with lm-evaluation-harness
-
-`{task}` is a task that scores {content}, of the validation text
-(`{text}`). Each document is scored by itself, and not, as in the table, as a part of
-one long text; its end is not scored. In this folder:
-
-```sh
-lm_eval --model hf --model_args pretrained=.,dtype=float32,max_length={length}{trust} \\
-    --tasks {name} --include_path .
-```
-"""
-
-
 @dataclass(frozen=True)
 class ExportExtras:
     """The contents of an export beside the model, and its way with special tokens."""
@@ -213,70 +102,76 @@ class ExportExtras:
     """Name -> value of further rows in the model card's table of properties."""
     documents: Sequence[str] = ()
     """Validation text for the task of lm-eval, whose first words are the model card's prompt."""
-    slopes: Sequence[float] = ()
-    """The slopes of all heads, where no stock class computes them."""
     split_special_tokens: bool = False
     """As given to `export.tokenizer.fast_tokenizer`."""
 
 
-def model_card(
-    config: RunConfig, target: Target, extras: ExportExtras, max_length: int, eos: str
-) -> str:
-    """Return the model card as Markdown, with the metadata block that the Hub reads.
+def write_card(
+    folder: Path,
+    config: RunConfig,
+    target: HuggingFaceClass,
+    settings: Any,
+    extras: ExportExtras,
+    eos: str,
+) -> None:
+    """Write the model card, with the metadata block that the Hub reads, and the task for lm-eval.
 
     Args:
+        folder: The export.
         config: The run's resolved config.
         target: Class that the model was exported as.
+        settings: Its transformers config.
         extras: What else there is to say.
-        max_length: Longest sequence, in tokens, that the model was exported for.
         eos: Name of the token that ends a document.
     """
     method, m = config.position.method, config.model
-    length = config.data.sequence_length
+    length, documents = config.data.sequence_length, extras.documents
+    longest = getattr(settings, target.length_key)
     rows = {
-        "Class": f"`{target.class_name}`",
+        "Class": f"`{target.name}`",
         "Position method": method,
         "Parameters": f"{num_parameters(config):,}",
         "Layers, hidden size, heads": f"{m.num_layers}, {m.hidden_size}, {m.num_attention_heads}",
         "Training length": f"{length} tokens",
-        **_documents_row(config),
-        "Exported for": f"up to {max_length} tokens",
+        "Exported for": f"up to {longest} tokens",
         "Vocabulary": f"{config.data.vocab_size:,} pieces, padded to {config.padded_vocab_size:,}",
         **extras.facts,
     }
-    prompt = prompt_of(extras.documents)
-    title = config.position.title or method
-    spelled = _SPLIT if extras.split_special_tokens else _FOUND
-    lines = [
-        "---",
-        metadata(config, extras.curve),
-        "---",
-        "",
-        f"# Language model with {title} positions, trained at {length} tokens",
-        "",
-        f"A decoder-only language model, which continues a text.{config.position.about}",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in rows.items()),
-        "",
-        _USAGE.format(
-            prompt=json.dumps(prompt, ensure_ascii=False),
-            trust=", trust_remote_code=True" if target.stock else "",
-        ),
-        "",
-        _note(config, target, extras.slopes),
-        "",
-        _TEXT_BEGINS.format(eos=eos, spelled=spelled),
-        "",
-        *_curve_table(extras.curve),
-    ]
-    if extras.documents:
-        described = describe(extras.documents)
-        names = {"text": TEXT, "task": TASK, "name": NAME}
-        trust = TRUST if target.stock else ""
-        lines.append(_HARNESS.format(content=described, length=length, trust=trust, **names))
-    return "\n".join(lines)
+    if config.data.per_document_attention:
+        rows["Documents"] = (
+            "each was trained on as if it stood alone, so give the model one at a time"
+        )
+    values = {
+        "metadata": metadata(config, extras.curve),
+        "title": config.position.title or method,
+        "about": config.position.about,
+        "length": length,
+        "rows": rows,
+        "own": target.stock,
+        "prompt": json.dumps(prompt_of(documents), ensure_ascii=False),
+        "note": target.note(config, settings).rstrip(),
+        "eos": eos,
+        "split": extras.split_special_tokens,
+        "curve": curve_table(extras.curve),
+        "intervals": any(_interval(record) for record in extras.curve),
+        "documents": describe(documents) if documents else "",
+        **{"text": TEXT, "task": TASK, "name": NAME},
+    }
+    (folder / CARD).write_text(_filled("card.md.jinja", values), encoding="utf-8")
+    if documents:
+        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
+        (folder / TEXT).write_text("".join(lines), encoding="utf-8")
+        (folder / TASK).write_text(_filled("validation.yaml.jinja", values), encoding="utf-8")
+
+
+def _filled(name: str, values: Mapping[str, Any]) -> str:
+    """Return a template of this folder with the values."""
+    # Imported here: only an export needs it.
+    import jinja2
+
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(text).render(values)
 
 
 def metadata(config: RunConfig, curve: Sequence[Mapping[str, Any]]) -> str:
@@ -336,67 +231,23 @@ def _results(config: RunConfig, record: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-def _documents_row(config: RunConfig) -> dict[str, str]:
-    """Return the row that says that training parted documents; empty if it did not."""
-    if not config.data.per_document_attention:
-        return {}
-    return {
-        "Documents": "each was trained on as if it stood alone, so give the model one at a time"
-    }
-
-
-def _note(config: RunConfig, target: Target, slopes: Sequence[float]) -> str:
-    """Return what a user must know about how the class holds this model (see export/targets.py).
-
-    Args:
-        config: The run's resolved config.
-        target: Class that the model was exported as.
-        slopes: The slopes of all heads, if the class is not stock.
-    """
-    m, p = config.model, config.position
-    rope = p.rope()
-    if target.stock:
-        own = _OWN_SLOPES.format(
-            trained=", as training left them" if SLOPES in p.tensors(config) else "",
-            slopes=", ".join(f"{slope:.4g}" for slope in slopes),
-            stock={"bloom": "Bloom", "mpt": "MPT"}[target.stock],
-        )
-        if target.stock == "mpt":
-            return own + _MPT
-        return own.rstrip() if m.embedding_layernorm else own + _NEUTRAL.rstrip()
-    notes = {
-        "bloom": _BLOOM if m.embedding_layernorm else _NEUTRAL + _BLOOM,
-        "mpt": _MPT,
-        "opt": _SINUSOIDAL if p.table_end(config) is None else _LEARNED,
-        "gpt_neox": _GPT_NEOX.format(
-            percent=100 * rope.percent if rope else 0,
-            order="parallel" if m.parallel_residual else "sequential",
-        ),
-    }
-    return notes[target.model_type]
-
-
-def _curve_table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a table of perplexities: a row for each length, a column for each curve.
+def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of perplexities: a row for each length, a column for each curve.
 
     Columns are in the order in which their first records appear. The last says how many tokens the
     numbers of a row stand on.
     """
     if not curve:
-        return []
+        return ""
     cells = {(_column(r), r["length"]): _cell(r) for r in curve}
     titles = list(dict.fromkeys(column for column, _ in cells))
-    lines = ["## Validation perplexity by length", ""]
-    lines += [f"| tokens | {' | '.join(titles)} | tokens scored |"]
-    lines += ["|---:|" + "---:|" * (len(titles) + 1)]
+    rows = []
     for length in sorted({r["length"] for r in curve}):
-        row = [cells.get((title, length), "") for title in titles]
         scored = dict.fromkeys(f"{r['tokens']:,}" for r in curve if r["length"] == length)
-        lines.append(f"| {length:,} | {' | '.join(row)} | {' / '.join(scored)} |")
-    lines.append("")
-    if any(_interval(r) for r in curve):
-        lines += ["In brackets: the 95 % confidence interval, for other text of the same kind.", ""]
-    return lines
+        found = [cells.get((title, length), "") for title in titles]
+        rows.append([f"{length:,}", *found, " / ".join(scored)])
+    title = "Perplexity of the validation text, read in windows of so many tokens"
+    return Table(title, ["tokens", *titles, "tokens scored"], rows, names=0).markdown()
 
 
 def _cell(record: Mapping[str, Any]) -> str:

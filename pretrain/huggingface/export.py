@@ -23,13 +23,13 @@ from pretrain.checkpoint.manifest import (
 )
 from pretrain.checkpoint.save import tokenizer_of
 from pretrain.config import ConfigError, RunConfig, in_bytes, writing
-from pretrain.config.describe import EXPORT_REACH, export_length
 from pretrain.config.run import is_url
 from pretrain.data.manifest import MANIFEST, OtherFormat
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.evaluate.records import read_records
 from pretrain.huggingface.card import TEXT, ExportExtras, describe, validation_documents
-from pretrain.huggingface.folder import MadeFrom, record_files, to_huggingface
+from pretrain.huggingface.classes import EXPORT_REACH, export_length
+from pretrain.huggingface.folder import record_files, to_huggingface
 from pretrain.huggingface.parity import PRECISIONS, ParityReport, add_precisions, check_parity
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
@@ -150,7 +150,11 @@ def _export(
     report = compare_with_folder(config, opened, out, ids, tuple(PRECISIONS))
     with writing(out):
         add_precisions(out, config, report, is_text=stream is not None)
-        made_from = MadeFrom(opened.lineage.id, max_length, split_special_tokens)
+        made_from = {
+            "checkpoint": opened.lineage.id,
+            "max_length": max_length,
+            "split_special_tokens": split_special_tokens,
+        }
         record_files(out, made_from if report.passed else None)
     print(report.format())
     return report.passed
@@ -179,11 +183,10 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
             f"--max-length {max_length}: shorter than data.sequence_length = {length}, at which "
             "the model was trained. Give at least that"
         )
-    end = config.position.table_end(config)
-    if end is not None and max_length != end:
+    if (rows := config.position.table_end(config)) is not None and max_length != rows:
         raise ConfigError(
-            f"--max-length {max_length}: the trained table of positions has {end} rows. Leave the "
-            "option out"
+            f"--max-length {max_length}: the trained table of positions has {rows} rows. Leave "
+            "the option out"
         )
     needed = max_length * config.position.export_bytes_a_position(config)
     free = platform.available_memory()
@@ -287,59 +290,19 @@ def _comparison_ids(config: RunConfig, stream: TokenStream | None, max_length: i
     """
     length, heads = config.data.sequence_length, config.model.num_attention_heads
     memory = math.isqrt(SCORE_BYTES // (4 * heads))
-    longest = max(length, min(EXPORT_REACH * length, max_length, memory))
-    if stream is None:
-        return _random_rows(config, longest)
-    if len(stream) < length:
-        raise ConfigError(
-            f"{stream.directory}: has {len(stream)} tokens, but the comparison needs {length}. "
-            "Hold out more validation text (data.validation_fraction) and build the data again"
-        )
-    longest = min(longest, len(stream))
-    rows = min(PARITY_ROWS, len(stream) // length)
-    return [
-        torch.from_numpy(stream.read(0, n * size)).view(n, size)
-        for n, size in _shapes(rows, length, longest)
-    ]
-
-
-def _random_rows(config: RunConfig, longest: int) -> list[Tensor]:
-    """Return random sequences, int64 [N, T] of each length, the longest of `longest` tokens."""
+    longest, rows = max(length, min(EXPORT_REACH * length, max_length, memory)), PARITY_ROWS
+    if stream is not None:
+        if len(stream) < length:
+            raise ConfigError(
+                f"{stream.directory}: has {len(stream)} tokens, but the comparison needs {length}. "
+                "Hold out more validation text (data.validation_fraction) and build the data again"
+            )
+        longest, rows = min(longest, len(stream)), min(rows, len(stream) // length)
+    shapes = [(rows, length), (1, longest)] if longest > length else [(rows, length)]
+    if stream is not None:
+        return [torch.from_numpy(stream.read(0, n * t)).view(n, t) for n, t in shapes]
     generator = torch.Generator().manual_seed(0)
-    shapes = _shapes(PARITY_ROWS, config.data.sequence_length, longest)
     return [torch.randint(config.data.vocab_size, s, generator=generator) for s in shapes]
-
-
-def _shapes(rows: int, length: int, longest: int) -> list[tuple[int, int]]:
-    """Return [N, T] of the sequences: some of the training length, and one of the longest."""
-    return [(rows, length), (1, longest)] if longest > length else [(rows, length)]
-
-
-def _of_one_checkpoint(
-    records: list[dict[str, Any]], checkpoint: Path, curve: Path
-) -> list[dict[str, Any]]:
-    """Return the records of a checkpoint, where a report has several runs of one method.
-
-    Records of a single checkpoint are returned whatever its path: the run may have been moved.
-
-    Args:
-        records: Evaluation records.
-        checkpoint: Checkpoint that is exported.
-        curve: Where the records are from.
-
-    Raises:
-        ConfigError: They are of several checkpoints, and not of this one.
-    """
-    paths = dict.fromkeys(record["checkpoint"] for record in records)
-    if len(paths) <= 1:
-        return records
-    own = [r for r in records if os.path.realpath(r["checkpoint"]) == os.path.realpath(checkpoint)]
-    if not own:
-        raise ConfigError(
-            f"--curve {curve}: has records of {', '.join(paths)}, and none of {checkpoint}. Give a "
-            "report with that checkpoint: `pretrain evaluate` it with --out"
-        )
-    return own
 
 
 def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict[str, Any]]:
@@ -355,7 +318,7 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
         Records of this checkpoint's position method; none where it has not been evaluated.
 
     Raises:
-        ConfigError: `curve` is not a curve.json.
+        ConfigError: `curve` is not a curve.json, or has several checkpoints and not this one.
     """
     method = config.position.method
     if curve is not None:
@@ -365,13 +328,23 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
             raise ConfigError(
                 f"--curve {curve}: not a curve.json that `pretrain evaluate --out` wrote ({error})"
             ) from None
-        # RUN/evaluations/curve.json has all checkpoints of one run.
-        found = [
+        # RUN/evaluations/curve.json has all checkpoints of one run, other reports several runs. A
+        # single checkpoint of this name is taken whatever its path: the run may have been moved.
+        records = [
             record
             for record in records
             if record["method"] == method and Path(record["checkpoint"]).name == checkpoint.name
         ]
-        return _of_one_checkpoint(found, checkpoint, curve)
+        paths = {record["checkpoint"]: os.path.realpath(record["checkpoint"]) for record in records}
+        if len(paths) <= 1:
+            return records
+        own = [r for r in records if paths[r["checkpoint"]] == os.path.realpath(checkpoint)]
+        if not own:
+            raise ConfigError(
+                f"--curve {curve}: has records of {', '.join(paths)}, and none of {checkpoint}. "
+                "Give a report with that checkpoint: `pretrain evaluate` it with --out"
+            )
+        return own
     # RUN/checkpoints/step-########. A copy elsewhere has no run whose numbers would be its own, and
     # of the run's evaluations only the one after this very step is of these weights.
     step = checkpoint_step(checkpoint.name)

@@ -10,28 +10,17 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.base import JSON, MODEL
-from pretrain.huggingface.card import ExportExtras, model_card, write_task
-from pretrain.huggingface.table import (
-    SLOPES,
-    Target,
-    auto_map,
-    build_model,
-    check_exportable,
-    code_files,
-    config_class,
-    convert,
-    not_restored,
-)
+from pretrain.huggingface.base import HuggingFaceClass, same_bits
+from pretrain.huggingface.card import ExportExtras, write_card
+from pretrain.huggingface.classes import class_of
 from pretrain.rundir.files import new_directory, read_json
 
 # ---- Remember which files an export wrote, so that the next one replaces nothing else ----
@@ -44,19 +33,7 @@ FILES = "pretrain.files.json"
 """The SHA-256 of every other file that the export wrote, and what it was made from."""
 
 
-@dataclass(frozen=True)
-class MadeFrom:
-    """The source of an export, recorded once the comparison with the trained model has passed."""
-
-    checkpoint: str
-    """The id of the checkpoint."""
-    max_length: int
-    """The longest sequence in tokens that the export accepts."""
-    split_special_tokens: bool
-    """The tokenizer takes a special token's name in a text for text."""
-
-
-def record_files(folder: Path, made_from: MadeFrom | None = None) -> None:
+def record_files(folder: Path, made_from: Mapping[str, Any] | None = None) -> None:
     """Write FILES into a finished export.
 
     Where it is there already, an export goes on writing into a folder that others may see by now:
@@ -64,12 +41,13 @@ def record_files(folder: Path, made_from: MadeFrom | None = None) -> None:
 
     Args:
         folder: The export.
-        made_from: What it was made from; None until it is proven to compute the same function.
+        made_from: What it was made from, once it is proven to compute the same function: the id of
+            the checkpoint, max_length in tokens and split_special_tokens.
     """
     names = read_json(folder / FILES).get("sha256") or _names(folder)
     digests = {name: _digest(folder / name) for name in names}
     # As all files of the folder, with the mode that the umask gives.
-    record = {"made_from": made_from and asdict(made_from), "sha256": digests}
+    record = {"made_from": made_from, "sha256": digests}
     (folder / FILES).write_text(json.dumps(record, indent=2) + "\n")
 
 
@@ -81,13 +59,9 @@ def is_export_of(folder: Path, checkpoint: str, length: int) -> bool:
         checkpoint: The checkpoint's id.
         length: The least number of tokens that it must accept.
     """
-    made = read_json(folder / FILES).get("made_from")
-    if not isinstance(made, dict) or made.get("checkpoint") != checkpoint:
-        return False
-    reach = made.get("max_length")
-    if made.get("split_special_tokens") or not isinstance(reach, int) or reach < length:
-        return False
-    return not _faults(folder)
+    made = read_json(folder / FILES).get("made_from") or {}
+    is_it = made.get("checkpoint") == checkpoint and not made.get("split_special_tokens")
+    return is_it and made.get("max_length", 0) >= length and not _faults(folder)
 
 
 def check_replaceable(out: Path) -> None:
@@ -117,10 +91,8 @@ def check_replaceable(out: Path) -> None:
 
 def _faults(out: Path) -> list[str]:
     """Return the files of an export that it did not write, or that were changed since."""
-    written = read_json(out / FILES).get("sha256")
-    if not isinstance(written, dict):
-        # The list is missing or damaged.
-        written = {}
+    # Empty if the list is missing or damaged.
+    written = read_json(out / FILES).get("sha256") or {}
     faults = []
     for name in _names(out):
         if name == FILES:
@@ -134,14 +106,12 @@ def _faults(out: Path) -> list[str]:
 
 def _names(folder: Path) -> list[str]:
     """Return the paths below a folder of all that is no folder, and of empty folders, sorted."""
-    found = []
-    for path, folders, files in os.walk(folder):
-        below = Path(path).relative_to(folder)
-        links = [name for name in folders if os.path.islink(os.path.join(path, name))]
-        found += [str(below / name) for name in [*files, *links]]
-        if not folders and not files and Path(path) != folder:
-            found.append(f"{below}/")
-    return sorted(found)
+    found = [
+        path
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
+    ]
+    return sorted(str(path.relative_to(folder)) for path in found)
 
 
 def _digest(path: Path) -> str:
@@ -311,102 +281,42 @@ def to_huggingface(
             `out_dir` exists and is not an earlier export, or holds more than that wrote.
         RunFailed: The folder cannot be written, for example because the disk is full.
     """
-    target, out = check_exportable(config), Path(out_dir).absolute()
+    target, out = class_of(config), Path(out_dir).absolute()
     max_length = config.position.table_end(config) or max_length
     check_replaceable(out)
-    tensors = convert(target, config, state, max_length)
+    tensors = target.convert(config, state, max_length)
     tokenizer = load_tokenizer(tokenizer_path)
-    settings = hf_settings(target, config, max_length, special_ids(tokenizer), state.get(SLOPES))
-    _check_complete(settings, tensors)
-    originals = not_restored(target, config, state)
+    settings = target.transformers_config(config, max_length, special_ids(tokenizer), state)
+    _check_complete(target, settings, tensors)
+    again = target.restore(config, tensors.__getitem__, {})
+    originals = {n: state[n].contiguous() for n, t in again if not same_bits(t, state[n])}
     with writing(out), new_directory(out, replace=True) as folder:
         eos = _write(folder, settings, tensors, tokenizer, max_length, extras.split_special_tokens)
-        if target.code is not None:
-            for source in code_files(target.code):
-                (folder / source.name).write_bytes(source.read_bytes())
-        told = replace(extras, slopes=settings.slopes if target.stock else ())
-        card = model_card(config, target, told, max_length, eos)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        for source in target.code_files():
+            (folder / source.name).write_bytes(source.read_bytes())
+        write_card(folder, config, target, settings, extras, eos)
         # For `pretrain import`, whose result is then the run's model to the last bit.
         if originals:
             _save(originals, folder / ORIGINALS)
         (folder / ORIGINAL_TOKENIZERS[tokenizer.file_name]).write_bytes(tokenizer.content)
-        if extras.documents:
-            write_task(
-                folder,
-                extras.documents,
-                config.data.sequence_length,
-                is_stock=not target.stock,
-            )
         (folder / MARKER).write_text(dump_config(config), encoding="utf-8")
         record_files(folder)
-    return target.class_name
+    return target.name
 
 
-def hf_settings(
-    target: Target,
-    config: RunConfig,
-    max_length: int,
-    special: Mapping[str, int],
-    trained_slopes: Tensor | None = None,
-) -> Any:
-    """Return the transformers config of a model.
-
-    Args:
-        target: Class that holds it.
-        config: The run's resolved config.
-        max_length: Longest sequence in tokens.
-        special: bos_token_id, eos_token_id and pad_token_id, as `special_ids` returns them.
-        trained_slopes: The slopes of all heads, [H], if the run has trained them.
-    """
-    slopes = {}
-    if target.stock:
-        found = config.position.initial_values(config)[SLOPES]
-        # Numbers of fp32, which JSON keeps exactly; a weight would be rounded to 16 bit.
-        slopes["slopes"] = (found if trained_slopes is None else trained_slopes).float().tolist()
-    settings = config_class(target.model_type)(
-        vocab_size=config.padded_vocab_size,
-        tie_word_embeddings=config.model.tie_word_embeddings,
-        **special,
-        # Bloom and MPT have other names for it, or none, and programs that load a model look for
-        # this one before they fall back to a shorter default of their own.
-        **{"max_position_embeddings": max_length, **target.settings(config, max_length)},
-        **slopes,
-    )
-    settings.architectures = [target.class_name]
-    settings.dtype = torch.float32
-    if target.code is not None:
-        settings.auto_map = auto_map(target.code, target.model_type)
-    return settings
-
-
-def stock_shapes(settings: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a transformers model; a tied output layer has none.
-
-    The model is built on the meta device, which needs no memory.
-    """
-    with torch.device("meta"):
-        stock = build_model(settings)
-    shapes = {name: tuple(tensor.shape) for name, tensor in stock.state_dict().items()}
-    if settings.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-    return shapes
-
-
-def _check_complete(settings: Any, tensors: dict[str, Tensor]) -> None:
+def _check_complete(target: HuggingFaceClass, settings: Any, tensors: Mapping[str, Tensor]) -> None:
     """Raise ConfigError unless the tensors are exactly those of the transformers model.
 
     from_pretrained would fill a missing tensor with random values and only warn.
     """
-    theirs = stock_shapes(settings)
+    theirs = target.shapes(settings)
     ours = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = sorted(n for n in theirs.keys() | ours.keys() if theirs.get(n) != ours.get(n))
     if wrong:
-        name, class_name = wrong[0], settings.architectures[0]
         raise ConfigError(
-            f"{len(wrong)} tensors do not fit {class_name}. The first is {name}: the class has "
-            f"shape {theirs.get(name)}, the weights have {ours.get(name)}. Are these another run's "
-            "weights?"
+            f"{len(wrong)} tensors do not fit {target.name}. The first is {wrong[0]}: the class "
+            f"has shape {theirs.get(wrong[0])}, the weights have {ours.get(wrong[0])}. Are these "
+            "another run's weights?"
         )
 
 

@@ -22,10 +22,10 @@ from typing import Any
 from pretrain import platform, topology
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, writing
-from pretrain.config.describe import export_class, export_length
 from pretrain.config.evaluation import PROTOCOLS
 from pretrain.evaluate.curves import Table
 from pretrain.evaluate.report import check_report_path
+from pretrain.huggingface.classes import class_of, export_length
 from pretrain.huggingface.export import checked_length, export_source
 from pretrain.huggingface.folder import is_export_of
 from pretrain.processes import Processes, Stopped
@@ -41,44 +41,6 @@ ENVIRONMENT = (
 """Keeps lm-eval and its libraries from the network, and from taking itself for a rank of ours."""
 VERSION = "lm_eval_version"
 """The key of a results file by which it is known."""
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """Hold the tasks of lm-eval that --harness names."""
-
-    name: str
-    """For lm-eval: a file, a folder, or a task's name."""
-    folder: Path | None
-    """Where lm-eval is started, from which a task's data_files are found. None: in the export."""
-
-    @staticmethod
-    def parse(value: str) -> Tasks:
-        """Return the tasks that the value of --harness names.
-
-        Args:
-            value: A task file, a folder of task files, or the name of a task: that of the export,
-                or one of lm-eval's own.
-
-        Raises:
-            ConfigError: It looks like a path and is not there, or holds no task file.
-        """
-        path = Path(value)
-        if path.is_dir():
-            if not any(path.glob("*.yaml")):
-                raise ConfigError(f"--harness {value}: the folder holds no task, a file *.yaml")
-            # Started in the folder, lm-eval needs no path, whatever characters there are in it.
-            return Tasks(".", path)
-        if path.is_file() and path.suffix == ".yaml" and "," not in path.name:
-            return Tasks(path.name, path.parent)
-        if path.exists():
-            raise ConfigError(
-                f"--harness {value}: lm-eval reads tasks from files named *.yaml, without a comma "
-                "in the name. Rename it"
-            )
-        if path.suffix in (".yaml", ".yml") or len(path.parts) != 1:
-            raise ConfigError(f"--harness {value}: no such file or folder")
-        return Tasks(value, None)
 
 
 @dataclass(frozen=True)
@@ -109,7 +71,7 @@ def evaluate_with_harness(
 
     Args:
         sources: Run directories (their newest checkpoint is scored) or checkpoint directories.
-        tasks: A task file, a folder of them, or a task's name; see `Tasks.parse`.
+        tasks: A task file, a folder of them, or a task's name; see `find_tasks`.
         request: The window lengths; without any, the training length.
         overrides: `data.directory=PATH`, where a checkpoint's data set was moved.
         out: FILE.json of the results; None for no file.
@@ -123,7 +85,7 @@ def evaluate_with_harness(
             cannot work, or `out` is another file. Nothing has been written.
         RunFailed: An export differs from its model, or lm-eval fails.
     """
-    found = Tasks.parse(tasks)
+    name, folder_of_tasks = find_tasks(tasks)
     _check_options(request, overrides, out, text)
     scored = [_prepare(source, request) for source in sources]
     # Last: what is wrong with the input shall be known before anything is installed for it.
@@ -138,7 +100,12 @@ def evaluate_with_harness(
             for each in scored:
                 with _exported(each, overrides) as folder:
                     for window in each.windows:
-                        answer = _run(each, folder, found, window, tasks, processes)
+                        print(f"lm-eval at {window} tokens: {tasks}", flush=True)
+                        settings = _settings(each, folder, name, window)
+                        if folder_of_tasks is None:
+                            settings["include_path"] = str(folder.absolute())
+                        start = folder_of_tasks or folder
+                        answer = _run(settings, start, tasks, processes)
                         answers.append(answer)
                         records += _records(each, window, answer)
     except Stopped:
@@ -156,6 +123,36 @@ def evaluate_with_harness(
 
 
 # ---- what is checked before anything is written --------------------------------------------------
+def find_tasks(value: str) -> tuple[str, Path | None]:
+    """Return what lm-eval calls the tasks, and the folder that it is started in; None: the export.
+
+    A task's data_files are found from that folder.
+
+    Args:
+        value: A task file, a folder of task files, or the name of a task: that of the export, or
+            one of lm-eval's own.
+
+    Raises:
+        ConfigError: It looks like a path and is not there, or holds no task file.
+    """
+    path = Path(value)
+    if path.is_dir():
+        if not any(path.glob("*.yaml")):
+            raise ConfigError(f"--harness {value}: the folder holds no task, a file *.yaml")
+        # Started in the folder, lm-eval needs no path, whatever characters there are in it.
+        return ".", path
+    if path.is_file() and path.suffix == ".yaml" and "," not in path.name:
+        return path.name, path.parent
+    if path.exists():
+        raise ConfigError(
+            f"--harness {value}: lm-eval reads tasks from files named *.yaml, without a comma in "
+            "the name. Rename it"
+        )
+    if path.suffix in (".yaml", ".yml") or len(path.parts) != 1:
+        raise ConfigError(f"--harness {value}: no such file or folder")
+    return value, None
+
+
 def _check_options(
     request: EvaluationRequest, overrides: Sequence[str], out: Path | None, text: Sequence[str]
 ) -> None:
@@ -200,7 +197,7 @@ def _prepare(source: Path, request: EvaluationRequest) -> Scored:
     """Open what a source names, and check that it can be exported and scored as asked."""
     checkpoint = open_checkpoint(find_checkpoint(source))
     config = checkpoint.config
-    export_class(config)
+    class_of(config)
     # Refuses, for example, lengths beyond a learned table of positions.
     request.applied_to(config, str(checkpoint.path))
     run = run_of(checkpoint.path)
@@ -253,16 +250,29 @@ def _existing(scored: Scored) -> Path | None:
 
 
 # ---- lm-eval -------------------------------------------------------------------------------------
-def _run(
-    scored: Scored, export: Path, tasks: Tasks, window: int, given: str, processes: Processes
-) -> dict[str, Any]:
-    """Run lm-eval on an export and return what it writes.
+def _settings(scored: Scored, export: Path, tasks: str, window: int) -> dict[str, Any]:
+    """Return lm-eval's settings for a checkpoint at a window length in tokens."""
+    config = scored.checkpoint.config
+    model = {"pretrained": str(export.absolute()), "dtype": "float32", "max_length": window}
+    if class_of(config).stock:
+        # What no stock class computes. The code in the folder is the one of the export, whose every
+        # file was compared with its digest.
+        model["trust_remote_code"] = True
+    return {
+        "model": "hf",
+        "model_args": model,
+        "tasks": [tasks],
+        "device": "cuda" if platform.has_cuda() else "cpu",
+        "batch_size": max(1, config.evaluation.tokens_per_batch // window),
+    }
+
+
+def _run(settings: dict[str, Any], folder: Path, given: str, processes: Processes) -> Any:
+    """Run lm-eval in a folder and return what it writes.
 
     Args:
-        scored: The checkpoint.
-        export: Its export.
-        tasks: The tasks.
-        window: The longest sequence in tokens that the model is given.
+        settings: lm-eval's.
+        folder: Where it is started.
         given: The value of --harness, for messages.
         processes: Runs lm-eval, which ends with this command.
 
@@ -270,60 +280,32 @@ def _run(
         RunFailed: lm-eval fails. Its output is kept.
         Stopped: A signal asked to end; lm-eval has ended.
     """
-    batch = max(1, scored.checkpoint.config.evaluation.tokens_per_batch // window)
-    export = export.absolute()
-    model = {"pretrained": str(export), "dtype": "float32", "max_length": window}
-    if export_class(scored.checkpoint.config).stock:
-        # Slopes that no stock class computes. The code in the folder is the one of the export,
-        # whose every file was compared with its digest.
-        model["trust_remote_code"] = True
     with tempfile.TemporaryDirectory(prefix="pretrain-harness-") as temporary:
         # A file, since on lm-eval's command line a path may hold neither a comma nor a "=".
-        settings = {
-            "model": "hf",
-            "model_args": model,
-            "tasks": [tasks.name],
-            "include_path": None if tasks.folder else str(export),
-            "device": "cuda" if platform.has_cuda() else "cpu",
-            "batch_size": batch,
-            "output_path": f"{temporary}/results.json",
-        }
-        config = Path(temporary, "lm_eval.yaml")
-        config.write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+        config, output = Path(temporary, "lm_eval.yaml"), Path(temporary, "output.log")
+        config.write_text(json.dumps(settings | {"output_path": f"{temporary}/results.json"}))
         # -P: nothing that lies beside a task stands in for a library's module.
         command = [*ENVIRONMENT, sys.executable, "-P", "-m", "lm_eval", "run", "--config"]
-        print(f"lm-eval at {window} tokens: {given}", flush=True)
-        output = Path(temporary, "output.log")
         with output.open("wb") as file:
-            code = processes.run([[*command, str(config)]], tasks.folder or export, file)
+            code = processes.run([[*command, str(config)]], folder, file)
         if processes.stopped:
             raise Stopped
         written = sorted(Path(temporary).glob("results_*.json"))
         if code or not written:
-            raise RunFailed(_failure(given, code, output.read_text(errors="replace")))
-        answer: dict[str, Any] = json.loads(written[-1].read_text())
+            said = output.read_text(errors="replace")
+            descriptor, log = tempfile.mkstemp(prefix="lm_eval-", suffix=".log", text=True)
+            with os.fdopen(descriptor, "w") as kept:
+                kept.write(said)
+            last = next((line for line in reversed(said.splitlines()) if line.strip()), "nothing")
+            raise RunFailed(
+                f"--harness {given}: lm-eval failed with exit code {code}: {last.strip()}\n"
+                "It runs offline, so a task's data must be in files or in Hugging Face's cache. "
+                f"All of its output is in {log}"
+            )
+        answer = json.loads(written[-1].read_text())
     # Hundreds of lines about the machine, which a run's own provenance holds.
     answer.pop("pretty_env_info", None)
     return answer
-
-
-def _failure(given: str, code: int, output: str) -> str:
-    """Return what to say when lm-eval has failed; its whole output is kept in a file.
-
-    Args:
-        given: The value of --harness.
-        code: The exit code.
-        output: All that lm-eval has printed.
-    """
-    descriptor, log = tempfile.mkstemp(prefix="lm_eval-", suffix=".log", text=True)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(output)
-    said = next((line for line in reversed(output.splitlines()) if line.strip()), "nothing")
-    return (
-        f"--harness {given}: lm-eval failed with exit code {code}: {said.strip()}\n"
-        "It runs offline, so a task's data must be in files or in Hugging Face's cache. All of "
-        f"its output is in {log}"
-    )
 
 
 def _records(scored: Scored, window: int, answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

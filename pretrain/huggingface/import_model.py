@@ -1,17 +1,18 @@
 """Run `pretrain import`: make a run's directory of a Hugging Face folder, and verify its weights.
 
-The directory appears whole, after stock transformers and our model have computed the same, or not
-at all.
+transformers reads the folder; the table of its class, read backwards, says what is ours. The run's
+directory appears whole, after stock transformers and our model have computed the same, or not at
+all.
+
+An export carries the config of the run that it was made from. That is taken over with its data,
+schedule and all, if it still describes the folder's model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import pickle
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,250 +22,73 @@ from torch import Tensor
 
 from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
 from pretrain.checkpoint.save import write_checkpoint
-from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, num_parameters, writing
+from pretrain.config import (
+    ConfigError,
+    RunConfig,
+    RunFailed,
+    dump_config,
+    load_config,
+    num_parameters,
+    parse_config,
+    writing,
+)
 from pretrain.config.run import is_url
 from pretrain.config.trajectory import TOKENIZER
 from pretrain.data.manifest import MANIFEST
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.huggingface.base import EMBEDDING, OUTPUT, HuggingFaceClass, same_bits
+from pretrain.huggingface.classes import CLASSES, class_of
 from pretrain.huggingface.export import compare_with_folder
-from pretrain.huggingface.folder import MARKER, ORIGINALS, find_original, stock_shapes
-from pretrain.huggingface.import_settings import CONFIG, Source, read_source, run_config
-from pretrain.huggingface.table import EMBEDDING, SLOPES, Target, restore, same_bits
+from pretrain.huggingface.folder import MARKER, ORIGINALS, find_original
 from pretrain.rundir.files import new_directory, replace_file
 from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.paths import RunPaths, check_apart, claim_version
 
-# ---- Read the weights of a Hugging Face folder, one tensor at a time, whatever its files are ----
-# All names and shapes are compared with those of the stock class before a value is read. Files are
-# safetensors, or torch's, which are loaded without running anything that they contain.
-
-
-FILES = ("model.safetensors", "pytorch_model.bin")
-"""Where the weights are, in the order in which they are looked for; each may have an index."""
-INDEX = ".index.json"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What fp32 masters can hold exactly."""
-
-PREFIXES = {
-    "bloom": "transformer.",
-    "mpt": "transformer.",
-    "opt": "model.",
-    "gpt_neox": "gpt_neox.",
-}
-"""What names lack in folders that were saved from the model without its output layer."""
-RENAMED = {"gpt_neox": (r"^embed_out\.", "lm_head.")}
-"""Old names (transformers/conversion_mapping.py)."""
-NOT_WEIGHTS = {
-    # Masks and frequencies that old versions saved (modeling_gpt_neox.py,
-    # _keys_to_ignore_on_load_unexpected).
-    "gpt_neox": r"attention\.(bias|masked_bias|rotary_emb\.inv_freq)$",
-}
-OUTPUT = "lm_head.weight"
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor in a file."""
-
-    file: Path
-    name: str
-    """Its name in the file."""
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-
-
-class FolderWeights:
-    """The weights of a folder by their names in the class's state_dict."""
-
-    def __init__(self, folder: Path, model_type: str, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Open the files and compare names and shapes.
-
-        Args:
-            folder: The folder.
-            model_type: The class, as in config.json.
-            shapes: What the class holds, as `stock_shapes` returns it.
-
-        Raises:
-            ConfigError: A file is missing or damaged, or the tensors are not those of the class.
-        """
-        self.folder = folder
-        self._entries: dict[str, _Entry] = {}
-        for entry in _entries(folder):
-            name = _canonical(entry.name, model_type, shapes)
-            if name is None:
-                continue
-            if name in self._entries:
-                raise ConfigError(
-                    f"{entry.file}: {entry.name} is in the folder twice, also as "
-                    f"{self._entries[name].name} in {self._entries[name].file.name}"
-                )
-            self._entries[name] = entry
-        self._output = None if OUTPUT in shapes else self._entries.pop(OUTPUT, None)
-        self._check(shapes)
-
-    def _check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        missing = sorted(shapes.keys() - self._entries.keys())
-        if missing:
-            raise ConfigError(
-                f"{self.folder}: {len(missing)} tensors are missing of what config.json describes, "
-                f"the first is {missing[0]}. Is a file of the weights missing?"
-            )
-        extra = sorted(self._entries.keys() - shapes.keys())
-        if extra:
-            entry = self._entries[extra[0]]
-            raise ConfigError(
-                f"{entry.file}: {len(extra)} tensors are not of the model that config.json "
-                f"describes, the first is {entry.name}"
-            )
-        for name, shape in shapes.items():
-            entry = self._entries[name]
-            if entry.shape != shape:
-                raise ConfigError(
-                    f"{entry.file}: {entry.name} has shape {entry.shape}, but in the model that "
-                    f"config.json describes it has {shape}"
-                )
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor in fp32.
-
-        Raises:
-            ConfigError: It is damaged, is of a type that fp32 cannot hold, or holds a NaN.
-        """
-        return _read(self._entries[name])
-
-    def check_tied(self, embedding: str) -> None:
-        """Check that an output layer that is stored although it is tied equals the embedding.
-
-        Args:
-            embedding: Name of the embedding.
-
-        Raises:
-            ConfigError: It does not, so the folder's config is wrong.
-        """
-        if self._output is None:
-            return
-        if not torch.equal(_read(self._output), self.read(embedding)):
-            raise ConfigError(
-                f"{self._output.file}: {self._output.name} is not the embedding, but "
-                "tie_word_embeddings = true in config.json"
-            )
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a safetensors file, in fp32.
-
-    Raises:
-        ConfigError: It is damaged.
-    """
-    return {entry.name: _read(entry) for entry in _safetensors(path)}
-
-
-def _read(entry: _Entry) -> Tensor:
-    tensor = entry.read()
-    if tensor.dtype not in DTYPES:
-        raise ConfigError(
-            f"{entry.file}: {entry.name} is of type {tensor.dtype}, which fp32 masters cannot hold"
-        )
-    if not torch.isfinite(tensor).all():
-        raise ConfigError(f"{entry.file}: {entry.name} holds a NaN or an infinity")
-    return tensor.float()
-
-
-def _canonical(name: str, model_type: str, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the name in the class's state_dict; None for what is no weight, and is left out."""
-    if model_type in RENAMED:
-        name = re.sub(*RENAMED[model_type], name)
-    if name not in shapes and PREFIXES[model_type] + name in shapes:
-        return PREFIXES[model_type] + name
-    ignored = NOT_WEIGHTS.get(model_type)
-    return None if name not in shapes and ignored and re.search(ignored, name) else name
-
-
-def _entries(folder: Path) -> Iterator[_Entry]:
-    """Yield every tensor of the folder's weights."""
-    for name in FILES:
-        single, index = folder / name, folder / f"{name}{INDEX}"
-        if single.exists():
-            yield from _open(single)
-            return
-        if index.exists():
-            yield from _sharded(index)
-            return
-    raise ConfigError(f"{folder}: has no weights: neither {' nor '.join(FILES)}, nor an index")
-
-
-def _sharded(index: Path) -> Iterator[_Entry]:
-    """Yield the tensors of all files that an index names."""
-    try:
-        places = dict(json.loads(index.read_bytes())["weight_map"])
-        names = sorted(set(places.values()))
-        # Only a file beside the index; "../" would leave the folder.
-        is_valid = all(isinstance(n, str) and Path(n).name == n for n in names)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        is_valid = False
-    if not is_valid:
-        raise ConfigError(f"{index}: not an index of files in this folder")
-    for name in names:
-        found = set()
-        for entry in _open(index.parent / name):
-            found.add(entry.name)
-            yield entry
-        listed = {tensor for tensor, file in places.items() if file == name}
-        if absent := sorted(listed - found):
-            raise ConfigError(
-                f"{index}: says that {absent[0]} is in {name}, but it is not. Copy the folder anew"
-            )
-
-
-def _open(path: Path) -> Iterator[_Entry]:
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file, but the weights should be there")
-    yield from _pickled(path) if path.suffix == ".bin" else _safetensors(path)
-
-
-def _safetensors(path: Path) -> Iterator[_Entry]:
-    from safetensors import SafetensorError, safe_open
-
-    def read(name: str) -> Tensor:
-        try:
-            tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path}: {name} cannot be read ({error})") from None
-        return tensor
-
-    try:
-        file: Any = safe_open(path, "pt")
-        shapes = {n: tuple(file.get_slice(n).get_shape()) for n in file.keys()}  # noqa: SIM118  not a mapping
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path}: not a whole safetensors file ({error}). Copy it anew") from None
-    for name, shape in shapes.items():
-        yield _Entry(path, name, shape, functools.partial(read, name))
-
-
-def _pickled(path: Path) -> Iterator[_Entry]:
-    """Yield the tensors of a file that torch.save wrote. `weights_only` executes nothing of it."""
-    try:
-        values: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, OSError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"{path}: torch cannot load it as weights alone ({reason}). Convert the folder to "
-            "safetensors"
-        ) from None
-    if not isinstance(values, dict) or not all(isinstance(v, Tensor) for v in values.values()):
-        raise ConfigError(f"{path}: holds more than tensors by name")
-    for name, tensor in values.items():
-        yield _Entry(path, str(name), tuple(tensor.shape), functools.partial(_same, tensor))
-
-
-def _same(tensor: Tensor) -> Tensor:
-    """Return the tensor."""
-    return tensor
-
-
+CONFIG = "config.json"
+DEFAULT_LENGTH = 2048
+"""Training length in tokens of a model whose folder states none: that of the published Blooms."""
 MOST_LAYERS = 1000
 PARITY_ROWS = 2
 """Number of random sequences that are compared at each length."""
+
+MAY_DIFFER = {
+    "attention_backend",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "embedding_init_method_std",
+    "make_vocab_size_divisible_by",
+}
+"""Keys of [model] that do not change what the imported weights compute."""
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    # The smallest micro batch, because the memory is not known here.
+    "batch": {"micro_batch_size": 1, "global_batch_size": 8},
+    # Low, because the weights are trained already.
+    "optimizer": {"learning_rate": 1e-5},
+    "train": {"num_steps": 1000},
+}
+"""Settings of the run of a model that comes from elsewhere, where the schema has no default."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder's model as its config.json describes it."""
+
+    folder: Path
+    target: HuggingFaceClass
+    settings: Any
+    """The transformers config."""
+
+    @property
+    def max_length(self) -> int:
+        """Return the longest sequence in tokens that the folder states."""
+        return getattr(self.settings, self.target.length_key, None) or DEFAULT_LENGTH
+
+    @property
+    def is_export(self) -> bool:
+        """Return True for an export of ours, with the run's config."""
+        return (self.folder / MARKER).is_file()
 
 
 def import_folder(folder: Path, out: Path, overrides: Sequence[str] = ()) -> None:
@@ -284,83 +108,260 @@ def import_folder(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Non
         raise ConfigError(f"{out}: already exists and is not an empty folder. Choose another")
     check_apart(out)
     source = read_source(folder)
-    config = run_config(folder, source, out, overrides)
-    weights = _open_weights(folder, source)
-    tokenizer = _tokenizer(folder, config)
+    config = run_config(source, out, overrides)
+    weights = _read_weights(source)
+    tokenizer = _tokenizer(source, config)
     with writing(out), new_directory(out.absolute()) as partial:
         claim_version(partial)
         replace_file(RunPaths(partial).config, dump_config(config))
         if tokenizer is not None:
             replace_file(partial / tokenizer.file_name, tokenizer.content)
-        # Not streamed: the comparison holds the whole model in any case.
-        tensors = dict(_tensors(folder, source, config, weights))
+        tensors = dict(_tensors(source, config, weights))
+        del weights
         data = {TOKENIZER: tokenizer.fingerprint} if tokenizer is not None else {}
         origin = Origin(branches=(Branch(new_id(), 0),), data=data)
         state = TrainerState(0, 0)
         checkpoint = write_checkpoint(partial, config, tensors, state, origin, tokenizer)
-        _check_parity(folder, out, source, checkpoint)
+        _check_parity(source, out, checkpoint)
     print(f"{folder} -> {out} ({num_parameters(config):,} parameters)")
     print(_advice(config, out, tokenizer))
 
 
-def _open_weights(folder: Path, source: Source) -> FolderWeights:
-    """Open the weights, and compare their names and shapes with those of the stock class."""
-    # The stock model is built to see its shapes, which takes the longer the more layers it has.
-    if (layers := source.settings.num_hidden_layers) > MOST_LAYERS:
+# ---- The folder's model --------------------------------------------------------------------------
+def read_source(folder: Path) -> Source:
+    """Read and check config.json, without the weights.
+
+    Raises:
+        ConfigError: There is none, it is damaged, or it describes a model of another class.
+    """
+    path = folder / CONFIG
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error}). Give the folder of a downloaded or exported model"
+        ) from None
+    model_type = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(model_type, str) or model_type not in CLASSES:
+        raise ConfigError(
+            f"{path}: model_type = {model_type!r}: cannot be imported. {', '.join(CLASSES)} can"
+        )
+    if values.get("quantization_config"):
+        raise ConfigError(
+            f"{path}: quantization_config: the weights are quantised, and masters are fp32. "
+            "Import the model that this one was made from"
+        )
+    target = CLASSES[model_type]
+    try:
+        settings = target.config_class.from_pretrained(folder, local_files_only=True)
+    # transformers validates a config with errors of many kinds.
+    except Exception as error:
+        raise ConfigError(f"{path}: transformers cannot read it: {_in_a_line(error)}") from None
+    return Source(folder, target, settings)
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _read_weights(source: Source) -> Mapping[str, Tensor]:
+    """Return the weights that transformers loads, in fp32 by the names of the class's state_dict.
+
+    Raises:
+        ConfigError: They cannot be loaded, or are not those of the model that config.json
+            describes.
+    """
+    folder, settings = source.folder, source.settings
+    # The model is built before its weights are read, which takes the longer the more layers it has.
+    if (layers := settings.num_hidden_layers) > MOST_LAYERS:
         raise ConfigError(f"{folder / CONFIG}: {layers} layers are more than {MOST_LAYERS}")
-    shapes = stock_shapes(source.settings)
-    weights = FolderWeights(folder, source.target.family, shapes)
-    weights.check_tied(_embedding_name(source.target))
+    options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    try:
+        # torch's files are loaded as weights alone.
+        model, found = source.target.load(folder, config=settings, dtype=torch.float32, **options)
+    # Of the file system, safetensors, pickle and transformers.
+    except Exception as error:
+        raise ConfigError(
+            f"{folder}: transformers cannot load the weights: {_in_a_line(error)}"
+        ) from None
+    for kind, what in (
+        ("missing_keys", "missing of what"),
+        ("unexpected_keys", "not of the model that"),
+        ("mismatched_keys", "of another shape than in the model that"),
+    ):
+        # A mismatch is (name, the folder's shape, the class's).
+        if names := sorted(n if isinstance(n, str) else n[0] for n in found[kind]):
+            raise ConfigError(
+                f"{folder}: {len(names)} tensors are {what} {CONFIG} describes, the first is "
+                f"{names[0]}"
+            )
+    weights: dict[str, Tensor] = model.state_dict()
+    output, embedding = (f"{source.target.modules[name]}.weight" for name in (OUTPUT, EMBEDDING))
+    if settings.tie_word_embeddings and not torch.equal(weights[output], weights[embedding]):
+        raise ConfigError(
+            f"{folder}: {output} is not the embedding, but tie_word_embeddings = true in {CONFIG}"
+        )
+    for name, tensor in weights.items():
+        if not torch.isfinite(tensor).all():
+            raise ConfigError(f"{folder}: {name} holds a NaN or an infinity")
     return weights
 
 
 def _tensors(
-    folder: Path, source: Source, config: RunConfig, weights: FolderWeights
+    source: Source, config: RunConfig, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield our tensors by global name.
 
     Args:
-        folder: The Hugging Face folder.
-        source: Its model.
+        source: The folder's model.
         config: The run's config.
         weights: The folder's weights.
 
     Raises:
-        ConfigError: A tensor is damaged, or one that only the class has is not what an export of
-            this config stores.
+        ConfigError: A tensor that only the class has is not what an export of this config stores.
     """
-    target = source.target
-    factors = target.stored_factors(config, weights.read)
+    from safetensors.torch import load_file
+
+    target, folder = source.target, source.folder
+    factors = target.stored_factors(config, weights.__getitem__)
     for name, tensor in target.extra(config, factors, source.max_length).items():
-        if not same_bits(weights.read(name), tensor):
+        if not same_bits(weights[name], tensor):
             raise ConfigError(
                 f"{folder}: {name} is not what the export stored. Remove {folder / MARKER} to "
                 "import the model as its class computes it"
             )
-    if SLOPES in config.position.tensors(config):
-        # Of the weights, these alone stand in config.json.
-        yield SLOPES, torch.tensor(source.settings.slopes, dtype=torch.float32)
+    for name, key in target.settings_tensors.items():
+        if name in config.position.tensors(config):
+            yield name, torch.tensor(getattr(source.settings, key), dtype=torch.float32)
     originals = folder / ORIGINALS
-    has_originals = (folder / MARKER).is_file() and originals.is_file()
-    stored = read_tensors(originals) if has_originals else {}
-    yield from restore(target, config, factors, weights.read, stored)
+    stored = load_file(originals) if source.is_export and originals.is_file() else {}
+    yield from target.restore(config, weights.__getitem__, stored)
 
 
-def _embedding_name(target: Target) -> str:
-    """Return the class's name of the word embeddings."""
-    _, *theirs = target.table[EMBEDDING.removesuffix(".weight")]
-    return f"{theirs[0]}.weight"
+# ---- The run's config ----------------------------------------------------------------------------
+def run_config(source: Source, out: Path, overrides: Sequence[str]) -> RunConfig:
+    """Return the config of the run that an import makes.
+
+    Args:
+        source: The folder's model.
+        out: The run's directory.
+        overrides: `section.key=value` settings of the user.
+
+    Raises:
+        ConfigError: Our model cannot hold the folder's, or an override describes another model.
+    """
+    values = _exported_values(source, out) if source.is_export else _new_values(source, out)
+    values["run"] = values.get("run", {}) | {"directory": str(out)}
+    origin = str(source.folder / (MARKER if source.is_export else CONFIG))
+    found = parse_config(values, origin)
+    if source.is_export:
+        _check_unchanged(source, found)
+    config = parse_config(values, origin, overrides)
+    _check_overrides(found, config)
+    return config
 
 
-def _check_parity(folder: Path, out: Path, source: Source, checkpoint: Path) -> None:
+def _exported_values(source: Source, out: Path) -> dict[str, Any]:
+    """Return the sections of the run that the folder was exported from."""
+    config = load_config(source.folder / MARKER)
+    values = config.model_dump(mode="json", exclude_none=True)
+    if config.position.table_end(config) is not None:
+        # By default it follows data.sequence_length, which the user may override.
+        values["position"]["max_position_embeddings"] = source.max_length
+    if (original := find_original(source.folder)) is not None:
+        # The import puts a copy there; a file that the run was given may be on another machine.
+        values["data"]["tokenizer"] = str(out / original[0])
+    return values
+
+
+def _new_values(source: Source, out: Path) -> dict[str, Any]:
+    """Return the sections of a run for a model that was not trained here.
+
+    Raises:
+        ConfigError: The model computes something that ours cannot; one line for each reason.
+    """
+    sections, refusals = source.target.sections(source.settings)
+    if refusals:
+        path = source.folder / CONFIG
+        raise ConfigError("\n".join(f"{path}: {refusal}" for refusal in refusals))
+    return {
+        **sections,
+        **_DEFAULTS,
+        "data": {
+            "directory": str(out / "data"),
+            "sequence_length": source.max_length,
+            "vocab_size": source.settings.vocab_size,
+            "source": "text",
+            "paths": ["corpus/**/*.txt"],
+        },
+    }
+
+
+def _check_unchanged(source: Source, config: RunConfig) -> None:
+    """Check that config.json still is what an export with this config writes.
+
+    Raises:
+        ConfigError: A setting differs, so one of the two files describes another model.
+    """
+    target, folder = class_of(config), source.folder
+    remedy = f"Restore it, or remove {folder / MARKER} to import the model that {CONFIG} describes"
+    if target is not source.target:
+        raise ConfigError(
+            f"{folder / CONFIG}: model_type = {source.target.model_type}, but {MARKER} describes "
+            f"a model that is exported as {target.model_type}. {remedy}"
+        )
+    written = target.settings(config, source.max_length)
+    expected = target.transformers_config(config, source.max_length, {})
+    # A user may raise the length. Trained slopes are weights, which may be others than those of
+    # the export.
+    free = {"max_position_embeddings", target.length_key}
+    trained = config.position.tensors(config)
+    free |= {key for name, key in target.settings_tensors.items() if name in trained}
+    for key in written.keys() - free:
+        now, before = (_setting(s, key, written[key]) for s in (source.settings, expected))
+        if now != before:
+            raise ConfigError(
+                f"{folder / CONFIG}: {key} = {now}, but {MARKER} describes a model with {before}. "
+                f"{remedy}"
+            )
+
+
+def _setting(settings: Any, key: str, written: Any) -> Any:
+    """Return a setting of a transformers config; of a section, the keys that an export writes."""
+    value = getattr(settings, key)
+    if not isinstance(written, dict):
+        return value
+    section = value if isinstance(value, dict) else value.to_dict()
+    return {name: section.get(name) for name in written}
+
+
+def _check_overrides(found: RunConfig, config: RunConfig) -> None:
+    """Check that the user's settings leave the model and the run's directory alone."""
+    pairs = {
+        f"{section}.{key}": (getattr(getattr(found, section), key, None), value)
+        for section in ("model", "position")
+        for key, value in getattr(config, section)
+        if key not in MAY_DIFFER
+    }
+    pairs["run.directory"] = found.run.directory, config.run.directory
+    pairs["data.vocab_size, padded"] = found.padded_vocab_size, config.padded_vocab_size
+    for key, (before, now) in pairs.items():
+        if now != before:
+            raise ConfigError(
+                f"{key} = {now}: an import gives it the value {before}. Remove the --set that "
+                "changes it"
+            )
+
+
+# ---- The comparison, and what is said ------------------------------------------------------------
+def _check_parity(source: Source, out: Path, checkpoint: Path) -> None:
     """Compare our model, loaded from the checkpoint, with the stock one, and print the comparison.
 
     The tokens are random, because the folder's tokenizer may be one that is not known here.
 
     Args:
-        folder: The Hugging Face folder.
-        out: The run's directory, for the message.
         source: The folder's model.
+        out: The run's directory, for the message.
         checkpoint: The checkpoint that was made of it.
 
     Raises:
@@ -373,32 +374,32 @@ def _check_parity(folder: Path, out: Path, source: Source, checkpoint: Path) -> 
         {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": 1}},
     )
     lengths = [config.data.sequence_length, 4 * config.data.sequence_length]
-    if source.target.family in ("opt", "mpt"):
-        # OPT and MPT accept no more positions than this.
+    if source.target.is_bounded:
         lengths = [min(length, source.max_length) for length in lengths]
     generator = torch.Generator().manual_seed(0)
     ids = [
         torch.randint(0, source.settings.vocab_size, (PARITY_ROWS, length), generator=generator)
         for length in sorted(set(lengths))
     ]
-    report = compare_with_folder(config, opened, folder, ids)
+    report = compare_with_folder(config, opened, source.folder, ids)
     report = dataclasses.replace(report, warning="DIFFERS from our model of the same weights")
     print(report.format())
     if not report.passed:
         raise RunFailed(
-            f"{folder}: our model does not compute what stock transformers computes, so {out} was "
-            "not made. This is a defect of the import: report it with the folder's config.json"
+            f"{source.folder}: our model does not compute what stock transformers computes, so "
+            f"{out} was not made. This is a defect of the import: report it with the folder's "
+            f"{CONFIG}"
         )
 
 
-def _tokenizer(folder: Path, config: RunConfig) -> Tokenizer | None:
+def _tokenizer(source: Source, config: RunConfig) -> Tokenizer | None:
     """Return the run's tokenizer that the folder carries, if it is one of our exports.
 
     Raises:
         ConfigError: It is not the tokenizer that the exported run's config describes.
     """
-    original = find_original(folder)
-    if not (folder / MARKER).is_file() or original is None:
+    original = find_original(source.folder)
+    if not source.is_export or original is None:
         return None
     tokenizer = load_tokenizer(original[1])
     if tokenizer.vocab_size != config.data.vocab_size:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.config.describe import export_class, vllm_reasons
-from pretrain.huggingface.table import is_own, model_class
+from pretrain.evaluate.curves import Table
+from pretrain.huggingface.card import CARD
+from pretrain.huggingface.classes import CLASSES, class_of
 
 PERPLEXITY_TOLERANCE = 1e-4
-"""Largest relative difference of the perplexities: both print the same four digits."""
+"""Largest relative difference of the perplexities in fp32: both print the same four digits."""
 PRECISION_TOLERANCE = 5e-3
 """Largest relative difference of a perplexity in 16 bit from ours in fp32. Rounding of weights and
 activations costs about a tenth of it, and rounded ALiBi biases twenty percent and more."""
@@ -35,56 +37,40 @@ TRUSTED = "trust_remote_code=True"
 
 
 @dataclass(frozen=True)
-class LengthParity:
-    """The comparison at one sequence length."""
+class Parity:
+    """The comparison with the trained model in fp32, in one format at one sequence length."""
 
+    precision: str
+    """ "fp32", "bf16" or "fp16"."""
+    loader: str
+    """STOCK or TRUSTED."""
     length: int
     """Tokens in each sequence."""
     num_tokens: int
     """Number of predictions that were compared."""
-    max_logit_difference: float
-    logit_tolerance: float
     perplexity: float
+    """Ours, in fp32."""
     exported_perplexity: float
+    max_logit_difference: float = 0.0
+    logit_tolerance: float = math.inf
+    """Logits are compared in fp32 only."""
+
+    @property
+    def name(self) -> str:
+        """Return the precision, and how to load the folder if not with the stock class."""
+        return self.precision if self.loader == STOCK else f"{self.precision} with `{self.loader}`"
+
+    @property
+    def difference(self) -> float:
+        """Return the relative difference of the perplexities."""
+        return self.exported_perplexity / self.perplexity - 1
 
     @property
     def passed(self) -> bool:
         """Return True if logits and perplexity agree within tolerance; never for a NaN."""
-        same_loss = abs(self.exported_perplexity / self.perplexity - 1) <= PERPLEXITY_TOLERANCE
-        return self.max_logit_difference <= self.logit_tolerance and same_loss
-
-
-@dataclass(frozen=True)
-class PrecisionParity:
-    """The perplexities of the export in a 16-bit format, compared with ours in fp32."""
-
-    precision: str
-    """ "bf16" or "fp16"."""
-    loader: str
-    """STOCK or TRUSTED."""
-    perplexities: tuple[tuple[int, float, float], ...]
-    """(length, our perplexity in fp32, the export's), of each length in tokens."""
-
-    @property
-    def differences(self) -> tuple[float, ...]:
-        """Return the relative difference at each length."""
-        return tuple(theirs / ours - 1 for _, ours, theirs in self.perplexities)
-
-    @property
-    def passed(self) -> bool:
-        """Return True if they agree within tolerance at every length; never for a NaN."""
-        return all(abs(difference) <= PRECISION_TOLERANCE for difference in self.differences)
-
-    def format(self) -> str:
-        """Return a line for the terminal."""
-        parts = [
-            f"{theirs:.4f} at {length:,} tokens ({difference:+.2%})"
-            for (length, _, theirs), difference in zip(
-                self.perplexities, self.differences, strict=True
-            )
-        ]
-        verdict = "agrees" if self.passed else f"DIFFERS: do not load it in {self.precision} so"
-        return f"{self.precision}, {self.loader}: perplexity {', '.join(parts)}; {verdict}"
+        tolerance = PRECISION_TOLERANCE if self.precision in PRECISIONS else PERPLEXITY_TOLERANCE
+        same_logits = self.max_logit_difference <= self.logit_tolerance
+        return same_logits and abs(self.difference) <= tolerance
 
 
 @dataclass(frozen=True)
@@ -93,9 +79,7 @@ class ParityReport:
 
     class_name: str
     """The class that loaded the folder."""
-    lengths: tuple[LengthParity, ...]
-    precisions: tuple[PrecisionParity, ...] = ()
-    """The comparison in 16 bit, which does not decide whether the export succeeded."""
+    rows: tuple[Parity, ...]
     where: str = "in stock transformers"
     """Where that class comes from."""
     warning: str = "DIFFERS from the trained model: do not use this export"
@@ -103,23 +87,38 @@ class ParityReport:
 
     @property
     def passed(self) -> bool:
-        """Return True if the models agree at every length."""
-        return all(row.passed for row in self.lengths)
+        """Return True if the models agree at every length. 16 bit does not decide."""
+        return all(row.passed for row in self.rows if row.precision not in PRECISIONS)
+
+    def table(self, title: str) -> Table:
+        """Return the comparison as a table under a title."""
+        header = ["loaded as", "tokens", "scored", "trained model", "this folder", "difference"]
+        header += ["logits differ by", "allowed"]
+        cells = []
+        for row in self.rows:
+            perplexities = f"{row.perplexity:.4f}", f"{row.exported_perplexity:.4f}"
+            logits = f"{row.max_logit_difference:.1e}", f"{row.logit_tolerance:.1e}"
+            counts = f"{row.length:,}", f"{row.num_tokens:,}"
+            cells.append([row.name, *counts, *perplexities, f"{row.difference:+.2%}"])
+            cells[-1] += ["", ""] if row.precision in PRECISIONS else logits
+        return Table(title, header, cells, names=1)
+
+    def verdicts(self) -> list[str]:
+        """Return "bf16: yes" or "bf16: no, ...", for each way to load the folder."""
+        found = []
+        for name, rows in groupby(self.rows, lambda row: row.name):
+            of_name = list(rows)
+            passed = all(row.passed for row in of_name)
+            said = "yes" if passed else f"no, do not load it in {of_name[0].precision}"
+            found.append(f"{name}: {said}")
+        return found
 
     def format(self) -> str:
         """Return a table for the terminal, with the verdict in its last line."""
-        columns = (
-            f"{'max logit diff':>16}  {'tolerance':>9}  {'perplexity':>10}  {'transformers':>12}"
-        )
-        lines = [f"{'tokens':>8}  {columns}"]
-        for r in self.lengths:
-            logits = f"{r.max_logit_difference:>16.1e}  {r.logit_tolerance:>9.1e}"
-            perplexities = f"{r.perplexity:>10.4f}  {r.exported_perplexity:>12.4f}"
-            mark = "" if r.passed else "  differs"
-            lines.append(f"{r.length:>8}  {logits}  {perplexities}{mark}")
+        table = self.table("Perplexity, and the largest difference of logits").plain()
         verdict = "computes the same function" if self.passed else self.warning
-        lines += [row.format() for row in self.precisions]
-        return "\n".join([*lines, f"{self.class_name} {self.where} {verdict}"])
+        last = f"{self.class_name} {self.where} {verdict}"
+        return "\n".join([table, *self.verdicts(), last])
 
 
 @torch.no_grad()
@@ -146,82 +145,38 @@ def check_parity(
     Raises:
         ConfigError: There is no exported model in `hf_dir`.
     """
-    from transformers.utils.logging import disable_progress_bar
-
-    # Loading takes seconds, and a progress bar would fill a log file.
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
     folder = Path(hf_dir)
     if not (folder / "config.json").exists():
         raise ConfigError(
             f"{hf_dir}: not an exported model (no config.json). `pretrain export` writes one"
         )
-    # The first way is the one with the class of the whole folder.
-    model = _load(folder, _loaders(folder)[0], torch.float32)
-    lengths = tuple(_compare(logits_fn, model, ids) for ids in ids_by_length)
+    settings = json.loads((folder / "config.json").read_text())
+    found = CLASSES[settings["model_type"]]
+    # A folder of this class that is not an export of ours brings no code of ours along. The first
+    # way is the one with the class of the whole folder.
+    has_code = found.code and "auto_map" in settings
+    loaders = [TRUSTED] if found.stock else [STOCK, TRUSTED] if has_code else [STOCK]
+    model = found.load(folder, with_code=loaders[0] == TRUSTED, dtype=torch.float32).eval()
+    rows = [_compare(logits_fn, model, loaders[0], ids) for ids in ids_by_length]
+    ours = [(row.perplexity, row.num_tokens) for row in rows]
     name = type(model).__name__
     # One model in memory at a time.
     del model
-    # Of few tokens, the perplexity is the same to every digit as that of the comparison in fp32.
-    rows = [
-        PrecisionParity(precision, loader, tuple(_perplexities(model, ids_by_length, lengths)))
-        for loader in _loaders(folder)
-        for precision in precisions
-        for model in [_load(folder, loader, PRECISIONS[precision])]
-    ]
-    where = "in stock transformers" if STOCK in _loaders(folder) else "in the folder"
-    return ParityReport(name, lengths, tuple(rows), where)
+    for loader in loaders:
+        for precision in precisions:
+            model = found.load(
+                folder, with_code=loader == TRUSTED, dtype=PRECISIONS[precision]
+            ).eval()
+            for ids, (perplexity, scored) in zip(ids_by_length, ours, strict=True):
+                theirs = _exp(_summed_losses(model, ids) / scored)
+                rows.append(Parity(precision, loader, ids.shape[1], scored, perplexity, theirs))
+            del model
+    where = "in stock transformers" if STOCK in loaders else "in the folder"
+    return ParityReport(name, tuple(rows), where)
 
 
-def _loaders(folder: Path) -> list[str]:
-    """Return the ways to load a folder that there are."""
-    settings = json.loads((folder / "config.json").read_text())
-    if is_own(settings.get("model_type")):
-        return [TRUSTED]
-    return [STOCK, TRUSTED] if "auto_map" in settings else [STOCK]
-
-
-def _load(folder: Path, loader: str, dtype: torch.dtype) -> Any:
-    """Return the exported model on the CPU.
-
-    Args:
-        folder: The export.
-        loader: STOCK, or TRUSTED for the class in the folder.
-        dtype: Of the weights.
-    """
-    from pretrain.huggingface.modeling_bloom_fp32_scores import BloomFp32ScoresForCausalLM
-
-    model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    kind = model_class(model_type)
-    if loader == TRUSTED and not is_own(model_type):
-        kind = BloomFp32ScoresForCausalLM
-    return kind.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
-
-
-def _perplexities(
-    model: Any, ids_by_length: Sequence[Tensor], lengths: Sequence[LengthParity]
-) -> Iterator[tuple[int, float, float]]:
-    """Yield the length, our perplexity and the model's, for each length.
-
-    Args:
-        model: The exported model, on the CPU.
-        ids_by_length: Token ids [N, T] of each length.
-        lengths: The comparison in fp32 on the same ids.
-    """
-    for ids, row in zip(ids_by_length, lengths, strict=True):
-        nats = 0.0
-        for sequence in ids.long().cpu().unsqueeze(1).unbind(0):
-            nats += _summed_loss(model(sequence, use_cache=False).logits.float(), sequence)
-        yield row.length, row.perplexity, _exp(nats / row.num_tokens)
-
-
-def _compare(logits_fn: Callable[[Tensor], Tensor], model: Any, ids: Tensor) -> LengthParity:
-    """Compare the two models on token ids [N, T].
-
-    Args:
-        logits_fn: Maps token ids [1, T] to our model's logits [1, T, V].
-        model: The exported model, on the CPU.
-        ids: [N, T] token ids.
-    """
+def _compare(logits_fn: Callable[[Tensor], Tensor], model: Any, loader: str, ids: Tensor) -> Parity:
+    """Compare the two models in fp32 on token ids [N, T], one sequence at a time."""
     length = ids.shape[1]
     difference = largest = nats = exported_nats = 0.0
     for row in ids.long().unsqueeze(1).unbind(0):
@@ -238,7 +193,13 @@ def _compare(logits_fn: Callable[[Tensor], Tensor], model: Any, ids: Tensor) -> 
     tolerance = 2.0**-23 * max(length, model.config.hidden_size) * largest
     scored = ids.shape[0] * (length - 1)
     perplexities = _exp(nats / scored), _exp(exported_nats / scored)
-    return LengthParity(length, scored, difference, tolerance, *perplexities)
+    return Parity("fp32", loader, length, scored, *perplexities, difference, tolerance)
+
+
+def _summed_losses(model: Any, ids: Tensor) -> float:
+    """Return the summed loss in nats of a transformers model on token ids [N, T]."""
+    rows = ids.long().cpu().unsqueeze(1).unbind(0)
+    return sum(_summed_loss(model(row, use_cache=False).logits.float(), row) for row in rows)
 
 
 def _summed_loss(logits: Tensor, ids: Tensor) -> float:
@@ -256,18 +217,10 @@ def _max_or_nan(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
-# ---- Write on the model card in which precisions an export may be loaded, as it was measured ----
-
-
-CARD = "README.md"
-_TITLE = "## Precision"
-_RANDOM = "random tokens, because the run's data was not at hand"
-
-
 def add_precisions(
     folder: Path, config: RunConfig, report: ParityReport, *, is_text: bool = True
 ) -> None:
-    """Add the section to the model card of an export.
+    """Write on the model card of an export in which precisions it may be loaded, as was measured.
 
     Args:
         folder: The export, with its card.
@@ -275,54 +228,22 @@ def add_precisions(
         report: The comparison of the export with the trained model.
         is_text: False if they were compared on random tokens.
     """
-    card = folder / CARD
-    text = card.read_text(encoding="utf-8").rstrip()
-    card.write_text(f"{text}\n\n{_section(config, report, is_text)}", encoding="utf-8")
-
-
-def _section(config: RunConfig, report: ParityReport, is_text: bool) -> str:
-    """Return the section: verdicts, and perplexities beside those of the trained model."""
     # Those of random tokens are far above any text's, and say nothing of how good the model is.
-    what = "a piece of validation text" if is_text else _RANDOM
-    longest = max(row.length for row in report.lengths)
+    random = "random tokens, because the run's data was not at hand"
+    what = "a piece of validation text" if is_text else random
     lines = [
-        _TITLE,
+        "## Precision",
         "",
-        f"The weights are float32. Perplexity of {what}, by the trained model and by this "
-        f"folder, at up to {longest:,} tokens:",
-        "",
-        "| loaded as | tokens | scored | trained model | this folder | difference |",
-        "|---|---:|---:|---:|---:|---:|",
-        *_rows(report),
+        report.table(
+            f"The weights are float32. Perplexity of {what}, by the trained model and by this "
+            "folder"
+        ).markdown(),
         "",
         "Whether it is the trained model when it is loaded so:",
         "",
-        *_verdicts(report),
+        *(f"- {verdict}" for verdict in report.verdicts()),
+        *(f"- vLLM: {reason}." for reason in class_of(config).vllm_reasons(config)),
     ]
-    lines += [f"- vLLM: {reason}." for reason in vllm_reasons(config, export_class(config))]
-    return "\n".join([*lines, ""])
-
-
-def _rows(report: ParityReport) -> Iterator[str]:
-    """Yield the rows of the table."""
-    scored = {row.length: row.num_tokens for row in report.lengths}
-    measured = [
-        ("fp32", [(r.length, r.perplexity, r.exported_perplexity) for r in report.lengths]),
-        *((_name(row), list(row.perplexities)) for row in report.precisions),
-    ]
-    for name, perplexities in measured:
-        for length, ours, theirs in perplexities:
-            cells = f"{length:,} | {scored[length]:,} | {ours:.2f} | {theirs:.2f}"
-            yield f"| {name} | {cells} | {theirs / ours - 1:+.2%} |"
-
-
-def _verdicts(report: ParityReport) -> Iterator[str]:
-    """Yield "bf16: yes" or "bf16: no", for each way to load the folder."""
-    yield f"- fp32: {'yes' if report.passed else 'no'}"
-    for row in report.precisions:
-        yield f"- {_name(row)}: {'yes' if row.passed else f'no, do not load it in {row.precision}'}"
-
-
-def _name(row: PrecisionParity) -> str:
-    """Return the precision, and how to load the folder if not with the stock class."""
-    return row.precision if row.loader == STOCK else f"{row.precision} with `{row.loader}`"
+    card = folder / CARD
+    text = "\n".join([card.read_text(encoding="utf-8").rstrip(), "", *lines, ""])
+    card.write_text(text, encoding="utf-8")

@@ -330,8 +330,10 @@ def test_export(whole, exported):
     assert lines.pop(1).startswith(f"{folder}/validation.jsonl: the first ")
     assert lines[0] == f"{whole[0]}/checkpoints/step-00000200 -> {folder} (MptForCausalLM)"
     assert lines[-1] == "MptForCausalLM in stock transformers computes the same function"
-    assert [line.split()[0] for line in lines[2:-1]] == ["32", "512", "bf16,", "fp16,"]
-    assert all("agrees" in line for line in lines[4:6])
+    assert [line.split()[0] for line in lines[4:-1]] == ["fp32"] * 2 + ["bf16"] * 2 + [
+        "fp16"
+    ] * 2 + ["fp32:", "bf16:", "fp16:"]
+    assert all(line.endswith(": yes") for line in lines[-4:-1])
     names = {p.name for p in folder.iterdir()}
     assert names >= {"config.json", "generation_config.json", "model.safetensors"}
     assert names >= {"tokenizer.json", "README.md"}

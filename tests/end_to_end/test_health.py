@@ -31,7 +31,7 @@ from pretrain.cli.main import main
 main()
 """
 POISONED_EXPORT = """
-from pretrain.huggingface import command
+from pretrain.huggingface import export as command
 
 def poisoned(checkpoint):
     weights = load(checkpoint)

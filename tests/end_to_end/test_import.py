@@ -52,7 +52,7 @@ def test_a_published_model_is_evaluated_trained_on_and_exported(folder, tiny_dat
 
 def test_a_folder_that_cannot_be_imported_is_explained(folder, tmp_path):
     explained(pretrain("import", folder, folder), 2, folder, "not an empty folder")
-    explained(pretrain("import", tmp_path, tmp_path / "run"), 2, "config.json", "no such file")
+    explained(pretrain("import", tmp_path, tmp_path / "run"), 2, "config.json", "No such file")
     explained(pretrain("import", folder, tmp_path / "run", "--set", "x"), 2, "section.key=value")
     explained(pretrain("import", folder, folder / "config.json/run"), 1, "cannot be written")
     assert not (tmp_path / "run").exists()

@@ -13,12 +13,11 @@ import yaml
 from pretrain.config import ConfigError, RunConfig
 from pretrain.huggingface.card import (
     ExportExtras,
-    model_card,
     prompt_of,
     validation_documents,
-    write_task,
+    write_card,
 )
-from pretrain.huggingface.table import TARGETS
+from pretrain.huggingface.classes import CLASSES
 from tests.conftest import tiny_config
 
 RECORD = {
@@ -44,11 +43,20 @@ NEW = RECORD | {
 SLIDING = RECORD | {"protocol": "sliding", "stride": 32, "length": 1024, "perplexity": 180.5}
 
 
-def card_of(config: RunConfig, **extras: object) -> str:
-    return model_card(config, TARGETS["gpt_neox"], ExportExtras(**extras), 2048, "</s>")
+@pytest.fixture
+def card_of(tmp_path):
+    """Return a function: (config, extras) -> the card."""
+
+    def card(config: RunConfig, **extras: object) -> str:
+        found = CLASSES["gpt_neox"]
+        settings = found.config_class(max_position_embeddings=2048)
+        write_card(tmp_path, config, found, settings, ExportExtras(**extras), "</s>")
+        return (tmp_path / "README.md").read_text()
+
+    return card
 
 
-def test_what_the_hub_reads():
+def test_what_the_hub_reads(card_of):
     """With Norwegian, which YAML takes for a boolean unless it is quoted."""
     config = tiny_config(
         run={"directory": "runs/demo/alibi"},
@@ -89,7 +97,7 @@ def test_what_the_hub_would_refuse_is_refused_in_the_config(key, value):
         tiny_config(export={key: value})
 
 
-def test_the_table_says_how_many_tokens_were_scored():
+def test_the_table_says_how_many_tokens_were_scored(card_of):
     failed = RECORD | {"length": 32, "perplexity": None, "loss_low": None}
     card = card_of(tiny_config(), curve=[RECORD, NEW, SLIDING, failed], facts={"Steps": "10"})
     for row in (
@@ -104,7 +112,13 @@ def test_the_table_says_how_many_tokens_were_scored():
         assert row in card
 
 
-def test_the_prompt_is_of_the_validation_text():
+def test_the_card_says_that_documents_were_trained_on_alone(card_of):
+    row = "| Documents | each was trained on as if it stood alone"
+    assert row in card_of(tiny_config(data={"per_document_attention": True}))
+    assert "Documents" not in card_of(tiny_config())
+
+
+def test_the_prompt_is_of_the_validation_text(card_of):
     card = card_of(tiny_config(), documents=(" \n", 'A "quoted"\nstart, of the text and more'))
     assert 'tokenizer("A \\"quoted\\" start, of the text"' in card
     assert "the first 2 documents, 40 bytes" in card
@@ -150,7 +164,10 @@ def test_the_documents_beside_the_model(at_once, tmp_path, monkeypatch):
         ("\u00e9\u00e9\u00e9|", 5, ("\u00e9\u00e9",)),
     ):
         assert validation_documents(Stream(text), Letters(), most) == expected, (text, most)
-    write_task(tmp_path, ('a "b"\n', "\u4eac"), 128)
+
+
+def test_the_task_beside_the_model(tmp_path, card_of):
+    card_of(tiny_config(), documents=('a "b"\n', "\u4eac"))
     lines = (tmp_path / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [{"text": 'a "b"\n'}, {"text": "\u4eac"}]
     task = yaml.safe_load((tmp_path / "validation.yaml").read_text())

@@ -18,12 +18,12 @@ import pytest
 
 from pretrain.cli.commands import tokenizer_obstacles
 from pretrain.config import ConfigError, load_config, parse_config
-from pretrain.config.describe import describe_export
 from pretrain.data.build import build
 from pretrain.data.build.command import estimate
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer, train_words
 from pretrain.evaluate.windows import ScoredText
+from pretrain.huggingface.classes import describe_export
 
 TEXT = (
     " \n = Valkyria = \n \n"
@@ -275,7 +275,7 @@ def test_bits_per_byte_are_of_the_words_and_lines_that_are_predicted(tmp_path):
 
 def test_a_run_of_words_is_not_exported(tmp_path):
     config = corpus_config(tmp_path)
-    assert describe_export(config) == [
+    assert list(describe_export(config)) == [
         "none: data.tokenizer = words: a vocabulary of words is not exported. `pretrain evaluate` "
         "measures it here; to export, train with a SentencePiece or Hugging Face tokenizer"
     ]

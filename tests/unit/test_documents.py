@@ -11,8 +11,6 @@ import torch
 from pretrain.config.describe import describe
 from pretrain.config.rules import DOCUMENT_BACKENDS
 from pretrain.config.schema import ModelSection
-from pretrain.huggingface.card import ExportExtras, model_card
-from pretrain.huggingface.table import TARGETS
 from pretrain.kernels.call import Call
 from pretrain.kernels.dispatch import REFUSALS
 from pretrain.model.forward import document_starts
@@ -72,12 +70,3 @@ def test_a_step_launches_a_handful_of_kernels_more(method):
     assert config.batch.global_batch_size // config.batch.micro_batch_size == 4
     assert launches[1] - launches[0] <= 4 * 8, launches
     assert launches[1] > launches[0]
-
-
-def test_the_model_card_says_that_documents_were_trained_on_alone():
-    parted = tiny_config(data={"per_document_attention": True})
-    row = "| Documents | each was trained on as if it stood alone"
-    assert row in model_card(parted, TARGETS["bloom"], ExportExtras(), 32, "</s>")
-    assert "Documents" not in model_card(
-        tiny_config(), TARGETS["bloom"], ExportExtras(), 32, "</s>"
-    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,13 @@ from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluate.command import evaluate_sources
-from pretrain.huggingface import to_huggingface
-from pretrain.huggingface.folder import MARKER, ORIGINALS
+from pretrain.huggingface.base import StackQkv, _divided, _times, same_bits
+from pretrain.huggingface.folder import MARKER, ORIGINALS, to_huggingface
 from pretrain.huggingface.import_model import import_folder
-from pretrain.huggingface.table import _divided, _times, same_bits
 from pretrain.rundir.checkpoints import find_checkpoint
 from tests.reference.dense_gpt import random_state
 from tests.unit.test_dense_gpt import make_config
-from tests.unit.test_export import MODELS, random_ids, stock, tokenizer_path
+from tests.unit.test_export import MODELS, SLOPES, random_ids, state_of, stock, tokenizer_path
 
 __all__ = ["tokenizer_path"]
 
@@ -220,15 +218,10 @@ def test_evaluate_gives_the_loss_of_stock_transformers(name, imported, tiny_data
 
 def test_the_parity_check_sees_another_model(imported, tmp_path, monkeypatch, capsys):
     """A wrong order of queries, keys and values is found, and nothing is left behind."""
-    from pretrain.huggingface import table
-
     _, folder, _ = imported("mpt")
-    right = table.STACK_QKV.restore
-    wrong = table.STACK_QKV._replace(
-        restore=lambda config, parts: right(config, [parts[0].roll(48, 0)])
-    )
-    name = "decoder.layers.{i}.self_attention.linear_qkv"
-    monkeypatch.setitem(table.MPT, name, (wrong, *table.MPT[name][1:]))
+    right = StackQkv.restore
+    wrong = lambda self, config, parts: right(self, config, [parts[0].roll(48, 0)])  # noqa: E731
+    monkeypatch.setattr(StackQkv, "restore", wrong)
     with pytest.raises(RunFailed, match="does not compute what stock transformers computes"):
         import_folder(folder, tmp_path / "run")
     assert "DIFFERS from our model" in capsys.readouterr().out
@@ -272,11 +265,11 @@ def test_16_bit_weights_become_fp32_masters(tmp_path):
 
 
 # ---- round trips ---------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | SLOPES)
 def test_export_import_export_is_bit_equal(name, tmp_path, tokenizer_path):
     """The masters come back to the last bit, and so does the export of the import."""
-    config = MODELS[name][1]
-    state = random_state(config, seed=5)
+    config = (MODELS | SLOPES)[name][1]
+    state = state_of(config)
     # What scaling and rounding might lose: subnormals, signed zeros, very large and small numbers.
     odd = torch.tensor([0.0, -0.0, 1e-45, -1e-41, 2.0**-126, 1.1e-38, -3e-33, 2.5e-30, 1e-20])
     state["embedding.word_embeddings.weight"][7, : len(odd)] = odd
@@ -288,11 +281,9 @@ def test_export_import_export_is_bit_equal(name, tmp_path, tokenizer_path):
     assert got.keys() == state.keys()
     assert all(same_bits(got[key], state[key]) for key in state)
     found = load_config(tmp_path / "run/config.toml")
-    assert (found.model, found.train, found.schedule) == (
-        config.model,
-        config.train,
-        config.schedule,
-    )
+    for section in ("model", "train", "schedule"):
+        assert getattr(found, section) == getattr(config, section)
+    assert name in MODELS or found.position == config.position
     assert found.data.tokenizer == str(tmp_path / "run" / TOKENIZER)
     assert (tmp_path / "run" / TOKENIZER).read_bytes() == tokenizer_path.read_bytes()
     to_huggingface(found, got, found.data.tokenizer, tmp_path / "again", max_length=256)
@@ -464,23 +455,6 @@ def renamed(old: str, new: str) -> Callable[[Path], None]:
     return lambda folder: (folder / old).rename(folder / new)
 
 
-def write(name: str, content: bytes) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        (folder / name).write_bytes(content)
-
-    return damage
-
-
-def index(**places: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / "model.safetensors").rename(folder / "part.safetensors")
-        content = json.dumps({"weight_map": places})
-        (folder / "model.safetensors.index.json").write_text(content)
-
-    return damage
-
-
 def truncate(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -501,71 +475,33 @@ class _Touch:
 
 
 NORM, UP = "transformer.ln_f.weight", "transformer.h.1.mlp.dense_h_to_4h.weight"
+LOAD = "transformers cannot load the weights: "
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no_config": (renamed("config.json", "c"), r"config.json: no such file"),
-    "no_json": (lambda f: (f / "config.json").write_text("{"), "config.json: not a readable JSON"),
+    "no_config": (renamed("config.json", "c"), "config.json: cannot be read .*No such file"),
+    "no_json": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read"),
     "no_object": (lambda f: (f / "config.json").write_text("[1]"), "model_type = None: cannot be"),
-    "other_class": (
-        settings(model_type="llama"),
-        "model_type = 'llama': cannot be imported. bloom",
-    ),
-    "list_class": (settings(model_type=["bloom"]), "cannot be imported"),
+    "other_class": (settings(model_type="llama"), "model_type = 'llama': cannot be .* bloom"),
     "string": (settings(n_layer="2"), "config.json: transformers cannot read it: .*n_layer"),
-    "null": (settings(hidden_size=None), "config.json: transformers cannot read it: .*hidden_size"),
-    "boolean": (settings(n_head=True), "transformers cannot read it: .*n_head"),
     "negative": (settings(hidden_size=-48), "model.hidden_size = -48: .*greater than 0"),
-    "zero": (settings(n_layer=0), "model.num_layers = 0: .*greater than 0"),
-    "uneven": (settings(n_head=7), "model.hidden_size = 48: not divisible by .* = 7"),
     "deep": (settings(n_layer=10**9), "1000000000 layers are more than"),
-    "wide": (settings(hidden_size=12 * 2**20), "has shape .*, but in the model that config.json"),
-    "length": (settings(seq_length="long"), "seq_length = 'long': not a number of tokens"),
+    "length": (settings(seq_length="long"), "sequence_length = 'long': input should"),
     "quantised": (settings(quantization_config={"bits": 4}), "quantization_config: the weights"),
-    "no_weights": (renamed("model.safetensors", "w"), "has no weights: neither model.safetensors"),
+    "no_weights": (renamed("model.safetensors", "w"), f"{LOAD}OSError"),
     "missing": (tensors(lambda t: t.pop(UP)), f"1 tensors are missing .* the first is {UP}"),
     "extra": (tensors(lambda t: t.update(x=torch.ones(2))), "1 tensors are not of .* first is x"),
     "extra_layer": (settings(n_layer=1), "12 tensors are not of the model .* transformer.h.1"),
-    "twice": (
-        tensors(lambda t: t.update({"ln_f.weight": t[NORM].clone()})),
-        "is in the folder twice, also as",
-    ),
     "shape": (
         tensors(lambda t: t.update({UP: t[UP].T.contiguous()})),
-        rf"{UP} has shape \(48, 192\), but .* it has \(192, 48\)",
+        rf"1 tensors are of another shape .* {UP}",
     ),
-    "nan": (
-        tensors(lambda t: t[NORM].__setitem__(3, np.nan)),
-        f"{NORM} holds a NaN or an infinity",
-    ),
+    "nan": (tensors(lambda t: t[NORM].__setitem__(3, np.nan)), f"{NORM} holds a NaN or an inf"),
     "infinity": (tensors(lambda t: t[UP].__setitem__((0, 0), np.inf)), "holds a NaN or an inf"),
-    "double": (tensors(lambda t: t.update({UP: t[UP].double()})), "type torch.float64, which"),
     "untied_output": (
         tensors(lambda t: t.update({"lm_head.weight": torch.ones(512, 48)})),
         "lm_head.weight is not the embedding, but tie_word_embeddings = true",
     ),
-    "truncated": (truncate, "model.safetensors: not a whole safetensors file .* Copy it anew"),
-    "empty": (write("model.safetensors", b""), "not a whole safetensors file"),
-    "pointer": (
-        write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
-        "not a whole safetensors file",
-    ),
-    "huge_header": (
-        write("model.safetensors", struct.pack("<Q", 2**60) + b"{}"),
-        "not a whole safetensors file",
-    ),
-    "folder": (
-        lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors").mkdir()),
-        "model.safetensors: no such file, but the weights should be there",
-    ),
-    "index_missing": (index(x="other.safetensors"), "other.safetensors: no such file"),
-    "index_outside": (index(x="../hf/part.safetensors"), "not an index of files in this folder"),
-    "index_number": (index(x=3), "not an index of files in this folder"),  # type: ignore[arg-type]
-    "index_wrong": (index(y="part.safetensors"), "says that y is in part.safetensors, but it is"),
-    "index_damaged": (
-        write("model.safetensors.index.json", b"[1]"),
-        "not an index of files in this folder",
-    ),
-    "pickle": (malicious, "pytorch_model.bin: torch cannot load it as weights alone"),
-    "no_pickle": (write("pytorch_model.bin", b"abc"), "torch cannot load it as weights alone"),
+    "truncated": (truncate, f"{LOAD}SafetensorError"),
+    "pickle": (malicious, f"{LOAD}UnpicklingError: Weights only load failed"),
 }
 
 

@@ -1,0 +1,602 @@
+"""What a transformers class is to us: one table, read forwards, backwards and aloud.
+
+Forwards it exports (`settings`, `convert`), backwards it imports (`sections`, `restore`), aloud it
+refuses what one side cannot hold (`refusals`, `sections`). The tables stand in `classes`.
+
+Nothing here imports torch or transformers before it is needed, because `pretrain config` reads the
+tables too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from pretrain.config import ConfigError, RunConfig
+from pretrain.config.errors import Refusal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Read = Callable[[str], Tensor]
+    """A class's name of a tensor -> the tensor, in fp32."""
+
+EMBEDDING, FINAL_NORM = "embedding.word_embeddings", "decoder.final_layernorm"
+EMBEDDING_NORM, OUTPUT = "embedding.word_embeddings_layernorm", "output_layer"
+_WITHOUT_BIAS = (EMBEDDING, "embedding.position_embeddings", OUTPUT)
+
+
+# ---- Rows of settings ----------------------------------------------------------------------------
+def _same(value: Any) -> Any:
+    return value
+
+
+class Both(NamedTuple):
+    """A setting that the class and our model have."""
+
+    theirs: str
+    """Key of config.json; a dot leads into a section of it."""
+    ours: str
+    """Key of our config, with its section."""
+    reason: str = ""
+    """Why our model cannot hold some values of theirs."""
+    write: Callable[[Any], Any] = _same
+    """Our value -> theirs."""
+    read: Callable[[Any], Any] = _same
+    """Their value -> ours. A KeyError or ValueError refuses it."""
+    is_written: bool = True
+    """False leaves the class's default in an export, since the setting matters in training only."""
+
+
+class Theirs(NamedTuple):
+    """A setting that the class alone has. Our model computes what it computes with one value."""
+
+    theirs: str
+    only: Any
+    """The value; of a tuple, the first is written and any is read."""
+    reason: str = ""
+    """Why another value is refused. Without it any is read, since the class ignores the setting."""
+
+
+class Ours(NamedTuple):
+    """A setting that our model alone has. The class computes what it computes with one value."""
+
+    ours: str
+    only: Any
+    """The value, or a function that returns it for a run's config."""
+    reason: str
+    """Why another value is refused; `{name}` stands for the class, `{only}` for the value."""
+    remedy: str = ""
+    """What to do instead, if it is not to train with the value."""
+
+    def wanted(self, config: RunConfig) -> Any:
+        """Return the value for a run."""
+        return self.only(config) if callable(self.only) else self.only
+
+
+Row = Both | Theirs | Ours
+
+
+def ours(config: RunConfig, key: str) -> Any:
+    """Return the value of one of our keys, as the run uses it: with defaults resolved."""
+    section, _, name = key.partition(".")
+    # A position method has the keys of its own alone.
+    return getattr(config, name, getattr(getattr(config, section), name, None))
+
+
+def theirs(settings: Any, key: str) -> Any:
+    """Return the value of a key of config.json; None if a section lacks it."""
+    for name in key.split("."):
+        in_section = isinstance(settings, dict)
+        settings = settings.get(name) if in_section else getattr(settings, name)
+    return settings
+
+
+# ---- How a class arranges a tensor ---------------------------------------------------------------
+# Megatron fuses the query, key and value projections of each head: with as many query groups as
+# heads, the rows of linear_qkv are [head, (q, k, v), head_dim]. Bloom and GPT-NeoX use the same
+# order (BloomAttention._reshape, GPTNeoXAttention.forward).
+class Unchanged:
+    """Our tensor as it is. Weights and biases are rearranged alike; no value changes."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        """The class's modules."""
+
+    def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
+        """Return their tensors."""
+        return (ours,)
+
+    def restore(self, config: RunConfig, theirs: Sequence[Tensor]) -> Tensor:
+        """Return our tensor."""
+        return theirs[0]
+
+
+class SplitQkv(Unchanged):
+    """Queries, keys and values as three tensors, each with rows [head, head_dim]."""
+
+    def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
+        heads = ours.view(config.model.num_attention_heads, 3, config.head_dim, *ours.shape[1:])
+        return [part.flatten(0, 1) for part in heads.unbind(1)]
+
+    def restore(self, config: RunConfig, theirs: Sequence[Tensor]) -> Tensor:
+        import torch
+
+        heads = config.model.num_attention_heads, config.head_dim
+        by_head = [part.reshape(*heads, *part.shape[1:]) for part in theirs]
+        return torch.stack(by_head, dim=1).flatten(0, 2)
+
+
+class StackQkv(SplitQkv):
+    """One tensor with rows [(q, k, v), head, head_dim]."""
+
+    def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
+        import torch
+
+        return (torch.cat(list(super().export(config, ours))),)
+
+    def restore(self, config: RunConfig, theirs: Sequence[Tensor]) -> Tensor:
+        return super().restore(config, theirs[0].chunk(3))
+
+
+class PastPadding(Unchanged):
+    """A table of positions behind rows of padding, which our model does not have."""
+
+    ROWS = 2
+    """OPTLearnedPositionalEmbedding.offset: position p is in row p + 2."""
+
+    def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
+        import torch
+
+        return (torch.cat([ours.new_zeros(self.ROWS, ours.shape[1]), ours]),)
+
+    def restore(self, config: RunConfig, theirs: Sequence[Tensor]) -> Tensor:
+        return theirs[0][self.ROWS :]
+
+
+# ---- Factors -------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Factors:
+    """By what an export multiplies our weights.
+
+    Our model multiplies its word embeddings by config.embedding_scale, which no class does, so the
+    export stores the product. Where the same matrix is the output layer, the final LayerNorm is
+    divided by the factor: (f e) . (LN(h) / f) = e . LN(h).
+    """
+
+    embedding: float = 1.0
+    """Word embeddings. With tied output the final LayerNorm is divided by it."""
+    embedding_norm: float = 1.0
+    """The LayerNorm on the embeddings, if the model has one."""
+    stream: float = 1.0
+    """The residual stream: what attention and MLP add to it."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One of our tensors and where a class stores it."""
+
+    name: str
+    """Our global name."""
+    theirs: tuple[str, ...]
+    """Names in the class's state_dict."""
+    arrangement: Unchanged
+    factor: float = 1.0
+    """The class stores our tensor multiplied by this."""
+    is_absent: bool = False
+    """True if our model has no such tensor, and the class stores zeros: a bias."""
+
+    def export(self, config: RunConfig, tensor: Tensor) -> Sequence[Tensor]:
+        """Return what the class stores, under the names `theirs`, of our tensor."""
+        return self.arrangement.export(config, _times(tensor, self.factor))
+
+    def restore(self, config: RunConfig, parts: list[Tensor]) -> Tensor:
+        """Return our tensor, of what the class stores under the names `theirs`."""
+        return _divided(self.arrangement.restore(config, parts), self.factor)
+
+
+# ---- A class -------------------------------------------------------------------------------------
+class HuggingFaceClass:
+    """A transformers class, which models of ours it holds, and how.
+
+    A subclass fills in the table, and overrides a method where the class computes something that
+    our model does not: the weights are then rewritten so that both compute the same function.
+    """
+
+    model_type: ClassVar[str]
+    """Key of its config class in AutoConfig."""
+    name: ClassVar[str]
+    """Name of the class that AutoModelForCausalLM loads."""
+    positions: ClassVar[tuple[str, ...]]
+    """The position methods that it can hold; the first is that of a model from elsewhere."""
+    rows: ClassVar[tuple[Row, ...]]
+    """Settings, both ways."""
+    modules: ClassVar[Mapping[str, str | Unchanged]]
+    """Our modules outside of layers -> theirs."""
+    layers: ClassVar[str]
+    """Their name of decoder.layers."""
+    layer: ClassVar[Mapping[str, str | Unchanged]]
+    """Our modules of a layer -> theirs."""
+    length_key: ClassVar[str] = "max_position_embeddings"
+    """Key of config.json that holds the longest sequence in tokens."""
+    is_bounded: ClassVar[bool] = False
+    """True if the class computes no position beyond."""
+    has_bias: ClassVar[bool] = True
+    """True if linear layers and LayerNorms have biases, which are zeros if our model has none."""
+    has_16_bit: ClassVar[bool] = True
+    """True if the class computes the model in bf16 and fp16 too."""
+    promise: ClassVar[str] = "{name} in fp32, bf16 and fp16, for up to {length:,} tokens"
+    """What `pretrain config` says of a run that is exported so."""
+    vllm: ClassVar[tuple[Ours, ...]] = ()
+    """What vLLM computes otherwise than transformers, or refuses."""
+    code: ClassVar[str] = ""
+    """Module and class that the folder brings along: for 16 bit, if the stock class fails there; or
+    for what no stock class computes."""
+    stock: ClassVar[str] = ""
+    """Of a class of ours: name of the stock class that it is otherwise. Stock loaders refuse it."""
+    settings_tensors: ClassVar[Mapping[str, str]] = {}
+    """Our tensors that stand in config.json -> their keys."""
+
+    def note(self, config: RunConfig, settings: Any) -> str:
+        """Return what a user of an export must know, for the model card.
+
+        Args:
+            config: The run's resolved config.
+            settings: The transformers config.
+        """
+        raise NotImplementedError
+
+    # -- aloud --
+    def refusals(self, config: RunConfig) -> Iterator[tuple[Ours, Refusal]]:
+        """Yield each setting of the model that the class does not support.
+
+        The remedy is empty where it is to train with what the row says.
+        """
+        for row in self.rows:
+            if isinstance(row, Ours) and (value := ours(config, row.ours)) != row.wanted(config):
+                reason = row.reason.format(name=self.name, only=row.wanted(config))
+                shown = list(value) if isinstance(value, tuple) else value
+                yield row, Refusal(row.ours, shown, reason, row.remedy)
+
+    def vllm_reasons(self, config: RunConfig) -> Iterator[str]:
+        """Yield what vLLM computes otherwise than transformers, or refuses, of this model."""
+        if self.stock:
+            yield f"it has no {self.name}, and stock classes compute another model"
+        for row in self.vllm:
+            if (value := ours(config, row.ours)) != row.only:
+                yield row.reason.format(value=value, only=row.only)
+
+    # -- settings, forwards --
+    def settings(
+        self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Any]:
+        """Return the keyword arguments of the class's config.
+
+        Args:
+            config: The run's resolved config.
+            max_length: Longest sequence in tokens.
+            state: Our tensors, of which some may stand among the settings.
+        """
+        # Programs that load a model look for this key before they fall back to a shorter default of
+        # their own, also where the class has another name for it or none.
+        found: dict[str, Any] = {"max_position_embeddings": max_length}
+        found |= {"vocab_size": config.padded_vocab_size, self.length_key: max_length}
+        for row in self.rows:
+            if isinstance(row, Ours) or (isinstance(row, Both) and not row.is_written):
+                continue
+            if isinstance(row, Both):
+                value = row.write(ours(config, row.ours))
+            else:
+                value = row.only[0] if isinstance(row.only, tuple) else row.only
+            section, _, key = row.theirs.rpartition(".")
+            (found.setdefault(section, {}) if section else found)[key] = value
+        return found
+
+    def transformers_config(
+        self,
+        config: RunConfig,
+        max_length: int,
+        special: Mapping[str, int],
+        state: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """Return the transformers config of a model.
+
+        Args:
+            config: The run's resolved config.
+            max_length: Longest sequence in tokens.
+            special: bos_token_id, eos_token_id and pad_token_id, as `special_ids` returns them.
+            state: Our tensors, of which some may stand among the settings.
+        """
+        import torch
+
+        found = self.config_class(**special, **self.settings(config, max_length, state))
+        found.architectures = [self.name]
+        found.dtype = torch.float32
+        if self.code:
+            # Stock loaders take their own class; with trust_remote_code=True they take this one.
+            found.auto_map = {"AutoModelForCausalLM": self.code}
+            if self.stock:
+                module = self.code.partition(".")[0]
+                own = {"AutoConfig": f"{module}.{self.config_class.__name__}"}
+                found.auto_map = own | found.auto_map
+        return found
+
+    # -- settings, backwards --
+    def sections(self, settings: Any) -> tuple[dict[str, dict[str, Any]], list[Refusal]]:
+        """Return [model] and [position] of the model that a transformers config describes.
+
+        Returns:
+            The sections, and every reason why our model cannot hold that model.
+        """
+        found: dict[str, Any] = {
+            "position.method": self.positions[0],
+            "model.use_bias": self.has_bias,
+            "model.embedding_layernorm": EMBEDDING_NORM in self.modules,
+            # So the embedding has exactly as many rows as the folder's, whichever of them stand for
+            # pieces of the tokenizer. None of the classes multiplies its embeddings.
+            "model.make_vocab_size_divisible_by": settings.vocab_size,
+            "model.embedding_scale": 1.0,
+        }
+        refused: list[Refusal] = []
+        for row in self.rows:
+            if isinstance(row, Ours):
+                if not callable(row.only):
+                    found[row.ours] = row.only
+                continue
+            value = theirs(settings, row.theirs)
+            remedy = "This model cannot be imported"
+            refusal = Refusal(row.theirs, value, row.reason, remedy)
+            if isinstance(row, Theirs):
+                known = row.only if isinstance(row.only, tuple) else (row.only,)
+                if row.reason and value is not None and value not in known:
+                    refused.append(refusal)
+            elif value is not None:
+                try:
+                    mine = row.read(value)
+                except (KeyError, ValueError):
+                    refused.append(refusal)
+                    continue
+                if found.setdefault(row.ours, mine) != mine:
+                    refused.append(refusal)
+        sections: dict[str, dict[str, Any]] = {"model": {}, "position": {}}
+        for key, value in found.items():
+            section, _, name = key.partition(".")
+            if section in sections and value is not None:
+                sections[section][name] = value
+        return sections, refused
+
+    # -- what transformers has --
+    @property
+    def config_class(self) -> Any:
+        """The config class."""
+        if self.stock:
+            return self.code_class.config_class
+        from transformers import AutoConfig
+
+        return type(AutoConfig.for_model(self.model_type))
+
+    @property
+    def code_class(self) -> Any:
+        """The class of ours that the folder brings along. A folder's copy of it is never run.
+
+        That would run what somebody may have changed, and leave another copy in the user's cache
+        (HF_MODULES_CACHE).
+        """
+        module, _, name = self.code.partition(".")
+        # Imported here, since transformers' modelling code takes seconds to load.
+        return getattr(importlib.import_module(f"pretrain.huggingface.{module}"), name)
+
+    def load(self, folder: Path, *, with_code: bool = False, **options: Any) -> Any:
+        """Return what from_pretrained does for a folder, with no code of the folder's run.
+
+        Args:
+            folder: The folder.
+            with_code: Load the class that an export brings along, where it also has a stock one.
+            options: Those of from_pretrained.
+        """
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        # Loading takes seconds, and a progress bar would fill a log file.
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
+        if with_code or self.stock:
+            return self.code_class.from_pretrained(folder, local_files_only=True, **options)
+        options["trust_remote_code"] = False
+        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+
+    def shapes(self, settings: Any) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor of a transformers model; a tied output layer has none.
+
+        The model is built on the meta device, which needs no memory.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        build = self.code_class if self.stock else AutoModelForCausalLM.from_config
+        with torch.device("meta"):
+            model = build(settings)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        if settings.tie_word_embeddings:
+            del shapes[f"{self.modules[OUTPUT]}.weight"]
+        return shapes
+
+    def code_files(self) -> list[Path]:
+        """Return the files that a folder brings along: the module, and neighbours it imports."""
+        if not self.code:
+            return []
+        module = Path(__file__).with_name(f"{self.code.partition('.')[0]}.py")
+        neighbours = re.findall(r"^from \.(\w+) import", module.read_text(), re.MULTILINE)
+        return [module, *(module.with_name(f"{name}.py") for name in neighbours)]
+
+    # -- tensors, both ways --
+    def factors(self, config: RunConfig, embedding: Tensor) -> Factors:
+        """Return by what an export multiplies our weights, of which these are the embeddings."""
+        return Factors(embedding=config.embedding_scale)
+
+    def stored_factors(self, config: RunConfig, read: Read) -> Factors:
+        """Return by what the weights of a folder were multiplied."""
+        return Factors(embedding=config.embedding_scale)
+
+    def extra(self, config: RunConfig, factors: Factors, max_length: int) -> dict[str, Tensor]:
+        """Return the tensors that only the class has."""
+        return {}
+
+    def left_out(self, config: RunConfig) -> dict[str, bool]:
+        """Return which of our modules this run's model does not have."""
+        m = config.model
+        return {
+            OUTPUT: m.tie_word_embeddings,
+            EMBEDDING_NORM: not m.embedding_layernorm,
+        }
+
+    def stored_tensors(self, config: RunConfig, factors: Factors) -> Iterator[Stored]:
+        """Yield every tensor of the class but those of `extra`; a weight before its bias.
+
+        Args:
+            config: The run's config.
+            factors: By what the class stores our weights multiplied.
+        """
+        m, left_out = config.model, self.left_out(config)
+        # A tied output layer multiplies by the scaled embeddings too. Dividing the final LayerNorm
+        # by the same factor cancels it in the logits.
+        by_module = {
+            EMBEDDING: factors.embedding,
+            EMBEDDING_NORM: factors.embedding_norm,
+            "self_attention.linear_proj": factors.stream,
+            "mlp.linear_fc2": factors.stream,
+            FINAL_NORM: 1 / factors.embedding if m.tie_word_embeddings else 1.0,
+        }
+        parts = [("", "", self.modules)]
+        for i in range(m.num_layers):
+            parts.append((f"decoder.layers.{i}.", f"{self.layers}.{i}.", self.layer))
+        for mine, other, modules in parts:
+            for module, names in modules.items():
+                if left_out.get(module):
+                    continue
+                stored = Unchanged(names) if isinstance(names, str) else names
+                has_bias = self.has_bias and module not in _WITHOUT_BIAS
+                for kind in ("weight", "bias") if has_bias else ("weight",):
+                    yield Stored(
+                        f"{mine}{module}.{kind}",
+                        tuple(f"{other}{name}.{kind}" for name in stored.names),
+                        stored,
+                        by_module.get(module, 1.0),
+                        is_absent=kind == "bias" and not m.use_bias,
+                    )
+
+    def convert(
+        self, config: RunConfig, state: Mapping[str, Tensor], max_length: int
+    ) -> dict[str, Tensor]:
+        """Return the weights under the names and in the shapes of the class, in fp32.
+
+        Args:
+            config: The run's resolved config.
+            state: Full fp32 tensors by global name.
+            max_length: Longest sequence in tokens, which sizes a table of positions.
+
+        Raises:
+            ConfigError: A tensor that the config needs is missing, one is left over, or the
+                embeddings have another shape.
+        """
+        # Tensors are taken out of `rest` as they are converted, so that none can be forgotten.
+        rest = {name: tensor for name, tensor in state.items() if name not in self.settings_tensors}
+        embedding = _take(dict(rest), f"{EMBEDDING}.weight")
+        shape = config.padded_vocab_size, config.model.hidden_size
+        if embedding.shape != shape:
+            raise ConfigError(
+                f"{EMBEDDING}.weight: has shape {tuple(embedding.shape)}, but the config asks for "
+                f"{shape}. Are these another run's weights?"
+            )
+        factors = self.factors(config, embedding)
+        out = self.extra(config, factors, max_length)
+        tensor = embedding
+        for stored in self.stored_tensors(config, factors):
+            # A bias that our model does not have follows its weight.
+            absent = tensor.new_zeros(tensor.shape[0])
+            tensor = absent if stored.is_absent else _take(rest, stored.name)
+            for name, part in zip(stored.theirs, stored.export(config, tensor), strict=True):
+                out[name] = part.float().contiguous()
+        if rest:
+            raise ConfigError(
+                f"the weights hold tensors that the config does not have: "
+                f"{', '.join(sorted(rest)[:5])}. Are these another run's weights?"
+            )
+        return out
+
+    def restore(
+        self, config: RunConfig, read: Read, originals: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield our tensors by global name, one at a time: the reverse of `convert`.
+
+        Args:
+            config: The run's config.
+            read: Returns a tensor of the class by its name, in fp32.
+            originals: Our tensors that this would not give back bit for bit, which the export kept;
+                used where they still are what the class stores. Their factor is no power of two
+                (sqrt(hidden_size): of two neighbouring numbers, both may round to the same
+                product), or the product leaves fp32's normal range.
+
+        Raises:
+            ConfigError: The config has no biases, and one of the class's is not zero.
+        """
+        for stored in self.stored_tensors(config, self.stored_factors(config, read)):
+            parts = [read(name) for name in stored.theirs]
+            if stored.is_absent:
+                if any(part.count_nonzero() for part in parts):
+                    raise ConfigError(
+                        f"{stored.theirs[0]}: is not zero, but model.use_bias = false. The weights "
+                        "were changed after the export"
+                    )
+                continue
+            original = originals.get(stored.name)
+            tensor = stored.restore(config, parts).contiguous()
+            if original is not None and (original.shape, original.dtype) == (
+                tensor.shape,
+                tensor.dtype,
+            ):
+                again = stored.export(config, original)
+                tensor = original if all(map(same_bits, again, parts)) else tensor
+            yield stored.name, tensor
+
+
+# ---- Arithmetic on tensors -----------------------------------------------------------------------
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return True if two fp32 tensors have the same shape and bits; unlike ==, 0 is not -0."""
+    import torch
+
+    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def _times(tensor: Tensor, factor: float) -> Tensor:
+    """Return the product with `factor`; the tensor itself for 1, which keeps a NaN's bits."""
+    return tensor if factor == 1.0 else tensor * factor
+
+
+def _divided(product: Tensor, factor: float) -> Tensor:
+    """Return a tensor whose product with `factor` is `product`, where there is one, else nearby."""
+    import torch
+
+    if factor == 1.0:
+        return product
+    quotient = product / factor
+    # The quotient is rounded. Its product almost always is the one again, but for sqrt(2048) and
+    # 0x1.6a09e8 only the product of its neighbour is.
+    for direction in (-torch.inf, torch.inf):
+        neighbour = torch.nextafter(quotient, torch.full_like(quotient, direction))
+        is_it = (quotient * factor != product) & (neighbour * factor == product)
+        quotient = torch.where(is_it, neighbour, quotient)
+    return quotient
+
+
+def _take(rest: dict[str, Tensor], name: str) -> Tensor:
+    """Remove a tensor from `rest` and return it; raise ConfigError if it is missing."""
+    if name not in rest:
+        raise ConfigError(
+            f"{name}: missing from the weights, but the config needs it. Are these another run's "
+            "weights?"
+        )
+    return rest.pop(name)
