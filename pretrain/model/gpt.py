@@ -240,7 +240,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # NCCL turns a batch of sends and receives into one call; gloo runs them one by one anyway.
         # The synchronisation after a batch works around a bug of older PyTorch versions
         # (megatron/core/model_parallel_config.py).
-        batch_p2p_comm=platform.has_cuda(),
+        batch_p2p_comm=platform.device().type == "cuda",
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
     )
