@@ -132,8 +132,8 @@ def test_a_run_that_fails_is_reported_and_the_others_finish(whole: Whole) -> Non
     assert states == {"alibi-32": "finished", "none-32": "failed", "sinusoidal-32": "finished"}
     assert "none-32: failed with exit code 1; the other runs go on" in whole.failed.err
     assert whole.failed_runs["none-32"]["reason"].startswith("failed: rank 0 ended with")
-    *_, head, alibi, none, sinusoidal, why, report = whole.failed.out.splitlines()
-    assert head.startswith("RUN") and report == "report: s/report/report.md"
+    *_, head, _, alibi, none, sinusoidal, why, report = whole.failed.out.splitlines()
+    assert head.startswith("run ") and report == "report: s/report/report.md"
     assert none.split() == ["none-32", "failed", "0/8", "-", "-"]
     assert why.startswith("none-32: failed: rank 0")
     for row, name in ((alibi, "alibi-32"), (sinusoidal, "sinusoidal-32")):
