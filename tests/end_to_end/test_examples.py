@@ -1,0 +1,78 @@
+"""The scripts in examples/ run as a user runs them, and their numbers agree with each other."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import pretrain
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *words: object, cwd: Path = ROOT) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), *map(str, words)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("example")
+    return folder, run("train.py", folder)
+
+
+def test_a_model_is_trained_evaluated_and_exported_in_one_process(trained):
+    folder, said = trained
+    assert "step 40, " in said and "computes the same function" in said
+    found = re.findall(r"^(nonoverlapping|sliding) +(\d+) +([\d.]+)$", said, re.MULTILINE)
+    assert [(name, int(n)) for name, n, _ in found][:4] == [
+        ("nonoverlapping", n) for n in (64, 128, 256, 512)
+    ]
+    assert all(100 < float(value) < 1000 for _, _, value in found)
+
+
+def test_an_export_is_measured_as_the_run_is(trained, tmp_path):
+    """By two models: ours from the checkpoint, and transformers' from the folder, on one text."""
+    folder, _ = trained
+    text, out = tmp_path / "text.txt", tmp_path / "curve.json"
+    text.write_text("To be, or not to be, that is the question.\n" * 60)
+    said = run("evaluate_a_model.py", folder / "hf", text, 64, 256)
+    assert len(re.findall(r"perplexity +[\d.]+ ", said)) == 3
+
+    words = ["--text", text, "--lengths", "64,256", "--stride", "64", "--out", out]
+    command = [sys.executable, "-m", "pretrain", "evaluate", folder / "alibi", *words]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ours = json.loads(out.read_text())["records"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    # Our text begins after the end of another document, and ends with its own end.
+    end = tokenizer.eos_token_id
+    ids = [end, *tokenizer(text.read_text(), add_special_tokens=False).input_ids, end]
+    stock = pretrain.evaluate(model, token_ids=ids, lengths=[64, 256], stride=64)
+    keys = ("protocol", "stride", "length", "tokens")
+    assert [[r[k] for k in keys] for r in stock] == [[r[k] for k in keys] for r in ours]
+    for name in ("loss_nats", "loss_low", "loss_high"):
+        expected = [r[name] for r in ours]
+        assert [r[name] for r in stock] == pytest.approx(expected, abs=1e-4)
+
+
+def test_attention_in_a_torch_model_of_ones_own_extrapolates():
+    said = run("attention.py", 150)
+    at = {int(n): float(loss) for n, loss in re.findall(r"tested at +(\d+): loss ([\d.]+)", said)}
+    assert set(at) == {32, 64, 128}
+    # Random tokens have ln 32 = 3.47 nats.
+    assert at[32] < 1.5 and at[128] < 1.2 * at[32]
