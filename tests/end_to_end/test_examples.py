@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_a_model_is_trained_evaluated_and_exported_in_one_process(trained):
-    folder, said = trained
+    _, said = trained
     assert "step 40, " in said and "computes the same function" in said
     found = re.findall(r"^(nonoverlapping|sliding) +(\d+) +([\d.]+)$", said, re.MULTILINE)
     assert [(name, int(n)) for name, n, _ in found][:4] == [
