@@ -109,6 +109,6 @@ def test_what_cannot_be_scored_is_refused(stock, given, says):
 
 def test_settings_are_values_or_words():
     path = "configs/demo.toml"
-    given = {"train.num_steps": 7, "evaluation.lengths": [128, 256], "model.hidden_dropout": 0.1}
-    words = ["train.num_steps=7", "evaluation.lengths=[128, 256]", "model.hidden_dropout=0.1"]
+    given = {"train.num_steps": 700, "evaluation.lengths": [128, 256], "model.hidden_dropout": 0.1}
+    words = ["train.num_steps=700", "evaluation.lengths=[128, 256]", "model.hidden_dropout=0.1"]
     assert pretrain.load_config(path, given) == pretrain.load_config(path, words)
