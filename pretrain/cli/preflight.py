@@ -118,7 +118,7 @@ class _Speaker:
         threading.Thread(target=self._tick, daemon=True).start()
 
     def __call__(self, stage: str, **found: Any) -> None:
-        line = {"stage": stage, "node": self._node, "at": round(time.time(), 3), **found}
+        line = {"stage": stage, "node": self._node, **found}
         # In each line, because a check may be over before the next sign of life.
         line["warned"] = bool(self._warned) or None
         text = json.dumps({key: value for key, value in line.items() if value is not None})
