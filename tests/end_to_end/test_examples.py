@@ -76,3 +76,24 @@ def test_attention_in_a_torch_model_of_ones_own_extrapolates():
     assert set(at) == {32, 64, 128}
     # Random tokens have ln 32 = 3.47 nats.
     assert at[32] < 1.5 and at[128] < 1.2 * at[32]
+
+
+def test_a_position_method_of_ones_own_trains_and_is_refused_for_export(trained, tmp_path):
+    folder, _ = trained
+    given = {
+        "position.method": "half_alibi",
+        "position.share": "0.25",
+        "run.directory": tmp_path / "run",
+        "data.directory": folder / "data",
+        "data.sequence_length": 64,
+        "schedule.lr_warmup_steps": 1,
+        "train.num_steps": 2,
+        "evaluation.lengths": "[64]",
+        "evaluation.max_tokens": 2048,
+    }
+    settings = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+    said = run("position_method.py", "config", "configs/demo.toml", *settings)
+    assert 'method = "half_alibi"' in said and "heads with and without ALiBi" in said
+    run("position_method.py", "train", "configs/demo.toml", *settings)
+    records = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert [r["step"] for r in records if "evaluation" not in r] == [1, 2]

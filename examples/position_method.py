@@ -1,0 +1,53 @@
+"""A position method of your own: ALiBi in half of the heads, no positions in the others.
+
+    python examples/position_method.py config configs/demo.toml --set position.method=half_alibi
+    python examples/position_method.py train configs/demo.toml --set position.method=half_alibi
+    torchrun --nproc-per-node 2 examples/position_method.py train ...
+
+The class is all there is to write. Every command of `pretrain` knows it once it is imported: config,
+train, evaluate, plan, and export, which refuses it in the class's own words.
+`pretrain/positions/base.py` lists what a method may answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from pretrain.cli.main import main
+from pretrain.config import RunConfig
+from pretrain.positions.alibi import published_slopes
+from pretrain.positions.base import PositionMethod
+
+
+class HalfAlibi(PositionMethod):
+    """The published slopes in the first heads, 0 in the others."""
+
+    method: Literal["half_alibi"] = "half_alibi"
+
+    share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the heads that have a slope; position.share in a config."""
+
+    bias = "slopes"
+
+    def score_terms(
+        self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
+    ) -> dict[str, Any]:
+        """Return the slopes of this tensor-parallel rank's heads, which kernels add in fp32."""
+        count = config.model.num_attention_heads
+        with_slope = round(self.share * count)
+        slopes = torch.tensor([*published_slopes(max(1, with_slope))[:with_slope]])
+        whole = torch.cat([slopes, torch.zeros(count - with_slope)])
+        return {"slopes": whole[heads].to(device)}
+
+    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
+        """Return no class, and the reason that `pretrain export` and `pretrain config` give."""
+        return None, "no stock class has heads with and without ALiBi"
+
+
+if __name__ == "__main__":
+    main()
