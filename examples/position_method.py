@@ -4,8 +4,8 @@
     python examples/position_method.py train configs/demo.toml --set position.method=half_alibi
     torchrun --nproc-per-node 2 examples/position_method.py train ...
 
-The class is all there is to write. Every command of `pretrain` knows it once it is imported: config,
-train, evaluate, plan, and export, which refuses it in the class's own words.
+The class is all there is to write. Every command of `pretrain` knows it once it is imported:
+config, train, evaluate, plan, and export, which refuses it in the class's own words.
 `pretrain/positions/base.py` lists what a method may answer.
 """
 
