@@ -51,9 +51,10 @@ from pretrain.model.positions import Positions
 # Three parts of the model beside attention have a fused form:
 #
 #     compiled regions    bias with GELU, bias with dropout and residual: Megatron's own functions
-#     under torch.compile (megatron/core/fusions) fused loss          logits with cross-entropy
-#     (`pretrain.model.loss`) weight gradients    added to fp32 buffers by the matrix product that
-#     computes them (`pretrain.model.loss`), where the optimizer keeps such buffers
+#                         under torch.compile (megatron/core/fusions)
+#     fused loss          logits with cross-entropy (`pretrain.model.loss`)
+#     weight gradients    added to fp32 buffers by the matrix product that computes them
+#                         (`pretrain.model.loss`), where the optimizer keeps such buffers
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,24 @@ def choose_fusion(config: RunConfig) -> Fusion:
     A CPU is left alone by default: compilation costs tens of seconds at every start, and the
     results of runs that were started before the fusions existed stay the same to the last bit.
     """
-    wanted = config.train.fusion == "on" or (config.train.fusion == "auto" and platform.has_cuda())
+    is_gpu, can_compile, can_accumulate_products = _abilities()
+    wanted = config.train.fusion == "on" or (config.train.fusion == "auto" and is_gpu)
     fusion = Fusion(
-        compiled=wanted and platform.can_compile(),
+        compiled=wanted and can_compile,
         loss=wanted,
-        weight_gradients=wanted and platform.can_accumulate_products(),
+        weight_gradients=wanted and can_accumulate_products,
     )
     if wanted:
         _log_once(_describe(config, fusion))
     return fusion
+
+
+def _abilities() -> tuple[bool, bool, bool]:
+    """Return if this is a GPU, can compile, and can add products up in fp32.
+
+    A counted step answers for the GPU that it simulates (`pretrain.plan.simulation`).
+    """
+    return platform.has_cuda(), platform.can_compile(), platform.can_accumulate_products()
 
 
 def _describe(config: RunConfig, fusion: Fusion) -> str:

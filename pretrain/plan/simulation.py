@@ -21,7 +21,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -218,12 +217,6 @@ def _synchronisation_lines(counts: StepCounts) -> list[str]:
 CAPABILITY = (9, 0)
 """Compute capability of the GPU that is simulated: Hopper."""
 
-CAPABLE = SimpleNamespace(
-    **vars(platform)
-    | dict.fromkeys(("has_cuda", "can_compile", "can_accumulate_products"), lambda: True)
-)
-"""`pretrain.platform` as it answers on that GPU when the fusions are chosen."""
-
 
 @contextlib.contextmanager
 def simulated_rank(
@@ -301,7 +294,7 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
             (KernelInterface, "__getitem__", launcher),
             (launch, "refusal", lambda queries: None),
             (dispatch, "describe_call", describe_call),
-            (gpt, "platform", CAPABLE),
+            (gpt, "_abilities", lambda: (True, True, True)),
             (sharded_step, "ranks_per_node", lambda group: group.size()),
             *compiled_regions(counter),
             *weight_gradients(counter),
