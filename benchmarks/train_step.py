@@ -29,7 +29,7 @@ from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.positions.alibi import alibi_slopes
 from pretrain.topology import Topology, initialize
-from pretrain.train.step import average_loss, forward_backward
+from pretrain.training.step import average_loss, forward_backward
 
 WARM_UP_STEPS = 3
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

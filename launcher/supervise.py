@@ -156,7 +156,7 @@ def signals_blocked() -> Iterator[None]:
     handlers stand: Python has to start first. A child inherits the signal mask through fork and
     exec, and a signal that arrives while it is blocked stays pending. So the rank itself unblocks
     both once it can handle them: `pretrain train` does it before anything else
-    (pretrain/train/reporter.py), srun once it has started its tasks.
+    (pretrain/training/reporter.py), srun once it has started its tasks.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_AT_START)
     try:

@@ -104,7 +104,7 @@ def train(config: RunConfig, resume: str = "auto", allowed: Collection[str] = ()
     """
     from pretrain import topology
     from pretrain.rundir.checkpoints import complete_checkpoints
-    from pretrain.train.loop import train as run
+    from pretrain.training.loop import train as run
 
     code = run(config, resume, None, allowed)
     topology.finish()
@@ -144,7 +144,7 @@ def evaluate(
         ConfigError: The source is no run, or the text is shorter than a length.
     """
     if isinstance(source, str | Path):
-        from pretrain.evaluate.command import evaluate_sources
+        from pretrain.evaluation.command import evaluate_sources
 
         request = EvaluationRequest.parse(
             ",".join(map(str, lengths)) if lengths is not None else None,
@@ -153,7 +153,7 @@ def evaluate(
             max_tokens,
         )
         return evaluate_sources([Path(source)], request, _overrides(settings), None)
-    from pretrain.evaluate.stock import evaluate_stock
+    from pretrain.evaluation.stock import evaluate_stock
 
     if token_ids is None or not lengths:
         raise ConfigError("evaluate(model): a Hugging Face model needs token_ids and lengths")

@@ -100,7 +100,7 @@ def measure(config: RunConfig, topology: Topology, allocations: Allocations) -> 
     """
     from pretrain.model.gpt import build_model
     from pretrain.optim.zero import ZeroOptimizer
-    from pretrain.train.step import forward_backward
+    from pretrain.training.step import forward_backward
 
     chunks = build_model(config)
     optimizer = ZeroOptimizer(config, topology, chunks)

@@ -35,7 +35,7 @@ from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.lineage import Branch, new_id
 from pretrain.topology import Topology, finish, on_main
 from pretrain.topology import initialize as initialize_topology
-from pretrain.train.step import forward_backward
+from pretrain.training.step import forward_backward
 
 OURS, TORCH, RAW = "pretrain", "torch.distributed.checkpoint", "plain files"
 

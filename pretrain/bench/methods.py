@@ -19,8 +19,8 @@ from pretrain import platform
 from pretrain.bench.training import WARM_UP_STEPS, Clock, TrainingStep
 from pretrain.bench.turns import Column, Measured, contest, name_of, table, take_turn
 from pretrain.config import ConfigError, RunConfig
-from pretrain.evaluate.perplexity import Evaluator
-from pretrain.evaluate.windows import Protocol, ScoredText
+from pretrain.evaluation.perplexity import Evaluator
+from pretrain.evaluation.windows import Protocol, ScoredText
 from pretrain.model.forward import Decoder, cache_bytes, check_generation, greedy
 from pretrain.model.gpt import build_model
 from pretrain.topology import Topology

@@ -23,7 +23,7 @@ from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.topology import Topology, finish
 from pretrain.topology import initialize as initialize_topology
-from pretrain.train.step import average_loss, forward_backward
+from pretrain.training.step import average_loss, forward_backward
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -43,7 +43,7 @@ from pretrain.config.schema import WORDS
 from pretrain.config.toml import list_shipped
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.rundir.paths import ExitCode
-from pretrain.train.reporter import Requests
+from pretrain.training.reporter import Requests
 
 # ---- pretrain data ----
 
@@ -268,10 +268,10 @@ def evaluate_tasks(
       pretrain evaluate-tasks runs/demo/alibi runs/demo/sinusoidal \\
           --out runs/demo/report/tasks.json
     """
-    from pretrain.evaluate.tasks import TasksRequest
+    from pretrain.evaluation.tasks import TasksRequest
 
     request = TasksRequest.parse(tasks, lengths, samples)
-    from pretrain.evaluate.tasks_command import evaluate_tasks as run
+    from pretrain.evaluation.tasks_command import evaluate_tasks as run
 
     run(sources, request, overrides, out)
 
@@ -601,7 +601,7 @@ def train(
     run = load_config(config, overrides)
     check_allowed(allow_changed)
     from pretrain import topology
-    from pretrain.train.loop import train as run_training
+    from pretrain.training.loop import train as run_training
 
     code = run_training(run, resume, requests, frozenset(allow_changed))
     # After success all ranks are here and can close the process group together. After a failure
@@ -672,7 +672,7 @@ def evaluate(
       pretrain evaluate runs/demo/alibi --text 'papers/*.txt'
       pretrain evaluate runs/demo/alibi --harness tasks/hamlet.yaml --lengths 128,2048
     """
-    from pretrain.evaluate.command import evaluate_sources, text_data_set
+    from pretrain.evaluation.command import evaluate_sources, text_data_set
 
     request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
     if harness is not None:
@@ -725,7 +725,7 @@ def report(
       pretrain report runs/sweep/alibi_512 runs/sweep/alibi_1024 old/report/curve.json \\
           --out runs/sweep/report/curve.json
     """
-    from pretrain.evaluate.report import combine, report_run
+    from pretrain.evaluation.report import combine, report_run
 
     if len(sources) == 1 and out is None and not sources[0].is_file():
         (run,) = sources

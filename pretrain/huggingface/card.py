@@ -14,7 +14,7 @@ import numpy as np
 from pretrain.config import RunConfig, num_parameters
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.evaluate.curves import Table
+from pretrain.evaluation.curves import Table
 from pretrain.huggingface.base import HuggingFaceClass
 
 # ---- harness ----

@@ -26,7 +26,7 @@ from pretrain.config import ConfigError, RunConfig, in_bytes, writing
 from pretrain.config.run import is_url
 from pretrain.data.manifest import MANIFEST, OtherFormat
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.evaluate.records import read_records
+from pretrain.evaluation.records import read_records
 from pretrain.huggingface.card import TEXT, ExportExtras, describe, validation_documents
 from pretrain.huggingface.classes import EXPORT_REACH, export_length
 from pretrain.huggingface.folder import record_files, to_huggingface

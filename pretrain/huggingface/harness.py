@@ -23,8 +23,8 @@ from pretrain import platform, topology
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, writing
 from pretrain.config.evaluation import PROTOCOLS
-from pretrain.evaluate.curves import Table
-from pretrain.evaluate.report import check_report_path
+from pretrain.evaluation.curves import Table
+from pretrain.evaluation.report import check_report_path
 from pretrain.huggingface.classes import class_of, export_length
 from pretrain.huggingface.export import checked_length, export_source
 from pretrain.huggingface.folder import is_export_of

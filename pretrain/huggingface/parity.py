@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.evaluate.curves import Table
+from pretrain.evaluation.curves import Table
 from pretrain.huggingface.card import CARD
 from pretrain.huggingface.classes import CLASSES, class_of
 

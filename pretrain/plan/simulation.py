@@ -48,9 +48,9 @@ from pretrain.plan.operators import (
     weight_gradients,
 )
 from pretrain.topology import Process, Topology, finish, initialize
-from pretrain.train import loop, step
-from pretrain.train.reporter import AttemptReporter, Requests
-from pretrain.train.start import Run, StartPoint
+from pretrain.training import loop, step
+from pretrain.training.reporter import AttemptReporter, Requests
+from pretrain.training.start import Run, StartPoint
 
 # ---- Show what a step costs: as a table for people, and as JSON for other programs ----
 
@@ -340,7 +340,7 @@ def _apply(
 
 
 # ---- Count what one optimizer step of a run costs each of its pipeline stages ----
-# The step is that of training (`pretrain.train.loop.queue_step`), in the loop's order: the host
+# The step is that of training (`pretrain.training.loop.queue_step`), in the loop's order: the host
 # reads the numbers of a step when it has queued the next one. The second step is counted, because
 # the first creates Adam's state. A third one runs so that somebody waits for the weights that the
 # second one gathers.

@@ -393,7 +393,7 @@ class Step:
 
 
 LOSS_BYTES = 40
-"""The loss, the votes on requests and the one on new metrics, in fp64 (`pretrain.train.step`)."""
+"""Loss, votes on requests and the vote on new metrics, in fp64 (`pretrain.training.step`)."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 

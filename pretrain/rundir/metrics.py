@@ -76,7 +76,7 @@ def record_metric(name: str, value: Any, reduction: Reduction = "mean") -> None:
 
     Args:
         name: The key, with its unit ("attention_entropy_nats"), or "group/key" with one of
-            `pretrain.train.metrics.GROUPS`; without a group it is shown in "train".
+            `pretrain.training.metrics.GROUPS`; without a group it is shown in "train".
         value: A number, or a tensor of one element on any device.
         reduction: How the values become one number. The same wherever a name is recorded.
 

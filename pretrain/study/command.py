@@ -21,7 +21,7 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, dump_config, writing
 from pretrain.config.trajectory import VALIDATION
 from pretrain.data.stream import open_stream
-from pretrain.evaluate.records import read_records
+from pretrain.evaluation.records import read_records
 from pretrain.processes import Processes, Stopped
 from pretrain.rundir.checkpoints import find_checkpoint, newest_checkpoint_step
 from pretrain.rundir.files import make_directory, read_json, replace_json

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pretrain.evaluate.curves import Curve, Value, binned_curves, relative_length
-from pretrain.evaluate.figures import (
+from pretrain.evaluation.curves import Curve, Value, binned_curves, relative_length
+from pretrain.evaluation.figures import (
     Frame,
     Line,
     Pictures,
@@ -15,8 +15,8 @@ from pretrain.evaluate.figures import (
     lines_by_length,
     lines_by_position,
 )
-from pretrain.evaluate.judge import gap
-from pretrain.evaluate.records import grouped, to_csv
+from pretrain.evaluation.judge import gap
+from pretrain.evaluation.records import grouped, to_csv
 from pretrain.study import published
 from pretrain.study.published import RATIOS_FROM, Cost
 from pretrain.study.reading import Study

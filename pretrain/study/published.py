@@ -11,10 +11,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretrain.evaluate.curves import Curve, Table, cell, make_curves, relative_length
-from pretrain.evaluate.judge import SPEEDS, Evidence, Gap, Row, gap
-from pretrain.evaluate.records import fields_of
-from pretrain.evaluate.windows import NONOVERLAPPING, SLIDING
+from pretrain.evaluation.curves import Curve, Table, cell, make_curves, relative_length
+from pretrain.evaluation.judge import SPEEDS, Evidence, Gap, Row, gap
+from pretrain.evaluation.records import fields_of
+from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import RunPaths

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from pretrain.config import ConfigError
 from pretrain.config.evaluation import MASKED
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.curves import Binned, Curve, make_curves, number, read_positions
-from pretrain.evaluate.judge import Evidence, Gap, Row, Unigram
-from pretrain.evaluate.records import KEY, BlockLosses, Record, confidence_interval, read_records
-from pretrain.evaluate.windows import NONOVERLAPPING, READ_TOKENS, SLIDING
+from pretrain.evaluation.curves import Binned, Curve, make_curves, number, read_positions
+from pretrain.evaluation.judge import Evidence, Gap, Row, Unigram
+from pretrain.evaluation.records import KEY, BlockLosses, Record, confidence_interval, read_records
+from pretrain.evaluation.windows import NONOVERLAPPING, READ_TOKENS, SLIDING
 from pretrain.rundir.files import read_json, replace_json
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.study.published import MODELS, Taken, taken

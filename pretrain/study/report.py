@@ -15,7 +15,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from pretrain.config import writing
-from pretrain.evaluate.curves import (
+from pretrain.evaluation.curves import (
     Table,
     full_name,
     length_in_words,
@@ -23,10 +23,10 @@ from pretrain.evaluate.curves import (
     relative_length,
     source_table,
 )
-from pretrain.evaluate.judge import Gap, Judgement, Verdict, judge
-from pretrain.evaluate.records import finite_or_none, to_csv
-from pretrain.evaluate.report import INTERVALS_EXPLAINED, protocols_explained
-from pretrain.evaluate.windows import SLIDING
+from pretrain.evaluation.judge import Gap, Judgement, Verdict, judge
+from pretrain.evaluation.records import finite_or_none, to_csv
+from pretrain.evaluation.report import INTERVALS_EXPLAINED, protocols_explained
+from pretrain.evaluation.windows import SLIDING
 from pretrain.rundir.files import make_directory, replace_file
 from pretrain.study import published, reading, summaries
 from pretrain.study.figures import FORMATS, Figure, figures

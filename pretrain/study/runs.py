@@ -20,8 +20,8 @@ from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import Difference, data_differences, differences
 from pretrain.data.stream import open_stream
-from pretrain.evaluate.curves import Table
-from pretrain.evaluate.records import grouped
+from pretrain.evaluation.curves import Table
+from pretrain.evaluation.records import grouped
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints, newest_checkpoint_step
 from pretrain.rundir.files import make_directory, read_json, read_text, replace_file

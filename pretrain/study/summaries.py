@@ -21,12 +21,12 @@ from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignor
 from torch.utils.tensorboard.summary import text
 
 from pretrain.config.schema import LoggingSection
-from pretrain.evaluate.curves import Curve, Table
-from pretrain.evaluate.judge import Judgement
-from pretrain.evaluate.records import finite_or_none
+from pretrain.evaluation.curves import Curve, Table
+from pretrain.evaluation.judge import Judgement
+from pretrain.evaluation.records import finite_or_none
 from pretrain.processes import Stopped
 from pretrain.rundir.files import read_json, replace_json
-from pretrain.train.metrics import INSTALL, is_installed, settings
+from pretrain.training.metrics import INSTALL, is_installed, settings
 
 NAME = "events.out.tfevents.0.study"
 """Name of an event file. TensorBoard takes every file with "tfevents" in its name."""

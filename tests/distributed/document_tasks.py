@@ -47,9 +47,9 @@ def _kept_whole(losses: Tensor) -> tuple[Tensor, Tensor]:
 
 def eos_id_in_a_step(config: RunConfig) -> list[int | None]:
     """Start a run on real data, take a step, and return the end-of-document token it was given."""
-    from pretrain.train import loop
-    from pretrain.train.reporter import AttemptReporter, Requests
-    from pretrain.train.start import StartPoint, load_run, prepare
+    from pretrain.training import loop
+    from pretrain.training.reporter import AttemptReporter, Requests
+    from pretrain.training.start import StartPoint, load_run, prepare
 
     def forward_backward(chunks: Any, optimizer: Any, batches: Any, eos_id: int | None) -> Any:
         seen.append(eos_id)

@@ -42,7 +42,7 @@ def gradients_in_main_grad(
     from pretrain.model.loss import accumulate_in_layers
     from pretrain.model.parameters import named_parameters
     from pretrain.optim.buckets import finalize_gradients, gradient
-    from pretrain.train.step import _mean_loss
+    from pretrain.training.step import _mean_loss
 
     topology, chunks = tasks._build_model_with(config, state)
     named = list(named_parameters(chunks))

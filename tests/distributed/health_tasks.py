@@ -18,7 +18,7 @@ from pretrain.config import RunConfig
 @contextlib.contextmanager
 def after_step(number: int, act: Callable[[Any], None]) -> Iterator[None]:
     """Call act(run) on every rank when step `number` (from 1) has been queued, once."""
-    from pretrain.train import loop
+    from pretrain.training import loop
 
     queue_step, done = loop.queue_step, False
 
@@ -65,7 +65,7 @@ def train_damaged(
     """
     from pretrain.config import RunFailed
     from pretrain.rundir.paths import RunPaths, exit_code_of
-    from pretrain.train.loop import train
+    from pretrain.training.loop import train
 
     seen: dict[str, Any] = {"code": None, "error": "", "damaged": False}
 
@@ -106,7 +106,7 @@ def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dic
     """
     from pretrain.config import RunFailed
     from pretrain.rundir.paths import RunPaths, exit_code_of
-    from pretrain.train import loop
+    from pretrain.training import loop
 
     forward_backward, calls = loop.forward_backward, 0
 
@@ -145,8 +145,8 @@ def check_every_step(config: RunConfig, steps: list[Tensor]) -> int:
     Returns:
         The number of tensors that this rank has compared.
     """
-    from pretrain.train.health import check_health, inspect
-    from pretrain.train.loop import queue_step
+    from pretrain.training.health import check_health, inspect
+    from pretrain.training.loop import queue_step
 
     run = build_run(config)
     share = run.topology.layout.data, run.topology.data_rank
@@ -167,9 +167,9 @@ def build_run(config: RunConfig) -> Any:
     from pretrain.model.gpt import build_model
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.topology import initialize
-    from pretrain.train.reporter import AttemptReporter, Requests
-    from pretrain.train.spikes import SpikeWatch
-    from pretrain.train.start import Run, StartPoint
+    from pretrain.training.reporter import AttemptReporter, Requests
+    from pretrain.training.spikes import SpikeWatch
+    from pretrain.training.start import Run, StartPoint
 
     topology = initialize(config)
     chunks = build_model(config)
@@ -196,7 +196,7 @@ def bad_data(first: int, last: int) -> Iterator[None]:
         first: Samples consumed after the first bad global batch.
         last: Samples consumed after the last one.
     """
-    from pretrain.train import loop
+    from pretrain.training import loop
 
     step_batches = loop.step_batches
 
@@ -228,7 +228,7 @@ def train_on_bad_data(
     """
     from pretrain.config import RunFailed
     from pretrain.rundir.paths import RunPaths, exit_code_of
-    from pretrain.train import loop
+    from pretrain.training import loop
 
     queue_step = loop.queue_step
     seen: dict[str, Any] = {"code": None, "error": "", "unchanged": {}}
@@ -268,9 +268,9 @@ def losses_from(config: RunConfig, resume: str, consumed_samples: int, steps: in
     """
     import dataclasses
 
-    from pretrain.train.loop import queue_step, step_batches
-    from pretrain.train.reporter import AttemptReporter, Requests
-    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.training.loop import queue_step, step_batches
+    from pretrain.training.reporter import AttemptReporter, Requests
+    from pretrain.training.start import data_hashes, find_start_point, load_run, prepare
 
     streams, topology, checkpoint = prepare(config, resume)
     start_point = find_start_point(config, resume, checkpoint, data_hashes(streams))
@@ -300,7 +300,7 @@ def train_on_own_data(config: RunConfig, directories: list[str]) -> dict[str, An
     """
     from pretrain.config import ConfigError
     from pretrain.topology import Process
-    from pretrain.train.loop import train
+    from pretrain.training.loop import train
 
     data = config.data.model_copy(
         update={"directory": directories[Process.from_environment().rank]}

@@ -27,7 +27,7 @@ def gradients(
     """
     from pretrain.model.forward import run_schedule
     from pretrain.optim.buckets import finalize_gradients, gradient
-    from pretrain.train.step import _mean_loss, average_loss, masked_batches
+    from pretrain.training.step import _mean_loss, average_loss, masked_batches
 
     topology, chunks = tasks._build_model_with(config, state)
     mine = tasks._split_among_ranks(config, topology, tokens)
@@ -61,8 +61,8 @@ def evaluate(
         One result per length, on every rank.
     """
     from pretrain.data.stream import open_stream
-    from pretrain.evaluate.perplexity import Evaluator
-    from pretrain.evaluate.windows import Protocol, ScoredText
+    from pretrain.evaluation.perplexity import Evaluator
+    from pretrain.evaluation.windows import Protocol, ScoredText
 
     topology, chunks = tasks._build_model_with(config, state)
     evaluator = Evaluator(
@@ -89,7 +89,7 @@ def train_on(config: RunConfig, text: Any) -> list[float]:
     from pretrain.optim.schedule import learning_rate
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.topology import initialize
-    from pretrain.train.step import average_loss, forward_backward, masked_batches
+    from pretrain.training.step import average_loss, forward_backward, masked_batches
 
     topology = initialize(config)
     chunks = build_model(config)

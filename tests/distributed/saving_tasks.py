@@ -36,7 +36,7 @@ def digests_of_saves(
     from pretrain import platform as queue
     from pretrain.checkpoint.save import Saver
     from pretrain.rundir.checkpoints import complete_checkpoints
-    from pretrain.train import loop
+    from pretrain.training import loop
 
     seen = {"overlap": 0}
     copies: list[Any] = []
@@ -107,7 +107,7 @@ def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> dict[str,
     from pretrain.checkpoint import save
     from pretrain.checkpoint.save import Saver
     from pretrain.config import RunFailed
-    from pretrain.train import loop
+    from pretrain.training import loop
 
     begin = Saver.begin
     saves = {"count": 0, "step": 0}
@@ -179,7 +179,7 @@ def published_before_the_next_save(config: RunConfig) -> list[int] | None:
     """
     from pretrain.checkpoint.save import Saver
     from pretrain.rundir.checkpoints import complete_checkpoints
-    from pretrain.train import loop
+    from pretrain.training import loop
 
     rank, begin, found = int(os.environ["RANK"]), Saver.begin, list[int]()
 
@@ -228,9 +228,9 @@ def save_and_take_a_step(config: RunConfig, resume: str, until: int) -> float:
     """
     from pretrain import platform
     from pretrain.checkpoint.save import Saver
-    from pretrain.train.loop import queue_step, step_batches
-    from pretrain.train.reporter import AttemptReporter, Requests
-    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.training.loop import queue_step, step_batches
+    from pretrain.training.reporter import AttemptReporter, Requests
+    from pretrain.training.start import data_hashes, find_start_point, load_run, prepare
 
     streams, topology, checkpoint = prepare(config, resume)
     start_point = find_start_point(config, resume, checkpoint, data_hashes(streams))

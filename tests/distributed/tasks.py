@@ -36,7 +36,7 @@ def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> di
     """
     from pretrain.model.forward import run_schedule
     from pretrain.optim.buckets import finalize_gradients, gradient
-    from pretrain.train.step import _mean_loss, average_loss
+    from pretrain.training.step import _mean_loss, average_loss
 
     topology, chunks = _build_model_with(config, state)
     micro_batches = _split_among_ranks(config, topology, tokens)
@@ -95,7 +95,7 @@ def train_steps(
     """
     from pretrain.optim.schedule import learning_rate
     from pretrain.optim.zero import ZeroOptimizer
-    from pretrain.train.step import average_loss, forward_backward, seed_step
+    from pretrain.training.step import average_loss, forward_backward, seed_step
 
     topology, chunks = _build_model_with(config, state)
     optimizer = ZeroOptimizer(config, topology, chunks)
@@ -125,7 +125,7 @@ def activation_masks(config: RunConfig, steps: int) -> list[list[Tensor]] | None
     """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from pretrain.train.step import seed_step
+    from pretrain.training.step import seed_step
 
     topology = initialize(config)
     own, p = [], config.model.activation_dropout
@@ -313,9 +313,9 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
         None elsewhere.
     """
     from pretrain.checkpoint.save import Saver
-    from pretrain.train.loop import queue_step, step_batches
-    from pretrain.train.reporter import AttemptReporter, Requests
-    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.training.loop import queue_step, step_batches
+    from pretrain.training.reporter import AttemptReporter, Requests
+    from pretrain.training.start import data_hashes, find_start_point, load_run, prepare
 
     streams, topology, checkpoint = prepare(config, resume)
     start_point = find_start_point(config, resume, checkpoint, data_hashes(streams))
@@ -364,7 +364,7 @@ def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
 
     from pretrain.checkpoint import manifest
     from pretrain.rundir.checkpoints import find_checkpoint
-    from pretrain.train.loop import train
+    from pretrain.training.loop import train
 
     checkpoint = find_checkpoint(config.directory)
     counts: Counter[str] = Counter()
@@ -400,8 +400,8 @@ def bytes_of_a_load(config: RunConfig) -> dict[str, Any]:
     from collections import Counter
     from pathlib import Path
 
-    from pretrain.train.reporter import AttemptReporter, Requests
-    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.training.reporter import AttemptReporter, Requests
+    from pretrain.training.start import data_hashes, find_start_point, load_run, prepare
 
     read: Counter[str] = Counter()
     preadv = os.preadv
@@ -438,8 +438,8 @@ def evaluate(
         One result per protocol, on every rank.
     """
     from pretrain.data.stream import open_stream
-    from pretrain.evaluate.perplexity import Evaluator
-    from pretrain.evaluate.windows import ScoredText
+    from pretrain.evaluation.perplexity import Evaluator
+    from pretrain.evaluation.windows import ScoredText
     from pretrain.optim.zero import ZeroOptimizer
 
     topology, chunks = _build_model_with(config, state)
@@ -475,7 +475,7 @@ def reduce_gradients(
 
     from pretrain.optim.buckets import finalize_gradients, gradient
     from pretrain.optim.zero import ZeroOptimizer
-    from pretrain.train.step import forward_backward, seed_step
+    from pretrain.training.step import forward_backward, seed_step
 
     topology, chunks = _build_model_with(config, state)
     # Not overlapped, so that this rank's own sums over its micro batches can be read.
@@ -543,7 +543,7 @@ def train_and_watch_reductions(
     from pretrain.optim.schedule import learning_rate
     from pretrain.optim.sharded_step import GradientReducer
     from pretrain.optim.zero import ZeroOptimizer
-    from pretrain.train.step import average_loss, forward_backward
+    from pretrain.training.step import average_loss, forward_backward
 
     topology, chunks = _build_model_with(config, state)
     optimizer = ZeroOptimizer(config, topology, chunks, overlap=overlap)
@@ -624,8 +624,8 @@ def errors_of_sums_over_128_ranks(shared: float) -> dict[str, float]:
 def order_of_events(config: RunConfig) -> list[tuple[str, int]]:
     """Train a run, and return when steps were queued, read and saved, each with its step."""
     from pretrain.checkpoint.save import Saver
-    from pretrain.train import loop
-    from pretrain.train.step import QueuedStep
+    from pretrain.training import loop
+    from pretrain.training.step import QueuedStep
 
     events: list[tuple[str, int]] = []
     queue_step, read, save = loop.queue_step, QueuedStep.read, Saver.begin
@@ -666,7 +666,7 @@ def train_with_a_gradient_that_is_not_finite(config: RunConfig, bad_step: int) -
     from pretrain.config import RunFailed
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.rundir.paths import RunPaths
-    from pretrain.train.loop import train
+    from pretrain.training.loop import train
 
     update = ZeroOptimizer.update
     seen: dict[str, Any] = {"calls": 0, "error": ""}
@@ -711,7 +711,7 @@ def gradients_seen_by_adam(
         On rank 0, the means over the global batch by global name; None elsewhere.
     """
     from pretrain.optim.zero import ZeroOptimizer
-    from pretrain.train.step import forward_backward, seed_step
+    from pretrain.training.step import forward_backward, seed_step
 
     topology, chunks = _build_model_with(config, state)
     optimizer = ZeroOptimizer(config, topology, chunks)
@@ -822,8 +822,8 @@ def measure_tasks(
         The records, on every rank.
     """
     from pretrain.data.stream import open_stream
-    from pretrain.evaluate.tasks import Text, long_documents, make_cell, measure
-    from pretrain.evaluate.tasks_command import Scorer
+    from pretrain.evaluation.tasks import Text, long_documents, make_cell, measure
+    from pretrain.evaluation.tasks_command import Scorer
 
     topology, chunks = _build_model_with(config, state)
     stream, trained = open_stream(config, "validation"), config.data.sequence_length

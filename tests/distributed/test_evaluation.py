@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.windows import Protocol
+from pretrain.evaluation.windows import Protocol
 from tests.conftest import LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.reference.dense_gpt import DenseGPT, random_state

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretrain.evaluate.perplexity import Protocol
+from pretrain.evaluation.perplexity import Protocol
 from tests.conftest import LAYOUTS, mark_torture, tiny_config
 from tests.distributed import fusion_tasks, tasks
 from tests.distributed.test_optimizer import LOSS, NORM

@@ -10,7 +10,7 @@ import pytest
 from pretrain.plan import simulation as plan_step
 from pretrain.plan.operators import StepCounts
 from pretrain.plan.simulation import simulated_rank
-from pretrain.train.health import inspect
+from pretrain.training.health import inspect
 from tests.distributed.test_step_budgets import CASES, small_run
 
 MOST = 1e-3

@@ -17,7 +17,7 @@ from torch import Tensor
 from pretrain.config import RunConfig
 from pretrain.rundir.metrics import is_evaluation, read_metrics, record_metric
 from pretrain.rundir.paths import RunPaths
-from pretrain.train.metrics import StepMetrics
+from pretrain.training.metrics import StepMetrics
 from tests.conftest import LAYOUTS, tiny_config
 from tests.unit.test_metrics import wandb_history
 
@@ -35,7 +35,7 @@ def train_with_own_metrics(config: RunConfig, odd_steps: tuple[int, ...]) -> str
         What this rank printed.
     """
     from pretrain.model import forward
-    from pretrain.train import loop, step
+    from pretrain.training import loop, step
 
     mean_loss, call_model, seed_step = step._mean_loss, forward.call_model, loop.seed_step
 

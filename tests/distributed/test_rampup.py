@@ -58,9 +58,9 @@ def take_steps_of(config: RunConfig, sizes: list[int]) -> list[tuple[float, floa
         (loss, gradient norm) of every step.
     """
     from pretrain.data.loader import batches
-    from pretrain.train.loop import queue_step
-    from pretrain.train.reporter import AttemptReporter, Requests
-    from pretrain.train.start import StartPoint, load_run, prepare
+    from pretrain.training.loop import queue_step
+    from pretrain.training.reporter import AttemptReporter, Requests
+    from pretrain.training.start import StartPoint, load_run, prepare
 
     streams, topology, _ = prepare(config, "none")
     run = load_run(config, streams, topology, StartPoint(), Requests(), AttemptReporter())

@@ -389,7 +389,7 @@ def test_weights_are_gathered_behind_the_next_forward_pass(case, precision):
 def test_the_host_waits_once_a_step(case, precision):
     """For the numbers of the step before. In fp16 the next loss scale depends on the overflow."""
     config, stages = counted(case, precision)
-    allowed = {(Phase.LOSS_AVERAGE, "numbers in pretrain.train.step.read"): 1}
+    allowed = {(Phase.LOSS_AVERAGE, "numbers in pretrain.training.step.read"): 1}
     if precision == "fp16":
         allowed[Phase.OPTIMIZER_STEP, "item in pretrain.optim.zero.update"] = 1
     # DeepSpeed's own step waits more often; BUDGETS says how often.

@@ -75,7 +75,7 @@ def test_a_restart_decides_by_what_the_run_has_recorded(pools, tiny_data, tmp_pa
 # ---- tasks of the ranks --------------------------------------------------------------------------
 def train(config: RunConfig) -> list[dict[str, Any]]:
     """Train a run, and return its records."""
-    from pretrain.train import loop
+    from pretrain.training import loop
 
     assert loop.train(config) == 0
     return list(read_metrics(RunPaths(config.directory).metrics))

@@ -15,9 +15,9 @@ for name in (
     "deepspeed.ops",
     "transformers.models.mpt.modeling_mpt",
     "pretrain.data.build",
-    "pretrain.train.loop",
+    "pretrain.training.loop",
     "pretrain.bench.training",
-    "pretrain.evaluate.command",
+    "pretrain.evaluation.command",
     "pretrain.huggingface.export",
 ):
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pretrain.config import dump_config, load_config
-from pretrain.evaluate.records import FIELDS
+from pretrain.evaluation.records import FIELDS
 from tests.end_to_end.commands import (
     LAUNCHER,
     PRETRAIN,

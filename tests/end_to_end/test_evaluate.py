@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.records import FIELDS
+from pretrain.evaluation.records import FIELDS
 from tests.end_to_end.commands import explained, metrics, pretrain
 
 STEP_4, STEP_8 = "checkpoints/step-00000004", "checkpoints/step-00000008"

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.tasks import FIELDS, Arm, Text, long_documents, make_cell, measure
-from pretrain.evaluate.tasks_command import SEED
+from pretrain.evaluation.tasks import FIELDS, Arm, Text, long_documents, make_cell, measure
+from pretrain.evaluation.tasks_command import SEED
 from tests.end_to_end.commands import explained, pretrain, running_ranks
 
 LENGTHS, SAMPLES, TRAINED = [64, 96], 5, 32

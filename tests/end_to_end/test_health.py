@@ -15,7 +15,7 @@ from tests.end_to_end.commands import ended, explained, fresh, started
 DAMAGED = """
 import sys
 
-from pretrain.train import loop
+from pretrain.training import loop
 
 def damaged(run, *args):
     step = queue_step(run, *args)

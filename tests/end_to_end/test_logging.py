@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pretrain.train.metrics import PASS, TAGS
+from pretrain.training.metrics import PASS, TAGS
 from tests.end_to_end.commands import explained, fresh, metrics, pretrain
 from tests.unit.test_metrics import wandb_history
 

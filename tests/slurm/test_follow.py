@@ -27,7 +27,7 @@ from tests.slurm import forked
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import with_scripted_ranks
 
-# Counts until it gets a signal or RUN/enough exists, and then saves as pretrain/train does.
+# Counts until it gets a signal or RUN/enough exists, and then saves as pretrain/training does.
 RANK = """#!{python}
 import json, os, signal, sys, time
 from pathlib import Path

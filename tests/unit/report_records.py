@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 
-from pretrain.evaluate.records import FIELDS, PositionLosses
+from pretrain.evaluation.records import FIELDS, PositionLosses
 
 
 def make_record(method="alibi", protocol="nonoverlapping", length=128, perplexity=20.0, **changes):

@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
-from pretrain.evaluate.curves import POSITION_FIELDS, position_rows
-from pretrain.evaluate.records import (
+from pretrain.evaluation.curves import POSITION_FIELDS, position_rows
+from pretrain.evaluation.records import (
     BLOCK_FIELDS,
     BlockLosses,
     PositionLosses,

@@ -18,7 +18,7 @@ from pretrain.checkpoint.store import Store
 from pretrain.checkpoint.tensors import consolidate, slabs
 from pretrain.config import ConfigError
 from pretrain.huggingface.export import export_source
-from pretrain.train.start import choose_checkpoint
+from pretrain.training.start import choose_checkpoint
 from tests.conftest import tiny_config
 from tests.unit.saved import after, save
 

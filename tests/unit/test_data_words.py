@@ -22,7 +22,7 @@ from pretrain.data.build import build
 from pretrain.data.build.command import estimate
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer, train_words
-from pretrain.evaluate.windows import ScoredText
+from pretrain.evaluation.windows import ScoredText
 from pretrain.huggingface.classes import describe_export
 
 TEXT = (

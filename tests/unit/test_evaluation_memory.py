@@ -12,7 +12,7 @@ import torch
 
 from pretrain import platform
 from pretrain.config import RunFailed, load_config
-from pretrain.evaluate.perplexity import explained_memory, forward_bytes
+from pretrain.evaluation.perplexity import explained_memory, forward_bytes
 from pretrain.platform import _cgroup_memory
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from pretrain.cli.commands import app
 from pretrain.config import ConfigError, EvaluationRequest, load_config
-from pretrain.evaluate.windows import choose_protocols
+from pretrain.evaluation.windows import choose_protocols
 from tests.conftest import tiny_config
 
 DEMO = Path(__file__).parents[2] / "configs/demo.toml"

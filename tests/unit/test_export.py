@@ -24,7 +24,7 @@ import torch
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.base import PROBES
-from pretrain.evaluate.records import curve_json, fields_of
+from pretrain.evaluation.records import curve_json, fields_of
 from pretrain.huggingface.card import curve_table
 from pretrain.huggingface.classes import class_of
 from pretrain.huggingface.export import _comparison_ids, _curve, _validation_split

@@ -26,7 +26,7 @@ from pretrain.config import ConfigError, EvaluationRequest, RunFailed, load_conf
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.evaluate.command import evaluate_sources
+from pretrain.evaluation.command import evaluate_sources
 from pretrain.huggingface.base import StackQkv, _divided, _times, same_bits
 from pretrain.huggingface.folder import MARKER, ORIGINALS, to_huggingface
 from pretrain.huggingface.import_model import import_folder

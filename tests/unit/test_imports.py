@@ -23,7 +23,7 @@ FLOORS = [
     {"pretrain.topology"},
     {"pretrain.model", "pretrain.data"},
     {"pretrain.optim", "pretrain.checkpoint"},
-    {"pretrain.train", "pretrain.evaluate", "pretrain.huggingface"},
+    {"pretrain.training", "pretrain.evaluation", "pretrain.huggingface"},
     {"pretrain.bench", "pretrain.plan"},
     {"pretrain.study"},
     {"pretrain.cli", "pretrain.library"},
@@ -32,8 +32,8 @@ FLOORS = [
 BESIDE = {
     "pretrain.config": {"pretrain.positions"},  # [position] is an instance of the method's class
     "pretrain.checkpoint": {"pretrain.optim"},  # saves and loads what the optimizer holds
-    "pretrain.train": {"pretrain.evaluate"},  # evaluates in the loop
-    "pretrain.huggingface": {"pretrain.evaluate"},  # puts the length curve on the model card
+    "pretrain.training": {"pretrain.evaluation"},  # evaluates in the loop
+    "pretrain.huggingface": {"pretrain.evaluation"},  # puts the length curve on the model card
 }
 APART = {
     "pretrain.optim.optimizers": "pretrain.config"
@@ -213,8 +213,8 @@ def write(root: Path, file: str, code: str) -> None:
     [
         (
             "pretrain/model/gpt.py",
-            "from pretrain.train.loop import run",
-            "pretrain.model imports pretrain.train",
+            "from pretrain.training.loop import run",
+            "pretrain.model imports pretrain.training",
         ),
         (
             "pretrain/model/gpt.py",
@@ -228,18 +228,18 @@ def write(root: Path, file: str, code: str) -> None:
         ),
         (
             "pretrain/optim/zero.py",
-            "from pretrain import train",
-            "pretrain.optim imports pretrain.train",
+            "from pretrain import training",
+            "pretrain.optim imports pretrain.training",
         ),
         (
-            "pretrain/evaluate/perplexity.py",
-            "from ..train import step",
-            "pretrain.evaluate imports pretrain.train",
+            "pretrain/evaluation/perplexity.py",
+            "from ..training import step",
+            "pretrain.evaluation imports pretrain.training",
         ),
         (
-            "pretrain/train/loop.py",
+            "pretrain/training/loop.py",
             "from pretrain.huggingface import parity",
-            "pretrain.train imports pretrain.huggingface",
+            "pretrain.training imports pretrain.huggingface",
         ),
         (
             "pretrain/optim/zero.py",
@@ -301,14 +301,14 @@ def test_a_way_up_is_found(tmp_path, file, code, says):
     ("file", "code"),
     [
         (
-            "pretrain/train/hooks.py",
-            "from pretrain.evaluate import perplexity\nfrom ..config import RunConfig",
+            "pretrain/training/hooks.py",
+            "from pretrain.evaluation import perplexity\nfrom ..config import RunConfig",
         ),
         (
             "pretrain/huggingface/parity.py",
-            "from pretrain.evaluate.perplexity import evaluate\nimport pretrain.kernels.dispatch",
+            "from pretrain.evaluation.perplexity import evaluate\nimport pretrain.kernels.dispatch",
         ),
-        ("pretrain/cli/commands.py", "import os\nimport torch\nfrom pretrain.train import run"),
+        ("pretrain/cli/commands.py", "import os\nimport torch\nfrom pretrain.training import run"),
         (
             "launcher/cli.py",
             "from pretrain.launcher import ranks\nfrom pretrain.config import load_config",

@@ -30,7 +30,7 @@ def test_every_name_is_there_and_none_costs_torch():
 def test_rooms_that_are_imported_hide_no_function():
     """A submodule of a function's name would take its place in the package."""
     code = (
-        "import pretrain, pretrain.cli.commands, pretrain.train, pretrain.evaluate; "
+        "import pretrain, pretrain.cli.commands, pretrain.training, pretrain.evaluation; "
         "import inspect, sys; sys.exit(not all(inspect.isfunction(getattr(pretrain, name)) "
         "for name in pretrain.__all__ if name[0].islower()))"
     )

@@ -10,8 +10,8 @@ from pretrain.config.describe import describe
 from pretrain.config.evaluation import recorded_protocol
 from pretrain.config.trajectory import differences, settings_hash
 from pretrain.data.order import SHARE, mask_samples, mask_text, num_chosen
-from pretrain.evaluate.report import combine, write_report
-from pretrain.evaluate.windows import Protocol, Window, choose_protocols
+from pretrain.evaluation.report import combine, write_report
+from pretrain.evaluation.windows import Protocol, Window, choose_protocols
 from pretrain.huggingface.classes import describe_export
 from tests.conftest import tiny_config
 from tests.unit.report_records import make_record

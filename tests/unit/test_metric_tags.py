@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pretrain.checkpoint.manifest import Change
 from pretrain.config import ConfigError
 from pretrain.rundir.metrics import MetricsFile
-from pretrain.train.metrics import (
+from pretrain.training.metrics import (
     GROUPS,
     TAGS,
     Axes,
@@ -139,7 +139,7 @@ del sys.modules['wandb']
 assert find_spec('wandb') is not None
 """
     check = "assert not is_installed()"
-    program = f"from pretrain.train.metrics import is_installed\n{code}{check}"
+    program = f"from pretrain.training.metrics import is_installed\n{code}{check}"
     done = without_wandb(program, tmp_path)
     assert done.returncode == 0, done.stderr
     assert is_installed()

@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pretrain.checkpoint.manifest import Change, Origin
 from pretrain.config import RunConfig, load_config
-from pretrain.train.hooks import LoggingHook
-from pretrain.train.metrics import (
+from pretrain.training.hooks import LoggingHook
+from pretrain.training.metrics import (
     Guarded,
     JsonLines,
     Lines,

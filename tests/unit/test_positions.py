@@ -18,8 +18,8 @@ from tests.conftest import TINY, tiny_config
 
 ROOT = Path(__file__).parents[2]
 # Claims are about names: what the paper says of each method.
-ABOUT_NAMES = ("pretrain/positions/", "pretrain/study/", "pretrain/evaluate/comparison.py")
-ABOUT_NAMES += ("pretrain/evaluate/judge.py",)
+ABOUT_NAMES = ("pretrain/positions/", "pretrain/study/", "pretrain/evaluation/comparison.py")
+ABOUT_NAMES += ("pretrain/evaluation/judge.py",)
 
 
 def product() -> Iterator[Path]:

@@ -12,7 +12,7 @@ from pretrain.config import ConfigError, dump_config
 from pretrain.config.load import parse_config
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import effect_of
-from pretrain.train import profile
+from pretrain.training import profile
 from tests.conftest import tiny_config
 
 

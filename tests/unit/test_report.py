@@ -14,10 +14,10 @@ import pytest
 from scipy import stats
 
 from pretrain.config import ConfigError
-from pretrain.evaluate import figures, report
-from pretrain.evaluate.curves import by_text, make_curves
-from pretrain.evaluate.judge import Evidence, Verdict, gap, judge, what_stands_out
-from pretrain.evaluate.records import (
+from pretrain.evaluation import figures, report
+from pretrain.evaluation.curves import by_text, make_curves
+from pretrain.evaluation.judge import Evidence, Verdict, gap, judge, what_stands_out
+from pretrain.evaluation.records import (
     FIELDS,
     KEY,
     BlockLosses,
@@ -26,7 +26,7 @@ from pretrain.evaluate.records import (
     read_records,
     with_blocks,
 )
-from pretrain.evaluate.report import check_overwrites, combine, format_table, write_report
+from pretrain.evaluation.report import check_overwrites, combine, format_table, write_report
 from tests.unit.report_records import (
     curve_of,
     make_record,

@@ -11,14 +11,14 @@ import pytest
 from pretrain.config import ConfigError
 from pretrain.rundir.attempts import Owner, read_attempts
 from pretrain.rundir.lock import Attempt
-from pretrain.train.reporter import AttemptReporter
+from pretrain.training.reporter import AttemptReporter
 from tests.end_to_end.commands import TIMEOUT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
 import pathlib, sys, time
 from pretrain.rundir.attempts import Owner
-from pretrain.train import reporter
+from pretrain.training import reporter
 reporter.HEARTBEAT_SECONDS = 0.02
 run = pathlib.Path(sys.argv[1])
 with reporter.AttemptReporter() as mine:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError
-from pretrain.evaluate import report
-from pretrain.evaluate.records import curve_json
-from pretrain.evaluate.report import combine, report_run
+from pretrain.evaluation import report
+from pretrain.evaluation.records import curve_json
+from pretrain.evaluation.report import combine, report_run
 from tests.end_to_end.commands import TIMEOUT_SECONDS
 from tests.unit.report_records import make_record
 
@@ -220,7 +220,7 @@ def test_two_at_once_disturb_each_other_in_nothing(tmp_path):
 import sys
 from pathlib import Path
 from tests.unit.test_run_report import evaluate
-from pretrain.evaluate.report import report_run
+from pretrain.evaluation.report import report_run
 for step in range(int(sys.argv[2]), 7, 2):
     evaluate(Path(sys.argv[1]), step, {("nonoverlapping", 128): 100.0 + step})
     report_run(Path(sys.argv[1]))

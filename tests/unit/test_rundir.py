@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.evaluate.report import report_run
+from pretrain.evaluation.report import report_run
 from pretrain.rundir import attempts, jobs, paths, provenance
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import (

@@ -9,7 +9,7 @@ import pytest
 
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from pretrain.evaluate.windows import ScoredText, text_bytes
+from pretrain.evaluation.windows import ScoredText, text_bytes
 from tests.unit.splits import write_split
 from tests.unit.test_tokenizer_json import KINDS
 
@@ -95,7 +95,7 @@ def test_inputs_begin_after_an_end_of_document(tmp_path, vocab_size, itemsize, m
     documents = [rng.integers(1, vocab_size, 40) for _ in range(20)]
     write_split(tmp_path, {"text": [documents]}, vocab_size=vocab_size)
     # Several reads.
-    monkeypatch.setattr("pretrain.evaluate.windows.READ_TOKENS", 96)
+    monkeypatch.setattr("pretrain.evaluation.windows.READ_TOKENS", 96)
     text = ScoredText(TokenStream(tmp_path / "train"))
     whole = np.concatenate([[0], *documents])
     assert text.tokens == text.total == 800

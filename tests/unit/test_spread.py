@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from pretrain.evaluate.records import GROUPS, cluster_interval, confidence_interval, student_t
-from pretrain.evaluate.windows import BLOCKS, block_ends
+from pretrain.evaluation.records import GROUPS, cluster_interval, confidence_interval, student_t
+from pretrain.evaluation.windows import BLOCKS, block_ends
 
 EOS = 0
 

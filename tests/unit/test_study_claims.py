@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from pretrain.evaluate.curves import BITS_PER_BYTE, make_curves
-from pretrain.evaluate.judge import (
+from pretrain.evaluation.curves import BITS_PER_BYTE, make_curves
+from pretrain.evaluation.judge import (
     CLAIMS,
     Evidence,
     Gap,
@@ -19,7 +19,7 @@ from pretrain.evaluate.judge import (
     gap,
     judge,
 )
-from pretrain.evaluate.records import with_blocks
+from pretrain.evaluation.records import with_blocks
 from pretrain.study import published
 from tests.unit.report_records import make_record
 from tests.unit.study_files import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pretrain.evaluate.curves import Binned, make_curves
-from pretrain.evaluate.records import BlockLosses, PositionLosses, block_key, with_blocks
+from pretrain.evaluation.curves import Binned, make_curves
+from pretrain.evaluation.records import BlockLosses, PositionLosses, block_key, with_blocks
 from pretrain.study.reading import CONTEXT, EARLY, TOTAL, gains
 from tests.unit.report_records import make_record
 

@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pretrain.config import ConfigError
 from pretrain.config.schema import LoggingSection
-from pretrain.evaluate import figures as drawing
-from pretrain.evaluate.judge import CLAIMS, judge
+from pretrain.evaluation import figures as drawing
+from pretrain.evaluation.judge import CLAIMS, judge
 from pretrain.rundir.attempts import Owner
 from pretrain.study import published
 from pretrain.study.figures import _longest_multiple, figures

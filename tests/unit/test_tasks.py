@@ -14,7 +14,7 @@ from PIL import Image
 
 from pretrain.config import ConfigError
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.tasks import (
+from pretrain.evaluation.tasks import (
     DEPTHS,
     FIELDS,
     PLANTED,
@@ -189,7 +189,7 @@ def test_what_is_drawn_depends_on_the_seed_alone(tmp_path, task):
 
 
 def test_documents_are_found_across_reads(tmp_path, monkeypatch):
-    from pretrain.evaluate import tasks as module
+    from pretrain.evaluation import tasks as module
 
     lengths = [10, 129, 1, 128, 127, 300]
     text = make_text(tmp_path, lengths)

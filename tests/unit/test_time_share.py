@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import RunConfig
-from pretrain.evaluate.windows import Protocol
+from pretrain.evaluation.windows import Protocol
 from pretrain.rundir.metrics import MetricsFile
-from pretrain.train.hooks import Spent, refusal
+from pretrain.training.hooks import Spent, refusal
 from tests.conftest import tiny_config
 
 PROTOCOLS = (Protocol("nonoverlapping", 32, 32), Protocol("sliding", 64, 16))

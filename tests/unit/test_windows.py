@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretrain.evaluate.windows import nonoverlapping, sliding
+from pretrain.evaluation.windows import nonoverlapping, sliding
 
 SIZES = [1, 2, 3, 7, 8, 32, 64, 128]
 # The config refuses a stride longer than the window, which would leave tokens unscored.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain.evaluate.records import PositionLosses, Record, grouped, read_table
+from pretrain.evaluation.records import PositionLosses, Record, grouped, read_table
 
 PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
 """The quantities of a record that curves show."""

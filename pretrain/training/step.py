@@ -20,9 +20,9 @@ from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_sc
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.metrics import Record
 from pretrain.topology import Topology
-from pretrain.train.reporter import NUM_VOTES, Requests
-from pretrain.train.spikes import Spike
-from pretrain.train.start import Run
+from pretrain.training.reporter import NUM_VOTES, Requests
+from pretrain.training.spikes import Spike
+from pretrain.training.start import Run
 
 # ---- The interface of what the loop calls around its steps ----
 # Numbers of a step reach the hooks while the device works on the next one. A hook that needs the

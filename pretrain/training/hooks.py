@@ -1,6 +1,6 @@
 """The hooks that the loop calls around its steps: logging, profiles, health, saving and uploads.
 
-`pretrain.train.step` has the interface.
+`pretrain.training.step` has the interface.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pretrain.checkpoint.store import Uploader
 from pretrain.config import RunConfig, num_parameters
 from pretrain.config.evaluation import recorded_protocol
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.evaluate.perplexity import Evaluator, check_memory
-from pretrain.evaluate.records import HASH_DIGITS
-from pretrain.evaluate.windows import Protocol, ScoredText
+from pretrain.evaluation.perplexity import Evaluator, check_memory
+from pretrain.evaluation.records import HASH_DIGITS
+from pretrain.evaluation.windows import Protocol, ScoredText
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.rundir.checkpoints import check_room, checkpoint_directory
 from pretrain.rundir.files import say
 from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
 from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import on_main
-from pretrain.train.health import check_health
-from pretrain.train.metrics import PASS, MetricsWriter
-from pretrain.train.profile import Profiler
-from pretrain.train.reporter import Interrupted
-from pretrain.train.start import Run, is_evaluated_after
-from pretrain.train.step import Hook, agree
-from pretrain.train.upload import Patience
+from pretrain.training.health import check_health
+from pretrain.training.metrics import PASS, MetricsWriter
+from pretrain.training.profile import Profiler
+from pretrain.training.reporter import Interrupted
+from pretrain.training.start import Run, is_evaluated_after
+from pretrain.training.step import Hook, agree
+from pretrain.training.upload import Patience
 
 # ---- time share ----
 # Bound the time of the evaluations in the training loop by a share of the time of training.

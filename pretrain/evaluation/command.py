@@ -38,8 +38,8 @@ from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.sources import Corpus, Piece, Task, find, read
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.evaluate.perplexity import Evaluation, Evaluator, bounded_exp, check_memory
-from pretrain.evaluate.records import (
+from pretrain.evaluation.perplexity import Evaluation, Evaluator, bounded_exp, check_memory
+from pretrain.evaluation.records import (
     HASH_DIGITS,
     BlockKey,
     BlockLosses,
@@ -48,8 +48,8 @@ from pretrain.evaluate.records import (
     check_objectives,
     fields_of,
 )
-from pretrain.evaluate.report import check_overwrites, format_table, write_report
-from pretrain.evaluate.windows import Protocol, ScoredText, choose_protocols
+from pretrain.evaluation.report import check_overwrites, format_table, write_report
+from pretrain.evaluation.windows import Protocol, ScoredText, choose_protocols
 from pretrain.model.attention import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import (

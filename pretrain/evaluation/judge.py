@@ -20,7 +20,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from pretrain.config.evaluation import MASKED
-from pretrain.evaluate.curves import (
+from pretrain.evaluation.curves import (
     BITS_PER_BYTE,
     PERPLEXITY,
     Curve,
@@ -33,8 +33,8 @@ from pretrain.evaluate.curves import (
     number,
     precisions,
 )
-from pretrain.evaluate.records import Record, grouped, paired_interval
-from pretrain.evaluate.windows import NONOVERLAPPING, SLIDING
+from pretrain.evaluation.records import Record, grouped, paired_interval
+from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING
 
 SPEEDS = ("training", "evaluation")
 """What a method's speed is measured in."""

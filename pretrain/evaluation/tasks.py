@@ -38,10 +38,10 @@ from numpy.typing import NDArray
 
 from pretrain.config import ConfigError, EvaluationRequest
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.curves import Table, Value, length_label, number
-from pretrain.evaluate.figures import FORMATS, Frame, Line
-from pretrain.evaluate.records import cluster_interval, records_to_csv, records_to_json
-from pretrain.evaluate.report import Page, check_ours
+from pretrain.evaluation.curves import Table, Value, length_label, number
+from pretrain.evaluation.figures import FORMATS, Frame, Line
+from pretrain.evaluation.records import cluster_interval, records_to_csv, records_to_json
+from pretrain.evaluation.report import Page, check_ours
 from pretrain.rundir.files import replace_file
 
 # ---- Parse what `pretrain evaluate-tasks` shall measure ----

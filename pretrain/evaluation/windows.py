@@ -277,7 +277,7 @@ class ScoredText:
             count = min(READ_TOKENS, self.tokens - start)
             self._ids[start + 1 : start + 1 + count] = stream.read(start, count)
         self.block_ends = block_ends(self._ids[1:], stream.eos_id)
-        """Where the blocks end of which `pretrain.evaluate.records` makes an interval."""
+        """Where the blocks end of which `pretrain.evaluation.records` makes an interval."""
         self.bytes = stream.text_bytes
         """Bytes of the scored text in UTF-8; 0 where they are not known."""
         if stream.manifest.tokenizer == DICTIONARY or self.tokens < self.total:

@@ -26,8 +26,8 @@ import pretrain.topology
 from pretrain import platform
 from pretrain.config import ConfigError, writing
 from pretrain.config.load import check_beside, check_unread
-from pretrain.evaluate.command import Opened, open_source, say
-from pretrain.evaluate.tasks import (
+from pretrain.evaluation.command import Opened, open_source, say
+from pretrain.evaluation.tasks import (
     FIELDS,
     Arm,
     Cell,
@@ -41,7 +41,7 @@ from pretrain.evaluate.tasks import (
     measure,
     write_report,
 )
-from pretrain.evaluate.windows import NONOVERLAPPING, Protocol
+from pretrain.evaluation.windows import NONOVERLAPPING, Protocol
 from pretrain.model.forward import is_reporting_rank, run_schedule
 from pretrain.rundir.files import make_directory
 from pretrain.rundir.lineage import hold

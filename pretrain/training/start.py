@@ -35,7 +35,7 @@ from pretrain.config.trajectory import Difference
 from pretrain.data.blend import Blend, segment_of
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.evaluate.windows import Protocol, choose_protocols
+from pretrain.evaluation.windows import Protocol, choose_protocols
 from pretrain.model.attention import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
@@ -62,9 +62,9 @@ from pretrain.rundir.provenance import (
 )
 from pretrain.topology import Topology, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
-from pretrain.train.metrics import StepMetrics
-from pretrain.train.reporter import AttemptReporter, Requests
-from pretrain.train.spikes import SpikeWatch
+from pretrain.training.metrics import StepMetrics
+from pretrain.training.reporter import AttemptReporter, Requests
+from pretrain.training.spikes import SpikeWatch
 
 # ---- Choose the checkpoint that a run goes on from ----
 
@@ -105,7 +105,7 @@ def choose_checkpoint(
             )
         return None, ()
     if is_url(resume):
-        # It is downloaded when the processes have joined (`pretrain.train.upload.bring`).
+        # It is downloaded when the processes have joined (`pretrain.training.upload.bring`).
         return None, ()
     if resume != "auto":
         return _open(find_checkpoint(Path(resume)), opened), ()
@@ -195,7 +195,7 @@ class StartPoint:
     """What every evaluation of this run measures."""
     pending_evaluations: tuple[Protocol, ...] = ()
     """Evaluations due after `step` that this run has not completed. They may have been left out on
-    purpose (`pretrain.train.hooks`), which is decided again, and alike."""
+    purpose (`pretrain.training.hooks`), which is decided again, and alike."""
     saved_step: int | None = 0
     """The step of which this run has a checkpoint: 0 from scratch (there is nothing to save), None
     when the checkpoint belongs to another run."""
@@ -317,7 +317,7 @@ def evaluations_of(
 def is_evaluated_after(config: RunConfig, step: int) -> bool:
     """Return True every evaluation.interval_steps steps and after the last step.
 
-    In between, `pretrain.train.hooks` may leave an evaluation out.
+    In between, `pretrain.training.hooks` may leave an evaluation out.
     """
     last = config.train.num_steps
     return 0 < step <= last and (step % config.evaluation_interval_steps == 0 or step == last)

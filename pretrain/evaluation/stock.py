@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from pretrain.config import ConfigError
-from pretrain.evaluate.perplexity import Evaluation
-from pretrain.evaluate.records import PositionLosses
-from pretrain.evaluate.windows import Protocol, Window, block_ends
+from pretrain.evaluation.perplexity import Evaluation
+from pretrain.evaluation.records import PositionLosses
+from pretrain.evaluation.windows import Protocol, Window, block_ends
 
 TOKENS_PER_BATCH = 8192
 """Tokens that a forward pass reads, rounded down to whole windows (at least one)."""

@@ -33,9 +33,9 @@ from pretrain.optim.health import (
 )
 from pretrain.rundir.files import say
 from pretrain.topology import host_name
-from pretrain.train.spikes import Spike
-from pretrain.train.start import Run
-from pretrain.train.step import Hook
+from pretrain.training.spikes import Spike
+from pretrain.training.start import Run
+from pretrain.training.step import Hook
 
 MOST_LINES = 5
 """Parameters that a message names; of the others it says how many there are."""

@@ -23,7 +23,7 @@ from matplotlib.ticker import (
     StrMethodFormatter,
 )
 
-from pretrain.evaluate.curves import (
+from pretrain.evaluation.curves import (
     PERPLEXITY,
     TITLES,
     Curve,

@@ -18,7 +18,7 @@ from typing import Any
 
 from pretrain.config import ConfigError
 from pretrain.config.evaluation import MASKED
-from pretrain.evaluate.curves import (
+from pretrain.evaluation.curves import (
     BITS_PER_BYTE,
     POSITION_FIELDS,
     Curve,
@@ -38,7 +38,7 @@ from pretrain.evaluate.curves import (
     step_table,
     train_lengths,
 )
-from pretrain.evaluate.figures import (
+from pretrain.evaluation.figures import (
     FORMATS,
     Frame,
     Line,
@@ -48,8 +48,8 @@ from pretrain.evaluate.figures import (
     lines_by_position,
     lines_by_step,
 )
-from pretrain.evaluate.judge import describe, what_stands_out
-from pretrain.evaluate.records import (
+from pretrain.evaluation.judge import describe, what_stands_out
+from pretrain.evaluation.records import (
     BLOCK_FIELDS,
     KEY,
     BlockKey,

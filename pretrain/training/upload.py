@@ -20,7 +20,7 @@ from pretrain.rundir.files import publish_directory, say
 from pretrain.rundir.lineage import read_lineage
 from pretrain.rundir.lock import check_free
 from pretrain.topology import Topology, on_main, supervised_attempt
-from pretrain.train.start import Run
+from pretrain.training.start import Run
 
 STOP_SECONDS = 30.0
 """How long a run that is asked to stop waits for an upload; the next start makes up for it."""

@@ -23,13 +23,13 @@ from pretrain.rundir.history import saving_then_stopping
 from pretrain.rundir.metrics import collecting
 from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import Topology, on_main, supervised_attempt
-from pretrain.train.health import check_same_data, roll_back
-from pretrain.train.hooks import make_hooks
-from pretrain.train.metrics import check_wandb
-from pretrain.train.reporter import EXIT_CODES, AttemptReporter, Requests
-from pretrain.train.spikes import Spike
-from pretrain.train.start import Run, StartPoint, evaluations_of, load_run, prepare, take_run
-from pretrain.train.step import (
+from pretrain.training.health import check_same_data, roll_back
+from pretrain.training.hooks import make_hooks
+from pretrain.training.metrics import check_wandb
+from pretrain.training.reporter import EXIT_CODES, AttemptReporter, Requests
+from pretrain.training.spikes import Spike
+from pretrain.training.start import Run, StartPoint, evaluations_of, load_run, prepare, take_run
+from pretrain.training.step import (
     Hook,
     QueuedStep,
     agree,
@@ -38,7 +38,7 @@ from pretrain.train.step import (
     seed_step,
     update,
 )
-from pretrain.train.upload import bring, check_store
+from pretrain.training.upload import bring, check_store
 
 
 def train(

@@ -26,8 +26,8 @@ from pretrain import platform
 from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, in_bytes
 from pretrain.config.tensors import widths
 from pretrain.data.order import mask_text
-from pretrain.evaluate.records import PositionLosses, confidence_interval
-from pretrain.evaluate.windows import Protocol, ScoredText, Window
+from pretrain.evaluation.records import PositionLosses, confidence_interval
+from pretrain.evaluation.windows import Protocol, ScoredText, Window
 from pretrain.kernels.call import Call, installed_packages
 from pretrain.kernels.dispatch import choose_backend
 from pretrain.kernels.sdpa import QUERY_BLOCK
@@ -202,7 +202,7 @@ class Evaluation:
     """Mean loss and number of tokens at each position of the window. At the first positions of
     sliding windows no token is scored."""
     block_losses: NDArray[np.float64]
-    """[blocks] summed losses of each block of the text (`pretrain.evaluate.records`)."""
+    """[blocks] summed losses of each block of the text (`pretrain.evaluation.records`)."""
     block_tokens: NDArray[np.float64]
     """[blocks] tokens of each block."""
 
