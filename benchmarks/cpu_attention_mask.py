@@ -1,6 +1,6 @@
 """Compare the forms in which torch's fused attention can be given ALiBi's mask on a CPU.
 
-    python -m benchmarks.cpu_attention_mask [--write FILE]
+    python -m benchmarks.cpu_attention_mask [--out FILE]
 
 This is what chose the overlapping view and the block of queries in `pretrain.kernels.sdpa`. It
 takes about a minute, on one thread. `pretrain bench attention` compares whole backends instead.
@@ -36,8 +36,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def main() -> None:
     """Run all comparisons, print them as Markdown and write them if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="Also write the tables to this Markdown file.")
-    path = parser.parse_args().write
+    parser.add_argument("--out", type=Path, help="Also write the tables to this Markdown file.")
+    path = parser.parse_args().out
     torch.set_num_threads(1)
     sections = [
         "# The ALiBi mask in attention on a CPU",

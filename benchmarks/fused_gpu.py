@@ -1,6 +1,6 @@
 """Time the fused operations beside attention against plain ones, in the shapes of the 1.3B model.
 
-    python -m benchmarks.fused_gpu [--write FILE] [--tokens 8192]
+    python -m benchmarks.fused_gpu [--out FILE] [--tokens 8192]
 
 For each operation the first row is what the model does with `train.fusion = "off"`, and the row
 marked "model" what it does with "on". Beside them stand other ways to compute the same: Liger's
@@ -57,7 +57,7 @@ class Way(NamedTuple):
 def main() -> None:
     """Measure every way, and print or write a row for each at once."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="Also write the table to this Markdown file.")
+    parser.add_argument("--out", type=Path, help="Also write the table to this Markdown file.")
     parser.add_argument(
         "--tokens", type=int, default=8192 if CUDA else 64, help="Tokens a micro batch."
     )
@@ -75,8 +75,8 @@ def main() -> None:
     for way in all_ways(arguments.tokens):
         lines.append(_row(way, expected))
         print(lines[-1], flush=True)
-        if arguments.write is not None:
-            arguments.write.write_text("\n".join(lines) + "\n")
+        if arguments.out is not None:
+            arguments.out.write_text("\n".join(lines) + "\n")
 
 
 def _start_megatron() -> None:

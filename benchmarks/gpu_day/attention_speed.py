@@ -1,6 +1,6 @@
 """Time every attention kernel of `pretrain bench attention`, and the candidates beside them.
 
-python -m benchmarks.gpu_day.attention_speed --write FILE [--seconds S] [--lengths 1024,4096]
+python -m benchmarks.gpu_day.attention_speed --out FILE [--seconds S] [--lengths 1024,4096]
 """
 
 from __future__ import annotations

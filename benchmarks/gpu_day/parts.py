@@ -108,7 +108,7 @@ PARTS = (
         530,
         (
             _module("attention_speed"),
-            "--write",
+            "--out",
             "OUT/attention-speed.md",
             *(("--seconds", "300") if CUDA else ("--seconds", "10", "--lengths", "512")),
         ),
@@ -117,7 +117,7 @@ PARTS = (
         "fused",
         "What do the operations beside attention cost, plain and fused?",
         400,
-        ("benchmarks.fused_gpu", "--write", "OUT/fused.md", *(() if CUDA else ("--tokens", "16"))),
+        ("benchmarks.fused_gpu", "--out", "OUT/fused.md", *(() if CUDA else ("--tokens", "16"))),
     ),
     *_step("train", "training", "How long is a training step, and what MFU is that?", 300),
     *_step("split", "step_split", "Which kernels does the time of a step go to?", 300),

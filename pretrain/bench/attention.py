@@ -3,7 +3,7 @@
 `pretrain bench attention` calls this. On a machine that has torch and Triton but not the rest of
 the framework's dependencies, run it as
 
-    python -m pretrain.bench.attention [--lengths 1024,16384] [--seconds 400] [--write FILE]
+    python -m pretrain.bench.attention [--lengths 1024,16384] [--seconds 400] [--out FILE]
 
 In each case the contestants take turns, so that whatever else the machine does affects all alike.
 Cases come in the order of their importance, widths alternating. All the time is budgeted, that of
@@ -652,13 +652,13 @@ def main(more: Sequence[Contestant] = ()) -> None:
         default=SECONDS,
         help="How long it may take in all, compilation included (default: %(default)s).",
     )
-    parser.add_argument("--write", type=Path, help="Also write the report to this Markdown file.")
+    parser.add_argument("--out", type=Path, help="Also write the report to this Markdown file.")
     arguments = parser.parse_args()
     try:
         lengths = parse_lengths(arguments.lengths) if arguments.lengths else None
     except ValueError as error:
         parser.error(str(error))
-    bench_attention(lengths, arguments.seconds, arguments.write, more)
+    bench_attention(lengths, arguments.seconds, arguments.out, more)
 
 
 if __name__ == "__main__":

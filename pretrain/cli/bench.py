@@ -105,9 +105,9 @@ def parse_lengths(lengths: str) -> list[int]:
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
 Rounds = Annotated[int, typer.Option(min=1, help="How often each contestant takes its turn.")]
-JsonFile = Annotated[
+OutFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="Also write what was measured, as JSON."),
+    typer.Option(metavar="FILE", help="Also write what was measured, as JSON."),
 ]
 
 
@@ -118,9 +118,9 @@ def bench_train(
     steps: Annotated[
         int, typer.Option(min=1, help="Steps to time, after a few that warm up.")
     ] = 20,
-    json_file: Annotated[
+    out: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Also write the result, for pretrain plan."),
+        typer.Option(metavar="FILE", help="Also write the result, for pretrain plan."),
     ] = None,
 ) -> None:
     """Time training steps on random tokens.
@@ -134,7 +134,7 @@ def bench_train(
     run = load_config(config, overrides)
     from pretrain.bench.training import bench_training
 
-    bench_training(run, steps, json_file)
+    bench_training(run, steps, out)
 
 
 @bench.command("methods")
@@ -155,7 +155,7 @@ def bench_methods(
     nproc: Annotated[
         int, typer.Option(min=1, help="Processes of each contestant, on this machine.")
     ] = 1,
-    json_file: JsonFile = None,
+    out: OutFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Time training and evaluation of position methods in turns, with their memory.
@@ -169,11 +169,11 @@ def bench_methods(
       pretrain bench methods configs/demo.toml --methods alibi,sinusoidal --lengths 64,128
     """
     configs = with_lengths(config, overrides, methods, lengths)
-    _check_folder(json_file)
+    _check_folder(out)
     from pretrain.bench.methods import efficiency_table, measure
 
     result = measure(configs, rounds, nproc)
-    _show(efficiency_table(result), result, json_file)
+    _show(efficiency_table(result), result, out)
 
 
 @bench.command("generate")
@@ -205,7 +205,7 @@ def bench_generate(
         int,
         typer.Option(min=1, help="Processes of each contestant: its tensor-parallel size."),
     ] = 1,
-    json_file: JsonFile = None,
+    out: OutFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Time generation with a cache of keys and values, by length of the context and method.
@@ -222,12 +222,12 @@ def bench_generate(
     file = RunPaths(config).config if config.is_dir() else config
     configs = with_methods(file, overrides, methods)
     numbers = parse_lengths(lengths)
-    _check_folder(json_file)
+    _check_folder(out)
     from pretrain.bench.methods import Sizes, inference_table, measure_inference
 
     sizes = [Sizes(length, new_tokens, batch_size) for length in numbers]
     result = measure_inference(configs, sizes, rounds, nproc)
-    _show(inference_table(result), result, json_file)
+    _show(inference_table(result), result, out)
 
 
 @bench.command("step")
@@ -240,9 +240,9 @@ def bench_step(
             "--count", help="Count on the CPU, without a GPU, data or memory for the model."
         ),
     ] = False,
-    json_file: Annotated[
+    out: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Also write everything that was counted."),
+        typer.Option(metavar="FILE", help="Also write everything that was counted."),
     ] = None,
 ) -> None:
     """Count what one optimizer step costs.
@@ -254,7 +254,7 @@ def bench_step(
 
     \b
     Example:
-      pretrain bench step configs/cc100_roberta/alibi_1024.toml --count --json step.json
+      pretrain bench step configs/cc100_roberta/alibi_1024.toml --count --out step.json
     """
     if not count:
         raise ConfigError(
@@ -265,7 +265,7 @@ def bench_step(
     from pretrain.plan.simulation import bench_step_counts
 
     counted, table = bench_step_counts(run)
-    _show(table, counted, json_file)
+    _show(table, counted, out)
 
 
 @bench.command("data")
@@ -286,9 +286,9 @@ def bench_data(
             help="Where to write; all is removed again. Default: the place of temporary files.",
         ),
     ] = None,
-    json_file: Annotated[
+    out: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Also write what was measured, as JSON."),
+        typer.Option(metavar="FILE", help="Also write what was measured, as JSON."),
     ] = None,
 ) -> None:
     """Time the loader beside a plain memmap, torch's DataLoader and webdataset, in turns.
@@ -300,14 +300,14 @@ def bench_data(
 
     \b
     Example:
-      pretrain bench data configs/demo.toml --set data.sequence_length=1024 --json data.json
+      pretrain bench data configs/demo.toml --set data.sequence_length=1024 --out data.json
     """
     run = load_config(config, overrides)
-    _check_folder(json_file)
+    _check_folder(out)
     from pretrain.bench.data import loading_table, measure_loading
 
     result = measure_loading(run, tokens, rounds, seconds, directory)
-    _show(loading_table(result), result, json_file)
+    _show(loading_table(result), result, out)
 
 
 @bench.command("attention")
@@ -319,13 +319,13 @@ def bench_attention(
     seconds: Annotated[
         float, typer.Option(min=1, help="How long it may take in all, compilation included.")
     ] = 400,
-    write: Annotated[
+    out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write each row there, as Markdown.")
     ] = None,
 ) -> None:
     """Time every attention kernel that this machine has, side by side; without a GPU, the CPU's.
 
-    Example: pretrain bench attention --lengths 1024,16384 --write attention.md
+    Example: pretrain bench attention --lengths 1024,16384 --out attention.md
     """
     from pretrain.bench import attention as attention_bench
 
@@ -333,8 +333,8 @@ def bench_attention(
         chosen = attention_bench.parse_lengths(lengths) if lengths else None
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    with writing(write) if write is not None else contextlib.nullcontext():
-        attention_bench.bench_attention(chosen, seconds, write)
+    with writing(out) if out is not None else contextlib.nullcontext():
+        attention_bench.bench_attention(chosen, seconds, out)
 
 
 @bench.command("checkpoint")
@@ -363,17 +363,17 @@ def bench_checkpoint(
     measure(run, rounds, directory)
 
 
-def _check_folder(json_file: Path | None) -> None:
-    """Refuse a --json whose folder is missing, before minutes are spent on what goes there."""
-    if json_file is not None and not json_file.absolute().parent.is_dir():
+def _check_folder(out: Path | None) -> None:
+    """Refuse a --out whose folder is missing, before minutes are spent on what goes there."""
+    if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(
-            f"--json {json_file}: {json_file.parent} is not a directory. Make it, or choose another"
+            f"--out {out}: {out.parent} is not a directory. Make it, or choose another"
         )
 
 
-def _show(table: str, result: dict[str, Any], json_file: Path | None) -> None:
-    """Print a table, and write what is in it to --json."""
+def _show(table: str, result: dict[str, Any], out: Path | None) -> None:
+    """Print a table, and write what is in it to --out."""
     print(table)
-    if json_file is not None:
-        with writing(json_file):
-            replace_file(json_file, json.dumps(result, indent=1) + "\n")
+    if out is not None:
+        with writing(out):
+            replace_file(out, json.dumps(result, indent=1) + "\n")

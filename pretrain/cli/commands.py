@@ -55,7 +55,7 @@ data = typer.Typer(no_args_is_help=True, help="Build, verify and look at a data 
 def data_stats(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
-    plot: Annotated[
+    out: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the statistics into this file.")
     ] = None,
 ) -> None:
@@ -63,7 +63,7 @@ def data_stats(
 
     \b
     Example:
-      pretrain data stats configs/demo.toml --plot stats.png
+      pretrain data stats configs/demo.toml --out stats.png
     """
     run = load_config(config, overrides)
     from pretrain.data import view
@@ -71,10 +71,10 @@ def data_stats(
     found = view.read_stats(run)
     for line in view.lines(found):
         print(line)
-    if plot is not None:
-        with writing(plot):
-            plot.write_bytes(view.plot(found))
-        print(f"{plot}: written")
+    if out is not None:
+        with writing(out):
+            out.write_bytes(view.plot(found))
+        print(f"{out}: written")
 
 
 @data.command("show")
@@ -123,7 +123,7 @@ def plan(
             "direction. Default: what nodes with such GPUs usually have.",
         ),
     ] = None,
-    write: Annotated[
+    out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the best layout as a config on top of CONFIG."),
     ] = None,
@@ -131,7 +131,7 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Scale the assumed speeds by a measurement: pretrain bench train --json FILE.",
+            help="Scale the assumed speeds by a measurement: pretrain bench train --out FILE.",
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
@@ -147,14 +147,14 @@ def plan(
     Example:
       pretrain plan configs/cc100_roberta/alibi_1024.toml --gpus 128 --gpu-type v100-32
       pretrain plan configs/demo.toml --gpus 8 --gpu-type h100 --set train.precision=bf16 \\
-          --write demo_h100.toml
+          --out demo_h100.toml
     """
     check_beside(overrides, {"--gpus": (gpus, "parallel.world_size")})
     from pretrain.plan.command import load_for_plan, plan_run, read_target
 
     run, refusal = load_for_plan(Path(config), overrides)
     target = read_target(gpus, gpu_type, network, calibrate)
-    print(plan_run(run, Path(config), target, write, refusal))
+    print(plan_run(run, Path(config), target, out, refusal))
 
 
 # ---- Define `pretrain study`, as pretrain/cli/commands.py does the other commands ----
@@ -739,3 +739,21 @@ def report(
 # Both are defined beside the conversion that they share.
 app.command()(export)
 app.command("import")(import_)
+
+
+# ---- what belongs to the launcher ----
+
+
+def _name_the_launcher(name: str) -> None:
+    """Have `pretrain NAME` say that `launcher NAME` is meant."""
+
+    @app.command(name, hidden=True, context_settings={"ignore_unknown_options": True})
+    def refuse(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+        raise ConfigError(
+            f"pretrain {name}: no such command. `{shlex.join(['launcher', name, *(words or [])])}` "
+            "is one"
+        )
+
+
+for _name in ("local", "submit", "run", "sweep", "status", "logs", "cancel", "requeue"):
+    _name_the_launcher(_name)

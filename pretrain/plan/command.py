@@ -345,7 +345,7 @@ def read_target(
         gpus: Number of GPUs.
         gpu_type: One of GPU_TYPES.
         network: One of NETWORKS, or Gbit/s of a node each way; None: what the GPU usually has.
-        calibration: A result of `pretrain bench train --json`, or None.
+        calibration: A result of `pretrain bench train --out`, or None.
 
     Raises:
         ConfigError: A word is not known.
@@ -411,7 +411,7 @@ def plan_run(
         return text
     if not plan.fits:
         raise ConfigError(
-            f"--write {overlay}: no layout fits into {target.usable_bytes / 1e9:.1f} GB. Plan for "
+            f"--out {overlay}: no layout fits into {target.usable_bytes / 1e9:.1f} GB. Plan for "
             "more GPUs, or for larger ones"
         )
     write_overlay(overlay, source, plan.fits[0])
@@ -433,9 +433,9 @@ def check_overlay(path: Path, source: Path) -> None:
         what = "exists, and is not replaced. Remove it first, or choose another name"
         if os.path.realpath(path) in files:
             what = "is a config that the overlay builds on. Choose another name"
-        raise ConfigError(f"--write {path}: {what}")
+        raise ConfigError(f"--out {path}: {what}")
     if not path.parent.is_dir():
-        raise ConfigError(f"--write {path}: there is no folder {path.parent}. Make it first")
+        raise ConfigError(f"--out {path}: there is no folder {path.parent}. Make it first")
 
 
 def write_overlay(path: Path, source: Path, best: Planned) -> None:
@@ -463,7 +463,7 @@ def write_overlay(path: Path, source: Path, best: Planned) -> None:
             partial.write_text(text)
             if load_config(partial) != best.config:
                 raise ConfigError(
-                    f"--write {path}: no overlay of {source} is the planned run. Write its values "
+                    f"--out {path}: no overlay of {source} is the planned run. Write its values "
                     "into a config of your own: the table names the layout"
                 )
             with path.open("x") as file:

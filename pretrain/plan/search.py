@@ -1,4 +1,4 @@
-"""Scale the assumed speeds by what `pretrain bench train --json` has measured."""
+"""Scale the assumed speeds by what `pretrain bench train --out` has measured."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def read_calibration(path: Path, target: Target) -> Scale:
     of weights, for which a measurement waits. The factors are on computing alone.
 
     Args:
-        path: What `pretrain bench train --json` wrote.
+        path: What `pretrain bench train --out` wrote.
         target: The GPU that is planned for, on which the measurement must have been made, and its
             links.
 
@@ -431,6 +431,6 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
         raise ConfigError(
             f"{path}: not a result of a measurement. Make one with `pretrain bench train CONFIG "
-            "--json FILE` on the planned GPU"
+            "--out FILE` on the planned GPU"
         ) from None
     return dict(content)

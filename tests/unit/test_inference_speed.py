@@ -72,7 +72,7 @@ def test_the_command_measures_a_run_or_a_config(tmp_path: Path) -> None:
     (run / "config.toml").write_text(dump_config(tiny_config()))
     out = tmp_path / "generation.json"
     options = ("--lengths", "8,40", "--methods", "alibi,sinusoidal", "--rounds", "1")
-    ended = invoke("bench", "generate", str(run), *options, "--json", str(out))
+    ended = invoke("bench", "generate", str(run), *options, "--out", str(out))
     assert ended.exit_code == 0, ended.output
     measured = json.loads(out.read_text())
     rows = [(row["length"], row["method"], row["cache_bytes"]) for row in measured["rows"]]
@@ -92,7 +92,7 @@ def test_the_command_measures_methods(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(dump_config(tiny_config()))
     out = tmp_path / "methods.json"
-    options = ("--methods", "t5,sinusoidal", "--rounds", "1", "--json")
+    options = ("--methods", "t5,sinusoidal", "--rounds", "1", "--out")
     refused = invoke("bench", "methods", str(file), *options, str(tmp_path / "none" / "out.json"))
     assert isinstance(refused.exception, ConfigError) and "none is not a" in str(refused.exception)
     ended = invoke("bench", "methods", str(file), *options, str(out))

@@ -78,7 +78,7 @@ def test_the_command_writes_every_round_and_removes_its_files(
     place.mkdir()
     file.write_text(dump_config(bench_config()))
     options = ("--rounds", "2", "--seconds", "0.01", "--directory", str(place))
-    ended = invoke(str(file), "--tokens", str(TOKENS), *options, "--json", str(out))
+    ended = invoke(str(file), "--tokens", str(TOKENS), *options, "--out", str(out))
     assert ended.exit_code == 0, ended.output
     assert list(place.iterdir()) == []
     result = json.loads(out.read_text())

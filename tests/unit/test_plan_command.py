@@ -199,7 +199,7 @@ def test_a_model_that_fits_nowhere_names_the_nearest_miss(tmp_path):
     assert "No layout fits" in text
     assert "nearest miss: TP" in text and "GB too much" in text
     with pytest.raises(ConfigError, match="no layout fits into 80"):
-        small(*words, "--write", str(tmp_path / "plan.toml"))
+        small(*words, "--out", str(tmp_path / "plan.toml"))
 
 
 @pytest.mark.parametrize("gpus", [8, 16])

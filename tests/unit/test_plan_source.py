@@ -1,4 +1,4 @@
-"""`pretrain plan` of configs whose own layout is refused, and `--write` on top of them."""
+"""`pretrain plan` of configs whose own layout is refused, and `--out` on top of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_config_whose_layout_is_refused_is_planned(tmp_path, case):
     )
     with pytest.raises(ConfigError) as refused:
         load_config(source)
-    text = run(str(source), "--gpus", "8", "--gpu-type", "v100-32", "--write", str(overlay))
+    text = run(str(source), "--gpus", "8", "--gpu-type", "v100-32", "--out", str(overlay))
     assert f"As configured: not a legal layout. {str(refused.value).splitlines()[0]}" in text
     loaded = load_config(overlay)
     assert loaded.layout(8).world_size == 8
@@ -81,7 +81,7 @@ def test_the_overlay_of_a_config_that_needs_its_settings(tmp_path):
     source.write_text(
         f'base = "{PAPER.resolve()}"\n[model]\nnum_layers = 4\nnum_attention_heads = 17\n'
     )
-    words = ["--set", "model.num_attention_heads=16", "--write", str(overlay)]
+    words = ["--set", "model.num_attention_heads=16", "--out", str(overlay)]
     run(str(source), "--gpus", "8", "--gpu-type", "v100-32", *words)
     assert load_config(overlay).model.num_attention_heads == 16
     # A key that is missing is no other case.
