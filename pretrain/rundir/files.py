@@ -93,9 +93,10 @@ def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
         if durable:
             flush_file(partial)
         partial.replace(path)
-    finally:
+    except BaseException:
         with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+            partial.unlink()
+        raise
 
 
 def replace_file(
@@ -114,10 +115,13 @@ def replace_file(
     """
     data = content.encode() if isinstance(content, str) else content
     with (
-        new_file(path, durable=durable) as partial,
+        new_file(path) as partial,
         open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file,
     ):
         file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def flush_file(path: Path) -> None:

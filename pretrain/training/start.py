@@ -435,7 +435,8 @@ def take_run(
     )
     _say_damaged(start_point)
     if start_point.is_automatic and start_point.checkpoint is not None:
-        say(*no_checkpoints(config.directory, start_point.checkpoint.path))
+        if lines := no_checkpoints(config.directory, start_point.checkpoint.path):
+            say(*lines)
     made, changes = record_provenance(config.directory, reporter, start_point.checkpoint)
     return dataclasses.replace(start_point, provenance=made, provenance_changes=changes)
 

@@ -187,7 +187,7 @@ def test_what_is_not_finite_is_not_written(tmp_path, bad, kind):
     values = np.zeros(5, np.float32)
     values[3] = bad
     part = Part(0, (Piece(f"{kind}/layer.bias", (5,), (((0,), (5,)),)),))
-    words = {"master": "fp32 weights", "exp_avg": "first Adam", "exp_avg_sq": "second Adam"}
+    words = {"master": "fp32 weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
     with pytest.raises(PoisonedState, match=f"layer.bias: 1 of 5 values of its {words[kind]}"):
         write_part(tmp_path, part, [values])
     # Without its part of the index, the checkpoint cannot be published.
