@@ -442,5 +442,7 @@ def _has_odd_number(value: Any) -> bool:
 
 def say(*lines: str) -> None:
     """Print lines on stderr, which may be a file on a disk that is full for a moment."""
+    if not lines:
+        return
     with contextlib.suppress(OSError):
         print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -435,8 +435,7 @@ def take_run(
     )
     _say_damaged(start_point)
     if start_point.is_automatic and start_point.checkpoint is not None:
-        if lines := no_checkpoints(config.directory, start_point.checkpoint.path):
-            say(*lines)
+        say(*no_checkpoints(config.directory, start_point.checkpoint.path))
     made, changes = record_provenance(config.directory, reporter, start_point.checkpoint)
     return dataclasses.replace(start_point, provenance=made, provenance_changes=changes)
 
