@@ -76,7 +76,8 @@ class Positions(nn.Module):
         Returns:
             Keyword arguments of `pretrain.kernels.dispatch.attention`.
         """
-        if own := dict(self.named_parameters()):
+        # By attribute, because that is when ZeRO 3 gathers a parameter which it has divided.
+        if own := {name: getattr(self, name) for name in self._parameters}:
             return self.method.score_terms(self.config, self.heads, own, device)
         if device not in self._fixed:
             found = self.method.score_terms(self.config, self.heads, {}, device)
