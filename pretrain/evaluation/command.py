@@ -199,8 +199,12 @@ def evaluate_sources(
     if out is not None:
         # A bad --out fails before the evaluation, not after.
         check_overwrites(out)
-        with writing(out):
+        try:
             make_directory(out.parent)
+        except OSError as error:
+            raise ConfigError(
+                f"--out {out}: cannot create {out.parent} ({error.strerror}). Choose another path"
+            ) from None
     is_main = pretrain.topology.Process.from_environment().rank == 0
     records: list[dict[str, Any]] = []
     positions: dict[tuple[str, int], PositionLosses] = {}

@@ -283,7 +283,7 @@ def test_what_is_no_run(refused, workspace, config, tmp_path):
         (["--out", "{folder}/report"], ["--out {folder}/report: the file name must end in .json"]),
         (
             ["--out", "{folder}/run.toml/curve.json"],
-            ["{folder}/run.toml/curve.json: cannot be written", "choose another"],
+            ["--out {folder}/run.toml/curve.json", "Choose another"],
         ),
         (
             ["--set", "data.sequence_length=64"],
