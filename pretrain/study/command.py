@@ -439,12 +439,8 @@ def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
     measured = _measure(work)
     # It draws figures, whose libraries take a while to import.
     from pretrain.study.report import write_study_report
-    from pretrain.study.summaries import offer
 
-    tensorboard = any(run.config.logging.tensorboard for run in study.runs)
-    results = write_study_report(study.directory, tensorboard=tensorboard)
-    if why := offer(study.directory, results, [run.config.logging for run in study.runs]):
-        say(why)
+    write_study_report(study.directory)
     _stop_if_asked(work)
     if len(runs) == len(study.runs) and not (work.processes.launches or measured):
         say(f"{study.directory}: finished already; nothing to train or to evaluate")

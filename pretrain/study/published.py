@@ -8,16 +8,12 @@ import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretrain.evaluation.curves import Curve, Table, cell, make_curves, relative_length
 from pretrain.evaluation.judge import SPEEDS, Evidence, Gap, Row, gap
 from pretrain.evaluation.records import fields_of
 from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING
-from pretrain.rundir.attempts import read_attempts
-from pretrain.rundir.metrics import read_metrics
-from pretrain.rundir.paths import RunPaths
 
 FILE = "published.toml"
 MODELS = ("wikitext103", "cc100_roberta")
@@ -25,11 +21,6 @@ MODELS = ("wikitext103", "cc100_roberta")
 EFFICIENCY = "efficiency_v100"
 QUANTITIES = {"train_kwps": "training", "eval_kwps": "evaluation", "gb": "memory"}
 """Columns of the efficiency table -> what they measure."""
-
-
-MEMORY, HOURS = "memory_gb", "gpu_hours"
-WORDS = {MEMORY: "peak memory of a GPU, GB", HOURS: "GPU-hours"}
-"""Columns of what training took -> how to call them."""
 
 
 class Published(NamedTuple):
@@ -120,31 +111,6 @@ def efficiency() -> Mapping[tuple[str, int, str], Published]:
     }
 
 
-@functools.cache
-def training() -> Mapping[tuple[str, int, str], Published]:
-    """Return (method, training length, column) of the 1.3B models -> memory or GPU-hours."""
-    table = content()["cc100_roberta"]
-    return {
-        (*_model(model), column): Published(
-            row[column], f"cc100_roberta.equal_updates.{model}.{column}", table["status"]
-        )
-        for model, row in table["equal_updates"].items()
-        for column in WORDS
-    }
-
-
-@functools.cache
-def equal_time() -> Mapping[tuple[str, int, int], Published]:
-    """Return (method, training length, length) of the 1.3B models at equal time -> perplexity."""
-    found = {}
-    for name, value in content()["cc100_roberta"]["equal_time"].items():
-        model, _, length = name.rpartition("_at_")
-        # The file's comment says so: the paper's text and summary have these.
-        number = Published(value, f"cc100_roberta.equal_time.{name}", "text")
-        found[*_model(model), int(length)] = number
-    return found
-
-
 def records(model: str) -> list[dict[str, Any]]:
     """Return the published perplexities as records of an evaluation, for the tools that take them.
 
@@ -187,93 +153,6 @@ def evidence(model: str) -> Evidence:
         for method, length in dict.fromkeys((method, length) for method, length, _ in numbers)
     ]
     return Evidence(make_curves(records(model)), rows, "one V100")
-
-
-# ---- scale ----
-# Put what the published 1.3B models took, and how they compare at equal time, beside a study's.
-#
-# Only a study that names these numbers (`published = "cc100_roberta"`) has something to put there:
-# the same perplexities, and runs of the same size.
-
-
-class Taken(NamedTuple):
-    """Memory and GPU-hours of one run, or of the published models."""
-
-    method: str
-    train_length: int
-    what: str
-    """MEMORY or HOURS."""
-    value: float | None
-    """The run's; None where its files do not say."""
-    theirs: Published
-
-
-def taken(directory: Path, runs: Sequence[tuple[str, str, int]]) -> list[Taken]:
-    """Return what each run took that has a published counterpart.
-
-    Args:
-        directory: The study's.
-        runs: (directory below it, method, training length) of each finished run.
-    """
-    numbers = training()
-    return [
-        Taken(method, length, what, value, numbers[method, length, what])
-        for run, method, length in runs
-        if (method, length, HOURS) in numbers
-        for what, value in _taken(directory / run).items()
-    ]
-
-
-def _taken(run: Path) -> dict[str, float | None]:
-    """Return the memory and the GPU-hours of a run, from its training steps."""
-    records = list(read_metrics(RunPaths(run).metrics))
-    seconds = [r["step_seconds"] for r in records if "step_seconds" in r]
-    peaks = [r["peak_memory_bytes"] for r in records if r.get("peak_memory_bytes")]
-    owners = [attempt.owner for attempt in read_attempts(run)]
-    # An owner.json that is damaged gives an owner without a nonce, and no number of processes.
-    processes = {owner.num_processes if owner.nonce else None for owner in owners}
-    # The lines of a step do not say how many shared it; of one number of processes all of them did.
-    [count] = processes if len(processes) == 1 else [None]
-    return {
-        MEMORY: max(peaks) / 1e9 if peaks else None,
-        HOURS: sum(seconds) * count / 3600 if seconds and count else None,
-    }
-
-
-def taken_table(rows: Sequence[Taken]) -> Table:
-    """Return the table of what runs took beside what the published ones did."""
-    header = ["method", "L", "what", "this study", "published", "where in published.toml"]
-    cells = [
-        [
-            *(row.method, str(row.train_length), WORDS[row.what]),
-            "-" if row.value is None else f"{row.value:,.4g}",
-            f"{row.theirs.value:,.4g}",
-            row.theirs.key,
-        ]
-        for row in rows
-    ]
-    return Table("What training took", header, cells, names=3)
-
-
-def equal_time_table(curves: Sequence[Curve]) -> Table | None:
-    """Return the published perplexities at equal time beside the study's at equal steps.
-
-    Args:
-        curves: The study's.
-    """
-    cells = [
-        [
-            *(curve.name, str(trained), str(length), cell(curve, length)),
-            *(f"{number.value:.2f}", number.key),
-        ]
-        for (method, trained, length), number in equal_time().items()
-        for curve in curves
-        if (curve.method, curve.train_length, curve.kind) == (method, trained, NONOVERLAPPING)
-        and length in curve.records
-    ]
-    header = ["method", "L", "length", "this study, equal steps", "published, equal time"]
-    title = "Perplexity beside the published one at equal time"
-    return Table(title, [*header, "where in published.toml"], cells, names=2) if cells else None
 
 
 # ---- Put a study's numbers beside the published ones, each of which is shown with its key ----

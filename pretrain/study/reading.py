@@ -21,7 +21,7 @@ from pretrain.evaluation.records import KEY, BlockLosses, Record, confidence_int
 from pretrain.evaluation.windows import NONOVERLAPPING, READ_TOKENS, SLIDING
 from pretrain.rundir.files import read_json, replace_json
 from pretrain.rundir.metrics import is_evaluation, read_metrics
-from pretrain.study.published import MODELS, Taken, taken
+from pretrain.study.published import MODELS
 
 FINISHED = "finished"
 T = TypeVar("T")
@@ -64,8 +64,6 @@ class Study:
     """In what the runs differ beside method, training length and seed, in words."""
     not_asked: Sequence[str]
     """What lies beside the runs and is none of the study file's any more, in words."""
-    scale: Sequence[Taken]
-    """What the runs took beside what the published 1.3B models did, where the study names them."""
     unmeasured: Sequence[str]
     """What the measurement of efficiency could not measure, in words."""
 
@@ -113,7 +111,6 @@ def read_study(directory: Path) -> Study:
         else None
     )
     asked = directory / "study.toml"
-    done = [(r.directory, r.method, r.train_length) for r in runs if r.state == FINISHED]
     return Study(
         published=model,
         asked=_read(asked, lambda: asked.read_text("utf-8")) if asked.exists() else "",
@@ -121,7 +118,6 @@ def read_study(directory: Path) -> Study:
         evidence=Evidence(make_curves(records), rows, device, known),
         positions=positions,
         growth={run.name: _growth(directory / run.directory) for run in runs},
-        scale=taken(directory, done) if model == "cc100_roberta" else [],
         unmeasured=unmeasured,
         **said,
     )

@@ -28,19 +28,16 @@ from pretrain.evaluation.records import finite_or_none, to_csv
 from pretrain.evaluation.report import INTERVALS_EXPLAINED, protocols_explained
 from pretrain.evaluation.windows import SLIDING
 from pretrain.rundir.files import make_directory, replace_file
-from pretrain.study import published, reading, summaries
+from pretrain.study import published, reading
 from pretrain.study.figures import FORMATS, Figure, figures
 from pretrain.study.published import (
     RATIOS_FROM,
     Beside,
     Cost,
     cost_table,
-    equal_time_table,
     perplexity_table,
-    taken_table,
 )
 from pretrain.study.reading import CONTEXT, EARLY, TOTAL, Gain, Study, read_study
-from pretrain.study.summaries import Results
 
 # ---- Turn a report in Markdown into one HTML page that needs no other file ----
 
@@ -188,13 +185,6 @@ EARLY_EXPLAINED = (
     "part is somewhat too small and the second as much too large, the less the shorter S is. "
     "Negative values are losses."
 )
-TENSORBOARD = (
-    "Where the runs' configs ask for TensorBoard (`logging.tensorboard`), `tensorboard --logdir` "
-    "on the folder `tensorboard/` beside this report shows the final curves, with the window "
-    "length as the step, the figures and the tables. Where they ask for Weights & Biases "
-    "(`logging.wandb`), the study has a run of its own there with the same. The files in `data/` "
-    "hold the exact numbers of every figure."
-)
 
 
 def report(
@@ -237,7 +227,7 @@ def report(
         protocols_explained([r for c in study.curves for rs in c.records.values() for r in rs]),
         INTERVALS_EXPLAINED,
         _source(),
-        TENSORBOARD,
+        "The files in `data/` hold the exact numbers of every figure.",
     ]
     if study.curves:
         parts.append(source_table(study.curves).markdown())
@@ -371,12 +361,6 @@ def _perplexity(
         )
     if shown:
         yield perplexity_table(shown, study.published).markdown()
-    if study.published == "cc100_roberta" and (table := equal_time_table(study.curves)):
-        yield table.markdown()
-        yield (
-            "These published numbers are of models that were trained for equally long. The runs of "
-            "this study are compared after equally many steps."
-        )
     yield "[CSV](data/perplexity.csv), with the values that nothing published stands beside."
 
 
@@ -425,13 +409,6 @@ def _early(study: Study, gains: Sequence[Gain], figures: Mapping[str, Figure]) -
 
 def _costs(study: Study, costs: Sequence[Cost], figures: Mapping[str, Figure]) -> Iterable[str]:
     """Yield the figure and the table of speed and memory."""
-    if study.scale:
-        yield taken_table(study.scale).markdown()
-        yield (
-            "Memory is the peak of rank 0 in training. GPU-hours are the seconds of all training "
-            'steps times the processes; "-" where starts had several numbers of them. The '
-            "published ones are of 128 V100s; on other GPUs they say how large the runs were."
-        )
     for line in study.unmeasured:
         yield f"**Not measured: {plain(line)}.**"
     if not costs:
@@ -524,7 +501,7 @@ RATIO = ("low", "value", "high")
 """Keys of a case's ratio in claims.json."""
 
 
-def write_study_report(directory: Path, *, tensorboard: bool = True) -> Results:
+def write_study_report(directory: Path) -> None:
     """Write STUDY/report/ from what the study has so far.
 
     Reads STUDY/study.json, STUDY/evaluation/ and, where they are there, STUDY/efficiency.json and
@@ -533,10 +510,6 @@ def write_study_report(directory: Path, *, tensorboard: bool = True) -> Results:
 
     Args:
         directory: STUDY, the study's directory.
-        tensorboard: Write event files for TensorBoard, too.
-
-    Returns:
-        What TensorBoard and W&B show of it.
 
     Raises:
         ConfigError: `directory` holds no study.json, or a file in it cannot be read.
@@ -556,16 +529,11 @@ def write_study_report(directory: Path, *, tensorboard: bool = True) -> Results:
         files["data/perplexity.csv"] = perplexity_csv(rows)
     if gains:
         files["data/early_tokens.csv"] = gains_csv(gains)
-    pictures = {name: files[f"figures/{name}.png"] for name in drawn}
-    results = summaries.results(study.curves, judged, pictures)
-    for path, content in (summaries.event_files(results) if tensorboard else {}).items():
-        files[f"tensorboard/{path}"] = content
     files["report.html"] = to_page(study.title, text, files).encode()
     # The text comes last: where it exists, the files that it shows do.
     files["report.md"] = text.encode()
     with writing(directory / "report"):
         _write(directory / "report", files)
-    return results
 
 
 def _files(drawn: Mapping[str, Figure]) -> dict[str, bytes]:
@@ -588,8 +556,6 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
         replace_file(folder / path, content)
     ours = {f"figures/{name}.{kind}" for name in FIGURES for kind in FORMATS}
     ours |= {f"data/{name}.csv" for name in (*FIGURES, *TABLES)}
-    found = folder.glob(f"tensorboard/*/{summaries.NAME}")
-    ours |= {path.relative_to(folder).as_posix() for path in found}
     for name in sorted(ours - set(files)):
         (folder / name).unlink(missing_ok=True)
 

@@ -7,8 +7,6 @@ import json
 import math
 import operator
 import shlex
-import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -26,46 +24,9 @@ from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints, newest_checkpoint_step
 from pretrain.rundir.files import make_directory, read_json, read_text, replace_file
 from pretrain.rundir.jobs import check_goes_on, is_done, missing_data
-from pretrain.rundir.paths import ENDED_WELL, Outcome, RunPaths, in_words
+from pretrain.rundir.paths import ENDED_WELL, Outcome, in_words
 from pretrain.study.reading import UNIGRAM
 from pretrain.study.schema import StudyFile, request_of
-
-# ---- Name the runs of a study, so that a study that grows keeps the runs that it has ----
-
-
-def run_name(folder: Path, of: str, seed: int, *, several: bool) -> str:
-    """Return the name of the directory of a run.
-
-    A directory that holds this seed already keeps its name, whatever was added to the study file or
-    taken from it since.
-
-    Args:
-        folder: STUDY/runs.
-        of: METHOD-L.
-        seed: The run's seed.
-        several: Whether the study file has this method and length with several seeds. A new run has
-            its seed in its name then, and also where another seed has METHOD-L.
-    """
-    named = [f"{of}-s{seed}", of] if several else [of, f"{of}-s{seed}"]
-    seeds = {name: recorded_seed(folder / name) for name in named}
-    kept = (name for name in named if seeds[name] == seed)
-    free = (name for name in named if seeds[name] is None)
-    return next(kept, None) or next(free, f"{of}-s{seed}")
-
-
-def recorded_seed(run: Path) -> int | None:
-    """Return the seed that a run's directory says it has; None where nothing there can be read."""
-    paths = RunPaths(run)
-    checkpoints = [path / "config.toml" for path in reversed(complete_checkpoints(run))]
-    for file in (*checkpoints, paths.config, paths.launch_config):
-        try:
-            seed = tomllib.loads(file.read_text("utf-8"))["run"]["seed"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if isinstance(seed, int):
-            return seed
-    return None
-
 
 LENGTH_FACTORS = (1, 2, 4, 8, 16)
 """Default evaluation lengths, as multiples of each training length."""
@@ -88,7 +49,7 @@ class StudyRun:
     """One run of a study."""
 
     name: str
-    """METHOD-L or METHOD-L-sSEED, with METHOD as in `method`; see `run_name`."""
+    """METHOD-L-sSEED, with METHOD as in `method`: a study that grows keeps the runs that it has."""
     config: RunConfig
     source: Path
     """The config file that it comes from."""
@@ -149,22 +110,19 @@ def resolve(path: Path, asked: StudyFile) -> Study:
             file.
     """
     asked_for = _of_files(path, asked) if asked.configs else _of_fields(path, asked)
-    found = [(source, settings, load_config(source, settings)) for source, settings in asked_for]
-    groups = Counter((config.position_name, config.data.sequence_length) for *_, config in found)
-    runs: dict[tuple[str, int, int], StudyRun] = {}
-    for source, settings, config in found:
-        method, length, seed = config.position_name, config.data.sequence_length, config.run.seed
-        of = f"{method}-{length}"
-        if twice := runs.get((method, length, seed)):
+    runs: dict[str, StudyRun] = {}
+    for source, settings in asked_for:
+        config = load_config(source, settings)
+        length, seed = config.data.sequence_length, config.run.seed
+        name = f"{config.position_name}-{length}-s{seed}"
+        if twice := runs.get(name):
             raise ConfigError(
-                f"{path}: {source} and {twice.source} are both {of}: one method, training length "
+                f"{path}: {source} and {twice.source} are both {name}: one method, training length "
                 "and seed. Leave one of the two out of configs"
             )
-        several = groups[method, length] > 1
-        name = run_name(asked.root / "runs", of, seed, several=several)
         directory = json.dumps(str(asked.root / "runs" / name), ensure_ascii=False)
         config = load_config(source, [*settings, f"run.directory={directory}"])
-        runs[method, length, seed] = StudyRun(name, config, source)
+        runs[name] = StudyRun(name, config, source)
     study = Study(path, asked, tuple(runs.values()))
     _check_evaluation(study)
     return study
@@ -252,17 +210,11 @@ def _values(study: Study, what: str, value: Callable[[RunConfig], Any]) -> list[
 
 
 def not_asked(study: Study) -> list[str]:
-    """Return what lies in STUDY/runs and is no run of the study's file, with its seed, in words."""
+    """Return the names of what lies in STUDY/runs and is no run of the study's file."""
     named = {run.name for run in study.runs}
-    folder = study.directory / "runs"
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    words = []
-    for path in found:
-        # Slurm's logs of an array lie in a hidden folder beside its runs.
-        if path.is_dir() and path.name not in named and not path.name.startswith("."):
-            seed = recorded_seed(path)
-            words.append(path.name if seed is None else f"{path.name} (seed {seed})")
-    return words
+    # Slurm's logs of an array lie in a hidden folder beside its runs.
+    found = (study.directory / "runs").glob("[!.]*/")
+    return sorted(path.name for path in found if path.name not in named)
 
 
 def data_sets(runs: Sequence[StudyRun]) -> list[StudyRun]:

@@ -129,14 +129,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Whole:
 def test_a_run_that_fails_is_reported_and_the_others_finish(whole: Whole) -> None:
     assert whole.failed.code == 1, whole.failed.text
     states = {name: run["state"] for name, run in whole.failed_runs.items()}
-    assert states == {"alibi-32": "finished", "none-32": "failed", "sinusoidal-32": "finished"}
-    assert "none-32: failed with exit code 1; the other runs go on" in whole.failed.err
-    assert whole.failed_runs["none-32"]["reason"].startswith("failed: rank 0 ended with")
+    assert states == {
+        "alibi-32-s1234": "finished",
+        "none-32-s1234": "failed",
+        "sinusoidal-32-s1234": "finished",
+    }
+    assert "none-32-s1234: failed with exit code 1; the other runs go on" in whole.failed.err
+    assert whole.failed_runs["none-32-s1234"]["reason"].startswith("failed: rank 0 ended with")
     *_, head, _, alibi, none, sinusoidal, why, report = whole.failed.out.splitlines()
     assert head.startswith("run ") and report == "report: s/report/report.md"
-    assert none.split() == ["none-32", "failed", "0/8", "-", "-"]
-    assert why.startswith("none-32: failed: rank 0")
-    for row, name in ((alibi, "alibi-32"), (sinusoidal, "sinusoidal-32")):
+    assert none.split() == ["none-32-s1234", "failed", "0/8", "-", "-"]
+    assert why.startswith("none-32-s1234: failed: rank 0")
+    for row, name in ((alibi, "alibi-32-s1234"), (sinusoidal, "sinusoidal-32-s1234")):
         assert row.split()[:3] == [name, "finished", "8/8"]
         assert row.count("(2,048 tokens)") == 2 and " at 32 " in row and " at 64 " in row
 
@@ -147,10 +151,10 @@ def test_a_finished_study_does_nothing_and_says_so(whole: Whole) -> None:
     assert "s: finished already; nothing to train or to evaluate" in whole.finished.err
     # The run that the file names no more is not dropped without a word.
     assert (
-        "s/runs/none-32 (seed 1234): no run of study.toml, so no part of the results"
+        "s/runs/none-32-s1234: no run of study.toml, so no part of the results"
         in whole.finished.err
     )
-    assert list(whole.desk.runs()) == ["alibi-32", "sinusoidal-32"]
+    assert list(whole.desk.runs()) == ["alibi-32-s1234", "sinusoidal-32-s1234"]
 
 
 def test_runs_of_eight_steps_decide_no_claim(whole: Whole) -> None:
@@ -185,20 +189,20 @@ def test_a_second_seed_leaves_finished_runs_where_they_are_and_in_the_report(
     runs = desk.runs()
     finished = {name for name, run in runs.items() if run["state"] == "finished"}
     added = {"alibi-32-s7", "sinusoidal-32-s7"}
-    assert runs.keys() == {"alibi-32", "sinusoidal-32"} | added
+    assert runs.keys() == {"alibi-32-s1234", "sinusoidal-32-s1234"} | added
     assert finished == runs.keys() - (added if words else set())
     assert {name: n for name, n in desk.attempts().items() if name not in added} == before
     shown = (tmp_path / "s/report/report.md").read_text()
     for name in runs:
         assert f"| {name} |" in shown
-    assert " L = 32 | alibi-32 | 8 | 1234 |" in shown
+    assert " L = 32 | alibi-32-s1234 | 8 | 1234 |" in shown
     file.write_text(text.replace("[evaluation]", "seeds = [7]\n\n[evaluation]", 1))
     shrunk = desk.study("--report-only")
     assert shrunk.code == 0, shrunk.text
-    assert "s/runs/alibi-32 (seed 1234): no run of study.toml" in shrunk.err
+    assert "s/runs/alibi-32-s1234: no run of study.toml" in shrunk.err
     assert {name: n for name, n in desk.attempts().items() if name not in added} == before
     shown = (tmp_path / "s/report/report.md").read_text()
-    assert "In `runs/`, but not in the study file: alibi-32 (seed 1234), none-32 (seed" in shown
+    assert "In `runs/`, but not in the study file: alibi-32-s1234, none-32-s1234" in shown
 
 
 @pytest.mark.parametrize("setting", ["train.num_steps=16", "optimizer.learning_rate=2e-3"])
@@ -216,7 +220,7 @@ def test_an_edited_study_file_mixes_no_experiments(whole: Whole, setting: str) -
     )
     assert done.returncode == 2 and done.stdout == "", done.stdout + done.stderr
     key, _, value = setting.partition("=")
-    for run in ("alibi-32", "sinusoidal-32"):
+    for run in ("alibi-32-s1234", "sinusoidal-32-s1234"):
         line = f"edited.toml: {run}: {key} = {float(value):g}: s/runs/{run}/checkpoints/"
         assert line in done.stderr
     assert done.stderr.count("A study does not mix experiments") == 2
@@ -229,7 +233,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_report(
     desk = Desk(tmp_path, tiny_data)
     desk.write("alibi", "sinusoidal")
     process = desk.start()
-    metrics = tmp_path / "s/runs/alibi-32/metrics.jsonl"
+    metrics = tmp_path / "s/runs/alibi-32-s1234/metrics.jsonl"
     wait_for(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size))
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=TIMEOUT_SECONDS)
@@ -237,12 +241,16 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_report(
     assert err.endswith("stopped; go on with:\n  pretrain study study.toml\n"), err
     assert {run["state"] for run in desk.runs().values()} == {"waiting"}
     # The whole study has a run that its file does not ask for any more, which its report names.
-    left = "s/runs/none-32"
+    left = "s/runs/none-32-s1234"
     shutil.copytree(whole.desk.folder / left, tmp_path / left)
     done = desk.study()
     assert done.code == 0, done.text
-    left_attempts = whole.desk.attempts()["none-32"]
-    assert desk.attempts() == {"alibi-32": 2, "sinusoidal-32": 1, "none-32": left_attempts}
+    left_attempts = whole.desk.attempts()["none-32-s1234"]
+    assert desk.attempts() == {
+        "alibi-32-s1234": 2,
+        "sinusoidal-32-s1234": 1,
+        "none-32-s1234": left_attempts,
+    }
     assert_same(desk.report(), whole.desk.report())
 
 

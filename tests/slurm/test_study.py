@@ -25,7 +25,7 @@ methods = ["alibi", "rotary"]
 training_lengths = [64]
 settings = ["data.directory=data", "batch.micro_batch_size=8", "recovery.preflight_seconds=0"]
 """
-RUNS = ("alibi-64", "rotary-64")
+RUNS = ("alibi-64-s1234", "rotary-64-s1234")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.bench.methods import check_contestants
-from pretrain.config import ConfigError, dump_config, load_config
+from pretrain.config import ConfigError, load_config
 from pretrain.processes import Processes, Stopped
 from pretrain.rundir.paths import ExitCode
 from pretrain.study import command
@@ -110,11 +110,15 @@ def test_a_study_differs_from_its_config_in_what_it_says_and_in_nothing_else(
 def test_config_files_are_a_run_each_the_shortest_first(tmp_path: Path) -> None:
     overlays(tmp_path, "rotary_512", "alibi_512", "alibi_64")
     found = study(tmp_path, CONFIGS)
-    assert [run.name for run in found.runs] == ["alibi-64", "alibi-512", "rotary-512"]
+    assert [run.name for run in found.runs] == [
+        "alibi-64-s1234",
+        "alibi-512-s1234",
+        "rotary-512-s1234",
+    ]
     assert found.runs[0].source == tmp_path / "alibi_64.toml"
     # Absolute patterns too.
     again = study(tmp_path, CONFIGS | {"configs": f'["{tmp_path}/alibi_*.toml"]'})
-    assert [run.name for run in again.runs] == ["alibi-64", "alibi-512"]
+    assert [run.name for run in again.runs] == ["alibi-64-s1234", "alibi-512-s1234"]
 
 
 def test_what_else_the_runs_differ_in_is_said(tmp_path: Path) -> None:
@@ -125,12 +129,12 @@ def test_what_else_the_runs_differ_in_is_said(tmp_path: Path) -> None:
     path.write_text(text.replace("global_batch_size = 32", "global_batch_size = 64"))
     found = study(tmp_path, CONFIGS)
     assert other_differences(found) == [
-        "model.hidden_size: 128 in alibi-64; 256 in sinusoidal-64",
-        "tokens a step: 2048 in alibi-64; 4096 in sinusoidal-64",
+        "model.hidden_size: 128 in alibi-64-s1234; 256 in sinusoidal-64-s1234",
+        "tokens a step: 2048 in alibi-64-s1234; 4096 in sinusoidal-64-s1234",
     ]
     check_runs(found, 1)
     # Speeds at unequal steps are refused before anything has been trained.
-    with pytest.raises(ConfigError, match=r"efficiency\.rounds: tokens a step: 2048 in alibi-64"):
+    with pytest.raises(ConfigError, match=r"efficiency\.rounds: tokens a step: 2048 in alibi"):
         check_runs(study(tmp_path, CONFIGS, "[efficiency]\nrounds = 1"), 1)
 
 
@@ -186,7 +190,7 @@ def test_what_cannot_work_is_refused_with_its_key(
 
 def test_two_configs_of_one_method_length_and_seed_are_refused(tmp_path: Path) -> None:
     overlays(tmp_path, "alibi_64", "alibi_64_b")
-    with pytest.raises(ConfigError, match="are both alibi-64"):
+    with pytest.raises(ConfigError, match="are both alibi-64-s1234"):
         study(tmp_path, CONFIGS)
     with pytest.raises(ConfigError, match="no such file"):
         study(tmp_path, CONFIGS | {"configs": '["nothing_*.toml"]'})
@@ -226,54 +230,15 @@ def test_a_second_command_on_a_study_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "s").iterdir()] == [".lock"]
 
 
-# ---- a study that grows --------------------------------------------------------------------------
-def made(found: Study, *names: str) -> None:
-    """Make directories of runs, as a start of each writes them."""
-    for run in found.runs:
-        if run.name in names:
-            run.config.directory.mkdir(parents=True, exist_ok=True)
-            (run.config.directory / "config.toml").write_text(dump_config(run.config))
-
-
-def where(found: Study) -> dict[tuple[str, int, int], str]:
-    return {(run.method, run.train_length, run.seed): run.name for run in found.runs}
-
-
-GROWN: list[dict[str, str]] = [
-    {"seeds": "[7, 1234]"},
-    {"seeds": "[1234, 7]", "methods": '["t5", "rotary", "alibi"]'},
-    {"training_lengths": "[128, 64, 256]"},
-    {"methods": '["alibi"]', "seeds": "[1234]"},
-    {"tokens_per_step": "4096", "seeds": "[5, 6]"},
-]
-"""What a study's keys become, one after the other."""
-
-
-@pytest.mark.parametrize("first", [{}, {"seeds": "[1234, 99]"}])
-def test_runs_stay_where_they_are_whatever_is_added_or_taken_away(
-    tmp_path: Path, first: dict[str, str]
-) -> None:
-    keys = FIELDS | {"directory": f'"{tmp_path}/s"'}
-    found = study(tmp_path, keys | first)
-    names = where(found)
-    made(found, *names.values())
-    for change in GROWN:
-        found = study(tmp_path, keys | change)
-        for key, name in where(found).items():
-            assert names.setdefault(key, name) == name
-        made(found, *names.values())
-    assert len(set(names.values())) == len(names) > 12
-
-
 def test_a_seed_in_place_of_another_is_a_run_of_its_own_and_the_other_stays(tmp_path: Path) -> None:
     keys = FIELDS | {"directory": f'"{tmp_path}/s"', "training_lengths": "[64]"}
-    made(study(tmp_path, keys), "alibi-64")
-    found = study(tmp_path, keys | {"seeds": "[2]"})
-    # No run of T5 was there, which needs no other name then.
-    assert [run.name for run in found.runs] == ["alibi-64-s2", "t5-64"]
-    assert not_asked(found) == ["alibi-64 (seed 1234)"]
+    for run in study(tmp_path, keys).runs:
+        run.config.directory.mkdir(parents=True)
+    found = study(tmp_path, keys | {"seeds": "[2, 1234]", "methods": '["t5"]'})
+    assert [run.name for run in found.runs] == ["t5-64-s2", "t5-64-s1234"]
+    assert not_asked(found) == ["alibi-64-s1234"]
     write_study(found, states_of(found))
-    assert read_study(found.directory).not_asked == ["alibi-64 (seed 1234)"]
+    assert read_study(found.directory).not_asked == ["alibi-64-s1234"]
 
 
 def test_config_files_of_several_seeds_are_a_run_each(tmp_path: Path) -> None:
@@ -298,9 +263,11 @@ def test_a_study_never_writes_over_files_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "study.toml").rename(other)
     with pytest.raises(ConfigError, match=r"configs is there and of no study"):
         check_directory(dataclasses.replace(here, file=other))
-    (tmp_path / "configs/alibi_64.toml").rename(tmp_path / "configs/alibi-64.toml")
-    moved = dataclasses.replace(here.runs[0], source=tmp_path / "configs/alibi-64.toml")
-    with pytest.raises(ConfigError, match=r"would write over .*alibi-64\.toml, which it reads"):
+    (tmp_path / "configs/alibi_64.toml").rename(tmp_path / "configs/alibi-64-s1234.toml")
+    moved = dataclasses.replace(here.runs[0], source=tmp_path / "configs/alibi-64-s1234.toml")
+    with pytest.raises(
+        ConfigError, match=r"write over .*alibi-64-s1234\.toml, which it reads"
+    ):
         check_directory(dataclasses.replace(here, file=other, runs=(moved,)))
     assert {path.read_text() for path in tmp_path.rglob("*.toml")} == set(before.values())
 
@@ -313,7 +280,7 @@ def test_a_study_removes_no_config_but_those_that_it_wrote(tmp_path: Path) -> No
     mine.write_text("# mine")
     run_study(study(tmp_path, asked).file, Request(report_only=True))
     left = {path.name for path in mine.parent.iterdir()}
-    assert left == {"mine.toml", "alibi-64.toml", "t5-64.toml"}
+    assert left == {"mine.toml", "alibi-64-s1234.toml", "t5-64-s1234.toml"}
 
 
 def replaced(found: Study, folder: Path) -> Study:
@@ -325,7 +292,7 @@ def replaced(found: Study, folder: Path) -> Study:
 def test_a_study_that_was_moved_still_shows_its_numbers(tmp_path: Path) -> None:
     found = study(tmp_path, FIELDS | {"training_lengths": "[64]"})
     records = [
-        make_record("alibi", length=length, train_length=64, run="elsewhere/s/runs/alibi-64")
+        make_record("alibi", length=length, train_length=64, run="elsewhere/s/runs/alibi-64-s1234")
         for length in (64, 128)
     ]
     shown = table(states_of(found), records).splitlines()
@@ -426,8 +393,8 @@ def test_slopes_that_are_not_the_published_ones_are_a_method_of_their_own(tmp_pa
         numbers = setting.replace("[0.1]", str([0.1] * 8))
         path.write_text(path.read_text().replace("[position]", f"[position]\n{numbers}"))
     found = study(tmp_path, CONFIGS | {"configs": '["alibi_*.toml"]'})
-    names = ["alibi-64", "alibi_other_slopes-64", "alibi_trained_slopes-64"]
+    names = [f"{name}-64-s1234" for name in ("alibi", "alibi_other_slopes", "alibi_trained_slopes")]
     assert [run.name for run in found.runs] == names
-    assert [f"{run.method}-64" for run in found.runs] == names
+    assert [f"{run.method}-64-s1234" for run in found.runs] == names
     # Each takes its turn when speed and memory are measured.
     check_contestants([run.config for run in found.runs], 1)

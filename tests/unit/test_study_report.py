@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import html.parser
 import io
 import json
@@ -12,27 +11,20 @@ import re
 import shutil
 
 import pytest
-from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pretrain.config import ConfigError
-from pretrain.config.schema import LoggingSection
 from pretrain.evaluation import figures as drawing
 from pretrain.evaluation.judge import CLAIMS, judge
-from pretrain.rundir.attempts import Owner
 from pretrain.study import published
 from pretrain.study.figures import _longest_multiple, figures
 from pretrain.study.reading import read_study
 from pretrain.study.report import as_code, plain, to_page, write_study_report
-from pretrain.study.summaries import offer
 from tests.unit.report_records import read_png
 from tests.unit.study_files import (
-    LENGTHS,
     make_records,
     make_study,
     published_shape,
 )
-from tests.unit.test_metrics import wandb_history, wandb_records
 from tests.unit.test_study_published import look_up
 
 TITLE = 'A *study* of <script>alert("x")</script> & [links](javascript:x)'
@@ -238,74 +230,6 @@ def test_the_page_needs_no_other_file_and_runs_nothing(study):
     assert f"<title>{title}(javascript:x)</title>" in page
 
 
-def test_tensorboard_reads_the_final_curves(study):
-    folder = study / "report" / "tensorboard"
-    accumulator = EventAccumulator(str(folder / "alibi-64"))
-    accumulator.Reload()
-    scalars = accumulator.Scalars("perplexity/nonoverlapping")
-    expected = [published_shape("alibi", 64, "nonoverlapping", n) for n in LENGTHS]
-    assert [scalar.step for scalar in scalars] == list(LENGTHS)
-    assert [scalar.value for scalar in scalars] == pytest.approx(expected, rel=1e-6)
-    assert not (folder / "t5-128").exists()
-    shown = EventAccumulator(str(folder / "report"), {"images": 0, "tensors": 0})
-    shown.Reload()
-    assert len(shown.Tags()["images"]) == 5
-    for tag in shown.Tags()["images"]:
-        [image] = shown.Images(tag)
-        assert image.encoded_image_string == (study / f"report/{tag}.png").read_bytes()
-        assert (image.width, image.height) == Image.open(study / f"report/{tag}.png").size
-    [table] = shown.Tensors("tables/perplexity/text_summary")
-    words = table.tensor_proto.string_val[0].decode()
-    assert "| alibi | 64 | 1 | nonoverlapping | 128 | 18.8000 |" in words
-    [table] = shown.Tensors("tables/claims/text_summary")
-    for claim in CLAIMS:
-        assert f"| {claim.id} | " in table.tensor_proto.string_val[0].decode()
-
-
-def test_wandb_has_the_curves_tables_and_figures_of_the_report(tmp_path):
-    """A real offline run, read back; sent once for each report, and to one run of W&B's."""
-    directory = make_study(tmp_path / "study", methods=("alibi",), trained=(64,))
-    off, offline = (LoggingSection(wandb=mode) for mode in ("disabled", "offline"))
-    results = write_study_report(directory, tensorboard=False)
-    assert not (directory / "report/tensorboard").exists()
-    assert offer(directory, results, [off, off]) == "" and not (directory / "wandb").exists()
-    assert offer(directory, results, [off, offline]) == ""
-    [folder] = directory.glob("wandb/offline-run-*")
-    [log] = folder.glob("*.wandb")
-    records = wandb_records(log)
-    [run] = [r.run for r in records if r.WhichOneof("record_type") == "run"]
-    assert (run.display_name, run.project, run.job_type) == ("study", "pretrain", "study")
-    rows = wandb_history(directory)
-    curve = {row["length"]: row["perplexity/sliding/alibi-64"] for row in rows if "length" in row}
-    for length, value in curve.items():
-        assert value == pytest.approx(published_shape("alibi", 64, "sliding", length), rel=1e-12)
-    assert set(curve) == set(LENGTHS)
-    pictures = {path.name.partition("_")[0]: path for path in folder.rglob("figures/*.png")}
-    assert set(pictures) == {"efficiency", "extrapolation", "growth", "position", "ratio"}
-    for name, path in pictures.items():
-        assert path.read_bytes() == (directory / f"report/figures/{name}.png").read_bytes()
-    [path] = folder.rglob("tables/perplexity_*.table.json")
-    table = json.loads(path.read_text())
-    assert table["columns"] == results.tables["perplexity"][0]
-    assert table["data"] == results.tables["perplexity"][1] and len(table["data"]) == 12
-    # Nothing new is nothing to send; a longer report goes on in the same run.
-    assert offer(directory, results, [offline]) == ""
-    assert len(list(directory.glob("wandb/offline-run-*"))) == 1
-    again = dataclasses.replace(results, points=results.points[1:])
-    assert offer(directory, again, [offline]) == ""
-    logs = sorted(directory.glob("wandb/offline-run-*/*.wandb"))
-    assert len({path.name for path in logs}) == 1 and run.run_id in logs[0].name
-
-
-def test_a_report_that_wandb_cannot_take_is_said_and_written_all_the_same(tmp_path):
-    directory = make_study(tmp_path / "study", methods=("alibi",), trained=(64,), lengths=(64,))
-    results = write_study_report(directory)
-    (directory / "report/figures/extrapolation.png").unlink()
-    said = offer(directory, results, [LoggingSection(wandb="offline")])
-    assert said.startswith("wandb: ") and said.endswith(f"and is in {directory / 'report'}")
-    assert not (directory / "wandb.json").exists()
-
-
 def files_of(directory):
     report = directory / "report"
     return {
@@ -354,7 +278,7 @@ def test_what_an_earlier_report_left_goes_and_files_of_the_user_stay(tmp_path):
     )
     (directory / "efficiency.json").unlink()
     report = directory / "report"
-    old = ["figures/growth.png", "data/ratio.csv", "tensorboard/t5-64/events.out.tfevents.0.study"]
+    old = ["figures/growth.png", "data/ratio.csv"]
     for name in [*old, "figures/mine.png", "notes.md"]:
         (report / name).parent.mkdir(parents=True, exist_ok=True)
         (report / name).write_text("old")
@@ -414,49 +338,6 @@ def test_two_texts_and_unknown_published_numbers_are_refused(tmp_path):
     other = make_study(tmp_path / "other", published="gpt4", methods=("alibi",), trained=(64,))
     with pytest.raises(ConfigError, match='published = "gpt4": there are no such numbers'):
         read_study(other)
-
-
-def test_what_the_published_1_3b_models_took_stands_beside_the_runs(tmp_path):
-    changes = {"methods": ("alibi", "sinusoidal"), "trained": (512, 1024)}
-    at_l = {512: 9.9, 1024: 9.2}
-    directory = make_study(
-        tmp_path / "study",
-        published="cc100_roberta",
-        lengths=(512, 1024, 2048),
-        perplexity=lambda method, trained, protocol, length: at_l[trained] + length / 1e4,
-        **changes,
-    )
-    steps = [{"step": n, "step_seconds": 1800.0, "peak_memory_bytes": n * 1e9} for n in (1, 2)]
-    for method in changes["methods"]:
-        run = directory / f"runs/{method}-512"
-        (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-        owner = dataclasses.replace(Owner.here(num_processes=8), nonce="n")
-        for number, processes in (1, 8), (2, 8 if method == "alibi" else 4):
-            attempt = run / f"attempts/{number:04d}"
-            attempt.mkdir(parents=True)
-            content = dataclasses.replace(owner, num_processes=processes)
-            (attempt / "owner.json").write_text(json.dumps(dataclasses.asdict(content)))
-    (directory / "efficiency.json").unlink()
-    write_study_report(directory, tensorboard=False)
-    text = (directory / "report/report.md").read_text()
-    took = rows_of(text, "What training took")
-    assert len(took) == 8
-    for row in took:
-        assert float(row["published"].replace(",", "")) == look_up(row["where in published.toml"])
-        assert f".{row['method']}_{row['L']}." in row["where in published.toml"]
-    ours = {(row["method"], row["L"], row["what"]): row["this study"] for row in took}
-    assert ours["alibi", "512", "GPU-hours"] == "8"
-    # Two starts with unequal numbers of processes: no number rather than a wrong one.
-    assert ours["sinusoidal", "512", "GPU-hours"] == "-"
-    assert ours["sinusoidal", "512", "peak memory of a GPU, GB"] == "2"
-    assert ours["alibi", "1024", "GPU-hours"] == "-"
-    equal = rows_of(text, "Perplexity beside the published one at equal time")
-    keys = [row["where in published.toml"].rpartition(".")[2] for row in equal]
-    assert keys == ["alibi_512_at_1024", "sinusoidal_1024_at_1024", "alibi_1024_at_2048"]
-    for row in equal:
-        assert row["published, equal time"] == f"{look_up(row['where in published.toml']):.2f}"
-        expected = at_l[int(row["L"])] + int(row["length"]) / 1e4
-        assert row["this study, equal steps"].startswith(f"{expected:.2f}")
 
 
 # ---- parts ---------------------------------------------------------------------------------------
