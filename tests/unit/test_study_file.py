@@ -265,9 +265,7 @@ def test_a_study_never_writes_over_files_of_the_user(tmp_path: Path) -> None:
         check_directory(dataclasses.replace(here, file=other))
     (tmp_path / "configs/alibi_64.toml").rename(tmp_path / "configs/alibi-64-s1234.toml")
     moved = dataclasses.replace(here.runs[0], source=tmp_path / "configs/alibi-64-s1234.toml")
-    with pytest.raises(
-        ConfigError, match=r"write over .*alibi-64-s1234\.toml, which it reads"
-    ):
+    with pytest.raises(ConfigError, match=r"write over .*alibi-64-s1234\.toml, which it reads"):
         check_directory(dataclasses.replace(here, file=other, runs=(moved,)))
     assert {path.read_text() for path in tmp_path.rglob("*.toml")} == set(before.values())
 
