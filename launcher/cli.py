@@ -16,7 +16,13 @@ from typing import Annotated
 import typer
 
 from pretrain.config import ConfigError, EvaluationRequest, load_config
-from pretrain.config.load import AllowChanged, Config, Overrides, print_and_exit, version_of
+from pretrain.config.arguments import (
+    AllowChanged,
+    Config,
+    Overrides,
+    print_and_exit,
+    version_of,
+)
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.launcher.status import GOODPUT
 from pretrain.rundir.paths import ExitCode

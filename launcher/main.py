@@ -26,7 +26,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     # Not above: they take most of the command's start, in which Ctrl-C would print a traceback.
     from pretrain.config import ConfigError, NoSpace, RunFailed
-    from pretrain.config.load import expand_home
+    from pretrain.config.arguments import expand_home
     from pretrain.launcher.cli import app
     from pretrain.rundir.paths import ExitCode
 

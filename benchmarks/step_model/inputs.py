@@ -35,7 +35,7 @@ COUNTED = {
     "optimizer step, each of 128": Counted((343, 142), (17.2, 0.45)),
     "gradient reduction, each of 128": Counted((4, 0), (21.8, 0.0)),
 }
-"""What `pretrain bench step --count` counts in bf16, in micro batches of 4 sequences. The whole
+"""What `pretrain bench step` counts in bf16, in micro batches of 4 sequences. The whole
 micro batch has the embedding and the schedule's own few kernels as well. After, the matrix products
 of the backward pass also add up the gradients. That is the cost of every micro batch of a step but
 the first, which overwrites the sums and reads 5.45 GB less."""

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from pretrain.config import ConfigError, RunConfig, load_config, writing
-from pretrain.config.load import Config, Overrides, check_beside
+from pretrain.config.arguments import Commands, Config, Count, Numbers, OutFile, Overrides
+from pretrain.config.load import check_beside
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import RunPaths
 
@@ -102,26 +103,15 @@ def parse_lengths(lengths: str) -> list[int]:
     return parsed
 
 
-bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
-
-Rounds = Annotated[int, typer.Option(min=1, help="How often each contestant takes its turn.")]
-OutFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Also write what was measured, as JSON."),
-]
+bench = Commands(no_args_is_help=True, help="Measure speed and memory.")
 
 
 @bench.command("train")
 def bench_train(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
-    steps: Annotated[
-        int, typer.Option(min=1, help="Steps to time, after a few that warm up.")
-    ] = 20,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write the result, for pretrain plan."),
-    ] = None,
+    steps: Count = 20,
+    out: OutFile = None,
 ) -> None:
     """Time training steps on random tokens.
 
@@ -130,6 +120,10 @@ def bench_train(
     \b
     Example:
       pretrain bench train configs/demo.toml --steps 20
+
+    Args:
+        steps: Steps to time, after a few that warm up.
+        out: Also write the result, for pretrain plan.
     """
     run = load_config(config, overrides)
     from pretrain.bench.training import bench_training
@@ -140,21 +134,10 @@ def bench_train(
 @bench.command("methods")
 def bench_methods(
     config: Config,
-    methods: Annotated[
-        str, typer.Option(metavar="NAME,NAME,...", help="Values of position.method to compare.")
-    ] = "alibi,sinusoidal,rotary,t5",
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...",
-            help="Training lengths in tokens, as in 64,128; batches are resized so that a step and "
-            "a micro batch keep their tokens. Default: data.sequence_length.",
-        ),
-    ] = None,
-    rounds: Rounds = 5,
-    nproc: Annotated[
-        int, typer.Option(min=1, help="Processes of each contestant, on this machine.")
-    ] = 1,
+    methods: Annotated[str, typer.Option(metavar="NAME,NAME,...")] = "alibi,sinusoidal,rotary,t5",
+    lengths: Numbers = None,
+    rounds: Count = 5,
+    nproc: Count = 1,
     out: OutFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
@@ -167,6 +150,14 @@ def bench_methods(
     \b
     Example:
       pretrain bench methods configs/demo.toml --methods alibi,sinusoidal --lengths 64,128
+
+    Args:
+        methods: Values of position.method to compare.
+        lengths: Training lengths in tokens, as in 64,128; batches are resized so that a step and a
+            micro batch keep their tokens. Default: data.sequence_length.
+        rounds: How often each contestant takes its turn.
+        nproc: Processes of each contestant, on this machine.
+        out: Also write what was measured, as JSON.
     """
     configs = with_lengths(config, overrides, methods, lengths)
     _check_folder(out)
@@ -178,33 +169,13 @@ def bench_methods(
 
 @bench.command("generate")
 def bench_generate(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG|RUN",
-            help="TOML file of a run, or a run's directory, which means its config.",
-        ),
-    ],
-    lengths: Annotated[
-        str,
-        typer.Option(metavar="N,N,...", help="Tokens of the prompt, as in 128,1024."),
-    ],
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,NAME,...",
-            help="Values of position.method to compare. Default: the config's.",
-        ),
-    ] = None,
-    new_tokens: Annotated[
-        int, typer.Option(min=2, help="Tokens that are generated behind each prompt.")
-    ] = 32,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    rounds: Rounds = 5,
-    nproc: Annotated[
-        int,
-        typer.Option(min=1, help="Processes of each contestant: its tensor-parallel size."),
-    ] = 1,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG|RUN")],
+    lengths: Annotated[str, typer.Option(metavar="N,N,...")],
+    methods: Annotated[str | None, typer.Option(metavar="NAME,NAME,...")] = None,
+    new_tokens: Annotated[int, typer.Option(min=2)] = 32,
+    batch_size: Count = 1,
+    rounds: Count = 5,
+    nproc: Count = 1,
     out: OutFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
@@ -218,6 +189,16 @@ def bench_generate(
     Example:
       pretrain bench generate configs/demo.toml --lengths 128,1024 \\
           --methods alibi,sinusoidal,rotary,t5
+
+    Args:
+        config: TOML file of a run, or a run's directory, which means its config.
+        lengths: Tokens of the prompt, as in 128,1024.
+        methods: Values of position.method to compare. Default: the config's.
+        new_tokens: Tokens that are generated behind each prompt.
+        batch_size: Sequences at once.
+        rounds: How often each contestant takes its turn.
+        nproc: Processes of each contestant: its tensor-parallel size.
+        out: Also write what was measured, as JSON.
     """
     file = RunPaths(config).config if config.is_dir() else config
     configs = with_methods(file, overrides, methods)
@@ -234,18 +215,9 @@ def bench_generate(
 def bench_step(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
-    count: Annotated[
-        bool,
-        typer.Option(
-            "--count", help="Count on the CPU, without a GPU, data or memory for the model."
-        ),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write everything that was counted."),
-    ] = None,
+    out: OutFile = None,
 ) -> None:
-    """Count what one optimizer step costs.
+    """Count what one optimizer step costs, without a GPU, data or memory for the model.
 
     Prints kernel launches, bytes read and written, every collective and every time the host waits
     for the device, by phase of the step, for one rank of each pipeline stage. The command is a
@@ -254,13 +226,11 @@ def bench_step(
 
     \b
     Example:
-      pretrain bench step configs/cc100_roberta/alibi_1024.toml --count --out step.json
+      pretrain bench step configs/cc100_roberta/alibi_1024.toml --out step.json
+
+    Args:
+        out: Also write everything that was counted.
     """
-    if not count:
-        raise ConfigError(
-            "pretrain bench step: says what a step costs by counting. Add --count, or use "
-            "`pretrain bench train` to time steps"
-        )
     run = load_config(config, overrides)
     from pretrain.plan.simulation import bench_step_counts
 
@@ -272,24 +242,11 @@ def bench_step(
 def bench_data(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Random tokens to write and read.")
-    ] = 100_000_000,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each loader takes its turn.")] = 5,
-    seconds: Annotated[
-        float, typer.Option(min=0.01, max=3600, help="How long a loader reads in a turn.")
-    ] = 1.0,
-    directory: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Where to write; all is removed again. Default: the place of temporary files.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write what was measured, as JSON."),
-    ] = None,
+    tokens: Count = 100_000_000,
+    rounds: Count = 5,
+    seconds: Annotated[float, typer.Option(min=0.01, max=3600)] = 1.0,
+    directory: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
+    out: OutFile = None,
 ) -> None:
     """Time the loader beside a plain memmap, torch's DataLoader and webdataset, in turns.
 
@@ -301,6 +258,13 @@ def bench_data(
     \b
     Example:
       pretrain bench data configs/demo.toml --set data.sequence_length=1024 --out data.json
+
+    Args:
+        tokens: Random tokens to write and read.
+        rounds: How often each loader takes its turn.
+        seconds: How long a loader reads in a turn.
+        directory: Where to write; all is removed again. Default: the place of temporary files.
+        out: Also write what was measured, as JSON.
     """
     run = load_config(config, overrides)
     _check_folder(out)
@@ -312,20 +276,18 @@ def bench_data(
 
 @bench.command("attention")
 def bench_attention(
-    lengths: Annotated[
-        str | None,
-        typer.Option(help="Tokens, comma-separated, the most important first; 512 to 65536."),
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=1, help="How long it may take in all, compilation included.")
-    ] = 400,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write each row there, as Markdown.")
-    ] = None,
+    lengths: str | None = None,
+    seconds: Annotated[float, typer.Option(min=1)] = 400,
+    out: OutFile = None,
 ) -> None:
     """Time every attention kernel that this machine has, side by side; without a GPU, the CPU's.
 
     Example: pretrain bench attention --lengths 1024,16384 --out attention.md
+
+    Args:
+        lengths: Tokens, comma-separated, the most important first; 512 to 65536.
+        seconds: How long it may take in all, compilation included.
+        out: Also write each row there, as Markdown.
     """
     from pretrain.bench import attention as attention_bench
 
@@ -341,10 +303,8 @@ def bench_attention(
 def bench_checkpoint(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
-    rounds: Rounds = 5,
-    directory: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where to write; all is removed again.")
-    ] = Path(),
+    rounds: Count = 5,
+    directory: Annotated[Path, typer.Option(metavar="DIR")] = Path(),
 ) -> None:
     """Time saves and loads beside torch.distributed.checkpoint and plain files.
 
@@ -356,6 +316,10 @@ def bench_checkpoint(
     \b
     Example:
       pretrain bench checkpoint configs/demo.toml --directory /scratch
+
+    Args:
+        rounds: How often each contestant takes its turn.
+        directory: Where to write; all is removed again.
     """
     run = load_config(config, overrides)
     from pretrain.bench.checkpoint import bench_checkpoint as measure

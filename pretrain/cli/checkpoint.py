@@ -11,31 +11,20 @@ from typing import Annotated
 import typer
 
 from pretrain.config import ConfigError
+from pretrain.config.arguments import Commands, Source
 from pretrain.rundir.paths import ExitCode
 
-checkpoint = typer.Typer(
+checkpoint = Commands(
     no_args_is_help=True, help="List, check, compare, prune and convert checkpoints."
 )
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
-Source = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN|CHECKPOINT",
-        help="Directory of a run, which means its newest checkpoint, or of one checkpoint.",
-    ),
-]
 
 
 @checkpoint.command("list")
 def list_(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|URL", help="Directory of a run, or what its checkpoint.upload_to says."
-        ),
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    run: Annotated[str, typer.Argument(metavar="RUN|URL")],
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Show a run's checkpoints in a table.
 
@@ -46,29 +35,23 @@ def list_(
     \b
     Example:
       pretrain checkpoint list runs/demo/alibi
+
+    Args:
+        run: Directory of a run, or what its checkpoint.upload_to says.
+        as_json: Print JSON, for programs.
     """
-    from pretrain.checkpoint import listing
+    from pretrain.checkpoint.listing import format_rows, list_run, list_store
     from pretrain.checkpoint.store import is_url
 
-    if is_url(run):
-        from pretrain.checkpoint.listing import list_store
-
-        rows = list_store(run)
-    else:
-        rows = listing.list_run(Path(run))
+    rows = list_store(run) if is_url(run) else list_run(Path(run))
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     else:
-        print(listing.format_rows(run, rows))
+        print(format_rows(run, rows))
 
 
 @checkpoint.command()
-def show(
-    source: Source,
-    tensors: Annotated[
-        bool, typer.Option("--tensors", help="Read all tensors and show their norms.")
-    ] = False,
-) -> None:
+def show(source: Source, tensors: bool = False) -> None:
     """Describe one checkpoint.
 
     Prints its id and ancestry, the config in a few lines, changes that were allowed on the way, the
@@ -77,6 +60,9 @@ def show(
     \b
     Example:
       pretrain checkpoint show runs/demo/alibi/checkpoints/step-00000100
+
+    Args:
+        tensors: Read all tensors and show their norms.
     """
     from pretrain.checkpoint.tensors import show_source
 
@@ -85,14 +71,7 @@ def show(
 
 @checkpoint.command()
 def verify(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN|CHECKPOINT|URL",
-            help="Runs, which mean all of their checkpoints, single checkpoints, or URLs as in "
-            "checkpoint.upload_to.",
-        ),
-    ],
+    sources: Annotated[list[str], typer.Argument(metavar="RUN|CHECKPOINT|URL")],
 ) -> None:
     """Read every byte and compare it with what was written.
 
@@ -101,14 +80,16 @@ def verify(
     \b
     Example:
       pretrain checkpoint verify runs/demo/alibi
+
+    Args:
+        sources: Runs, which mean all of their checkpoints, single checkpoints, or URLs as in
+            checkpoint.upload_to.
     """
-    from pretrain.checkpoint.listing import verify_sources
+    from pretrain.checkpoint.listing import verify_sources, verify_store
     from pretrain.checkpoint.store import is_url
 
     good = verify_sources([Path(source) for source in sources if not is_url(source)])
     for url in filter(is_url, sources):
-        from pretrain.checkpoint.listing import verify_store
-
         good = verify_store(url) and good
     if not good:
         raise typer.Exit(ExitCode.FAILED)
@@ -116,8 +97,8 @@ def verify(
 
 @checkpoint.command()
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A run or a checkpoint.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    first: Annotated[Path, typer.Argument(metavar="A")],
+    second: Annotated[Path, typer.Argument(metavar="B")],
 ) -> None:
     """Compare two checkpoints.
 
@@ -128,6 +109,10 @@ def diff(
     \b
     Example:
       pretrain checkpoint diff runs/demo/alibi/checkpoints/step-00000100 runs/demo/alibi
+
+    Args:
+        first: A run or a checkpoint.
+        second: Another one.
     """
     from pretrain.checkpoint.tensors import compare_sources
 
@@ -137,23 +122,10 @@ def diff(
 @checkpoint.command()
 def prune(
     run: Run,
-    keep: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Newest checkpoints to keep. Default: the run's config."
-        ),
-    ] = None,
-    keep_every: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="M", help="Also keep those whose step is a multiple of this."),
-    ] = None,
-    keep_best: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="K", help="Also keep those with the lowest validation loss."),
-    ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Delete. Without it the command shows what it would do.")
-    ] = False,
+    keep: Annotated[int | None, typer.Option(min=1, metavar="N")] = None,
+    keep_every: Annotated[int | None, typer.Option(min=1, metavar="M")] = None,
+    keep_best: Annotated[int | None, typer.Option(min=0, metavar="K")] = None,
+    yes: bool = False,
 ) -> None:
     """Delete old checkpoints by the rules that also hold while training.
 
@@ -164,6 +136,12 @@ def prune(
     \b
     Example:
       pretrain checkpoint prune runs/demo/alibi --keep 2 --keep-every 1000 --yes
+
+    Args:
+        keep: Newest checkpoints to keep. Default: the run's config.
+        keep_every: Also keep those whose step is a multiple of this.
+        keep_best: Also keep those with the lowest validation loss.
+        yes: Delete. Without it the command shows what it would do.
     """
     from pretrain.checkpoint import listing as pruning
 
@@ -182,13 +160,9 @@ def prune(
 @checkpoint.command()
 def consolidate(
     source: Source,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")],
-    dtype: Annotated[
-        str, typer.Option(metavar="fp32|bf16|fp16", help="What the weights are written as.")
-    ] = "fp32",
-    with_optimizer: Annotated[
-        bool, typer.Option("--with-optimizer", help="Also write the optimizer's moments, as fp32.")
-    ] = False,
+    out: Annotated[Path, typer.Argument(metavar="OUT")],
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16")] = "fp32",
+    with_optimizer: bool = False,
 ) -> None:
     """Write the weights as plain safetensors, whole and by name.
 
@@ -199,6 +173,11 @@ def consolidate(
     \b
     Example:
       pretrain checkpoint consolidate runs/demo/alibi weights --dtype bf16
+
+    Args:
+        out: Directory to make.
+        dtype: What the weights are written as.
+        with_optimizer: Also write the optimizer's moments, as fp32.
     """
     from pretrain.checkpoint.tensors import consolidate as write
 
@@ -209,12 +188,7 @@ def consolidate(
 @checkpoint.command()
 def upload(
     run: Run,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="Where to. Default: checkpoint.upload_to of the run's config."
-        ),
-    ] = None,
+    to: Annotated[str | None, typer.Option(metavar="URL")] = None,
 ) -> None:
     """Upload the checkpoints of a run that are not in its object store yet.
 
@@ -224,6 +198,9 @@ def upload(
     \b
     Example:
       pretrain checkpoint upload runs/demo/alibi --to s3://bucket/alibi
+
+    Args:
+        to: Where to. Default: checkpoint.upload_to of the run's config.
     """
     from pretrain.checkpoint.listing import upload_run
 

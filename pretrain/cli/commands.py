@@ -1,7 +1,7 @@
 """Define the `pretrain` command: one short function per subcommand, which parses, builds and calls.
 
 The docstring of such a function is the text of its --help, so it speaks to the user of the command
-and its options document themselves. torch, Megatron and DeepSpeed are imported inside the
+and describes its parameters. torch, Megatron and DeepSpeed are imported inside the
 functions, after the config has been checked: they take seconds, and a wrong config should be
 refused at once.
 """
@@ -29,389 +29,39 @@ from pretrain.config import (
     load_with_origins,
     writing,
 )
-from pretrain.config.load import (
+from pretrain.config.arguments import (
     AllowChanged,
+    Commands,
     Config,
+    Count,
+    JsonFile,
+    Number,
+    Numbers,
+    OutFile,
     Overrides,
     Source,
     Sources,
-    check_beside,
     print_and_exit,
     version_of,
 )
+from pretrain.config.load import check_beside
 from pretrain.config.schema import WORDS
 from pretrain.config.toml import list_shipped
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.rundir.paths import ExitCode
 from pretrain.training.reporter import Requests
 
-# ---- pretrain data ----
-
-
-data = typer.Typer(no_args_is_help=True, help="Build, verify and look at a data set.")
-
-
-@data.command("stats")
-def data_stats(
-    config: Config,
-    overrides: Overrides = [],  # noqa: B006
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the statistics into this file.")
-    ] = None,
-) -> None:
-    """Show the size of each corpus, its share of training, and how long its documents are.
-
-    \b
-    Example:
-      pretrain data stats configs/demo.toml --out stats.png
-    """
-    run = load_config(config, overrides)
-    from pretrain.data import view
-
-    found = view.read_stats(run)
-    for line in view.lines(found):
-        print(line)
-    if out is not None:
-        with writing(out):
-            out.write_bytes(view.plot(found))
-        print(f"{out}: written")
-
-
-@data.command("show")
-def data_show(
-    config: Config,
-    overrides: Overrides = [],  # noqa: B006
-    split: Annotated[Literal["train", "validation"], typer.Option(help="The split.")] = "train",
-    corpus: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Draw from this corpus alone.")
-    ] = None,
-    num: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Other seeds draw other samples.")] = 0,
-    characters: Annotated[
-        int, typer.Option(min=20, help="Longest text that is printed of a document.")
-    ] = 400,
-) -> None:
-    """Print samples as text, with the corpus, file and offset of every document in them.
-
-    A sample is what the model sees at once: data.sequence_length tokens and one more.
-
-    \b
-    Example:
-      pretrain data show configs/demo.toml --num 5 --corpus shakespeare
-    """
-    run = load_config(config, overrides)
-    from pretrain.data.view import shown_samples
-
-    for line in shown_samples(
-        run, split, corpus=corpus, count=num, seed=seed, characters=characters
-    ):
-        print(line)
-
-
-# ---- Define `pretrain plan`: choose a layout before there are GPUs ----
-
-
-def plan(
-    config: Config,
-    gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job.")],
-    gpu_type: Annotated[str, typer.Option(metavar="TYPE", help="v100-32, a100-80, h100 or h200.")],
-    network: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|GBIT",
-            help="Links of a node: 8x400, 8x200, 8x100 or 4xedr, or Gbit/s of all of them in one "
-            "direction. Default: what nodes with such GPUs usually have.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the best layout as a config on top of CONFIG."),
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Scale the assumed speeds by a measurement: pretrain bench train --out FILE.",
-        ),
-    ] = None,
-    overrides: Overrides = [],  # noqa: B006
-) -> None:
-    """Predict memory, time and cost of a run in every layout, and name the best.
-
-    Computes, for each legal layout (tensor, pipeline and virtual pipeline size, sequence
-    parallelism, ZeRO stage, recomputation, micro-batch size), the memory of a GPU and the time of a
-    step by part, tokens/s, MFU and GPU-hours. Prints the fastest that fit, why the others fall out,
-    and every assumption. Needs no GPU and runs nothing.
-
-    \b
-    Example:
-      pretrain plan configs/cc100_roberta/alibi_1024.toml --gpus 128 --gpu-type v100-32
-      pretrain plan configs/demo.toml --gpus 8 --gpu-type h100 --set train.precision=bf16 \\
-          --out demo_h100.toml
-    """
-    check_beside(overrides, {"--gpus": (gpus, "parallel.world_size")})
-    from pretrain.plan.command import load_for_plan, plan_run, read_target
-
-    run, refusal = load_for_plan(Path(config), overrides)
-    target = read_target(gpus, gpu_type, network, calibrate)
-    print(plan_run(run, Path(config), target, out, refusal))
-
-
-# ---- Define `pretrain study`, as pretrain/cli/commands.py does the other commands ----
-
-
-def study(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="STUDY.toml", help="The study: methods, lengths, seeds, settings."),
-    ],
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Processes of each run, of the evaluation and of what is measured. Default: 1.",
-        ),
-    ] = None,
-    site: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="SITE.toml",
-            help="Submit the runs to this Slurm cluster, as one job array, and train none here.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the runs and what is left of each; do nothing.")
-    ] = False,
-    report_only: Annotated[
-        bool,
-        typer.Option(
-            "--report-only", help="Train and measure nothing; evaluate and report what is finished."
-        ),
-    ] = False,
-) -> None:
-    """Train methods at several lengths, evaluate them together, and report on the claims.
-
-    Builds the data if it is missing, checks every run before the first one starts, and trains one
-    after the other as `launcher local` does. Finished runs are left out, so the same command goes
-    on after Ctrl-C, which saves. A run that fails does not stop the others, and the exit code is 1
-    then. All finished runs are evaluated together, and STUDY/report has the result.
-
-    With --site the missing runs are submitted instead; the same command reports when they are done.
-
-    The runs of a study differ in what its file says and in nothing else: a study file that was
-    edited beyond what leaves the trained runs as they are is refused.
-
-    \b
-    Examples:
-      pretrain study configs/studies/demo.toml --nproc 2
-      pretrain study configs/studies/wikitext103.toml --site slurm/site.toml
-    """
-    if report_only and site is not None:
-        raise ConfigError(
-            "--report-only and --site: choose one. --report-only evaluates on this machine"
-        )
-    from pretrain.study.command import Request, print_plan, run_study
-
-    if dry_run:
-        print_plan(file, nproc)
-        return
-    raise typer.Exit(run_study(file, Request(nproc or 1, site, report_only)))
-
-
-# ---- Define `pretrain evaluate-tasks`, as pretrain/cli/commands.py does the other commands ----
-
-
-def evaluate_tasks(
-    sources: Sources,
-    tasks: Annotated[
-        str, typer.Option(metavar="NAME,NAME,...", help="Which to measure.")
-    ] = "needle,induction,documents",
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...",
-            help="Lengths of the context in tokens. Default: evaluation.lengths of the config, "
-            "else 1, 2, 4, 8 and 16 times the training length, as far as the text reaches.",
-        ),
-    ] = None,
-    samples: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Samples of each task at each length. More make intervals narrower: half as wide "
-            "with four times as many.",
-        ),
-    ] = 64,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Write the results to this file, and CSV, figures and Markdown beside it.",
-        ),
-    ] = None,
-    overrides: Overrides = [],  # noqa: B006
-) -> None:
-    """Measure what a model makes of a long context, beyond perplexity.
-
-    \b
-    needle     32 tokens of text stand somewhere in a long context and are repeated at its end
-    induction  the same with random tokens, at several distances: nothing but copying helps
-    documents  the second half of long documents, with all the context and with L tokens of it
-
-    Each says how much lower the loss is with the context that can help than without it, in nats per
-    token: 0 means that the model makes no use of it. The training length is L. Under torchrun or
-    srun all processes share the work.
-
-    \b
-    Example:
-      pretrain evaluate-tasks runs/demo/alibi runs/demo/sinusoidal \\
-          --out runs/demo/report/tasks.json
-    """
-    from pretrain.evaluation.tasks import TasksRequest
-
-    request = TasksRequest.parse(tasks, lengths, samples)
-    from pretrain.evaluation.tasks_command import evaluate_tasks as run
-
-    run(sources, request, overrides, out)
-
-
-# ---- pretrain export, pretrain import ----
-
-
-def export(
-    source: Source,
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Directory to write the Hugging Face model to.")
-    ],
-    curve: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Length curve for the model card, as `pretrain evaluate --out` writes it. "
-            "Default: the run's last evaluation.",
-        ),
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Longest sequence that the export accepts; MPT and OPT fail beyond it. Default: "
-            "16 training lengths, or the longest that the run evaluates.",
-        ),
-    ] = None,
-    split_special_tokens: Annotated[
-        bool,
-        typer.Option(
-            "--split-special-tokens",
-            help="Let the exported tokenizer take </s> in a text for text, as the run's data did. "
-            "Default: it is the special token, as chat templates and trainers expect.",
-        ),
-    ] = False,
-    overrides: Overrides = [],  # noqa: B006
-) -> None:
-    """Write a Hugging Face model and verify it.
-
-    Loads the written model with stock transformers and compares its logits in fp32. The comparison
-    runs on validation text, at the training length and 16 times that or as far as memory allows.
-    When it fails, the exit code is 1. Its perplexity in bf16 and fp16 is measured too, printed and
-    written on the model card.
-
-    The folder also gets a model card, which names license, languages and data sets as [export] of
-    the run's config or --set says, and the first documents of the validation text as a task for
-    lm-eval (export.task_bytes). An earlier export in OUT is replaced if nobody has changed it.
-
-    \b
-    Example:
-      pretrain export runs/demo/alibi runs/demo/hf --set export.license=apache-2.0 \\
-          --set 'export.language=["en"]'
-    """
-    from pretrain.huggingface.export import export_source
-
-    if not export_source(
-        source,
-        out,
-        curve,
-        max_length,
-        overrides=overrides,
-        split_special_tokens=split_special_tokens,
-    ):
-        raise typer.Exit(ExitCode.FAILED)
-
-
-def import_(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="HF_FOLDER",
-            help="Directory of a Hugging Face model: config.json and safetensors.",
-        ),
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the run to make.")],
-    overrides: Overrides = [],  # noqa: B006
-) -> None:
-    """Make a run from a Hugging Face model and verify it.
-
-    Takes Bloom, MPT, OPT and GPT-NeoX (Pythia), exported by this program or published elsewhere.
-    What our model cannot compute is refused. The weights become the checkpoint of step 0 of a run
-    that can be evaluated, trained on and exported. Its logits are compared with those of stock
-    transformers, on random tokens at up to four times the model's length (data.sequence_length, for
-    OPT and MPT as far as their positions reach). When they differ, OUT is not made and the exit
-    code is 1.
-
-    Data for it has to be made with the model's own tokenizer. An export of this program carries it;
-    other folders do not, unless theirs is a SentencePiece model that data.tokenizer can name.
-
-    \b
-    Example:
-      pretrain import downloads/bloom-560m runs/bloom --set data.directory=data/bloom
-      pretrain evaluate runs/bloom --lengths 2048,8192
-      pretrain train runs/bloom/config.toml
-    """
-    from pretrain.huggingface.import_model import import_folder
-
-    import_folder(folder, out, overrides)
-
-
-def tokenizer_obstacles(run: RunConfig) -> list[str]:
-    """Return why the tokenizer that data.tokenizer names could not be exported with the model."""
-    from pretrain.data.tokenizer import load_tokenizer
-
-    # A file that is not there is refused by `pretrain data build`, with what to do.
-    given = run.data.tokenizer
-    if given is None or given == WORDS or not Path(given).is_file():
-        return []
-    try:
-        load_tokenizer(given).check_exportable()
-    except ConfigError as error:
-        return [str(error)]
-    return []
-
-
-Protocols = Annotated[
-    str, typer.Option(help="nonoverlapping, sliding, or both separated by a comma.")
-]
-Harness = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE.yaml|FOLDER|TASK",
-        help="Run these tasks of lm-evaluation-harness in place of all that, offline, on an export "
-        "of the checkpoint; an export that is missing is made. TASK names a task of the export, "
-        "such as pretrain_validation, or one of lm-eval's. --lengths bounds what the model is "
-        "given; default: the training length.",
-    ),
-]
-app = typer.Typer(
+app = Commands(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     # The subcommands inherit this from the app.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+data = Commands(no_args_is_help=True, help="Build, verify and look at a data set.")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")
-app.command()(plan)
 # Runs by itself before the ranks of a Slurm job; only `launcher` reads what it prints.
 app.command(hidden=True)(preflight)
 
@@ -444,16 +94,10 @@ def pretrain(
 @app.command()
 def config(
     config: Config,
-    overrides: Overrides = [],  # noqa: B006  typer copies it
+    overrides: Overrides = [],  # noqa: B006
+    # Eager: takes effect before CONFIG is missed.
     list_files: Annotated[
-        bool,
-        typer.Option(
-            "--list",
-            # Eager: takes effect before CONFIG is missed.
-            is_eager=True,
-            callback=print_and_exit(list_shipped),
-            help="List the configs and example sites that are installed with this package.",
-        ),
+        bool, typer.Option("--list", is_eager=True, callback=print_and_exit(list_shipped))
     ] = False,
 ) -> None:
     """Check a config and print it in full.
@@ -471,6 +115,9 @@ def config(
     Examples:
       pretrain config --list
       pretrain config configs/demo.toml --set model.num_layers=8
+
+    Args:
+        list_files: List the configs and example sites that are installed with this package.
     """
     from pretrain.config.describe import describe, with_origins
     from pretrain.huggingface.classes import describe_export
@@ -485,25 +132,27 @@ def config(
     print(describe(run, describe_export(run, tokenizer_obstacles(run))))
 
 
+def tokenizer_obstacles(run: RunConfig) -> list[str]:
+    """Return why the tokenizer that data.tokenizer names could not be exported with the model."""
+    from pretrain.data.tokenizer import load_tokenizer
+
+    # A file that is not there is refused by `pretrain data build`, with what to do.
+    given = run.data.tokenizer
+    if given is None or given == WORDS or not Path(given).is_file():
+        return []
+    try:
+        load_tokenizer(given).check_exportable()
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 @data.command("build")
 def data_build(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Processes. Default: as many as this process may use cores. Does not change what "
-            "is built.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Estimate tokens, bytes and time from a sample of the corpus; write nothing.",
-        ),
-    ] = False,
+    workers: Annotated[int | None, typer.Option(min=1)] = None,
+    dry_run: bool = False,
     # These two are for `launcher data build`.
     job_array: Annotated[str | None, typer.Option(hidden=True)] = None,
     array_size: Annotated[int, typer.Option(hidden=True, min=1)] = 1,
@@ -521,6 +170,11 @@ def data_build(
     Example:
       pretrain data build configs/demo.toml --dry-run
       pretrain data build configs/demo.toml --workers 8
+
+    Args:
+        workers: Processes. Default: as many as this process may use cores. Does not change what is
+            built.
+        dry_run: Estimate tokens, bytes and time from a sample of the corpus; write nothing.
     """
     run = load_config(config, overrides)
     from pretrain.data.build import build, build_on_cluster, estimate
@@ -553,18 +207,72 @@ def data_verify(config: Config, overrides: Overrides = []) -> None:  # noqa: B00
     print(f"{run.data.directory}: every shard is as it was written")
 
 
+@data.command("stats")
+def data_stats(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option(metavar="FILE.png")] = None,
+) -> None:
+    """Show the size of each corpus, its share of training, and how long its documents are.
+
+    \b
+    Example:
+      pretrain data stats configs/demo.toml --out stats.png
+
+    Args:
+        out: Draw the statistics into this file.
+    """
+    run = load_config(config, overrides)
+    from pretrain.data import view
+
+    found = view.read_stats(run)
+    for line in view.lines(found):
+        print(line)
+    if out is not None:
+        with writing(out):
+            out.write_bytes(view.plot(found))
+        print(f"{out}: written")
+
+
+@data.command("show")
+def data_show(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    split: Literal["train", "validation"] = "train",
+    corpus: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    num: Count = 3,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    characters: Annotated[int, typer.Option(min=20)] = 400,
+) -> None:
+    """Print samples as text, with the corpus, file and offset of every document in them.
+
+    A sample is what the model sees at once: data.sequence_length tokens and one more.
+
+    \b
+    Example:
+      pretrain data show configs/demo.toml --num 5 --corpus shakespeare
+
+    Args:
+        split: The split.
+        corpus: Draw from this corpus alone.
+        num: Number of samples.
+        seed: Other seeds draw other samples.
+        characters: Longest text that is printed of a document.
+    """
+    run = load_config(config, overrides)
+    from pretrain.data.view import shown_samples
+
+    for line in shown_samples(
+        run, split, corpus=corpus, count=num, seed=seed, characters=characters
+    ):
+        print(line)
+
+
 @app.command()
 def train(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
-    resume: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|none|PATH|URL",
-            help="Start from the run's newest checkpoint if there is one (auto), from step 0 "
-            "(none), from this checkpoint, or from an object store: s3://bucket/run.",
-        ),
-    ] = "auto",
+    resume: Annotated[str, typer.Option(metavar="auto|none|PATH|URL")] = "auto",
     allow_changed: AllowChanged = [],  # noqa: B006
 ) -> None:
     """Train a run, or resume it from its newest checkpoint.
@@ -590,6 +298,10 @@ def train(
       pretrain train configs/demo.toml --set run.directory=runs/try --set train.num_steps=100
       pretrain train configs/demo.toml --set optimizer.learning_rate=5e-4 \\
           --allow-changed optimizer.learning_rate
+
+    Args:
+        resume: Start from the run's newest checkpoint if there is one (auto), from step 0 (none),
+            from this checkpoint, or from an object store: s3://bucket/run.
     """
     # Before the slow imports, so that a signal that comes during them is not lost.
     requests = Requests()
@@ -615,47 +327,13 @@ def train(
 @app.command()
 def evaluate(
     sources: Sources,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...",
-            help="Window lengths in tokens, as in 128,512,2048. Default: evaluation.lengths of the "
-            "config, else 1, 2, 4, 8 and 16 times the training length as far as the text reaches.",
-        ),
-    ] = None,
-    protocols: Protocols = "nonoverlapping,sliding",
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens from one sliding window to the next. Default: evaluation.stride of the "
-            "config where no length is shorter, else the shortest length.",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Score at most this many validation tokens. Default: all; evaluation.max_tokens "
-            "bounds the evaluations while training.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Write the results to this file, and a CSV, plots and report.md beside it.",
-        ),
-    ] = None,
-    text: Annotated[
-        list[str],
-        typer.Option(
-            metavar="FILE|PATTERN|URL",
-            help="Score this text in place of the validation split; can be repeated. Each file is "
-            "one document. Needs the run alone, and no data set.",
-        ),
-    ] = [],  # noqa: B006
-    harness: Harness = None,
+    lengths: Numbers = None,
+    protocols: str = "nonoverlapping,sliding",
+    stride: Number = None,
+    max_tokens: Number = None,
+    out: JsonFile = None,
+    text: Annotated[list[str], typer.Option(metavar="FILE|PATTERN|URL")] = [],  # noqa: B006
+    harness: Annotated[str | None, typer.Option(metavar="FILE.yaml|FOLDER|TASK")] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Measure perplexity at several window lengths.
@@ -671,6 +349,22 @@ def evaluate(
           --out runs/demo/report/curve.json
       pretrain evaluate runs/demo/alibi --text 'papers/*.txt'
       pretrain evaluate runs/demo/alibi --harness tasks/hamlet.yaml --lengths 128,2048
+
+    Args:
+        lengths: Window lengths in tokens, as in 128,512,2048. Default: evaluation.lengths of the
+            config, else 1, 2, 4, 8 and 16 times the training length as far as the text reaches.
+        protocols: nonoverlapping, sliding, or both separated by a comma.
+        stride: Tokens from one sliding window to the next. Default: evaluation.stride of the config
+            where no length is shorter, else the shortest length.
+        max_tokens: Score at most this many validation tokens. Default: all; evaluation.max_tokens
+            bounds the evaluations while training.
+        out: Write the results to this file, and a CSV, plots and report.md beside it.
+        text: Score this text in place of the validation split; can be repeated. Each file is one
+            document. Needs the run alone, and no data set.
+        harness: Run these tasks of lm-evaluation-harness in place of all that, offline, on an
+            export of the checkpoint; an export that is missing is made. TASK names a task of the
+            export, such as pretrain_validation, or one of lm-eval's. --lengths bounds what the
+            model is given; default: the training length.
     """
     from pretrain.evaluation.command import evaluate_sources, text_data_set
 
@@ -687,28 +381,51 @@ def evaluate(
         evaluate_sources(sources, request, [*overrides, f"data.directory={folder}"], out)
 
 
-app.command("evaluate-tasks")(evaluate_tasks)
-app.command()(study)
+@app.command("evaluate-tasks")
+def evaluate_tasks(
+    sources: Sources,
+    tasks: Annotated[str, typer.Option(metavar="NAME,NAME,...")] = "needle,induction,documents",
+    lengths: Numbers = None,
+    samples: Annotated[int, typer.Option(metavar="N")] = 64,
+    out: JsonFile = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Measure what a model makes of a long context, beyond perplexity.
+
+    \b
+    needle     32 tokens of text stand somewhere in a long context and are repeated at its end
+    induction  the same with random tokens, at several distances: nothing but copying helps
+    documents  the second half of long documents, with all the context and with L tokens of it
+
+    Each says how much lower the loss is with the context that can help than without it, in nats per
+    token: 0 means that the model makes no use of it. The training length is L. Under torchrun or
+    srun all processes share the work.
+
+    \b
+    Example:
+      pretrain evaluate-tasks runs/demo/alibi runs/demo/sinusoidal \\
+          --out runs/demo/report/tasks.json
+
+    Args:
+        tasks: Which to measure.
+        lengths: Lengths of the context in tokens. Default: evaluation.lengths of the config, else
+            1, 2, 4, 8 and 16 times the training length, as far as the text reaches.
+        samples: Samples of each task at each length. More make intervals narrower: half as wide
+            with four times as many.
+        out: Write the results to this file, and CSV, figures and Markdown beside it.
+    """
+    from pretrain.evaluation.tasks import TasksRequest
+
+    request = TasksRequest.parse(tasks, lengths, samples)
+    from pretrain.evaluation.tasks_command import evaluate_tasks as run
+
+    run(sources, request, overrides, out)
 
 
 @app.command()
 def report(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN|FILE.json",
-            help="Directories of runs whose checkpoints were evaluated, or curve.json files of "
-            "reports.",
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Write one report of all sources to this file, and a CSV, plots and report.md "
-            "beside it. Of a run the newest evaluated checkpoint is taken.",
-        ),
-    ] = None,
+    sources: Annotated[list[Path], typer.Argument(metavar="RUN|FILE.json")],
+    out: JsonFile = None,
 ) -> None:
     """Combine evaluations: of one run's checkpoints, or of several runs.
 
@@ -724,6 +441,12 @@ def report(
       pretrain report runs/demo/alibi
       pretrain report runs/sweep/alibi_512 runs/sweep/alibi_1024 old/report/curve.json \\
           --out runs/sweep/report/curve.json
+
+    Args:
+        sources: Directories of runs whose checkpoints were evaluated, or curve.json files of
+            reports.
+        out: Write one report of all sources to this file, and a CSV, plots and report.md beside it.
+            Of a run the newest evaluated checkpoint is taken.
     """
     from pretrain.evaluation.report import combine, report_run
 
@@ -736,9 +459,167 @@ def report(
             print(combine(sources, out))
 
 
-# Both are defined beside the conversion that they share.
-app.command()(export)
-app.command("import")(import_)
+@app.command()
+def export(
+    source: Source,
+    out: Annotated[Path, typer.Argument(metavar="OUT")],
+    curve: JsonFile = None,
+    max_length: Annotated[int | None, typer.Option(metavar="TOKENS")] = None,
+    split_special_tokens: bool = False,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Write a Hugging Face model and verify it.
+
+    Loads the written model with stock transformers and compares its logits in fp32. The comparison
+    runs on validation text, at the training length and 16 times that or as far as memory allows.
+    When it fails, the exit code is 1. Its perplexity in bf16 and fp16 is measured too, printed and
+    written on the model card.
+
+    The folder also gets a model card, which names license, languages and data sets as [export] of
+    the run's config or --set says, and the first documents of the validation text as a task for
+    lm-eval (export.task_bytes). An earlier export in OUT is replaced if nobody has changed it.
+
+    \b
+    Example:
+      pretrain export runs/demo/alibi runs/demo/hf --set export.license=apache-2.0 \\
+          --set 'export.language=["en"]'
+
+    Args:
+        out: Directory to write the Hugging Face model to.
+        curve: Length curve for the model card, as `pretrain evaluate --out` writes it. Default: the
+            run's last evaluation.
+        max_length: Longest sequence that the export accepts; MPT and OPT fail beyond it. Default:
+            16 training lengths, or the longest that the run evaluates.
+        split_special_tokens: Let the exported tokenizer take </s> in a text for text, as the run's
+            data did. Default: it is the special token, as chat templates and trainers expect.
+    """
+    from pretrain.huggingface.export import export_source
+
+    if not export_source(
+        source,
+        out,
+        curve,
+        max_length,
+        overrides=overrides,
+        split_special_tokens=split_special_tokens,
+    ):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="HF_FOLDER")],
+    out: Annotated[Path, typer.Argument(metavar="OUT")],
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Make a run from a Hugging Face model and verify it.
+
+    Takes Bloom, MPT, OPT and GPT-NeoX (Pythia), exported by this program or published elsewhere.
+    What our model cannot compute is refused. The weights become the checkpoint of step 0 of a run
+    that can be evaluated, trained on and exported. Its logits are compared with those of stock
+    transformers, on random tokens at up to four times the model's length (data.sequence_length, for
+    OPT and MPT as far as their positions reach). When they differ, OUT is not made and the exit
+    code is 1.
+
+    Data for it has to be made with the model's own tokenizer. An export of this program carries it;
+    other folders do not, unless theirs is a SentencePiece model that data.tokenizer can name.
+
+    \b
+    Example:
+      pretrain import downloads/bloom-560m runs/bloom --set data.directory=data/bloom
+      pretrain evaluate runs/bloom --lengths 2048,8192
+      pretrain train runs/bloom/config.toml
+
+    Args:
+        folder: Directory of a Hugging Face model: config.json and safetensors.
+        out: Directory of the run to make.
+    """
+    from pretrain.huggingface.import_model import import_folder
+
+    import_folder(folder, out, overrides)
+
+
+@app.command()
+def plan(
+    config: Config,
+    gpus: Annotated[int, typer.Option(metavar="N")],
+    gpu_type: Annotated[str, typer.Option(metavar="TYPE")],
+    network: Annotated[str | None, typer.Option(metavar="NAME|GBIT")] = None,
+    out: OutFile = None,
+    calibrate: OutFile = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Predict memory, time and cost of a run in every layout, and name the best.
+
+    Computes, for each legal layout (tensor, pipeline and virtual pipeline size, sequence
+    parallelism, ZeRO stage, recomputation, micro-batch size), the memory of a GPU and the time of a
+    step by part, tokens/s, MFU and GPU-hours. Prints the fastest that fit, why the others fall out,
+    and every assumption. Needs no GPU and runs nothing.
+
+    \b
+    Example:
+      pretrain plan configs/cc100_roberta/alibi_1024.toml --gpus 128 --gpu-type v100-32
+      pretrain plan configs/demo.toml --gpus 8 --gpu-type h100 --set train.precision=bf16 \\
+          --out demo_h100.toml
+
+    Args:
+        gpus: GPUs of the whole job.
+        gpu_type: v100-32, a100-80, h100 or h200.
+        network: Links of a node: 8x400, 8x200, 8x100 or 4xedr, or Gbit/s of all of them in one
+            direction. Default: what nodes with such GPUs usually have.
+        out: Write the best layout as a config on top of CONFIG.
+        calibrate: Scale the assumed speeds by a measurement: pretrain bench train --out FILE.
+    """
+    check_beside(overrides, {"--gpus": (gpus, "parallel.world_size")})
+    from pretrain.plan.command import load_for_plan, plan_run, read_target
+
+    run, refusal = load_for_plan(Path(config), overrides)
+    target = read_target(gpus, gpu_type, network, calibrate)
+    print(plan_run(run, Path(config), target, out, refusal))
+
+
+@app.command()
+def study(
+    file: Annotated[Path, typer.Argument(metavar="STUDY.toml")],
+    nproc: Annotated[int | None, typer.Option(min=1, metavar="N")] = None,
+    site: Annotated[Path | None, typer.Option(metavar="SITE.toml")] = None,
+    dry_run: bool = False,
+    report_only: bool = False,
+) -> None:
+    """Train methods at several lengths, evaluate them together, and report on the claims.
+
+    Builds the data if it is missing, checks every run before the first one starts, and trains one
+    after the other as `launcher local` does. Finished runs are left out, so the same command goes
+    on after Ctrl-C, which saves. A run that fails does not stop the others, and the exit code is 1
+    then. All finished runs are evaluated together, and STUDY/report has the result.
+
+    With --site the missing runs are submitted instead; the same command reports when they are done.
+
+    The runs of a study differ in what its file says and in nothing else: a study file that was
+    edited beyond what leaves the trained runs as they are is refused.
+
+    \b
+    Examples:
+      pretrain study configs/studies/demo.toml --nproc 2
+      pretrain study configs/studies/wikitext103.toml --site slurm/site.toml
+
+    Args:
+        file: The study: methods, lengths, seeds, settings.
+        nproc: Processes of each run, of the evaluation and of what is measured. Default: 1.
+        site: Submit the runs to this Slurm cluster, as one job array, and train none here.
+        dry_run: Print the runs and what is left of each; do nothing.
+        report_only: Train and measure nothing; evaluate and report what is finished.
+    """
+    if report_only and site is not None:
+        raise ConfigError(
+            "--report-only and --site: choose one. --report-only evaluates on this machine"
+        )
+    from pretrain.study.command import Request, print_plan, run_study
+
+    if dry_run:
+        print_plan(file, nproc)
+        return
+    raise typer.Exit(run_study(file, Request(nproc or 1, site, report_only)))
 
 
 # ---- what belongs to the launcher ----

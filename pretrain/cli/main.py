@@ -26,7 +26,7 @@ def main() -> None:
     from pretrain.cli.commands import app
     from pretrain.cli.exits import leave
     from pretrain.config import NO_SPACE_ERRORS, ConfigError, RunFailed
-    from pretrain.config.load import expand_home
+    from pretrain.config.arguments import expand_home
     from pretrain.rundir.paths import ExitCode, exit_code_of
 
     interrupts: list[int] = []

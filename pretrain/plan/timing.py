@@ -387,7 +387,7 @@ class Step:
         return flops * self.tokens / (self.milliseconds / 1e3) / (self.device.peak_tflops * 1e12)
 
 
-# ---- List the collectives of a step at ZeRO 1, as `pretrain bench step --count` counts them ----
+# ---- List the collectives of a step at ZeRO 1, as `pretrain bench step` counts them ----
 # Counted are those of one rank of a pipeline stage; a test compares every row with the counter. Of
 # ZeRO 2 and 3, whose calls are DeepSpeed's, the model of time knows the bytes alone.
 

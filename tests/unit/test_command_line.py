@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config.load import expand_home
+from pretrain.config.arguments import expand_home
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {"pretrain": "pretrain.cli.main", "launcher": "pretrain.launcher.main"}

@@ -120,7 +120,7 @@ def test_links_to_the_repository_lead_to_pages_of_the_site():
         "```\n[h](../gone.py)\n```\n"
     )
     assert set(added) == {"source/pretrain/cli/commands.py.md", "source/configs.md"}
-    assert "app = typer.Typer(" in added["source/pretrain/cli/commands.py.md"]
+    assert "app = Commands(" in added["source/pretrain/cli/commands.py.md"]
     assert "configs/demo.toml" in added["source/configs.md"]
     assert (
         site_pages.relinked("index.md", "[a](docs/v100.md)", {"v100.md"}, added) == "[a](v100.md)"

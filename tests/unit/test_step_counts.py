@@ -291,7 +291,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     file = tmp_path / "step.json"
     result = CliRunner().invoke(
         app,
-        ["bench", "step", "configs/demo.toml", *settings, "--count", "--out", str(file)],
+        ["bench", "step", "configs/demo.toml", *settings, "--out", str(file)],
         catch_exceptions=False,
     )
     assert result.exit_code == 0

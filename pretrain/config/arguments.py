@@ -1,0 +1,133 @@
+"""The command lines of `pretrain` and `launcher`: shared arguments, and where their help stands.
+
+The docstring of a command is the text of its --help, and under Args it describes the parameters.
+`Commands` hands typer both.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import inspect
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+
+from pretrain.config.load import check_overrides
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Commands(typer.Typer):
+    """A group of commands whose docstrings describe their parameters under Args.
+
+    A parameter is an option unless its annotation says typer.Argument. A flag has no --no-flag.
+    """
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Command], Command]:
+        """Register the decorated function, as typer.Typer.command does."""
+        register = super().command(name, **settings)
+        return lambda function: register(_documented(function))
+
+
+def _documented(command: Command) -> Command:
+    """Give the parameters of a command the help that its docstring has under Args."""
+    text, _, arguments = (inspect.getdoc(command) or "").partition("\n\nArgs:\n")
+    hints = get_type_hints(command, include_extras=True)
+    for name, words in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", arguments, re.MULTILINE):
+        is_annotated = get_origin(hints[name]) is Annotated
+        kind, given = get_args(hints[name]) if is_annotated else (hints[name], typer.Option())
+        info = copy.copy(given)
+        info.help = " ".join(words.split())
+        # In an annotation, typer keeps a name that is given in `default`.
+        if kind is bool and info.default is ...:
+            info.param_decls = (f"--{name.replace('_', '-')}",)
+        hints[name] = Annotated[kind, info]
+    command.__doc__, command.__annotations__ = text, hints
+    return command
+
+
+Count = Annotated[int, typer.Option(min=1)]
+Number = Annotated[int | None, typer.Option(metavar="N")]
+Numbers = Annotated[str | None, typer.Option(metavar="N,N,...")]
+OutFile = Annotated[Path | None, typer.Option(metavar="FILE")]
+JsonFile = Annotated[Path | None, typer.Option(metavar="FILE.json")]
+Config = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG", help="TOML file of the run. `pretrain config --list` shows examples."
+    ),
+]
+Overrides = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        callback=check_overrides,
+        help="Override a value of the config, as in --set train.num_steps=100; with nothing after "
+        "the =, remove the key, which brings its default back. Can be repeated.",
+    ),
+]
+AllowChanged = Annotated[
+    list[str],
+    typer.Option(
+        "--allow-changed",
+        metavar="SECTION.KEY",
+        help="Go on from a checkpoint although this key, which changes training, is not as it was "
+        "then. data.directory stands for the training tokens, data.tokenizer for the tokenizer. "
+        "Recorded in later checkpoints and metrics.jsonl. Can be repeated.",
+    ),
+]
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN|CHECKPOINT",
+        help="Directory of a run, which means its newest checkpoint, or of one checkpoint.",
+    ),
+]
+"""The first argument of commands that read a checkpoint."""
+Sources = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN|CHECKPOINT",
+        help="Directories of runs, which mean their newest checkpoints, or of checkpoints.",
+    ),
+]
+"""The first argument of commands that evaluate several checkpoints together."""
+
+
+def expand_home(words: Sequence[str]) -> list[str]:
+    """Return command-line arguments with the ~ of --option=~/path expanded.
+
+    A shell expands it at the beginning of a word, and bash nowhere else.
+    """
+    result = []
+    for word in words:
+        option, separator, value = word.partition("=")
+        if separator and option.startswith("--") and value.startswith("~"):
+            word = f"{option}={os.path.expanduser(value)}"
+        result.append(word)
+    return result
+
+
+def print_and_exit(text: Callable[[], str]) -> Callable[[bool], None]:
+    """Return the callback of a flag that prints a text and ends the command, as --help does."""
+
+    def callback(given: bool) -> None:
+        if given:
+            print(text())
+            raise typer.Exit
+
+    return callback
+
+
+def version_of(command: str) -> str:
+    """Return the name of a command and the installed version, which pyproject.toml states."""
+    try:
+        return f"{command} {importlib.metadata.version('pretrain')}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{command} (run from its source, not installed)"
