@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from mmap import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,21 +87,16 @@ class BlockHasher:
         self._block.reset()
 
 
-def digest(
-    like: FileRecord, pieces: Iterable[bytes], done: Callable[[int], None] | None = None
-) -> FileRecord:
+def digest(like: FileRecord, pieces: Iterable[bytes]) -> FileRecord:
     """Return the record that a file with this content has.
 
     Args:
         like: The record that it should have.
         pieces: Its content, in pieces of any size.
-        done: Is told how many bytes have been hashed since the last call.
     """
     hasher = BlockHasher(like.block_bytes)
     for piece in pieces:
         hasher.update(piece)
-        if done is not None:
-            done(len(piece))
     return hasher.record(like.name)
 
 
@@ -185,14 +180,10 @@ class BlockReader:
             self._last = (last, data[(last - first) * size :].copy())
         return data[start - begin :][:count]
 
-    def verify(self, done: Callable[[int], None] | None = None) -> None:
-        """Read the whole file, and tell `done` how many bytes have been read since the last call.
-
-        Raises DamagedCheckpoint as `read` does.
-        """
-        for data in self.pieces():
-            if done is not None:
-                done(len(data))
+    def verify(self) -> None:
+        """Read the whole file. Raises DamagedCheckpoint as `read` does."""
+        for _ in self.pieces():
+            pass
 
     def pieces(self) -> Iterator[Bytes]:
         """Yield the whole file, verified, in pieces of about PIECE_BYTES; each byte is read once.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ from pretrain.checkpoint.blocks import (
 from pretrain.config import ConfigError, RunFailed
 from pretrain.optim.optimizers import meaning
 from pretrain.rundir.files import replace_file
+from pretrain.rundir.lineage import Natural
 
 DTYPE, ITEM_BYTES = "F32", 4
 """Every tensor is fp32."""
@@ -42,7 +43,6 @@ FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 _ALIGNMENT = 64
 """The data of a file begin at a multiple of so many bytes, so that they can be memory-mapped."""
 
-Natural = Annotated[int, Field(ge=0, lt=2**53)]
 Shape = Annotated[tuple[Natural, ...], Field(max_length=8)]
 """More axes than any tensor has would only make numbers that cannot be printed."""
 Digest = Annotated[str, StringConstraints(pattern=f"^{DIGEST_PATTERN}$")]
@@ -107,11 +107,15 @@ class Index:
         return content.model_dump_json() + "\n"
 
     @staticmethod
-    def parse(text: str | bytes) -> Index:
+    def parse(text: str | bytes, listed: Mapping[str, int]) -> Index:
         """Read the content of an index.json and check it.
 
+        Args:
+            text: The content.
+            listed: The checkpoint's files by its manifest, with their sizes in bytes.
+
         Raises:
-            DamagedCheckpoint: It is no index, or one with gaps.
+            DamagedCheckpoint: It is no index, or one with gaps, or of other files.
             ConfigError: It is the index of another version.
         """
         try:
@@ -129,6 +133,9 @@ class Index:
             )
         index = Index(_records(content), content.tensors)
         index.check()
+        tensor_files = {name: size for name, size in listed.items() if FILE_NAME.fullmatch(name)}
+        if {file.name: file.bytes for file in index.files} != tensor_files:
+            raise DamagedCheckpoint("its files are not the manifest's")
         return index
 
     def check(self) -> None:

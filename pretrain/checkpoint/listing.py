@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint, FileRecord
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.store import Rounds, Store, Stored, split_checkpoint
+from pretrain.checkpoint.store import Rounds, Store, split_checkpoint
 from pretrain.config import ConfigError, RunFailed, in_bytes, load_config, writing
 from pretrain.rundir.checkpoints import (
     MANIFEST,
@@ -26,9 +25,9 @@ from pretrain.rundir.checkpoints import (
     named_by_step,
     saved_checkpoints,
 )
-from pretrain.rundir.files import remove_directory, say
+from pretrain.rundir.files import remove_directory
 from pretrain.rundir.history import old_checkpoints
-from pretrain.rundir.lineage import Policy, hold, unheld
+from pretrain.rundir.lineage import Lineage, Policy, hold, unheld
 from pretrain.rundir.lock import check_free
 from pretrain.rundir.paths import RunPaths, check_version
 
@@ -153,18 +152,21 @@ def _row(path: Path, awaits_evaluation: bool = False, abandoned: str | None = No
         return dataclasses.replace(row, damage=_without_remedy(error, path))
     except ConfigError as error:
         return dataclasses.replace(row, unread=_without_remedy(error, path))
-    lineage, origin = opened.lineage, opened.origin
+    origin = opened.origin
     return dataclasses.replace(
-        row,
-        id=lineage.id,
-        parent=lineage.parent,
-        branch=lineage.branches[-1].id,
-        branch_since=lineage.branches[-1].since,
+        _with_lineage(row, opened.lineage),
         bytes=sum(opened.files.values()),
         saved_at=saved_at,
         validation_loss_nats=origin.validation_loss_nats,
         changes=len(origin.changes),
         is_held=is_held,
+    )
+
+
+def _with_lineage(row: Row, lineage: Lineage) -> Row:
+    branch = lineage.branches[-1]
+    return dataclasses.replace(
+        row, id=lineage.id, parent=lineage.parent, branch=branch.id, branch_since=branch.since
     )
 
 
@@ -211,8 +213,6 @@ def _notes(row: Row) -> str:
 
 NUM_THREADS = 4
 """Files that are read at once. Hashing keeps about one core busy for 10 GB/s."""
-PROGRESS_SECONDS = 5.0
-"""Between two lines that say how far the work has come."""
 
 
 def checkpoints_at(source: Path) -> list[Path]:
@@ -247,7 +247,7 @@ def verify_sources(sources: Sequence[Path]) -> bool:
     damaged = unread = 0
     for path in paths:
         try:
-            problems, read = verify_checkpoint(path, say)
+            problems, read = verify_checkpoint(path)
         except ConfigError as error:
             unread += 1
             print(f"{path}: not verified: {_without_remedy(error, path)}", flush=True)
@@ -266,42 +266,32 @@ def _print_verified(path: object, problems: Sequence[str], read: int) -> None:
         print(f"{path}: every byte is as it was written ({size(read)})", flush=True)
 
 
-def verify_checkpoint(
-    path: Path, say: Callable[[str], None] | None = None
-) -> tuple[list[str], int]:
+def verify_checkpoint(path: Path) -> tuple[list[str], int]:
     """Read every byte of a checkpoint once.
 
-    Args:
-        path: The checkpoint.
-        say: Is told now and then how far the work has come.
-
     Returns:
-        What is damaged, file by file, and the number of bytes in files that are not.
+        What is damaged, file by file, and the checkpoint's size in bytes.
 
     Raises:
         ConfigError: It cannot be verified: another version saved it, its name is another step's, or
             it was deleted a moment ago.
     """
-    progress = _Progress(path, say)
     if not is_complete(path):
         return [f"{MANIFEST}: missing"], 0
     try:
         with hold(path):
             checkpoint = open_checkpoint(path)
-            files = checkpoint.index.files
-            progress.total = sum(checkpoint.files.values())
-            progress.add(progress.total - sum(file.bytes for file in files))
             with ThreadPoolExecutor(NUM_THREADS) as pool:
-                found = list(pool.map(lambda file: _verify_file(path, file, progress), files))
+                found = pool.map(lambda file: _verify_file(path, file), checkpoint.index.files)
     except DamagedCheckpoint as error:
         return [_without_remedy(error, path)], 0
-    return [problem for problem in found if problem], progress.done
+    return [problem for problem in found if problem], sum(checkpoint.files.values())
 
 
-def _verify_file(directory: Path, record: FileRecord, progress: _Progress) -> str | None:
+def _verify_file(directory: Path, record: FileRecord) -> str | None:
     try:
         with closing(BlockReader(directory, record)) as file:
-            file.verify(progress.add)
+            file.verify()
     except DamagedCheckpoint as error:
         return _without_remedy(error, directory)
     except OSError as error:
@@ -312,24 +302,6 @@ def _verify_file(directory: Path, record: FileRecord, progress: _Progress) -> st
 def _without_remedy(error: Exception, path: Path) -> str:
     """Return a message without the path, which stands before it, and without what to do."""
     return str(error).replace(f"{path}/", "").partition(". ")[0]
-
-
-class _Progress:
-    """Counts bytes from several threads and says now and then how far they are."""
-
-    def __init__(self, path: Path, say: Callable[[str], None] | None) -> None:
-        self.done = self.total = 0
-        self._path, self._say, self._lock = path, say, threading.Lock()
-        self._last = time.monotonic()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self.done += count
-            now = time.monotonic()
-            if self._say is not None and now - self._last >= PROGRESS_SECONDS:
-                self._last = now
-                share = self.done / max(1, self.total)
-                self._say(f"{self._path}: {share:.0%} of {size(self.total)}")
 
 
 # ---- `pretrain checkpoint prune`: delete a run's old checkpoints by the rules of retention ----
@@ -456,6 +428,9 @@ def _why(plan: Plan, path: Path) -> str:
 # ---- `pretrain checkpoint list`, `verify` and `upload` for a store, which is named by its URL ----
 
 
+INCOMPLETE = "not complete, or its manifest is damaged"
+
+
 def list_store(url: str) -> list[Row]:
     """Return the checkpoints in a store: first the run's line, then those it turned away from.
 
@@ -475,19 +450,14 @@ def list_store(url: str) -> list[Row]:
         stored = store.stored(name)
         row = Row(f"{store.url}/{name}", int(name.split("-")[1]))
         if stored is None:
-            rows.append(dataclasses.replace(row, damage="not complete, or its manifest is damaged"))
-            continue
-        lineage = stored.lineage
-        row = dataclasses.replace(
-            row,
-            id=lineage.id,
-            parent=lineage.parent,
-            branch=lineage.branches[-1].id,
-            branch_since=lineage.branches[-1].since,
-            bytes=stored.bytes,
-            validation_loss_nats=stored.content.get("validation_loss_nats"),
-            abandoned=None if name in line else "other lines",
-        )
+            row = dataclasses.replace(row, damage=INCOMPLETE)
+        else:
+            row = dataclasses.replace(
+                _with_lineage(row, stored.lineage),
+                bytes=stored.bytes,
+                validation_loss_nats=stored.manifest.validation_loss_nats,
+                abandoned=None if name in line else "other lines",
+            )
         rows.append(row)
     return rows
 
@@ -510,7 +480,7 @@ def verify_store(url: str) -> bool:
     good = True
     for each in names:
         stored = store.stored(each)
-        problems = _problems(store, stored)
+        problems = store.verify(stored) if stored else [INCOMPLETE]
         _print_verified(f"{store.url}/{each}", problems, stored.bytes if stored else 0)
         good = good and not problems
     return good
@@ -540,12 +510,6 @@ def upload_run(run: Path, url: str | None) -> list[str]:
     while rounds.upload_next():
         pass
     return rounds.missing()
-
-
-def _problems(store: Store, stored: Stored | None) -> list[str]:
-    if stored is None:
-        return ["not complete, or its manifest is damaged"]
-    return store.verify(stored)
 
 
 def _none(url: str) -> ConfigError:

@@ -76,8 +76,12 @@ def load_weights(checkpoint: Checkpoint, chunks: list[GPTModel]) -> None:
     _load(checkpoint, parameters, targets)
 
 
-def load_global_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
+def load_global_state(checkpoint: Checkpoint, kind: str = MASTER) -> dict[str, Tensor]:
     """Return every fp32 master by its global name, whole, in this process alone, for an export.
+
+    Args:
+        checkpoint: The checkpoint, opened.
+        kind: MASTER, or one of the optimizer's moments.
 
     Raises:
         DamagedCheckpoint: A file is damaged.
@@ -85,9 +89,16 @@ def load_global_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
     tensors = {name: torch.empty(shape) for name, shape in checkpoint.shapes.items()}
     read_into(
         checkpoint,
-        [Target(f"{MASTER}/{name}", (0,) * t.dim(), t) for name, t in tensors.items()],
+        [Target(f"{kind}/{name}", (0,) * t.dim(), t) for name, t in tensors.items()],
     )
     return tensors
+
+
+def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Return a global tensor, "<kind>/<parameter>", in fp32; raise as `load_global_state`."""
+    values = torch.empty(checkpoint.index.tensors[name].shape)
+    read_into(checkpoint, [Target(name, (0,) * values.dim(), values)])
+    return values
 
 
 def read_into(checkpoint: Checkpoint, targets: Iterable[Target]) -> None:

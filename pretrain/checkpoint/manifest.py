@@ -18,7 +18,6 @@ import os
 import stat
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,8 +32,8 @@ from pydantic import (
     model_validator,
 )
 
-from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint
-from pretrain.checkpoint.index import FILE_NAME, Index, Natural
+from pretrain.checkpoint.blocks import DamagedCheckpoint
+from pretrain.checkpoint.index import FILE_NAME, Index
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
 from pretrain.config.run import is_url
 from pretrain.config.schema import Effect
@@ -53,7 +52,8 @@ from pretrain.data.manifest import MANIFEST as DATA_MANIFEST
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizers.base import TOKENIZER_FILES
 from pretrain.rundir.checkpoints import MANIFEST, check_name, earlier_checkpoints, run_of
-from pretrain.rundir.lineage import Branch, Lineage
+from pretrain.rundir.files import parse_json
+from pretrain.rundir.lineage import Branch, Lineage, Natural
 from pretrain.rundir.provenance import Provenance
 
 # ---- content ----
@@ -139,8 +139,8 @@ class BranchEntry(Strict):
     since: Natural
 
 
-class ManifestContent(Strict):
-    """The content of manifest.json, without its checksum."""
+class Manifest(Strict):
+    """The content of manifest.json."""
 
     format: Literal[2]
     id: Id
@@ -149,11 +149,59 @@ class ManifestContent(Strict):
     step: Natural
     validation_loss_nats: float | None
     files: dict[str, FileEntry]
+    checksum: str
 
     @property
     def lineage(self) -> Lineage:
         branches = tuple(Branch(branch.id, branch.since) for branch in self.branches)
         return Lineage(self.id, self.step, self.parent, branches)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return every file of the checkpoint but the manifest, with its size in bytes."""
+        return {name: entry.bytes for name, entry in self.files.items()}
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return the files without tensors, with their SHA-256."""
+        return {name: self.files[name].sha256 or "" for name in small_files(self.files)}
+
+    @staticmethod
+    def parse(text: bytes, where: object) -> Manifest:
+        """Read the content of a manifest.json and check that it lists what a checkpoint has.
+
+        Args:
+            text: The content.
+            where: The checkpoint, for a message.
+
+        Raises:
+            DamagedCheckpoint: It is no manifest, or not as it was written. Says why.
+            ConfigError: It is of another version. It is not damaged, so that it would be wrong to
+                go on from an earlier checkpoint.
+        """
+        content = parse_json(text)
+        found = content.get("format")
+        if type(found) is int and found != FORMAT:
+            raise ConfigError(
+                f"{where}: format = {found}, this version reads {FORMAT}. Use the version that "
+                "saved it"
+            )
+        try:
+            manifest = Manifest.model_validate_json(json.dumps(content))
+        except (ValueError, RecursionError) as error:
+            raise DamagedCheckpoint(f"not a manifest ({_first(error)})") from None
+        if manifest.checksum != checksum(content):
+            raise DamagedCheckpoint("its checksum is not that of its content")
+        for name in manifest.files.keys() - manifest.digests.keys():
+            if not FILE_NAME.fullmatch(name):
+                raise DamagedCheckpoint(f"lists {name!r}, which is no file of a checkpoint")
+        for name in REQUIRED:
+            if name not in manifest.files:
+                raise DamagedCheckpoint(f"does not list {name}")
+        for name, sha256 in manifest.digests.items():
+            if not sha256:
+                raise DamagedCheckpoint(f"has no SHA-256 of {name}")
+        return manifest
 
 
 class SegmentEntry(Strict):
@@ -246,15 +294,6 @@ def small_files(names: Iterable[str]) -> list[str]:
     return [name for name in names if name in REQUIRED or name in TOKENIZER_FILES]
 
 
-def is_manifest(content: Mapping[str, Any]) -> bool:
-    """Return True for the content of a manifest as `open_checkpoint` accepts it."""
-    try:
-        ManifestContent.model_validate_json(json.dumps(content))
-    except (ValidationError, ValueError, RecursionError):
-        return False
-    return content.get("checksum") == checksum(content)
-
-
 def describe(path: Path) -> dict[str, Any]:
     """Return a small file's manifest entry: its size in bytes and its SHA-256."""
     content = path.read_bytes()
@@ -306,8 +345,8 @@ class Checkpoint:
         """
         content = _read(self.path, INDEX, self.files[INDEX], self.index_sha256)
         try:
-            index = Index.parse(content)
-            self._check_index(index)
+            index = Index.parse(content, self.files)
+            self._check_tensors(index)
         except DamagedCheckpoint as error:
             raise _damaged(self.path / INDEX, str(error)) from None
         except ConfigError as error:
@@ -329,24 +368,7 @@ class Checkpoint:
 
         Another process may save the same step again meanwhile; its manifest is another one then.
         """
-        return _read_manifest(self.path)[1] == self.checksum
-
-    def verify_tensors(self, share: int = 0, shares: int = 1) -> None:
-        """Read and verify all files of tensors.
-
-        Args:
-            share: Number of this share, counted from 0; usually the rank.
-            shares: Number of equal shares that the files are dealt to, usually the world size.
-
-        Raises:
-            DamagedCheckpoint: A file is missing or damaged; names it and the checkpoint before.
-        """
-        for record in self.index.files[share::shares]:
-            try:
-                with closing(BlockReader(self.path, record)) as file:
-                    file.verify()
-            except DamagedCheckpoint as error:
-                raise DamagedCheckpoint(f"{error}. {remedy(self.path)}") from None
+        return _read_manifest(self.path).checksum == self.checksum
 
     def load_config(
         self,
@@ -364,11 +386,8 @@ class Checkpoint:
         """
         return load_config(self.path / CONFIG, overrides, sections)
 
-    def _check_index(self, index: Index) -> None:
-        """Check that the index names the manifest's files, and all that is saved of a parameter."""
-        listed = {name: size for name, size in self.files.items() if FILE_NAME.fullmatch(name)}
-        if {file.name: file.bytes for file in index.files} != listed:
-            raise DamagedCheckpoint("its files are not the manifest's")
+    def _check_tensors(self, index: Index) -> None:
+        """Check that the index names all that is saved of a parameter."""
         moments = self.config.moments
         shapes: dict[str, dict[str, tuple[int, ...]]] = {kind: {} for kind in (MASTER, *moments)}
         for name, tensor in index.tensors.items():
@@ -390,10 +409,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         DamagedCheckpoint: A file is missing, damaged or not listed.
         ConfigError: This version does not know the format.
     """
-    manifest, own_checksum = _read_manifest(path)
-    _check_files(path, manifest)
-    sizes = {name: entry.bytes for name, entry in manifest.files.items()}
-    digests = {name: manifest.files[name].sha256 or "" for name in small_files(sizes)}
+    manifest = _read_manifest(path)
+    sizes, digests = manifest.sizes, manifest.digests
+    _check_files(path, sizes)
     # Parsed from what was verified: each file is read once.
     config = _parse_config(path, _read(path, CONFIG, sizes[CONFIG], digests[CONFIG]))
     try:
@@ -409,7 +427,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     check_name(path, manifest.step)
     return Checkpoint(
         path=path,
-        checksum=own_checksum,
+        checksum=manifest.checksum,
         files=sizes,
         config=config,
         trainer_state=state.trainer_state,
@@ -430,57 +448,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def _read_manifest(checkpoint: Path) -> tuple[ManifestContent, str]:
-    """Return a checkpoint's manifest and its checksum, which has been compared."""
+def _read_manifest(checkpoint: Path) -> Manifest:
+    """Return a checkpoint's manifest, as far as it is right by itself."""
     path = checkpoint / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        return Manifest.parse(path.read_bytes(), path)
     except (FileNotFoundError, NotADirectoryError):
         raise _damaged(path, "missing") from None
-    except (ValueError, RecursionError):
-        raise _damaged(path, "not a manifest") from None
-    check_format(content, path)
-    try:
-        manifest = ManifestContent.model_validate_json(json.dumps(content))
-    except (ValidationError, ValueError) as error:
-        why = _first(error) if isinstance(error, ValidationError) else str(error)
-        raise _damaged(path, f"not a manifest ({why})") from None
-    own = checksum(content)
-    if content.get("checksum") != own:
-        raise _damaged(path, "its checksum is not that of its content")
-    return manifest, own
+    except DamagedCheckpoint as error:
+        raise _damaged(path, str(error)) from None
 
 
-def check_format(manifest: Any, where: object) -> None:
-    """Check that a manifest is of the version that this program reads.
-
-    Args:
-        manifest: What its JSON is.
-        where: Where it lies, for the message.
-
-    Raises:
-        ConfigError: It is of another one. It is not damaged, so that it would be wrong to go on
-            from an earlier checkpoint.
-    """
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if type(found) is int and found != FORMAT:
-        raise ConfigError(
-            f"{where}: format = {found}, this version reads {FORMAT}. Use the version that saved it"
-        )
-
-
-def _check_files(checkpoint: Path, manifest: ManifestContent) -> None:
-    """Check that the manifest lists what a checkpoint has, and that nothing else is there."""
-    path, names = checkpoint / MANIFEST, manifest.files.keys()
-    small = set(small_files(names))
-    for name, entry in manifest.files.items():
-        is_small = name in small
-        if not is_small and not FILE_NAME.fullmatch(name):
-            raise _damaged(path, f"lists {name!r}, which is no file of a checkpoint")
-        if is_small and entry.sha256 is None:
-            raise _damaged(path, f"has no SHA-256 of {name}")
-    if missing := set(REQUIRED) - names:
-        raise _damaged(path, f"does not list {min(missing)}")
+def _check_files(checkpoint: Path, sizes: Mapping[str, int]) -> None:
+    """Check that the files that the manifest lists are there, and nothing else."""
+    names = sizes.keys()
     # An NFS client gives a file that was removed while it was open a name of this form.
     found = {name for name in os.listdir(checkpoint) if not name.startswith(".nfs")}
     if unlisted := found - names - {MANIFEST}:
@@ -490,7 +471,7 @@ def _check_files(checkpoint: Path, manifest: ManifestContent) -> None:
         )
     if missing := names - found:
         raise _damaged(checkpoint / min(missing), "missing")
-    for name, entry in manifest.files.items():
+    for name, size in sizes.items():
         try:
             found_file = (checkpoint / name).stat()
         except OSError as error:
@@ -499,11 +480,9 @@ def _check_files(checkpoint: Path, manifest: ManifestContent) -> None:
         if not stat.S_ISREG(found_file.st_mode):
             # To open a FIFO waits for ever, and a device may never end.
             raise _damaged(checkpoint / name, "not a regular file")
-        if found_file.st_size != entry.bytes:
-            raise _damaged(
-                checkpoint / name,
-                f"{found_file.st_size} bytes, the manifest says {entry.bytes}",
-            )
+        if found_file.st_size != size:
+            reason = f"{found_file.st_size} bytes, the manifest says {size}"
+            raise _damaged(checkpoint / name, reason)
 
 
 def _parse_config(checkpoint: Path, content: bytes) -> RunConfig:
@@ -527,8 +506,10 @@ def _damaged(path: Path, reason: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"{path}: {reason}. {remedy(path.parent)}")
 
 
-def _first(error: ValidationError) -> str:
+def _first(error: Exception) -> str:
     """Return the first thing that is wrong, with the key."""
+    if not isinstance(error, ValidationError):
+        return str(error)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     return f"{where}: {first['msg']}" if where else first["msg"]

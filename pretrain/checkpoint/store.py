@@ -34,15 +34,8 @@ from pretrain.checkpoint.blocks import (
     FileRecord,
     digest,
 )
-from pretrain.checkpoint.index import FILE_NAME, Index
-from pretrain.checkpoint.manifest import (
-    INDEX,
-    REQUIRED,
-    check_format,
-    is_manifest,
-    open_checkpoint,
-    small_files,
-)
+from pretrain.checkpoint.index import Index
+from pretrain.checkpoint.manifest import INDEX, Manifest, open_checkpoint, small_files
 from pretrain.config import ConfigError, RunFailed
 from pretrain.processes import start_beside
 from pretrain.rundir.checkpoints import (
@@ -53,7 +46,7 @@ from pretrain.rundir.checkpoints import (
     saved_checkpoints,
 )
 from pretrain.rundir.files import flush_directory, parse_json, replace_file, say
-from pretrain.rundir.lineage import Lineage, hold, parse_lineage
+from pretrain.rundir.lineage import Lineage, hold
 
 # ---- Make and read the names of stores, which are URLs, and of the checkpoints in them ----
 
@@ -75,10 +68,9 @@ def check_protocol(url: str) -> None:
     """Check that fsspec speaks a URL's protocol and that the package for it is installed.
 
     Raises:
-        ConfigError: It is not, and names the package; or the URL holds a password.
+        ConfigError: It is not, or the URL holds a password.
     """
     import fsspec
-    from fsspec.registry import known_implementations
 
     protocol, _, rest = url.partition("://")
     if ":" in rest.partition("/")[0].rpartition("@")[0]:
@@ -88,17 +80,9 @@ def check_protocol(url: str) -> None:
         )
     try:
         fsspec.get_filesystem_class(protocol)
-    except ImportError as error:
-        known = known_implementations.get(protocol, {})
-        package = str(known.get("class", protocol)).partition(".")[0]
-        raise ConfigError(
-            f"{url}: {protocol}:// needs the Python package {package}, which is not installed "
-            f"({error}). Run: pip install {package}"
-        ) from None
-    except ValueError:
-        raise ConfigError(
-            f"{url}: fsspec knows no protocol {protocol}://. Use one like s3://, gs:// or file://"
-        ) from None
+    except (ImportError, ValueError) as error:
+        # fsspec says which package is missing, or that it knows no such protocol.
+        raise ConfigError(f"{url}: {error}. Use a URL like s3://, gs:// or file://") from None
 
 
 def split_checkpoint(url: str) -> tuple[str, str | None]:
@@ -128,17 +112,21 @@ class Stored:
 
     name: str
     """Its folder: step-########-<id>."""
-    content: dict[str, Any]
-    """Its manifest."""
-    lineage: Lineage
+    manifest: Manifest
+    content: bytes
+    """The manifest as it was read when the checkpoint was chosen."""
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.manifest.lineage
 
     @property
     def step(self) -> int:
-        return self.lineage.step
+        return self.manifest.step
 
     @property
     def bytes(self) -> int:
-        return sum(entry["bytes"] for entry in self.content["files"].values())
+        return sum(self.manifest.sizes.values())
 
 
 class Store:
@@ -191,14 +179,14 @@ class Store:
             ConfigError: It is of another version: to go on from an earlier one would be wrong.
             StoreError: The store cannot be read.
         """
-        content = parse_json(self._read(f"{name}/{MANIFEST}") or b"")
-        check_format(content, f"{self.url}/{name}")
-        lineage = parse_lineage(content)
-        # Checked as on a disk: what it holds is printed and added up.
-        if lineage is None or not is_manifest(content) or not _are_files(content.get("files")):
+        content = self._read(f"{name}/{MANIFEST}") or b""
+        try:
+            manifest = Manifest.parse(content, f"{self.url}/{name}")
+        except DamagedCheckpoint:
             return None
         # Its name is its content's, or a checkpoint was moved by hand.
-        return Stored(name, content, lineage) if name == stored_name(lineage) else None
+        is_it = name == stored_name(manifest.lineage)
+        return Stored(name, manifest, content) if is_it else None
 
     def newest(self) -> Stored | None:
         """Return the checkpoint that the run went on to last.
@@ -267,62 +255,46 @@ class Store:
             self._send("", NEWEST, [(json.dumps(content) + "\n").encode()])
 
     # ---- receiving ----
-    def download(
-        self, stored: Stored, directory: Path, done: Callable[[int], None] | None = None
-    ) -> None:
+    def download(self, stored: Stored, directory: Path) -> None:
         """Download a checkpoint into an empty directory, verified, and flushed to the disk.
 
         Args:
             stored: The checkpoint.
             directory: Where its files are put.
-            done: Is told from several threads how many bytes have arrived since the last call.
 
         Raises:
             DamagedCheckpoint: What the store holds is not what was written.
             StoreError: The store cannot be read.
             OSError: The disk refused.
         """
-        small = self._verified_files(stored)
-        files = Index.parse(small[INDEX]).files
-        self._check_listed(stored, files)
+        small, files = self._small_files(stored)
 
         def receive(record: FileRecord) -> None:
             with closing(BlockWriter(directory / record.name, record.block_bytes)) as file:
                 for piece in self._pieces(f"{stored.name}/{record.name}"):
                     file.write(piece)
-                    if done is not None:
-                        done(len(piece))
                 if file.finish() != record:
                     raise self._damaged(stored, record.name)
 
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             list(pool.map(receive, files))
-        for name, content in small.items():
+        for name, content in {**small, MANIFEST: stored.content}.items():
             replace_file(directory / name, content, durable=True)
-        # As it was read when the checkpoint was chosen.
-        manifest = json.dumps(stored.content, indent=2) + "\n"
-        replace_file(directory / MANIFEST, manifest, durable=True)
         flush_directory(directory)
 
-    def verify(self, stored: Stored, done: Callable[[int], None] | None = None) -> list[str]:
+    def verify(self, stored: Stored) -> list[str]:
         """Read every byte of a checkpoint in the store, and return what is damaged.
-
-        Args:
-            stored: The checkpoint.
-            done: As for `download`.
 
         Raises:
             StoreError: The store cannot be read.
         """
 
         def check(record: FileRecord) -> str | None:
-            found = digest(record, self._pieces(f"{stored.name}/{record.name}"), done)
+            found = digest(record, self._pieces(f"{stored.name}/{record.name}"))
             return None if found == record else str(self._damaged(stored, record.name))
 
         try:
-            small = self._verified_files(stored)
-            files = Index.parse(small[INDEX]).files
-            self._check_listed(stored, files)
+            _, files = self._small_files(stored)
         except DamagedCheckpoint as error:
             return [str(error)]
         with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -370,28 +342,17 @@ class Store:
             except FileNotFoundError:
                 return
 
-    def _verified_files(self, stored: Stored) -> dict[str, bytes]:
-        """Return the contents of the small files by name, verified."""
-        return {name: self._verified(stored, name) for name in small_files(stored.content["files"])}
-
-    def _verified(self, stored: Stored, name: str) -> bytes:
-        """Return the content of a small file, verified."""
-        entry = stored.content["files"].get(name)
-        content = self._read(f"{stored.name}/{name}")
-        digest = hashlib.sha256(content or b"").hexdigest()
-        if entry is None or content is None or digest != entry.get("sha256"):
-            raise self._damaged(stored, name)
-        return content
-
-    def _check_listed(self, stored: Stored, files: tuple[FileRecord, ...]) -> None:
-        """Check that the index names the manifest's files."""
-        listed = {
-            name: entry["bytes"]
-            for name, entry in stored.content["files"].items()
-            if FILE_NAME.fullmatch(name)
-        }
-        if {file.name: file.bytes for file in files} != listed:
-            raise self._damaged(stored, INDEX)
+    def _small_files(self, stored: Stored) -> tuple[dict[str, bytes], tuple[FileRecord, ...]]:
+        """Return the contents of the small files by name, verified, and what the index lists."""
+        small = {}
+        for name, sha256 in stored.manifest.digests.items():
+            small[name] = self._read(f"{stored.name}/{name}") or b""
+            if hashlib.sha256(small[name]).hexdigest() != sha256:
+                raise self._damaged(stored, name)
+        try:
+            return small, Index.parse(small[INDEX], stored.manifest.sizes).files
+        except DamagedCheckpoint:
+            raise self._damaged(stored, INDEX) from None
 
     def _damaged(self, stored: Stored, name: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(f"{self.url}/{stored.name}/{name}: missing, or not what was saved")
@@ -409,16 +370,6 @@ class Store:
             said = f"{type(error).__name__}: {error}".strip(": ")
             where = f"{self.url}/{path}".rstrip("/")
             raise StoreError(f"{where}: cannot {what} ({said})") from error
-
-
-def _are_files(files: Any) -> bool:
-    """Return True if a manifest's "files" lists what a checkpoint has, and nothing else."""
-    return (
-        isinstance(files, dict)
-        and files.keys() >= set(REQUIRED)
-        and all(FILE_NAME.fullmatch(name) for name in files.keys() - set(small_files(files)))
-        and all(isinstance(e, dict) and type(e.get("bytes")) is int for e in files.values())
-    )
 
 
 # ---- Upload checkpoints beside training, in a process of its own ----

@@ -1,12 +1,10 @@
-"""`pretrain checkpoint consolidate`: plain safetensors by global name, for any program to read."""
+"""What `pretrain checkpoint show`, `diff` and `consolidate` do with a checkpoint's tensors."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,88 +12,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.index import ITEM_BYTES
 from pretrain.checkpoint.listing import moment, size, table
-from pretrain.checkpoint.load import SLAB_BYTES, Target, read_into
+from pretrain.checkpoint.load import load_global_state, read_tensor
 from pretrain.checkpoint.manifest import CONFIG, MASTER, Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunFailed, dump_config, writing
 from pretrain.config.describe import describe
 from pretrain.config.trajectory import data_differences, differences
 from pretrain.optim.optimizers import meaning
 from pretrain.rundir.checkpoints import MANIFEST, find_checkpoint
-from pretrain.rundir.files import FILE_MODE, flush_directory, new_directory, replace_file
+from pretrain.rundir.files import (
+    FILE_MODE,
+    flush_directory,
+    flush_file,
+    new_directory,
+    replace_file,
+)
 from pretrain.rundir.lineage import Lineage, hold
 from pretrain.rundir.provenance import printable
-
-# ---- slabs ----
-# Read the tensors of a checkpoint in slabs of bounded size, whatever the size of the model.
-
-
-class Slab(NamedTuple):
-    """Consecutive rows of a global tensor."""
-
-    name: str
-    """The global tensor: "<kind>/<parameter>"."""
-    offset: tuple[int, ...]
-    """Where the rows begin in the tensor."""
-    size: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return ITEM_BYTES * math.prod(self.size)
-
-
-def slabs(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[list[Slab]]:
-    """Yield tensors in order, in lists of slabs that hold about SLAB_BYTES together.
-
-    Only a single row that is larger makes a larger list.
-
-    Args:
-        checkpoint: The checkpoint, opened.
-        names: Global tensors, "<kind>/<parameter>".
-    """
-    batch: list[Slab] = []
-    room = SLAB_BYTES
-    for name in names:
-        for slab in _rows(name, checkpoint.index.tensors[name].shape):
-            if batch and slab.bytes > room:
-                yield batch
-                batch, room = [], SLAB_BYTES
-            batch.append(slab)
-            room -= slab.bytes
-    if batch:
-        yield batch
-
-
-def read_slabs(checkpoint: Checkpoint, batch: Iterable[Slab]) -> list[Tensor]:
-    """Return the values of slabs, fp32, verified.
-
-    Args:
-        checkpoint: The checkpoint, opened.
-        batch: Some of what `slabs` yields, of a checkpoint with the same shapes.
-
-    Raises:
-        DamagedCheckpoint: A block is not as it was written.
-    """
-    targets = [Target(slab.name, slab.offset, torch.empty(slab.size)) for slab in batch]
-    read_into(checkpoint, targets)
-    return [target.values for target in targets]
-
-
-def _rows(name: str, shape: tuple[int, ...]) -> Iterator[Slab]:
-    """Yield a tensor in slabs of whole rows along its first axis."""
-    if not shape:
-        yield Slab(name, (), ())
-        return
-    row_bytes = ITEM_BYTES * math.prod(shape[1:])
-    if not row_bytes:
-        # The rows have no elements.
-        return
-    at_once = max(1, SLAB_BYTES // max(1, row_bytes))
-    rest = (0,) * (len(shape) - 1)
-    for row in range(0, shape[0], at_once):
-        yield Slab(name, (row, *rest), (min(at_once, shape[0] - row), *shape[1:]))
-
 
 # ---- `pretrain checkpoint show`: what a checkpoint is, where it comes from and what is in it ----
 
@@ -202,46 +135,33 @@ def _files(checkpoint: Checkpoint) -> str:
 
 def _norms(checkpoint: Checkpoint) -> dict[str, float]:
     """Return the L2 norm of every global tensor."""
-    squares = dict.fromkeys(checkpoint.index.tensors, 0.0)
-    for batch in slabs(checkpoint, checkpoint.index.tensors):
-        for slab, values in zip(batch, read_slabs(checkpoint, batch)):
-            squares[slab.name] += float(values.double().square().sum())
-    return {name: math.sqrt(square) for name, square in squares.items()}
+    tensors = ((name, read_tensor(checkpoint, name)) for name in checkpoint.index.tensors)
+    return {name: float(values.double().norm()) for name, values in tensors}
 
 
 # ---- `pretrain checkpoint diff`: what two checkpoints have in common and where they differ ----
 
 
-@dataclass
-class TensorDifference:
-    """The differences of a tensor between two checkpoints, over all slabs compared."""
+class TensorDifference(NamedTuple):
+    """The difference of a tensor between two checkpoints."""
 
     is_equal: bool = True
     """Bit by bit."""
     max_absolute: float = 0.0
-    square_difference: float = 0.0
-    square: float = 0.0
-    """Sum of the squares of the first checkpoint's values."""
+    relative: float = 0.0
+    """The norm of the difference over the norm of the first checkpoint's values."""
     problem: str = ""
     """Why the values cannot be compared."""
 
-    @property
-    def relative(self) -> float:
-        """Return the norm of the difference over the norm of the first checkpoint's values."""
-        if not self.square_difference:
-            return 0.0
-        return math.sqrt(self.square_difference / self.square) if self.square else math.inf
 
-    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Take the same box of both checkpoints into account, fp32 each."""
-        bits_a, bits_b = (values.view(torch.int32) for values in (a, b))
-        self.square += float(a.double().square().sum())
-        if torch.equal(bits_a, bits_b):
-            return
-        self.is_equal = False
-        difference = a.double() - b.double()
-        self.max_absolute = max(self.max_absolute, float(difference.abs().max()))
-        self.square_difference += float(difference.square().sum())
+def tensor_difference(a: Tensor, b: Tensor) -> TensorDifference:
+    """Compare two fp32 tensors of the same shape."""
+    if torch.equal(a.view(torch.int32), b.view(torch.int32)):
+        return TensorDifference()
+    difference = a.double() - b.double()
+    size, norm = float(difference.norm()), float(a.double().norm())
+    relative = size / norm if norm else math.inf if size else 0.0
+    return TensorDifference(False, float(difference.abs().max()), relative)
 
 
 @dataclass
@@ -279,7 +199,7 @@ def compare_sources(first: Path, second: Path) -> Comparison:
 
 
 def compare(a: Checkpoint, b: Checkpoint) -> Comparison:
-    """Compare two checkpoints, with no more than a few slabs of their tensors in memory.
+    """Compare two checkpoints, with one tensor of each in memory.
 
     Raises:
         DamagedCheckpoint: A block of one is not as it was written.
@@ -290,18 +210,14 @@ def compare(a: Checkpoint, b: Checkpoint) -> Comparison:
         _data(a, b),
         _state(a, b),
     )
-    common = []
     for name in sorted(a.index.tensors.keys() | b.index.tensors.keys()):
         shapes = [c.index.tensors[name].shape if name in c.index.tensors else None for c in (a, b)]
-        found = result.tensors[name] = TensorDifference()
         if shapes[0] == shapes[1]:
-            common.append(name)
+            found = tensor_difference(read_tensor(a, name), read_tensor(b, name))
         else:
-            found.is_equal = False
-            found.problem = " and ".join(_shape(shape) for shape in shapes)
-    for batch in slabs(a, common):
-        for slab, x, y in zip(batch, read_slabs(a, batch), read_slabs(b, batch)):
-            result.tensors[slab.name].add(x, y)
+            problem = " and ".join(_shape(shape) for shape in shapes)
+            found = TensorDifference(is_equal=False, problem=problem)
+        result.tensors[name] = found
     return result
 
 
@@ -394,26 +310,12 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else str(list(shape))
 
 
-DTYPES = {
-    "fp32": (torch.float32, "F32"),
-    "bf16": (torch.bfloat16, "BF16"),
-    "fp16": (torch.float16, "F16"),
-}
-"""Name -> torch's dtype and safetensors' name for it."""
+# ---- `pretrain checkpoint consolidate`: plain safetensors by global name -------------------------
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
 """Hugging Face's own limit. One tensor that is larger makes a larger file."""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor of an output file."""
-
-    key: str
-    """Its name in the file."""
-    name: str
-    """The checkpoint's tensor: "<kind>/<parameter>"."""
-    shape: tuple[int, ...]
-    bytes: int
 
 
 def consolidate(
@@ -425,8 +327,8 @@ def consolidate(
 ) -> list[Path]:
     """Write the weights of a checkpoint as plain safetensors, by global name, and its tokenizer.
 
-    Above `max_shard_bytes` there are several files and an index, laid out as Hugging Face does. No
-    more than a few slabs of the tensors are in memory at a time.
+    Above `max_shard_bytes` there are several files and an index, laid out as Hugging Face does. The
+    weights are in memory as a whole, as for an export, and so is each kind of moments.
 
     Args:
         source: The checkpoint, or a run, which means its newest one.
@@ -452,109 +354,54 @@ def consolidate(
         raise ConfigError(f"{out}: lies in the checkpoint {path}. Name a directory elsewhere")
     with hold(path), writing(out):
         checkpoint = open_checkpoint(path)
-        out.parent.mkdir(parents=True, exist_ok=True)
         with new_directory(out) as partial:
-            _write_set(checkpoint, partial, "model", [MASTER], dtype, max_shard_bytes)
+            weights = {n: _cast(t, dtype, n) for n, t in load_global_state(checkpoint).items()}
+            _write_set(checkpoint, partial, "model", weights, max_shard_bytes)
             if with_optimizer:
-                moments = checkpoint.config.moments
-                _write_set(checkpoint, partial, "optimizer", moments, "fp32", max_shard_bytes)
+                moments = {
+                    f"{kind}/{name}": tensor
+                    for kind in checkpoint.config.moments
+                    for name, tensor in load_global_state(checkpoint, kind).items()
+                }
+                _write_set(checkpoint, partial, "optimizer", moments, max_shard_bytes)
             if checkpoint.tokenizer_file is not None:
                 content = (path / checkpoint.tokenizer_file).read_bytes()
-                replace_file(partial / checkpoint.tokenizer_file, content, durable=True)
-            replace_file(partial / CONFIG, dump_config(checkpoint.config), durable=True)
+                replace_file(partial / checkpoint.tokenizer_file, content)
+            replace_file(partial / CONFIG, dump_config(checkpoint.config))
+            for written in partial.iterdir():
+                flush_file(written)
             flush_directory(partial)
     return sorted(out.iterdir())
 
 
 def _write_set(
-    checkpoint: Checkpoint,
-    directory: Path,
-    stem: str,
-    kinds: Sequence[str],
-    dtype: str,
-    max_shard_bytes: int,
+    checkpoint: Checkpoint, directory: Path, stem: str, tensors: dict[str, Tensor], most: int
 ) -> None:
-    """Write one or several files with the tensors of some kinds.
+    """Write tensors by their keys to files of at most so many bytes, whose names begin with `stem`.
 
-    Args:
-        checkpoint: The checkpoint.
-        directory: Where to.
-        stem: The files' name begins with it.
-        kinds: MASTER, or moments, whose keys name their kind.
-        dtype: A key of DTYPES.
-        max_shard_bytes: Most bytes of tensors in a file.
+    Raises OSError when the disk refuses.
     """
-    item = DTYPES[dtype][0].itemsize
-    entries = [
-        _Entry(
-            name if kind == MASTER else f"{kind}/{name}",
-            f"{kind}/{name}",
-            shape,
-            item * math.prod(shape),
+    from huggingface_hub import save_torch_state_dict
+    from safetensors import SafetensorError
+
+    origin = {"step": str(checkpoint.lineage.step), "checkpoint": checkpoint.lineage.id}
+    pattern = f"{stem}{{suffix}}.safetensors"
+    try:
+        save_torch_state_dict(
+            tensors, directory, filename_pattern=pattern, max_shard_size=most, metadata=origin
         )
-        for kind in kinds
-        for name, shape in checkpoint.shapes.items()
-    ]
-    shards = _shards(entries, max_shard_bytes)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        several = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        name = f"{stem}{several}.safetensors"
-        _write_file(checkpoint, directory / name, shard, dtype)
-        weight_map |= {entry.key: name for entry in shard}
-    if len(shards) > 1:
-        total = sum(entry.bytes for entry in entries)
-        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        text = json.dumps(content, indent=2) + "\n"
-        replace_file(directory / f"{stem}.safetensors.index.json", text, durable=True)
+    except SafetensorError as error:
+        # safetensors reports a full disk as an error of its own, which is not an OSError.
+        raise OSError(str(error)) from error
+    for path in directory.glob(f"{stem}*"):
+        # safetensors makes its files readable by the owner only.
+        path.chmod(FILE_MODE)
 
 
-def _shards(entries: Sequence[_Entry], max_bytes: int) -> list[list[_Entry]]:
-    """Split tensors, in order, so that only a single large one makes a file too large."""
-    shards: list[list[_Entry]] = [[]]
-    room = max_bytes
-    for entry in entries:
-        if shards[-1] and entry.bytes > room:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(entry)
-        room -= entry.bytes
-    return shards
-
-
-def _write_file(checkpoint: Checkpoint, path: Path, entries: Sequence[_Entry], dtype: str) -> None:
-    """Write a safetensors file: the length of the header, the header, then all values."""
-    header: dict[str, object] = {
-        # Hugging Face's loaders want to be told that the tensors are torch's.
-        "__metadata__": {
-            "format": "pt",
-            "step": str(checkpoint.lineage.step),
-            "checkpoint": checkpoint.lineage.id,
-        }
-    }
-    start = 0
-    for entry in entries:
-        header[entry.key] = {
-            "dtype": DTYPES[dtype][1],
-            "shape": list(entry.shape),
-            "data_offsets": [start, start + entry.bytes],
-        }
-        start += entry.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for batch in slabs(checkpoint, [entry.name for entry in entries]):
-            for slab, values in zip(batch, read_slabs(checkpoint, batch)):
-                file.write(_bytes(values, dtype, slab.name))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _bytes(values: Tensor, dtype: str, name: str) -> Any:
-    """Return values in another dtype, as they stand in a file."""
-    cast = values.to(DTYPES[dtype][0])
-    if dtype != "fp32" and not torch.isfinite(cast).all():
+def _cast(values: Tensor, dtype: str, name: str) -> Tensor:
+    """Return values in another dtype; raise RunFailed where it cannot hold one."""
+    cast = values.to(DTYPES[dtype])
+    if not torch.isfinite(cast).all():
         largest = float(values.abs().max())
         raise RunFailed(f"{name}: holds {largest:g}, too large for {dtype}. Use --dtype fp32")
-    return cast.contiguous().view(-1).view(torch.uint8).numpy().data
+    return cast

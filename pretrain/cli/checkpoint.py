@@ -104,7 +104,7 @@ def diff(
 
     Prints how they are related, which config keys and data differ, and for each tensor that is not
     bit-equal the largest difference and the relative one: the norm of the difference over the norm
-    of A's tensor. Little memory is needed, whatever the size of the model.
+    of A's tensor. One tensor of each is in memory at a time.
 
     \b
     Example:
@@ -167,8 +167,8 @@ def consolidate(
     """Write the weights as plain safetensors, whole and by name.
 
     For programs that know nothing of this project. Weights of more than 5 GB become several files
-    with an index, as Hugging Face lays them out. Little memory is needed, whatever the size of the
-    model. `pretrain export` writes a model that transformers can load.
+    with an index, as Hugging Face lays them out. The weights are in memory as a whole. `pretrain
+    export` writes a model that transformers can load.
 
     \b
     Example:

@@ -17,10 +17,16 @@ import secrets
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
 
 from pretrain.config import ConfigError
-from pretrain.rundir.files import Json, from_json, read_json
+from pretrain.rundir.files import MAX_NUMBER, Json, from_json, read_json
 
+Natural = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
+Name = Annotated[str, StringConstraints(min_length=1)]
+"""A random name of a checkpoint or a branch: 16 hexadecimal digits where we wrote it."""
 MANIFEST = "manifest.json"
 """Written last, so a checkpoint that has it is complete."""
 
@@ -29,9 +35,8 @@ MANIFEST = "manifest.json"
 class Branch:
     """A line of checkpoints that were saved one after the other."""
 
-    id: str
-    """A random name, 16 hexadecimal digits."""
-    since: int
+    id: Name
+    since: Natural
     """The step after which it begins: 0 from scratch, else the step of the checkpoint that the
     branch goes on from."""
 
@@ -40,13 +45,12 @@ class Branch:
 class Lineage:
     """The identity of a checkpoint and its ancestry, as manifest.json holds them."""
 
-    id: str
-    """A random name of the checkpoint, 16 hexadecimal digits."""
-    step: int
+    id: Name
+    step: Natural
     """Optimizer steps done."""
-    parent: str | None
+    parent: Name | None
     """The id of the checkpoint that was saved or loaded before; None for the first of a run."""
-    branches: tuple[Branch, ...]
+    branches: Annotated[tuple[Branch, ...], Field(min_length=1)]
     """The branches that lead here, oldest first; the last one is the checkpoint's own."""
 
     def is_ancestor_of(self, other: Lineage) -> bool:
@@ -95,12 +99,7 @@ def read_lineage(checkpoint: Path) -> Lineage | None:
 
 def parse_lineage(content: Json) -> Lineage | None:
     """Return the lineage in the content of a manifest; None when it holds none."""
-    found = from_json(Lineage, content)
-    if found is None or not found.branches:
-        return None
-    steps = (found.step, *(branch.since for branch in found.branches))
-    names = (found.id, found.parent, *(branch.id for branch in found.branches))
-    return found if min(steps) >= 0 and "" not in names else None
+    return from_json(Lineage, content)
 
 
 def new_id() -> str:

@@ -16,6 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from typer.testing import CliRunner
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
+from pretrain.checkpoint.listing import verify_checkpoint
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Rounds, Store, StoreError, Uploader
 from pretrain.cli.commands import app
@@ -91,11 +92,8 @@ def test_what_comes_back_is_what_was_sent(tmp_path, protocol):
     assert [s.step for s in store.line_to(newest)] == [4, 2]
     assert store.verify(newest) == []
     (tmp_path / "back").mkdir()
-    counted: list[int] = []
-    store.download(newest, tmp_path / "back", counted.append)
+    store.download(newest, tmp_path / "back")
     assert contents(tmp_path / "back") == contents(second.path)
-    large = {name: size for name, size in second.files.items() if name.startswith("rank-")}
-    assert sum(counted) == sum(large.values())
 
 
 def test_the_manifest_is_sent_last_and_what_arrived_is_not_sent_again(tmp_path, faults):
@@ -228,7 +226,7 @@ def test_an_empty_run_gets_the_newest_good_checkpoint_of_the_runs_line(tmp_path,
     assert fetch(config_for(other, url), "auto") == "auto"
     [path] = complete_checkpoints(other)
     assert contents(path) == contents(third.path)
-    open_checkpoint(path).verify_tensors()
+    assert verify_checkpoint(path)[0] == []
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     # Damaged, it is passed over.
     name = f"step-00000006-{third.lineage.id}"
@@ -323,9 +321,9 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(url, message):
 def test_a_missing_package_is_named(monkeypatch):
     # As if it were not installed, where it is.
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ConfigError, match=r"Python package s3fs.*pip install s3fs"):
+    with pytest.raises(ConfigError, match="Install s3fs"):
         Store("s3://bucket/run")
-    with pytest.raises(ConfigError, match="knows no protocol odd://"):
+    with pytest.raises(ConfigError, match="Protocol not known: odd"):
         Store("odd://bucket/run")
     with pytest.raises(ConfigError, match="holds a password") as caught:
         Store("s3://me:secret@bucket/run")
