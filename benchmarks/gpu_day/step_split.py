@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_day.step_split --out RESULTS --part NAME --tokens 16384
 
-The classes are the lines of docs/performance.md as far as the name of a kernel tells them apart:
+The classes are the lines of the plan's model of a step as far as a kernel's name tells them apart:
 reads and writes of the layers, of the loss and of gradients all stand under "bytes moved". The
 table of torch.profiler, with every kernel, is written to RESULTS/NAME.md.
 """
@@ -24,6 +24,7 @@ from benchmarks.gpu_day.sizes import CUDA, run_config
 from benchmarks.gpu_day.training import predicted
 from benchmarks.train_step import FrameworkStep
 from pretrain import platform
+from pretrain.plan.timing import Timing
 from pretrain.topology import finish, initialize
 
 WARM_UP_STEPS, STEPS = 3, 2
@@ -138,15 +139,14 @@ def split(found: list[tuple[str, float]], step_ms: float) -> list[dict[str, Any]
     return [*rows, {"class": "step", "ms": step_ms, "launches": total}]
 
 
-def _with_prediction(row: dict[str, Any], step: Any) -> dict[str, Any]:
+def _with_prediction(row: dict[str, Any], step: Timing | None) -> dict[str, Any]:
     """Return the row with the model's time for its class, where the model knows the GPU."""
     if step is None:
         return row
     if row["class"] == "step":
         return {**row, "predicted, ms": step.milliseconds}
-    lines = step.lines()
-    names = [name for name in LINES.get(row["class"], ()) if name in lines]
-    return {**row, "predicted, ms": sum(lines[name] for name in names)}
+    names = LINES.get(row["class"], ())
+    return {**row, "predicted, ms": sum(step.lines.get(name, 0.0) for name in names)}
 
 
 if __name__ == "__main__":

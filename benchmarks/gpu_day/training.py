@@ -13,20 +13,22 @@ from benchmarks.gpu_day.sizes import device_name, run_config
 from pretrain.bench.training import bench_training
 from pretrain.config import RunConfig
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
-from pretrain.plan.hardware import H200, V100
-from pretrain.plan.timing import Step
+from pretrain.plan.hardware import GPU_TYPES, NETWORKS
+from pretrain.plan.memory import stages_of
+from pretrain.plan.timing import Target, Timing, time_of_step
 
 SECONDS = 60
 """About how long the steps that are timed take together, where the model knows the GPU."""
 
 
-def predicted(config: RunConfig) -> Step | None:
-    """Return the model's step for this GPU (pretrain/plan/timing.py), or None if it has none."""
-    device = next((d for d in (H200, V100) if device_name() == d.name), None)
-    if device is None:
-        return None
-    length = config.data.sequence_length
-    return Step(config, device, config.tokens_per_step, config.batch.micro_batch_size * length)
+def predicted(config: RunConfig) -> Timing | None:
+    """Return the time of a step on this GPU by pretrain.plan.timing, or None if it has none."""
+    for name, device in GPU_TYPES.items():
+        if device.name == device_name():
+            layout = config.layout(1)
+            target = Target(1, name, device, NETWORKS[device.network])
+            return time_of_step(config, layout, stages_of(config, layout), target)
+    return None
 
 
 def main() -> None:
@@ -59,7 +61,7 @@ def main() -> None:
             row[name] = f"{mfu:.1%}"
     if step is not None:
         row["predicted step, ms"] = step.milliseconds
-        row["predicted MFU, causal half"] = f"{step.mfu(causal=True):.1%}"
+        row["predicted MFU, causal half"] = f"{step.mfu(config, causal=True):.1%}"
     rows.add(row)
 
 

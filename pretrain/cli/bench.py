@@ -224,6 +224,14 @@ def bench_step(
     single process whatever the layout: it simulates a rank of parallel.world_size ranks (default:
     the fewest that the layout allows).
 
+    What is counted is the code that trains, run on tensors without data, with the attention and the
+    fusions that auto takes on a GPU of compute capability 9.0. An operator of torch is taken to
+    launch one kernel, the backward pass of a layer norm two, and an operator on lists of tensors as
+    many as ATen needs. Bytes are those of the tensors that a kernel reads and writes, each once. A
+    region under torch.compile is one kernel; its backward pass has one more for the gradient of a
+    bias. A collective is exposed if no kernel is launched between its start and the wait for it,
+    those of the gradient reduction itself apart.
+
     \b
     Example:
       pretrain bench step configs/cc100_roberta/alibi_1024.toml --out step.json

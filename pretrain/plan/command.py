@@ -86,14 +86,6 @@ ROWS = 10
 """Layouts in the table."""
 MISSES = 3
 """Layouts that do not fit of which the table says by how much."""
-PUBLISHED = {
-    "h100": "llm-foundry, MPT-1B, 8 x H100, L = 1024: 41.95 % MFU (all of attention), 48,910 "
-    "tokens/s a GPU; on 128 at L = 2048: 40.6 %. Megatron-LM, 1.7B, 48 x H100, L = 4096: 41 %",
-    "a100-80": "llm-foundry, MPT-1B, 8 x A100-80, L = 1024: 60.2 % MFU (all of attention)",
-    "v100-32": '"Train Short, Test Long", 1.3B, 128 x V100, 50k updates: 5,500, 5,900 and 6,700 '
-    "GPU-hours at L = 512, 1024 and 2048",
-}
-"""Throughputs that others have published, to compare with. They decide about no number here."""
 
 
 def to_table(
@@ -286,10 +278,11 @@ def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
     for name, title in TITLES.items():
         value, origin = getattr(device, name), device.origins[name]
         if name == "attention_tflops":
-            value = "{:g}, {:g}".format(*value["before" if has_mask else "after"])
             if has_mask:
+                value = device.masked_tflops
                 origin = "assumed, with a mask in memory and products in fp32"
-        yield f"  {title}: {value} ({_now(origin)})"
+            value = "{:g}, {:g}".format(*value)
+        yield f"  {title}: {value} ({origin})"
     origin = device.origins["memory_bytes"]
     yield f"  memory of a GPU, GB: {device.memory_bytes / 1e9:.1f} ({origin})"
     yield (
@@ -298,10 +291,7 @@ def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
         f"between nodes and {network.within_node_us:g} us within one (assumed)"
     )
     for name, row in INPUTS.items():
-        value = row.of("after", not target.is_modern)
-        # The plan knows what is last to reduce in each layout.
-        if value and name != "part of all bytes in the bucket that is last to reduce":
-            yield f"  {name}: {value:g} ({_now(row.origin)})"
+        yield f"  {name}: {row.of(not target.is_modern):g} ({row.origin})"
     yield (
         f"  bytes per parameter of the shard that the update itself moves: "
         f"{config.optimizer.update_bytes} (counted, {config.optimizer.name})"
@@ -323,13 +313,6 @@ def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
             f"  calibrated: times of matrix products, attention and elementwise work x "
             f"{scale.compute:.3f}, of the optimizer x {scale.optimizer:.3f} (measured)"
         )
-    if target.gpu_type in PUBLISHED:
-        yield f"Published, to compare with: {PUBLISHED[target.gpu_type]}"
-
-
-def _now(origin: str) -> str:
-    """Return an origin without what it says of the step before."""
-    return origin.rpartition("after: ")[2] if origin.startswith("before: ") else origin
 
 
 SLOWEST, FASTEST = 0.01, 1e6
@@ -397,9 +380,11 @@ def plan_run(
     Raises:
         ConfigError: The run cannot be planned, or nothing fits that could be written.
     """
-    if overlay is not None:
-        # Before the work of a plan.
-        check_overlay(overlay, source)
+    # Before the work of a plan.
+    if overlay is not None and os.path.lexists(overlay):
+        raise ConfigError(
+            f"--out {overlay}: exists, and is not replaced. Remove it first, or choose another name"
+        )
     plan = make_plan(config, target)
     evaluations = None
     if plan.fits:
@@ -418,30 +403,8 @@ def plan_run(
     return f"{text}\n\n{overlay}: {layout_name(plan.fits[0])}, on top of {source}"
 
 
-def check_overlay(path: Path, source: Path) -> None:
-    """Refuse to write where something is.
-
-    Args:
-        path: Where an overlay is to be written.
-        source: The config that it builds on.
-
-    Raises:
-        ConfigError: There is a file, which may be the config or one of its bases, or no folder.
-    """
-    if os.path.lexists(path):
-        files = {os.path.realpath(file) for file in read_layers(source).files}
-        what = "exists, and is not replaced. Remove it first, or choose another name"
-        if os.path.realpath(path) in files:
-            what = "is a config that the overlay builds on. Choose another name"
-        raise ConfigError(f"--out {path}: {what}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--out {path}: there is no folder {path.parent}. Make it first")
-
-
 def write_overlay(path: Path, source: Path, best: Planned) -> None:
     """Write a config that builds on another one and is the planned run.
-
-    It is read before it gets its name, and must be the planned run.
 
     Args:
         path: Where to write.
@@ -451,25 +414,22 @@ def write_overlay(path: Path, source: Path, best: Planned) -> None:
     Raises:
         ConfigError: There is a file already, or no overlay of `source` is the planned run.
     """
-    check_overlay(path, source)
     base = os.path.relpath(source.resolve(), path.resolve().parent)
     wanted = best.config.model_dump(mode="json", exclude_none=True)
     changed, removed = _different(values_of_file(source), wanted)
     values = {"base": base, **({"remove": removed} if removed else {}), **changed}
     text = f"# Written by `pretrain plan`: {layout_name(best)}.\n{tomli_w.dumps(values)}"
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with writing(path):
-        try:
-            partial.write_text(text)
-            if load_config(partial) != best.config:
-                raise ConfigError(
-                    f"--out {path}: no overlay of {source} is the planned run. Write its values "
-                    "into a config of your own: the table names the layout"
-                )
-            with path.open("x") as file:
-                file.write(text)
-        finally:
-            partial.unlink(missing_ok=True)
+    with writing(path), path.open("x") as file:
+        file.write(text)
+    try:
+        if load_config(path) != best.config:
+            raise ConfigError(
+                f"--out {path}: no overlay of {source} is the planned run. Write its values "
+                "into a config of your own: the table names the layout"
+            )
+    except ConfigError:
+        path.unlink()
+        raise
 
 
 def _different(

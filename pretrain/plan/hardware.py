@@ -29,8 +29,10 @@ class Device:
     """Start and end of a tile, in steps of the inner dimension K that take as long."""
     memory_tb_per_second: float
     """Bytes read and written per second by elementwise kernels."""
-    attention_tflops: dict[str, tuple[float, float]]
-    """Forward and backward, before and after; of the causal half alone, at 1,024 tokens."""
+    attention_tflops: tuple[float, float]
+    """Forward and backward; of the causal half alone, at 1,024 tokens."""
+    masked_tflops: tuple[float, float]
+    """The same with a mask in memory and products in fp32. Assumed."""
     launch_gap_us: float
     """Time between the end of one kernel and the start of the next one in the same stream."""
     host_us: float
@@ -42,6 +44,11 @@ class Device:
     network: str
     """Name in NETWORKS of the links that nodes with this GPU usually have."""
     origins: dict[str, str]
+
+    @property
+    def is_v100(self) -> bool:
+        """True if it has no bf16, trains in fp16 and has no compiled kernels."""
+        return "V100" in self.name
 
     @cached_property
     def peak_tflops(self) -> float:
@@ -76,7 +83,8 @@ H200 = Device(
     tile=(128, 256),
     tile_overhead=160,
     memory_tb_per_second=4.0,
-    attention_tflops={"before": (200.0, 110.0), "after": (423.0, 182.0)},
+    attention_tflops=(423.0, 182.0),
+    masked_tflops=(200.0, 110.0),
     launch_gap_us=1.5,
     host_us=6.0,
     nvlink_gb_per_second=360.0,
@@ -91,8 +99,7 @@ H200 = Device(
         "tile": "assumed: the tile of cuBLAS's large kernels for Hopper",
         "tile_overhead": "assumed",
         "memory_tb_per_second": "assumed; measured: a copy moves 4.3; data sheet: 4.8",
-        "attention_tflops": "before: assumed (Triton kernel with serialised wgmma); after: "
-        "published for FlashAttention-3 on an H100, D = 128",
+        "attention_tflops": "published for FlashAttention-3 on an H100, D = 128",
         "launch_gap_us": "assumed",
         "host_us": "assumed",
         "nvlink_gb_per_second": "assumed: 0.80 of the data sheet's 450",
@@ -104,7 +111,8 @@ V100 = replace(
     gemm_fraction=0.75,
     multiprocessors=80,
     memory_tb_per_second=0.78,
-    attention_tflops={"before": (6.0, 6.0), "after": (40.0, 30.0)},
+    attention_tflops=(40.0, 30.0),
+    masked_tflops=(6.0, 6.0),
     launch_gap_us=2.0,
     host_us=8.0,
     nvlink_gb_per_second=110.0,
@@ -117,8 +125,7 @@ V100 = replace(
         "gemm_fraction": "assumed",
         "tile": "assumed",
         "memory_tb_per_second": "assumed; data sheet: 0.9",
-        "attention_tflops": "before: assumed, 1.0 s of the published step of 3.3 s; after: assumed "
-        "for memory-efficient attention in fp16 without a mask",
+        "attention_tflops": "assumed for memory-efficient attention in fp16 without a mask",
         "nvlink_gb_per_second": "assumed: 0.73 of the data sheet's 150",
     },
 )
@@ -139,7 +146,8 @@ A100 = replace(
     name="NVIDIA A100-SXM4-80GB",
     multiprocessors=108,
     memory_tb_per_second=1.7,
-    attention_tflops={"before": (100.0, 70.0), "after": (130.0, 100.0)},
+    attention_tflops=(130.0, 100.0),
+    masked_tflops=(100.0, 70.0),
     nvlink_gb_per_second=240.0,
     memory_bytes=int(79.1 * 2**30),
     network="8x200",
@@ -165,7 +173,7 @@ TITLES = {
     "host_us": "host time a launch, us",
     "nvlink_gb_per_second": "NVLink, GB/s a GPU sends in a collective",
 }
-"""What the values of a device are, in the words of docs/performance.md."""
+"""What the values of a device are, in the words of the plan."""
 GPU_TYPES = {"v100-32": V100, "a100-80": A100, "h100": H100, "h200": H200}
 """GPUs by the names that `pretrain plan --gpu-type` takes."""
 
@@ -262,107 +270,78 @@ def network_of(gbit_per_second: float) -> Network:
 
 @dataclass(frozen=True)
 class Input:
-    """Something that the model takes for granted: how much before, how much after, and why."""
+    """Something that the model takes for granted, and why."""
 
-    before: float
-    after: float
+    value: float
     origin: str
     v100: float | None = None
-    """The value after, on a V100, where it differs: torch.compile generates nothing there, no
-    product adds to fp32, and ALiBi stands in columns of q and k."""
+    """The value on a V100, where it differs: torch.compile generates nothing there, no product adds
+    to fp32, and ALiBi stands in columns of q and k."""
 
-    def of(self, state: str, is_v100: bool = False) -> float:
-        """Return the value in `state`, "before" or "after"."""
-        if state == "before":
-            return self.before
-        return self.v100 if is_v100 and self.v100 is not None else self.after
+    def of(self, is_v100: bool) -> float:
+        """Return the value on a V100, or on a later GPU."""
+        return self.v100 if is_v100 and self.v100 is not None else self.value
 
 
 ELEMENTWISE = {
-    "two LayerNorms, forward": Input(4, 4, "counted: read x, write y"),
-    "bias of qkv": Input(6, 6, "counted: an addition"),
-    "two bias-dropout-adds": Input(10, 6, "counted: two additions; after: one kernel", v100=10),
-    "bias and GELU, forward": Input(
-        16, 8, "counted: two kernels on 4 d; after: one kernel", v100=16
-    ),
-    "GELU, backward": Input(12, 12, "counted: read two, write one, each 4 d"),
-    "gradients of biases": Input(9, 9, "counted: read 3 d + d + 4 d + d"),
+    "two LayerNorms, forward": Input(4, "counted: read x, write y"),
+    "bias of qkv": Input(6, "counted: an addition"),
+    "two bias-dropout-adds": Input(6, "counted: one kernel; V100: two additions", v100=10),
+    "bias and GELU, forward": Input(8, "counted: one kernel on 4 d; V100: two", v100=16),
+    "GELU, backward": Input(12, "counted: read two, write one, each 4 d"),
+    "gradients of biases": Input(9, "counted: read 3 d + d + 4 d + d"),
     "two LayerNorms, backward": Input(
-        10,
         10,
         "closed form: dx reads 2, writes 1; dw, db read 2. As one operator, which reads each once, "
         "they were counted as 6",
     ),
-    "two sums of residual gradients": Input(6, 6, "counted: read two, write one"),
-    "cat of dq, dk, dv": Input(6, 0, "counted: a copy of 3 d; after: none, one buffer"),
+    "two sums of residual gradients": Input(6, "counted: read two, write one"),
     "columns of ALiBi in q, k and v": Input(
-        0, 0, "V100: counted: pad, cat and cut, forward and backward", v100=18.65
+        0, "V100: counted: pad, cat and cut, forward and backward", v100=18.65
     ),
 }
 """Elements of width d = hidden_size moved per layer and token, forward and backward; bf16."""
 
+LOGIT = "bytes per logit, loss forward and backward"
+FIRST_SUM = "bytes per parameter to accumulate a gradient, first micro batch"
+LATER_SUM = "the same, later micro batches"
+FIRST_SUM_FP16 = "first micro batch in fp16"
+LATER_SUM_FP16 = "later micro batches in fp16"
+LAUNCHES = "kernel launches per layer, forward and backward"
+BESIDE = "bytes per parameter of the shard in the optimizer step, beside the update"
+HOST = "host time of the optimizer step, ms"
+LOG = "host synchronisations and the log, ms"
+BUCKETS = "buckets of gradients"
+LOST = "part of compute lost while a collective runs beside it"
 INPUTS = {
-    "bytes per logit, loss forward and backward": Input(
-        52,
+    LOGIT: Input(
         6,
-        "before: closed form, megatron/core/tensor_parallel/cross_entropy.py; after: counted, read "
-        "twice and written once in 16 bit; on a V100 in pieces, not compiled",
+        "counted, read twice and written once in 16 bit; on a V100 in pieces, not compiled",
         v100=48,
     ),
-    "bytes per parameter to accumulate a gradient, first micro batch": Input(
-        18,
-        4.9,
-        "before: closed form, cast and add in fp32; after: counted, the product writes fp32, and "
-        "the rest as below",
-    ),
-    "the same, later micro batches": Input(
-        18,
+    FIRST_SUM: Input(4.9, "counted, the product writes fp32, and the rest as below"),
+    LATER_SUM: Input(
         8.9,
-        "before: as above; after: counted, the product reads and writes fp32 (8), and the tied "
-        "embedding's other gradient is written and added (0.9)",
+        "counted, the product reads and writes fp32 (8), and the tied embedding's other gradient "
+        "is written and added (0.9)",
     ),
-    "first micro batch in fp16": Input(
-        0, 6, "before: autograd's own buffer; after: counted, a copy to fp32"
+    FIRST_SUM_FP16: Input(6, "counted, a copy to fp32"),
+    LATER_SUM_FP16: Input(10, "counted, an addition in fp32"),
+    LAUNCHES: Input(
+        42.6, "counted: 1,066 a micro batch, V100: 1,610; each over 25 layers", v100=64.4
     ),
-    "later micro batches in fp16": Input(
-        6, 10, "before: an addition in fp16; after: counted, an addition in fp32"
-    ),
-    "kernel launches per layer, forward and backward": Input(
-        64.2,
-        42.6,
-        "counted: 1,606 a micro batch, after: 1,066, V100: 1,610; each over 25 layers",
-        v100=64.4,
-    ),
-    "bytes per parameter of the whole model in the optimizer step": Input(
-        52,
-        0,
-        "before: closed form, deepspeed/runtime/engine.py and bf16_optimizer.py (flatten 8, cast "
-        "6, divide 4, copy back 6 and 8, norm 4, clip 8, zero twice 8); after: counted",
-    ),
-    "the same with fp32 on the wire": Input(44, 0, "closed form: as above, no casts, divide 8"),
-    "the same on one rank, where nothing is reduced": Input(
-        20, 0, "before: closed form, norm 4, clip 8, zero twice 8; after: counted"
-    ),
-    "bytes per parameter of the shard in the optimizer step, beside the update": Input(
-        44,
-        10,
-        "before: AdamW of 24 ms on one GPU (modelled) and a cast, without the update's own 32; "
-        "after: counted (norm 4, cast 6)",
-    ),
-    "host time of the optimizer step, ms": Input(13, 0.5, "before: measured; after: assumed"),
-    "host synchronisations and the log, ms": Input(
-        2.1,
-        0.1,
-        "before: five synchronisations and rank 0's log; after: assumed, for one wait (counted), "
-        "which the next step's queue hides",
-    ),
-    "buckets of gradients": Input(
-        3, 40, "before: DeepSpeed's default; after: counted, pretrain/optim/buckets.py"
-    ),
-    "part of all bytes in the bucket that is last to reduce": Input(
-        1, 0.076, "after: counted, the tied embedding"
-    ),
-    "part of compute lost while a collective runs beside it": Input(
-        0, 0.12, "assumed: 16 of 132 multiprocessors"
-    ),
+    BESIDE: Input(10, "counted (norm 4, cast 6)"),
+    HOST: Input(0.5, "assumed"),
+    LOG: Input(0.1, "assumed, for one wait (counted), which the next step's queue hides"),
+    BUCKETS: Input(40, "counted, pretrain/optim/buckets.py"),
+    LOST: Input(0.12, "assumed: 16 of 132 multiprocessors"),
 }
+
+DEEPSPEED = {FIRST_SUM: 18.0, LATER_SUM: 18.0, BESIDE: 44.0, HOST: 13.0}
+"""INPUTS at ZeRO 2 and 3, where DeepSpeed sums gradients and takes the step: closed form of
+deepspeed/runtime/engine.py and bf16_optimizer.py; the host's time was measured."""
+DEEPSPEED_WHOLE_MODEL = 44.0
+"""Bytes per parameter of the whole model that its step moves: flatten 8, divide 8, copy back 8,
+norm 4, clip 8, zero twice 8."""
+DEEPSPEED_ONE_RANK = 20.0
+"""The same where nothing is reduced: norm 4, clip 8, zero twice 8."""

@@ -14,22 +14,16 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.fusions import fused_bias_dropout, fused_bias_gelu
-from megatron.core.tensor_parallel import layers
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from pretrain.model import loss
-from pretrain.model import loss as in_layers
 
 
 class OpClass(StrEnum):
@@ -396,12 +390,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         """Count into an empty `counts`.
 
         Args:
-            work: Makes the handle of a collective that is not executed, in a simulation. None
-                executes collectives and reads of values.
+            work: Makes the handle of a collective that is not executed, in a simulation, whose
+                tensors hold no data. None executes collectives and reads of values.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.counts = StepCounts()
-        self._work = work
+        self.work = work
         self._handles: list[Any] = []
         self._phases = [Phase.OTHER]
         self._paused = 0
@@ -410,11 +404,6 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         # Storages that were allocated and not written yet, by address. A kernel that torch's
         # dispatcher does not know must write what it is given of them.
         self._uninitialised: set[int] = set()
-
-    @property
-    def simulates(self) -> bool:
-        """True if collectives are not executed and tensors hold no data."""
-        return self._work is not None
 
     @property
     def phase(self) -> Phase:
@@ -584,9 +573,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
             record.phase = Phase.WEIGHT_GATHER
         if not self._paused:
             self.counts.collectives.append(record)
-        if self._work is None:
+        if self.work is None:
             return function(*args, **kwargs)
-        work = self._work(self, record)
+        work = self.work(self, record)
         # torch keeps the C++ part alive only. Without the Python part, its `wait` would be that of
         # the base class, which blocks for ever.
         self._handles.append(work)
@@ -614,7 +603,7 @@ class _FunctionCounter(TorchFunctionMode):
             return self._make(func, args, kwargs)
         if func in _READS_BACK and not _is_on_host(args[0]):
             self.counter.synchronised(func.__name__)
-            if self.counter.simulates and func is Tensor.tolist:
+            if self.counter.work is not None and func is Tensor.tolist:
                 return _zeros(tuple(args[0].shape))
         if func is Tensor.to and isinstance(args[0], Tensor) and _is_on_host(args[0]):
             like = next((t for t in args[1:] if isinstance(t, Tensor)), None)
@@ -731,112 +720,3 @@ def group_name(group: dist.ProcessGroup) -> str:
         if candidate is not None and dist.get_process_group_ranks(candidate) == ranks:
             return name
     return str(ranks)
-
-
-# ---- fused ----
-# Count fused operations as the kernels that a GPU runs, where a simulation cannot run them.
-#
-# A region under torch.compile runs as plain operators here, which are not counted. Instead the
-# kernels are recorded that Inductor makes of it on a GPU: it generates one for a chain of
-# elementwise operators, and one for a sum over tokens, which cannot share a kernel with what is not
-# summed. Inductor's own count agrees: on a CPU, with hidden size 2,048 and 16-bit values, its
-# kernels move 32.8 kB a token in the forward and 65.7 kB in two kernels in the backward pass of
-# bias and GELU, 12.3 kB and 4.1 kB of bias and residual.
-
-
-Replacement = tuple[Any, str, Any]
-"""A module, the name of one of its functions, and what takes its place."""
-
-
-def compiled_regions(counter: Counter) -> Iterator[Replacement]:
-    """Yield stand-ins for the functions of the model that are compiled (`pretrain.model.gpt`).
-
-    Args:
-        counter: Counts the kernels.
-    """
-
-    def one_kernel(module: Any, name: str, kind: OpClass, in_place: int = 0) -> Replacement:
-        """Return a stand-in that counts one kernel, which also writes its first `in_place` args."""
-        function = getattr(module, name)
-
-        def call(*args: Tensor) -> Any:
-            with counter.paused():
-                result = function(*args)
-            written = [*args[:in_place], *tensors_in(result)]
-            counter.kernel(kind, name.strip("_"), args, written)
-            return result
-
-        return module, name, call
-
-    def bias_dropout_add(
-        x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
-    ) -> Tensor:
-        out: Tensor = _BiasDropoutAdd.apply(*x_with_bias, residual, probability, counter)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
-        return out
-
-    yield one_kernel(fused_bias_gelu, "bias_gelu", OpClass.ELEMENTWISE)
-    yield one_kernel(fused_bias_gelu, "bias_gelu_back", OpClass.ELEMENTWISE)
-    yield fused_bias_dropout, "bias_dropout_add_fused_train", bias_dropout_add
-    yield one_kernel(loss, "_compiled_statistics", OpClass.REDUCTION)
-    yield one_kernel(loss, "_compiled_gradient", OpClass.ELEMENTWISE, in_place=1)
-
-
-class _BiasDropoutAdd(torch.autograd.Function):
-    """Add a bias, drop, and add a residual, counted as torch.compile's forward and backward pass.
-
-    The backward pass hands the gradient on: it computes the bias's gradient, and with dropout the
-    gradient of what was dropped.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, dropout: float, counter: Counter
-    ) -> Tensor:
-        """Count the one kernel of the forward pass, and return an unfilled result."""
-        with counter.paused():
-            out = torch.empty_like(x)
-            # A byte for each element says what was dropped.
-            keep = torch.empty_like(x, dtype=torch.bool) if dropout else None
-        ctx.counter, ctx.keep = counter, keep
-        ctx.bias_shape = None if bias is None else bias.shape
-        inputs = [tensor for tensor in (x, bias, residual) if tensor is not None]
-        outputs = [out] if keep is None else [out, keep]
-        counter.kernel(OpClass.ELEMENTWISE, "bias_dropout_add", inputs, outputs)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        counter, d_x, d_bias = ctx.counter, d_out, None
-        if ctx.keep is not None:
-            with counter.paused():
-                d_x = torch.empty_like(d_out)
-            name = "bias_dropout_add_backward"
-            counter.kernel(OpClass.ELEMENTWISE, name, [d_out, ctx.keep], [d_x])
-        if ctx.bias_shape is not None:
-            with counter.paused():
-                d_bias = d_x.new_empty(ctx.bias_shape)
-            counter.kernel(OpClass.REDUCTION, "bias_gradient", [d_x], [d_bias])
-        return d_x, d_bias, d_out, None, None
-
-
-def weight_gradients(counter: Counter) -> Iterator[Replacement]:
-    """Yield stand-ins for the matrix product that adds a weight's gradient to an fp32 buffer.
-
-    Its `out_dtype` exists on CUDA alone (`pretrain.model.loss`).
-
-    Args:
-        counter: Counts the kernels.
-    """
-
-    def add(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        factors = [inputs, grad_output]
-        if in_layers.take_stale(main_grad):
-            counter.kernel(OpClass.MATMUL, "mm", factors, [main_grad])
-        else:
-            counter.kernel(OpClass.MATMUL, "addmm", [*factors, main_grad], [main_grad])
-
-    yield in_layers, "add_weight_gradient", add
-    yield loss, "add_weight_gradient", add
-    extension = SimpleNamespace(wgrad_gemm_accum_fp32=add)
-    yield layers, "_grad_accum_fusion_available", True
-    yield layers, "fused_weight_gradient_mlp_cuda", extension

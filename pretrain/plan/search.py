@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -10,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from pretrain.config import ConfigError, Layout, RunConfig, parse_config, rules
 from pretrain.plan.hardware import GPUS_PER_NODE, Scale
@@ -336,12 +337,12 @@ def read_calibration(path: Path, target: Target) -> Scale:
         ConfigError: The file is not such a result, or of another device.
     """
     measured = _read(path)
-    if measured["device"] != target.device.name:
+    if measured.device != target.device.name:
         raise ConfigError(
-            f"{path}: measured on {measured['device']}, and the plan is for {target.device.name}. "
+            f"{path}: measured on {measured.device}, and the plan is for {target.device.name}. "
             "Give a measurement of the planned GPU, or plan for the measured one with --gpu-type"
         )
-    config: RunConfig = parse_config(measured["config"], str(path))
+    config: RunConfig = parse_config(measured.config, str(path))
     # The plan's speeds are those of 16-bit products and of fused attention.
     if config.train.precision == "fp32" or config.model.attention_backend == "reference":
         raise ConfigError(
@@ -350,11 +351,11 @@ def read_calibration(path: Path, target: Target) -> Scale:
             "and with model.attention_backend = auto"
         )
     try:
-        layout = config.layout(measured["world_size"])
+        layout = config.layout(measured.world_size)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     stages = stages_of(config, layout)
-    seconds = measured["seconds"]
+    seconds = measured.seconds
 
     def modelled(scale: Scale) -> tuple[float, float]:
         """Return the model's passes and optimizer step in milliseconds."""
@@ -415,22 +416,35 @@ def _factor(path: Path, name: str, measured: float, modelled: Callable[[float], 
     return high
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a result, with the keys that are needed."""
-    needed = {"device": str, "config": dict, "world_size": int, "seconds": dict}
+class _Result(BaseModel):
+    """What is needed of a result of `pretrain bench train`."""
+
+    device: str
+    config: dict[str, Any]
+    world_size: int = Field(gt=0)
+    seconds: dict[str, float]
+
+    @field_validator("seconds")
+    @classmethod
+    def _check(cls, seconds: dict[str, float]) -> dict[str, float]:
+        """Check that each part of a step took some time, and none a day."""
+        if not (
+            0 < seconds.get(PASSES, 0) < LONGEST
+            and 0 < seconds.get(OPTIMIZER, 0) < LONGEST
+            and 0 <= seconds.get(REDUCTION, -1) < LONGEST
+        ):
+            raise ValueError("the parts of a step are missing, or took no time or days")
+        return seconds
+
+
+def _read(path: Path) -> _Result:
+    """Return the content of a result."""
     try:
-        content = json.loads(path.read_bytes())
-        assert all(isinstance(content[key], kind) for key, kind in needed.items())
-        seconds = content["seconds"]
-        for name in (PASSES, OPTIMIZER):
-            assert 0 < seconds[name] < LONGEST
-        assert 0 <= seconds[REDUCTION] < LONGEST
-        assert content["world_size"] > 0
+        return _Result.model_validate_json(path.read_bytes(), strict=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
+    except ValidationError:
         raise ConfigError(
             f"{path}: not a result of a measurement. Make one with `pretrain bench train CONFIG "
             "--out FILE` on the planned GPU"
         ) from None
-    return dict(content)

@@ -10,10 +10,23 @@ from typing import NamedTuple
 from pretrain.config import Layout, RunConfig, num_parameters_of_rank
 from pretrain.model.flops import flops_per_token
 from pretrain.plan.hardware import (
+    BESIDE,
+    BUCKETS,
+    DEEPSPEED,
+    DEEPSPEED_ONE_RANK,
+    DEEPSPEED_WHOLE_MODEL,
     ELEMENTWISE,
-    FAST,
+    FIRST_SUM,
+    FIRST_SUM_FP16,
     GPUS_PER_NODE,
+    HOST,
     INPUTS,
+    LATER_SUM,
+    LATER_SUM_FP16,
+    LAUNCHES,
+    LOG,
+    LOGIT,
+    LOST,
     UNSCALED,
     Device,
     Network,
@@ -24,20 +37,11 @@ from pretrain.plan.memory import ITEM, Activations, Stage, chunk_layers
 # ---- step time ----
 # The time of one training step as a sum of lines, each a class of work that can be measured.
 #
-# Times are those of one rank of one pipeline stage, in milliseconds. `pretrain.plan.timing` puts
-# the stages together.
+# Times are those of one rank of one pipeline stage, in milliseconds.
 
 
 Lines = dict[str, float]
 """Milliseconds by class of work."""
-
-REDUCTIONS = {
-    "ring, 16 bit": "summed in 16 bit on the way",
-    "ring, fp32": "summed in fp32 on the way",
-    "all-to-all, 16 bit": "every rank gets all parts and sums them in fp32",
-    "two stages, 16 bit": "a ring in fp32 within nodes, then all-to-all in 16 bit between nodes",
-}
-"""Ways to reduce gradients. Before, a reduction is an all-reduce, which takes twice as long."""
 
 SPLIT = frozenset(
     {
@@ -45,7 +49,6 @@ SPLIT = frozenset(
         "bias and GELU, forward",
         "GELU, backward",
         "gradients of biases",
-        "cat of dq, dk, dv",
         "columns of ALiBi in q, k and v",
     }
 )
@@ -69,17 +72,13 @@ class Step:
     tokens: int
     """Tokens of one rank in a step."""
     micro_batch_tokens: int
-    state: str = "after"
-    """Either "before" or "after"."""
-    ranks: int = 1
-    network: Network = FAST
-    reduction: str = "ring, fp32"
-    """One of REDUCTIONS."""
-    stage: int = 0
+    ranks: int
+    network: Network
+    stage: int
     """The pipeline stage."""
-    tail: float | None = None
-    """Part of all bytes in what is last to reduce; None: as in INPUTS."""
-    scale: Scale = UNSCALED
+    tail: float
+    """Part of all bytes in what is last to reduce."""
+    scale: Scale
     """Factors on the times of computing."""
     waits: bool = False
     """True if the host waits for the device after each part of a step, as `pretrain bench train`
@@ -93,71 +92,48 @@ class Step:
     @property
     def num_layers(self) -> int:
         """Layers of this stage."""
-        pipeline = self.config.parallel.pipeline_model_parallel_size
-        return sum(self.config.layers_per_chunk[self.stage :: pipeline])
+        return sum(layers for _, layers in chunk_layers(self.config, self.stage))
 
     @property
     def has_output(self) -> bool:
         """True on the stage that computes the logits."""
         return self.stage == self.config.parallel.pipeline_model_parallel_size - 1
 
-    @property
-    def stream_share(self) -> float:
-        """Part of the tokens of which this rank computes norms and residual stream."""
-        return 1 / self.tensor if self.config.parallel.sequence_parallel else 1.0
-
     def input(self, name: str) -> float:
-        """Return the value of INPUTS in this state."""
-        return INPUTS[name].of(self.state, self.is_v100)
-
-    @property
-    def optimizer_state(self) -> str:
-        """Return the state whose optimizer the run has: at ZeRO 2 and 3 it is DeepSpeed's own."""
-        return self.state if self.config.parallel.zero_stage == 1 else "before"
+        """Return the value of INPUTS on this device and at this ZeRO stage."""
+        if self.config.parallel.zero_stage > 1 and name in DEEPSPEED:
+            return DEEPSPEED[name]
+        return INPUTS[name].of(self.device.is_v100)
 
     @property
     def num_micro_batches(self) -> int:
         """Micro batches that a rank accumulates."""
         return self.tokens // self.micro_batch_tokens
 
-    def products(self) -> list[tuple[int, int, int]]:
-        """Return the matrix products of a token on this rank: inner dimension, columns, number."""
+    @cached_property
+    def gemm_ms(self) -> tuple[float, float]:
+        """The time of all matrix products of a micro batch: forward, backward."""
+        tokens, gemm = self.micro_batch_tokens, self.device.gemm_ms
         m, tensor = self.config.model, self.tensor
         heads = m.num_attention_heads + 2 * self.config.num_query_groups
         ffn, hidden = self.config.ffn_hidden_size // tensor, m.hidden_size
-        layers = self.num_layers
-        layer = [
-            (hidden, heads * self.config.head_dim // tensor, layers),
-            (hidden // tensor, hidden, layers),
-            (hidden, ffn, layers),
-            (ffn, hidden, layers),
+        # Inner dimension and columns of a token's products, and how many there are of each.
+        layers = [
+            (hidden, heads * self.config.head_dim // tensor, self.num_layers),
+            (hidden // tensor, hidden, self.num_layers),
+            (hidden, ffn, self.num_layers),
+            (ffn, hidden, self.num_layers),
         ]
-        output = [(hidden, self.config.padded_vocab_size // tensor, 1)]
-        return layer + output * self.has_output
-
-    def gemm_ms(self) -> tuple[float, float]:
-        """Return the time of all matrix products of a micro batch: forward, backward."""
-        return self._gemm_ms
-
-    @cached_property
-    def _gemm_ms(self) -> tuple[float, float]:
-        """The same, computed once."""
-        tokens, gemm, products = self.micro_batch_tokens, self.device.gemm_ms, self.products()
-        forward = sum(count * gemm(tokens, k, n) for k, n, count in products)
+        output = [(hidden, self.config.padded_vocab_size // tensor, 1)] * self.has_output
+        forward = sum(count * gemm(tokens, k, n) for k, n, count in layers + output)
         # The gradients of the input [tokens, n] x [n, k] and of the weight [n, tokens] x
         # [tokens, k].
         backward = sum(
-            count * (gemm(tokens, n, k) + gemm(n, tokens, k)) for k, n, count in products
+            count * (gemm(tokens, n, k) + gemm(n, tokens, k)) for k, n, count in layers + output
         )
         if self.config.train.recompute_granularity == "full":
-            layers = products[: len(products) - self.has_output]
             backward += sum(count * gemm(tokens, k, n) for k, n, count in layers)
         return forward, backward
-
-    @property
-    def uses_mask(self) -> bool:
-        """True if a bias reaches attention as a mask in memory, where products are in fp32."""
-        return Activations(self.config, not self.is_v100).uses_mask
 
     def attention_ms(self) -> tuple[float, float]:
         """Return the time of attention of a micro batch: forward, backward.
@@ -168,140 +144,102 @@ class Step:
         m, length = self.config.model, self.config.data.sequence_length
         width = m.hidden_size // self.tensor
         flops = 2 * length * width * self.num_layers * self.micro_batch_tokens
-        # With a mask in fp32 attention is as slow as "before".
-        state = "before" if self.uses_mask else self.state
-        rate, backward_rate = self.device.attention_tflops[state]
-        forward, backward = 1e3 * flops / (rate * 1e12), 1e3 * 2.5 * flops / (backward_rate * 1e12)
+        has_mask = Activations(self.config, not self.device.is_v100).uses_mask
+        rates = self.device.masked_tflops if has_mask else self.device.attention_tflops
+        forward, backward = 1e3 * flops / (rates[0] * 1e12), 1e3 * 2.5 * flops / (rates[1] * 1e12)
         recomputed = self.config.train.recompute_granularity != "none"
         return forward, backward + recomputed * forward
 
     def elements(self) -> float:
         """Return the elements of width d that a layer moves per token, forward and backward."""
         m = self.config.model
+        # Of the norms and the residual stream this rank may compute a part of the tokens alone.
+        stream_share = 1 / self.tensor if self.config.parallel.sequence_parallel else 1.0
         total = 0.0
         for name, row in ELEMENTWISE.items():
-            value = row.of(self.state, self.is_v100)
+            value = row.of(self.device.is_v100)
             if "bias of qkv" in name or "of biases" in name:
                 value *= m.use_bias
             if "ALiBi" in name:
                 value *= self.config.position.bias == "slopes"
             if "GELU" in name:
                 value *= self.config.ffn_hidden_size / (4 * m.hidden_size)
-            total += value * (1 / self.tensor if name in SPLIT else self.stream_share)
+            total += value * (1 / self.tensor if name in SPLIT else stream_share)
         # The forward pass is about two fifths of it.
         recomputed = self.config.train.recompute_granularity == "full"
         return total * (1.4 if recomputed else 1.0)
 
-    def compute_lines(self) -> Lines:
-        """Return the lines that do not depend on other ranks, for the whole step."""
-        return dict(self._compute_lines)
-
     @cached_property
-    def _compute_lines(self) -> Lines:
-        """The same, computed once."""
-        m, parameters, memory_ms = self.config.model, self.parameters, self.device.memory_ms
+    def compute_lines(self) -> Lines:
+        """The lines that do not depend on other ranks, for the whole step."""
+        m, memory_ms = self.config.model, self.device.memory_ms
         count, tokens = self.num_micro_batches, self.tokens
         # Two bytes an element.
         elements = self.elements() * m.hidden_size
         logits = self.config.padded_vocab_size // self.tensor * tokens * self.has_output
-        accumulated = self._accumulated_bytes()
-        per_layer = self.input("kernel launches per layer, forward and backward")
-        launches = self.num_layers * per_layer
+        # fp16 on a V100 has no product that adds to fp32.
+        is_v100 = self.device.is_v100
+        first, later = (FIRST_SUM_FP16, LATER_SUM_FP16) if is_v100 else (FIRST_SUM, LATER_SUM)
+        accumulated = self.input(first) + (count - 1) * self.input(later)
+        launches = self.num_layers * self.input(LAUNCHES)
         if self.config.train.recompute_granularity == "full":
             launches *= 4 / 3
-        loss_bytes = self.input("bytes per logit, loss forward and backward")
         lines = {
-            "matrix products": count * sum(self._gemm_ms),
+            "matrix products": count * sum(self.gemm_ms),
             "attention": count * sum(self.attention_ms()),
             "elementwise in layers": memory_ms(2 * elements * self.num_layers * tokens),
-            "cross-entropy": memory_ms(loss_bytes * logits),
-            "gradient accumulation": memory_ms(accumulated * parameters),
+            "cross-entropy": memory_ms(self.input(LOGIT) * logits),
+            "gradient accumulation": memory_ms(accumulated * self.parameters),
             "gaps between kernels": count * launches * self.device.launch_gap_us / 1e3,
         }
         host = count * launches * self.device.host_us / 1e3
         lines["waiting for the host"] = max(0.0, host - sum(lines.values()))
         return {name: ms * self.scale.compute for name, ms in lines.items()}
 
-    def _accumulated_bytes(self) -> float:
-        """Return the bytes per parameter that all micro batches move to sum gradients."""
-        first = "bytes per parameter to accumulate a gradient, first micro batch"
-        later = "the same, later micro batches"
-        # At ZeRO 2 and 3 DeepSpeed casts and adds.
-        state = self.optimizer_state
-        if self.is_v100:
-            first, later = "first micro batch in fp16", "later micro batches in fp16"
-            state = self.state
-        return INPUTS[first].of(state) + (self.num_micro_batches - 1) * INPUTS[later].of(state)
-
     def optimizer_lines(self) -> Lines:
         """Return the lines of the optimizer step, without communication."""
         memory_ms, parameters = self.device.memory_ms, self.parameters
-        whole_name = "bytes per parameter of the whole model in the optimizer step"
-        if self.ranks == 1:
-            whole_name = "the same on one rank, where nothing is reduced"
-        elif self.reduction == "ring, fp32":
-            whole_name = "the same with fp32 on the wire"
-        # ZeRO 1 has a step of our own, ZeRO 2 and 3 have DeepSpeed's.
-        state = self.optimizer_state
-        beside = "bytes per parameter of the shard in the optimizer step, beside the update"
-        shard = INPUTS[beside].of(state) + self.config.optimizer.update_bytes
+        whole = 0.0
+        if self.config.parallel.zero_stage > 1:
+            whole = DEEPSPEED_ONE_RANK if self.ranks == 1 else DEEPSPEED_WHOLE_MODEL
+        shard = self.input(BESIDE) + self.config.optimizer.update_bytes
         lines = {
-            "optimizer, whole model": memory_ms(INPUTS[whole_name].of(state) * parameters),
+            "optimizer, whole model": memory_ms(whole * parameters),
             "optimizer, own shard": memory_ms(shard * parameters / self.ranks),
         }
         # The host runs ahead of the device and waits for it at the norm.
-        host = INPUTS["host time of the optimizer step, ms"].of(state)
-        lines["optimizer, host"] = max(0.0, host - sum(lines.values()))
-        lines["synchronisation and log"] = self.input("host synchronisations and the log, ms")
+        lines["optimizer, host"] = max(0.0, self.input(HOST) - sum(lines.values()))
+        lines["synchronisation and log"] = self.input(LOG)
         return {name: ms * self.scale.optimizer for name, ms in lines.items()}
 
     def communication_lines(self) -> Lines:
         """Return the lines of communication: what is not hidden, and what hiding costs."""
         if self.ranks == 1:
             return {}
-        buckets = int(self.input("buckets of gradients"))
         reduce = self.reduction_ms()
-        gather = self.ring_ms(2 * self.parameters, buckets)
-        if self.state == "before":
+        gather = self.ring_ms(2 * self.parameters, int(self.input(BUCKETS)))
+        forward, backward = self.passes_ms()
+        zero, count = self.config.parallel.zero_stage, self.num_micro_batches
+        if zero > 1:
+            # Gradients are reduced in every micro batch.
+            if zero == 3:
+                # What DeepSpeed does not keep until the backward pass is gathered a second time.
+                again = max(0.0, 1 - LIVE_WEIGHTS / self.parameters)
+                exposed = max(0.0, gather - forward) + max(0.0, again * gather - backward)
+                gather = count * exposed
             return {
-                "reduction of gradients, exposed": 2 * reduce,
+                "reduction of gradients, exposed": count * reduce,
                 "gather of weights, exposed": gather,
             }
-        if self.config.parallel.zero_stage > 1:
-            return self._zero_lines(reduce, gather)
         # The last bucket to reduce and the first to gather hold the tied embedding, whose gradient
         # is the last to be complete and whose weight is the first to be used.
-        tail = self.tail
-        if tail is None:
-            tail = self.input("part of all bytes in the bucket that is last to reduce")
-        forward, backward = self.passes_ms()
-        exposed_reduce = max(tail * reduce, reduce - backward)
-        exposed_gather = gather if self.waits else max(tail * gather, gather - forward)
+        exposed_reduce = max(self.tail * reduce, reduce - backward)
+        exposed_gather = gather if self.waits else max(self.tail * gather, gather - forward)
         hidden = reduce + gather - exposed_reduce - exposed_gather
-        lost = self.input("part of compute lost while a collective runs beside it")
         return {
             "reduction of gradients, exposed": exposed_reduce,
             "gather of weights, exposed": exposed_gather,
-            "compute slowed by hidden communication": lost * hidden,
-        }
-
-    def _zero_lines(self, reduce: float, gather: float) -> Lines:
-        """Return the lines of ZeRO 2 and 3, which reduce gradients in every micro batch.
-
-        Args:
-            reduce: Time of a reduction of all gradients.
-            gather: Time of a gather of all weights.
-        """
-        times = 1.0
-        if self.config.parallel.zero_stage == 3:
-            # What DeepSpeed does not keep until the backward pass is gathered a second time.
-            again = max(0.0, 1 - LIVE_WEIGHTS / self.parameters)
-            forward, backward = self.passes_ms()
-            exposed = max(0.0, gather - forward) + max(0.0, again * gather - backward)
-            gather, times = exposed, float(self.num_micro_batches)
-        return {
-            "reduction of gradients, exposed": self.num_micro_batches * reduce,
-            "gather of weights, exposed": times * gather,
+            "compute slowed by hidden communication": self.input(LOST) * hidden,
         }
 
     def ring_ms(self, num_bytes: float, collectives: int) -> float:
@@ -332,40 +270,29 @@ class Step:
         return 1e3 * sent / (self.device.nvlink_gb_per_second * 1e9) + latency
 
     def reduction_ms(self) -> float:
-        """Return the time of a reduce-scatter of all gradients."""
-        buckets = int(self.input("buckets of gradients"))
-        all_to_all = self.network.all_to_all_ms
-        if self.reduction == "ring, fp32" or self.ranks * self.tensor <= GPUS_PER_NODE:
+        """Return the time of a reduce-scatter of all gradients.
+
+        In 16 bit it has two stages: a ring in fp32 within nodes, then all-to-all between nodes.
+        """
+        buckets = int(self.input(BUCKETS))
+        in_fp32 = self.config.parallel.gradient_reduce_dtype == "fp32"
+        if in_fp32 or self.ranks * self.tensor <= GPUS_PER_NODE:
             return self.ring_ms(4 * self.parameters, buckets)
-        if self.reduction == "ring, 16 bit":
-            return self.ring_ms(2 * self.parameters, buckets)
-        if self.reduction == "all-to-all, 16 bit":
-            return all_to_all(2 * self.parameters, self.ranks, buckets)
         within = 4 * self.parameters * (GPUS_PER_NODE - 1) / GPUS_PER_NODE
         within_ms = 1e3 * within / (self.device.nvlink_gb_per_second * 1e9)
         # Each rank then has an eighth of its node's sums.
         share = 2 * self.parameters / GPUS_PER_NODE
-        return within_ms + self.tensor * all_to_all(share, self.ranks, buckets)
+        return within_ms + self.tensor * self.network.all_to_all_ms(share, self.ranks, buckets)
 
     def passes_ms(self) -> tuple[float, float]:
         """Return the time of the forward and the backward pass of one micro batch.
 
         What is not a matrix product or attention is divided as those are.
         """
-        (gemm_forward, gemm_backward), attention = self._gemm_ms, self.attention_ms()
+        (gemm_forward, gemm_backward), attention = self.gemm_ms, self.attention_ms()
         forward, backward = gemm_forward + attention[0], gemm_backward + attention[1]
-        whole = sum(self._compute_lines.values()) / self.num_micro_batches
+        whole = sum(self.compute_lines.values()) / self.num_micro_batches
         return whole * forward / (forward + backward), whole * backward / (forward + backward)
-
-    @property
-    def is_v100(self) -> bool:
-        """True on a device without bf16, which trains in fp16 and has no compiled kernels."""
-        return self.is_old(self.device)
-
-    @staticmethod
-    def is_old(device: Device) -> bool:
-        """Return True for a device older than compute capability 8.0."""
-        return "V100" in device.name
 
     @cached_property
     def parameters(self) -> int:
@@ -374,17 +301,7 @@ class Step:
 
     def lines(self) -> Lines:
         """Return all lines of the step."""
-        return {**self._compute_lines, **self.optimizer_lines(), **self.communication_lines()}
-
-    @property
-    def milliseconds(self) -> float:
-        """Time of the step."""
-        return sum(self.lines().values())
-
-    def mfu(self, causal: bool) -> float:
-        """Return the model FLOPs utilization, in 0..1, with all or the causal half of attention."""
-        flops = flops_per_token(self.config, self.config.data.sequence_length, causal=causal)
-        return flops * self.tokens / (self.milliseconds / 1e3) / (self.device.peak_tflops * 1e12)
+        return {**self.compute_lines, **self.optimizer_lines(), **self.communication_lines()}
 
 
 # ---- List the collectives of a step at ZeRO 1, as `pretrain bench step` counts them ----
@@ -564,7 +481,7 @@ class Target:
     @property
     def is_modern(self) -> bool:
         """True unless the GPU is older than compute capability 8.0."""
-        return not Step.is_old(self.device)
+        return not self.device.is_v100
 
     @property
     def usable_bytes(self) -> int:
@@ -661,7 +578,6 @@ def stage_step(config: RunConfig, layout: Layout, stage: Stage, target: Target) 
         target: The GPUs, their links and measured speeds.
     """
     micro = config.batch.micro_batch_size * config.data.sequence_length
-    wire = config.parallel.gradient_reduce_dtype
     return Step(
         config,
         target.device,
@@ -669,7 +585,6 @@ def stage_step(config: RunConfig, layout: Layout, stage: Stage, target: Target) 
         micro_batch_tokens=micro,
         ranks=layout.data,
         network=target.network,
-        reduction="ring, fp32" if wire == "fp32" else "two stages, 16 bit",
         stage=stage.number,
         tail=stage.tail,
         scale=target.scale,
@@ -687,7 +602,7 @@ def _model_parallel_lines(step: Step, layout: Layout, stage: Stage) -> Lines:
         stage: The pipeline stage.
     """
     tensor = sends = 0.0
-    for each in messages(step.config, layout, stage, not step.is_v100):
+    for each in messages(step.config, layout, stage, not step.device.is_v100):
         if each.group == "tensor" and not each.is_hidden:
             # An all-reduce sends everything twice.
             times = 2 if each.name == "allreduce" else 1

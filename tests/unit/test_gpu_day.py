@@ -14,11 +14,12 @@ from benchmarks.gpu_day.attention_correctness import QUANTITIES, compare
 from benchmarks.gpu_day.parts import Part
 from benchmarks.gpu_day.positions import summary as compare_positions
 from benchmarks.gpu_day.results import Rows, state, write_state
+from benchmarks.gpu_day.sizes import CONFIG
 from benchmarks.gpu_day.step_split import CLASSES, LINES, OTHER, STEPS, classify, split
-from benchmarks.step_model.tables import CONFIG
 from pretrain.config import load_config
-from pretrain.plan.hardware import H200
-from pretrain.plan.timing import Step
+from pretrain.plan.command import read_target
+from pretrain.plan.memory import stages_of
+from pretrain.plan.timing import time_of_step
 
 ROOT = Path(__file__).parents[2]
 
@@ -167,9 +168,11 @@ def test_classes_add_up_to_the_step():
 
 
 def test_every_line_of_the_model_belongs_to_one_class():
-    lines = Step(load_config(CONFIG), H200, 2**14, 2**13).lines()
+    config = load_config(CONFIG, ["parallel.world_size=1"])
+    layout = config.layout(1)
+    lines = time_of_step(config, layout, stages_of(config, layout), read_target(1, "h200", None))
     claimed = [line for group in LINES.values() for line in group]
-    assert sorted(claimed) == sorted(lines)
+    assert sorted(claimed) == sorted(lines.lines)
     assert {*LINES} <= {*CLASSES, OTHER, "no kernel at all"}
 
 
