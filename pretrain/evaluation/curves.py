@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Curve:
     sources: tuple[Source, ...]
     """One, or one for each seed."""
     records: Mapping[int, tuple[Record, ...]]
-    """Window length in tokens, or training step, ascending -> one record for each source."""
+    """Window length in tokens, ascending -> one record for each source."""
 
     @property
     def method(self) -> str:
@@ -104,25 +105,36 @@ class Curve:
         # Rounding must not put the mean of equal values beside them.
         return Value(min(max(mean, min(values)), max(values)), min(values), max(values))
 
-    def tokens(self) -> list[int]:
-        """Return the different numbers of scored tokens of the records, ascending."""
-        return _known(record["tokens"] for rs in self.records.values() for record in rs)
-
-    def bytes(self) -> list[int]:
-        """Return the different numbers of scored bytes of the records, ascending."""
-        return _known(record["bytes"] for rs in self.records.values() for record in rs)
+    def counts(self, unit: str) -> list[int]:
+        """Return the different numbers of scored "tokens" or "bytes" that are known, ascending."""
+        found = {record[unit] for records in self.records.values() for record in records}
+        return sorted(found - {None})
 
 
-class Text(NamedTuple):
-    """The curves of one validation text, by tokenizer."""
+class Part(NamedTuple):
+    """The curves of one validation set and tokenizer, whose perplexities are comparable."""
 
-    validation: str
-    """Hash of the validation split, or of its first one if several tokenizers have split it."""
-    by_tokenizer: dict[str, list[Curve]]
+    subject: str
+    """What tells it from the other parts of a report, in words; empty where there are no others."""
+    end: str
+    """The same at the end of a file's name."""
+    curves: list[Curve]
 
-    @property
-    def curves(self) -> list[Curve]:
-        return [curve for curves in self.by_tokenizer.values() for curve in curves]
+
+def parts_of(curves: Iterable[Curve]) -> list[Part]:
+    """Return the parts of a report: perplexities of different ones are never put together."""
+    groups = grouped(curves, lambda c: (c.sources[0].validation, c.sources[0].tokenizer))
+    if len(groups) == 1:
+        return [Part("", "", found) for found in groups.values()]
+    return [
+        Part(
+            f"validation set {validation}, tokenizer {tokenizer}",
+            # A record may come from a file of somebody's, and is no part of a path.
+            "".join("_" + re.sub(r"\W", "", digits) for digits in (validation, tokenizer)),
+            found,
+        )
+        for (validation, tokenizer), found in groups.items()
+    ]
 
 
 def make_curves(records: Sequence[Record]) -> list[Curve]:
@@ -163,50 +175,10 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
     return sorted(curves, key=lambda c: order[c.sources[0], c.protocol])
 
 
-def make_step_curves(records: Sequence[Record]) -> list[Curve]:
-    """Return the curves by training step: one for each window length (ascending) and protocol.
-
-    Args:
-        records: Evaluations of one run's checkpoints, with one tokenizer on one text.
-    """
-    found: dict[tuple[int, str, int], dict[int, Record]] = {}
-    seen: Counter[tuple[int, str, int]] = Counter()
-    for record in records:
-        place = (record["length"], protocol_name(record))
-        seen[*place, record["step"]] += 1
-        found.setdefault((*place, seen[*place, record["step"]]), {})[record["step"]] = record
-    curves = []
-    for (length, protocol, evaluation), by_step in sorted(found.items()):
-        source = _source(next(iter(by_step.values())))
-        name = length_label(length, source.train_length)
-        name += f", evaluation {evaluation}" if evaluation > 1 else ""
-        curves.append(Curve(name, protocol, (source,), {x: (by_step[x],) for x in sorted(by_step)}))
-    return curves
-
-
 def protocol_name(record: Record) -> str:
     """Return a record's protocol, with the stride if it slides: other strides, other protocols."""
     sliding = record["protocol"] == "sliding"
     return f"sliding by {record['stride']}" if sliding else str(record["protocol"])
-
-
-def by_text(curves: Iterable[Curve]) -> list[Text]:
-    """Return the curves by validation text and, within each, by tokenizer.
-
-    Each tokenizer cuts a text into a split of its own, with its own hash. Two splits are taken for
-    one text when no tokenizer made both and the same number of bytes was scored of each.
-    """
-    texts: list[Text] = []
-    for validation, split in grouped(curves, lambda c: c.sources[0].validation).items():
-        found = Text(validation, grouped(split, lambda c: c.sources[0].tokenizer))
-        for earlier in texts:
-            is_same = earlier.by_tokenizer.keys().isdisjoint(found.by_tokenizer)
-            if is_same and not _bytes(earlier.curves).isdisjoint(_bytes(split)):
-                earlier.by_tokenizer.update(found.by_tokenizer)
-                break
-        else:
-            texts.append(found)
-    return texts
 
 
 def train_lengths(curves: Iterable[Curve]) -> list[int]:
@@ -220,7 +192,7 @@ def precisions(curves: Iterable[Curve]) -> list[str]:
 
 
 def lengths_of(curves: Iterable[Curve]) -> list[int]:
-    """Return the different window lengths (or steps) at which there are values, ascending."""
+    """Return the different window lengths at which there are values, ascending."""
     return sorted({x for curve in curves for x in curve.records})
 
 
@@ -275,15 +247,6 @@ def _interval(record: Record, quantity: str) -> tuple[float, float]:
 def _exp(loss: float) -> float:
     """Return exp(loss), or infinity where it would overflow a float64 (beyond 709 nats)."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def _known(values: Iterable[int | None]) -> list[int]:
-    """Return the different values that are not None, ascending."""
-    return sorted({value for value in values if value is not None})
-
-
-def _bytes(curves: Iterable[Curve]) -> set[int]:
-    return {count for curve in curves for count in curve.bytes()}
 
 
 # ---- names ---------------------------------------------------------------------------------------
@@ -409,11 +372,6 @@ class Binned(NamedTuple):
     def centres(self) -> list[float]:
         """Return the geometric mean of each range, with positions counted from 1 for a log axis."""
         return [math.sqrt((first + 1) * end) for first, end in itertools.pairwise(self.edges)]
-
-    def ranges(self) -> list[tuple[float, float, int]]:
-        """Return (first position, position after the last, tokens), counted from 1."""
-        ends = [(float(first + 1), float(end + 1)) for first, end in itertools.pairwise(self.edges)]
-        return [(*pair, count) for pair, count in zip(ends, self.counts)]
 
 
 class PositionCurve(NamedTuple):
@@ -548,15 +506,12 @@ class Table(NamedTuple):
         return range(len(self.header))
 
 
-def length_table(
-    curves: Sequence[Curve], quantity: str = PERPLEXITY, with_steps: bool = True
-) -> Table:
+def length_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
     """Return a table with a row for each curve and a column for each window length in tokens.
 
     Args:
-        curves: Curves by window length. Perplexities must be of one tokenizer.
+        curves: Curves of one tokenizer.
         quantity: PERPLEXITY or BITS_PER_BYTE.
-        with_steps: Add a column of the steps where curves are of several.
     """
     trained = train_lengths(curves)
     only = trained[0] if len(trained) == 1 else None
@@ -564,39 +519,28 @@ def length_table(
     known = ", ".join(map(str, trained))
     title = f"{TITLES[quantity]} by length in tokens (training {word} L = {known})"
     lengths = lengths_of(curves)
-    labels = [length_label(n, only) for n in lengths]
-    rows = [[cell(curve, n, quantity) for n in lengths] for curve in curves]
-    return _table(title, curves, labels, rows, quantity, with_steps)
-
-
-def relative_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
-    """Return a table with a column for each multiple of the curves' own training lengths.
-
-    Args:
-        curves: Curves by window length.
-        quantity: PERPLEXITY or BITS_PER_BYTE.
-    """
-    by_multiple = [{n / curve.train_length: n for n in curve.records} for curve in curves]
-    multiples = sorted({multiple for found in by_multiple for multiple in found})
+    # Checkpoints of different steps are no fair comparison of methods, and a model in bf16 is none
+    # beside one in fp32, which rounds less: the table shows both where they differ.
+    steps = {curve.sources[0].step for curve in curves}
+    columns: dict[str, tuple[bool, Callable[[Curve], object]]] = {
+        "method": (True, lambda c: c.name),
+        "L": (len(trained) > 1, lambda c: c.train_length),
+        "step": (len(steps) > 1, lambda c: c.sources[0].step),
+        "precision": (len(precisions(curves)) > 1, lambda c: c.sources[0].precision),
+        "protocol": (True, lambda c: c.protocol),
+    }
+    words = {name: value for name, (is_shown, value) in columns.items() if is_shown}
+    unit = "tokens" if quantity == PERPLEXITY else "bytes"
     rows = [
-        [cell(curve, found[m], quantity) if m in found else "-" for m in multiples]
-        for curve, found in zip(curves, by_multiple)
+        [
+            *(str(value(curve)) for value in words.values()),
+            _range(curve.counts(unit)),
+            *(cell(curve, n, quantity) for n in lengths),
+        ]
+        for curve in curves
     ]
-    title = f"{TITLES[quantity]} by length in multiples of the training length L"
-    return _table(title, curves, [relative_length(m) for m in multiples], rows, quantity)
-
-
-def step_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
-    """Return a table of one run's curves: a row for each step, named by it, and protocol.
-
-    Args:
-        curves: Curves by window length, named by their steps.
-        quantity: PERPLEXITY or BITS_PER_BYTE.
-    """
-    table = length_table(curves, quantity, with_steps=False)
-    (trained, *_) = train_lengths(curves)
-    title = f"{TITLES[quantity]} by training step and length in tokens (L = {trained})"
-    return table._replace(title=title, header=["step", *table.header[1:]])
+    header = [*words, f"{unit} scored", *(length_label(n, only) for n in lengths)]
+    return Table(title, header, rows, names=len(words))
 
 
 def source_table(curves: Iterable[Curve]) -> Table:
@@ -612,45 +556,18 @@ def source_table(curves: Iterable[Curve]) -> Table:
     return Table("What was evaluated", header, list(rows.values()), names=len(header))
 
 
-def _table(
-    title: str,
-    curves: Sequence[Curve],
-    labels: list[str],
-    rows: list[list[str]],
-    quantity: str,
-    with_steps: bool = True,
-) -> Table:
-    """Return a table with these cells, behind the curves' names, protocols and tokens scored."""
-    # Checkpoints of different steps are no fair comparison of methods, and a model in bf16 is none
-    # beside one in fp32, which rounds less: the table shows both where they differ.
-    columns: dict[str, tuple[bool, Callable[[Curve], object]]] = {
-        "method": (True, lambda c: c.name),
-        "L": (len(train_lengths(curves)) > 1, lambda c: c.train_length),
-        "step": (with_steps and len(steps_of(curves)) > 1, lambda c: c.sources[0].step),
-        "precision": (len(precisions(curves)) > 1, lambda c: c.sources[0].precision),
-        "protocol": (True, lambda c: c.protocol),
-    }
-    heads = [name for name, (is_shown, _) in columns.items() if is_shown]
-    words = [[str(columns[name][1](curve)) for name in heads] for curve in curves]
-    count = "tokens" if quantity == PERPLEXITY else "bytes"
-    counts = [tokens_in_words([c]) if quantity == PERPLEXITY else _range(c.bytes()) for c in curves]
-    table_rows = [[*w, n, *row] for w, n, row in zip(words, counts, rows)]
-    return Table(title, [*heads, f"{count} scored", *labels], table_rows, names=len(heads))
+def tables_of(part: Part) -> list[Table]:
+    """Return the tables of all values: perplexities, and bits per byte where they are known."""
+    known = [PERPLEXITY, *([BITS_PER_BYTE] if has_bits(part.curves) else [])]
+    return [length_table(part.curves, quantity) for quantity in known]
 
 
-def format_tables(texts: Sequence[Text]) -> str:
-    """Return all values for the terminal: tables of perplexities and of bits per byte."""
+def format_tables(parts: Iterable[Part]) -> str:
+    """Return all values for the terminal."""
     blocks = []
-    for text in texts:
-        if len(texts) > 1:
-            blocks.append(f"Validation set {text.validation}:")
-        for tokenizer, curves in text.by_tokenizer.items():
-            table = length_table(curves)
-            if len(text.by_tokenizer) > 1:
-                table = table._replace(title=f"{table.title}, tokenizer {tokenizer}")
-            blocks.append(table.plain())
-        if has_bits(text.curves):
-            blocks.append(length_table(text.curves, BITS_PER_BYTE).plain())
+    for part in parts:
+        blocks += [f"{part.subject.capitalize()}:"] if part.subject else []
+        blocks += [table.plain() for table in tables_of(part)]
     return "\n\n".join(blocks)
 
 
@@ -695,12 +612,7 @@ def length_in_words(length: int, train_length: int | None) -> str:
 
 def tokens_in_words(curves: Iterable[Curve]) -> str:
     """Return how many tokens were scored: "50,000", or "1,000 to 50,000" where it differs."""
-    return _range(sorted({count for curve in curves for count in curve.tokens()}))
-
-
-def steps_of(curves: Iterable[Curve]) -> list[int]:
-    """Return the different training steps of curves by window length, ascending."""
-    return sorted({curve.sources[0].step for curve in curves})
+    return _range(sorted({count for curve in curves for count in curve.counts("tokens")}))
 
 
 def _range(counts: Sequence[int]) -> str:

@@ -20,18 +20,14 @@ from matplotlib.ticker import (
     NullFormatter,
     NullLocator,
     ScalarFormatter,
-    StrMethodFormatter,
 )
 
 from pretrain.evaluation.curves import (
-    PERPLEXITY,
-    TITLES,
     Curve,
     PositionCurve,
     Value,
-    is_known,
     length_label,
-    relative_length,
+    lengths_of,
     tokens_in_words,
     train_lengths,
 )
@@ -89,8 +85,6 @@ class Frame:
     """Position of a dotted vertical line -> the word in the legend that has its colour."""
     mark_label: str = ""
     """What the dotted lines mark."""
-    counts: Sequence[tuple[float, float, int]] = ()
-    """(first, end, tokens) of ranges on the x axis, drawn as steps in a strip below the lines."""
     panels: Sequence[str] = ()
     """The panels in their order; by default in the order of the lines."""
     bars: str = "95 % interval"
@@ -148,35 +142,23 @@ def _panels(
     rows = -(-len(titles) // columns)
     width, height = PANEL_INCHES
     figure = Figure(
-        figsize=(
-            width * columns + LEGEND_INCHES,
-            max(height * rows + (1 if frame.counts else 0), legend_inches),
-        ),
+        figsize=(width * columns + LEGEND_INCHES, max(height * rows, legend_inches)),
         dpi=144,
         layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08),
     )
     # The canvas is chosen here and pyplot is not used, so that no display is needed, whatever
     # backend matplotlib is configured for.
     FigureCanvasAgg(figure)
-    ratios = [4.0, 1.0] * rows if frame.counts else [1.0] * rows
-    grid = figure.add_gridspec(len(ratios), columns, height_ratios=ratios)
     panels: dict[str, Axes] = {}
     for i, title in enumerate(titles):
-        row, column = divmod(i, columns)
         first = next(iter(panels.values()), None)
-        axes = figure.add_subplot(
-            grid[2 * row if frame.counts else row, column], sharex=first, sharey=first
-        )
+        axes = figure.add_subplot(rows, columns, i + 1, sharex=first, sharey=first)
         panels[title] = axes
         axes.set_title(_plain(title), fontsize=10)
         _style(axes, frame)
-        if column == 0:
+        if i % columns == 0:
             axes.set_ylabel(frame.y_label)
-        below = axes
-        if frame.counts:
-            below = _strip(figure.add_subplot(grid[2 * row + 1, column], sharex=axes), frame)
-            axes.tick_params(labelbottom=False)
-        below.set_xlabel(frame.x_label)
+        axes.set_xlabel(frame.x_label)
     if frame.title:
         figure.suptitle(_plain(frame.title), fontsize=11)
     return figure, panels
@@ -192,19 +174,6 @@ def _style(axes: Axes, frame: Frame) -> None:
     axes.grid(True, color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _strip(axes: Axes, frame: Frame) -> Axes:
-    """Draw the numbers of tokens as steps."""
-    edges = [first for first, _, _ in frame.counts] + [frame.counts[-1][1]]
-    axes.stairs([n for _, _, n in frame.counts], edges, fill=True, color="#bbbbbb")
-    axes.set_yscale("log")
-    axes.set_ylabel("Tokens", fontsize=8)
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.tick_params(axis="y", labelsize=7)
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.spines[["top", "right"]].set_visible(False)
-    return axes
 
 
 Looks = dict[str, dict[str, Any]]
@@ -363,79 +332,60 @@ TICKS = 8
 """Labels on an x axis at most, about as many as find room."""
 
 
-def lines_by_length(
-    curves: Sequence[Curve],
-    quantity: str = PERPLEXITY,
-    relative: bool = False,
-    subject: str = "",
-) -> tuple[list[Line], Frame]:
-    """Return the lines of values against window length, with a panel for each protocol.
+def lines_by_length(curves: Sequence[Curve], subject: str = "") -> tuple[list[Line], Frame]:
+    """Return the lines of perplexity against window length, with a panel for each protocol.
 
     Of one training length each curve has its colour. Of several, colours are training lengths and
     markers are methods, as in the paper's figures.
 
     Args:
-        curves: Curves by window length in tokens. Perplexities must be of one tokenizer.
-        quantity: PERPLEXITY or BITS_PER_BYTE.
-        relative: Draw lengths as multiples of each curve's own training length.
+        curves: Curves by window length in tokens, of one tokenizer.
         subject: What the figure is about, if the report has several: tokenizer, validation set.
     """
     trained = train_lengths(curves)
     only = trained[0] if len(trained) == 1 else None
     # In the order of the training lengths, since colours are given in the order of the lines.
     curves = sorted(curves, key=lambda curve: curve.train_length)
-    lines = []
-    for curve in curves:
-        unit = curve.train_length if relative else 1
-        known = [x for x in curve.records if is_known(curve, x, quantity)]
-        lines.append(
-            Line(
-                curve.protocol,
-                curve.name,
-                _colour_of(curve, trained),
-                [x / unit for x in known],
-                [curve.value(x, quantity) for x in known],
-                curve.is_mean,
-            )
+    lines = [
+        Line(
+            curve.protocol,
+            curve.name,
+            _colour_of(curve, trained),
+            [float(x) for x in curve.records],
+            [curve.value(x) for x in curve.records],
+            curve.is_mean,
         )
-    xs = sorted({x for line in lines for x in line.xs})
-    if relative:
-        label, marked = "Evaluation length (in training lengths L)", {1.0: ""}
-        ticks = {x: relative_length(x) for x in _spread(xs)}
-    else:
-        label = "Evaluation length (tokens)"
-        marked = {float(n): _colour_word(n) for n in trained}
-        ticks = {x: length_label(int(x), only, "\n") for x in _spread(xs)}
-    title = _title(curves, subject)
-    return lines, Frame(label, TITLES[quantity], title, ticks, marked, "training length")
+        for curve in curves
+    ]
+    marked = {float(n): _colour_word(n) for n in trained}
+    ticks = {float(x): length_label(x, only, "\n") for x in _spread(lengths_of(curves))}
+    title, label = _title(curves, subject), "Evaluation length (tokens)"
+    return lines, Frame(label, "Perplexity", title, ticks, marked, "training length")
 
 
 def lines_by_step(curves: Sequence[Curve], subject: str = "") -> tuple[list[Line], Frame]:
     """Return perplexity against training step: a line for each length and a panel per protocol.
 
     Args:
-        curves: Curves by training step, of one tokenizer.
+        curves: Curves by window length, each of one checkpoint of a run, by one tokenizer.
         subject: What the figure is about, if the report has several.
     """
-    lines = [
-        Line(
-            curve.protocol,
-            curve.name,
-            curve.name,
-            list(curve.records),
-            [curve.value(x) for x in curve.records],
-        )
-        for curve in curves
-    ]
-    return lines, Frame("Training step", TITLES[PERPLEXITY], _title(curves, subject))
+    found: dict[tuple[int, str], dict[float, Value]] = {}
+    for curve in sorted(curves, key=lambda curve: curve.sources[0].step):
+        for length in curve.records:
+            by_step = found.setdefault((length, curve.protocol), {})
+            by_step[curve.sources[0].step] = curve.value(length)
+    lines = []
+    for (length, protocol), by_step in sorted(found.items()):
+        name = length_label(length, curves[0].train_length)
+        lines.append(Line(protocol, name, name, list(by_step), list(by_step.values())))
+    return lines, Frame("Training step", "Perplexity", _title(curves, subject))
 
 
 def lines_by_position(
     curves: Sequence[PositionCurve], subject: str = ""
 ) -> tuple[list[Line], Frame]:
-    """Return the lines of loss against position, above a strip with the tokens of each range.
-
-    The tokens are those of the longest window.
+    """Return the lines of loss against position in the longest window of each curve.
 
     Args:
         curves: Losses by position, of one tokenizer.
@@ -455,21 +405,11 @@ def lines_by_position(
         )
         for position in curves
     ]
-    longest = max(curves, key=lambda position: position.length)
-    right = longest.length
-    ticks = {float(2**n): str(2**n) for n in range(0, math.ceil(math.log2(right + 1)) + 1, 2)}
+    powers = range(0, math.ceil(math.log2(windows[-1] + 1)) + 1, 2)
+    ticks = {float(2**n): str(2**n) for n in powers}
     marked = {float(n): _colour_word(n) for n in trained}
-    counts = longest.binned[0].ranges()
-    frame = Frame(
-        "Position in the window (tokens)",
-        "Loss (nats per token)",
-        subject,
-        ticks,
-        marked,
-        "training length",
-        counts,
-    )
-    return lines, frame
+    labels = "Position in the window (tokens)", "Loss (nats per token)"
+    return lines, Frame(*labels, subject, ticks, marked, "training length")
 
 
 def _title(curves: Sequence[Curve], subject: str) -> str:

@@ -7,7 +7,6 @@ perplexities of two tokenizers or two validation sets.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import sys
@@ -19,23 +18,16 @@ from typing import Any
 from pretrain.config import ConfigError
 from pretrain.config.evaluation import MASKED
 from pretrain.evaluation.curves import (
-    BITS_PER_BYTE,
     POSITION_FIELDS,
-    Curve,
     Positions,
-    Text,
-    by_text,
     format_tables,
     full_name,
-    has_bits,
-    length_table,
     make_curves,
-    make_step_curves,
+    parts_of,
     position_curves,
     position_rows,
-    relative_table,
     source_table,
-    step_table,
+    tables_of,
     train_lengths,
 )
 from pretrain.evaluation.figures import (
@@ -61,7 +53,6 @@ from pretrain.evaluation.records import (
     check_objectives,
     curve_json,
     fields_of,
-    grouped,
     read_records,
     records_to_csv,
     to_csv,
@@ -73,12 +64,6 @@ from pretrain.rundir.paths import check_version
 # ---- Refuse to write a report over files that are no earlier report of ours ----
 
 
-PICTURES = (".png", ".svg", ".pdf")
-_COLUMNS = {"protocol", "length", "loss_nats"}
-"""Columns of curve.csv by which it is known."""
-_POSITION_COLUMNS = {"length", "first_position", "loss_nats"}
-
-
 def check_overwrites(out: Path) -> None:
     """Check that what `pretrain evaluate --out` would write over is an earlier report.
 
@@ -88,44 +73,37 @@ def check_overwrites(out: Path) -> None:
     Raises:
         ConfigError: A file is something else. Nothing has been written.
     """
-    report, positions = out.with_name("report.md"), out.with_name("positions.csv")
-    tables = {
-        out.with_suffix(".csv"): _COLUMNS,
-        positions: _POSITION_COLUMNS,
-        blocks_path(out): set(BLOCK_FIELDS),
-    }
-    pictures = [path.with_suffix(p) for path in (out, positions) for p in PICTURES]
-    check_ours(out, _COLUMNS, tables, [report, *pictures])
+    positions, keys = out.with_name("positions.csv"), {"protocol", "length", "loss_nats"}
+    pictures = [path.with_suffix(f".{kind}") for path in (out, positions) for kind in FORMATS]
+    report = out.with_name("report.md")
     # report.md and positions.csv have one name in a folder, and no other file holds what they say.
     for other in sorted(out.parent.glob("*.json")):
-        if other.name != out.name and report.exists() and _is_report(other, _COLUMNS):
+        if other.name != out.name and report.exists() and _is_report(other, keys):
             raise ConfigError(
                 f"--out {out}: {out.parent} holds the report {other.name}, whose report.md and "
                 "positions.csv would be overwritten. Choose a folder of its own"
             )
+    check_ours(out, keys, [report, positions, blocks_path(out), *pictures])
 
 
-def check_ours(
-    out: Path, columns: set[str], tables: Mapping[Path, set[str]], others: Iterable[Path]
-) -> None:
+def check_ours(out: Path, keys: set[str], others: Iterable[Path]) -> None:
     """Check that all files of a report that are there are of an earlier report.
 
-    The JSON and the tables are known by their content, and what else there is by these.
+    It is known by its JSON, or where that was not written any more, by the CSV of its records,
+    which is written first.
 
     Args:
         out: FILE.json of the report.
-        columns: Keys that every record of the JSON has.
-        tables: CSV file -> columns by which it is known.
-        others: The report's other files.
+        keys: Keys that every record has.
+        others: The report's files beside FILE.json and FILE.csv.
 
     Raises:
         ConfigError: A file is something else.
     """
     check_report_path(out)
-    ours = {out: _is_report(out, columns)}
-    ours |= {path: _has_columns(path, of) for path, of in tables.items()}
-    ours |= dict.fromkeys(others, any(ours.values()))
-    for path, is_ours in ours.items():
+    table = out.with_suffix(".csv")
+    is_ours = _is_report(out, keys) if out.exists() else _has_columns(table, keys)
+    for path in (out, table, *others):
         if path.exists() and not is_ours:
             raise ConfigError(
                 f"--out {out}: {path} would be overwritten, and it is no report that --out wrote. "
@@ -133,11 +111,11 @@ def check_ours(
             )
 
 
-def _is_report(path: Path, columns: set[str]) -> bool:
+def _is_report(path: Path, keys: set[str]) -> bool:
     """Return True for a JSON file of records with these keys."""
     try:
         records = json.loads(path.read_bytes())["records"]
-        return all(record.keys() >= columns for record in records)
+        return all(record.keys() >= keys for record in records)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
@@ -175,6 +153,13 @@ INTERVALS_EXPLAINED = (
     'largest; the value of each seed is in the CSV. A value that is not known is "-".'
 )
 """What stands beside a value in report.md."""
+
+
+PARTS_EXPLAINED = (
+    "These evaluations are of several validation sets, or by several tokenizers, which cut a text "
+    "into different tokens. Their perplexities are not comparable, so each has its own section. "
+    "Bits per byte of one text are comparable; look at the bytes that were scored."
+)
 
 
 class Page:
@@ -233,22 +218,44 @@ def write_report(
         {**fields_of(record), KEY: record.get(KEY) or (blocks or {}).get(block_key(record))}
         for record in records
     ]
-    texts = by_text(make_curves(records))
+    page = Page("# Perplexity by length", protocols_explained(records))
+    _add_by_length(page, records, out.stem, positions or {})
+    page.add("## How to read it", INTERVALS_EXPLAINED)
+    page.add(source_table(make_curves(records)).markdown())
+    rows_of_blocks = list(block_rows(records))
+    files = {blocks_path(out): to_csv(BLOCK_FIELDS, rows_of_blocks)} if rows_of_blocks else {}
     if positions:
         rows = position_rows(records, positions)
-        replace_file(out.with_name("positions.csv"), to_csv(POSITION_FIELDS, rows))
-    page = Page("# Perplexity by length", protocols_explained(records))
-    page.add("## What stands out", what_stands_out(texts))
-    _add_by_length(page, texts, out.stem, positions or {})
-    page.add("## How to read it", INTERVALS_EXPLAINED)
-    page.add(source_table([curve for text in texts for curve in text.curves]).markdown())
-    write_pictures(out.parent, out.stem, page.pictures, was_there=out.exists())
-    if rows_of_blocks := list(block_rows(records)):
-        replace_file(blocks_path(out), to_csv(BLOCK_FIELDS, rows_of_blocks))
-    elif out.exists():
+        files[out.with_name("positions.csv")] = to_csv(POSITION_FIELDS, rows)
+    if not rows_of_blocks and out.exists():
         # An earlier report's: they are not those of these records.
         blocks_path(out).unlink(missing_ok=True)
+    _save(out, page, records, files)
+
+
+def _save(
+    out: Path, page: Page, records: Sequence[Record], others: Mapping[Path, bytes] | None = None
+) -> None:
+    """Write a report's files, and remove figures that an earlier report of its name has left.
+
+    Args:
+        out: FILE.json.
+        page: The text and the figures.
+        records: The evaluations.
+        others: What else belongs to the report.
+    """
+    was_there = out.exists()
     replace_file(out.with_suffix(".csv"), records_to_csv(records))
+    for path, content in (others or {}).items():
+        replace_file(path, content)
+    for name, kinds in page.pictures.items():
+        for kind, content in kinds.items():
+            replace_file(out.with_name(f"{name}.{kind}"), content)
+    # Only names that a report gives: another file of the user's stays.
+    ours = re.compile(rf"({re.escape(out.stem)}|steps)(_[0-9a-f]{{12}})*\.({'|'.join(FORMATS)})")
+    for path in out.parent.iterdir() if was_there else ():
+        if ours.fullmatch(path.name) and path.stem not in page.pictures:
+            path.unlink(missing_ok=True)
     replace_file(out.with_name("report.md"), page.content())
     # The JSON comes last: where it exists, the report is complete.
     replace_file(out, curve_json(records))
@@ -279,120 +286,47 @@ def format_table(records: Sequence[Record]) -> str:
         Tables under titles, with a row for each curve and a column for each length. There is one
         table of perplexities for each tokenizer and validation set.
     """
-    return format_tables(by_text(make_curves([fields_of(record) for record in records])))
+    return format_tables(parts_of(make_curves([fields_of(record) for record in records])))
 
 
-def write_pictures(
-    directory: Path, stem: str, pictures: dict[str, Pictures], was_there: bool
-) -> None:
-    """Write figures, and remove those that an earlier report of the same name left.
-
-    Args:
-        directory: The report's directory.
-        stem: What the names of the report's figures begin with.
-        pictures: File name without its ending -> the figure's formats.
-        was_there: An earlier report of this name is there.
-    """
-    for name, kinds in pictures.items():
-        for kind, content in kinds.items():
-            replace_file(directory / f"{name}.{kind}", content)
-    if not was_there:
-        return
-    # Only names that a report gives: another file of the user's stays.
-    views = r"(_[0-9a-f]{12})*(_relative|_bits_per_byte)?"
-    ours = re.compile(rf"{re.escape(stem)}{views}\.({'|'.join(FORMATS)})")
-    for path in directory.iterdir():
-        if ours.fullmatch(path.name) and path.stem not in pictures:
-            path.unlink(missing_ok=True)
-
-
-# ---- report.md -----------------------------------------------------------------------------------
-def _add_by_length(page: Page, texts: Sequence[Text], stem: str, positions: Positions) -> None:
-    """Add tables and figures of each text and tokenizer.
+def _add_by_length(page: Page, records: Sequence[Record], stem: str, positions: Positions) -> None:
+    """Add what stands out, and the figures and tables of each part.
 
     Args:
         page: The report.
-        texts: The curves.
+        records: The evaluations.
         stem: What the names of the figures begin with.
         positions: Losses by position.
     """
-    if len(texts) > 1:
-        page.add(
-            f"These are evaluations of {len(texts)} different validation sets. A perplexity on one "
-            "text says nothing beside a perplexity on another, so each has its own tables and "
-            "figures below."
-        )
-    for text in texts:
-        end, subject = "", ""
-        if len(texts) > 1:
-            end, subject = label(text.validation), f"validation set {text.validation}"
-            page.add(f"## {subject.capitalize()}")
-        if len(text.by_tokenizer) > 1:
-            _add_across_tokenizers(page, text, stem + end, subject)
-        for tokenizer, curves in text.by_tokenizer.items():
-            name, about = end, subject
-            if len(text.by_tokenizer) > 1:
-                page.add(f"### Tokenizer {tokenizer}")
-                name += label(tokenizer)
-                about = ", ".join(filter(None, [subject, f"tokenizer {tokenizer}"]))
-            _add_of_one_tokenizer(page, curves, stem + name, about)
-            if found := position_curves(curves, positions):
-                page.add(
-                    "## Loss by position",
-                    "Mean loss at each position of the longest nonoverlapping window of each "
-                    "curve, over ranges of positions that widen with the position. The strip below "
-                    "says how many tokens each range stands on; positions.csv has the numbers of "
-                    "all runs and lengths. Tokens at early positions are predicted from little "
-                    "context.",
-                )
-                page.show(f"positions{name}", "loss by position", *lines_by_position(found, about))
-
-
-def _add_of_one_tokenizer(page: Page, curves: Sequence[Curve], name: str, subject: str) -> None:
-    """Add the perplexities of one tokenizer and text, in figures of this name."""
-    page.show(name, "perplexity by length", *lines_by_length(curves, subject=subject))
-    page.add(length_table(curves).markdown())
-    several = len(train_lengths(curves)) > 1
-    if several:
-        relative = lines_by_length(curves, relative=True, subject=subject)
-        page.show(f"{name}_relative", "perplexity by length in training lengths", *relative)
-        page.add(relative_table(curves).markdown())
-    if has_bits(curves):
-        page.add(length_table(curves, BITS_PER_BYTE).markdown())
-    names = [full_name(curve) if several else curve.name for curve in curves]
-    page.add("\n".join(f"- {describe(c, n)}" for c, n in zip(curves, names)))
-
-
-def _add_across_tokenizers(page: Page, text: Text, name: str, subject: str) -> None:
-    """Add the comparison of curves of several tokenizers, by bits per byte alone."""
-    page.add(
-        f"{len(text.by_tokenizer)} tokenizers have cut this text into different tokens. "
-        "Perplexities are per token, so those of different tokenizers are not comparable, and each "
-        "tokenizer has its own tables below. Bits per byte of the text are comparable."
-    )
-    if len({count for curve in text.curves for count in curve.bytes()}) > 1:
-        page.add("Different amounts of the text were scored: see the bytes in the table.")
-    if not has_bits(text.curves):
-        page.add("They are not recorded here, so nothing can be compared.")
-        return
-    drawn = lines_by_length(text.curves, BITS_PER_BYTE, subject=subject)
-    page.show(f"{name}_bits_per_byte", "bits per byte by length", *drawn)
-    page.add(length_table(text.curves, BITS_PER_BYTE).markdown())
-
-
-def label(digits: str) -> str:
-    """Return the end of a file's name for a tokenizer or a validation set."""
-    return "_" + re.sub(r"\W", "", digits)
+    parts = parts_of(make_curves(records))
+    page.add("## What stands out", what_stands_out(parts))
+    if len(parts) > 1:
+        page.add(PARTS_EXPLAINED)
+    for part in parts:
+        curves, subject = part.curves, part.subject
+        page.add(f"## {subject.capitalize()}" if subject else "")
+        drawn = lines_by_length(curves, subject)
+        page.show(f"{stem}{part.end}", "perplexity by length", *drawn)
+        page.add(*(table.markdown() for table in tables_of(part)))
+        several = len(train_lengths(curves)) > 1
+        names = [full_name(curve) if several else curve.name for curve in curves]
+        page.add("\n".join(f"- {describe(c, name)}" for c, name in zip(curves, names)))
+        if found := position_curves(curves, positions):
+            page.add(
+                "## Loss by position",
+                "Mean loss at each position of the longest nonoverlapping window of each "
+                "curve, over ranges of positions that widen with the position; positions.csv has "
+                "the numbers of all runs and lengths, and the tokens of each range. Tokens at "
+                "early positions are predicted from little context.",
+            )
+            drawn = lines_by_position(found, subject)
+            page.show(f"positions{part.end}", "loss by position", *drawn)
 
 
 # ---- Report how perplexity at each length develops over a run's checkpoints ----
 # Each evaluation job leaves one directory, RUN/evaluations/step-########/, with the files that
 # `pretrain evaluate --out` writes, or with a failed.json once the launcher has given up on that
 # checkpoint. Every report is made anew from all of them, so the jobs may finish in any order.
-
-
-CURVES_SHOWN = 5
-"""Largest number of checkpoints in the plot by length: the first, the last and some between."""
 
 
 @dataclass(frozen=True)
@@ -471,84 +405,26 @@ def report_run(run: Path) -> str:
         written = evaluated.folders
     for name, reason in evaluated.missing.items():
         print(f"warning: {name}: {reason}", file=sys.stderr, flush=True)
-    return "\n\n".join(
-        step_table(_named_by_step(part)).plain() for part in _parts(evaluated.records).values()
-    )
-
-
-def _parts(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
-    """Return the records by validation set and tokenizer; those of one part are comparable."""
-    return grouped(records, lambda record: (record["validation"], record["tokenizer"]))
+    return format_table(evaluated.records)
 
 
 def _write(directory: Path, evaluated: Evaluated) -> None:
-    """Write the files of the report. The JSON comes last: where it exists, the rest does."""
-    parts = _parts(evaluated.records)
-    page = Page("# Perplexity by training step", protocols_explained(evaluated.records))
-    if len(parts) > 1:
-        page.add(
-            "The checkpoints were evaluated on several validation sets or with several tokenizers. "
-            "Perplexities of different ones are not comparable, so each has its own section."
-        )
-    for (validation, tokenizer), records in parts.items():
-        subject, end = "", ""
-        if len(parts) > 1:
-            subject = f"validation set {validation}, tokenizer {tokenizer}"
-            end = label(validation) + label(tokenizer)
-            page.add(f"## {subject.capitalize()}")
-        _add_by_step(page, records, end, subject)
+    """Write the files of the report."""
+    records = evaluated.records
+    page = Page("# Perplexity by training step", protocols_explained(records))
+    for part in parts_of(make_curves(records)):
+        page.add(f"## {part.subject.capitalize()}" if part.subject else "")
+        drawn = lines_by_step(part.curves, part.subject)
+        page.show(f"steps{part.end}", "perplexity by training step", *drawn)
+        page.add(*(table.markdown() for table in tables_of(part)))
     if evaluated.missing:
         reasons = "\n".join(f"- {name}: {why}" for name, why in evaluated.missing.items())
         page.add("## Not evaluated", reasons)
+    newest = records[-1]["step"]
+    page.add(f"# Step {newest} by length")
+    _add_by_length(page, [r for r in records if r["step"] == newest], "curve", {})
     page.add("## How to read it", INTERVALS_EXPLAINED)
-    was_there = (directory / "curve.json").exists()
-    for stem in ("steps", "curve"):
-        mine = {name: kinds for name, kinds in page.pictures.items() if name.startswith(stem)}
-        write_pictures(directory, stem, mine, was_there)
-    replace_file(directory / "curve.csv", records_to_csv(evaluated.records))
-    replace_file(directory / "report.md", page.content())
-    replace_file(directory / "curve.json", curve_json(evaluated.records))
-
-
-def _add_by_step(page: Page, records: Sequence[Record], end: str, subject: str) -> None:
-    """Add what there is of one tokenizer and validation set, in figures whose names end so."""
-    by_length, by_step = _named_by_step(records), make_step_curves(records)
-    steps = sorted({record["step"] for record in records})
-    chosen = set(_evenly_spaced(steps))
-    shown = [_in_words(curve) for curve in by_length if curve.sources[0].step in chosen]
-    newest = [_in_words(curve) for curve in by_length if curve.sources[0].step == steps[-1]]
-    page.show(f"steps{end}", "perplexity by training step", *lines_by_step(by_step, subject))
-    page.add(step_table(by_length).markdown())
-    if has_bits(by_length):
-        page.add(step_table(by_length, BITS_PER_BYTE).markdown())
-    page.add("\n".join(f"- {describe(c, c.name, by_step=True)}" for c in by_step))
-    page.add("## By length")
-    page.show(f"curve{end}", "perplexity by length", *lines_by_length(shown, subject=subject))
-    page.add("\n".join(f"- {describe(curve, curve.name)}" for curve in newest))
-    page.add(f"## What stands out at step {steps[-1]}", what_stands_out(by_text(newest)))
-
-
-def _named_by_step(records: Sequence[Record]) -> list[Curve]:
-    """Return perplexity by length, one curve for each checkpoint, named by its step."""
-    named = []
-    for curve in make_curves(records):
-        source = curve.sources[0]
-        again = f", evaluation {source.evaluation}" if source.evaluation > 1 else ""
-        named.append(dataclasses.replace(curve, name=f"{source.step}{again}"))
-    return named
-
-
-def _in_words(curve: Curve) -> Curve:
-    """Return a curve that is named by its step under a name that says so."""
-    return dataclasses.replace(curve, name=f"step {curve.name}")
-
-
-def _evenly_spaced(steps: Sequence[int]) -> list[int]:
-    """Return at most CURVES_SHOWN of the steps, evenly spaced, with the first and the last."""
-    if len(steps) <= CURVES_SHOWN:
-        return list(steps)
-    last = len(steps) - 1
-    return [steps[round(i * last / (CURVES_SHOWN - 1))] for i in range(CURVES_SHOWN)]
+    _save(directory / "curve.json", page, records)
 
 
 # ---- combine ----

@@ -87,7 +87,7 @@ def figures(study: Study, costs: Sequence[Cost]) -> dict[str, Figure]:
     if positions:
         caption = (
             "Loss by position in the longest window of each curve, over ranges that widen with the "
-            "position. The strip below says how many tokens each range stands on."
+            "position."
         )
         found["position"] = Figure(caption, *lines_by_position(positions))
     if costs:

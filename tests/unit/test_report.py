@@ -15,7 +15,7 @@ from scipy import stats
 
 from pretrain.config import ConfigError
 from pretrain.evaluation import figures, report
-from pretrain.evaluation.curves import by_text, make_curves
+from pretrain.evaluation.curves import make_curves, parts_of
 from pretrain.evaluation.judge import Evidence, Verdict, gap, judge, what_stands_out
 from pretrain.evaluation.records import (
     FIELDS,
@@ -108,16 +108,15 @@ def test_pictures_are_pictures_and_the_same_each_time(tmp_path):
 
 
 def test_figures_of_an_earlier_report_go_and_other_files_stay(tmp_path):
-    out = tmp_path / "curve.json"
+    out, other = tmp_path / "curve.json", f"curve_{'b' * 12}_{'a' * 12}"
     (tmp_path / "curve_of_mine.png").write_text("mine")
-    (tmp_path / "curve_relative.png").write_text("mine, before any report")
+    (tmp_path / f"{other}.png").write_text("mine, before any report")
     write_report(out, [make_record()])
-    assert (tmp_path / "curve_relative.png").read_text() == "mine, before any report"
-    lengths = [make_record(train_length=n) for n in (64, 128)]
-    write_report(out, lengths)
-    assert (tmp_path / "curve_relative.svg").exists()
+    assert (tmp_path / f"{other}.png").read_text() == "mine, before any report"
+    write_report(out, [make_record(validation=v * 12) for v in "bc"])
+    assert (tmp_path / f"{other}.svg").exists()
     write_report(out, [make_record()])
-    assert not list(tmp_path.glob("curve_relative.*"))
+    assert not list(tmp_path.glob("curve_*a.*"))
     assert (tmp_path / "curve_of_mine.png").read_text() == "mine"
 
 
@@ -257,13 +256,12 @@ def test_nothing_is_dropped_or_replaced_in_random_sets_of_records():
         curves = make_curves(records)
         held = [id(r) for curve in curves for rs in curve.records.values() for r in rs]
         assert sorted(held) == sorted(map(id, records))
-        texts = by_text(curves)
-        assert sorted(map(id, (c for t in texts for c in t.curves))) == sorted(map(id, curves))
-        for text in texts:
-            for tokenizer, part in text.by_tokenizer.items():
-                assert {s.tokenizer for c in part for s in c.sources} == {tokenizer}
-                keys = [(c.name, c.protocol, c.train_length) for c in part]
-                assert len(set(keys)) == len(keys)
+        parts = parts_of(curves)
+        assert sorted(map(id, (c for p in parts for c in p.curves))) == sorted(map(id, curves))
+        for part in parts:
+            texts = {(s.tokenizer, s.validation) for c in part.curves for s in c.sources}
+            keys = [(c.name, c.protocol, c.train_length) for c in part.curves]
+            assert len(texts) == 1 and len(set(keys)) == len(keys)
         shown = format_table(records)
         alone = [r for c in curves if not c.is_mean for rs in c.records.values() for r in rs]
         for record in alone:
@@ -323,34 +321,6 @@ def test_runs_of_several_training_lengths_stand_in_one_report(tmp_path):
     assert "| alibi | 128 | nonoverlapping | 50,000 | 20.25 +-0.41 | 19.25 +-0.39 | - |" in text
     assert "| alibi | 256 | nonoverlapping | 50,000 | - | 18.75 +-0.38 | 17.75 +-0.36 |" in text
     assert "| rotary | 128 | nonoverlapping | 50,000 | 21.25 +-0.43 | 31.25 +-0.63 | - |" in text
-    assert "| method | L | protocol | tokens scored | L | 2 L |" in text
-    assert "| alibi | 256 | nonoverlapping | 50,000 | 18.75 +-0.38 | 17.75 +-0.36 |" in text
-    assert "1. alibi, L = 256 18.75" in text
-    for name in ("curve", "curve_relative"):
-        assert f"![perplexity by length{'' if name == 'curve' else ' in training lengths'}]" in text
-        read_png((tmp_path / f"{name}.png").read_bytes())
-
-
-def test_a_method_trained_short_is_ranked_beside_others_trained_long(tmp_path):
-    """As in the paper's figures: ALiBi trained at 512 beside sinusoids trained at 3,072."""
-    records = [
-        make_record("alibi", length=512, train_length=512, perplexity=19.73),
-        make_record("alibi", length=3072, train_length=512, perplexity=18.40, spread=0.001),
-        make_record(
-            "sinusoidal", length=3072, train_length=3072, perplexity=18.67, step=100, spread=0.001
-        ),
-        make_record("sinusoidal", length=512, train_length=512, perplexity=20.05),
-    ]
-    said = stands_out(records)
-    assert "Between training lengths, nonoverlapping:\n\n" in said
-    assert (
-        "- At 3072 tokens: 1. alibi, L = 512, step 400 18.40 +-0.02; "
-        "2. sinusoidal, L = 3072, step 100 18.67 +-0.02; "
-        "not evaluated: sinusoidal, L = 512, step 400."
-    ) in said
-    # At 512 tokens only models of one training length were evaluated: they are ranked as such.
-    assert said.count("At 512 tokens") == 1 and "- At 512 tokens (L): 1. alibi 19.73" in said
-    assert "Between training lengths" not in stands_out(records[:1] + records[3:])
 
 
 def test_colours_are_training_lengths_and_markers_are_methods():
@@ -358,13 +328,15 @@ def test_colours_are_training_lengths_and_markers_are_methods():
         *curve_of("alibi", [20.0, 19.0], train_length=256, first=256),
         *curve_of("rotary", [20.0, 19.0], train_length=128),
     ]
-    lines, frame = figures.lines_by_length(make_curves(records), relative=True)
+    lines, frame = figures.lines_by_length(make_curves(records))
     alone, _ = figures.lines_by_length(make_curves(records[:2]))
     assert [(line.colour, line.mark, line.xs) for line in lines] == [
-        ("L = 128", "rotary", [1.0, 2.0]),
-        ("L = 256", "alibi", [1.0, 2.0]),
+        ("L = 128", "rotary", [128, 256]),
+        ("L = 256", "alibi", [256, 512]),
     ]
-    assert frame.ticks == {1.0: "L", 2.0: "2 L"} and "50,000 tokens" in frame.title
+    assert (
+        frame.ticks == {128.0: "128", 256.0: "256", 512.0: "512"} and "50,000 tokens" in frame.title
+    )
     assert [(line.colour, line.mark, line.xs) for line in alone] == [("alibi", "alibi", [256, 512])]
     low, high = 20 * math.exp(-0.02), 20 * math.exp(0.02)
     assert lines[0].values[0] == pytest.approx((20.0, low, high), rel=1e-12)
@@ -381,75 +353,37 @@ def test_a_users_matplotlibrc_changes_no_picture():
 
 
 # ---- several tokenizers and texts ----------------------------------------------------------------
-def mixed_records():
-    """Return records of two tokenizers on one text, which have split it into their own tokens."""
-    return [
-        make_record("alibi", perplexity=20.25),
-        make_record("rotary", perplexity=33.75, tokenizer="cccccccccccc", validation="d" * 12),
-    ]
-
-
-@pytest.mark.parametrize("same_hash", [True, False])
-def test_tokenizers_are_compared_by_bits_per_byte_alone(tmp_path, monkeypatch, same_hash):
+@pytest.mark.parametrize("change", [{"tokenizer": "c" * 12}, {"validation": "d" * 12}])
+def test_tokenizers_and_validation_sets_stand_apart_and_are_named(tmp_path, monkeypatch, change):
     drawn = []
     draw = figures.draw
     monkeypatch.setattr(
         report, "draw", lambda lines, frame: drawn.append((lines, frame)) or draw(lines, frame)
     )
-    records = mixed_records()
-    if same_hash:
-        records[1]["validation"] = records[0]["validation"]
-    tables = format_table(records).split("\n\n")
-    assert ["20.25" in table for table in tables] == [True, False, False]
-    assert ["33.75" in table for table in tables] == [False, True, False]
-    bits = [f"{r['bits_per_byte']:.4f}" for r in records]
-    assert all(b in tables[2] for b in bits)
-    write_report(tmp_path / "curve.json", records)
-    values = [sorted(line.values[0].value for line in lines) for lines, _ in drawn]
-    assert values == [sorted(r["bits_per_byte"] for r in records), [20.25], [33.75]]
-    assert "tokenizer cccccccccccc" in drawn[2][1].title
-    text = (tmp_path / "report.md").read_text()
-    assert "those of different tokenizers are not comparable" in text
-    assert "in bits per byte:\n\n- At 128 tokens (L): 1. alibi" in text
-    assert "against" not in text.partition("## How to read it")[0].replace("against the paper", "")
-    assert {p.stem for p in tmp_path.glob("*.png")} == {
-        "curve_bits_per_byte",
-        "curve_aaaaaaaaaaaa",
-        "curve_cccccccccccc",
-    }
-
-
-def test_validation_sets_stand_apart_and_are_named(tmp_path):
     records = [
         make_record("alibi", perplexity=20.25),
-        make_record("rotary", perplexity=33.75, validation="d" * 12),
+        make_record("rotary", perplexity=33.75, **change),
     ]
-    tables = format_table(records).split("\n\n")
-    assert not any("20.25" in table and "33.75" in table for table in tables)
-    assert "Validation set bbbbbbbbbbbb:" in tables and "Validation set dddddddddddd:" in tables
+    names = [f"{r['validation']}, tokenizer {r['tokenizer']}" for r in records]
+    first, _, second = format_table(records).partition(f"Validation set {names[1]}:")
     bits = [f"{r['bits_per_byte']:.4f}" for r in records]
-    assert not any(all(b in table for b in bits) for table in tables)
+    for table, own, other in ((first, 0, 1), (second, 1, 0)):
+        for values in (("20.25", "33.75"), bits):
+            assert values[own] in table and values[other] not in table
     write_report(tmp_path / "curve.json", records)
+    assert [[line.values[0].value for line in lines] for lines, _ in drawn] == [[20.25], [33.75]]
+    assert [frame.title.startswith(f"validation set {n}") for n, (_, frame) in zip(names, drawn)]
     text = (tmp_path / "report.md").read_text()
-    assert "These are evaluations of 2 different validation sets." in text
-    assert "## Validation set bbbbbbbbbbbb" in text and "## Validation set dddddddddddd" in text
-    assert "1. " not in text
-    assert {p.name for p in tmp_path.glob("*.png")} == {
-        "curve_bbbbbbbbbbbb.png",
-        "curve_dddddddddddd.png",
-    }
-
-
-def test_two_tokenizers_with_other_amounts_of_text_are_two_texts():
-    first, second = mixed_records()
-    second["bytes"] = 160_001
-    assert [len(text.curves) for text in by_text(make_curves([first, second]))] == [1, 1]
+    assert "Their perplexities are not comparable" in text and "1. " not in text
+    assert all(f"## Validation set {name}\n" in text for name in names)
+    ends = {f"{r['validation']}_{r['tokenizer']}" for r in records}
+    assert {p.stem for p in tmp_path.glob("*.png")} == {f"curve_{end}" for end in ends}
 
 
 # ---- what stands out -----------------------------------------------------------------------------
 def stands_out(records, blocks=None):
     records = [with_blocks(record, blocks or {}) for record in records]
-    return what_stands_out(by_text(make_curves(records)))
+    return what_stands_out(parts_of(make_curves(records)))
 
 
 def test_what_is_against_the_paper_is_said_by_the_claims_of_a_study():
@@ -604,10 +538,10 @@ def test_position_curves_of_two_runs_of_one_method_both_stand(tmp_path, monkeypa
     write_report(tmp_path / "curve.json", records, positions)
     rows = read_csv(tmp_path / "positions.csv")
     assert {row["run"] for row in rows} == {"runs/a", "runs/b"}
-    (lines, frame) = drawn[-1]
+    lines, _ = drawn[-1]
     assert [line.mark for line in lines] == ["alibi, run a", "alibi, run b"]
     assert lines[1].values[0].value - lines[0].values[0].value == pytest.approx(1)
-    assert frame.counts[0][2] == 10
+    assert int(rows[0]["tokens"]) == 10
 
 
 def test_positions_are_averaged_over_every_token_once(tmp_path):

@@ -11,6 +11,8 @@ import pytest
 
 from pretrain.config import ConfigError
 from pretrain.evaluation import report
+from pretrain.evaluation.curves import make_curves
+from pretrain.evaluation.figures import lines_by_step
 from pretrain.evaluation.records import curve_json
 from pretrain.evaluation.report import combine, report_run
 from tests.end_to_end.commands import TIMEOUT_SECONDS
@@ -86,9 +88,9 @@ def test_every_number_stands_in_the_order_of_training(tmp_path):
 
 def test_tables_and_sentences_say_what_the_numbers_say(tmp_path):
     evaluate_all(tmp_path)
-    table = [line.split() for line in report_run(tmp_path).splitlines()]
+    table = [line.split() for line in report_run(tmp_path).partition("\n\n")[0].splitlines()]
     # 90 (exp(0.02) - 1) = 1.82, and so on.
-    assert table[3:] == [
+    assert [row[3:] for row in table[3:]] == [
         ["100", "nonoverlapping", "50,000", "90.00", "+-1.82", "99.00", "+-2.00"],
         ["100", "sliding", "by", "64", "50,000", "-", "88.25", "+-1.78"],
         ["300", "nonoverlapping", "50,000", "24.00", "+-0.48", "21.00", "+-0.42"],
@@ -97,27 +99,31 @@ def test_tables_and_sentences_say_what_the_numbers_say(tmp_path):
         ["400", "sliding", "by", "64", "50,000", "-", "19.50", "+-0.39"],
     ]
     text = (tmp_path / "evaluations/report.md").read_text()
+    assert "| alibi, step 300 | 300 | sliding by 64 | 50,000 | - | 25.00 +-0.51 |" in text
+    # Of the newest checkpoint: 22 / 20 = 1.1
     assert (
-        "| 300 | nonoverlapping | 50,000 | 24.00 +-0.48 | 21.00 +-0.42 |\n"
-        "| 300 | sliding by 64 | 50,000 | - | 25.00 +-0.51 |"
-    ) in text
-    assert "Bits per byte by training step and length in tokens (L = 128):" in text
-    assert (
-        "- 128 = L, nonoverlapping: best perplexity 20.00 +-0.40 at step 400, the newest "
-        "evaluated.\n"
-    ) in text
-    # 22 / 21 = 1.0476, and 0.0465 nats are more than twice 0.02.
-    assert (
-        "- 512 = 4 L, nonoverlapping: best perplexity 21.00 +-0.42 at step 300; 1.048 times that "
-        "(1.007 to 1.090) at step 400, the newest evaluated.\n"
-    ) in text
-    # 22 / 20 = 1.1
-    assert (
-        "- step 400, nonoverlapping: best perplexity 20.00 +-0.40 at 128 tokens (L); 1.100 times "
+        "- alibi, nonoverlapping: best perplexity 20.00 +-0.40 at 128 tokens (L); 1.100 times "
         "that (1.057 to 1.145) at 512 tokens (4 L), the longest length.\n"
     ) in text
     assert "**Against the paper, alibi_stays_near_best_to_16L**" in text
     assert "Not evaluated" not in text
+
+
+def test_a_line_of_the_figure_is_a_length_over_the_steps():
+    curves = make_curves(
+        [make_record("alibi", *k[1:], p, step=k[0]) for k, p in PERPLEXITIES.items()]
+    )
+    lines, _ = lines_by_step(curves)
+    found = {
+        (line.panel, line.mark): dict(zip(line.xs, (value.value for value in line.values)))
+        for line in lines
+    }
+    assert found == {
+        ("nonoverlapping", "128 = L"): {100: 90.0, 300: 24.0, 400: 20.0},
+        ("nonoverlapping", "512 = 4 L"): {100: 99.0, 300: 21.0, 400: 22.0},
+        ("sliding by 64", "512 = 4 L"): {100: 88.25, 300: 25.0, 400: 19.5},
+    }
+    assert [list(line.xs) for line in lines] == [[100, 300, 400]] * 3
 
 
 def test_it_can_be_made_again_and_nothing_else_stands_there(tmp_path):
@@ -187,7 +193,7 @@ def test_a_bad_results_folder_is_warned_about_and_left_out(tmp_path, capfd, chan
     content["records"][0] |= change
     path.write_text(json.dumps(content))
     (tmp_path / "evaluations/step-00000300").write_text("a file")
-    assert "100" in report_run(tmp_path)
+    assert "30.00" in report_run(tmp_path)
     assert [r["step"] for r in curve(tmp_path)["records"]] == [100]
     said = capfd.readouterr().err
     assert said.count("warning: ") == 2 and "step-00000200 cannot be read" in said
@@ -210,7 +216,7 @@ def test_a_checkpoint_that_lands_meanwhile_is_not_lost(tmp_path, monkeypatch):
         write(*arguments)
 
     monkeypatch.setattr(report, "_write", write_late)
-    assert report_run(tmp_path).count("nonoverlapping") == 2
+    assert report_run(tmp_path).count("20.00") == 1
     assert [r["step"] for r in curve(tmp_path)["records"]] == [100, 200]
 
 
@@ -244,7 +250,7 @@ def test_results_of_two_tokenizers_stand_beside_each_other(tmp_path):
     other = {"tokenizer": "dddddddddddd", "validation": "eeeeeeeeeeee"}
     path.write_text(json.dumps({"records": [r | other for r in content["records"]]}))
     said = report_run(tmp_path)
-    assert said.count("Perplexity by training step") == 2 and "30.00" in said
+    assert said.count("Perplexity by length") == 2 and "30.00" in said
     text = (tmp_path / "evaluations/report.md").read_text()
     assert "## Validation set eeeeeeeeeeee, tokenizer dddddddddddd" in text
     assert (tmp_path / "evaluations/steps_eeeeeeeeeeee_dddddddddddd.png").exists()
@@ -262,7 +268,7 @@ def test_two_results_at_one_length_are_both_shown(tmp_path):
     content["records"].append(content["records"][0] | {"perplexity": 31.0, "tokens": 10})
     path.write_text(json.dumps(content))
     said = report_run(tmp_path)
-    assert "30.00" in said and "31.00" in said and "100, evaluation 2" in said
+    assert "30.00" in said and "31.00" in said and "alibi, evaluation 2" in said
 
 
 def test_runs_that_were_evaluated_are_combined(tmp_path, capsys):
