@@ -10,10 +10,10 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from megatron.core.models.gpt import GPTModel
@@ -49,7 +49,7 @@ from pretrain.evaluation.records import (
     fields_of,
 )
 from pretrain.evaluation.report import check_overwrites, format_table, write_report
-from pretrain.evaluation.windows import Protocol, ScoredText, choose_protocols
+from pretrain.evaluation.windows import NONOVERLAPPING, Protocol, ScoredText, choose_protocols
 from pretrain.model.attention import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import (
@@ -143,37 +143,6 @@ def _check_overrides(request: EvaluationRequest, overrides: Sequence[str]) -> No
     check_unread(overrides, unread)
 
 
-def evaluate_checkpoint(job: Job, text: ScoredText) -> list[Evaluation]:
-    """Score a text with a checkpoint's weights. Rank 0 prints each result.
-
-    Args:
-        job: What is evaluated, and how.
-        text: The text of the job's validation split.
-
-    Returns:
-        One evaluation for each protocol, the same on every rank.
-
-    Raises:
-        ConfigError: There is not enough memory for one of the lengths.
-    """
-    config = job.config
-    chunks, topology = job.load(job.protocols)
-    evaluator = Evaluator(
-        chunks,
-        topology,
-        text,
-        tokens_per_batch=config.evaluation.tokens_per_batch,
-        mask_id=config.mask_id if config.is_masked else None,
-    )
-    results = []
-    for protocol in job.protocols:
-        result = evaluator.evaluate(protocol, progress=True)
-        results.append(result)
-        if topology.is_main:
-            print(_result_line(config.position.method, result.record()), flush=True)
-    return results
-
-
 def evaluate_sources(
     sources: list[Path], request: EvaluationRequest, overrides: list[str], out: Path | None
 ) -> list[dict[str, Any]]:
@@ -190,46 +159,85 @@ def evaluate_sources(
 
     Raises:
         ConfigError: A source is not a run or checkpoint, the data has another tokenizer, the text
-            is shorter than a length, or the report cannot be written to `out`.
+            is shorter than a length, there is not enough memory for one, or the report cannot be
+            written to `out`.
     """
     # The input is checked before the process group starts, which takes seconds.
     _check_overrides(request, overrides)
     jobs = [_prepare(source, request, overrides) for source in sources]
     check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:
-        # A bad --out fails before the evaluation, not after.
         check_overwrites(out)
+    positions: dict[tuple[str, int], PositionLosses] = {}
+    blocks: dict[BlockKey, BlockLosses] = {}
+
+    def score(job: Job) -> Iterator[dict[str, Any]]:
+        text, config = ScoredText(job.stream, request.max_tokens), job.config
+        if is_main():
+            print(f"{job.outlook()}\n{_text_line(job, text)}", flush=True)
+        chunks, topology = job.load(job.protocols)
+        evaluator = Evaluator(
+            chunks,
+            topology,
+            text,
+            tokens_per_batch=config.evaluation.tokens_per_batch,
+            mask_id=config.mask_id if config.is_masked else None,
+        )
+        for protocol in job.protocols:
+            result = evaluator.evaluate(protocol, progress=True)
+            record = job.record(result)
+            if is_main():
+                print(_result_line(record), flush=True)
+            blocks[block_key(record)] = BlockLosses(result.block_losses, result.block_tokens)
+            # Sliding windows score few positions: loss by position is that without overlap.
+            if protocol.name == NONOVERLAPPING:
+                positions[record["checkpoint"], protocol.length] = result.by_position
+            yield record
+
+    def write(path: Path, records: list[dict[str, Any]]) -> None:
+        write_report(path, records, positions, blocks)
+
+    return measure_all(jobs, score, format_table, write, out)
+
+
+def measure_all(
+    jobs: Sequence[AnyJob],
+    measure: Callable[[AnyJob], Iterable[dict[str, Any]]],
+    show: Callable[[list[dict[str, Any]]], str],
+    write: Callable[[Path, list[dict[str, Any]]], object],
+    out: Path | None,
+) -> list[dict[str, Any]]:
+    """Measure checkpoints, print tables of all records, and write the report. Collective.
+
+    Args:
+        jobs: The checkpoints.
+        measure: Yields the records of one.
+        show: Makes the tables.
+        write: Writes the report.
+        out: FILE.json of the report; None for no report.
+
+    Raises:
+        ConfigError: The report's folder cannot be made.
+    """
+    if out is not None:
+        # A bad --out fails before the measurement, not after.
         try:
             make_directory(out.parent)
         except OSError as error:
             raise ConfigError(
                 f"--out {out}: cannot create {out.parent} ({error.strerror}). Choose another path"
             ) from None
-    is_main = pretrain.topology.Process.from_environment().rank == 0
-    records: list[dict[str, Any]] = []
-    positions: dict[tuple[str, int], PositionLosses] = {}
-    blocks: dict[BlockKey, BlockLosses] = {}
     with contextlib.ExitStack() as held:
-        # All from now on: while one is evaluated, its run may go on and delete the next one.
+        # All from now on: while one is measured, its run may go on and delete the next one.
         for job in jobs:
             held.enter_context(hold(job.checkpoint.path))
-        for job in jobs:
-            text = ScoredText(job.stream, request.max_tokens)
-            if is_main:
-                print(f"{job.outlook()}\n{_text_line(job, text)}", flush=True)
-            for result in evaluate_checkpoint(job, text):
-                record = job.record(result)
-                records.append(record)
-                blocks[block_key(record)] = BlockLosses(result.block_losses, result.block_tokens)
-                # Sliding windows score few positions: loss by position is that without overlap.
-                if result.protocol.name == "nonoverlapping":
-                    positions[record["checkpoint"], result.protocol.length] = result.by_position
-    if is_main:
+        records = [record for job in jobs for record in measure(job)]
+    if is_main():
         # The table is printed first: its numbers are not lost if the report cannot be written.
-        print("\n" + format_table(records))
+        print("\n" + show(records))
         if out is not None:
             with writing(out):
-                write_report(out, records, positions, blocks)
+                write(out, records)
             names = ", ".join(sorted(p.name for p in out.parent.iterdir()))
             print(f"\nReport written to {out.parent}/ ({names})")
     pretrain.topology.finish()
@@ -279,6 +287,9 @@ class Opened:
         load_weights(self.checkpoint, chunks)
         check_memory(self.config, topology, protocols)
         return chunks, topology
+
+
+AnyJob = TypeVar("AnyJob", bound=Opened)
 
 
 @dataclass(frozen=True)
@@ -366,7 +377,7 @@ def _text_line(job: Job, text: ScoredText) -> str:
     )
 
 
-def _result_line(method: str, record: Mapping[str, Any]) -> str:
+def _result_line(record: Mapping[str, Any]) -> str:
     """Return the line of one result."""
     low, high = (bounded_exp(record[key]) for key in ("loss_low", "loss_high"))
     # One block has no spread.
@@ -374,15 +385,20 @@ def _result_line(method: str, record: Mapping[str, Any]) -> str:
     in_bits = "bits per byte unknown" if bits is None else f"{bits:.4f} bits per byte"
     interval = "no interval" if math.isnan(low) else f"{low:.3f} to {high:.3f}"
     return (
-        f"{method:<12} {record['protocol']:<15} {record['length']:>7} tokens  "
+        f"{record['method']:<12} {record['protocol']:<15} {record['length']:>7} tokens  "
         f"perplexity {record['perplexity']:9.3f}  ({interval})  "
         + ("of masked tokens" if record["protocol"] == MASKED else in_bits)
     )
 
 
+def is_main() -> bool:
+    """Return True on the rank that prints and writes."""
+    return pretrain.topology.Process.from_environment().rank == 0
+
+
 def say(line: str) -> None:
     """Print a line to stderr, once for all ranks."""
-    if pretrain.topology.Process.from_environment().rank == 0:
+    if is_main():
         print(line, file=sys.stderr, flush=True)
 
 
@@ -457,7 +473,7 @@ def _write_text(folder: Path, tokenizer: Tokenizer, patterns: Sequence[str]) -> 
         eos_id=tokenizer.eos_id,
         **sizes,
     )
-    if pretrain.topology.Process.from_environment().rank == 0:
+    if is_main():
         print(
             f"--text: {len(files)} documents, {manifest.text_bytes:,} bytes, "
             f"{manifest.tokens:,} tokens with an end-of-document token after each",

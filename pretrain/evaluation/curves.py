@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -259,64 +260,30 @@ def _names(groups: Iterable[tuple[Source, ...]]) -> dict[tuple[Source, ...], str
     for group, found in words.items():
         if len(group) > 1:
             found.append(f"{len(group)} seeds")
-    for qualifier in _QUALIFIERS:
+    for key in ("settings", *Source._fields[2:]):
         same = grouped(words, lambda group: (group[0].train_length, tuple(words[group])))
         for alike in same.values():
-            answers = qualifier(alike)
+            answers = _answers(alike, key)
             if len(set(answers)) > 1:
                 for group, answer in zip(alike, answers):
                     words[group].append(answer)
     return {group: ", ".join(found) for group, found in words.items()}
 
 
-_Groups = Sequence[tuple[Source, ...]]
-
-
-def _field(name: str) -> Callable[[_Groups], list[str]]:
-    """Return a qualifier that says a field of the sources, as in "step 400"."""
-
-    def qualifier(groups: _Groups) -> list[str]:
-        found = [[getattr(source, name) for source in group] for group in groups]
-        return [
-            f"{name} " + " and ".join(str(value) for value in dict.fromkeys(values))
-            for values in found
-        ]
-
-    return qualifier
-
-
-def _path(name: str) -> Callable[[_Groups], list[str]]:
-    """Return a qualifier that says the ends of paths, as long as needed to tell them apart."""
-
-    def qualifier(groups: _Groups) -> list[str]:
-        paths = [[Path(getattr(source, name)).parts for source in group] for group in groups]
-        longest = max(len(path) for group in paths for path in group)
-        for count in range(1, longest + 1):
-            ends = [" and ".join("/".join(p[-count:]) for p in group) for group in paths]
-            if len(set(ends)) == len({tuple(group) for group in paths}):
-                break
-        return [f"{name} {end}" for end in ends]
-
-    return qualifier
-
-
-def _settings(groups: _Groups) -> list[str]:
-    """Return the run where settings differ, since nobody knows settings by their hash."""
-    is_one = len({group[0].settings for group in groups}) == 1
-    return [""] * len(groups) if is_one else _path("run")(groups)
-
-
-_QUALIFIERS = (
-    _settings,
-    _field("seed"),
-    _field("tokenizer"),
-    _field("validation"),
-    _field("precision"),
-    _field("step"),
-    _path("run"),
-    _path("checkpoint"),
-    _field("evaluation"),
-)
+def _answers(groups: Sequence[tuple[Source, ...]], key: str) -> list[str]:
+    """Return what each group's sources say under a key, as in "step 400"."""
+    if key == "settings":
+        if len({group[0].settings for group in groups}) == 1:
+            return [""] * len(groups)
+        # Nobody knows settings by their hash.
+        key = "run"
+    found = [[str(getattr(source, key)) for source in group] for group in groups]
+    if key in ("run", "checkpoint"):
+        # From the first folder on in which they differ.
+        paths = [[os.path.abspath(path) for path in group] for group in found]
+        top = os.path.commonpath([os.path.dirname(path) for group in paths for path in group])
+        found = [[os.path.relpath(path, top) for path in group] for group in paths]
+    return [f"{key} {' and '.join(dict.fromkeys(group))}" for group in found]
 
 
 # ---- Average losses by position over ranges that widen with the position ----

@@ -427,13 +427,13 @@ def _colour_of(curve: Curve, trained: Sequence[int]) -> str:
     return _colour_word(curve.train_length) if len(trained) > 1 else curve.name
 
 
-def _spread(xs: Sequence[float]) -> list[float]:
-    """Return at most about TICKS of the positions, none so close that labels would overlap."""
-    if not xs:
+def _spread(lengths: Sequence[int]) -> list[int]:
+    """Return at most about TICKS of the lengths, none so close that labels would overlap."""
+    if not lengths:
         return []
-    gap = math.log2(xs[-1] / xs[0]) / TICKS if xs[-1] > xs[0] else 0.0
-    chosen: list[float] = []
-    for x in xs:
-        if not chosen or math.log2(x / chosen[-1]) >= 0.95 * gap:
-            chosen.append(x)
+    gap = math.log2(lengths[-1] / lengths[0]) / TICKS
+    chosen: list[int] = []
+    for length in lengths:
+        if not chosen or math.log2(length / chosen[-1]) >= 0.95 * gap:
+            chosen.append(length)
     return chosen

@@ -561,21 +561,16 @@ def format_tables(records: Sequence[Record]) -> str:
 
 def _warnings(records: Sequence[Record]) -> list[str]:
     """Return sentences about what must not be compared."""
-    found = []
-    if len({record["tokenizer"] for record in records}) > 1:
-        found.append(
-            "Not all runs have the same tokenizer: nats are per token, and each has its own."
-        )
-    if len({record["validation"] for record in records}) > 1:
-        found.append("Not all runs were measured on the same validation text.")
-    precisions = sorted({record["precision"] for record in records})
-    if len(precisions) > 1:
-        by_run = (f"{r['run']} in {r['precision']}" for r in records)
-        found.append(
-            "Not all runs were measured in the same precision, which is a difference of its own: "
-            f"{', '.join(dict.fromkeys(by_run))}."
-        )
-    return found
+    different = {
+        "tokenizer": "tokenizers, and nats are per token of each",
+        "validation": "validation texts",
+        "precision": "precisions, which is a difference of its own",
+    }
+    return [
+        f"These runs were measured with several {words}: {', '.join(found)}."
+        for key, words in different.items()
+        if len(found := sorted({record[key] for record in records})) > 1
+    ]
 
 
 # ---- figures and files ---------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ from megatron.core.models.gpt import GPTModel
 from numpy.typing import NDArray
 from torch import Tensor
 
-import pretrain.topology
 from pretrain import platform
-from pretrain.config import ConfigError, writing
+from pretrain.config import ConfigError
 from pretrain.config.load import check_beside, check_unread
-from pretrain.evaluation.command import Opened, open_source, say
+from pretrain.evaluation.command import Opened, is_main, measure_all, open_source, say
 from pretrain.evaluation.tasks import (
     FIELDS,
     Arm,
@@ -43,8 +43,6 @@ from pretrain.evaluation.tasks import (
 )
 from pretrain.evaluation.windows import NONOVERLAPPING, Protocol
 from pretrain.model.forward import is_reporting_rank, run_schedule
-from pretrain.rundir.files import make_directory
-from pretrain.rundir.lineage import hold
 from pretrain.topology import Topology
 
 SEED = 1234
@@ -94,26 +92,11 @@ def evaluate_tasks(
     plans = [_plan(source, request, overrides) for source in sources]
     if out is not None:
         check_out(out)
-        with writing(out):
-            make_directory(out.parent)
-    rank = pretrain.topology.Process.from_environment().rank
     left_out = list(dict.fromkeys(sentence for plan in plans for sentence in plan.left_out))
     for sentence in left_out:
         say(sentence)
-    with contextlib.ExitStack() as held:
-        # All from now on: while one is measured, its run may go on and delete the next one.
-        for plan in plans:
-            held.enter_context(hold(plan.checkpoint.path))
-        records = [record for plan in plans for record in _measure(plan, rank == 0)]
-    if rank == 0:
-        # The tables are printed first: their numbers are not lost if the report cannot be written.
-        print("\n" + format_tables(records))
-        if out is not None:
-            with writing(out):
-                names = write_report(out, records, left_out)
-            print(f"\nReport written to {out.parent}/ ({', '.join(names)})")
-    pretrain.topology.finish()
-    return records
+    write = partial(write_report, left_out=left_out)
+    return measure_all(plans, _measure, format_tables, write, out)
 
 
 def _plan(source: Path, request: TasksRequest, overrides: list[str]) -> Plan:
@@ -157,18 +140,18 @@ def _plan(source: Path, request: TasksRequest, overrides: list[str]) -> Plan:
     return Plan(opened.checkpoint, opened.run, config, stream, tuple(cells), tuple(left_out))
 
 
-def _measure(plan: Plan, is_main: bool) -> Iterator[dict[str, Any]]:
+def _measure(plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield the records of a checkpoint, and print each task and length when it is done."""
     lengths = dict.fromkeys(cell.length for cell in plan.cells)
     chunks, topology = plan.load([Protocol(NONOVERLAPPING, n, n) for n in lengths])
     tokens = plan.config.evaluation.tokens_per_batch
     scorer = Scorer(chunks, topology, plan.stream.eos_id, tokens)
     common = plan.common()
-    if is_main:
+    if is_main():
         print(f"{plan.run}, step {common['step']} ({common['method']})", flush=True)
     for cell in plan.cells:
         found = list(measure(cell, scorer))
-        if is_main:
+        if is_main():
             gains = [r["value"] for r in found if r["measure"] == "gain_nats"]
             spread = (
                 f"{gains[0]:.3f}" if len(gains) == 1 else f"{min(gains):.3f} to {max(gains):.3f}"

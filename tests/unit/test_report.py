@@ -8,7 +8,6 @@ import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 
-import matplotlib
 import numpy as np
 import pytest
 from scipy import stats
@@ -89,22 +88,20 @@ def test_pictures_are_pictures_and_the_same_each_time(tmp_path):
     contents = []
     for name in ("one", "two"):
         write_report(tmp_path / name / "curve.json", records, losses)
-        paths = sorted((tmp_path / name).glob("*.*g")) + sorted((tmp_path / name).glob("*.pdf"))
+        paths = [p for p in (tmp_path / name).iterdir() if p.suffix in (".png", ".svg", ".pdf")]
         contents.append({path.name: path.read_bytes() for path in paths})
     assert contents[0] == contents[1] and len(contents[0]) == 6
     for name, content in contents[0].items():
         assert len(content) < 300_000
+        # Nothing that says when or by what version it was drawn.
+        assert not any(word in content for word in (b"dc:creator", b"dc:date", b"CreationDate"))
         if name.endswith(".png"):
-            width, height, pixels = read_png(content)
+            width, height = read_png(content).size
             assert 800 <= width <= 1600 and 400 <= height <= 1000
-            # RGBA rows, each after one filter byte; and something is drawn.
-            assert len(pixels) == height * (4 * width + 1) and len(set(pixels)) > 16
         elif name.endswith(".svg"):
             assert ElementTree.fromstring(content).tag == "{http://www.w3.org/2000/svg}svg"
-            assert b"dc:creator" not in content and b"dc:date" not in content
         else:
             assert content.startswith(b"%PDF") and content.rstrip().endswith(b"%%EOF")
-            assert b"CreationDate" not in content
 
 
 def test_figures_of_an_earlier_report_go_and_other_files_stay(tmp_path):
@@ -343,15 +340,6 @@ def test_colours_are_training_lengths_and_markers_are_methods():
     assert read_png(figures.draw(lines, frame)["png"])
 
 
-def test_a_users_matplotlibrc_changes_no_picture():
-    curves = make_curves(curve_of("alibi", ALIBI))
-    drawn = by_length(curves)
-    users = {"font.size": 20, "font.family": "serif", "axes.grid": True, "savefig.dpi": 50}
-    with matplotlib.rc_context(users):
-        assert by_length(curves) == drawn
-        assert matplotlib.rcParams["font.size"] == 20
-
-
 # ---- several tokenizers and texts ----------------------------------------------------------------
 @pytest.mark.parametrize("change", [{"tokenizer": "c" * 12}, {"validation": "d" * 12}])
 def test_tokenizers_and_validation_sets_stand_apart_and_are_named(tmp_path, monkeypatch, change):
@@ -422,13 +410,6 @@ def test_what_is_as_in_the_paper_is_no_finding():
     assert "The paper's claims:" not in stands_out([make_record()])
 
 
-def test_checkpoints_of_other_steps_are_no_evidence_against_alibi():
-    other = make_record("sinusoidal", perplexity=9.0)
-    assert "**Against the paper" in stands_out([make_record(), other])
-    said = stands_out([make_record(step=100), other])
-    assert "1. sinusoidal, step 400 9.00" in said and "**" not in said
-
-
 def make_blocks(record, difficulty, noise, seed):
     """Return losses by block with this difficulty of each block and noise of this model's own."""
     blocks = np.random.default_rng(seed).normal(0, noise, len(difficulty))
@@ -460,37 +441,20 @@ def test_values_of_one_text_are_compared_block_by_block():
     assert "no difference from 1. is shown" in stands_out(pair, blocks)
 
 
-def test_losses_by_block_are_kept_and_read_again(tmp_path):
-    difficulty = np.linspace(-1, 1, 64)
-    # A whole number of tokens in each block.
-    pair = [
-        make_record("alibi", spread=0.1, tokens=64_000),
-        make_record("rotary", perplexity=19.5, spread=0.1, tokens=64_000),
-    ]
-    blocks = {block_key(r): make_blocks(r, difficulty, 0.001, i) for i, r in enumerate(pair)}
-    first, second = tmp_path / "one/curve.json", tmp_path / "two/curve.json"
-    for out, record in ((first, pair[0]), (second, pair[1])):
-        write_report(out, [record], blocks=blocks)
-    combine([first, second], tmp_path / "both/curve.json")
-    assert (
-        "no difference" not in (tmp_path / "both/report.md").read_text().partition("Two values")[0]
-    )
-    rows = read_csv(tmp_path / "both/curve_blocks.csv")
-    assert len(rows) == 128
-    assert [float(row["loss_nats"]) for row in rows[64:]] == list(blocks[block_key(pair[1])].losses)
-
-
-def test_a_checkpoint_in_two_precisions_keeps_the_losses_by_block_of_both(tmp_path):
+def test_losses_by_block_are_kept_through_reports_also_of_two_precisions(tmp_path):
     pair = [
         make_record(spread=0.1, tokens=64_000) | {"precision": "fp32"},
         make_record(spread=0.1, tokens=64_000, perplexity=20.3) | {"precision": "bf16"},
     ]
     difficulty = np.linspace(-1, 1, 64)
     blocks = {block_key(r): make_blocks(r, difficulty, 0.001, i) for i, r in enumerate(pair)}
-    out = tmp_path / "curve.json"
-    write_report(out, pair, blocks=blocks)
-    for record, found in zip(pair, read_records(out)):
-        assert found["precision"] == record["precision"] and found[KEY] is not None
+    paths = [tmp_path / record["precision"] / "curve.json" for record in pair]
+    for out, record in zip(paths, pair):
+        write_report(out, [record], blocks=blocks)
+    out = tmp_path / "both/curve.json"
+    combine(paths, out)
+    for record, found in zip(pair, read_records(out), strict=True):
+        assert found["precision"] == record["precision"]
         assert np.array_equal(found[KEY].losses, blocks[block_key(record)].losses)
 
 
@@ -567,24 +531,19 @@ def test_positions_are_averaged_over_every_token_once(tmp_path):
 
 # ---- several sources -----------------------------------------------------------------------------
 def test_precisions_are_told_apart_and_said(tmp_path):
-    """Of one checkpoint in two precisions, of two methods, of seeds."""
     paths = []
-    for name, precision in (("a", "fp32"), ("b", "bf16"), ("c", "fp16")):
+    for name, precision in (("a", "fp32"), ("b", "bf16")):
         changes = {"precision": precision, "seed": len(paths), "run": "runs/a"}
         paths.append(tmp_path / f"{name}.json")
         write_report(paths[-1], curve_of("alibi", [20.0 + len(paths), 19.0], **changes))
-    one = combine(paths[:1], tmp_path / "one/curve.json")
-    assert "precision" not in one and "precision" not in combine(paths[1:2], None)
-    page = (tmp_path / "one/report.md").read_text()
-    assert "several precisions" not in page and "| fp32 |" in page
+    assert "precision" not in combine(paths[:1], None)
     table = combine(paths, tmp_path / "all/curve.json")
-    # Three values, none of them an average.
-    assert all(value in table for value in ("21.00 +-", "22.00 +-", "23.00 +-")), table
-    assert re.search(r"precision +protocol", table)
+    # Two values, none of them an average.
+    assert "21.00 +-" in table and "22.00 +-" in table and re.search(r"precision +protocol", table)
     page = (tmp_path / "all/report.md").read_text()
-    assert "evaluated in several precisions (bf16, fp16, fp32)" in page
+    assert "evaluated in several precisions (bf16, fp32)" in page
     ranking = next(line for line in page.splitlines() if "1. alibi" in line)
-    assert all(f"precision {name}" in ranking for name in ("fp32", "bf16", "fp16")), ranking
+    assert all(f"precision {name}" in ranking for name in ("fp32", "bf16")), ranking
 
 
 def test_reports_of_several_runs_are_one_report(tmp_path):

@@ -53,17 +53,6 @@ def study(folder: Path, keys: dict[str, str], sections: str = "") -> Study:
     return resolve(path, load_study_file(path))
 
 
-def test_a_mark_before_the_text_is_no_part_of_it(tmp_path: Path) -> None:
-    overlays(tmp_path, "alibi_64")
-    expected = study(tmp_path, CONFIGS)
-    path = tmp_path / "study.toml"
-    path.write_text(path.read_text(), "utf-8-sig", newline="\r\n")
-    assert resolve(path, load_study_file(path)) == expected
-    path.write_text(path.read_text("utf-8-sig"), "utf-16")
-    with pytest.raises(ConfigError, match=r"study\.toml: .*stored as UTF-16.*iconv"):
-        load_study_file(path)
-
-
 def overlays(folder: Path, *names: str) -> None:
     """Write a config METHOD_LENGTH.toml for each name."""
     for name in names:

@@ -13,7 +13,6 @@ import shutil
 import pytest
 
 from pretrain.config import ConfigError
-from pretrain.evaluation import figures as drawing
 from pretrain.evaluation.judge import CLAIMS, judge
 from pretrain.study import published
 from pretrain.study.figures import _longest_multiple, figures
@@ -184,23 +183,6 @@ def test_the_data_of_a_figure_are_the_numbers_that_are_drawn(study):
         assert next(rows, None) is None
         read_png((study / "report" / "figures" / f"{name}.png").read_bytes())
         assert b"<svg" in (study / "report" / "figures" / f"{name}.svg").read_bytes()[:2000]
-
-
-def test_lines_of_a_panel_can_be_told_apart_without_colour(study):
-    """By marker and dashes together with the width of the line."""
-    found = read_study(study)
-    for figure in figures(found, published.costs(found.evidence)).values():
-        weights, marks = drawing._looks(figure.lines)
-        looks = [
-            (
-                line.panel,
-                marks[line.mark]["marker"],
-                str(marks[line.mark]["linestyle"]),
-                round(weights[line.colour]["linewidth"], 2),
-            )
-            for line in figure.lines
-        ]
-        assert len(set(looks)) == len(looks)
 
 
 class References(html.parser.HTMLParser):
