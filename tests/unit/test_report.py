@@ -8,6 +8,7 @@ import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 
+import matplotlib
 import numpy as np
 import pytest
 from scipy import stats
@@ -338,6 +339,13 @@ def test_colours_are_training_lengths_and_markers_are_methods():
     low, high = 20 * math.exp(-0.02), 20 * math.exp(0.02)
     assert lines[0].values[0] == pytest.approx((20.0, low, high), rel=1e-12)
     assert read_png(figures.draw(lines, frame)["png"])
+
+
+def test_a_users_matplotlibrc_changes_no_picture():
+    curves = make_curves(curve_of("alibi", ALIBI))
+    drawn = by_length(curves)
+    with matplotlib.rc_context({"font.size": 20, "axes.grid": True, "savefig.dpi": 50}):
+        assert by_length(curves) == drawn
 
 
 # ---- several tokenizers and texts ----------------------------------------------------------------
