@@ -38,12 +38,12 @@ from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.sources import Corpus, Piece, Task, find, read
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import Tokenizer
+from pretrain.evaluation.curves import Binned
 from pretrain.evaluation.perplexity import Evaluation, Evaluator, bounded_exp, check_memory
 from pretrain.evaluation.records import (
     HASH_DIGITS,
     BlockKey,
     BlockLosses,
-    PositionLosses,
     block_key,
     check_objectives,
     fields_of,
@@ -168,7 +168,7 @@ def evaluate_sources(
     check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:
         check_overwrites(out)
-    positions: dict[tuple[str, int], PositionLosses] = {}
+    positions: dict[tuple[str, int], Binned] = {}
     blocks: dict[BlockKey, BlockLosses] = {}
 
     def score(job: Job) -> Iterator[dict[str, Any]]:
@@ -191,7 +191,8 @@ def evaluate_sources(
             blocks[block_key(record)] = BlockLosses(result.block_losses, result.block_tokens)
             # Sliding windows score few positions: loss by position is that without overlap.
             if protocol.name == NONOVERLAPPING:
-                positions[record["checkpoint"], protocol.length] = result.by_position
+                binned = Binned.of(result.by_position)
+                positions[record["checkpoint"], protocol.length] = binned
             yield record
 
     def write(path: Path, records: list[dict[str, Any]]) -> None:

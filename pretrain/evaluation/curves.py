@@ -364,19 +364,12 @@ class PositionCurve(NamedTuple):
         return result
 
 
-Positions = Mapping[tuple[str, int], PositionLosses]
+Positions = Mapping[tuple[str, int], Binned]
 """(checkpoint as in its record, window length) -> losses by position, without overlap."""
 
 
 def position_curves(curves: Iterable[Curve], positions: Positions) -> list[PositionCurve]:
     """Return loss by position in the longest window of each nonoverlapping curve that has it."""
-    return binned_curves(curves, {key: Binned.of(found) for key, found in positions.items()})
-
-
-def binned_curves(
-    curves: Iterable[Curve], positions: Mapping[tuple[str, int], Binned]
-) -> list[PositionCurve]:
-    """Return the curves of losses that are averaged over ranges already; see `position_curves`."""
     found = []
     for curve in curves:
         if curve.protocol != "nonoverlapping":
@@ -398,11 +391,10 @@ def position_rows(records: Sequence[Record], positions: Positions) -> Iterable[l
         positions: Losses by position.
     """
     by_checkpoint = {record["checkpoint"]: record for record in records}
-    for (checkpoint, length), losses in positions.items():
+    for (checkpoint, length), binned in positions.items():
         # A checkpoint without a record is no mistake of the losses: they are written all the same.
         record = by_checkpoint.get(checkpoint, {})
         said = [record.get(key) for key in POSITION_FIELDS[:5]]
-        binned = Binned.of(losses)
         for (first, end), loss, n in zip(
             itertools.pairwise(binned.edges), binned.losses, binned.counts
         ):

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -128,8 +128,7 @@ def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
     mlp = (2 * width.ffn + hidden) * item
     logits = _logit_bytes(config, item)
     # Token ids, positions, labels and the losses by position, of every micro batch of a pass.
-    micro_batches = layout.pipeline * layout.virtual
-    ids = (4 * 8 + 4 * 8) * micro_batches
+    ids = (4 * 8 + 4 * 8) * micro_batches(layout)
     of_token = stream + max(attention, mlp, logits) + ids
     extra = _score_bytes(config, rows, length, heads)
     return int(MARGIN * tokens * of_token) + max(extra, LOSS_PIECE_BYTES)
@@ -238,6 +237,30 @@ class Evaluation:
 def bounded_exp(value: float) -> float:
     """Return exp(value), or infinity where it would overflow a float64; nan stays nan."""
     return math.exp(value) if not value >= 700 else math.inf
+
+
+T = TypeVar("T")
+
+
+def micro_batches(layout: Layout) -> int:
+    """Return the micro batches of a rank in a pass through the pipeline, which they fill.
+
+    Interleaved schedules need a multiple of the pipeline size.
+    """
+    return layout.pipeline * layout.virtual
+
+
+def deal(items: Iterable[T], size: int, topology: Topology) -> Iterator[list[list[T]]]:
+    """Yield this rank's micro batches of at most `size` items, pass by pass.
+
+    Every rank gets the same number of passes and micro batches, because the pipeline's
+    communication and ZeRO's collectives require it; when the items run out, some are empty.
+    """
+    replicas = topology.layout.data
+    count, left = micro_batches(topology.layout) * replicas, iter(items)
+    while dealt := list(itertools.islice(left, size * count)):
+        each = [dealt[i * size : (i + 1) * size] for i in range(count)]
+        yield each[topology.data_rank :: replicas]
 
 
 class Evaluator:
@@ -376,21 +399,15 @@ class Evaluator:
         """
         layout = self.topology.layout
         rows = max(1, self.tokens_per_batch // protocol.length)
-        # Interleaved schedules need a multiple of the pipeline size; this also fills the pipeline.
-        micro_batches = layout.pipeline * layout.virtual
         # Count first and iterate again: with stride 1 a list would hold a window for each token.
         count = sum(1 for _ in protocol.windows(self.text.tokens))
-        windows_per_pass = rows * micro_batches * layout.data
-        passes = -(-count // windows_per_pass)  # rounded up
-        windows = protocol.windows(self.text.tokens)
+        passes = -(-count // (rows * micro_batches(layout) * layout.data))  # rounded up
+        dealt = deal(protocol.windows(self.text.tokens), rows, self.topology)
         label = f"{protocol.name} {protocol.length}"
         # disable=None: tqdm shows the bar on a terminal and nothing in a log file.
-        for _ in tqdm(range(passes), desc=label, leave=False, disable=None if progress else True):
-            dealt = [
-                list(itertools.islice(windows, rows)) for _ in range(micro_batches * layout.data)
-            ]
-            mine = dealt[self.topology.data_rank :: layout.data]
-            yield [self._batch(w, rows, protocol.length) for w in mine], mine
+        hidden = None if progress else True
+        for mine in tqdm(dealt, total=passes, desc=label, leave=False, disable=hidden):
+            yield [self._batch(windows, rows, protocol.length) for windows in mine], mine
 
     def _batch(self, windows: list[Window], rows: int, length: int) -> Batch:
         """Return the token ids [rows, length + 1] of these windows: inputs and the last target.

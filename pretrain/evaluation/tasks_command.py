@@ -8,7 +8,6 @@ pipeline forward only, as in an evaluation.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from pretrain import platform
 from pretrain.config import ConfigError
 from pretrain.config.load import check_beside, check_unread
 from pretrain.evaluation.command import Opened, is_main, measure_all, open_source, say
+from pretrain.evaluation.perplexity import deal
 from pretrain.evaluation.tasks import (
     FIELDS,
     Arm,
@@ -188,7 +188,7 @@ class Scorer:
         """Score an arm. All ranks together; the result is the same on every rank."""
         found = torch.zeros(len(arm.rows), 2, dtype=torch.float64)
         with torch.no_grad(), _predictions(self.chunks) as predicted:
-            for passed in self._passes(arm):
+            for passed in deal(enumerate(arm.rows), self._size(arm), self.topology):
                 self._score(arm, passed, predicted, found)
         # NCCL reduces device tensors only. Ranks that do not report add zeros.
         found = found.to(platform.device())
@@ -229,24 +229,13 @@ class Scorer:
             for (number, _), result in zip(rows, results):
                 found[number] = result
 
-    def _passes(self, arm: Arm) -> Iterator[list[list[tuple[int, Row]]]]:
-        """Yield the numbered sequences of this rank's micro batches, pass by pass.
-
-        Every rank gets as many passes and micro batches, because the pipeline communicates.
-        """
-        layout = self.topology.layout
-        size = max(1, self.tokens_per_batch // arm.length)
-        # Interleaved schedules need a multiple of the pipeline size; this also fills the pipeline.
-        batches = layout.pipeline * layout.virtual * layout.data
-        numbered = iter(enumerate(arm.rows))
-        while dealt := list(itertools.islice(numbered, size * batches)):
-            each = [dealt[i * size : (i + 1) * size] for i in range(batches)]
-            yield each[self.topology.data_rank :: layout.data]
+    def _size(self, arm: Arm) -> int:
+        """Return the sequences of a micro batch."""
+        return max(1, self.tokens_per_batch // arm.length)
 
     def _batch(self, arm: Arm, rows: list[tuple[int, Row]]) -> Tensor:
         """Return token ids [B, length + 1]; sequences that are missing are filled with EOS."""
-        size = max(1, self.tokens_per_batch // arm.length)
-        batch = np.full((size, arm.length + 1), self.eos_id, dtype=np.int64)
+        batch = np.full((self._size(arm), arm.length + 1), self.eos_id, dtype=np.int64)
         for target, (_, row) in zip(batch, rows):
             target[:] = row.tokens()
         return torch.from_numpy(batch)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pretrain.evaluation.curves import Curve, Value, binned_curves, relative_length
+from pretrain.evaluation.curves import Curve, Value, position_curves, relative_length
 from pretrain.evaluation.figures import (
     Frame,
     Line,
@@ -83,7 +83,7 @@ def figures(study: Study, costs: Sequence[Cost]) -> dict[str, Figure]:
                 "lengths; below, the same of the published numbers."
             )
             found["ratio"] = Figure(caption, lines, frame)
-    positions = binned_curves(study.curves, study.positions)
+    positions = position_curves(study.curves, study.positions)
     if positions:
         caption = (
             "Loss by position in the longest window of each curve, over ranges that widen with the "

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -306,15 +306,6 @@ def parse_unigram(content: Mapping[str, Any], record: Mapping[str, Any]) -> Unig
 EARLY, CONTEXT, TOTAL = "fewer early tokens", "longer context", "in all"
 
 
-class Full(NamedTuple):
-    """The loss of a checkpoint with close to L tokens of context for every token."""
-
-    loss: float
-    blocks: BlockLosses | None
-    """Its losses by block, if it is of all tokens."""
-    how: str
-
-
 @dataclass(frozen=True)
 class Gain:
     """Gain of one curve in windows of `length` over windows of its training length."""
@@ -328,69 +319,41 @@ class Gain:
     tokens: int
 
 
-def gains(curves: Sequence[Curve], positions: Mapping[tuple[str, int], Binned]) -> list[Gain]:
+def gains(curves: Sequence[Curve]) -> list[Gain]:
     """Return the gains of all curves at all lengths beyond their training length.
 
     Args:
         curves: Curves by window length, under both protocols as far as they were measured.
-        positions: (checkpoint, window length) -> losses by position. They stand in where there are
-            no sliding windows of L; an interval is not known then.
     """
-    sliding: dict[tuple[str, int], Record] = {}
+    sliding: dict[str, Record] = {}
     for curve in curves:
-        for record in (r for rs in curve.records.values() for r in rs):
-            key = record["checkpoint"], record["length"]
+        for record in curve.records.get(curve.train_length, ()):
             if record["protocol"] == SLIDING and 2 * record["stride"] <= record["length"]:
-                shortest = sliding.get(key)
-                if shortest is None or record["stride"] < shortest["stride"]:
-                    sliding[key] = record
+                shortest = sliding.setdefault(record["checkpoint"], record)
+                if record["stride"] < shortest["stride"]:
+                    sliding[record["checkpoint"]] = record
     found = []
     for curve in (c for c in curves if c.protocol == NONOVERLAPPING):
-        trained = curve.train_length
-        for length in (n for n in curve.records if n > trained and trained in curve.records):
-            parts, how = [], ""
-            for at_l, beyond in zip(curve.records[trained], curve.records[length]):
-                full = _full(at_l, sliding, positions)
-                if full is not None:
-                    parts.append(_parts(at_l, beyond, full))
-                    how = full.how
-            if len(parts) == len(curve.sources):
-                tokens = min(record["tokens"] for record in curve.records[length])
-                found.append(Gain(curve, length, _of_seeds(parts), how, tokens))
+        at_l = curve.records.get(curve.train_length, ())
+        full = [sliding[r["checkpoint"]] for r in at_l if r["checkpoint"] in sliding]
+        if not full or len(full) < len(at_l):
+            continue
+        how = f"windows of L that slide by {full[0]['stride']}"
+        for length in (n for n in curve.records if n > curve.train_length):
+            beyond = curve.records[length]
+            parts = [_parts(*each) for each in zip(at_l, beyond, full)]
+            tokens = min(record["tokens"] for record in beyond)
+            found.append(Gain(curve, length, _of_seeds(parts), how, tokens))
     return found
 
 
-def _full(
-    at_l: Record,
-    sliding: Mapping[tuple[str, int], Record],
-    positions: Mapping[tuple[str, int], Binned],
-) -> Full | None:
-    """Return the loss with close to L tokens of context, or None where nothing says it.
-
-    Args:
-        at_l: The record of windows of L that do not overlap.
-        sliding: (checkpoint, length) -> the record of sliding windows.
-        positions: (checkpoint, length) -> losses by position.
-    """
-    key = at_l["checkpoint"], at_l["length"]
-    if key in sliding:
-        record = sliding[key]
-        how = f"windows of L that slide by {record['stride']}"
-        return Full(number(record["loss_nats"]), record.get(KEY), how)
-    if key not in positions or math.isnan(positions[key].losses[-1]):
-        return None
-    binned = positions[key]
-    first, end = (int(edge) for edge in binned.edges[-2:])
-    return Full(binned.losses[-1], None, f"positions {first} to {end - 1} of windows of L")
-
-
-def _parts(at_l: Record, beyond: Record, full: Full) -> dict[str, Gap]:
+def _parts(at_l: Record, beyond: Record, full: Record) -> dict[str, Gap]:
     """Return the parts of one checkpoint's gain.
 
     Args:
         at_l: The record of windows of L that do not overlap.
         beyond: The record of longer windows.
-        full: The loss with close to L tokens of context.
+        full: The record of sliding windows of L, which have close to L tokens of context.
     """
     share = 1 - at_l["length"] / beyond["length"]
     weights = {
@@ -398,12 +361,11 @@ def _parts(at_l: Record, beyond: Record, full: Full) -> dict[str, Gap]:
         CONTEXT: (1 - share, -1.0, share),
         TOTAL: (1.0, -1.0, 0.0),
     }
-    losses = [number(at_l["loss_nats"]), number(beyond["loss_nats"]), full.loss]
-    blocks = [at_l.get(KEY), beyond.get(KEY), full.blocks]
     parts = {}
     for name, factors in weights.items():
-        value = sum(f * loss for f, loss in zip(factors, losses) if f)
-        low, high = _interval([(f, found) for f, found in zip(factors, blocks) if f])
+        used = [(f, record) for f, record in zip(factors, (at_l, beyond, full)) if f]
+        value = sum(f * number(record["loss_nats"]) for f, record in used)
+        low, high = _interval([(f, record.get(KEY)) for f, record in used])
         parts[name] = Gap(low, value, high)
     return parts
 

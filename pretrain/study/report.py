@@ -344,7 +344,7 @@ def _early(study: Study, gains: Sequence[Gain], figures: Mapping[str, Figure]) -
     if not gains:
         yield (
             "Early tokens cannot be separated from longer context: windows longer than L, and "
-            "windows of L that slide by at most half of L (or losses by position), are needed."
+            "windows of L that slide by at most half of L, are needed."
         )
         return
     yield EARLY_EXPLAINED
@@ -473,7 +473,7 @@ def write_study_report(directory: Path) -> None:
     study = read_study(directory)
     judged = judge(study.evidence)
     costs = published.costs(study.evidence)
-    gains = reading.gains(study.curves, study.positions)
+    gains = reading.gains(study.curves)
     drawn = figures(study, costs)
     assert set(drawn) <= set(FIGURES)
     rows = published.perplexities_beside(study.curves, study.published)

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from pretrain.evaluation.curves import POSITION_FIELDS, position_rows
+from pretrain.evaluation.curves import POSITION_FIELDS, Binned, position_rows
 from pretrain.evaluation.records import (
     BLOCK_FIELDS,
     BlockLosses,
@@ -120,7 +120,8 @@ def make_positions(records):
             shape = 1 / np.sqrt(np.arange(1, length + 1))
             losses = record["loss_nats"] + shape - shape.mean()
             key = record["checkpoint"], length
-            positions[key] = PositionLosses(losses, np.full(length, record["tokens"] // length))
+            counts = np.full(length, record["tokens"] // length)
+            positions[key] = Binned.of(PositionLosses(losses, counts))
     return positions
 
 

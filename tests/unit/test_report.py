@@ -15,7 +15,7 @@ from scipy import stats
 
 from pretrain.config import ConfigError
 from pretrain.evaluation import figures, report
-from pretrain.evaluation.curves import make_curves, parts_of
+from pretrain.evaluation.curves import Binned, make_curves, parts_of
 from pretrain.evaluation.judge import Evidence, Verdict, gap, judge, what_stands_out
 from pretrain.evaluation.records import (
     FIELDS,
@@ -522,7 +522,7 @@ def test_positions_are_averaged_over_every_token_once(tmp_path):
     counts = np.where(np.arange(300) < 100, 3, 2)
     losses[7], counts[7] = math.nan, 0
     record = make_record(length=300)
-    positions = {(record["checkpoint"], 300): PositionLosses(losses, counts)}
+    positions = {(record["checkpoint"], 300): Binned.of(PositionLosses(losses, counts))}
     write_report(tmp_path / "curve.json", [record], positions)
     rows = read_csv(tmp_path / "positions.csv")
     ranges = [range(int(row["first_position"]), int(row["last_position"]) + 1) for row in rows]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pretrain.evaluation.curves import Binned, make_curves
-from pretrain.evaluation.records import BlockLosses, PositionLosses, block_key, with_blocks
+from pretrain.evaluation.curves import make_curves
+from pretrain.evaluation.records import BlockLosses, block_key, with_blocks
 from pretrain.study.reading import CONTEXT, EARLY, TOTAL, gains
 from tests.unit.report_records import make_record
 
@@ -47,7 +47,7 @@ def measured(loss_at, stride, noise=0.0):
 
 def test_where_context_beyond_L_is_of_no_use_all_comes_from_fewer_early_tokens():
     curves = measured(lambda c: 2 + 1 / np.sqrt(np.minimum(c, L - 1) + 1), stride=1)
-    first, last = gains(curves, {})
+    first, last = gains(curves)
     assert (first.length, last.length) == (128, 1024)
     for gain, k in ((first, 2), (last, 16)):
         early = np.mean(1 / np.sqrt(np.arange(1, L + 1))) - 1 / np.sqrt(L)
@@ -62,7 +62,7 @@ def test_longer_strides_shift_a_known_share_from_early_tokens_to_context(stride)
     """Context beyond L is of no use here, and yet what windows of L lack of it counts as such."""
     curves = measured(lambda c: 2 + 1 / np.sqrt(np.minimum(c, L - 1) + 1), stride=stride)
     sliding = np.mean(1 / np.sqrt(np.arange(L - stride, L) + 1))
-    last = gains(curves, {})[-1]
+    last = gains(curves)[-1]
     lacking = (1 - 1 / 16) * (sliding - 1 / np.sqrt(L))
     assert last.parts[CONTEXT].value == pytest.approx(lacking, abs=2e-4)
     early = (1 - 1 / 16) * (np.mean(1 / np.sqrt(np.arange(1, L + 1))) - sliding)
@@ -71,7 +71,7 @@ def test_longer_strides_shift_a_known_share_from_early_tokens_to_context(stride)
 
 def test_where_early_tokens_are_as_good_all_comes_from_longer_context():
     curves = measured(lambda c: np.where(c < L, 3.0, 2.5), stride=1)
-    for gain in gains(curves, {}):
+    for gain in gains(curves):
         k = gain.length / L
         assert gain.parts[EARLY].value == pytest.approx(0, abs=1e-9)
         assert gain.parts[CONTEXT].value == pytest.approx(0.5 * (1 - 1 / k), rel=1e-9)
@@ -84,7 +84,7 @@ def test_the_parts_add_up_and_the_noise_of_the_text_cancels_in_them(noise):
     def loss_at(context):
         return 3 - 0.1 * np.log2(context + 1)
 
-    for gain in gains(measured(loss_at, 1, noise), {}):
+    for gain in gains(measured(loss_at, 1, noise)):
         k = gain.length / L
         early = loss_at(np.arange(L)).mean()
         true = {EARLY: (1 - 1 / k) * (early - loss_at(L - 1))}
@@ -98,19 +98,6 @@ def test_the_parts_add_up_and_the_noise_of_the_text_cancels_in_them(noise):
         assert parts[EARLY].value + parts[CONTEXT].value == pytest.approx(parts[TOTAL].value)
 
 
-def test_without_sliding_windows_of_L_the_late_positions_stand_in():
-    curves = measured(lambda c: 3 - 0.1 * np.log2(c + 1), stride=None)
-    checkpoint = curves[0].sources[0].checkpoint
-    losses = PositionLosses(3 - 0.1 * np.log2(np.arange(L) + 1), np.full(L, TOKENS // L))
-    gain = gains(curves, {(checkpoint, L): Binned.of(losses)})[0]
-    first = int(Binned.of(losses).edges[-2])
-    late = losses.losses[first:].mean()
-    assert gain.parts[EARLY].value == pytest.approx(0.5 * (losses.losses.mean() - late))
-    assert np.isnan(gain.parts[EARLY].low) and not np.isnan(gain.parts[TOTAL].low)
-    assert gain.how == f"positions {first} to {L - 1} of windows of L"
-    assert gains(curves, {}) == []
-
-
 def test_a_stride_of_L_says_nothing_of_full_context():
     curves = measured(lambda c: 3 - 0.1 * np.log2(c + 1), stride=48)
-    assert gains(curves, {}) == []
+    assert gains(curves) == []
