@@ -262,8 +262,6 @@ def run_study(path: Path, request: Request) -> int:
     with writing(study.directory), _alone(study):
         try:
             with work.processes.listening():
-                # Another command may have made runs since, and ended just now.
-                work.study = resolve(path, study.asked)
                 return _work(work)
         except Stopped:
             work.record()

@@ -118,7 +118,7 @@ def resolve(path: Path, asked: StudyFile) -> Study:
         if twice := runs.get(name):
             raise ConfigError(
                 f"{path}: {source} and {twice.source} are both {name}: one method, training length "
-                "and seed. Leave one of the two out of configs"
+                "and seed. Leave one of the two out"
             )
         directory = json.dumps(str(asked.root / "runs" / name), ensure_ascii=False)
         config = load_config(source, [*settings, f"run.directory={directory}"])

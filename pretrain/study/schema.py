@@ -195,10 +195,6 @@ def _problem(study: StudyFile) -> str:
     if not all(study.methods):
         # An empty value would remove the key, and train its default in place of what was asked.
         return 'methods = "": expected a value of position.method, such as "alibi"'
-    for name in ("methods", "training_lengths", "seeds", "configs"):
-        values = list(getattr(study, name) or ())
-        if twice := [value for value in values if values.count(value) > 1]:
-            return f"{name}: {twice[0]} is given twice. Leave one of the two out"
     return _setting_problem(study)
 
 

@@ -563,14 +563,9 @@ def test_reports_of_several_runs_are_one_report(tmp_path):
     assert "training lengths L = 128, 256" in table
     records = json.loads((tmp_path / "both/curve.json").read_text())["records"]
     assert records == [r for path in paths for r in json.loads(path.read_text())["records"]]
-    for name, content in (
-        ("bad", [make_record() | {"method": 3}]),
-        ("lacking", [{"method": "alibi"}]),
-        ("empty", []),
-    ):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"records": content}))
+    (tmp_path / "empty.json").write_text('{"records": []}')
+    (tmp_path / "lacking.json").write_text('{"records": [{"method": "alibi"}]}')
     for name, words in (
-        ("bad", "method = 3"),
         ("lacking", "KeyError: 'run'"),
         ("empty", "no results"),
         ("none", "No such file"),

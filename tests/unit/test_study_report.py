@@ -287,8 +287,6 @@ def test_runs_without_results_and_contestants_that_failed_are_named(tmp_path):
     [
         ("study.json", None, "is no study's directory"),
         ("study.json", "{", "study.json: cannot be read (JSONDecodeError"),
-        ("study.json", "[]", "study.json: cannot be read (TypeError"),
-        ("efficiency.json", '{"rows": [{}]}', "efficiency.json: cannot be read (KeyError"),
         (
             "efficiency.json",
             '{"device": "cpu", "rows": [{"method": "t5", "train_length": 64, '
