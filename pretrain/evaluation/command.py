@@ -39,12 +39,13 @@ from pretrain.data.sources import Corpus, Piece, Task, find, read
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluation.curves import Binned
-from pretrain.evaluation.perplexity import Evaluation, Evaluator, bounded_exp, check_memory
+from pretrain.evaluation.perplexity import Evaluation, Evaluator, check_memory
 from pretrain.evaluation.records import (
     HASH_DIGITS,
     BlockKey,
     BlockLosses,
     block_key,
+    bounded_exp,
     check_objectives,
     fields_of,
 )
@@ -351,7 +352,7 @@ def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> 
     )
     for note in notes:
         say(f"{found.checkpoint.path}: {note}")
-    return Job(found.checkpoint, found.run, found.config, found.stream, protocols)
+    return Job(**vars(found), protocols=protocols)
 
 
 def _run_of(checkpoint: Path) -> Path | None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain.evaluation.records import PositionLosses, Record, grouped, read_table
+from pretrain.evaluation.records import PositionLosses, Record, bounded_exp, grouped, read_table
 
 PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
 """The quantities of a record that curves show."""
@@ -239,15 +239,10 @@ def _interval(record: Record, quantity: str) -> tuple[float, float]:
     if not (math.isfinite(low) and math.isfinite(high)):
         return math.nan, math.nan
     if quantity == PERPLEXITY:
-        return _exp(low), _exp(high)
+        return bounded_exp(low), bounded_exp(high)
     loss, bits = number(record["loss_nats"]), number(record[quantity])
     # Bits per byte are the loss times a number that the text fixes.
     return (low * bits / loss, high * bits / loss) if loss else (math.nan, math.nan)
-
-
-def _exp(loss: float) -> float:
-    """Return exp(loss), or infinity where it would overflow a float64 (beyond 709 nats)."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 # ---- names ---------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from pretrain.evaluation.curves import (
     number,
     precisions,
 )
-from pretrain.evaluation.records import Record, grouped, paired_interval
+from pretrain.evaluation.records import Record, bounded_exp, grouped, paired_interval
 from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING
 
 SPEEDS = ("training", "evaluation")
@@ -84,9 +84,7 @@ class Gap(NamedTuple):
 
     def ratios(self) -> tuple[float, float, float]:
         """Return the ratio of the perplexities, between the ends of its range."""
-        # exp would overflow a float64 beyond 709 nats.
-        low, value, high = (math.inf if x > 700 else math.exp(x) for x in self)
-        return low, value, high
+        return bounded_exp(self.low), bounded_exp(self.value), bounded_exp(self.high)
 
     def ratio_in_words(self, of: str = "times") -> str:
         """Return the ratio with its range, as in "0.868 times (0.861 to 0.875)"."""

@@ -26,7 +26,7 @@ from pretrain import platform
 from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, in_bytes
 from pretrain.config.tensors import widths
 from pretrain.data.order import mask_text
-from pretrain.evaluation.records import PositionLosses, confidence_interval
+from pretrain.evaluation.records import PositionLosses, bounded_exp, confidence_interval
 from pretrain.evaluation.windows import Protocol, ScoredText, Window
 from pretrain.kernels.call import Call, installed_packages
 from pretrain.kernels.dispatch import choose_backend
@@ -232,11 +232,6 @@ class Evaluation:
             "tokens": self.tokens,
             "bytes": self.bytes or None,
         }
-
-
-def bounded_exp(value: float) -> float:
-    """Return exp(value), or infinity where it would overflow a float64; nan stays nan."""
-    return math.exp(value) if not value >= 700 else math.inf
 
 
 T = TypeVar("T")

@@ -395,6 +395,11 @@ def _record(row: Mapping[str, Any]) -> dict[str, Any]:
     return record
 
 
+def bounded_exp(value: float) -> float:
+    """Return exp(value), or infinity where it would overflow a float64; nan stays nan."""
+    return math.inf if value >= 700 else math.exp(value)
+
+
 def to_csv(fields: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
     """Return a CSV file with these columns, with \\n at the end of lines."""
     text = io.StringIO()

@@ -137,7 +137,7 @@ def _plan(source: Path, request: TasksRequest, overrides: list[str]) -> Plan:
         raise ConfigError(
             f"{reasons}\n{source}: nothing is left to measure. Choose other --lengths or --tasks"
         )
-    return Plan(opened.checkpoint, opened.run, config, stream, tuple(cells), tuple(left_out))
+    return Plan(**vars(opened), cells=tuple(cells), left_out=tuple(left_out))
 
 
 def _measure(plan: Plan) -> Iterator[dict[str, Any]]:
