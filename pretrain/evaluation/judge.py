@@ -398,7 +398,7 @@ def claim(threshold: float) -> Callable[[Predicate], Predicate]:
     def add(predicate: Predicate) -> Predicate:
         paragraphs = (predicate.__doc__ or "").split("\n\n")
         statement, source, reason = (" ".join(words.split()) for words in paragraphs)
-        source, reason = source.removeprefix("Source: "), reason.removeprefix("Threshold: ")
+        source, reason = source.partition("Source: ")[2], reason.partition("Threshold: ")[2]
         name = predicate.__name__
         CLAIMS.append(Claim(name, statement, source, threshold, reason, predicate))
         return predicate
