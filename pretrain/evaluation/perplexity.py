@@ -28,8 +28,6 @@ from pretrain.config.tensors import widths
 from pretrain.data.order import mask_text
 from pretrain.evaluation.records import PositionLosses, bounded_exp, confidence_interval
 from pretrain.evaluation.windows import Protocol, ScoredText, Window
-from pretrain.kernels.call import Call, installed_packages
-from pretrain.kernels.dispatch import choose_backend
 from pretrain.kernels.sdpa import QUERY_BLOCK
 from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
 from pretrain.topology import Topology, ranks_here
@@ -155,34 +153,15 @@ def _score_bytes(config: RunConfig, rows: int, length: int, heads: int) -> int:
         length: Tokens in a window.
         heads: Attention heads on this rank.
     """
-    backend: str = config.model.attention_backend
-    has_bias = config.position.bias != "none"
-    if backend == "auto":
-        backend = choose_backend(_call(config, length, heads)).backend
+    backend = config.model.attention_backend
     if backend == "reference":
         # Scores, weights and the products between them, in fp64.
         return 3 * rows * heads * length**2 * 8
-    if backend == "sdpa" and has_bias and platform.has_cuda():
-        # The float mask of a block of queries, and q, k and v in fp32.
+    if backend == "sdpa" and config.position.bias != "none" and platform.has_cuda():
+        # The float mask of a block of queries, and q, k and v in fp32. Where "auto" has no better
+        # kernel either, which is rare, a GPU's own error says that its memory was not enough.
         return heads * length * 4 * (QUERY_BLOCK + 4 * rows * config.head_dim)
     return 0
-
-
-def _call(config: RunConfig, length: int, heads: int) -> Call:
-    """Return the description of attention in this model, as the kernels see it."""
-    return Call(
-        dtype=platform.DTYPES[config.train.precision],
-        head_dim=config.head_dim,
-        num_queries=length,
-        num_keys=length,
-        heads=heads,
-        groups=max(1, heads * config.num_query_groups // config.model.num_attention_heads),
-        bias=config.position.bias,
-        causal=not config.is_masked,
-        dropout=False,
-        capability=torch.cuda.get_device_capability() if platform.has_cuda() else None,
-        installed=installed_packages(),
-    )
 
 
 @dataclass(frozen=True)
