@@ -82,9 +82,7 @@ class Frame:
     ticks: Mapping[float, str] = field(default_factory=dict)
     """Position -> label on the x axis, which is then logarithmic to base 2."""
     marked: Mapping[float, str] = field(default_factory=dict)
-    """Position of a dotted vertical line -> the word in the legend that has its colour."""
-    mark_label: str = ""
-    """What the dotted lines mark."""
+    """Training lengths, at dotted vertical lines -> the word in the legend that has the colour."""
     panels: Sequence[str] = ()
     """The panels in their order; by default in the order of the lines."""
     bars: str = "95 % interval"
@@ -290,7 +288,7 @@ def _legend(
         looks |= {w: {**c, "linewidth": 2 * c["linewidth"]} for w, c in colours.items()}
     handles = [Line2D([], [], label=_plain(word), **look) for word, look in looks.items()]
     if frame.marked:
-        handles.append(Line2D([], [], label=frame.mark_label, **DOTTED))
+        handles.append(Line2D([], [], label="training length", **DOTTED))
     notes = []
     has_ranges = [any(math.isfinite(v.low) for v in line.values) for line in lines]
     if any(found and not line.has_band for found, line in zip(has_ranges, lines)):
@@ -360,7 +358,7 @@ def lines_by_length(curves: Sequence[Curve], subject: str = "") -> tuple[list[Li
     marked = {float(n): _colour_word(n) for n in trained}
     ticks = {float(x): length_label(x, only, "\n") for x in _spread(lengths_of(curves))}
     title, label = _title(curves, subject), "Evaluation length (tokens)"
-    return lines, Frame(label, "Perplexity", title, ticks, marked, "training length")
+    return lines, Frame(label, "Perplexity", title, ticks, marked)
 
 
 def lines_by_step(curves: Sequence[Curve], subject: str = "") -> tuple[list[Line], Frame]:
@@ -409,7 +407,7 @@ def lines_by_position(
     ticks = {float(2**n): str(2**n) for n in powers}
     marked = {float(n): _colour_word(n) for n in trained}
     labels = "Position in the window (tokens)", "Loss (nats per token)"
-    return lines, Frame(*labels, subject, ticks, marked, "training length")
+    return lines, Frame(*labels, subject, ticks, marked)
 
 
 def _title(curves: Sequence[Curve], subject: str) -> str:

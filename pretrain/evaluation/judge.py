@@ -9,7 +9,6 @@ its words, its source and its threshold, which is the same for all results.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
@@ -218,11 +217,6 @@ class Evidence:
     unigram: Unigram | None = None
     """How well the text can be predicted without context; None where that was not counted."""
 
-    @functools.cached_property
-    def _of(self) -> dict[tuple[str, str], list[Curve]]:
-        in_order = sorted(self.curves, key=lambda curve: curve.train_length)
-        return grouped(in_order, lambda curve: (curve.method, curve.kind))
-
     def of(self, method: str, *kinds: str) -> list[Curve]:
         """Return the curves of a method, those trained at the shortest length first.
 
@@ -232,7 +226,8 @@ class Evidence:
                 Default: both.
         """
         kinds = kinds or (NONOVERLAPPING, SLIDING)
-        return [curve for kind in kinds for curve in self._of.get((method, kind), [])]
+        found = (curve for curve in self.curves if curve.method == method and curve.kind in kinds)
+        return sorted(found, key=lambda curve: (kinds.index(curve.kind), curve.train_length))
 
     def pairs(
         self, method: str, other: str, *kinds: str, multiple: int = 1

@@ -595,7 +595,7 @@ def _show(page: Page, records: Sequence[Record], stem: str) -> None:
     lines += _lines(far, "length", "gain_nats", "copy across the context")
     lines += _lines(of["documents"], "length", "gain_nats", "second half of documents")
     marked = {float(r["train_length"]): "" for r in records}
-    by_length = Frame("Context (tokens)", GAIN, marked=marked, mark_label="training length")
+    by_length = Frame("Context (tokens)", GAIN, marked=marked)
     page.show(stem, "gain by length of the context", lines, _with_ticks(by_length, lines))
     if lines := _lines(_longest(of["needle"]), "depth", "gain_nats", "in the longest context"):
         by_depth = Frame("Depth of the needle (0: beginning)", GAIN, holds_zero=True)

@@ -20,7 +20,7 @@ from pretrain.evaluation.judge import (
     judge,
 )
 from pretrain.evaluation.records import with_blocks
-from pretrain.study import published
+from pretrain.study import published, reading
 from tests.unit.report_records import make_record
 from tests.unit.study_files import (
     MEMORY,
@@ -38,18 +38,7 @@ OF_CURVES = [name for name in IDS if name not in OF_COST]
 
 
 def as_rows(found):
-    return [
-        Row(
-            row["method"],
-            row["train_length"],
-            {
-                "training": row["train_tokens_per_second"],
-                "evaluation": row["evaluation_tokens_per_second"],
-            },
-            row["peak_memory_bytes"],
-        )
-        for row in found
-    ]
+    return [reading._row(row) for row in found]
 
 
 def verdicts(records=None, cost=None, device="one synthetic GPU", unigram=None):
