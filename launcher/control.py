@@ -14,12 +14,12 @@ from pretrain.launcher import evaluations, slurm
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.status import (
     Queue,
-    Repeated,
     ask_slurm,
     check_run,
     is_alive,
     queued,
 )
+from pretrain.launcher.supervise import Repeater
 from pretrain.launcher.terminal import plain
 from pretrain.rundir.attempts import AttemptRecord, Progress, is_finished, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
@@ -279,7 +279,8 @@ def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
         The last attempt, or None if the job ended before it began one.
     """
     printed = ""
-    answers = Repeated(lambda: ask_slurm([job.job_id]), SQUEUE_SECONDS)
+    answers = Repeater(SQUEUE_SECONDS, lambda: ask_slurm([job.job_id]))
+    answers.start()
     while True:
         # Slurm is asked as well, because a killed node leaves an attempt without an end. It is
         # asked before the files are read, so an end that was written until then is seen.

@@ -13,7 +13,6 @@ RUN/evaluations/step-########.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -26,17 +25,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.config import (
-    ConfigError,
-    EvaluationRequest,
-    RunConfig,
-    RunFailed,
-    load_config,
-    writing,
-)
+from pydantic import Field
+
+from pretrain.config import ConfigError, EvaluationRequest, RunConfig, load_config, writing
+from pretrain.config.schema import Section
 from pretrain.launcher import slurm
 from pretrain.launcher.ranks import SrunRanks
-from pretrain.launcher.site import Site, parse_site
+from pretrain.launcher.site import Site
 from pretrain.launcher.submit import check_time
 from pretrain.launcher.supervise import Ranks, Signals, job_is_over, job_owner, job_signals
 from pretrain.launcher.terminal import say
@@ -50,9 +45,7 @@ from pretrain.rundir.files import (
     DIRECTORY_MODE,
     make_directory,
     publish_directory,
-    read_json,
     replace_file,
-    replace_json,
 )
 from pretrain.rundir.jobs import JobRecord, append_job, job_id_of, read_jobs
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt, JobIsOver, RunBusy, unknown
@@ -66,30 +59,41 @@ ASK_SECONDS = 60.0
 seconds, and slurmctld serves the whole cluster."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The plan by which a run's checkpoints are evaluated (plan.json)."""
+class Plan(Section):
+    """The plan by which a run's checkpoints are evaluated: the content of plan.json."""
 
     request: EvaluationRequest
     """The lengths and protocols to measure."""
-    job: slurm.Job
-    """The job of each evaluation, without its command."""
+    name: str
+    """Of the jobs, which run one after the other. It is this run's own."""
+    site: Site
+    directory: str
+    """The working directory, from which relative paths in the run's config start."""
+    tasks_per_node: int
+    time_limit: str | None
     overrides: tuple[str, ...] = ()
     """Values of --set for `pretrain evaluate`."""
-    made_at: float = dataclasses.field(default_factory=time.time)
+    made_at: float = Field(default_factory=time.time)
     """Unix seconds. Jobs from before do not count towards TRIES: a new plan is a new chance."""
+
+    def job(self, run: Path, *command: str) -> slurm.Job:
+        """Return the job of an evaluation of a run."""
+        return slurm.Job(
+            name=self.name,
+            site=self.site,
+            directory=Path(self.directory),
+            logs=RunPaths(run).logs,
+            commands=(command,),
+            tasks_per_node=self.tasks_per_node,
+            time_limit=self.time_limit,
+            # Jobs of one name and user run one after the other, so the evaluations of a run take at
+            # most one node from training, and runs do not wait for each other.
+            dependency="singleton",
+        )
 
     def dump(self) -> str:
         """Return the plan as JSON."""
-        job = {
-            "name": self.job.name,
-            "site": self.job.site.model_dump(mode="json"),
-            "directory": str(self.job.directory),
-            "tasks_per_node": self.job.tasks_per_node,
-            "time_limit": self.job.time_limit,
-        }
-        rest = {"overrides": self.overrides, "made_at": self.made_at, "job": job}
-        return json.dumps(dataclasses.asdict(self.request) | rest, indent=1) + "\n"
+        return self.model_dump_json(indent=1) + "\n"
 
 
 def write_plan(run: Path, plan: Plan) -> None:
@@ -110,70 +114,55 @@ def read_plan(run: Path) -> Plan:
     try:
         # Commands of the site in this file are executed, so its owner must be trusted.
         check_trusted(run)
-        values = json.loads(read_trusted(path))
-        lengths, job = values["lengths"], values["job"]
-        request = EvaluationRequest(
-            lengths if lengths is None else tuple(lengths),
-            tuple(values["protocols"]),
-            values["stride"],
-            values["max_tokens"],
-        )
-        return Plan(
-            request,
-            slurm.Job(
-                name=job["name"],
-                site=parse_site(job["site"], str(path)),
-                directory=Path(job["directory"]),
-                logs=RunPaths(run).logs,
-                commands=(),
-                tasks_per_node=job["tasks_per_node"],
-                time_limit=job["time_limit"],
-            ),
-            tuple(values["overrides"]),
-            values["made_at"],
-        )
+        return Plan.model_validate_json(read_trusted(path))
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: missing. Make a plan with `launcher evaluate-checkpoints`"
         ) from None
-    except ConfigError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        words = " ".join(str(error).split())
         raise ConfigError(
-            f"{path}: not a plan ({error}). Make a new one with `launcher evaluate-checkpoints`"
+            f"{path}: not a plan ({words}). Make a new one with `launcher evaluate-checkpoints`"
         ) from None
 
 
 # ---- submitting jobs -----------------------------------------------------------------------------
-def submit_pending(run: Path, at_once: bool = False) -> None:
-    """Submit an evaluation job for each complete checkpoint that has none.
+class PendingEvaluations:
+    """Submits an evaluation job for each complete checkpoint that has none, as often as called.
 
-    This does not raise: errors are printed, and the next call tries again. It is cheap when nothing
-    is new, two directory listings, so it may be called often.
-
-    Args:
-        run: The run's directory.
-        at_once: Ask Slurm in any case. By default it is asked when a checkpoint is new, and
-            otherwise once a minute.
+    It never raises: errors are printed, and the next call tries again. It is cheap when nothing is
+    new, two directory listings, so it may be called often.
     """
-    try:
-        waiting = [path.name for path in checkpoints_awaiting_evaluation(run)]
-        if waiting and (at_once or _is_time(run, waiting)):
-            submit_waiting(run, read_plan(run), waiting)
-    except (ConfigError, RunFailed, OSError) as error:
-        say(f"{run}: evaluation jobs cannot be submitted yet and will be tried again: {error}")
 
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._asked: tuple[list[str], float] = [], 0.0
+        self._printed = ""
 
-def _is_time(run: Path, waiting: list[str]) -> bool:
-    """Return True if it is time to ask Slurm about these checkpoints, and record the time."""
-    asked = RunPaths(run).evaluation_asked
-    before, now = read_json(asked), time.time()
-    at = before.get("at")
-    recent = isinstance(at, int | float) and 0 <= now - at < ASK_SECONDS
-    if before.get("waiting") == waiting and recent:
-        return False
-    replace_json(asked, {"at": now, "waiting": waiting})
-    return True
+    def __call__(self, at_once: bool = False) -> None:
+        """Submit what is missing.
+
+        Args:
+            at_once: Ask Slurm in any case. By default it is asked when a checkpoint is new, and
+                otherwise once a minute.
+        """
+        try:
+            waiting = [path.name for path in checkpoints_awaiting_evaluation(self._run)]
+            before, at = self._asked
+            recent = waiting == before and time.monotonic() - at < ASK_SECONDS
+            if waiting and (at_once or not recent):
+                self._asked = waiting, time.monotonic()
+                submit_waiting(self._run, read_plan(self._run), waiting)
+        # Any error at all: this runs in a thread beside training, or after its last attempt.
+        except Exception as error:
+            if str(error) != self._printed:
+                say(
+                    f"{self._run}: evaluation jobs cannot be submitted yet and will be tried "
+                    f"again: {error}"
+                )
+            self._printed = str(error)
 
 
 def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
@@ -214,12 +203,9 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
 
 def _submit(run: Path, plan: Plan, name: str) -> None:
     """Submit the evaluation job of one checkpoint, and record it in RUN/jobs.jsonl."""
-    with writing(plan.job.logs):
-        make_directory(plan.job.logs)
-    command = slurm.launcher_command("evaluation", str(run), name)
-    # Jobs of one name and user run one after the other. The name is this run's own, so its
-    # evaluations take at most one node from training, and runs do not wait for each other.
-    job = dataclasses.replace(plan.job, commands=(command,), dependency="singleton")
+    job = plan.job(run, *slurm.launcher_command("evaluation", str(run), name))
+    with writing(job.logs):
+        make_directory(job.logs)
     job_id = slurm.submit(job)
     say(f"evaluation job {job_id}: {name}")
     append_job(
@@ -293,83 +279,65 @@ class EvaluationOptions:
     time_limit: str | None = None
     """Time limit of one evaluation; None: training's."""
 
-    def plan(self, config: RunConfig, run: Path, training: slurm.Job) -> str:
-        """Return the text of RUN/evaluations/plan.json for a run that the job `training` trains."""
-        return make_plan(config, run, training, self).dump()
+    def check(self, config: Path, overrides: Sequence[str]) -> None:
+        """Check that a run's model can be evaluated so.
 
+        Args:
+            config: The config of the run whose checkpoints will be evaluated.
+            overrides: The run's settings, as --set takes them.
 
-def check_options(
-    config: Path,
-    overrides: Sequence[str],
-    request: EvaluationRequest,
-    tasks: int | None,
-    time_limit: str | None,
-) -> EvaluationOptions:
-    """Return the options, after checking that the run's model can be evaluated so.
+        Raises:
+            ConfigError: It cannot, for example at a length beyond its position embeddings.
+        """
+        # An evaluation does not split sequences between ranks, even where training does.
+        run = load_config(config, [*overrides, "parallel.sequence_parallel=false"])
+        self.request.applied_to(run, str(config))
 
-    Args:
-        config: The config of the run whose checkpoints will be evaluated.
-        overrides: The run's settings, as --set takes them.
-        request: What is measured.
-        tasks: GPUs of one evaluation; None: as training has on each node.
-        time_limit: Time limit of one evaluation; None: training's.
+    def plan(self, config: RunConfig, run: Path, training: slurm.Job) -> Plan:
+        """Return the plan for the checkpoints of a run.
 
-    Raises:
-        ConfigError: The model cannot be evaluated as `request` says, for example at a length beyond
-            its position embeddings.
-    """
-    # An evaluation does not split sequences between ranks, even where training does.
-    run = load_config(config, [*overrides, "parallel.sequence_parallel=false"])
-    request.applied_to(run, str(config))
-    return EvaluationOptions(request, tasks, time_limit)
+        A model that training splits by tensor parallelism stays split where the evaluation's tasks
+        allow it, because it may not fit on one GPU otherwise. The remaining ranks are
+        data-parallel. Pipeline stages are not needed: weights alone are a small part of what a GPU
+        holds in training.
 
+        Args:
+            config: The run's config.
+            run: The run's directory.
+            training: The job that trains the run. Its site, directory and, by default, its tasks
+                per node and time limit are used.
 
-def make_plan(
-    config: RunConfig, run: Path, training: slurm.Job, options: EvaluationOptions
-) -> Plan:
-    """Return the plan for the checkpoints of a run.
-
-    A model that training splits by tensor parallelism stays split where the evaluation's tasks
-    allow it, because it may not fit on one GPU otherwise. The remaining ranks are data-parallel.
-    Pipeline stages are not needed: weights alone are a small part of what a GPU holds in training.
-
-    Args:
-        config: The run's config.
-        run: The run's directory.
-        training: The job that trains the run. Its site, directory and, by default, its tasks per
-            node and time limit are used.
-        options: What the user asked for.
-
-    Raises:
-        ConfigError: A node of the site has fewer GPUs than were asked for, or the time limit is
-            malformed.
-    """
-    max_tasks = training.site.max_tasks_per_node
-    tasks = options.tasks or training.tasks_per_node
-    if tasks > max_tasks:
-        raise ConfigError(
-            f"evaluation tasks = {tasks}: a node of site {training.site.name} takes {max_tasks}. "
-            "Request fewer"
+        Raises:
+            ConfigError: A node of the site has fewer GPUs than were asked for, or the time limit is
+                malformed.
+        """
+        site, tasks = training.site, self.tasks or training.tasks_per_node
+        if tasks > site.max_tasks_per_node:
+            raise ConfigError(
+                f"--nproc {tasks}: a node of site {site.name} takes {site.max_tasks_per_node}. "
+                "Request fewer"
+            )
+        tensor = config.parallel.tensor_model_parallel_size
+        is_split = tensor > 1 and tasks % tensor == 0
+        # Jobs of one name wait for each other. The hash keeps runs apart whose shortened names
+        # agree.
+        digest = hashlib.sha256(os.fsencode(run)).hexdigest()[:8]
+        time_limit = self.time_limit or training.time_limit
+        # An evaluation saves nothing before its time limit, so it needs no time before the signal.
+        check_time(time_limit, 0)
+        return Plan(
+            request=self.request,
+            name=slurm.job_name(f"eval-{training.name[:40]}-{digest}"),
+            site=site,
+            directory=str(training.directory),
+            tasks_per_node=tasks,
+            time_limit=time_limit,
+            overrides=(f"parallel.tensor_model_parallel_size={tensor}",) if is_split else (),
         )
-    overrides: tuple[str, ...] = ()
-    tensor = config.parallel.tensor_model_parallel_size
-    if tensor > 1 and tasks % tensor == 0:
-        overrides = (f"parallel.tensor_model_parallel_size={tensor}",)
-    # The jobs are sent with --dependency=singleton, so jobs of one name wait for each other. The
-    # hash keeps runs apart whose shortened names agree.
-    name = f"eval-{training.name[:40]}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:8]}"
-    job = slurm.Job(
-        name=slurm.job_name(name),
-        site=training.site,
-        directory=training.directory,
-        logs=RunPaths(run).logs,
-        commands=(),
-        tasks_per_node=tasks,
-        time_limit=options.time_limit or training.time_limit,
-    )
-    # An evaluation saves nothing before its time limit, so it needs no time before the signal.
-    check_time(job.time_limit, 0)
-    return Plan(options.request, job, overrides)
+
+    def plan_text(self, config: RunConfig, run: Path, training: slurm.Job) -> str:
+        """Return the text of RUN/evaluations/plan.json for a run that the job `training` trains."""
+        return self.plan(config, run, training).dump()
 
 
 def evaluate_run(run: Path, site: Site, options: EvaluationOptions) -> None:
@@ -401,7 +369,7 @@ def evaluate_run(run: Path, site: Site, options: EvaluationOptions) -> None:
         tasks_per_node=site.max_tasks_per_node,
         time_limit=site.time_limit,
     )
-    plan = make_plan(config, run, training, options)
+    plan = options.plan(config, run, training)
     # Written before the jobs are sent: they read it when they start.
     write_plan(run, plan)
     # A folder with failed.json stands in the place of a result; without it the checkpoint counts
@@ -458,57 +426,29 @@ def run_job(run: Path, name: str) -> int:
             f"{paths.checkpoints}"
         )
     plan, job_id = read_plan(run), slurm.own_job_id("launcher evaluation")
-    python = [plan.job.site.ranks_python or sys.executable, "-m", "pretrain"]
+    job = plan.job(run)
+    python = [plan.site.ranks_python or sys.executable, "-m", "pretrain"]
 
     def start(out: Path) -> Ranks:
-        evaluate = _evaluate_arguments(plan, checkpoint, out)
-        command = [*plan.job.step(), *python, *evaluate]
+        settings = [word for override in plan.overrides for word in ("--set", override)]
+        evaluate = ["evaluate", str(checkpoint), *plan.request.options(), *settings]
         # The directory of this claim, which no other evaluation of the checkpoint has.
         environment = {"PRETRAIN_RENDEZVOUS": str(out.parents[1])}
+        command = [*job.step(), *python, *evaluate, "--out", str(out)]
         return SrunRanks(command, job_id, name, environment, paths.evaluation_log(name))
 
     # SIGUSR1 asks to save and start again: an evaluation has nothing to save, and goes on.
     with job_signals() as signals:
-        owner = job_owner(job_id, plan.job.num_tasks)
+        owner = job_owner(job_id, job.num_tasks)
         code = evaluate_once(run, name, start, owner, job_is_over, signals)
         if signals.stops:
             return code
-        return _finish(run, name, plan, code)
-
-
-def _finish(run: Path, name: str, plan: Plan, code: int) -> int:
-    """Update the run's report, and submit evaluations that are pending.
-
-    Args:
-        run: The run's directory.
-        name: The checkpoint's name, step-########.
-        plan: How the run's checkpoints are evaluated.
-        code: The exit code of the evaluation.
-
-    Returns:
-        The exit code of the job.
-    """
-    python = [plan.job.site.ranks_python or sys.executable, "-m", "pretrain"]
-    # Also when another job made the result: that job may have been killed before its report.
-    if (RunPaths(run).evaluations / name).exists():
-        report = [*plan.job.single(), *python, "report", str(run)]
-        reported = subprocess.run(report, check=False).returncode
-        code = code or reported
-    submit_pending(run, at_once=True)
-    return code
-
-
-def _evaluate_arguments(plan: Plan, checkpoint: Path, out: Path) -> list[str]:
-    """Return the arguments of `pretrain` that evaluate a checkpoint as planned.
-
-    Args:
-        plan: How the run's checkpoints are evaluated.
-        checkpoint: The checkpoint's directory.
-        out: The curve.json to write.
-    """
-    settings = [word for override in plan.overrides for word in ("--set", override)]
-    options = [*plan.request.options(), *settings, "--out", str(out)]
-    return ["evaluate", str(checkpoint), *options]
+        # Also when another job made the result: that job may have been killed before its report.
+        if (paths.evaluations / name).exists():
+            report = [*job.single(), *python, "report", str(run)]
+            code = code or subprocess.run(report, check=False).returncode
+        PendingEvaluations(run)(at_once=True)
+        return code
 
 
 def evaluate_once(

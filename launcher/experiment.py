@@ -29,8 +29,7 @@ from pathlib import Path
 
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, RunFailed, load_config
 from pretrain.launcher import evaluations, look, slurm
-from pretrain.launcher.evaluations import submit_pending
-from pretrain.launcher.site import Site, load_site
+from pretrain.launcher.site import Site, SlurmRequest, load_site
 from pretrain.launcher.status import RunStatus, read_statuses
 from pretrain.launcher.submit import allocate, check_time, check_with_slurm, submit, training_job
 from pretrain.launcher.terminal import say
@@ -49,9 +48,7 @@ CANCEL_SECONDS = 60
 def build(
     config: Path,
     overrides: Sequence[str],
-    run: RunConfig,
     site_file: Path,
-    site: Site,
     nodes: int,
     time_limit: str | None,
     dry_run: bool,
@@ -61,9 +58,7 @@ def build(
     Args:
         config: The config's file.
         overrides: Its --set options.
-        run: The config.
         site_file: The site's file.
-        site: The cluster.
         nodes: As many tasks run at the same time as these have cores.
         time_limit: Of each job; by default the site's.
         dry_run: Print a job and an estimate of the data set, and submit nothing.
@@ -72,6 +67,7 @@ def build(
         ConfigError: The site does not have these nodes, or the directory cannot be used.
         SlurmError: Slurm does not answer or has no job arrays.
     """
+    run, site = load_config(config, overrides), load_site(site_file)
     if nodes > site.nodes:
         raise ConfigError(
             f"nodes = {nodes}: site {site.name} has {site.nodes} nodes. Request fewer with --nodes"
@@ -87,7 +83,7 @@ def build(
     words = [str(config), *(word for each in overrides for word in ("--set", each))]
     command = [sys.executable, "-m", "pretrain", "data", "build", *words, f"--workers={workers}"]
     if dry_run:
-        _print_dry_run(data_job(site, name, Path("executor.pik"), workers, workers, time_limit))
+        _print_dry_run(data_job(site, name, Path("array"), workers, workers, time_limit))
         command.append("--dry-run")
     else:
         command.append(f"--array-size={slurm.array_size()}")
@@ -111,14 +107,14 @@ def build_name(directory: Path) -> str:
 
 
 def data_job(
-    site: Site, name: str, pickle: Path, tasks: int, concurrent: int, time_limit: str | None
+    site: Site, name: str, array: Path, tasks: int, concurrent: int, time_limit: str | None
 ) -> slurm.Job:
-    """Return the job array that runs a pickled executor, with one core for each of its tasks.
+    """Return the job array that builds a part of a data set, with one core for each of its tasks.
 
     Args:
         site: The cluster. Of its nodes no GPU is asked for, and memory by the core.
         name: The jobs' name.
-        pickle: The executor. The jobs' logs go to its folder.
+        array: The file that says what the tasks do. The jobs' logs go to its folder.
         tasks: Tasks of the array.
         concurrent: The most of them that run at the same time.
         time_limit: Of each task; by default the site's.
@@ -139,13 +135,13 @@ def data_job(
         name=name,
         site=cores,
         directory=Path.cwd(),
-        logs=pickle.parent,
+        logs=array.parent,
         commands=(),
         time_limit=time_limit or site.time_limit,
         concurrent=concurrent,
         repeats=tasks,
     )
-    return dataclasses.replace(job, commands=((*job.single(), python, *RUN_JOB, str(pickle)),))
+    return dataclasses.replace(job, commands=((*job.single(), python, *RUN_JOB, str(array)),))
 
 
 def _print_dry_run(job: slurm.Job) -> None:
@@ -271,12 +267,12 @@ class Experiment:
     """A run on a site, from its text to its report."""
 
     config_file: Path
-    overrides: tuple[str, ...]
+    overrides: Sequence[str]
     site_file: Path
     config: RunConfig
     site: Site
-    nodes: int | None
-    time_limit: str | None
+    request: SlurmRequest
+    """What its training job asks of Slurm."""
     options: evaluations.EvaluationOptions
     """The plan of its evaluations, unless the run has one already."""
 
@@ -295,9 +291,8 @@ def run(
     config: Path,
     overrides: Sequence[str],
     site_file: Path,
-    nodes: int | None,
-    time_limit: str | None,
-    request: EvaluationRequest,
+    request: SlurmRequest,
+    evaluation: EvaluationRequest,
 ) -> None:
     """Build the data, train, evaluate and report, each where that is not done yet.
 
@@ -305,27 +300,18 @@ def run(
         config: The config's file.
         overrides: Its --set options.
         site_file: The site's file.
-        nodes: Nodes of the run and of the build; by default as parallel.world_size needs, else one.
-        time_limit: Of the training job; by default the site's.
-        request: What the evaluations of its checkpoints measure.
+        request: What its training job asks of Slurm. As many nodes build the data.
+        evaluation: What the evaluations of its checkpoints measure.
 
     Raises:
         ConfigError: The run cannot work.
         RunFailed: Slurm refused or training did not finish.
         SystemExit: The build failed, or Ctrl-C.
     """
-    options = evaluations.check_options(config, overrides, request, None, None)
-    loaded = load_config(config, overrides)
-    experiment = Experiment(
-        config,
-        tuple(overrides),
-        site_file,
-        loaded,
-        load_site(site_file),
-        nodes,
-        time_limit,
-        options,
-    )
+    options = evaluations.EvaluationOptions(evaluation)
+    options.check(config, overrides)
+    loaded, site = load_config(config, overrides), load_site(site_file)
+    experiment = Experiment(config, overrides, site_file, loaded, site, request, options)
     check_version(experiment.directory)
     try:
         if not experiment.is_finished:
@@ -379,17 +365,11 @@ def _train(experiment: Experiment) -> None:
     status = _status(experiment) if is_run(experiment.directory) else None
     if status is None or status.is_over:
         # Checked before data is built, which may take hours.
-        allocated = allocate(experiment.config, experiment.site, experiment.nodes)
-        job = training_job([allocated], experiment.site, experiment.time_limit)
-        check_with_slurm([allocated], job)
+        request, site = experiment.request, experiment.request.site(experiment.site)
+        allocated = allocate(experiment.config, site, request.nodes)
+        check_with_slurm([allocated], training_job([allocated], site, request))
         _build_data(experiment, allocated.nodes)
-        submit(
-            experiment.config,
-            experiment.site,
-            nodes=experiment.nodes,
-            time_limit=experiment.time_limit,
-            plan=experiment.options.plan,
-        )
+        submit(experiment.config, experiment.site, request, plan=experiment.options.plan_text)
     else:
         say(f"{experiment.directory}: {status.state}; following it")
     status = _follow(experiment)
@@ -454,12 +434,12 @@ def _evaluate(experiment: Experiment) -> None:
     # A plan that was given up, or never made, is made now, with new tries for every checkpoint.
     if not paths.evaluation_plan.exists() or _given_up(run):
         evaluations.evaluate_run(run, experiment.site, experiment.options)
-    printed = 0
+    submit_pending, printed = evaluations.PendingEvaluations(run), 0
     while waiting := checkpoints_awaiting_evaluation(run):
         if len(waiting) != printed:
             say(f"{run}: {len(waiting)} checkpoints wait for their evaluation")
         printed = len(waiting)
-        submit_pending(run)
+        submit_pending()
         time.sleep(LOOK_SECONDS)
     report = [sys.executable, "-m", "pretrain", "report", str(run)]
     if code := subprocess.run(report, check=False).returncode:

@@ -20,9 +20,10 @@ from pathlib import Path
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
-from pretrain.launcher.evaluations import submit_pending
+from pretrain.launcher.evaluations import PendingEvaluations
 from pretrain.launcher.preflight import check_nodes
 from pretrain.launcher.ranks import SrunRanks
+from pretrain.launcher.submit import EARLY_SECONDS, start_seconds
 from pretrain.launcher.supervise import (
     End,
     NotStarted,
@@ -50,19 +51,12 @@ from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
 from pretrain.rundir.paths import (
     ExitCode,
     Outcome,
-    Phase,
     RunPaths,
     attempt_directory,
     attempt_numbers,
 )
 
 # ---- The nodes and the time that a Slurm job has for its next attempt ----
-
-
-STARTUP_SECONDS = 60.0
-"""The time to the first step that an attempt is taken to need, before one has been measured."""
-EARLY_SECONDS = 60.0
-"""Slurm may send its signal so much earlier than it was told; see sbatch(1)."""
 
 
 class Allocation:
@@ -184,7 +178,7 @@ class Allocation:
         then.
         """
         return (
-            startup_seconds(read_attempts(self._run))
+            start_seconds(self._run, self._config)
             + self._config.recovery.preflight_seconds
             + EARLY_SECONDS
             + slurm.lead_seconds(self._launch.sbatch)
@@ -203,15 +197,6 @@ class Allocation:
 
 def _is_of_this_start(attempt: AttemptRecord) -> bool:
     return (attempt.owner.slurm_restart_count or 0) == slurm.own_restarts()
-
-
-def startup_seconds(attempts: Sequence[AttemptRecord]) -> float:
-    """Return how long the last attempt that trained took to its first step."""
-    for attempt in reversed(attempts):
-        for mark in attempt.phases:
-            if mark.phase == Phase.TRAINING:
-                return max(0.0, mark.at - attempt.owner.began_at)
-    return STARTUP_SECONDS
 
 
 # ---- Requeue a job whose batch host has died: `launcher guard`, a job step on other nodes ----
@@ -374,7 +359,7 @@ class _Start:
         )
         while True:
             attempt = Attempt.begin(self._run, owner, job_is_over)
-            end = supervisor.make_attempt(attempt, self._start, _SubmitEvaluations(self._run))
+            end = supervisor.make_attempt(attempt, self._start, PendingEvaluations(self._run))
             if not end.again:
                 return _exit_code(end)
             if self._ranks is not None:
@@ -472,14 +457,15 @@ class _Start:
         PreemptMode REQUEUE it has then counted one more restart.
         """
         began = time.monotonic()
-        while (state := slurm.preemption(self._job_id)) is None:
+        while (state := slurm.job(self._job_id)) is None:
             if time.monotonic() - began > REFUSED_SECONDS:
                 return False
             time.sleep(RETRY_SECONDS)
         if state.restarts > slurm.own_restarts():
             return True
         # A user who stops a run in its grace time asks for the stop, and `scancel` asks Slurm.
-        return state.is_chosen and (state.is_ending or not self._signals.stops)
+        is_chosen = state.preempted_at is not None
+        return is_chosen and (not state.is_running or not self._signals.stops)
 
 
 def _exit_code(end: End) -> int:
@@ -508,9 +494,9 @@ def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool
     """
     began, signals_before = time.monotonic(), len(signals.received)
     printed = ""
-    state = slurm.preemption(job_id)
+    state = slurm.job(job_id)
     # Slurm ends the job already, as when it is preempted without a grace time.
-    is_ending = state is not None and state.is_ending
+    is_ending = state is not None and not state.is_running
     while not (state is not None and state.restarts > slurm.own_restarts()):
         try:
             slurm.requeue(job_id)
@@ -555,25 +541,3 @@ def _exclude(job_id: str, nodes: Iterable[str]) -> None:
         say(f"job {job_id}: will not start on {', '.join(names)} again")
         return
     say(f"job {job_id}: may start on {', '.join(names)} again, which failed ({refused})")
-
-
-class _SubmitEvaluations:
-    """Submit the evaluation jobs of new checkpoints, if the run has a plan for them.
-
-    A failure is printed once and never disturbs training.
-    """
-
-    def __init__(self, run: Path) -> None:
-        self._run, self._printed = run, False
-
-    def __call__(self, last: bool) -> None:
-        try:
-            submit_pending(self._run, at_once=last)
-        # Any error at all: this runs in a thread beside training, or after its last attempt.
-        except Exception as error:
-            if not self._printed:
-                say(
-                    f"{self._run}: evaluation jobs cannot be submitted for now; training goes on "
-                    f"({error})"
-                )
-            self._printed = True

@@ -6,22 +6,23 @@ rank. `launcher local` writes a log for each rank, to which all attempts append.
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import IO
+
+from tqdm import tqdm
 
 from pretrain.config import ConfigError
 from pretrain.launcher import slurm, terminal
 from pretrain.launcher.status import (
     PARTS,
     WAITING,
-    Repeated,
     RunStatus,
     TimeSplit,
     check_run,
@@ -31,8 +32,8 @@ from pretrain.launcher.status import (
     time_splits,
     total,
 )
-from pretrain.launcher.supervise import failing_nodes
-from pretrain.launcher.terminal import aligned, plain, plain_output
+from pretrain.launcher.supervise import Repeater, failing_nodes
+from pretrain.launcher.terminal import aligned, plain, plain_output, say
 from pretrain.rundir.attempts import AttemptRecord, read_attempt, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
 from pretrain.rundir.files import open_regular
@@ -49,124 +50,54 @@ from pretrain.rundir.paths import (
     in_words,
 )
 
-# ---- Format what `launcher status` prints: a table of runs that fits the terminal, or one run ----
-# A terminal may be narrow and a table may have long paths and reasons, so columns are first
-# shortened and then left out, the least important one first.
+# ---- Format what `launcher status` prints: a table of runs, or one run ----
 
 
-WATCH_SECONDS = 5.0
-"""Between two pages of --watch. Each page calls squeue once."""
-WIDTH = 120
-"""Columns of the output when it does not go to a terminal."""
-GAP = "  "
-COLUMNS = (
-    "run",
-    "job",
-    "state",
-    "reason",
-    "nodes",
-    "restarts",
-    "step",
-    "tokens/s",
-    "loss",
-    "ends",
-    "checkpoint",
-    "goodput",
-)
-RIGHT = {"restarts", "step", "tokens/s", "loss", "checkpoint", "goodput"}
+HEAD = "RUN STATE STEP LOSS TOKENS/S GOODPUT ENDS CHECKPOINT RESTARTS JOB NODES REASON"
+"""The columns of the table, the most important ones first: a terminal cuts off what is too long."""
+RIGHT = {"STEP", "LOSS", "TOKENS/S", "GOODPUT", "CHECKPOINT", "RESTARTS"}
 """Columns that are aligned to the right."""
-SHORTENED = {"reason": 8, "nodes": 8, "run": 14}
-"""Columns that are shortened to fit the terminal, in this order, and the least width of each."""
-DROPPED = ("nodes", "job", "reason", "ends", "checkpoint", "restarts", "tokens/s")
-"""Columns that are left out, in this order, when shortening was not enough."""
 
 
-def terminal_width() -> int:
-    """Return the width to print for: $COLUMNS, else the terminal's, else `WIDTH`."""
-    return shutil.get_terminal_size((WIDTH, 24)).columns
-
-
-def show_status(given: Sequence[Path], watch: bool) -> None:
-    """Run `launcher status`, with `watch` again and again until Ctrl-C.
+def show_status(given: Sequence[Path]) -> None:
+    """Run `launcher status`.
 
     Args:
         given: The runs; with none given, all below runs/. A single one is printed in detail.
-        watch: Print it every `WATCH_SECONDS`, on a terminal in place of the previous page.
 
     Raises:
         ConfigError: One of `given` is not a run's directory, or there are no runs.
     """
-    # Called once and not for each page, because it prints which folders are no runs.
-    given = find_runs(given) if given else given
-    text = _page(given)
-    if not watch:
-        print(text)
-        return
-    in_place = sys.stdout.isatty()
-    try:
-        while True:
-            text = f"{time.strftime('%H:%M:%S')}\n{text}"
-            if in_place:
-                # Cursor to the top left, then overwrite line by line, clearing the rest of each
-                # line and of the screen. Clearing the whole screen first would flicker.
-                text = "\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\n\x1b[J"
-            print(text, end="" if in_place else "\n\n", flush=True)
-            time.sleep(WATCH_SECONDS)
-            text = _page(given)
-    except KeyboardInterrupt:
-        print()
-
-
-def _page(given: Sequence[Path]) -> str:
-    """Return what `launcher status` prints once."""
-    now = time.time()
-    statuses, away = read_statuses(given or find_runs([]), now)
-    text = detail(statuses[0], now) if len(given) == 1 else table(statuses, now, terminal_width())
+    statuses, away = read_statuses(find_runs(given))
     # Runs that have ended are shown from their own files, so Slurm's absence is of no interest.
     live = ("running", WAITING, "unknown")
-    if away is None or not any(status.state in live for status in statuses):
-        return text
-    note = f"Slurm gave no answer, so job states are missing ({plain(away)})"
-    return f"{note[: terminal_width()]}\n{text}"
+    if away and any(status.state in live for status in statuses):
+        print(f"Slurm gave no answer, so job states are missing ({plain(away)})")
+    print(detail(statuses[0]) if len(given) == 1 else table(statuses))
 
 
-def table(statuses: Sequence[RunStatus], now: float, width: int) -> str:
-    """Return a table with one line per run.
-
-    Args:
-        statuses: The runs.
-        now: Unix seconds.
-        width: Columns to fit into. The columns that cannot be shortened or dropped may exceed it.
-    """
-    rows = [dict(zip(COLUMNS, _row(status, now))) for status in statuses]
-    columns = list(COLUMNS)
-    widths = {c: max(len(c), *(len(row[c]) for row in rows)) for c in columns}
-    # Shorten: each column gives what is missing, or as much as its least width and its head allow.
-    for column, least in SHORTENED.items():
-        excess = sum(widths.values()) + len(GAP) * (len(columns) - 1) - width
-        widths[column] -= max(0, min(excess, widths[column] - max(least, len(column))))
-    for column in DROPPED:
-        if sum(widths[c] for c in columns) + len(GAP) * (len(columns) - 1) > width:
-            columns.remove(column)
-    lines = [{c: c.upper() for c in columns}, *rows]
-    right = {number for number, column in enumerate(columns) if column in RIGHT}
-    return "\n".join(aligned([[_cell(r[c], widths[c], c) for c in columns] for r in lines], right))
+def table(statuses: Sequence[RunStatus]) -> str:
+    """Return a table with one line per run, which a terminal that is narrow cuts off."""
+    heads = HEAD.split()
+    right = {number for number, head in enumerate(heads) if head in RIGHT}
+    width = shutil.get_terminal_size((0, 0)).columns or None
+    return "\n".join(line[:width] for line in aligned([heads, *map(_row, statuses)], right))
 
 
-def detail(status: RunStatus, now: float) -> str:
+def detail(status: RunStatus) -> str:
     """Return all about one run: its state, its progress, its attempts and where their time went."""
     lines = [plain(str(status.run))]
-    lines += _field("state", ", ".join([status.state, *_job_and_nodes(status, now)]))
+    lines += _field("state", ", ".join([status.state, *_job_and_nodes(status)]))
     lines += _field("reason", status.reason)
     lines += _field("started by", _started_by(status))
-    lines += _field("step", _progress(status, now))
+    lines += _field("step", _progress(status))
     if status.checkpoint is not None:
         lines += _field("checkpoint", checkpoint_name(status.checkpoint))
     for line in status.passed_over:
         lines += _field("passed over", line)
     lines += _field("evaluations", _evaluations(status))
     if status.splits:
-        attempts = _attempts(status.attempts, status.splits, now)
+        attempts = _attempts(status.attempts, status.splits)
         lines += ["", *attempts, "", *_failures(status.attempts)]
         lines += [goodput_line(total(status.splits))]
     return "\n".join(lines)
@@ -194,33 +125,37 @@ def summary(run: Path) -> str:
     return "\n".join(
         [
             plain(f"{run}: {outcome} at step {step}, {len(attempts)} attempt{plural}, {saved}"),
-            f"time: {spent or '0s'}; {duration(whole.wall)} in total",
+            f"time: {spent or '0:00:00'}; {duration(whole.wall)} in total",
             goodput_line(whole),
         ]
     )
 
 
-def print_summary(run: Path, code: int) -> None:
-    """Print what the time of a run was spent on.
+def print_end(run: Path, code: int, command: Sequence[str] = ()) -> None:
+    """Print what the time of a run was spent on, and how one that was stopped goes on.
 
     Nothing is printed for a run that failed: the error should be the last thing on the terminal.
 
     Args:
         run: The run's directory.
         code: The exit code of its last attempt.
+        command: The command that goes on with it.
     """
     if code in (ExitCode.FINISHED, ExitCode.STOPPED):
         print(summary(run), file=sys.stderr, flush=True)
+    if command and code in STOPPED_BY_USER:
+        print_stopped(run, command)
 
 
-def stopped(run: Path) -> str:
-    """Return one line on what a run that was stopped has saved and what it has lost."""
+def print_stopped(run: Path, command: Sequence[str]) -> None:
+    """Print what a run that was stopped has saved and lost, and the command that goes on."""
     saved = newest_checkpoint_step(run)
     attempts = read_attempts(run)
     ended = attempts[-1].ended if attempts else None
     lost = steps_lost(ended.step, saved) if ended else ""
     words = "nothing is saved" if saved is None else f"{checkpoint_name(saved)} is saved"
-    return plain(f"{run}: {words}" + (f", and {lost} lost" if lost else ""))
+    line = plain(f"{run}: {words}" + (f", and {lost} lost" if lost else ""))
+    say(f"{line}; go on with:\n  {shlex.join(command)}")
 
 
 def goodput_line(whole: TimeSplit) -> str:
@@ -230,7 +165,7 @@ def goodput_line(whole: TimeSplit) -> str:
 
 
 # ---- the table's cells ----
-def _row(status: RunStatus, now: float) -> tuple[str, ...]:
+def _row(status: RunStatus) -> tuple[str, ...]:
     """Return the cells of a run, in the order of `COLUMNS`."""
     rates = status.rates
     step = "" if status.step is None else str(status.step)
@@ -238,26 +173,18 @@ def _row(status: RunStatus, now: float) -> tuple[str, ...]:
         step += f"/{status.num_steps}"
     return (
         plain(str(status.run)),
-        status.job.job_id if status.job else "",
         plain(status.state),
-        plain(status.reason),
-        plain(status.nodes),
-        str(status.restarts),
         step,
-        thousands(rates.tokens_per_second) if rates else "",
-        _loss(rates.loss_nats) if rates else "",
-        moment(status.ends_at, now) if status.ends_at else "",
-        "" if status.checkpoint is None else str(status.checkpoint),
+        f"{rates.loss_nats:.3f}" if rates else "",
+        tqdm.format_sizeof(rates.tokens_per_second) if rates else "",
         percent(total(status.splits).goodput) if status.splits else "",
+        moment(status.ends_at) if status.ends_at else "",
+        "" if status.checkpoint is None else str(status.checkpoint),
+        str(status.restarts),
+        status.job.job_id if status.job else "",
+        plain(status.nodes),
+        plain(status.reason),
     )
-
-
-def _cell(text: str, width: int, column: str) -> str:
-    """Return text shortened to `width`."""
-    if len(text) <= width:
-        return text
-    # The end of a path distinguishes it from others, the beginning of a reason says the most.
-    return "…" + text[-width + 1 :] if column == "run" else text[: width - 1] + "…"
 
 
 # ---- the details of one run ----
@@ -273,7 +200,7 @@ def _started_by(status: RunStatus) -> str:
     return f"{shlex.join(launch.command)} (in {launch.directory})" if launch else ""
 
 
-def _job_and_nodes(status: RunStatus, now: float) -> list[str]:
+def _job_and_nodes(status: RunStatus) -> list[str]:
     """Return the job, its nodes, and when it will end or start, as far as they are known."""
     job, words = status.job, []
     if job:
@@ -281,14 +208,14 @@ def _job_and_nodes(status: RunStatus, now: float) -> list[str]:
     if status.nodes:
         words.append(f"on {status.nodes}")
     if job and job.is_running and job.ends_at:
-        words.append(f"time limit at {moment(job.ends_at, now)}")
+        words.append(f"time limit at {moment(job.ends_at)}")
     # Slurm has an estimate only for pending jobs that its backfill scheduler has looked at.
     if job and job.is_pending and job.started_at:
-        words.append(f"estimated start {moment(job.started_at, now)}")
+        words.append(f"estimated start {moment(job.started_at)}")
     return words
 
 
-def _progress(status: RunStatus, now: float) -> str:
+def _progress(status: RunStatus) -> str:
     """Return the steps done, the rates, and what the run does now."""
     if status.step is None:
         return f"none of {status.num_steps} yet" if status.num_steps else ""
@@ -297,11 +224,11 @@ def _progress(status: RunStatus, now: float) -> str:
         percentage = f"{100 * status.step / status.num_steps:.1f} %"
         words = [f"{status.step} of {status.num_steps} ({percentage})"]
     if status.rates:
-        words.append(f"{thousands(status.rates.tokens_per_second)} tokens/s")
-        words.append(f"loss {_loss(status.rates.loss_nats)}")
+        words.append(f"{tqdm.format_sizeof(status.rates.tokens_per_second)} tokens/s")
+        words.append(f"loss {status.rates.loss_nats:.3f}")
     if status.attempts and status.ends_at and status.attempts[-1].phases:
         words.append(f"now {status.attempts[-1].phases[-1].phase}")
-        words.append(f"estimated end {moment(status.ends_at, now)}")
+        words.append(f"estimated end {moment(status.ends_at)}")
     return ", ".join(words)
 
 
@@ -316,15 +243,13 @@ def _evaluations(status: RunStatus) -> str:
     return ", ".join([f"{done} done", *jobs])
 
 
-def _attempts(
-    attempts: Sequence[AttemptRecord], splits: Sequence[TimeSplit], now: float
-) -> list[str]:
+def _attempts(attempts: Sequence[AttemptRecord], splits: Sequence[TimeSplit]) -> list[str]:
     """Return a table of attempts with their time splits, and the sum if there are several."""
     heads = ["attempt", "began", "end", *PARTS, "sum"]
     rows = []
     for attempt, split in zip(attempts, splits):
         outcome = plain(in_words(attempt.ended.outcome)) if attempt.ended else ""
-        began = moment(attempt.owner.began_at, now)
+        began = moment(attempt.owner.began_at)
         rows.append([str(attempt.number), began, outcome, *_split(split)])
     if len(rows) > 1:
         rows.append(["all", "", "", *_split(total(splits))])
@@ -360,36 +285,16 @@ def _failures(attempts: Sequence[AttemptRecord]) -> list[str]:
 
 # ---- numbers and times ----
 def duration(milliseconds: int) -> str:
-    """Return a duration in its two largest units: 0.4s, 42s, 12m05s, 3h59m, 12d04h."""
-    # Up to 9.9s one digit is significant after the point; 9.95 would be rounded to 10.0.
-    if milliseconds < 9_950:
-        return f"{milliseconds / 1000:.1f}s"
-    seconds = round(milliseconds / 1000)
-    # Limit of the form, seconds in its larger and its smaller unit, and their letters.
-    for limit, big, small, letters in (
-        (3600, 60, 1, "ms"),
-        (86400, 3600, 60, "hm"),
-        (math.inf, 86400, 3600, "dh"),
-    ):
-        if seconds < 60:
-            return f"{seconds}s"
-        if seconds < limit:
-            return f"{seconds // big}{letters[0]}{seconds % big // small:02d}{letters[1]}"
-    raise AssertionError(milliseconds)
+    """Return a duration: 0:00:42, 3:59:00, 12 days, 4:00:00."""
+    return str(timedelta(seconds=round(milliseconds / 1000)))
 
 
-def moment(at: float, now: float) -> str:
-    """Return a local time: 14:05:33 today, Nov 22 14:05 within 300 days, Nov 2027 beyond.
-
-    "never" for a time that no calendar has, as in a damaged file.
-    """
+def moment(at: float) -> str:
+    """Return a local time; "never" for one that no calendar has, as in a damaged file."""
     try:
-        then, today = time.localtime(at), time.localtime(now)
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
     except (OverflowError, ValueError, OSError):
         return "never"
-    if then[:3] == today[:3]:
-        return time.strftime("%H:%M:%S", then)
-    return time.strftime("%b %d %H:%M" if abs(at - now) < 300 * 86400 else "%b %Y", then)
 
 
 def percent(share: float | None, digits: int = 0) -> str:
@@ -397,19 +302,8 @@ def percent(share: float | None, digits: int = 0) -> str:
     return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
-def thousands(value: float) -> str:
-    """Return a number with a unit: 21.3k for 21300, 1.25M for 1250000."""
-    for size, unit, digits in ((1e6, "M", 2), (1e3, "k", 1)):
-        if value >= size:
-            return f"{value / size:.{digits}f}{unit}"
-    return f"{value:.0f}"
-
-
-def _loss(value: float) -> str:
-    """Return a loss with three digits, or "nan" or "inf"."""
-    return f"{value:.3f}" if math.isfinite(value) else str(value)
-
-
+STOPPED_BY_USER = (ExitCode.STOPPED, ExitCode.INTERRUPTED)
+"""Exit codes of a run that its user stopped."""
 FIRST_LINES = 20
 """The number of last lines that --follow prints first."""
 TAIL_BYTES = 1024 * 1024
@@ -505,6 +399,15 @@ def follow(run: Path, rank: int | None = None) -> str:
     """
     check_run(run)
     end_of_run = _EndOfRun(run)
+    end_of_run.asking.start()
+    try:
+        return _follow(run, rank, end_of_run)
+    finally:
+        end_of_run.asking.stop(0)
+
+
+def _follow(run: Path, rank: int | None, end_of_run: _EndOfRun) -> str:
+    """Do what `follow` says."""
     log: LogReader | None = None
     attempt: AttemptRecord | None = None
     if _newest_attempt(run) is None:
@@ -631,7 +534,8 @@ class _EndOfRun:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._status = Repeated(lambda: read_statuses([run])[0][0], SQUEUE_SECONDS)
+        # In a thread, because Slurm may take long to answer.
+        self.asking = Repeater(SQUEUE_SECONDS, lambda: read_statuses([run])[0][0])
         self._last_answer = ""
 
     def reason(self, newest: AttemptRecord | None) -> str:
@@ -639,7 +543,7 @@ class _EndOfRun:
         ended = newest.ended if newest else None
         if newest and ended and ended.outcome not in STARTED_AGAIN and not self._is_sent(newest):
             return f"{self._run}: {in_words(ended.outcome)}: {ended.reason}"
-        status = self._status.new()
+        status: RunStatus | None = self.asking.new()
         if status is None:
             return ""
         answer = f"{self._run}: {status.state}: {status.reason}" if status.is_over else ""

@@ -398,8 +398,7 @@ def _judge_devices(devices: Sequence[Json], expected: Expected) -> Fault | None:
             words = not_supported(name, found.get("capability", []), found.get("architectures", []))
             return Fault("architecture", words)
         if total and total - free > USED_SHARE * total:
-            by = f" by {found['users']}" if found.get("users") else " by another process"
-            words = f"{_gib(total - free)} of the {_gib(total)} of {name} are in use{by}"
+            words = f"{_gib(total - free)} of the {_gib(total)} of {name} are in use by others"
             return Fault("memory", words)
         if free < expected.memory:
             words = f"{_gib(free)} of {name} are free, and a process needs {_gib(expected.memory)}"
@@ -764,8 +763,6 @@ class _Step:
                         file.flush()
 
 
-MOST_LINES = 20
-"""Lines that are printed; the attempt's preflight.json has all."""
 LEAST_BYTES = 4
 """Bytes that a rank needs per parameter it holds at the very least: a weight and a gradient."""
 
@@ -811,6 +808,7 @@ def check_nodes(
     with writing(token):
         token.touch()
     gpus = launch.site.get("gpus_per_node", 0)
+    stages = range(config.parallel.pipeline_model_parallel_size)
     per_node = launch.num_tasks // launch.nodes
     expected = Expected(
         nodes=tuple(nodes),
@@ -818,7 +816,7 @@ def check_nodes(
         gpus=per_node if gpus else 0,
         python=launch.python,
         directory=str(attempt.run),
-        memory=LEAST_BYTES * max(_parameters_of_ranks(config)),
+        memory=LEAST_BYTES * max(num_parameters_of_rank(config, stage) for stage in stages),
     )
     command = [launch.python, "-m", "pretrain", "preflight", str(token)]
     command += ["--precision", config.train.precision]
@@ -862,21 +860,14 @@ def _check_room(checkpoints: Path, needed: int) -> None:
         check_room(checkpoints, needed)
 
 
-def _parameters_of_ranks(config: RunConfig) -> list[int]:
-    stages = config.parallel.pipeline_model_parallel_size
-    return [num_parameters_of_rank(config, stage) for stage in range(stages)]
-
-
 def _record(attempt: Attempt, expected: Expected, diagnosis: Diagnosis, seconds: float) -> None:
     """Print what was found and write the attempt's preflight.json."""
     lines = [
         *(f"{node}: {cause}; not used" for node, cause in diagnosis.faults.items()),
         *diagnosis.warnings,
     ]
-    for line in lines[:MOST_LINES]:
+    for line in lines:
         say(f"preflight: {line}")
-    if len(lines) > MOST_LINES:
-        say(f"preflight: and {len(lines) - MOST_LINES} more; see {attempt.directory / PREFLIGHT}")
     fit = len(expected.nodes) - len(diagnosis.faults)
     if not diagnosis.refusal:
         say(f"preflight: {fit} of {len(expected.nodes)} nodes are fit, in {seconds:.1f} s")

@@ -296,7 +296,7 @@ def run_locally(
         raise ConfigError(
             f"run.directory: cannot create {logs} ({error.strerror}). Choose another directory"
         ) from None
-    resume_option = _ResumeOption(run, resume)
+    saved_before = _saved_ids(run)
     # Before the attempt begins: whoever sees it may send a signal.
     with contextlib.nullcontext(signals) if signals else Signals(*PASSED_ON) as signals:
         attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
@@ -313,8 +313,15 @@ def run_locally(
                 frozen = attempt.directory / "config.toml"
                 replace_file(frozen, dump_config(config))
                 config_arguments = [str(frozen)]
+            # A restart must not start from --resume again once this series of attempts has saved a
+            # checkpoint: `auto` goes on from that, because what does not lead to it was set aside,
+            # and falls back where it is damaged.
+            start_from = resume
+            if again and resume and (resume == "none" or _saved_ids(run) - saved_before):
+                start_from = "auto"
+            resume_words = ["--resume", start_from] if start_from else []
             return LocalRanks(
-                [*command, *config_arguments, *resume_option.arguments(again)],
+                [*command, *config_arguments, *resume_words],
                 nproc,
                 RunPaths(run),
                 {
@@ -339,35 +346,9 @@ def _record(run: Path, launch: LocalLaunch | None) -> None:
         say(f"{RunPaths(run).local_launch}: cannot be written ({error.strerror}); the run goes on")
 
 
-class _ResumeOption:
-    """The --resume option of each attempt.
-
-    The first attempt gets the user's. A restart must not start from there again once this series of
-    attempts has saved a checkpoint: then `auto` goes on from it, because what does not lead to it
-    was set aside, and falls back where it is damaged.
-    """
-
-    def __init__(self, run: Path, first: str | None) -> None:
-        self._run, self._first = run, first
-        self._before = self._saved()
-
-    def arguments(self, again: bool) -> list[str]:
-        """Return the option as command-line arguments.
-
-        Args:
-            again: True for a restart.
-        """
-        first = ["--resume", self._first] if self._first is not None else []
-        # `auto`, the default of `pretrain train`, finds the newest checkpoint by itself.
-        if not again or self._first in (None, "auto"):
-            return first
-        if self._saved() - self._before or self._first == "none":
-            return ["--resume", "auto"]
-        return first
-
-    def _saved(self) -> set[str]:
-        """Return the ids of the run's complete checkpoints."""
-        return {saved.lineage.id for saved in saved_checkpoints(self._run) if saved.lineage}
+def _saved_ids(run: Path) -> set[str]:
+    """Return the ids of a run's complete checkpoints."""
+    return {saved.lineage.id for saved in saved_checkpoints(run) if saved.lineage}
 
 
 class LocalRanks:
@@ -420,7 +401,18 @@ class LocalRanks:
                         # A full disk is found by what the run needs.
                         with contextlib.suppress(OSError):
                             log.write(terminal.head(attempt))
-                        process = _start(command, variables, streams, die_with_parent)
+                        # A process group of its own, for two reasons. Ctrl-C on the terminal then
+                        # reaches the launcher alone, which passes it on once; and a rank can be
+                        # killed together with its data loader workers.
+                        process = subprocess.Popen(
+                            command,
+                            env=variables,
+                            stdin=subprocess.DEVNULL,
+                            stdout=streams[0],
+                            stderr=streams[1],
+                            process_group=0,
+                            preexec_fn=die_with_parent,
+                        )
                     self._processes.append(process)
             assert self._output is not None
             self._output.start()
@@ -553,34 +545,6 @@ def _rank_environment(rank: int, nproc: int) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if name != "MASTER_PORT"},
         **{name: str(value) for name, value in distributed.items()},
     }
-
-
-def _start(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    streams: tuple[int, ...],
-    before_exec: Callable[[], None] | None,
-) -> subprocess.Popen[bytes]:
-    """Start a rank.
-
-    Args:
-        command: What it runs.
-        environment: All of its environment variables.
-        streams: The descriptors that become its stdout and stderr.
-        before_exec: Called in the new process before `command` replaces it.
-    """
-    # A process group of its own, for two reasons. Ctrl-C on the terminal then reaches the launcher
-    # alone, which passes it on once; and a rank can be killed together with its data loader
-    # workers.
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=streams[0],
-        stderr=streams[1],
-        process_group=0,
-        preexec_fn=before_exec,
-    )
 
 
 def _die_with_parent() -> Callable[[], None] | None:

@@ -1,4 +1,4 @@
-"""Take what a user asks of Slurm for one command, by its options, beside the site file."""
+"""Know what a Slurm cluster has (a site file), and what one command asks of Slurm for its job."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
+from typer import Option
 
 from pretrain.config import ConfigError
 from pretrain.config.schema import Section
@@ -311,17 +312,66 @@ OWN_OPTIONS = ("nodes", "time", "partition", "account", "qos", "dependency")
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """The options of one command that say how Slurm should treat its job."""
+    """What one command asks of Slurm for its job: each field is an option of the command."""
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    sbatch: tuple[str, ...] = ()
-    """Further options of sbatch, as "exclude=n1" or "exclusive"."""
-    dependency: str | None = None
-    """As in sbatch --dependency."""
-    mail: str | None = None
-    """The address to which Slurm sends a mail when the job has finished or given up."""
+    nodes: Annotated[
+        int | None,
+        Option(
+            min=1,
+            metavar="N",
+            help="Number of nodes of each run. Default: as many as parallel.world_size needs, else "
+            "1.",
+        ),
+    ] = None
+    time: Annotated[
+        str | None,
+        Option(
+            metavar="LIMIT",
+            help="Time limit of the job, as in 1-00:00:00, 12:00:00 or 90 (minutes). Default: the "
+            "site's time_limit.",
+        ),
+    ] = None
+    save_before: Annotated[
+        int | None,
+        Option(
+            min=1,
+            metavar="SECONDS",
+            help="Save a checkpoint this long before the time limit. Default: the time of two "
+            "checkpoints and one step, plus a minute.",
+        ),
+    ] = None
+    partition: Annotated[
+        str | None, Option(metavar="NAME", help="Partition of the job. Default: the site's.")
+    ] = None
+    account: Annotated[
+        str | None, Option(metavar="NAME", help="Account that pays. Default: the site's.")
+    ] = None
+    qos: Annotated[
+        str | None, Option(metavar="NAME", help="Quality of service. Default: the site's.")
+    ] = None
+    sbatch: Annotated[
+        list[str],
+        Option(
+            metavar="KEY=VALUE",
+            help="Another option of sbatch, as in exclude=node07. Can be repeated; comes before "
+            "the site's sbatch_arguments.",
+        ),
+    ] = field(default_factory=list)
+    dependency: Annotated[
+        str | None,
+        Option(
+            metavar="TYPE:JOB",
+            help="Jobs to wait for, as sbatch --dependency takes them: afterok:123.",
+        ),
+    ] = None
+    mail: Annotated[
+        str | None,
+        Option(
+            metavar="ADDRESS",
+            help="Have Slurm send a mail when the job has finished or given up, and when a node "
+            "dies.",
+        ),
+    ] = None
 
     def site(self, site: Site) -> Site:
         """Return the site with what this command asks for. Raises ConfigError for wrong options."""

@@ -283,20 +283,11 @@ STARTS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 """States of a job that is in the queue and of which nothing runs."""
 LAUNCH_FAILURES = ("JobLaunchFailure", "launch failed")
 """Beginnings of the reasons for a job whose batch script could not be started."""
-_FIELDS = (
-    "JobArrayID",
-    "JobID",
-    "State",
-    "Reason",
-    "NodeList",
-    "NumNodes",
-    "SubmitTime",
-    "EligibleTime",
-    "StartTime",
-    "EndTime",
-    "RestartCnt",
-    "Name",
-)
+_COLUMNS = """
+    JobArrayID JobID State Reason NodeList SubmitTime StartTime EndTime PreemptTime BatchHost
+    RestartCnt Name
+"""
+_FIELDS = _COLUMNS.split()
 """The columns of squeue, in the order in which `_parse` takes it apart. The name is last because
 it may contain the separator."""
 _UNKNOWN_JOB = "Invalid job id"
@@ -319,14 +310,15 @@ class JobState:
     reason: str
     nodes: str
     """The node list, "n[1-4]"; empty while the job waits."""
-    num_nodes: int
     submitted_at: float | None
-    eligible_at: float | None
-    """The earliest start of the job, as after a requeue."""
     started_at: float | None
     """While the job waits, the time at which Slurm expects to start it, if it says so."""
     ends_at: float | None
     """The time limit, or when the job ended."""
+    preempted_at: float | None
+    """When Slurm chose the job to make room for another one."""
+    batch_host: str
+    """The node on which the batch script runs, or ran before it died."""
     restarts: int
     """The number of requeues so far."""
     name: str
@@ -451,20 +443,23 @@ def jobs(ids: Iterable[str], tries: int = 1) -> dict[str, JobState]:
     asked = set(ids)
     if not asked:
         return {}
+    ids = ",".join(sorted(asked))
+    states = _states("--array", "--states=all", f"--jobs={ids}", tries=tries)
+    return {key: state for state in states for key in (state.raw_id, state.job_id) if key in asked}
+
+
+def _states(*query: str, tries: int = 1) -> list[JobState]:
+    """Return the jobs that squeue lists; see `jobs`."""
     # "Field:|" prints a field without padding, followed by a bar.
     columns = ",".join(f"{field}:|" for field in _FIELDS)
-    query = ["--array", "--states=all", f"--jobs={','.join(sorted(asked))}"]
     try:
         answer = _squeue([*query, f"--Format={columns}"], tries)
     except SlurmError as error:
         # squeue fails like this for a single forgotten id; among several it leaves one out.
         if _UNKNOWN_JOB in str(error):
-            return {}
+            return []
         raise
-    states = [
-        _parse(line) for line in answer.stdout.splitlines() if line.count("|") >= len(_FIELDS)
-    ]
-    return {key: state for state in states for key in (state.raw_id, state.job_id) if key in asked}
+    return [_parse(line) for line in answer.stdout.splitlines() if line.count("|") >= len(_FIELDS)]
 
 
 def job(job_id: str) -> JobState | None:
@@ -499,15 +494,13 @@ def jobs_named(name: str) -> dict[str, set[str]] | None:
     Returns:
         Why each part of a job waits, "" if it runs, by job id. None when squeue fails.
     """
+    found: dict[str, set[str]] = {}
     try:
-        answer = _squeue(["--me", f"--name={name}", "--format=%F|%T|%r"])
+        for state in _states("--me", f"--name={name}"):
+            why = (state.reason or "None") if state.is_pending else ""
+            found.setdefault(state.job_id.partition("_")[0], set()).add(why)
     except SlurmError:
         return None
-    found: dict[str, set[str]] = {}
-    for line in answer.stdout.splitlines():
-        if line.count("|") >= 2:
-            job_id, state, reason = line.strip().split("|", 2)
-            found.setdefault(job_id, set()).add(reason if state == "PENDING" else "")
     return found
 
 
@@ -517,10 +510,10 @@ def array_failures(job_id: str) -> Counter[str]:
     Nothing while slurmctld does not answer: this is for messages alone.
     """
     try:
-        answer = _squeue(["--array", "--states=all", f"--jobs={job_id}", "--format=%T"])
+        states = _states("--array", "--states=all", f"--jobs={job_id}")
     except SlurmError:
         return Counter()
-    return Counter(state for state in answer.stdout.split() if state in OVER - {"COMPLETED"})
+    return Counter(each.state for each in states if each.state in OVER - {"COMPLETED"})
 
 
 def array_size() -> int:
@@ -634,10 +627,10 @@ def _squeue(arguments: Sequence[str], tries: int = 1) -> subprocess.CompletedPro
 
 def _parse(line: str) -> JobState:
     """Read a line that squeue printed for `_FIELDS`."""
-    job_id, raw, state, reason, nodes, num_nodes, *times, restarts, name = line.split(
+    job_id, raw, state, reason, nodes, *times, batch_host, restarts, name = line.split(
         "|", len(_FIELDS) - 1
     )
-    submitted, eligible, started, ends = (float(t) if t.isdigit() else None for t in times)
+    moments = (float(time) if time.isdigit() else None for time in times)
     return JobState(
         job_id,
         raw,
@@ -645,11 +638,8 @@ def _parse(line: str) -> JobState:
         "RUNNING" if state == "SIGNALING" else state,
         "" if reason == "None" else reason,
         nodes,
-        int(num_nodes),
-        submitted,
-        eligible,
-        started,
-        ends,
+        *moments,
+        batch_host,
         int(restarts),
         name.removesuffix("|"),
     )
@@ -700,39 +690,12 @@ def exclude(job_id: str, nodes: Iterable[str]) -> None:
     run_command("scontrol", ["update", f"JobId={job_id}", f"ExcNodeList={listed}"])
 
 
-@dataclass(frozen=True)
-class Preemption:
-    """The facts that tell a preempted job from one that a user cancelled."""
-
-    is_ending: bool
-    """Slurm ends the job already; False in the grace time."""
-    restarts: int
-    """One more than in the job's own environment once Slurm has requeued it."""
-    is_chosen: bool
-    """Slurm has chosen the job to make room."""
-
-
-def preemption(job_id: str) -> Preemption | None:
-    """Return if a job is being preempted; None when Slurm does not say."""
-    columns = "State:|,RestartCnt:|,PreemptTime:|"
-    query = ["--noheader", "--array", "--states=all", f"--jobs={job_id}", f"--Format={columns}"]
-    try:
-        lines = run_command("squeue", query).stdout.split()
-    except SlurmError:
-        return None
-    fields = lines[0].split("|") if lines else []
-    if len(fields) < 3 or not fields[1].isdigit():
-        return None
-    return Preemption(fields[0] != "RUNNING", int(fields[1]), fields[2] != "N/A")
-
-
 def has_lost_batch_host(job_id: str) -> bool:
     """Return True if a running job no longer holds the node on which its batch script ran."""
-    query = ["--noheader", "--array", f"--jobs={job_id}", "--format=%T|%B|%N"]
+    state = job(job_id)
     try:
-        state, batch_host, nodes = run_command("squeue", query).stdout.strip().split("|")
-        return state == "RUNNING" and batch_host not in hostnames(nodes)
-    except (SlurmError, ValueError):
+        return bool(state and state.is_running and state.batch_host not in hostnames(state.nodes))
+    except SlurmError:
         return False
 
 

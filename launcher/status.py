@@ -11,12 +11,11 @@ import dataclasses
 import math
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from pretrain.config import ConfigError
 from pretrain.launcher import slurm
@@ -283,46 +282,6 @@ def resumed_from(attempt: AttemptRecord) -> int | None:
     return next(
         (mark.step for mark in attempt.phases if mark.phase in WORK), attempt.owner.checkpoint_step
     )
-
-
-# ---- Look at runs again and again, as `status --watch` and `logs --follow` do ----
-# Slurm may take long to answer, so it is asked in a thread.
-
-
-T = TypeVar("T")
-
-
-class Repeated(Generic[T]):
-    """Call a function every few seconds in a thread, whatever time a call takes."""
-
-    def __init__(self, function: Callable[[], T], seconds: float) -> None:
-        """Prepare the calls.
-
-        Args:
-            function: It raises nothing.
-            seconds: From now to the first call, and from the end of each call to the next one.
-        """
-        self._function, self._seconds = function, seconds
-        self._thread: threading.Thread | None = None
-        self._ended_at = time.monotonic()
-        self._results: list[T] = []
-
-    def new(self) -> T | None:
-        """Return the result of a call that has ended since the last time, or None.
-
-        The calls are made by this method, so that they end with the loop that asks for them.
-        """
-        if self._thread is None and time.monotonic() - self._ended_at >= self._seconds:
-            # A daemon, so that Ctrl-C does not wait for a call that is under way.
-            self._thread = threading.Thread(target=self._call, daemon=True)
-            self._thread.start()
-        if self._thread is None or self._thread.is_alive():
-            return None
-        self._thread, self._ended_at = None, time.monotonic()
-        return self._results.pop() if self._results else None
-
-    def _call(self) -> None:
-        self._results.append(self._function())
 
 
 # ---- progress ----

@@ -311,80 +311,59 @@ def signal_seconds(run: TrainingRun) -> int:
                 saves += [m.at - begin.at for m in later if (m.saved or -1) >= begin.step][:1]
             elif begin.phase == Phase.TRAINING and end.step > begin.step:
                 steps.append((end.at - begin.at) / (end.step - begin.step))
-    save_seconds = max(saves, default=_checkpoint_seconds(run))
+    save_seconds = max(saves, default=_checkpoint_seconds(run.config))
     step_seconds = max(steps, default=STEP_SECONDS)
     return EARLY_SECONDS + math.ceil(2 * save_seconds + step_seconds)
 
 
-def start_seconds(run: TrainingRun) -> tuple[int, bool]:
-    """Return how long an attempt takes until its first step, and True if that was measured.
+def start_seconds(run: Path, config: RunConfig) -> int:
+    """Return how long an attempt takes until its first step.
 
     It is the longest time that the run's attempts took. An attempt that was asked to save before
     its first step took longer than it had. Before the first attempt it is a minute, and the time
     in which a checkpoint is read.
     """
     taken = []
-    for attempt in read_attempts(run.directory):
+    for attempt in read_attempts(run):
         first = [mark.at for mark in attempt.phases if mark.phase == Phase.TRAINING][:1]
         if not first and attempt.ended and attempt.ended.outcome == Outcome.RESTART:
             first = [attempt.ended.at]
         taken += [at - attempt.owner.began_at for at in first if attempt.owner.began_at]
-    if taken:
-        return math.ceil(max(taken)), True
-    return math.ceil(START_SECONDS + _checkpoint_seconds(run)), False
+    return math.ceil(max(taken, default=START_SECONDS + _checkpoint_seconds(config)))
 
 
-def _checkpoint_seconds(run: TrainingRun) -> float:
+def _checkpoint_seconds(config: RunConfig) -> float:
     """Return the estimated time in which a checkpoint is written or read."""
-    return num_parameters(run.config) * run.config.state_bytes / BYTES_PER_SECOND
+    return num_parameters(config) * config.state_bytes / BYTES_PER_SECOND
 
 
-def check_time(
-    time_limit: str | None, signal_seconds: int, start_seconds: int = 0, is_measured: bool = False
-) -> None:
-    """Check that a run has time to train before it has to save.
+def check_time(time_limit: str | None, lead_seconds: int, runs: Sequence[TrainingRun] = ()) -> None:
+    """Check that a time limit leaves every run time to train before it has to save.
 
     Args:
         time_limit: As in sbatch --time; None for the partition's default.
-        signal_seconds: The time between the signal to save and the limit.
-        start_seconds: The time until the first step.
-        is_measured: An attempt took this time to start; otherwise it is an estimate.
+        lead_seconds: The time between the signal to save and the limit.
+        runs: The runs.
 
     Raises:
         ConfigError: The limit leaves no time before the signal, or Slurm cannot send the signal so
             early.
     """
-    if signal_seconds > MOST_SIGNAL_SECONDS:
+    if lead_seconds > MOST_SIGNAL_SECONDS:
         raise ConfigError(
-            f"two checkpoints may take {signal_seconds} s, but Slurm sends its signal at most "
+            f"two checkpoints may take {lead_seconds} s, but Slurm sends its signal at most "
             f"{MOST_SIGNAL_SECONDS} s before the time limit. Use --save-before "
             f"{MOST_SIGNAL_SECONDS}, or a faster file system"
         )
     limit = slurm.seconds_of(time_limit) if time_limit else None
-    needed = start_seconds + signal_seconds
-    if limit is not None and (limit < needed or limit <= signal_seconds):
-        known = "as it did before" if is_measured else "an estimate, as it has not started yet"
+    start = max((start_seconds(run.directory, run.config) for run in runs), default=0)
+    needed = start + lead_seconds
+    if limit is not None and (limit < needed or limit <= lead_seconds):
         raise ConfigError(
-            f"time limit {time_limit}: nothing would be saved, as the run takes {start_seconds} s "
-            f"to start ({known}) and is asked to save {signal_seconds} s before the limit. Set at "
-            f"least {needed // 60 + 1} minutes with --time, or save later with --save-before"
+            f"time limit {time_limit}: nothing would be saved, as the run takes {start} s to start "
+            f"and is asked to save {lead_seconds} s before the limit. Set at least "
+            f"{needed // 60 + 1} minutes with --time, or save later with --save-before"
         )
-
-
-def check_times(runs: Sequence[TrainingRun], time_limit: str | None, lead_seconds: int) -> None:
-    """Check that a time limit leaves every run time to train before it has to save.
-
-    Args:
-        runs: The runs.
-        time_limit: As sbatch's --time takes it; None is no limit that is known.
-        lead_seconds: The time between the signal to save and the limit.
-
-    Raises:
-        ConfigError: Nothing would be saved before the limit.
-    """
-    starts = [start_seconds(run) for run in runs]
-    seconds, is_measured = max(starts, default=(0, False))
-    check_time(time_limit, lead_seconds, seconds, is_measured)
 
 
 # ---- what Slurm could never start ----------------------------------------------------------------
@@ -431,7 +410,7 @@ def _check_limits(
             # "H:MM:SS", which sbatch would take.
             limit = slurm.clock(min(limits))
             try:
-                check_times(runs, limit, job.signal_seconds)
+                check_time(limit, job.signal_seconds, runs)
             except ConfigError as error:
                 raise ConfigError(f"{error}. This is the default of partition {names}") from None
         return
@@ -454,14 +433,11 @@ NO_FILES: Mapping[Path, str] = MappingProxyType({})
 def submit(
     config: RunConfig,
     site: Site,
+    request: SlurmRequest = NO_REQUEST,
     *,
-    nodes: int | None = None,
-    time_limit: str | None = None,
-    save_before: int | None = None,
     dry_run: bool = False,
     plan: Callable[[RunConfig, Path, slurm.Job], str] | None = None,
     allow_changed: Sequence[str] = (),
-    request: SlurmRequest = NO_REQUEST,
     after: Path | None = None,
 ) -> None:
     """Submit one run as one job, or with `dry_run` print what would be sent and write nothing.
@@ -471,14 +447,11 @@ def submit(
     Args:
         config: The run.
         site: The cluster.
-        nodes: Nodes to request; by default as many as parallel.world_size needs, else one.
-        time_limit: As sbatch's --time takes it; by default the site's.
-        save_before: Seconds before the time limit at which to save; by default `signal_seconds`.
+        request: What this command asks of Slurm.
         dry_run: Only print the job.
         plan: Makes the text of RUN/evaluations/plan.json, with which the run's checkpoints are
             evaluated while it trains. Without it they are not evaluated.
         allow_changed: Keys that may differ from the checkpoint's although they change training.
-        request: What this command asks of Slurm.
         after: Another run, which has to end well before this one starts.
 
     Raises:
@@ -486,12 +459,14 @@ def submit(
         SlurmError: Slurm refused the job; nothing is left of it in the run's directory.
     """
     site = request.site(site)
-    run = dataclasses.replace(allocate(config, site, nodes), allow_changed=tuple(allow_changed))
+    run = dataclasses.replace(
+        allocate(config, site, request.nodes), allow_changed=tuple(allow_changed)
+    )
     if is_done(config, allow_changed):
         print(already_done(config))
         return
     check_runs([run], site, dry_run)
-    job = training_job([run], site, time_limit, save_before, request=request)
+    job = training_job([run], site, request)
     if after is not None:
         try:
             job = dataclasses.replace(job, dependency=chained(after, job.dependency))
@@ -528,32 +503,27 @@ def submit(
 def training_job(
     runs: Sequence[TrainingRun],
     site: Site,
-    time_limit: str | None = None,
-    save_before: int | None = None,
+    request: SlurmRequest,
     concurrent: int | None = None,
     name: str | None = None,
     logs: Path | None = None,
-    request: SlurmRequest = NO_REQUEST,
 ) -> slurm.Job:
     """Return the job that trains a run, or with `concurrent` the job array that trains several.
 
     Args:
         runs: The runs, all with the same allocation: the tasks of an array have one size.
-        site: The cluster.
-        time_limit: As sbatch's --time takes it; by default the site's.
-        save_before: Seconds before the time limit at which to save; by default the longest
-            `signal_seconds` of the runs.
+        site: The cluster, with what the command asks for.
+        request: What the command asks of Slurm.
         concurrent: How many tasks of the array may run at the same time.
         name: The job's name; by default the first run's.
         logs: The folder of slurm-JOB.log; by default the first run's logs/.
-        request: What the command asks of Slurm; `site` holds its partition and the like already.
 
     Raises:
         ConfigError: The time limit leaves no time to train before the signal.
     """
-    time_limit = time_limit or site.time_limit
-    lead_seconds = save_before or max(signal_seconds(run) for run in runs)
-    check_times(runs, time_limit, lead_seconds)
+    time_limit = request.time or site.time_limit
+    lead_seconds = request.save_before or max(signal_seconds(run) for run in runs)
+    check_time(time_limit, lead_seconds, runs)
     return slurm.Job(
         name=name or runs[0].name,
         site=site,

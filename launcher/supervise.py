@@ -172,15 +172,22 @@ class Repeater(threading.Thread):
     """Call a function at once and then every few seconds, in a thread, until `stop`."""
 
     def __init__(self, seconds: float, function: Callable[[], object]) -> None:
+        # So that Ctrl-C does not wait for a call that is under way.
         super().__init__(daemon=True)
         self._seconds, self._function, self._over = seconds, function, threading.Event()
+        self._result: Any = None
 
     def run(self) -> None:
         """Run the thread; threading.Thread.start calls this."""
         while True:
-            self._function()
+            self._result = self._function()
             if self._over.wait(self._seconds):
                 return
+
+    def new(self) -> Any:
+        """Return the result of the newest call that has ended since the last time, or None."""
+        result, self._result = self._result, None
+        return result
 
     def stop(self, seconds: float | None = None) -> None:
         """Stop calling, and wait for a call that is under way, for `seconds` at most."""
@@ -621,7 +628,6 @@ POLL_SECONDS = 0.02
 """Time between two looks at the ranks and the signals."""
 EVALUATE_SECONDS = 5.0
 """Time between two looks for checkpoints to evaluate."""
-"""The time that the end of an attempt waits for a call in a thread before it is recorded."""
 ANSWER_SECONDS = 1.0
 """The time that Slurm is waited for before the end of an attempt is recorded without its answer."""
 DUMP_SECONDS = 3.0

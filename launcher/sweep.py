@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import shlex
@@ -25,11 +24,10 @@ import tomli_w
 from pydantic import BaseModel
 
 from pretrain.config import ConfigError, RunConfig, RunFailed, load_config
-from pretrain.config.evaluation import recorded_protocol
 from pretrain.config.load import key_of
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
-from pretrain.launcher.look import stopped
+from pretrain.launcher.look import STOPPED_BY_USER, print_stopped, table
 from pretrain.launcher.ranks import PASSED_ON, run_locally
 from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest
 from pretrain.launcher.status import read_statuses
@@ -43,11 +41,10 @@ from pretrain.launcher.submit import (
     training_job,
 )
 from pretrain.launcher.supervise import Signals
-from pretrain.launcher.terminal import aligned, plain, plain_lines, say
+from pretrain.launcher.terminal import plain, plain_lines, say
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.jobs import LocalLaunch, check_data, check_goes_on, is_done, read_over
-from pretrain.rundir.metrics import is_evaluation, read_metrics
-from pretrain.rundir.paths import ExitCode, RunPaths, exit_code_of, is_run
+from pretrain.rundir.paths import ExitCode, exit_code_of, is_run
 
 # ---- Name the runs of a sweep: one for each combination of values, or for each config ----
 
@@ -90,7 +87,7 @@ def wanted_runs(
 
     Raises:
         ConfigError: The axes are malformed or stand beside several configs, a value is wrong, or
-            the directory of one run is another's or lies inside it.
+            the directory of one run is another's.
     """
     if axes and len(paths) > 1:
         raise ConfigError(
@@ -109,7 +106,7 @@ def wanted_runs(
 
 
 def check_directories(runs: Sequence[SweepRun]) -> None:
-    """Raise ConfigError when the directory of one run is that of another, or lies inside of it."""
+    """Raise ConfigError when the directory of one run is that of another."""
     found: dict[Path, SweepRun] = {}
     for run in runs:
         other = found.setdefault(Path(os.path.realpath(run.config.directory)), run)
@@ -117,14 +114,6 @@ def check_directories(runs: Sequence[SweepRun]) -> None:
             raise ConfigError(
                 f"{_shown(run)} is that of {_shown(other)}, and two runs never share one. Name "
                 "another, or make the runs with --over"
-            )
-    for path, run in found.items():
-        outer = next((found[parent] for parent in path.parents if parent in found), None)
-        # One that is there already goes on.
-        if outer is not None and not is_run(path):
-            raise ConfigError(
-                f"{_shown(run)} lies inside {_shown(outer)}, and no run lies inside another one. "
-                "Name a directory outside of it"
             )
 
 
@@ -160,16 +149,6 @@ def parse_axes(axes: Sequence[str]) -> list[Axis]:
             "Remove this --over"
         )
     return parsed
-
-
-def _check_apart(axes: Sequence[Axis], overrides: Sequence[str]) -> None:
-    """Raise ConfigError when --set gives a key that is swept over: one of the two would be lost."""
-    keys = {axis.key for axis in axes}
-    for override in overrides:
-        if (key := key_of(override)) in keys:
-            raise ConfigError(
-                f"--set {override}: --over gives {key} its values. Leave one of the two out"
-            )
 
 
 def split_values(text: str, argument: str) -> list[str]:
@@ -244,7 +223,13 @@ def sweep_runs(
         ConfigError: A value is wrong, --set gives a key that is swept over, two combinations are
             the same run, or a run's directory is that of another combination.
     """
-    _check_apart(axes, overrides)
+    keys = {axis.key for axis in axes}
+    for override in overrides:
+        # One of the two would be lost.
+        if (key := key_of(override)) in keys:
+            raise ConfigError(
+                f"--set {override}: --over gives {key} its values. Leave one of the two out"
+            )
     runs: dict[Path, SweepRun] = {}
     for values in itertools.product(*(axis.values for axis in axes)):
         settings = [f"{axis.key}={value}" for axis, value in zip(axes, values)]
@@ -318,14 +303,11 @@ def sweep(
     site: Site,
     axes: Sequence[str],
     overrides: Sequence[str] = (),
+    request: SlurmRequest = NO_REQUEST,
     *,
-    nodes: int | None = None,
-    time_limit: str | None = None,
-    save_before: int | None = None,
     concurrent: int | None = None,
     dry_run: bool = False,
     allow_changed: Sequence[str] = (),
-    request: SlurmRequest = NO_REQUEST,
 ) -> None:
     """Submit one run for each combination of values, or for each config, as one job array.
 
@@ -337,13 +319,10 @@ def sweep(
         site: The cluster.
         axes: The keys and their values, as "section.key=value,value"; none in a list of configs.
         overrides: Settings of all runs, as --set takes them.
-        nodes: Nodes per run; by default as many as parallel.world_size needs, else one.
-        time_limit: Time limit per run; by default the site's.
-        save_before: Seconds before the time limit at which to save.
+        request: What this command asks of Slurm.
         concurrent: How many runs may train at the same time; by default all.
         dry_run: Only print the array.
         allow_changed: Keys that may differ from the checkpoints' although they change training.
-        request: What this command asks of Slurm.
 
     Raises:
         ConfigError: The axes are malformed, or a run cannot work; nothing was sent.
@@ -352,7 +331,7 @@ def sweep(
     site = request.site(site)
     wanted, shared = wanted_runs(paths, axes, overrides)
     folder = Path.cwd() / shared
-    allocated = [allocate(each.config, site, nodes, each.over) for each in wanted]
+    allocated = [allocate(each.config, site, request.nodes, each.over) for each in wanted]
     allowed = tuple(allow_changed)
     runs = [dataclasses.replace(run, allow_changed=allowed) for run in allocated]
     if not (runs := _to_send(runs, dry_run)):
@@ -362,12 +341,10 @@ def sweep(
     job = training_job(
         runs,
         site,
-        time_limit,
-        save_before,
+        request,
         concurrent or len(runs),
         slurm.job_name(folder.name if axes else ".".join(folder.parts[-2:])),
         folder / LOGS,
-        request,
     )
     if dry_run:
         print_dry_run(runs, job)
@@ -419,12 +396,6 @@ def _check_same_size(runs: Sequence[TrainingRun]) -> None:
         )
 
 
-STOPPED_BY_USER = (ExitCode.STOPPED, ExitCode.INTERRUPTED)
-"""Exit codes of a run after which the sweep stops too."""
-METRICS_BYTES = 1024 * 1024
-"""Bytes at the end of metrics.jsonl that are read for the last evaluation: some 3,000 steps."""
-
-
 def sweep_locally(
     paths: Sequence[Path],
     nproc: int,
@@ -462,7 +433,12 @@ def sweep_locally(
             check_data(config)
     left = [run for run in runs if not is_done(run.config, allow_changed)]
     if dry_run:
-        _print_plan(runs, left, nproc)
+        for run in runs:
+            saved = newest_checkpoint_step(run.config.directory)
+            start = "from scratch" if saved is None else f"from step {saved}"
+            to_do = f"{start}, to step {run.config.train.num_steps}" if run in left else "finished"
+            print(f"{_name(run)}: {to_do}")
+        print(f"{len(left)} of {len(runs)} runs would train, one after the other")
         return ExitCode.FINISHED
     over = [word for axis in axes for word in ("--over", axis)]
     settings = [word for override in overrides for word in ("--set", override)]
@@ -482,9 +458,12 @@ def sweep_locally(
             code = ExitCode.FAILED if ended else code
             # The next run must not follow a SIGUSR1 that this one has followed.
             signals.received.clear()
-    print(table(runs), flush=True)
+    statuses, _ = read_statuses(
+        [each.config.directory for each in runs if is_run(each.config.directory)]
+    )
+    print(table(statuses), flush=True)
     if code in STOPPED_BY_USER:
-        say(f"{stopped(run.config.directory)}; go on with:\n  {shlex.join(again)}")
+        print_stopped(run.config.directory, again)
         return code
     curve = folder / "report" / "curve.json"
     saved = [run.config for run in runs if newest_checkpoint_step(run.config.directory) is not None]
@@ -493,36 +472,6 @@ def sweep_locally(
         evaluate = ["pretrain", "evaluate", *directories, "--out", str(curve)]
         print(f"next: {shlex.join(evaluate)}")
     return code
-
-
-def last_perplexity(config: RunConfig) -> str:
-    """Return the last validation perplexity at the training length, and where; "-" if none is.
-
-    The evaluation may be an earlier one than that of the run's last step, so its step is named.
-    """
-    wanted = recorded_protocol(config, "nonoverlapping"), config.data.sequence_length
-    found = "-"
-    for record in read_metrics(RunPaths(config.directory).metrics, METRICS_BYTES):
-        if is_evaluation(record) and (record.get("protocol"), record.get("length")) == wanted:
-            value = record.get("perplexity")
-            is_number = isinstance(value, int | float) and math.isfinite(value)
-            found = f"{value:.2f}" if is_number else "not finite"
-            found += "" if record["step"] == config.train.num_steps else f" at {record['step']}"
-    return found
-
-
-def table(runs: Sequence[SweepRun]) -> str:
-    """Return a table of the runs: state, step and last validation perplexity."""
-    rows = [["RUN", "STATE", "STEP", "PERPLEXITY"]]
-    for run in runs:
-        config = run.config
-        [status], _ = (
-            read_statuses([config.directory]) if is_run(config.directory) else ([None], "")
-        )
-        state, step = (plain(status.state), status.step or 0) if status else ("not started", 0)
-        at = f"{step}/{config.train.num_steps}"
-        rows.append([config.run.directory, state, at, last_perplexity(config)])
-    return "\n".join(aligned(rows))
 
 
 def _train(
@@ -548,16 +497,6 @@ def _train(
     if code and code not in STOPPED_BY_USER and not signals.stops:
         say(f"{run.config.run.directory}: failed with exit code {code}; the other runs go on")
     return code
-
-
-def _print_plan(runs: Sequence[SweepRun], left: Sequence[SweepRun], nproc: int) -> None:
-    """Print every run, in the order in which they would train, and what is left of it."""
-    for run in runs:
-        saved = newest_checkpoint_step(run.config.directory)
-        start = "from scratch" if saved is None else f"from step {saved}"
-        to_do = f"{start}, to step {run.config.train.num_steps}" if run in left else "finished"
-        print(f"{_name(run)}: {to_do}")
-    print(f"{len(left)} of {len(runs)} runs would train, one after the other, on {nproc} processes")
 
 
 def _name(run: SweepRun) -> str:

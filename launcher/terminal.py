@@ -303,9 +303,4 @@ def _show(stream: int, chunk: bytes) -> None:
     """Write to the terminal; one that was closed must not end the run, so it is lost then."""
     with contextlib.suppress(OSError):
         while chunk:
-            try:
-                chunk = chunk[os.write(stream, chunk) :]
-            except BlockingIOError:
-                with selectors.DefaultSelector() as writable:
-                    writable.register(stream, selectors.EVENT_WRITE)
-                    writable.select(1.0)
+            chunk = chunk[os.write(stream, chunk) :]

@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -36,8 +35,6 @@ SEEN_SECONDS = 3.0
 """How long an NFS client may take to see a file that another node has just made."""
 MOST_WORDS = 300
 """Characters of an error that are printed: srun may break up a line of 1,024."""
-USED_SHARE = 0.1
-"""Where more of a GPU's memory is in use, who uses it is found out."""
 GEMM_SIZE = {"cuda": 4096, "cpu": 512}
 """Rows and columns of the matrices that are multiplied."""
 NUM_GEMMS = 20
@@ -199,7 +196,6 @@ def _look_at_device(place: Place) -> dict[str, Any]:
         "architectures": torch.cuda.get_arch_list(),
         "free": free,
         "total": total,
-        "users": _users(properties) if total - free > USED_SHARE * total else None,
     }
 
 
@@ -214,25 +210,6 @@ def _why_no_gpu() -> str | None:
     except Exception as error:
         return _words(error)
     return None
-
-
-def _users(properties: Any) -> str | None:
-    """Return the processes that use a GPU, as nvidia-smi lists them; None where it cannot say."""
-    query = ["--query-compute-apps=gpu_uuid,pid,used_memory,process_name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *query], capture_output=True, text=True, timeout=3, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
-    own = str(getattr(properties, "uuid", ""))
-    users = [
-        f"{row[3]} (process {row[1]}, {row[2]})"
-        for row in rows
-        if len(row) == 4 and own in row[0] and row[1] != str(os.getpid())
-    ]
-    return "; ".join(users)[:MOST_WORDS] or None
 
 
 def _multiply(place: Place) -> dict[str, Any]:

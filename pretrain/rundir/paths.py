@@ -182,7 +182,6 @@ launch/local.json | launcher local | the command of the last start on a single m
 jobs.jsonl | launcher | a line per Slurm job that was sent for the run
 evaluations/plan.json | launcher | how checkpoints are evaluated; without it they are not
 evaluations/plan.paused.json | launcher cancel | the plan while the run is cancelled
-evaluations/asked.json | launcher | when Slurm was last asked about evaluation jobs
 evaluations/claims/step-########/ | evaluation job | attempts/ as above: who evaluates a checkpoint
 evaluations/step-########/ | evaluation job | a checkpoint's result; it appears when complete
 evaluations/step-########/curve.json | pretrain evaluate | loss and perplexity by length
@@ -230,7 +229,6 @@ class RunPaths:
         self.evaluations = root / "evaluations"
         self.evaluation_plan = self.evaluations / "plan.json"
         self.paused_evaluation_plan = self.evaluations / "plan.paused.json"
-        self.evaluation_asked = self.evaluations / "asked.json"
 
     def rank_log(self, rank: int) -> Path:
         """Return the log of a rank that `launcher local` started."""
@@ -276,7 +274,7 @@ def is_run(directory: Path) -> bool:
     return (
         any(path.is_file() for path in (paths.jobs, paths.launch_record, paths.metrics))
         or bool(attempt_numbers(paths.attempts))
-        # Last, since `launcher status --watch` asks every few seconds, and only this opens a file.
+        # Last, since only this opens a file.
         or (paths.version.is_file() and "run_directory_version" in read_json(paths.version))
     )
 

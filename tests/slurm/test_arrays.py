@@ -21,7 +21,6 @@ import pytest
 from pretrain.config import EvaluationRequest
 from pretrain.launcher import evaluations, slurm
 from pretrain.launcher.site import parse_site
-from pretrain.launcher.slurm import Job
 from pretrain.launcher.supervise import job_is_over
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
@@ -294,8 +293,9 @@ def test_nothing_is_concluded_from_a_squeue_that_fails(desk: Desk, failing: Path
         (run / "checkpoints" / STEP).mkdir(parents=True)
         (run / "checkpoints" / STEP / "manifest.json").touch()
         sent = called(failing)["sbatch"]
+        submit_pending = evaluations.PendingEvaluations(run)
         for _ in range(10):
-            evaluations.submit_pending(run, at_once=True)
+            submit_pending(at_once=True)
         assert called(failing)["sbatch"] == sent
         evaluations.pause(run)
         assert "asked to save and start again" in desk.launcher("requeue", "runs/a").out
@@ -310,5 +310,11 @@ def test_nothing_is_concluded_from_a_squeue_that_fails(desk: Desk, failing: Path
 def plan_of(run: Path) -> evaluations.Plan:
     """Return a plan of the run's evaluations."""
     site = parse_site(read_launch(run).site, "launch.json")
-    job = Job("e", site, run, run / "logs", (), tasks_per_node=1, time_limit="10")
-    return evaluations.Plan(EvaluationRequest(None, ("sliding",), 64, 64), job)
+    return evaluations.Plan(
+        request=EvaluationRequest(None, ("sliding",), 64, 64),
+        name="e",
+        site=site,
+        directory=str(run),
+        tasks_per_node=1,
+        time_limit="10",
+    )

@@ -189,7 +189,6 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
     assert undocumented(run) == []
     assert {p.name for p in (run / "evaluations").iterdir() if p.is_file()} == {
         "plan.json",
-        "asked.json",
         "curve.json",
         "curve.csv",
         *(f"{name}.{kind}" for name in ("curve", "steps") for kind in ("png", "svg", "pdf")),

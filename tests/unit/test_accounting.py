@@ -172,56 +172,6 @@ def test_random_histories(seed, tmp_path):
     assert all(milliseconds >= 0 for each in splits for milliseconds in each.parts.values())
 
 
-def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
-    history = History(tmp_path)
-    history.begin(5_000)
-    for phase, step, seconds, saved in [
-        ("starting", 0, 2, None),
-        ("loading", 0, 1, None),
-        ("training", 0, 10, None),
-        ("evaluating", 10, 3, None),
-        ("saving", 10, 2, None),
-        ("training", 10, 7, 10),
-    ]:
-        history.step = step
-        history.phase(phase, seconds * 1000, saved)
-    history.end(None)
-    running = time_splits(read_attempts(tmp_path), now=history.now + 4)[0].parts
-    # Nothing is lost while the attempt runs.
-    assert running["training"] == 21_000 and running["lost"] == 0
-    history.begin(6_000)
-    history.phase("starting", 2_000)
-    history.phase("loading", 1_000)
-    history.step = 10
-    history.phase("training", 7_000)
-    history.step = 17
-    history.end("finished")
-    first, second = time_splits(read_attempts(tmp_path))
-    assert first.parts == dict(
-        waiting=5_000,
-        starting=2_000,
-        loading=1_000,
-        training=10_000,
-        evaluating=3_000,
-        saving=2_000,
-        ending=0,
-        suspended=0,
-        lost=7_000,
-        idle=0,
-    )
-    assert second.parts == dict.fromkeys(PARTS, 0) | dict(
-        waiting=6_000, starting=2_000, loading=1_000, training=7_000
-    )
-    whole = total([first, second])
-    assert whole.goodput == 17 / 35 and whole.goodput_of_wall == 17 / 46
-    text = summary(tmp_path)
-    assert (
-        "finished at step 17, 2 attempts, no checkpoint" in text
-        and "lost 7.0s; 46s in total" in text
-    )
-    assert "goodput: 48.6 % of the time it held its nodes, 37.0 % of the wall time" in text
-
-
 def test_a_start_that_is_refused_or_finds_every_step_done_changes_no_goodput(tmp_path):
     """A week later somebody starts the finished run again, first with a config that is wrong."""
     history = History(tmp_path)
@@ -305,12 +255,3 @@ def test_clocks_that_disagree_and_damaged_files_break_no_sum(tmp_path):
     assert all(milliseconds >= 0 for each in splits for milliseconds in each.parts.values())
     # owner.json is damaged, so the time counts from the first sign of life that is left.
     assert total(splits).wall == round((history.now - (BEGAN + 1)) * 1000)
-
-
-def test_a_run_without_attempts(tmp_path):
-    assert (
-        time_splits(read_attempts(tmp_path)) == []
-        and total([]).goodput is None
-        and total([]).wall == 0
-    )
-    assert "no attempt yet" in summary(tmp_path)

@@ -160,10 +160,3 @@ def test_a_command_that_is_no_launcher_gets_signals_at_once(tmp_path):
     script.wait_for("started")
     script.process.send_signal(signal.SIGTERM)
     assert script.process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGTERM
-
-
-def test_a_node_that_does_not_see_the_directory_is_named(tmp_path):
-    job = Job("a", parse_site(CPU, "site"), tmp_path / "it's $HOME", tmp_path, (("true",),))
-    done = subprocess.run(["bash"], input=job.script(), capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert f"{os.uname().nodename}: does not see {tmp_path}/it's $HOME. Submit" in done.stderr

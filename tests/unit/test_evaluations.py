@@ -19,10 +19,9 @@ from pretrain.launcher import evaluations
 from pretrain.launcher.cli import app
 from pretrain.launcher.evaluations import (
     EvaluationOptions,
+    PendingEvaluations,
     evaluate_once,
-    make_plan,
     read_plan,
-    submit_pending,
     write_plan,
 )
 from pretrain.launcher.site import parse_site
@@ -86,7 +85,7 @@ def make_training(run, tasks_per_node=8):
 def planned(run, **changes):
     """Write a plan for evaluations into a run's directory, and return it."""
     request = EvaluationRequest((32, 64), ("nonoverlapping",), None, 1000)
-    plan = make_plan(tiny_config(**changes), run, make_training(run), EvaluationOptions(request))
+    plan = EvaluationOptions(request).plan(tiny_config(**changes), run, make_training(run))
     write_plan(run, plan)
     return plan
 
@@ -110,22 +109,13 @@ def outcomes(run, name=STEP):
 def test_a_plan_reads_back_and_the_job_is_smaller_than_trainings(tmp_path):
     plan = planned(tmp_path)
     assert read_plan(tmp_path) == plan
-    arguments = plan.job.arguments()
+    arguments = plan.job(tmp_path).arguments()
     assert {"--nodes=1", "--ntasks-per-node=8", "--requeue", "--time=12:00:00"} <= set(arguments)
     assert not any(argument.startswith("--signal") for argument in arguments)
-    # Other readers of the file rely on these keys.
-    values = json.loads(RunPaths(tmp_path).evaluation_plan.read_text())
-    asked = {
-        "lengths": [32, 64],
-        "protocols": ["nonoverlapping"],
-        "stride": None,
-        "max_tokens": 1000,
-    }
-    assert {key: values[key] for key in asked} == asked
 
 
 def test_runs_of_one_name_do_not_wait_for_each_other(tmp_path):
-    names = {planned(tmp_path / folder).job.name for folder in ("a", "b")}
+    names = {planned(tmp_path / folder).name for folder in ("a", "b")}
     assert len(names) == 2 and all(name.startswith("eval-demo.alibi-") for name in names)
 
 
@@ -137,21 +127,15 @@ def test_tensor_parallelism_is_kept_where_it_fits(tmp_path, tensor, tasks, kept)
     config = tiny_config(
         parallel={"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2}
     )
-    plan = make_plan(
-        config, tmp_path, make_training(tmp_path), EvaluationOptions(request, tasks, "30")
-    )
+    plan = EvaluationOptions(request, tasks, "30").plan(config, tmp_path, make_training(tmp_path))
     assert plan.overrides == ((f"parallel.tensor_model_parallel_size={tensor}",) if kept else ())
-    assert (plan.job.num_tasks, plan.job.time_limit) == (tasks, "30")
+    assert (plan.tasks_per_node, plan.time_limit) == (tasks, "30")
 
 
 def test_more_than_a_node_has_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="evaluation tasks = 9: a node of site tests takes 8"):
-        make_plan(
-            tiny_config(),
-            tmp_path,
-            make_training(tmp_path),
-            EvaluationOptions(EvaluationRequest(None, (), None, None), 9),
-        )
+    options = EvaluationOptions(EvaluationRequest(None, (), None, None), 9)
+    with pytest.raises(ConfigError, match="--nproc 9: a node of site tests takes 8"):
+        options.plan(tiny_config(), tmp_path, make_training(tmp_path))
 
 
 def test_what_is_no_plan_is_said(tmp_path):
@@ -178,16 +162,10 @@ SUBMIT = [
     ("options", "says"),
     [
         (["--lengths", "128"], "--lengths 128: has no effect without --evaluate-checkpoints"),
-        (["--evaluation-time", "30"], "--evaluation-time 30: has no effect without --evaluate-"),
         (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: expected numbers of tokens"),
         (["--evaluate-checkpoints", "--lengths", "128,0"], "--lengths 128,0: expected lengths"),
         (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: unknown protocol"),
         (["--evaluate-checkpoints", "--lengths", "32", "--stride", "64"], "--stride 64: longer"),
-        (
-            ["--evaluate-checkpoints", "--evaluation-tasks", "9"],
-            "evaluation tasks = 9: a node of site h100 takes 8",
-        ),
-        (["--evaluate-checkpoints", "--evaluation-time", "soon"], "time limit 'soon': not a time"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_at_submission(tmp_path, monkeypatch, options, says):
@@ -207,15 +185,14 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, monkeypatch, caps
         "--evaluate-checkpoints",
         "--lengths",
         "128,4096",
-        "--evaluation-tasks",
-        "2",
     ]
     app([*SUBMIT, *options], standalone_mode=False)
     said = capsys.readouterr().out
     text = said[said.index("{", said.index(f"{tmp_path}/run/evaluations/plan.json")) :]
     plan, _ = json.JSONDecoder().raw_decode(text)
-    assert (plan["lengths"], plan["protocols"]) == ([128, 4096], ["nonoverlapping", "sliding"])
-    assert plan["job"]["tasks_per_node"] == 2 and plan["job"]["site"]["name"] == "h100"
+    asked = {"protocols": ["nonoverlapping", "sliding"], "stride": None, "max_tokens": None}
+    assert plan["request"] == {"lengths": [128, 4096], **asked}
+    assert plan["tasks_per_node"] == 8 and plan["site"]["name"] == "h100"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -272,27 +249,25 @@ def test_giving_up_does_not_hide_a_result(tmp_path):
 
 
 def test_training_is_never_disturbed(tmp_path, capsys, monkeypatch):
-    """Without Slurm's commands or with a damaged plan there is a message, and no exception.
-
-    It is printed once a minute, or when there is a new checkpoint.
-    """
+    """Without Slurm's commands or with a damaged plan there is a message, and no exception."""
     monkeypatch.setenv("PATH", str(tmp_path))
     planned(tmp_path)
-    submit_pending(tmp_path)
+    submit_pending = PendingEvaluations(tmp_path)
+    submit_pending()
     # No checkpoint waits, so Slurm is not asked.
     assert capsys.readouterr().err == ""
     save(tmp_path, 10)
-    submit_pending(tmp_path)
+    submit_pending()
     assert "sbatch: no such command here" in capsys.readouterr().err
-    submit_pending(tmp_path)
+    submit_pending(at_once=True)
+    # It is not said again.
+    assert capsys.readouterr().err == ""
+    RunPaths(tmp_path).evaluation_plan.write_text("[]")
+    submit_pending()
+    # Once a minute, or when there is a new checkpoint.
     assert capsys.readouterr().err == ""
     save(tmp_path, 20)
-    submit_pending(tmp_path)
-    assert "sbatch: no such command here" in capsys.readouterr().err
-    submit_pending(tmp_path, at_once=True)
-    assert "sbatch: no such command here" in capsys.readouterr().err
-    RunPaths(tmp_path).evaluation_plan.write_text("[]")
-    submit_pending(tmp_path, at_once=True)
+    submit_pending()
     assert "not a plan" in capsys.readouterr().err
 
 

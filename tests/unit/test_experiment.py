@@ -8,6 +8,7 @@ import pytest
 
 from pretrain.config import EvaluationRequest
 from pretrain.launcher import experiment
+from pretrain.launcher.site import NO_REQUEST
 from pretrain.launcher.slurm import NoSlurm
 from pretrain.rundir.jobs import JobRecord, append_job
 
@@ -27,6 +28,6 @@ def test_a_run_is_not_waited_for_on_a_machine_without_slurm(
     monkeypatch.setattr(experiment, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(experiment, "say", lambda text: pytest.fail(text))
     with pytest.raises(NoSlurm, match="squeue: no such command here"):
-        request = EvaluationRequest(None, ("nonoverlapping",), None, None)
+        evaluation = EvaluationRequest(None, ("nonoverlapping",), None, None)
         settings = [f"run.directory={run}"]
-        experiment.run(ROOT / "configs/demo.toml", settings, site, None, None, request)
+        experiment.run(ROOT / "configs/demo.toml", settings, site, NO_REQUEST, evaluation)

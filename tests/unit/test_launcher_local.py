@@ -6,7 +6,6 @@ Tested are exit codes, the ranks' environment, logs and signals, and that no pro
 import contextlib
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config import ConfigError, load_config
+from pretrain.config import load_config
 from pretrain.launcher.ranks import run_locally
 from pretrain.launcher.terminal import RankOutput
 from pretrain.rundir.jobs import LocalLaunch, read_local_launch
@@ -110,11 +109,6 @@ def test_every_rank_is_told_which_one_it_is_and_where_to_meet_the_others(tmp_pat
     assert values == [[str(r), str(r), "3", "3", "127.0.0.1", where, threads] for r in range(3)]
 
 
-def test_a_number_of_threads_that_is_set_stays(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert run_processes(python("sys.exit(os.environ['OMP_NUM_THREADS'] != '7')"), 2, tmp_path) == 0
-
-
 def said(run: Path, rank: int) -> str:
     """Return what a rank's log has, without the lines with which attempts begin."""
     lines = (run / f"logs/rank-{rank}.log").read_text().splitlines(keepends=True)
@@ -191,18 +185,6 @@ def test_a_log_on_a_full_disk_stops_neither_the_run_nor_the_terminal(tmp_path, c
     assert out == "out\nmore\n" and err.count("cannot be written (Broken pipe)") == 1
 
 
-def test_a_process_with_a_thousand_descriptors_still_copies_what_rank_0_prints(tmp_path, capfd):
-    """select(2) refuses descriptors from 1,024 on."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
-    with contextlib.ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        while stack.enter_context(open(os.devnull)).fileno() < 1024:
-            pass
-        assert run_processes(python("print('out', rank)"), 1, tmp_path) == 0
-    assert capfd.readouterr()[0] == "out 0\n" and said(tmp_path, 0) == "out 0\n"
-
-
 @pytest.mark.parametrize("code", [1, 2, 77])
 def test_the_exit_code_is_that_of_the_first_failure(tmp_path, code):
     # The other ranks would never end by themselves.
@@ -216,20 +198,6 @@ def test_the_end_of_the_failed_ranks_log_is_shown(tmp_path, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == f"rank 1 ended with exit code 5; the end of {tmp_path}/logs/rank-1.log:"
     assert lines[1:] == [str(n) for n in range(80, 100)]
-
-
-def test_what_rank_0_said_is_not_repeated(tmp_path, capfd):
-    alone = "if rank == 0:\n    print('error: bad input', file=sys.stderr)\n    sys.exit(2)\n"
-    alone += "time.sleep(600)"
-    assert run_processes(python(alone), 2, tmp_path) == 2
-    assert capfd.readouterr().err == "error: bad input\n"
-    # Rank 1 fails first, and rank 0 exits with the same code when it is asked to stop.
-    after = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))\n"
-    after += f"ready = {str(tmp_path / 'ready')!r}\n"
-    after += "if rank == 0:\n    open(ready, 'w').close()\n    time.sleep(600)\n"
-    after += "while not os.path.exists(ready):\n    time.sleep(0.01)\nsys.exit(2)"
-    assert run_processes(python(after), 2, tmp_path) == 2
-    assert capfd.readouterr().err == ""
 
 
 def test_a_rank_that_a_signal_ended_is_named(tmp_path, capfd):
@@ -294,13 +262,6 @@ def test_a_signal_is_passed_on_and_the_run_may_finish_what_it_does(tmp_path):
     assert not any(alive(pid) for pid in launched.ranks)
 
 
-def test_a_signal_that_ends_the_ranks_is_the_exit_code(tmp_path):
-    launched = Launched(tmp_path, "---\ntime.sleep(600)")
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.end()[0] == 128 + signal.SIGTERM
-    assert not any(alive(pid) for pid in launched.ranks)
-
-
 def test_a_second_signal_ends_a_run_that_does_not_stop(tmp_path):
     launched = Launched(
         tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n---\ntime.sleep(600)"
@@ -327,52 +288,12 @@ def test_a_killed_launcher_leaves_no_process(tmp_path):
     launched.process.stderr.close()
 
 
-def test_a_log_directory_that_cannot_be_made_is_explained(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ConfigError,
-        match=r"run.directory: cannot create .*file/logs \(File exists\). Choose another dir",
-    ):
-        run_processes(python(""), 1, tmp_path / "file")
-
-
 # ---- the command line ----------------------------------------------------------------------------
 def launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from pretrain.launcher.main import main; main()", *arguments]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["none.toml", "--nproc", "2"], "error: none.toml: no such config file"),
-        (
-            ["configs/demo.toml", "--nproc", "2", "--set", "model.num_layer=2"],
-            "did you mean model.num_layers?",
-        ),
-        (
-            ["configs/demo.toml", "--nproc", "3"],
-            "error: batch.global_batch_size = 32: not divisible by",
-        ),
-    ],
-)
-def test_bad_input_is_one_plain_line_and_exit_code_2(tmp_path, arguments, expected):
-    done = launcher("local", *arguments, "--set", f"run.directory={tmp_path}/run")
-    assert done.returncode == 2 and done.stdout == ""
-    assert (
-        done.stderr.startswith("error: ")
-        and expected in done.stderr
-        and len(done.stderr.splitlines()) == 1
-    )
-    # Nothing was started.
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_missing_option_is_exit_code_2():
-    done = launcher("local", "configs/demo.toml")
-    assert done.returncode == 2 and "--nproc" in done.stderr
 
 
 COMMANDS = [

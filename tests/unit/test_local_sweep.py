@@ -4,7 +4,6 @@ They stand in for `pretrain train` as a package of that name, which the ranks fi
 """
 
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.launcher.look import detail
+from pretrain.launcher.look import HEAD, detail
 from pretrain.launcher.status import read_statuses
 from pretrain.rundir.jobs import LocalLaunch, read_local_launch, write_local_launch
 from tests.end_to_end.commands import Done, ended, wait_for
@@ -78,8 +77,7 @@ if rank == 0:
             asked.clear()
     if not asked:
         for length in config.evaluation_lengths:
-            write(evaluation=True, protocol="nonoverlapping", stride=length, length=length,
-                  perplexity=42.0)
+            write(evaluation=True, protocol="nonoverlapping", stride=length, length=length)
     save()
     attempt.phase("ending", step)
 while waits and not asked and config.run.seed == 7:
@@ -142,17 +140,17 @@ def test_runs_train_one_after_the_other_and_one_that_fails_keeps_none_from_it(de
     shown = desk.sweep(*words, "--dry-run")
     assert shown.code == 0 and not (desk.folder / BASE).exists(), shown.text
     assert f"{BASE}/0.001 (optimizer.learning_rate = 0.001): from scratch, to step 12" in shown.out
-    assert shown.out.endswith("3 of 3 runs would train, one after the other, on 2 processes\n")
+    assert shown.out.endswith("3 of 3 runs would train, one after the other\n")
 
     done = desk.sweep(*words)
     assert done.code == 1, done.text
     assert f"run 2 of 3: {BASE}/9.0 (optimizer.learning_rate = 9.0)" in done.err
     assert f"{BASE}/9.0: failed with exit code 1; the other runs go on" in done.err
     *_, head, first, failed, last, goes_on = done.out.splitlines()
-    assert head.split() == ["RUN", "STATE", "STEP", "PERPLEXITY"]
-    assert first.split() == [f"{BASE}/0.001", "finished", "12/12", "42.00"]
-    assert failed.split() == [f"{BASE}/9.0", "failed", "0/12", "-"]
-    assert last.split() == [f"{BASE}/0.002", "finished", "12/12", "42.00"]
+    assert head.split() == HEAD.split()
+    assert first.split()[:4] == [f"{BASE}/0.001", "finished", "12/12", "1.000"]
+    assert failed.split()[:2] == [f"{BASE}/9.0", "failed"]
+    assert last.split()[:4] == [f"{BASE}/0.002", "finished", "12/12", "1.000"]
     # The one that failed has nothing to evaluate.
     runs = f"{BASE}/0.001 {BASE}/0.002"
     assert goes_on == f"next: pretrain evaluate {runs} --out {BASE}/report/curve.json"
@@ -167,14 +165,6 @@ def test_runs_train_one_after_the_other_and_one_that_fails_keeps_none_from_it(de
     assert desk.attempts() == {"0.001": 2, "9.0": 1, "0.002": 2}
 
 
-def test_the_directory_of_a_sweep_can_be_set(desk: Desk) -> None:
-    words = ["--nproc", "1", "--set", "run.directory=runs/mine", "--over", "run.seed=1,2"]
-    done = desk.sweep(*words)
-    assert done.code == 0 and done.out.count("12/12") == 2, done.text
-    assert {path.name for path in (desk.folder / "runs").iterdir()} == {"demo", "mine-sweep"}
-    assert "next: pretrain evaluate runs/mine-sweep/1 runs/mine-sweep/2" in done.out
-
-
 def test_how_a_run_of_a_sweep_was_started_is_known_afterwards(desk: Desk) -> None:
     """Also of which sweep it is, so that another one of the same names does not go on from it."""
     settings = ("--set", "run.directory=runs/mine", "--nproc", "1")
@@ -186,17 +176,12 @@ def test_how_a_run_of_a_sweep_was_started_is_known_afterwards(desk: Desk) -> Non
     assert (launch.directory, launch.num_tasks) == (str(desk.folder), 1)
     assert launch.command[:4] == ("launcher", "sweep", CONFIG, "--nproc=1")
     assert launch.over == {"data.sequence_length": 64}
-    shown = detail(read_statuses([run])[0][0], 0)
+    shown = detail(read_statuses([run])[0][0])
     assert f"started by  {shlex.join(launch.command)} (in {desk.folder})" in shown
     # Started by itself it stays the sweep's.
     write_local_launch(run, LocalLaunch(("launcher", "local"), "/", 1))
     done = desk.sweep("--over", "model.hidden_size=64", *settings)
     assert done.code == 2 and "mine-sweep/64: is the run of {'data.seq" in done.err, done.text
-
-
-def test_of_runs_that_all_failed_there_is_nothing_to_evaluate(desk: Desk) -> None:
-    done = desk.sweep("--nproc", "1", "--over", "optimizer.learning_rate=9.0")
-    assert done.code == 1 and "next:" not in done.out, done.text
 
 
 def test_ctrl_c_saves_the_present_run_and_stops_the_sweep(desk: Desk) -> None:
@@ -217,7 +202,7 @@ def test_ctrl_c_saves_the_present_run_and_stops_the_sweep(desk: Desk) -> None:
     assert command.startswith(
         f"  launcher sweep {CONFIG} --nproc=2 --over position.method=alibi,rotary --set "
     )
-    assert re.search(rf"^{BASE}/rotary +not started +0/12 +-$", out, re.MULTILINE), out
+    assert f"{BASE}/rotary" not in out, out
     assert desk.attempts() == {"alibi": 1}
     shown = desk.sweep(*words, "--dry-run")
     assert "alibi): from step 3, to step 12" in shown.out, shown.text
@@ -249,7 +234,7 @@ def test_a_sweep_stops_when_asked_however_the_present_run_ends(
     ("words", "says"),
     [
         ([], "give --nproc N to train on this machine, or --site SITE"),
-        (["--nproc", "2", "--site", "x.toml"], "--site and --nproc: choose one"),
+        (["--nproc", "2", "--site", "x.toml"], "give --nproc N to train on this machine, or --s"),
         (["--nproc", "2", "--nodes", "2"], "--nodes: has no effect with --nproc"),
         (["--nproc", "3"], "global_batch_size = 32: not divisible"),
         (["--nproc", "2", "--set", "data.directory=nowhere"], "no built data set"),
@@ -281,18 +266,6 @@ def test_several_configs_are_a_run_each(desk: Desk) -> None:
     assert again.code == 0 and "run 1 of" not in again.text
     for run in runs:
         assert len(list((desk.folder / run / "attempts").glob("0*"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([CONFIG], "runs/demo/alibi is that of"),
-        ([str(ROOT / "configs/demo.toml"), "--over", "run.seed=1,2"], "goes with one CONFIG"),
-    ],
-)
-def test_a_list_of_configs_names_every_run_once(desk: Desk, words: list[str], says: str) -> None:
-    done = desk.sweep(*words, "--nproc", "1")
-    assert done.code == 2 and done.err.startswith("error: ") and says in done.err, done.text
 
 
 def test_an_edit_of_the_config_during_a_sweep_changes_no_run(desk):

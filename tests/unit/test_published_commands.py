@@ -11,10 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pretrain.cli.commands import app as pretrain
-from pretrain.config import ConfigError, load_config, num_parameters
 from pretrain.launcher.cli import app as launcher
-from pretrain.launcher.site import Site, load_site
-from pretrain.plan.memory import memory_of_rank, stages_of
+from pretrain.launcher.site import load_site
 
 ROOT = Path(__file__).parents[2]
 RUN = "configs/cc100_roberta/alibi_1024.toml"
@@ -66,30 +64,6 @@ def found(pattern: str, text: str) -> tuple[str, ...]:
     return cast(tuple[str, ...], groups)
 
 
-def checked_site(run: str) -> Site:
-    """Return the site of a run, whose nodes and GPUs are those that the guide says."""
-    site = load_site(site_of(run))
-    assert f"{site.nodes} nodes of {site.gpus_per_node} GPUs that these runs need" in GUIDE
-    assert f"1.3B on {site.nodes * site.gpus_per_node} GPUs" in GUIDE
-    return site
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_the_first_line_of_a_config_is_what_pretrain_config_and_the_site_say(run):
-    words = found(
-        r"\A# (ALiBi|Sinusoidal) ?\w*, (1\.3)B parameters, trained at (\d+) tokens, (\d+) (\w100)s"
-        r"(?: or H200s)?, (\w+)\.",
-        (ROOT / run).read_text(),
-    )
-    method, billions, length, ranks, gpu, precision = words
-    text, site = say("config", run), checked_site(run)
-    assert num_parameters(load_config(run)) // 10**8 == float(billions) * 10
-    assert f"{method.lower()}, trained at {length} tokens" in text
-    assert f'precision = "{precision}"' in text and precision in site.precisions
-    assert f"# layout           {ranks} processes = " in text
-    assert int(ranks) == site.nodes * site.gpus_per_node and str(site.gpu).startswith(gpu)
-
-
 @pytest.mark.parametrize("run", PLANNED)
 def test_config_plan_and_job_are_of_one_shape(run):
     config, plan, job, site = say("config", run), say("plan", run), say("submit", run), site_of(run)
@@ -118,70 +92,3 @@ def test_config_plan_and_job_are_of_one_shape(run):
     assert re.search(rf"^{ranks} x [\w -]*{gpu}", plan, re.MULTILINE)
     assert float(own) < int(capacity) / 2
     assert "less than half of a 32 GB V100" in (ROOT / RUN).with_name("base.toml").read_text()
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_the_export_is_that_of_the_readme(run):
-    """Class and precisions, as `pretrain config` prints them; the config leaves them to it."""
-    exports = re.findall(r"^# export +(.*)$", say("config", run), re.MULTILINE)
-    positions = "ALiBi" if "alibi" in run else "sinusoidal"
-    name = {"ALiBi": "Bloom", "sinusoidal": "OPT"}[positions]
-    [bits] = re.findall(
-        rf"^\| {positions} \| {name} \| (.*?) \|",
-        (ROOT / "docs/huggingface.md").read_text(),
-        re.MULTILINE,
-    )
-    if bits == "bf16, fp16":
-        assert exports[0].startswith(f"{name}ForCausalLM in fp32, bf16 and fp16, ")
-    else:
-        assert exports[0].startswith(f"{name}ForCausalLM in fp32, for up to ")
-        [option] = re.findall("`(.*)`", bits)
-        assert "In bf16 and fp16 stock transformers rounds" in exports[0] and option in exports[0]
-    base = (ROOT / RUN).with_name("base.toml").read_text()
-    assert "the ALiBi models export as Bloom" in base and "vLLM" not in base
-
-
-def test_the_numbers_of_the_pages_are_those_of_the_plan_and_the_config():
-    config = load_config(RUN)
-    for text in (
-        f"{round(config.planned_tokens / 1e9)} billion tokens",
-        f"{config.train.num_steps:,} of {config.tokens_per_step / 1e6:.1f} million tokens",
-        f"{2 * config.planned_tokens / 1e9:.0f} GB, 2 bytes each",
-        # fp32 masters and two moments; the weights in 16 bit are made from the masters.
-        f"{12 * num_parameters(config) / 1e9:.0f} GB, of which `checkpoint.keep` = "
-        f"{config.checkpoint.keep} stay",
-    ):
-        assert text in GUIDE
-    page = (ROOT / "docs/v100.md").read_text()
-    rows = re.findall(r"^\| .*? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
-    columns = []
-    for sequences in (1, 2, 4, 8):
-        config = load_config(RUN, [f"batch.micro_batch_size={sequences}"])
-        layout = config.layout(128)
-        memory = memory_of_rank(config, layout, stages_of(config, layout)[0], is_modern=False)
-        parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
-        parts += [memory.logits, memory.buffers, memory.overhead, memory.total]
-        columns.append([f"{part / 1e9:.1f}" for part in parts])
-    assert rows == list(zip(*columns))
-
-
-@pytest.mark.parametrize(("key", "value"), [("paths", '["a.txt"]'), ("text_field", '"body"')])
-def test_a_key_of_one_corpus_is_refused_with_what_to_write_instead(tmp_path, key, value):
-    with pytest.raises(ConfigError) as caught:
-        load_config(RUN, [f"data.{key}={value}"])
-    message = str(caught.value)
-    assert (
-        f"Set {key} in the table [data.corpora.NAME] of a file instead, where NAME is " in message
-    )
-    assert message.endswith(
-        " cc_news, openwebtext, stories or a further corpus; or remove data.corpora"
-    )
-    own, base = tmp_path / "own.toml", f'base = "{ROOT / RUN}"\n'
-    own.write_text(f"{base}[data.corpora.cc_news]\n{key} = {value}\n")
-    load_config(own)
-    own.write_text(
-        f'{base}remove = ["data.corpora"]\n[data]\nsource = "jsonl"\npaths = ["b.txt"]\n'
-    )
-    load_config(own, [f"data.{key}={value}"])
-    comments = " ".join((ROOT / RUN).with_name("base.toml").read_text().split("\n# "))
-    assert "set `paths` in each [data.corpora.NAME] to yours" in comments

@@ -1,4 +1,4 @@
-"""Count what `launcher status --watch`, `logs --follow` and a run's signs of life open."""
+"""Count what `launcher status`, `logs --follow` and a run's signs of life open."""
 
 import itertools
 import json
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.launcher import look
-from pretrain.launcher.status import Repeated, read_statuses
+from pretrain.launcher.status import find_runs, read_statuses
+from pretrain.launcher.supervise import Repeater
 from pretrain.launcher.supervise import Watchdog
 from pretrain.rundir.attempts import read_attempts, read_progress, steps_done
 from pretrain.rundir.lock import Attempt
@@ -151,7 +152,7 @@ def test_a_run_that_cannot_be_read_leaves_the_others_their_rows(monkeypatch):
     Path("runs/notes").mkdir()
     given = [*sorted(Path("runs").iterdir()), Path("runs/missing")]
     for runs in (given, []):
-        lines = look._page(runs).splitlines()
+        lines = look.table(read_statuses(runs)[0]).splitlines()
         rows = {line.split()[0]: line for line in lines if line.startswith("runs/")}
         assert " running " in rows[str(good)], lines
         assert " unreadable " in rows["runs/damage_later_version"]
@@ -174,7 +175,7 @@ def test_files_cut_off_and_mixed_up_leave_the_others_their_rows(seed):
             content = dice.choice(files).read_bytes() or b"9" * 30
             cut = dice.randrange(len(content))
             path.write_bytes(content[:cut] + dice.randbytes(dice.randrange(9)) + content[cut:])
-    assert f"{good} " in look._page([])
+    assert f"{good} " in look.table(read_statuses(find_runs([]))[0])
 
 
 def test_a_call_is_repeated_in_a_thread_and_not_before_the_last_has_ended():
@@ -185,9 +186,9 @@ def test_a_call_is_repeated_in_a_thread_and_not_before_the_last_has_ended():
         go_on.wait(60)
         return number
 
-    repeated = Repeated(slow, 0.0)
+    repeated = Repeater(0.0, slow)
+    repeated.start()
     assert [repeated.new() for _ in range(100)] == [None] * 100
     go_on.set()
-    got = []
-    wait_for(lambda: got.append(repeated.new()) or got[-1] == 3)
-    assert [number for number in got if number] == [1, 2, 3]
+    wait_for(lambda: (repeated.new() or 0) > 2)
+    repeated.stop()

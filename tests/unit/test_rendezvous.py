@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -129,59 +128,6 @@ def test_what_rank_0_publishes(tmp_path):
     assert f"attempts/####/{FILE}" in {entry.path for entry in LAYOUT}
 
 
-def test_the_port_is_free_again_when_nothing_refers_to_the_store(tmp_path):
-    store = topology._publish(peer(0, 2, tmp_path), tmp_path, 5)
-    port = json.loads((tmp_path / FILE).read_text())["port"]
-    socket.create_connection(("127.0.0.1", port)).close()
-    del store
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port))
-
-
-class FileCalls:
-    """Counts the calls of this process that open a file or folder below a directory, by thread."""
-
-    def __init__(self) -> None:
-        self.below, self.opened = "", [0]
-        sys.addaudithook(self._hear)
-
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        named = str(arguments[0]) if event == "open" else ""
-        if self.below and (named == FILE or named.startswith(self.below)):
-            self.opened[0] += 1
-
-
-FILE_CALLS = FileCalls()
-
-
-def test_a_rank_that_waits_asks_seldom(tmp_path, monkeypatch):
-    """A quarter of an hour in vain, by a clock that only sleep moves on."""
-    clock = [0.0]
-    monkeypatch.setattr(topology.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(topology.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
-    FILE_CALLS.below, FILE_CALLS.opened[0] = str(tmp_path), 0
-    try:
-        with pytest.raises(RunFailed):
-            meet(peer(1, 128, tmp_path), "", nothing_wrong, 900)
-    finally:
-        FILE_CALLS.below = ""
-    # Two calls a look: the folder and the file. 2 s apart after the first 17 s.
-    assert 2 * 900 / 2 <= FILE_CALLS.opened[0] <= 2 * (900 / 2 + 12)
-
-
-def test_a_file_that_appears_late_is_found(tmp_path):
-    directory = tmp_path / "attempt"
-
-    ranks = ranks_that_meet(3, directory=directory)
-
-    def late() -> int:
-        time.sleep(0.5)
-        directory.mkdir()
-        return ranks[0]()
-
-    assert run(late, *ranks[1:]) == [3, 3, 3]
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -258,17 +204,6 @@ def test_a_rank_0_that_died_after_publishing_is_named_at_once(tmp_path):
     assert "does not listen any more. Rank 0 has ended (its output says why)" in str(error)
 
 
-def test_a_rank_0_that_dies_while_others_wait_for_it(tmp_path):
-    def rank_0() -> None:
-        store = topology._publish(peer(0, 2, tmp_path), tmp_path, 60)
-        store.wait(["cards/card/1"])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    killed, error = run(rank_0, other_rank(tmp_path, 900))
-    assert killed is None
-    assert "rank 0 no longer answers. Its output says why" in str(error)
-
-
 def test_a_rank_0_that_is_stopped_holds_nobody_longer_than_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(topology, "CONNECT_SECONDS", 1.0)
     with running(publish_and_wait(tmp_path)) as first:
@@ -285,15 +220,6 @@ def listener() -> Iterator[int]:
         taken.bind(("", 0))
         taken.listen()
         yield taken.getsockname()[1]
-
-
-def test_another_program_at_the_port_holds_nobody_longer_than_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(topology, "CONNECT_SECONDS", 1.0)
-    with listener() as port:
-        place = {"address": "127.0.0.1", "port": port, "nonce": "a", "start": ""}
-        replace_file(tmp_path / FILE, json.dumps(place))
-        [error] = run(other_rank(tmp_path))
-    assert "does not answer (nothing for 1 s)" in str(error)
 
 
 def test_another_run_s_store_at_the_port_is_refused(tmp_path):
@@ -396,18 +322,6 @@ def test_where_the_ranks_meet(monkeypatch, variables, expected):
         monkeypatch.setenv(name, value)
     found = Process.from_environment()
     assert (found.address, found.port, found.directory, found.start) == expected
-
-
-def test_the_port_of_a_step_by_hand_is_never_one_of_outgoing_connections(monkeypatch):
-    for name in (*TORCHRUN, "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in SLURM.items():
-        monkeypatch.setenv(name, value)
-    ports = set()
-    for job in range(60_000, 80_000):
-        monkeypatch.setenv("SLURM_JOB_ID", str(job))
-        ports.add(Process.from_environment().port)
-    assert min(ports) >= 15_000 and max(ports) < 32_768 and len(ports) == 17_000
 
 
 # ---- devices -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import tomli_w
 
 from pretrain.config import ConfigError
-from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest, load_site, parse_site
+from pretrain.launcher.site import Site, load_site, parse_site
 from pretrain.launcher.slurm import seconds_of, share_of_memory
 
 ROOT = Path(__file__).parents[2]
@@ -158,61 +158,3 @@ def test_other_times_are_refused(text):
 )
 def test_a_part_of_a_node_takes_its_part_of_the_memory(memory, tasks, share):
     assert share_of_memory(memory, tasks, 8) == share
-
-
-def test_variables_of_the_place_stand_in_for_what_a_site_leaves_out(tmp_path, monkeypatch):
-    place = {"partition": "p", "account": "a", "qos": "q", "constraint": "c"}
-    for key, value in place.items():
-        monkeypatch.setenv(f"SBATCH_{key.upper()}", value)
-    monkeypatch.setenv("SBATCH_RESERVATION", "night")
-    monkeypatch.setenv("SBATCH_WCKEY", "w")
-    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
-    (path := tmp_path / "site.toml").write_text(tomli_w.dumps(CPU))
-    site = load_site(path)
-    assert {key: getattr(site, key) for key in place} == place and site.time_limit is None
-    assert site.sbatch_arguments == ("--reservation=night", "--wckey=w")
-    own = CPU | {"account": "mine", "sbatch_arguments": ["--reservation=day"]}
-    path.write_text(tomli_w.dumps(own))
-    site = load_site(path)
-    assert (site.account, site.partition) == ("mine", "p")
-    assert site.sbatch_arguments == ("--wckey=w", "--reservation=day")
-
-
-def test_pyxis_is_a_container(tmp_path):
-    site = parse_site(CPU | {"srun_arguments": ["--container-image=x.sqsh"]}, "site")
-    assert site.ranks_python == "python3"
-    assert parse_site(CPU | {"srun_arguments": ["--mpi=none"]}, "site").ranks_python is None
-
-
-def test_what_a_command_asks_for_comes_before_the_site():
-    site = parse_site(
-        CPU | {"partition": "p", "sbatch_arguments": ["--nice=1", "--comment=x"]}, "site"
-    )
-    asked = SlurmRequest(partition="q", sbatch=("nice=2", "--exclusive")).site(site)
-    assert asked.partition == "q" and asked.account is None
-    assert asked.sbatch_arguments == ("--comment=x", "--nice=2", "--exclusive")
-    assert NO_REQUEST.site(site) == site
-
-
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"sbatch": ("nodes=1-4",)}, "--sbatch 'nodes=1-4'.*Use --nodes of this command"),
-        ({"sbatch": ("partition=x",)}, "Use --partition of this command"),
-        ({"sbatch": ("dependency=singleton",)}, "Use --dependency of this command"),
-        ({"sbatch": ("array=0-3",)}, "sets this option itself. Leave it out"),
-        ({"sbatch": ("wr=touch canary",)}, "sets this option itself. Leave it out"),
-        ({"sbatch": ("w n1",)}, "not an option"),
-        ({"sbatch": (":",)}, "not an option"),
-        ({"sbatch": ("comment=a\nb",)}, "not an option"),
-        ({"sbatch": ("comment=a\tb",)}, "control characters"),
-        ({"sbatch": ("comment=MY_TOKEN=1",)}, "MY_TOKEN looks like a secret"),
-        ({"mail": "a b"}, "--mail 'a b'"),
-        ({"mail": ""}, "--mail ''"),
-        ({"account": ""}, "account = ''"),
-        ({"dependency": "x\n"}, "--dependency"),
-    ],
-)
-def test_what_a_command_may_not_ask_for_is_refused(asked, says):
-    with pytest.raises(ConfigError, match=says):
-        SlurmRequest(**asked).site(parse_site(CPU, "site"))

@@ -7,9 +7,6 @@ import json
 import math
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +19,7 @@ from pretrain.launcher.supervise import waiting
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
-from tests.end_to_end.commands import ended, wait_for
+from tests.end_to_end.commands import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,7 +124,7 @@ def test_a_run_under_way_says_when_it_will_end():
         100,
     )
     assert status.nodes == Owner.read(attempt.directory).host and abs(status.ends_at - at - 225) < 1
-    text = look.detail(status, at)
+    text = look.detail(status)
     assert (
         "100 of 400 (25.0 %), 21.3k tokens/s, loss 3.000, now saving" in text
         and "step-00000100" in text
@@ -168,7 +165,7 @@ def test_a_launcher_that_waits_between_two_attempts_says_for_what_and_since_when
         status = status_of(run)
         assert status.state == "waiting" and not status.is_over
         assert status.reason == f"waits since {since} for slurmctld, which is away"
-        assert f"waiting\n  reason      {status.reason}" in look.detail(status, time.time())
+        assert f"waiting\n  reason      {status.reason}" in look.detail(status)
         # One that a killed launcher has left is not believed.
         os.utime(path, (at - 1000, at - 1000))
         assert status_of(run).state == "failed"
@@ -187,45 +184,34 @@ def test_who_waits_renews_it(tmp_path, monkeypatch):
         pass
 
 
-def test_without_slurm_a_sent_run_is_unknown_until_its_files_tell():
+def test_without_slurm_a_sent_run_is_unknown_until_its_files_tell(capsys):
     run = Path("runs/a")
     run.mkdir(parents=True)
     append_job(run, JobRecord("12", "train", "a", time.time(), "site", 2, 4, str(run)))
     statuses, away = read_statuses([run])
     assert statuses[0].state == "unknown" and not statuses[0].is_over and "no such command" in away
-    assert "no such command" in look._page([run]).splitlines()[0]
+    look.show_status([run])
+    assert "no such command" in capsys.readouterr().out.splitlines()[0]
     with pytest.raises(RunFailed, match=r"are unknown: squeue: no such command"):
         control.cancel(run, save=True)
     attempt = Attempt.begin(run)
     assert status_of(run).state == "running"
     attempt.end("finished", 0, "at step 9", 9)
-    assert status_of(run).state == "finished" and "squeue" not in look._page([run])
+    look.show_status([run])
+    assert status_of(run).state == "finished" and "squeue" not in capsys.readouterr().out
 
 
-def test_a_table_of_many_runs_fits_the_terminal():
-    names = [f"sweep-of-the-position-methods/method-number-{i}/x{'x' * 5 * i}" for i in range(8)]
+def test_a_table_of_many_runs_fits_the_terminal(monkeypatch):
+    names = [f"sweep-of-the-position-methods/method-{i}/{'x' * 5 * i}" for i in range(8)]
     for name in names:
-        _, attempt = make_run(name, num_steps=1_000_000, steps=99)
-        if name == names[0]:
-            attempt.end(
-                "failed",
-                1,
-                "rank 3 on node-17 was ended (Out Of Memory); see its log for the rest of it",
-                99,
-            )
+        make_run(name, num_steps=1_000_000, steps=99)
     statuses = read_statuses(find_runs([]))[0]
     assert [str(status.run) for status in statuses] == sorted(f"runs/{name}" for name in names)
-    for width in (300, 120, 100, 80):
-        lines = look.table(statuses, time.time(), width).splitlines()
-        assert len(lines) == 9 and all(len(line) <= width for line in lines), (width, lines)
-        assert {"RUN", "STATE", "STEP", "LOSS", "GOODPUT"} <= set(lines[0].split())
-        assert all("99/1000000" in line for line in lines[1:])
-    lines = look.table(statuses, time.time(), 120).splitlines()
-    assert lines[0].split() == [column.upper() for column in look.COLUMNS]
-    assert all(
-        line.startswith(("runs/", "…")) and "21.3k" in line and "3.000" in line
-        for line in lines[1:]
-    )
+    head, *lines = look.table(statuses).splitlines()
+    assert head.split() == look.HEAD.split() and len(lines) == 8
+    assert all("99/1000000" in line and "21.3k" in line and "3.000" in line for line in lines)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, look.table(statuses).splitlines())) == 80
 
 
 def test_what_is_no_run():
@@ -341,69 +327,3 @@ def test_follow_begins_with_the_last_lines_of_a_long_log_and_waits_for_whole_lin
         file.write(" off\n0: other\n")
         file.flush()
         assert log.read() == [b"cut off\n"] and log.read() == []
-
-
-def test_follow_goes_on_with_the_next_attempt_until_the_run_ends():
-    run, attempt = make_run("a", job="7")
-    log = run / "logs/attempt-0001.log"
-    log.write_text("0: first\n")
-    process = launcher("logs", str(run), "--follow", "--rank", "0")
-    assert process.stdout.readline() == "first\n"
-    with log.open("a") as file:
-        file.write("0: more\n")
-    assert process.stdout.readline() == "more\n"
-    attempt.end("restart", 75, "saved", 100)
-    second = Attempt.begin(run, Owner.here(num_processes=2, slurm_job_id="7"))
-    (run / "logs/attempt-0002.log").write_text("0: again\n1: other\n")
-    assert process.stdout.readline() == "again\n"
-    with (run / "logs/attempt-0002.log").open("a") as file:
-        # More than is read at a time.
-        file.write("0: last\n" * 400_000)
-    second.end("finished", 0, "at step 400", 400)
-    done = ended(process)
-    assert done.out == "last\n" * 400_000 and done.code == 0
-    assert "attempt 2:" in done.err and done.err.endswith(f"{run}: finished: at step 400\n")
-
-
-def test_watch_shows_it_again_until_ctrl_c():
-    make_run("a")
-    process = launcher("status", "--watch", before="look.WATCH_SECONDS = 0.1; ")
-    lines: list[str] = []
-
-    def pages() -> bool:
-        lines.append(process.stdout.readline())
-        return "".join(lines).count("GOODPUT") >= 3
-
-    wait_for(pages)
-    process.send_signal(signal.SIGINT)
-    done = ended(process)
-    assert done.code == 0 and done.err == ""
-
-
-def launcher(*words: str, before: str = "") -> subprocess.Popen[str]:
-    """Start `launcher`, in a process of its own, after the statements `before`."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-        f"from pretrain.launcher import look; {before}"
-        "from pretrain.launcher.main import main; main()"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *words],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def test_durations_and_moments():
-    said = [
-        look.duration(ms)
-        for ms in (0, 400, 9_949, 42_000, 59_600, 725_000, 3_599_600, 14_399_000, 1_051_200_000)
-    ]
-    assert said == ["0.0s", "0.4s", "9.9s", "42s", "1m00s", "12m05s", "1h00m", "3h59m", "12d04h"]
-    now = time.mktime((2027, 3, 31, 12, 0, 0, 0, 0, -1))
-    assert [look.moment(now + s, now) for s in (61, 86400, 86400 * 800)] == [
-        "12:01:01",
-        "Apr 01 12:00",
-        "Jun 2029",
-    ]

@@ -24,7 +24,6 @@ from pretrain.launcher.supervise import Signals, Supervisor, Watchdog, without_p
 from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import Attempt
-from pretrain.rundir.paths import ExitCode
 from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 from tests.unit.test_launcher_local import alive
 
@@ -190,11 +189,6 @@ def test_ranks_that_differ_start_again_from_the_checkpoint_before(tmp_path, capf
     assert first.ended.reason.startswith("the ranks differ in what must be equal, at step ")
     assert second.owner.checkpoint_step == 4
     assert f"{first.ended.reason}; starting again from step 4\n" in capfd.readouterr().err
-
-
-def test_ranks_that_differ_at_the_same_step_again_are_given_up(tmp_path):
-    assert train(tmp_path, training("if step == 3: sys.exit(81)")) == 81
-    assert outcomes(tmp_path) == [("diverged", 81, 3), ("gave_up", 81, 3)]
 
 
 def test_bad_input_is_not_tried_again(tmp_path, capfd):
@@ -365,30 +359,6 @@ def test_sigterm_saves_and_stops(tmp_path, number):
     assert read_attempts(tmp_path)[0].ended.reason == f"saved at step {step}"
 
 
-def test_ctrl_c_saves_and_stops(tmp_path):
-    """The ranks get SIGTERM, on which they save; what SIGINT would do to them plays no part."""
-    launched = Launched(tmp_path, begin="signal.signal(signal.SIGINT, lambda *_: os._exit(1))")
-    launched.wait_until_it_trains()
-    launched.process.send_signal(signal.SIGINT)
-    code, said = launched.end()
-    answer = "saving, then stopping; press Ctrl-C again to leave at once, losing "
-    assert code == 80 and re.fullmatch(rf"{answer}\d+ steps? since the start\n", said), said
-    [(outcome, code, step)] = outcomes(tmp_path)
-    assert (outcome, code) == ("stopped", 80) and newest_checkpoint_step(tmp_path) == step
-
-
-def test_a_second_ctrl_c_leaves_at_once(tmp_path):
-    """Although the ranks have not saved yet, and take no signal."""
-    launched = Launched(tmp_path, "while step == 2:\n    time.sleep(0.1)")
-    launched.wait_until_it_trains()
-    launched.process.send_signal(signal.SIGINT)
-    assert "press Ctrl-C again" in launched.process.stderr.readline()
-    launched.process.send_signal(signal.SIGINT)
-    assert launched.end()[0] == 130
-    [(outcome, code, _)] = outcomes(tmp_path)
-    assert (outcome, code) == ("stopped", 130) and newest_checkpoint_step(tmp_path) is None
-
-
 def test_ctrl_c_before_training_has_nothing_to_save(tmp_path):
     launched = Launched(tmp_path, begin="time.sleep(600)")
     wait_for(lambda: (tmp_path / "logs/rank-1.log").exists())
@@ -398,14 +368,6 @@ def test_ctrl_c_before_training_has_nothing_to_save(tmp_path):
 
 
 # ---- the lock ------------------------------------------------------------------------------------
-def test_a_second_launcher_is_told_who_trains(tmp_path):
-    launched = Launched(tmp_path)
-    launched.wait_until_it_trains()
-    other = Launched(tmp_path)
-    code, said = other.end()
-    assert code != 0 and f"attempt 1 is being made by process {launched.process.pid} " in said
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.end()[0] == 80 and len(read_attempts(tmp_path)) == 1
 
 
 def test_who_was_taken_for_dead_leaves_the_run_alone(tmp_path, monkeypatch, capfd):
@@ -463,22 +425,6 @@ def test_what_a_restart_goes_on_from(tmp_path, resume, saves, then):
     assert load_config(Path(frozen)) == config_of(tmp_path)
 
 
-def test_an_older_branch_of_a_run_is_gone_on_from(tmp_path):
-    """With --resume step 2 of a run that has step 9, a restart after a save is left to `auto`.
-
-    `pretrain train` has set step 9 aside by then; see tests/end_to_end/test_history.py.
-    """
-    for name in ("step-00000002", "step-00000009"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
-    begin = "step = 2 if number == 1 else step"
-    step = "if rank == 0 and step == 4: save()\nif (rank, step, number) == (0, 6, 1): die(9)"
-    assert (
-        train(tmp_path, training(step, begin), resume=f"{tmp_path}/checkpoints/step-00000002") == 0
-    )
-    assert arguments(tmp_path)[1][1:] == ["--resume", "auto"]
-
-
 # ---- counting and evaluating ---------------------------------------------------------------------
 def record(
     run: Path, number: int, began_with: int | None, outcome: str | None, job: str = "5"
@@ -534,28 +480,6 @@ def test_attempts_that_take_their_supervisor_with_them_are_counted_too(tmp_path,
     )
 
 
-def test_checkpoints_are_evaluated_meanwhile_and_after_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervise, "EVALUATE_SECONDS", 0.02)
-
-    class Refused:
-        failure, nodes = "", ()
-
-        def poll(self) -> int | None:
-            return 2 if len(calls) > 2 else None
-
-    calls = []
-    with Signals() as signals:
-        supervisor = Supervisor(config_of(tmp_path), signals, lambda each: True)
-        end = supervisor.make_attempt(
-            Attempt.begin(tmp_path),
-            lambda attempt: Refused(),
-            lambda last: calls.append((last, threading.current_thread())),
-        )
-    assert end.outcome == "refused"
-    assert calls[-1] == (True, threading.main_thread())
-    assert all(not last and thread is not threading.main_thread() for last, thread in calls[:-1])
-
-
 def test_the_time_before_the_ranks_start_is_no_suspension(tmp_path, monkeypatch, capfd):
     """The nodes may be checked for half a minute before."""
     now, looks = [0.0], threading.Event()
@@ -609,31 +533,6 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
     assert any(thread.is_alive() for thread in threading.enumerate() if thread.daemon)
     assert read_attempts(tmp_path)[0].ended.outcome == "failed"
     answers.set()
-
-
-def test_a_slow_answer_about_preemption_does_not_delay_the_record_of_the_end(tmp_path):
-    """Slurm kills what `scancel` ends within KillWait, however long squeue takes."""
-
-    class Stopped:
-        failure, nodes = "", ()
-
-        def poll(self) -> int | None:
-            return ExitCode.STOPPED
-
-    recorded = []
-
-    def is_preempted() -> bool:
-        wait_for(lambda: read_attempts(tmp_path)[0].ended)
-        recorded.append(read_attempts(tmp_path)[0].ended.outcome)
-        return True
-
-    with Signals() as signals:
-        supervisor = Supervisor(
-            config_of(tmp_path), signals, lambda each: True, is_preempted=is_preempted
-        )
-        end = supervisor.make_attempt(Attempt.begin(tmp_path), lambda attempt: Stopped())
-    assert recorded == ["stopped"] and end.again
-    assert read_attempts(tmp_path)[0].ended.outcome == "restart"
 
 
 # ---- what srun says ------------------------------------------------------------------------------
