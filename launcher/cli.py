@@ -7,20 +7,20 @@ its function, to keep the others quick.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
 from pretrain.config import ConfigError, EvaluationRequest, load_config
 from pretrain.config.arguments import (
     AllowChanged,
+    Commands,
     Config,
+    Number,
+    Numbers,
     Overrides,
     print_and_exit,
     version_of,
@@ -32,87 +32,33 @@ from pretrain.launcher.status import GOODPUT
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")]
 SITE_HELP = "TOML file of your Slurm cluster. Copy one of the examples slurm/site.*.toml."
 SiteFile = Annotated[Path, typer.Option(metavar="SITE", help=SITE_HELP)]
-DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Print the job and when it could start, and submit nothing."),
-]
-TimeLimit = Annotated[
-    str | None,
-    typer.Option(
-        metavar="LIMIT",
-        help="Time limit of each job, as in 1-00:00:00, 12:00:00 or 90 (minutes). Default: the "
-        "site's time_limit.",
-    ),
-]
+TimeLimit = Annotated[str | None, typer.Option(metavar="LIMIT")]
+AtLeastOne = Annotated[int | None, typer.Option(min=1, metavar="N")]
 
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The options that say what the evaluations of checkpoints measure."""
+    """The options that say what the evaluations of checkpoints measure.
 
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...",
-            help="Window lengths of evaluations in tokens, as in 128,512,2048. Default: "
-            "evaluation.lengths of the config, else 1, 2, 4, 8 and 16 times the training length as "
-            "far as the text reaches.",
-        ),
-    ] = None
-    protocols: Annotated[
-        str,
-        typer.Option(
-            help="Protocols of evaluations: nonoverlapping, sliding, or both separated by a comma."
-        ),
-    ] = "nonoverlapping,sliding"
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens from one sliding window to the next. Default: evaluation.stride of the "
-            "config where no length is shorter, else the shortest length.",
-        ),
-    ] = None
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Score at most this many validation tokens. Default: all; evaluation.max_tokens "
-            "bounds the evaluations while training.",
-        ),
-    ] = None
+    Args:
+        lengths: Window lengths of evaluations in tokens, as in 128,512,2048. Default:
+            evaluation.lengths of the config, else 1, 2, 4, 8 and 16 times the training length as
+            far as the text reaches.
+        protocols: Protocols of evaluations: nonoverlapping, sliding, or both separated by a comma.
+        stride: Tokens from one sliding window to the next. Default: evaluation.stride of the config
+            where no length is shorter, else the shortest length.
+        max_tokens: Score at most this many validation tokens. Default: all; evaluation.max_tokens
+            bounds the evaluations while training.
+    """
+
+    lengths: Numbers = None
+    protocols: str = "nonoverlapping,sliding"
+    stride: Number = None
+    max_tokens: Number = None
 
     def request(self) -> EvaluationRequest:
         """Return what is asked for. Raises ConfigError for a wrong value."""
         return EvaluationRequest.parse(self.lengths, self.protocols, self.stride, self.max_tokens)
-
-
-def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each field of the dataclasses among its parameters."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name not in groups:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        hints |= get_type_hints(groups[name], include_extras=True)
-        parameters += [
-            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default)
-            for option, default in vars(groups[name]()).items()
-        ]
-
-    @functools.wraps(command)
-    def call(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        command(**given)
-
-    parameters = [each.replace(annotation=hints[each.name]) for each in parameters]
-    # typer looks at both.
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    call.__annotations__ = {each.name: each.annotation for each in parameters}
-    return call
 
 
 def _refuse(group: Any, why: str, **others: object) -> None:
@@ -133,14 +79,14 @@ def _refuse(group: Any, why: str, **others: object) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: has no effect {why}")
 
 
-app = typer.Typer(
+app = Commands(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     # The subcommands inherit this from the app.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data = typer.Typer(no_args_is_help=True, help="Build a data set on a Slurm cluster.")
+data = Commands(no_args_is_help=True, help="Build a data set on a Slurm cluster.")
 app.add_typer(data, name="data")
 
 
@@ -177,23 +123,9 @@ def launcher(
 @app.command()
 def local(
     config: Config,
-    nproc: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Number of processes: one per GPU, or a few that share the CPU's cores.",
-        ),
-    ],
+    nproc: Annotated[int, typer.Option(min=1, metavar="N")],
     overrides: Overrides = [],  # noqa: B006  typer copies it
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|none|PATH",
-            help="Start from the run's newest checkpoint if there is one (auto), from step 0 "
-            "(none), or from this checkpoint. Default: auto.",
-        ),
-    ] = None,
+    resume: Annotated[str | None, typer.Option(metavar="auto|none|PATH")] = None,
     allow_changed: AllowChanged = [],  # noqa: B006
 ) -> None:
     """Train on this machine.
@@ -217,6 +149,11 @@ def local(
       launcher local configs/demo.toml --nproc 2
       launcher local configs/demo.toml --nproc 2 --set train.num_steps=100 \\
           --set run.directory=runs/try
+
+    Args:
+        nproc: Number of processes: one per GPU, or a few that share the CPU's cores.
+        resume: Start from the run's newest checkpoint if there is one (auto), from step 0 (none),
+            or from this checkpoint. Default: auto.
     """
     from pretrain.launcher.look import print_end
     from pretrain.launcher.ranks import run_locally
@@ -243,7 +180,6 @@ def local(
 
 
 @app.command()
-@with_groups
 def run(
     config: Config,
     site: SiteFile,
@@ -272,28 +208,16 @@ def run(
 
 
 @app.command()
-@with_groups
 def submit(
     config: Config,
     site: SiteFile,
     request: SlurmRequest,
     evaluations: Evaluations,
     overrides: Overrides = [],  # noqa: B006  typer copies it
-    dry_run: DryRun = False,
-    evaluate_checkpoints: Annotated[
-        bool,
-        typer.Option(
-            "--evaluate-checkpoints",
-            help="Evaluate each checkpoint when it is complete, in a job of its own.",
-        ),
-    ] = False,
+    dry_run: bool = False,
+    evaluate_checkpoints: bool = False,
     allow_changed: AllowChanged = [],  # noqa: B006
-    after: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN", help="Start when this run's job has ended well, whatever its restarts."
-        ),
-    ] = None,
+    after: Annotated[Path | None, typer.Option(metavar="RUN")] = None,
 ) -> None:
     """Train on a Slurm cluster.
 
@@ -313,6 +237,11 @@ def submit(
           --set batch.micro_batch_size=1 --dry-run
       launcher submit mine.toml --site slurm/site.toml --after runs/demo/alibi \\
           --mail me@example.org --sbatch exclude=node07
+
+    Args:
+        dry_run: Print the job and when it could start, and submit nothing.
+        evaluate_checkpoints: Evaluate each checkpoint when it is complete, in a job of its own.
+        after: Start when this run's job has ended well, whatever its restarts.
     """
     from pretrain.launcher.evaluations import EvaluationOptions
     from pretrain.launcher.site import load_site
@@ -337,40 +266,15 @@ def submit(
 
 
 @app.command()
-@with_groups
 def sweep(
-    configs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="CONFIG",
-            help="TOML file that the runs have in common; or, without --over, of each run.",
-        ),
-    ],
+    configs: Annotated[list[Path], typer.Argument(metavar="CONFIG")],
     request: SlurmRequest,
-    over: Annotated[
-        list[str],
-        typer.Option(
-            metavar="SECTION.KEY=VALUE,VALUE",
-            help="A key of the config and the values to try. Can be repeated.",
-        ),
-    ] = [],  # noqa: B006  typer copies it
+    over: Annotated[list[str], typer.Option(metavar="SECTION.KEY=VALUE,VALUE")] = [],  # noqa: B006
     site: Annotated[Path | None, typer.Option(metavar="SITE", help=SITE_HELP)] = None,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Train on this machine instead of a Slurm cluster, each run with N processes.",
-        ),
-    ] = None,
+    nproc: AtLeastOne = None,
     overrides: Overrides = [],  # noqa: B006
-    concurrent: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="The most runs that train at the same time. Default: all."
-        ),
-    ] = None,
-    dry_run: DryRun = False,
+    concurrent: AtLeastOne = None,
+    dry_run: bool = False,
     allow_changed: AllowChanged = [],  # noqa: B006
 ) -> None:
     """Train one run for each combination of values, or for each of several configs.
@@ -391,6 +295,13 @@ def sweep(
       launcher sweep configs/demo.toml --site slurm/site.toml --concurrent 2 \\
           --over position.method=alibi,sinusoidal --over data.sequence_length=128,256
       launcher sweep configs/cc100_roberta/*_512.toml --site slurm/site.toml
+
+    Args:
+        configs: TOML file that the runs have in common; or, without --over, of each run.
+        over: A key of the config and the values to try. Can be repeated.
+        nproc: Train on this machine instead of a Slurm cluster, each run with N processes.
+        concurrent: The most runs that train at the same time. Default: all.
+        dry_run: Print the job and when it could start, and submit nothing.
     """
     from pretrain.launcher.site import load_site
     from pretrain.launcher.sweep import sweep as submit_sweep
@@ -423,19 +334,11 @@ def sweep(
 
 
 @app.command()
-@with_groups
 def evaluate_checkpoints(
     run: Run,
     site: SiteFile,
     evaluations: Evaluations,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Processes of an evaluation, one per GPU, on one node. Default: all of the node.",
-        ),
-    ] = None,
+    nproc: AtLeastOne = None,
     time: TimeLimit = None,
 ) -> None:
     """Evaluate the checkpoints of a run.
@@ -451,6 +354,10 @@ def evaluate_checkpoints(
     \b
     Example:
       launcher evaluate-checkpoints runs/demo/alibi --site slurm/site.toml --lengths 128,512,2048
+
+    Args:
+        nproc: Processes of an evaluation, one per GPU, on one node. Default: all of the node.
+        time: Time limit of an evaluation. Default: the site's time_limit.
     """
     from pretrain.launcher.evaluations import EvaluationOptions, evaluate_run, run_config
     from pretrain.launcher.site import load_site
@@ -466,22 +373,9 @@ def data_build(
     config: Config,
     site: SiteFile,
     overrides: Overrides = [],  # noqa: B006  typer copies it
-    nodes: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="As many tasks run at the same time as so many nodes of the site have cores.",
-        ),
-    ] = 1,
+    nodes: Annotated[int, typer.Option(min=1, metavar="N")] = 1,
     time: TimeLimit = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Print the jobs, and estimate tokens, bytes and time; submit and write nothing.",
-        ),
-    ] = False,
+    dry_run: bool = False,
 ) -> None:
     """Build a data set on many nodes of a Slurm cluster.
 
@@ -497,6 +391,11 @@ def data_build(
     Examples:
       launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --dry-run
       launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --nodes 4
+
+    Args:
+        nodes: As many tasks run at the same time as so many nodes of the site have cores.
+        time: Time limit of each job, as in 12:00:00. Default: the site's time_limit.
+        dry_run: Print the jobs, and estimate tokens, bytes and time; submit and write nothing.
     """
     from pretrain.launcher import experiment
 
@@ -527,10 +426,7 @@ def data_array(
 # ---- looking after runs --------------------------------------------------------------------------
 @app.command(epilog=GOODPUT)
 def status(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="RUN", help="Directories of runs. Default: all runs below runs/."),
-    ] = None,
+    runs: Annotated[list[Path] | None, typer.Argument(metavar="RUN")] = None,
 ) -> None:
     """Show the state of runs.
 
@@ -541,6 +437,9 @@ def status(
     Examples:
       launcher status
       launcher status runs/demo/alibi
+
+    Args:
+        runs: Directories of runs. Default: all runs below runs/.
     """
     from pretrain.launcher import look
 
@@ -550,21 +449,9 @@ def status(
 @app.command()
 def logs(
     run: Run,
-    follow: Annotated[
-        bool,
-        typer.Option(
-            "--follow",
-            help="Go on printing new lines, across restarts, until the run ends. Ctrl-C ends only "
-            "the printing.",
-        ),
-    ] = False,
-    rank: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Print this rank only. Default: all.")
-    ] = None,
-    attempt: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Number of the attempt. Default: the newest."),
-    ] = None,
+    follow: bool = False,
+    rank: Annotated[int | None, typer.Option(min=0, metavar="N")] = None,
+    attempt: AtLeastOne = None,
 ) -> None:
     """Print what the ranks of a run have printed.
 
@@ -573,6 +460,12 @@ def logs(
     \b
     Example:
       launcher logs runs/demo/alibi --follow --rank 0
+
+    Args:
+        follow: Go on printing new lines, across restarts, until the run ends. Ctrl-C ends only the
+            printing.
+        rank: Print this rank only. Default: all.
+        attempt: Number of the attempt. Default: the newest.
     """
     from pretrain.launcher import look
 
@@ -587,14 +480,7 @@ def logs(
 @app.command()
 def cancel(
     run: Run,
-    save: Annotated[
-        bool,
-        typer.Option(
-            "--save",
-            help="Save a checkpoint first, and wait until training has ended. Evaluations go on. "
-            "Ctrl-C ends only the waiting.",
-        ),
-    ] = False,
+    save: bool = False,
 ) -> None:
     """End the Slurm jobs of a run.
 
@@ -604,6 +490,10 @@ def cancel(
     \b
     Example:
       launcher cancel runs/demo/alibi --save
+
+    Args:
+        save: Save a checkpoint first, and wait until training has ended. Evaluations go on. Ctrl-C
+            ends only the waiting.
     """
     from pretrain.launcher import control
 
@@ -653,16 +543,13 @@ def guard(run: Run) -> None:
 
 
 @app.command(hidden=True)
-def evaluation(
-    run: Run,
-    checkpoint: Annotated[
-        str,
-        typer.Argument(metavar="CHECKPOINT", help="Name of one of its checkpoints, step-########."),
-    ],
-) -> None:
+def evaluation(run: Run, checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT")]) -> None:
     """Evaluate one checkpoint, inside its Slurm job.
 
     The batch script of an evaluation runs this command.
+
+    Args:
+        checkpoint: Name of one of its checkpoints, step-########.
     """
     from pretrain.launcher.evaluations import run_job
 

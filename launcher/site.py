@@ -312,66 +312,32 @@ OWN_OPTIONS = ("nodes", "time", "partition", "account", "qos", "dependency")
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """What one command asks of Slurm for its job: each field is an option of the command."""
+    """What one command asks of Slurm for its job: each field is an option of the command.
 
-    nodes: Annotated[
-        int | None,
-        Option(
-            min=1,
-            metavar="N",
-            help="Number of nodes of each run. Default: as many as parallel.world_size needs, else "
-            "1.",
-        ),
-    ] = None
-    time: Annotated[
-        str | None,
-        Option(
-            metavar="LIMIT",
-            help="Time limit of the job, as in 1-00:00:00, 12:00:00 or 90 (minutes). Default: the "
-            "site's time_limit.",
-        ),
-    ] = None
-    save_before: Annotated[
-        int | None,
-        Option(
-            min=1,
-            metavar="SECONDS",
-            help="Save a checkpoint this long before the time limit. Default: the time of two "
-            "checkpoints and one step, plus a minute.",
-        ),
-    ] = None
-    partition: Annotated[
-        str | None, Option(metavar="NAME", help="Partition of the job. Default: the site's.")
-    ] = None
-    account: Annotated[
-        str | None, Option(metavar="NAME", help="Account that pays. Default: the site's.")
-    ] = None
-    qos: Annotated[
-        str | None, Option(metavar="NAME", help="Quality of service. Default: the site's.")
-    ] = None
-    sbatch: Annotated[
-        list[str],
-        Option(
-            metavar="KEY=VALUE",
-            help="Another option of sbatch, as in exclude=node07. Can be repeated; comes before "
-            "the site's sbatch_arguments.",
-        ),
-    ] = field(default_factory=list)
-    dependency: Annotated[
-        str | None,
-        Option(
-            metavar="TYPE:JOB",
-            help="Jobs to wait for, as sbatch --dependency takes them: afterok:123.",
-        ),
-    ] = None
-    mail: Annotated[
-        str | None,
-        Option(
-            metavar="ADDRESS",
-            help="Have Slurm send a mail when the job has finished or given up, and when a node "
-            "dies.",
-        ),
-    ] = None
+    Args:
+        nodes: Number of nodes of each run. Default: as many as parallel.world_size needs, else 1.
+        time: Time limit of the job, as in 1-00:00:00, 12:00:00 or 90 (minutes). Default: the site's
+            time_limit.
+        save_before: Save a checkpoint this long before the time limit. Default: the time of two
+            checkpoints and one step, plus a minute.
+        partition: Partition of the job. Default: the site's.
+        account: Account that pays. Default: the site's.
+        qos: Quality of service. Default: the site's.
+        sbatch: Another option of sbatch, as in exclude=node07. Can be repeated; comes before the
+            site's sbatch_arguments.
+        dependency: Jobs to wait for, as sbatch --dependency takes them: afterok:123.
+        mail: Have Slurm send a mail when the job has finished or given up, and when a node dies.
+    """
+
+    nodes: Annotated[int | None, Option(min=1, metavar="N")] = None
+    time: Annotated[str | None, Option(metavar="LIMIT")] = None
+    save_before: Annotated[int | None, Option(min=1, metavar="SECONDS")] = None
+    partition: Annotated[str | None, Option(metavar="NAME")] = None
+    account: Annotated[str | None, Option(metavar="NAME")] = None
+    qos: Annotated[str | None, Option(metavar="NAME")] = None
+    sbatch: Annotated[list[str], Option(metavar="KEY=VALUE")] = field(default_factory=list)
+    dependency: Annotated[str | None, Option(metavar="TYPE:JOB")] = None
+    mail: Annotated[str | None, Option(metavar="ADDRESS")] = None
 
     def site(self, site: Site) -> Site:
         """Return the site with what this command asks for. Raises ConfigError for wrong options."""

@@ -7,13 +7,15 @@ The docstring of a command is the text of its --help, and under Args it describe
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.metadata
 import inspect
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -25,19 +27,56 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 class Commands(typer.Typer):
     """A group of commands whose docstrings describe their parameters under Args.
 
-    A parameter is an option unless its annotation says typer.Argument. A flag has no --no-flag.
+    A parameter is an option unless its annotation says typer.Argument. A flag has no --no-flag. A
+    parameter that is a dataclass stands for an option for each of its fields, which the docstring
+    of the class describes in the same way.
     """
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Command], Command]:
         """Register the decorated function, as typer.Typer.command does."""
         register = super().command(name, **settings)
-        return lambda function: register(_documented(function))
+
+        def decorate(function: Command) -> Command:
+            register(_documented(function))
+            return function
+
+        return decorate
 
 
 def _documented(command: Command) -> Command:
-    """Give the parameters of a command the help that its docstring has under Args."""
-    text, _, arguments = (inspect.getdoc(command) or "").partition("\n\nArgs:\n")
-    hints = get_type_hints(command, include_extras=True)
+    """Return a command whose parameters have the help that its docstring has under Args."""
+    command.__doc__, hints = _described(command)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        options = {name: parameter.default}
+        if name in groups:
+            hints |= _described(groups[name])[1]
+            options = vars(groups[name]())
+        parameters += [
+            inspect.Parameter(option, _BY_NAME, default=default, annotation=hints[option])
+            for option, default in options.items()
+        ]
+
+    @functools.wraps(command)
+    def call(**given: Any) -> Any:
+        for name, group in groups.items():
+            given[name] = group(**{option: given.pop(option) for option in vars(group())})
+        return command(**given)
+
+    # typer looks at both.
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    return cast(Command, call)
+
+
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
+
+
+def _described(described: Any) -> tuple[str, dict[str, Any]]:
+    """Return a docstring without its Args, and the type hints with the help that stands there."""
+    text, _, arguments = (inspect.getdoc(described) or "").partition("\n\nArgs:\n")
+    hints = get_type_hints(described, include_extras=True)
     for name, words in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", arguments, re.MULTILINE):
         is_annotated = get_origin(hints[name]) is Annotated
         kind, given = get_args(hints[name]) if is_annotated else (hints[name], typer.Option())
@@ -47,8 +86,7 @@ def _documented(command: Command) -> Command:
         if kind is bool and info.default is ...:
             info.param_decls = (f"--{name.replace('_', '-')}",)
         hints[name] = Annotated[kind, info]
-    command.__doc__, command.__annotations__ = text, hints
-    return command
+    return text, hints
 
 
 Count = Annotated[int, typer.Option(min=1)]
