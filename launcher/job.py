@@ -13,9 +13,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.trajectory import allow_options
@@ -413,17 +414,17 @@ class _Start:
         Args:
             attempt: The attempt that has just ended.
         """
-        began, num_signals = time.monotonic(), len(self._signals.received)
+        num_signals = len(self._signals.received)
         if not slurm.is_away():
             return
         minutes = f"{AWAY_SECONDS / 60:.0f} minutes"
         what = f"{slurm.CONTROLLER}, which is away, for up to {minutes}"
         say(f"job {self._job_id}: waits for {what}")
         with waiting(attempt.directory, what):
-            while time.monotonic() - began < AWAY_SECONDS:
-                time.sleep(RETRY_SECONDS)
-                if len(self._signals.received) > num_signals or not slurm.is_away():
-                    return
+            _wait_for(
+                lambda: len(self._signals.received) > num_signals or not slurm.is_away(),
+                AWAY_SECONDS,
+            )
 
     def _why_requeue(self, end: End) -> str | None:
         """Return why the next attempt needs another start of the job, or None if it does not.
@@ -456,16 +457,23 @@ class _Start:
         end, it sends SIGTERM to this process as well while the job is ending already; with
         PreemptMode REQUEUE it has then counted one more restart.
         """
-        began = time.monotonic()
-        while (state := slurm.job(self._job_id)) is None:
-            if time.monotonic() - began > REFUSED_SECONDS:
-                return False
-            time.sleep(RETRY_SECONDS)
-        if state.restarts > slurm.own_restarts():
-            return True
+        state = _wait_for(lambda: slurm.job(self._job_id), REFUSED_SECONDS)
+        if state is None or state.restarts > slurm.own_restarts():
+            return state is not None
         # A user who stops a run in its grace time asks for the stop, and `scancel` asks Slurm.
         is_chosen = state.preempted_at is not None
         return is_chosen and (not state.is_running or not self._signals.stops)
+
+
+T = TypeVar("T")
+
+
+def _wait_for(look: Callable[[], T], seconds: float, pause: float = RETRY_SECONDS) -> T:
+    """Look again and again until something is there, for some seconds; return what is."""
+    until = time.monotonic() + seconds
+    while not (found := look()) and time.monotonic() < until:
+        time.sleep(pause)
+    return found
 
 
 def _exit_code(end: End) -> int:
@@ -521,9 +529,7 @@ def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool
     _exclude(job_id, without)
     if is_ending:
         return True
-    deadline = time.monotonic() + REQUEUED_SECONDS
-    while len(signals.received) == signals_before and time.monotonic() < deadline:
-        time.sleep(RETRY_SECONDS / 10)
+    _wait_for(lambda: len(signals.received) > signals_before, REQUEUED_SECONDS, RETRY_SECONDS / 10)
     return True
 
 

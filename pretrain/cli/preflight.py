@@ -334,12 +334,8 @@ def _serve(place: Place, say: _Speaker) -> None:
                 _within(seconds, add_up)
                 say(f"round {name}", seconds=round(time.perf_counter() - began, 4))
             except Exception as error:
-                say(
-                    f"round {name}",
-                    error=_words(error),
-                    late=isinstance(error, TimeoutError),
-                    limit=seconds,
-                )
+                late = isinstance(error, TimeoutError)
+                say(f"round {name}", error=_words(error), late=late)
         say.stage = "waiting"
 
 

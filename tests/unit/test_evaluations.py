@@ -5,7 +5,6 @@ what a job leaves when it is killed.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -31,7 +30,7 @@ from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import RunPaths
 from tests.conftest import tiny_config
-from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
+from tests.end_to_end.commands import wait_for
 
 ROOT = Path(__file__).parents[2]
 SITE = parse_site({"name": "tests", "nodes": 4, "gpus_per_node": 8, "cpus_per_node": 16}, "tests")
@@ -288,35 +287,6 @@ def test_once_is_enough(tmp_path, capsys):
     assert [evaluate_once(tmp_path, STEP, evaluating(tmp_path)) for _ in range(3)] == [0, 0, 0]
     assert (tmp_path / "begun").read_text() == "begun\n"
     assert capsys.readouterr().err.count(f"{STEP}: evaluated before") == 2
-
-
-def race(run, rounds, barrier, codes):
-    for number in range(rounds):
-        barrier.wait(TIMEOUT_SECONDS)
-        codes.put(evaluate_once(run, f"step-{number:08d}", evaluating(run / str(number), 0.02)))
-
-
-def test_of_several_starters_one_evaluates(tmp_path):
-    rounds, starters = 20, 4
-    context = multiprocessing.get_context("fork")
-    barrier, codes = context.Barrier(starters), context.SimpleQueue()
-    for number in range(rounds):
-        (tmp_path / str(number)).mkdir()
-    processes = [
-        context.Process(target=race, args=(tmp_path, rounds, barrier, codes))
-        for _ in range(starters)
-    ]
-    for process in processes:
-        process.start()
-    assert [codes.get() for _ in range(rounds * starters)] == [0] * rounds * starters
-    for process in processes:
-        process.join(TIMEOUT_SECONDS)
-    assert [(tmp_path / str(n) / "begun").read_text() for n in range(rounds)] == [
-        "begun\n"
-    ] * rounds
-    for number in range(rounds):
-        assert (tmp_path / f"evaluations/step-{number:08d}/curve.json").read_text() == "{}\n"
-        assert outcomes(tmp_path, f"step-{number:08d}").count(("finished", "evaluated")) == 1
 
 
 def test_a_killed_evaluation_leaves_nothing_and_is_made_again(tmp_path, capfd):

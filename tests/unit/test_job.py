@@ -378,18 +378,6 @@ def test_jobs_are_read_back_and_damage_is_left_out(tmp_path):
         file.write('{"job_id": "9"\n[1]\nnull\n')
     append_job(tmp_path, records[1])
     assert read_jobs(tmp_path) == records and read_jobs(tmp_path / "none") == []
-    assert json.loads((tmp_path / "jobs.jsonl").read_text().splitlines()[0]) == {
-        "job_id": "1",
-        "kind": "train",
-        "name": "a",
-        "submitted_at": 1.5,
-        "site": "s",
-        "nodes": 2,
-        "num_tasks": 4,
-        "run": "/r",
-        "array_index": None,
-        "checkpoint": None,
-    }
 
 
 # ---- sweeps --------------------------------------------------------------------------------------

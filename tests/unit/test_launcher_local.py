@@ -17,7 +17,6 @@ import pytest
 from pretrain.config import load_config
 from pretrain.launcher.ranks import run_locally
 from pretrain.launcher.terminal import RankOutput
-from pretrain.rundir.jobs import LocalLaunch, read_local_launch
 from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -200,18 +199,6 @@ def test_the_end_of_the_failed_ranks_log_is_shown(tmp_path, capfd):
     assert lines[1:] == [str(n) for n in range(80, 100)]
 
 
-def test_a_rank_that_a_signal_ended_is_named(tmp_path, capfd):
-    assert (
-        run_processes(
-            python("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(600)"),
-            2,
-            tmp_path,
-        )
-        == 137
-    )
-    assert capfd.readouterr().err == "rank 0 was ended by SIGKILL\n"
-
-
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("pretrain.launcher.ranks.KILL_AFTER_SECONDS", 0.5)
     folder = str(tmp_path)
@@ -314,48 +301,6 @@ def test_help_teaches_with_an_example(command):
     done = launcher(*command, "--help")
     line = rf"Examples?[^\n]*:\n(    .*\n)*?    launcher {' '.join(command)}"
     assert done.returncode == 0 and re.search(line, done.stdout), done.stdout
-
-
-def test_the_ranks_run_pretrain_train_with_the_same_arguments(tmp_path, monkeypatch):
-    # Another package named pretrain, first on the ranks' path, prints its arguments.
-    (tmp_path / "pretrain").mkdir()
-    (tmp_path / "pretrain/__main__.py").write_text(f"{LAST_WORD}\nimport sys; print(sys.argv[1:])")
-    code = f"""
-import os, pretrain.launcher.cli as cli, pretrain.launcher.main as main
-os.environ['PYTHONPATH'] = {str(tmp_path)!r}
-os.chdir({str(tmp_path)!r})
-main.main()
-"""
-    config = str(ROOT / "configs/demo.toml")
-    for split in ("train", "validation"):
-        (tmp_path / f"runs/demo/data/{split}").mkdir(parents=True)
-        (tmp_path / f"runs/demo/data/{split}/manifest.json").touch()
-    arguments = ["--set", f"run.directory={tmp_path}/run", "--set", "train.num_steps=70"]
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "local",
-        config,
-        "--nproc",
-        "2",
-        "--resume",
-        "none",
-        "--allow-changed",
-        "run.seed",
-        *arguments,
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-    )
-    allowed = ["--allow-changed", "run.seed"]
-    expected = f"{['train', *allowed, config, *arguments, '--resume', 'none']}\n"
-    assert (done.returncode, done.stdout) == (0, expected), done.stderr
-    assert done.stderr.startswith(f"{tmp_path}/run: finished at step 70"), done.stderr
-    assert said(tmp_path / "run", 0) == said(tmp_path / "run", 1) == expected
-    launch = read_local_launch(tmp_path / "run")
-    words = ("launcher", "local", config, "--nproc=2", *arguments, *allowed)
-    assert launch == LocalLaunch(words, str(tmp_path), 2)
 
 
 def test_the_launcher_does_not_import_torch():

@@ -231,14 +231,13 @@ def test_nodes_that_are_all_silent_are_not_blamed():
     assert diagnosis.faults == {} and not diagnosis.refusal and len(diagnosis.warnings) == 5
 
 
-def test_a_sum_that_is_late_is_blamed_where_others_were_much_faster():
-    late = {"error": "not complete within 8.0 s", "late": True, "limit": 8.0}
-    for seconds, blamed in ((0.1, ["n2"]), (7.0, [])):
+def test_a_sum_that_is_late_is_blamed_where_others_were_in_time():
+    late = {"error": "not complete within 8.0 s", "late": True}
+    for result, blamed in (({"seconds": 0.1}, ["n2"]), (late, [])):
         cluster = Cluster(4)
         for node in cluster.nodes:
             for which in (0, 1):
-                found = late if node == "n2" else {"seconds": seconds}
-                cluster.say(node, "round node", found, which)
+                cluster.say(node, "round node", late if node == "n2" else result, which)
         diagnosis = cluster.diagnose()
         assert list(diagnosis.faults) == blamed and bool(diagnosis.warnings) is not bool(blamed)
 

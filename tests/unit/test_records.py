@@ -12,8 +12,7 @@ import pytest
 
 from pretrain.launcher import look
 from pretrain.launcher.status import find_runs, read_statuses
-from pretrain.launcher.supervise import Repeater
-from pretrain.launcher.supervise import Watchdog
+from pretrain.launcher.supervise import Repeater, Watchdog
 from pretrain.rundir.attempts import read_attempts, read_progress, steps_done
 from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import wait_for

@@ -48,31 +48,16 @@ REFUSED = [
     (GPU | {"partition": "a\nb"}, ["partition = 'a\\nb'", "control characters"]),
     (GPU | {"account": ""}, ["account = ''", "Leave it out"]),
     (GPU | {"modules": ["cuda\0"]}, ["modules = 'cuda\\x00'"]),
-    (
-        GPU | {"sbatch_arguments": ["--partition=other"]},
-        ["'--partition=other'", "sets this option itself"],
-    ),
-    # sbatch takes any prefix of an option that is unique.
-    (GPU | {"sbatch_arguments": ["--exp=NONE"]}, ["'--exp=NONE'", "sets this option itself"]),
-    (GPU | {"sbatch_arguments": ["evil.sh"]}, ["'evil.sh'", "not an option"]),
-    (GPU | {"sbatch_arguments": ["-w", "n1"]}, ["'-w'", "not an option"]),
-    (GPU | {"sbatch_arguments": ["--dependency=singleton"]}, ["sets this option itself"]),
-    (GPU | {"srun_arguments": ["--ntasks=1"]}, ["srun_arguments: '--ntasks=1'", "option itself"]),
-    (GPU | {"srun_arguments": ["-n1"]}, ["srun_arguments: '-n1'", "not an option"]),
     (GPU | {"srun_arguments": ["--container-env=MY_TOKEN=0"]}, ["MY_TOKEN looks like a secret"]),
     (
         GPU | {"container": ["--container-image=x", "env"]},
         ["container = ['--container-image=x', 'env']", 'srun_arguments = ["--container-image=x"]'],
     ),
     (GPU | {"environment": {"A B": "1"}}, ["environment.A B", "not a variable's name"]),
-    (GPU | {"environment": {"A\nB": "1"}}, ["environment.'A\\nB'", "not a variable's name"]),
-    (GPU | {"environment": {"X;reboot": "1"}}, ["not a variable's name"]),
-    (GPU | {"environment": {"X": "\0"}}, ["environment.X", "no variable can hold this"]),
     (
         GPU | {"environment": {"WANDB_API_KEY": "0"}},
         ["WANDB_API_KEY", "looks like a secret", "export WANDB_API_KEY"],
     ),
-    (GPU | {"environment": {"hf_token": "0"}}, ["hf_token", "looks like a secret"]),
     (
         GPU | {"container": ["apptainer", "exec", "--env", "WANDB_API_KEY=0"]},
         ["container: WANDB_API_KEY looks like a secret"],

@@ -332,18 +332,6 @@ def test_sigusr1_saves_and_starts_again(tmp_path):
     )
 
 
-def test_a_signal_that_comes_before_the_ranks_can_take_it_is_not_lost(tmp_path):
-    """SIGUSR1 would end a Python process that has not installed its handler yet."""
-    launched = Launched(tmp_path)
-    wait_for(lambda: read_attempts(tmp_path))
-    launched.process.send_signal(signal.SIGUSR1)
-    code, said = launched.end()
-    assert code == 0 and [outcome for outcome, _, _ in outcomes(tmp_path)] == [
-        "restart",
-        "finished",
-    ], said
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_saves_and_stops(tmp_path, number):
     launched = Launched(tmp_path)
@@ -478,35 +466,6 @@ def test_attempts_that_take_their_supervisor_with_them_are_counted_too(tmp_path,
         "3 attempts in a row without a new checkpoint (recovery.max_restarts = 1)"
         in capfd.readouterr().err
     )
-
-
-def test_the_time_before_the_ranks_start_is_no_suspension(tmp_path, monkeypatch, capfd):
-    """The nodes may be checked for half a minute before."""
-    now, looks = [0.0], threading.Event()
-
-    def seconds() -> float:
-        looks.set()
-        return now[0]
-
-    monkeypatch.setattr(supervise, "_seconds", seconds)
-
-    class Refused:
-        failure, nodes = "", ()
-
-        def poll(self) -> int:
-            assert looks.wait(TIMEOUT_SECONDS)
-            return 2
-
-    def start(attempt: Attempt) -> Refused:
-        now[0] += 30
-        looks.clear()
-        return Refused()
-
-    with Signals() as signals:
-        supervisor = Supervisor(config_of(tmp_path), signals, lambda each: True)
-        end = supervisor.make_attempt(Attempt.begin(tmp_path), start)
-    assert end.outcome == "refused" and read_attempts(tmp_path)[0].suspensions == ()
-    assert "suspended" not in capfd.readouterr().err
 
 
 def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_path, monkeypatch):
