@@ -334,23 +334,18 @@ def attempt(run: Path) -> int:
         return _Start(run, job_id, launch, config, signals).make_attempts()
 
 
-class _Start:
+class _Start(Allocation):
     """One start of the job: the attempts that it makes in its allocation."""
 
-    def __init__(
-        self, run: Path, job_id: str, launch: LaunchRecord, config: RunConfig, signals: Signals
-    ) -> None:
-        self._run, self._job_id, self._launch, self._config = run, job_id, launch, config
-        self._signals = signals
-        self._allocation = Allocation(run, job_id, launch, config, signals)
-        self._check_nodes = True
-        self._ranks: SrunRanks | None = None
-        train = [launch.python, "-m", "pretrain", "train", str(RunPaths(run).launch_config)]
-        self._command = [*launch.command, *train, *allow_options(launch.allow_changed)]
+    _check_nodes = True
+    _ranks: SrunRanks | None = None
 
     def make_attempts(self) -> int:
         """Make one attempt after the other. Returns the exit code of the job."""
-        owner = job_owner(self._job_id, self._launch.num_tasks)
+        launch = self._launch
+        train = [launch.python, "-m", "pretrain", "train", str(RunPaths(self._run).launch_config)]
+        self._command = [*launch.command, *train, *allow_options(launch.allow_changed)]
+        owner = job_owner(self._job_id, launch.num_tasks)
         # A job keeps its id when it is requeued, so the id marks the attempts of one series.
         supervisor = Supervisor(
             self._config,
@@ -364,19 +359,19 @@ class _Start:
             if not end.again:
                 return _exit_code(end)
             if self._ranks is not None:
-                self._allocation.lose(self._ranks.lost, end.reason)
+                self.lose(self._ranks.lost, end.reason)
             if why := self._why_requeue(end):
                 if end.outcome != Outcome.RESTART:
                     say(f"job {self._job_id}: goes back to the queue: {why}")
                 with waiting(attempt.directory, "Slurm to put its job back into the queue"):
-                    is_back = _requeue(self._job_id, self._signals, self._allocation.without())
+                    is_back = _requeue(self._job_id, self._signals, self.without())
                 if not is_back:
                     supervisor.give_up(end, NOT_REQUEUED.format(run=self._run))
                 return _exit_code(end)
             self._check_nodes = True
             self._wait_for_slurm(attempt)
             # The nodes have not been waited for since.
-            owner = job_owner(self._job_id, self._launch.num_tasks, is_first=False)
+            owner = job_owner(self._job_id, launch.num_tasks, is_first=False)
 
     def _start(self, attempt: Attempt) -> SrunRanks:
         """Start the ranks of an attempt on the nodes that can be used.
@@ -387,9 +382,9 @@ class _Start:
         self._ranks = None
         if self._check_nodes:
             with waiting(attempt.directory, "the check of its nodes"):
-                self._allocation.check(attempt)
+                self.check(attempt)
             self._check_nodes = False
-        nodes = self._allocation.choose()
+        nodes = self.choose()
         where = ",".join(nodes) or "this job's nodes"
         say(f"attempt {attempt.number}: {self._launch.num_tasks} ranks on {where}")
         self._ranks = SrunRanks(
@@ -438,10 +433,10 @@ class _Start:
             # As on a full disk. Without the record this process still holds the run.
             return "the end of the attempt could not be recorded"
         try:
-            self._allocation.choose()
+            self.choose()
         except NotStarted as error:
             return str(error)
-        left, needed = self._allocation.seconds_left(), self._allocation.seconds_needed()
+        left, needed = self.seconds_left(), self.seconds_needed()
         if left is not None and left < needed:
             return (
                 f"{left:.0f} s are left to the time limit, and an attempt needs {needed:.0f} s to "

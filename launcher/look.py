@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import IO
@@ -466,33 +466,44 @@ class LogReader:
         self._first: list[bytes] = []
         self._begin, self._left = part[0], None if part[1] is None else part[1] - part[0]
         if last_lines is not None and self._open():
-            self._first = list(self._last(last_lines))
+            self._first = self._last(last_lines)
 
     def read(self) -> list[bytes]:
-        """Return new lines, about `CHUNK_BYTES` of them at most; [] at the end of the log."""
-        if self._first:
-            lines, self._first = self._first, []
-            return lines
-        # A chunk may hold lines of other ranks only: [] would be taken for the end.
-        while self._open() and (chunk := self._chunk()):
-            if lines := list(self._select(chunk)):
-                return lines
-        return []
+        """Return new lines, about `CHUNK_BYTES` of them; [] at the end of the log."""
+        lines, self._first = self._first, []
+        size = sum(map(len, lines))
+        # Lines of other ranks alone would be taken for the end.
+        while (not lines or size < CHUNK_BYTES) and (text := self._readline()):
+            size += len(text)
+            self._rest += text
+            # A line that is as long as a chunk is not one of text. It must not fill the memory.
+            if self._rest.endswith(b"\n") or len(self._rest) >= CHUNK_BYTES:
+                lines += self.last_line()
+        return lines
 
     def last_line(self) -> list[bytes]:
-        """Return the last line if it has no end, or []; call it when nothing more is written.
+        """Return what there is of a line, or []; call it when nothing more is written.
 
         It may be what a rank printed just before it was killed.
         """
-        return list(self._select(b"\n")) if self._rest else []
+        if not self._rest:
+            return []
+        line, self._rest = self._rest.removesuffix(b"\n"), b""
+        rank, text = slurm.labelled(line) or (None, line)
+        if self._rank is None:
+            return [line + b"\n"]
+        return [text + b"\n"] if rank == self._rank else []
 
-    def _chunk(self) -> bytes:
+    def _readline(self) -> bytes:
+        """Return the next line, or what there is of it; b"" at the end."""
+        if self._file is None and not self._open():
+            return b""
         assert self._file is not None
         size = CHUNK_BYTES if self._left is None else min(CHUNK_BYTES, self._left)
-        chunk = self._file.read(size)
+        text = self._file.readline(size)
         if self._left is not None:
-            self._left -= len(chunk)
-        return chunk
+            self._left -= len(text)
+        return text
 
     def _open(self) -> bool:
         """Open the log if it exists; return True if it is open."""
@@ -509,20 +520,10 @@ class LogReader:
         if size > TAIL_BYTES:
             # Most likely the second part of a line.
             self._file.readline()
-        return list(self._select(self._file.read()))[-count:]
-
-    def _select(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield the complete lines of the rank, and keep the rest for the next chunk."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if len(self._rest) > CHUNK_BYTES:
-            # Not a line of text. It must not fill the memory.
-            lines, self._rest = [*lines, self._rest], b""
-        for line in lines:
-            rank, text = slurm.labelled(line) or (None, line)
-            if self._rank is None:
-                yield line + b"\n"
-            elif rank == self._rank:
-                yield text + b"\n"
+        lines: list[bytes] = []
+        while more := self.read():
+            lines += more
+        return lines[-count:]
 
 
 class _EndOfRun:
