@@ -195,7 +195,7 @@ def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> 
     assert row["RUN"] == run and row["STATE"] == "RUNNING" and row["RESTARTS"] == "0"
     assert (
         row["NODES"] == desk.cluster.job(job)["NodeList"]
-        and row["TOKENS/S"] == "4.0k"
+        and row["TOKENS/S"] == "4.00k"
         and row["LOSS"] == "2.500"
     )
     assert 0 < int(row["STEP"].removesuffix("/320")) < 320

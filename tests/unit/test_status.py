@@ -202,7 +202,7 @@ def test_without_slurm_a_sent_run_is_unknown_until_its_files_tell(capsys):
 
 
 def test_a_table_of_many_runs_fits_the_terminal(monkeypatch):
-    names = [f"sweep-of-the-position-methods/method-{i}/{'x' * 5 * i}" for i in range(8)]
+    names = [f"sweep-of-the-position-methods/method-{i}/x{'x' * 5 * i}" for i in range(8)]
     for name in names:
         make_run(name, num_steps=1_000_000, steps=99)
     statuses = read_statuses(find_runs([]))[0]
