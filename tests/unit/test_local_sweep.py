@@ -235,7 +235,7 @@ def test_a_sweep_stops_when_asked_however_the_present_run_ends(
     [
         ([], "give --nproc N to train on this machine, or --site SITE"),
         (["--nproc", "2", "--site", "x.toml"], "give --nproc N to train on this machine, or --s"),
-        (["--nproc", "2", "--nodes", "2"], "--nodes: has no effect with --nproc"),
+        (["--nproc", "2", "--nodes", "2"], "--nodes 2: has no effect with --nproc"),
         (["--nproc", "3"], "global_batch_size = 32: not divisible"),
         (["--nproc", "2", "--set", "data.directory=nowhere"], "no built data set"),
     ],
