@@ -285,7 +285,7 @@ def _failures(attempts: Sequence[AttemptRecord]) -> list[str]:
 
 # ---- numbers and times ----
 def duration(milliseconds: int) -> str:
-    """Return a duration: 0:00:42, 3:59:00, 12 days, 4:00:00; "ages" beyond what a clock can tell."""
+    """Return a duration: 0:00:42, 3:59:00, 12 days, 4:00:00; "ages" beyond all clocks."""
     try:
         return str(timedelta(seconds=round(milliseconds / 1000)))
     except OverflowError:
