@@ -25,21 +25,17 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     # Not above: they take most of the command's start, in which Ctrl-C would print a traceback.
-    from pretrain.config import ConfigError, NoSpace, RunFailed
+    from pretrain.config import ConfigError, RunFailed
     from pretrain.config.arguments import expand_home
     from pretrain.launcher.cli import app
-    from pretrain.rundir.paths import ExitCode
+    from pretrain.rundir.paths import ExitCode, exit_code_of
 
     interrupts: list[int] = []
     try:
         raise_on_ctrl_c(interrupts)
         app(expand_home(sys.argv[1:]))
-    except ConfigError as error:
-        _exit_with_error(str(error), ExitCode.BAD_INPUT)
-    except NoSpace as error:
-        _exit_with_error(str(error), ExitCode.NO_SPACE)
-    except RunFailed as error:
-        _exit_with_error(str(error), ExitCode.FAILED)
+    except (ConfigError, RunFailed) as error:
+        _exit_with_error(str(error), exit_code_of(error))
     except OSError as error:
         # Without a filename the message has all that is known, as for a broken pipe.
         named = f"{error.filename}: {error.strerror}" if error.filename else str(error)

@@ -76,9 +76,6 @@ class NoSlurm(ConfigError):
 class SlurmAway(SlurmError):
     """slurmctld, Slurm's controller, does not answer. A later try may succeed."""
 
-    def __init__(self, message: str = AWAY) -> None:
-        super().__init__(message)
-
 
 class SlurmInterrupted(SlurmError):
     """SIGTERM ended the command, as it does when Slurm ends the job in which the command runs."""

@@ -37,7 +37,6 @@ from pretrain.rundir.jobs import (
     check_data,
     check_goes_on,
     is_done,
-    missing_data,
     read_jobs,
 )
 from pretrain.rundir.paths import JobKind, Outcome, Phase, RunPaths, claim_version
@@ -206,30 +205,27 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
     """
     # It becomes the job's --chdir, since relative paths in the config begin there.
     slurm.check_path("the directory you are in", Path.cwd())
-    try:
+    with _only_warned(dry_run):
         check_build(site)
-    except ConfigError as error:
-        if not dry_run:
-            raise
-        print(f"warning: {error}", file=sys.stderr)
     for run in runs:
         check_goes_on(run.config, run.allow_changed)
-    try:
+    with _only_warned(dry_run, slurm.SlurmAway):
         _check_not_in_a_job(runs)
-    except slurm.SlurmAway as error:
+    # Usually one data set, which all runs of a sweep share.
+    for config in {run.config.data.directory: run.config for run in runs}.values():
+        with _only_warned(dry_run):
+            check_data(config)
+
+
+@contextmanager
+def _only_warned(dry_run: bool, kind: type[Exception] = ConfigError) -> Iterator[None]:
+    """In a dry run, print an error of the block as a warning."""
+    try:
+        yield
+    except kind as error:
         if not dry_run:
             raise
         print(f"warning: {error}", file=sys.stderr)
-    # Usually one data set, which all runs of a sweep share.
-    for config in {run.config.data.directory: run.config for run in runs}.values():
-        if not dry_run:
-            check_data(config)
-        elif missing_data(config):
-            print(
-                f"warning: data.directory = {config.data_directory}: not built yet; run `pretrain "
-                "data build CONFIG` before you submit",
-                file=sys.stderr,
-            )
 
 
 def jobs_of(runs: Sequence[TrainingRun]) -> dict[Path, str]:
@@ -468,12 +464,8 @@ def submit(
     check_runs([run], site, dry_run)
     job = training_job([run], site, request)
     if after is not None:
-        try:
+        with _only_warned(dry_run, slurm.SlurmAway):
             job = dataclasses.replace(job, dependency=chained(after, job.dependency))
-        except slurm.SlurmAway as error:
-            if not dry_run:
-                raise
-            print(f"warning: {error}", file=sys.stderr)
     files = (
         {RunPaths(run.directory).evaluation_plan: plan(config, run.directory, job)}
         if plan

@@ -428,9 +428,8 @@ def sweep_locally(
     for run in runs:
         run.config.layout(nproc)
         check_goes_on(run.config, allow_changed)
-    for config in {run.config.data.directory: run.config for run in runs}.values():
         if not dry_run:
-            check_data(config)
+            check_data(run.config)
     left = [run for run in runs if not is_done(run.config, allow_changed)]
     if dry_run:
         for run in runs:

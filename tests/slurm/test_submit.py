@@ -156,7 +156,7 @@ def test_the_paper_s_run_fits_its_site_exactly(cluster: Cluster, desk: Desk) -> 
     )
     said = done.out.rsplit("# sbatch --test-only: ", 1)[1]
     assert "to start at" in said and "on nodes n[1-16] in partition main" in said
-    assert "not built yet" in done.err
+    assert "no built data set" in done.err
     more = desk.launcher("submit", PAPER, "--site", "v100.toml", "--nodes", 17)
     explained(more, 2, "nodes = 17", "site v100 has 16")
     explained(

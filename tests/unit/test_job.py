@@ -292,7 +292,7 @@ def test_missing_data_is_refused_but_only_told_in_a_dry_run(tmp_path, capsys):
     with pytest.raises(ConfigError, match="pretrain data build"):
         check_runs(runs, parse_site(CPU, "site"))
     check_runs(runs, parse_site(CPU, "site"), dry_run=True)
-    assert "not built yet" in capsys.readouterr().err
+    assert "no built data set" in capsys.readouterr().err
 
 
 def built_data(tmp_path):
