@@ -39,8 +39,8 @@ from pretrain.rundir.paths import STARTED_AGAIN, ExitCode, RunPaths, check_versi
 
 RUN_JOB = ("-m", "pretrain.data.build")
 """Arguments of Python, before the path of the file that says what the jobs do."""
-FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.5, 10.0
-"""From one look at the queue to the next."""
+LOOK_SECONDS = 2.0
+"""From one look at the queue, or at the evaluations, to the next."""
 CANCEL_SECONDS = 60
 """The longest wait for jobs to be gone after they were cancelled; Slurm's KillWait is 30 s."""
 
@@ -204,7 +204,7 @@ def _wait(name: str, stop: Path, ours: str | None) -> bool:
         stop: The file with which a task says that it has failed.
         ours: The job that was submitted here; None for those that an earlier command left.
     """
-    pause, said = FIRST_LOOK_SECONDS, ""
+    said = ""
     seen = {ours} if ours else set()
     while (live := slurm.jobs_named(name)) != {}:
         seen |= set(live or ())
@@ -213,11 +213,10 @@ def _wait(name: str, stop: Path, ours: str | None) -> bool:
             say(line)
         said = line
         # Nobody writes to it, so it is readable at its end alone.
-        is_closed = bool(select.select([sys.stdin], [], [], pause)[0])
+        is_closed = bool(select.select([sys.stdin], [], [], LOOK_SECONDS)[0])
         if is_closed or stop.exists():
             _cancel(name, seen)
             return not is_closed
-        pause = min(pause * 1.2, LONGEST_LOOK_SECONDS)
     return True
 
 
@@ -254,12 +253,8 @@ def _cancel(name: str, seen: set[str]) -> None:
                 slurm.cancel(job_id)
                 asked.add(job_id)
                 say(f"job {job_id}: cancelled")
-        time.sleep(FIRST_LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
     say(f"jobs named {name} are still in the queue; the next command waits for them")
-
-
-LOOK_SECONDS = 2.0
-"""From one look at the queue, or at the evaluations, to the next."""
 
 
 @dataclass(frozen=True)

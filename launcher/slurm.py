@@ -627,7 +627,7 @@ def _parse(line: str) -> JobState:
     job_id, raw, state, reason, nodes, *times, batch_host, restarts, name = line.split(
         "|", len(_FIELDS) - 1
     )
-    moments = (float(time) if time.isdigit() else None for time in times)
+    submitted, started, ends, preempted = (float(t) if t.isdigit() else None for t in times)
     return JobState(
         job_id,
         raw,
@@ -635,7 +635,10 @@ def _parse(line: str) -> JobState:
         "RUNNING" if state == "SIGNALING" else state,
         "" if reason == "None" else reason,
         nodes,
-        *moments,
+        submitted,
+        started,
+        ends,
+        preempted,
         batch_host,
         int(restarts),
         name.removesuffix("|"),

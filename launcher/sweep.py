@@ -63,8 +63,6 @@ class SweepRun:
     over: dict[str, Any]
     """The keys of the sweep with this run's values, as the config resolves them; none in a list of
     configs."""
-    settings: tuple[str, ...]
-    """The settings that give this run from the config file, as --set takes them."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def wanted_runs(
         runs = sweep_runs(paths[0], parse_axes(axes), overrides, base)
         check_directories(runs)
         return runs, sweep_folder(base)
-    runs = [SweepRun(path, load_config(path, overrides), {}, tuple(overrides)) for path in paths]
+    runs = [SweepRun(path, load_config(path, overrides), {}) for path in paths]
     check_directories(runs)
     parents = [os.path.dirname(os.path.abspath(each.config.directory)) for each in runs]
     return runs, Path(os.path.relpath(os.path.commonpath(parents)))
@@ -233,7 +231,6 @@ def sweep_runs(
     runs: dict[Path, SweepRun] = {}
     for values in itertools.product(*(axis.values for axis in axes)):
         settings = [f"{axis.key}={value}" for axis, value in zip(axes, values)]
-        # Loaded twice: the run's directory is named by the values as the config resolves them.
         config = load_config(path, [*overrides, *settings])
         over = {axis.key: _value(config, axis.key) for axis in axes}
         directory = sweep_folder(base) / run_name(over)
@@ -241,10 +238,8 @@ def sweep_runs(
             raise ConfigError(
                 f"--over {' '.join(settings)}: gives the same run as {runs[directory].over}"
             )
-        # One command may set a key once, and the directory is already made from what was given.
-        others = [each for each in overrides if key_of(each) != "run.directory"]
-        settings = [*others, *settings, f"run.directory={_toml(str(directory))}"]
-        runs[directory] = SweepRun(path, load_config(path, settings), over, tuple(settings))
+        own = config.run.model_copy(update={"directory": str(directory)})
+        runs[directory] = SweepRun(path, config.model_copy(update={"run": own}), over)
         _check_same_run(directory, over)
     return list(runs.values())
 
@@ -433,8 +428,8 @@ def sweep_locally(
     left = [run for run in runs if not is_done(run.config, allow_changed)]
     if dry_run:
         for run in runs:
-            saved = newest_checkpoint_step(run.config.directory)
-            start = "from scratch" if saved is None else f"from step {saved}"
+            step = newest_checkpoint_step(run.config.directory)
+            start = "from scratch" if step is None else f"from step {step}"
             to_do = f"{start}, to step {run.config.train.num_steps}" if run in left else "finished"
             print(f"{_name(run)}: {to_do}")
         print(f"{len(left)} of {len(runs)} runs would train, one after the other")

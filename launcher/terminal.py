@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import selectors
@@ -137,10 +136,6 @@ LOOK_SECONDS = 0.1
 """From one look if the rank has ended to the next."""
 BAR_SECONDS = 10.0
 """The least time between two states of a progress bar in the log."""
-PIPE_BYTES = 1024 * 1024
-"""The size of a pipe, which the rank may fill while this process is stopped by Ctrl-Z."""
-F_SETPIPE_SZ = 1031
-"""The command of fcntl(2), from linux/fcntl.h; Python's fcntl has the name on Linux alone."""
 STREAMS = (1, 2)
 """The descriptors of stdout and stderr."""
 _ALL_STEERING = re.compile(
@@ -158,7 +153,7 @@ class RankOutput:
         Args:
             log: The rank's log, unbuffered; closed by `close`.
         """
-        ends = [_terminal_like(stream) or _pipe() for stream in STREAMS]
+        ends = [_terminal_like(stream) or os.pipe() for stream in STREAMS]
         self.ends = tuple(write for _, write in ends)
         """The descriptors that the rank gets as stdout and stderr."""
         self._copies = {
@@ -266,14 +261,6 @@ class _PlainLines:
             if not self._is_refused:
                 say(f"{self._log.name}: cannot be written ({error.strerror}); lines are missing")
             self._is_refused = True
-
-
-def _pipe() -> tuple[int, int]:
-    """Return the ends of a pipe: what is read from, and what is written to."""
-    read, write = os.pipe()
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(write, F_SETPIPE_SZ, PIPE_BYTES)
-    return read, write
 
 
 def _terminal_like(stream: int) -> tuple[int, int] | None:

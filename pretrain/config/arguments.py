@@ -46,7 +46,7 @@ class Commands(typer.Typer):
 def _documented(command: Command) -> Command:
     """Return a command whose parameters have the help that its docstring has under Args."""
     command.__doc__, hints = _described(command)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters = []
     for name, parameter in inspect.signature(command).parameters.items():
         options = {name: parameter.default}

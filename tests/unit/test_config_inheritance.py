@@ -338,7 +338,6 @@ def test_the_runs_of_a_sweep_over_an_overlay_are_whole(tmp_path):
     runs = sweep_runs(path, axes, ["run.seed=3"], tmp_path / "s")
     found = {(r.config.position.method, r.config.train.num_steps, r.config.run.seed) for r in runs}
     assert found == {(m, n, 3) for m in ("alibi", "rotary") for n in (98, 99)}
-    assert all(load_config(path, run.settings) == run.config for run in runs)
 
 
 # ---- where each value comes from -----------------------------------------------------------------

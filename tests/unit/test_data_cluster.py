@@ -212,7 +212,7 @@ class Queue:
         monkeypatch.setattr(slurm, "array_failures", lambda job_id: {})
         monkeypatch.setattr(slurm, "submit", lambda job: "7")
         monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-        monkeypatch.setattr(data, "FIRST_LOOK_SECONDS", 0.01)
+        monkeypatch.setattr(data, "LOOK_SECONDS", 0.01)
 
     def look(self, name):
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]

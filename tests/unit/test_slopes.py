@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.config import ConfigError, dump_config, load_config, parse_config
+from pretrain.config import ConfigError, dump_config, parse_config
 from pretrain.config.describe import describe
 from pretrain.config.trajectory import differences, settings_hash
 from pretrain.launcher.sweep import parse_axes, sweep_runs
@@ -119,7 +119,7 @@ def test_a_sweep_over_slopes(tmp_path):
     config.write_text(dump_config(tiny_config(run={"directory": str(tmp_path / "run")})))
     values = f"{[0.5] * 8}, {{first = 0.9, last = 0.01}}, 'published'"
     runs = sweep_runs(config, parse_axes([f"position.slopes={values}"]), [], tmp_path / "run")
-    assert [load_config(config, run.settings).position.slopes_of(8) for run in runs] == [
+    assert [run.config.position.slopes_of(8) for run in runs] == [
         (0.5,) * 8,
         slopes({"first": 0.9, "last": 0.01}).position.slopes_of(8),
         published_slopes(8),
