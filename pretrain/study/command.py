@@ -56,21 +56,14 @@ DONE = "evaluated.json"
 """What was evaluated, and the SHA-256 of each file that came of it; written last."""
 
 
-def evaluate(study: Study, runs: Sequence[StudyRun], processes: Processes, nproc: int) -> int:
-    """Evaluate runs with one `pretrain evaluate`.
-
-    Args:
-        study: The study.
-        runs: Its finished runs.
-        processes: Starts the command.
-        nproc: Processes that share the work.
-
-    Returns:
-        0, or the exit code of `pretrain evaluate`.
+def evaluate(work: Work, runs: Sequence[StudyRun]) -> None:
+    """Evaluate finished runs with one `pretrain evaluate`.
 
     Raises:
         ConfigError: The text is shorter than a length that the study file names.
+        RunFailed: The evaluation failed, as it has printed.
     """
+    study = work.study
     folder = study.directory / "evaluation"
     asked = _asked(study, runs)
     make_directory(folder)
@@ -83,10 +76,8 @@ def evaluate(study: Study, runs: Sequence[StudyRun], processes: Processes, nproc
         *("--out", str(folder / CURVE)),
     ]
     with tempfile.TemporaryDirectory(prefix="pretrain-study-") as rendezvous:
-        code = processes.run(ranks(command, nproc, rendezvous))
-    if not code:
-        replace_json(folder / DONE, {"asked": asked, "files": _digests(folder)}, indent=1)
-    return code
+        work.run("pretrain evaluate", *ranks(command, work.request.nproc, rendezvous))
+    replace_json(folder / DONE, {"asked": asked, "files": _digests(folder)}, indent=1)
 
 
 def is_done(study: Study, runs: Sequence[StudyRun]) -> bool:
@@ -227,6 +218,25 @@ class Work:
         """Return the command that goes on."""
         return shlex.join(["pretrain", "study", str(self.study.file), *self.request.options()])
 
+    def run(self, what: str, *commands: list[str]) -> None:
+        """Run commands at the same time until all have ended.
+
+        Args:
+            what: What they do, for the message.
+            commands: The arguments of each.
+
+        Raises:
+            RunFailed: One failed, as it has printed.
+            Stopped: The user asked to end.
+        """
+        code = self.processes.run(commands)
+        if code:
+            _stop_if_asked(self)
+            raise RunFailed(
+                f"{what} ended with exit code {code}; see above. When it is mended, go on with "
+                f"{self.again}"
+            )
+
     def record(self) -> list[tuple[StudyRun, State]]:
         """Write study.json, and return every run with how it stands."""
         states = states_of(self.study, self.launched)
@@ -342,12 +352,7 @@ def _build_data(work: Work, left: list[StudyRun]) -> None:
         command = [sys.executable, "-m", "pretrain", *words]
         if work.request.site is not None:
             command = [*_launcher(*words), "--site", str(work.request.site)]
-        if code := work.processes.run([command]):
-            _stop_if_asked(work)
-            raise RunFailed(
-                f"{run.config.data.directory}: the build ended with exit code {code}; see above. "
-                f"When it is mended, go on with {work.again}"
-            )
+        work.run(f"{run.config.data.directory}: the build", command)
 
 
 def _train(work: Work, left: list[StudyRun], finished: int) -> None:
@@ -398,9 +403,7 @@ def _submit(work: Work, left: list[StudyRun]) -> int:
     """
     study = work.study
     files = [str(study.config_file(run)) for run in left]
-    if code := work.processes.run([_launcher("sweep", *files, "--site", str(work.request.site))]):
-        _stop_if_asked(work)
-        raise RunFailed(f"launcher sweep ended with exit code {code}; see above")
+    work.run("launcher sweep", _launcher("sweep", *files, "--site", str(work.request.site)))
     print(table(work.record(), records_of(study)))
     here = Request(work.request.nproc, report_only=True).options()
     report = shlex.join(["pretrain", "study", str(study.file), *here])
@@ -427,11 +430,7 @@ def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
     study, runs = work.study, [run for run, state in states if state.state == FINISHED]
     if not is_done(study, runs):
         say(f"evaluating {len(runs)} of {len(study.runs)} runs")
-        if code := evaluate(study, runs, work.processes, work.request.nproc):
-            _stop_if_asked(work)
-            raise RunFailed(
-                f"pretrain evaluate ended with exit code {code}; see above. Go on with {work.again}"
-            )
+        evaluate(work, runs)
     if runs:
         _count_unigram(study, runs[0])
     measured = _measure(work)
