@@ -1,16 +1,4 @@
-"""Say where and in which order tests run; share a tiny data set, a small config and the layouts.
-
-`make test` runs all folders at once in four pytest-xdist processes (`--dist loadgroup`), which take
-one group of tests after another, in the order of `Group.place`:
-
-- The first process has Slurm's tests, which wait for Slurm's clocks nearly all the time.
-- The second has the tests whose ranks keep two cores busy whenever they all compute.
-- The others begin with the tests of tests/unit that have deadlines. Then they compute, file by
-  file, the short ones last.
-
-So two cores have work all the time. What waits has deadlines and keeps its priority; the processes
-that compute give theirs up, with all that they start.
-"""
+"""Share a tiny data set, a small config and the layouts among all tests."""
 
 from __future__ import annotations
 
@@ -20,7 +8,7 @@ import os
 import signal
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -38,61 +26,6 @@ if not torch.cuda.is_available():
 # Child processes inherit this, and the tests that send signals to processes they start would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-class Group(NamedTuple):
-    """Tests that stay in one process, because they share dear fixtures or deadlines."""
-
-    name: str
-    place: int
-    """Groups with lower places are handed out first."""
-    waits: bool
-    """Mostly waits for clocks and deadlines. What does not, computes all the time."""
-
-
-DEADLINES = {
-    f"test_{name}"
-    for name in (
-        "attempts",
-        "launcher_local",
-        "local_sweep",
-        "preflight",
-        "rendezvous",
-        "reporter",
-        "srun",
-        "supervise",
-    )
-}
-"""Files of tests/unit in which a process that gets no core for a second counts as hung."""
-COMPUTING = ("end_to_end", "kernels", "unit")
-"""Folders of which each file is a group by itself, those with the longest files first."""
-NICENESS = 10
-"""Of the processes that compute: a tenth of the share of one that waits."""
-
-
-def group_of(path: Path) -> Group:
-    folder = path.relative_to(Path(__file__).parent).parts[0]
-    if folder == "slurm":  # one cluster
-        return Group("slurm", 0, waits=True)
-    if folder == "distributed":  # pools of 1, 2 and 4 ranks, which keep two cores busy
-        return Group("distributed", 1, waits=False)
-    if folder == "unit" and path.stem in DEADLINES:
-        return Group("deadlines", 2, waits=True)
-    place = COMPUTING.index(folder) if folder in COMPUTING else len(COMPUTING)
-    return Group(f"{folder}/{path.stem}", 3 + place, waits=False)
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which puts the group into the test's name
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: group_of(item.path).place)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item.path).name))
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    in_company = "PYTEST_XDIST_WORKER" in os.environ
-    if in_company and not group_of(item.path).waits and os.nice(0) < NICENESS:
-        os.nice(NICENESS - os.nice(0))
 
 
 def mark_torture(cases: list[tuple[Any, ...]], core: set[tuple[Any, ...]]) -> list[Any]:
