@@ -104,18 +104,28 @@ def tiny_config(**sections: dict[str, Any]) -> RunConfig:
     return parse_config(values, "tiny")
 
 
+_TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
+_TP2SP = {**_TP2, "sequence_parallel": True}
+_PP2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, {"tensor_model_parallel_size": 2}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
-    "tp2pp2sp": (
-        4,
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "sequence_parallel": True,
-        },
-    ),
-    "pp2vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "tp2": (2, _TP2),
+    "pp2": (2, _PP2),
+    "tp2pp2sp": (4, {**_TP2SP, **_PP2}),
+    "pp2vpp2": (2, {**_PP2, "virtual_pipeline_model_parallel_size": 2}),
     "dp2": (2, {}),
 }
 """The layouts in which the sharded model is checked: name -> (number of processes, [parallel])."""
+ALL_LAYOUTS = {
+    **LAYOUTS,
+    "one": (1, {}),
+    "dp4": (4, {}),
+    "tp2sp": (2, _TP2SP),
+    "tp2-dp2": (4, _TP2),
+    "tp2sp-dp2": (4, _TP2SP),
+    "pp2-dp2": (4, _PP2),
+    "zero2-dp2": (2, {"zero_stage": 2}),
+    "zero3-dp2": (2, {"zero_stage": 3}),
+    "zero2-tp2sp-dp2": (4, {**_TP2SP, "zero_stage": 2}),
+    "zero3-tp2sp-dp2": (4, {**_TP2SP, "zero_stage": 3}),
+}
+"""These, and those of single questions."""

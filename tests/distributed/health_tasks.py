@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config import RunConfig
+from tests.distributed.tasks import loaded_run
 
 
 @contextlib.contextmanager
@@ -46,6 +47,55 @@ def tensor_of(run: Any, name: str, kind: str) -> Tensor | None:
     return parts[0] if parts else None
 
 
+def outcome(config: RunConfig, resume: str = "auto") -> dict[str, Any]:
+    """Train a run.
+
+    Returns:
+        "code": the exit code that `pretrain train` would end with; "error": the message; "saved":
+        names of its checkpoints.
+    """
+    from pretrain.config import RunFailed
+    from pretrain.rundir.paths import RunPaths, exit_code_of
+    from pretrain.training.loop import train
+
+    code, error = 0, ""
+    try:
+        code = train(config, resume)
+    except RunFailed as failure:
+        code, error = int(exit_code_of(failure)), str(failure)
+    checkpoints = RunPaths(config.directory).checkpoints
+    # Rank 0 may still publish what was saved before.
+    dist.barrier()
+    saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
+    return {"code": code, "error": error, "saved": saved}
+
+
+@contextlib.contextmanager
+def unchanged_by_steps() -> Iterator[dict[int, bool]]:
+    """Yield, by step, True if the step left this rank's masters, moments and weights as they were.
+
+    The result grows while a run trains.
+    """
+    from pretrain.training import loop
+
+    queue_step, seen = loop.queue_step, dict[int, bool]()
+
+    def snapshot(run: Any) -> list[Tensor]:
+        run.optimizer.wait_for_weights()
+        state = [t for f in run.optimizer.state().fragments for t in f.tensors.values()]
+        return [t.clone() for t in [*state, *(n.parameter.data for n in run.optimizer.parameters)]]
+
+    def compared(run: Any, *args: Any) -> Any:
+        before = snapshot(run)
+        step = queue_step(run, *args)
+        same = all(torch.equal(a, b) for a, b in zip(before, snapshot(run), strict=True))
+        seen[run.state.step] = same
+        return step
+
+    with patch.object(loop, "queue_step", compared):
+        yield seen
+
+
 def train_damaged(
     config: RunConfig, step: int, rank: int, name: str, kind: str, value: float | None
 ) -> dict[str, Any]:
@@ -60,20 +110,16 @@ def train_damaged(
         value: What the element becomes; None flips its lowest bit.
 
     Returns:
-        "code": the exit code that `pretrain train` would end with; "error": the message; "saved":
-        names of its checkpoints; "damaged": True if this rank held the element.
+        That of `outcome`, and "damaged": True if this rank held the element.
     """
-    from pretrain.config import RunFailed
-    from pretrain.rundir.paths import RunPaths, exit_code_of
-    from pretrain.training.loop import train
-
-    seen: dict[str, Any] = {"code": None, "error": "", "damaged": False}
+    damaged = False
 
     def damage(run: Any) -> None:
+        nonlocal damaged
         tensor = tensor_of(run, name, kind) if rank in (-1, dist.get_rank()) else None
         if tensor is None:
             return
-        seen["damaged"] = True
+        damaged = True
         element = tensor.view(-1)[:1]
         if value is None:
             bits = element.view({2: torch.int16, 4: torch.int32}[element.element_size()])
@@ -82,15 +128,8 @@ def train_damaged(
             element.fill_(value)
 
     with after_step(step, damage):
-        try:
-            seen["code"] = train(config)
-        except RunFailed as failure:
-            seen |= {"code": int(exit_code_of(failure)), "error": str(failure)}
-    checkpoints = RunPaths(config.directory).checkpoints
-    # Rank 0 may still publish what was saved before.
-    dist.barrier()
-    saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
-    return {**seen, "saved": saved}
+        found = outcome(config)
+    return {**found, "damaged": damaged}
 
 
 def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dict[str, Any]:
@@ -102,10 +141,8 @@ def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dic
         value: The gradient's value.
 
     Returns:
-        As `train_damaged`.
+        That of `outcome`, and "unchanged": that of `unchanged_by_steps`.
     """
-    from pretrain.config import RunFailed
-    from pretrain.rundir.paths import RunPaths, exit_code_of
     from pretrain.training import loop
 
     forward_backward, calls = loop.forward_backward, 0
@@ -122,17 +159,8 @@ def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dic
         handle.remove()
         return losses
 
-    seen: dict[str, Any] = {"code": None, "error": ""}
-    with patch.object(loop, "forward_backward", poisoned):
-        try:
-            seen["code"] = loop.train(config)
-        except RunFailed as failure:
-            seen |= {"code": int(exit_code_of(failure)), "error": str(failure)}
-    checkpoints = RunPaths(config.directory).checkpoints
-    # Rank 0 may still publish what was saved before.
-    dist.barrier()
-    saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
-    return {**seen, "saved": saved}
+    with unchanged_by_steps() as unchanged, patch.object(loop, "forward_backward", poisoned):
+        return {**outcome(config), "unchanged": unchanged}
 
 
 def check_every_step(config: RunConfig, steps: list[Tensor]) -> int:
@@ -223,38 +251,10 @@ def train_on_bad_data(
         resume: Value of --resume.
 
     Returns:
-        "code", "error", "saved": as `train_damaged` returns; "unchanged": by step, True if the
-        step left this rank's masters, moments and weights as they were.
+        That of `outcome`, and "unchanged": that of `unchanged_by_steps`.
     """
-    from pretrain.config import RunFailed
-    from pretrain.rundir.paths import RunPaths, exit_code_of
-    from pretrain.training import loop
-
-    queue_step = loop.queue_step
-    seen: dict[str, Any] = {"code": None, "error": "", "unchanged": {}}
-
-    def snapshot(run: Any) -> list[Tensor]:
-        run.optimizer.wait_for_weights()
-        state = [t for f in run.optimizer.state().fragments for t in f.tensors.values()]
-        return [t.clone() for t in [*state, *(n.parameter.data for n in run.optimizer.parameters)]]
-
-    def compared(run: Any, *args: Any) -> Any:
-        before = snapshot(run)
-        step = queue_step(run, *args)
-        same = all(torch.equal(a, b) for a, b in zip(before, snapshot(run), strict=True))
-        seen["unchanged"][run.state.step] = same
-        return step
-
-    with bad_data(first, last), patch.object(loop, "queue_step", compared):
-        try:
-            seen["code"] = loop.train(config, resume)
-        except RunFailed as failure:
-            seen |= {"code": int(exit_code_of(failure)), "error": str(failure)}
-    checkpoints = RunPaths(config.directory).checkpoints
-    # Rank 0 may still publish what was saved before.
-    dist.barrier()
-    saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
-    return {**seen, "saved": saved}
+    with bad_data(first, last), unchanged_by_steps() as unchanged:
+        return {**outcome(config, resume), "unchanged": unchanged}
 
 
 def losses_from(config: RunConfig, resume: str, consumed_samples: int, steps: int) -> list[float]:
@@ -269,23 +269,11 @@ def losses_from(config: RunConfig, resume: str, consumed_samples: int, steps: in
     import dataclasses
 
     from pretrain.training.loop import queue_step, step_batches
-    from pretrain.training.reporter import AttemptReporter, Requests
-    from pretrain.training.start import data_hashes, find_start_point, load_run, prepare
 
-    streams, topology, checkpoint = prepare(config, resume)
-    start_point = find_start_point(config, resume, checkpoint, data_hashes(streams))
-    run = load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
+    run = loaded_run(config, resume)
     run.state = dataclasses.replace(run.state, consumed_samples=consumed_samples)
     batches = step_batches(run)
     return [queue_step(run, batches, platform.Moment()).read()["loss_nats"] for _ in range(steps)]
-
-
-def train_on_bad_data_in_fp16_on_cpu(config: RunConfig, first: int, last: int) -> dict[str, Any]:
-    """Run `train_on_bad_data` in fp16."""
-    from tests.distributed.tasks import fp16_on_cpu
-
-    with fp16_on_cpu():
-        return train_on_bad_data(config, first, last)
 
 
 def train_on_own_data(config: RunConfig, directories: list[str]) -> dict[str, Any]:

@@ -7,9 +7,8 @@ which imports this module too, does without them.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from pretrain import platform
 from pretrain.config import RunConfig
 from pretrain.topology import Topology, initialize
+from tests.conftest import tiny_config
 
 
 def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> dict[str, Any] | None:
@@ -169,34 +169,20 @@ def evaluated_logits(config: RunConfig, state: dict[str, Tensor], tokens: Tensor
         return chunks[0].eval()(tokens, positions, None)
 
 
-def train_steps_in_fp16_on_cpu(
-    config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
-) -> Any:
-    """Run `train_steps` in fp16 on a CPU, and see whether the first step changed the weights.
-
-    Args:
-        config: As in `train_steps`.
-        state: As in `train_steps`.
-        steps: As in `train_steps`.
-
-    Returns:
-        As `train_steps`, with "weights_after_first_step_unchanged" added.
-    """
-    with fp16_on_cpu():
-        first = train_steps(config, state, steps[:1])
-        result = train_steps(config, state, steps)
-    if result is not None:
-        same = [torch.equal(first["weights"][n], state[n].half().float()) for n in state]
-        result["weights_after_first_step_unchanged"] = all(same)
-    return result
-
-
-@contextlib.contextmanager
-def fp16_on_cpu() -> Iterator[None]:
-    """Compute in fp16 on a CPU, which DeepSpeed and `pretrain.platform` refuse otherwise."""
+def in_fp16_on_cpu(task: Callable[..., Any], *args: Any) -> Any:
+    """Run a task in fp16 on a CPU, which DeepSpeed and `pretrain.platform` refuse otherwise."""
     platform.prepare(0)
     with platform.fp16_allowed_on_cpu():
-        yield
+        return task(*args)
+
+
+def uncompiled(task: Callable[..., Any], *args: Any) -> Any:
+    """Run a task with compiled regions executed as plain Python.
+
+    Compilation costs many seconds. Everything else about the fused model stays as it is.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        return task(*args)
 
 
 def full_tensors(optimizer: Any, kind: str) -> dict[str, Tensor]:
@@ -300,6 +286,26 @@ def _assemble(chunks: list[Any], value: Any, average_over: int) -> dict[str, Ten
     return full
 
 
+def loaded_run(config: RunConfig, resume: str) -> Any:
+    """Return the run with its data, its model and what `resume`, a value of --resume, names."""
+    from pretrain.training.reporter import AttemptReporter, Requests
+    from pretrain.training.start import data_hashes, find_start_point, load_run, prepare
+
+    streams, topology, checkpoint = prepare(config, resume)
+    start_point = find_start_point(config, resume, checkpoint, data_hashes(streams))
+    return load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
+
+
+def save_at_once(run: Any) -> None:
+    """Save a run's state, and wait for it."""
+    from pretrain.checkpoint.save import Saver
+
+    saver = Saver(run.config, run.topology, run.optimizer)
+    saver.begin(run.state, run.origin)
+    saver.finish()
+    saver.close()
+
+
 def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] | None:
     """Train a run on real data to a step and save a checkpoint there.
 
@@ -312,21 +318,13 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
         On rank 0 {"began": first step, "losses", "norms": per step, "samples": consumed samples};
         None elsewhere.
     """
-    from pretrain.checkpoint.save import Saver
     from pretrain.training.loop import queue_step, step_batches
-    from pretrain.training.reporter import AttemptReporter, Requests
-    from pretrain.training.start import data_hashes, find_start_point, load_run, prepare
 
-    streams, topology, checkpoint = prepare(config, resume)
-    start_point = find_start_point(config, resume, checkpoint, data_hashes(streams))
-    run = load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
+    run = loaded_run(config, resume)
     began = run.state.step
     steps = step_batches(run)
     records = [queue_step(run, steps, platform.Moment()).read() for _ in range(until - began)]
-    saver = Saver(config, run.topology, run.optimizer)
-    saver.begin(run.state, run.origin)
-    saver.finish()
-    saver.close()
+    save_at_once(run)
     result = {
         "began": began,
         "losses": [r["loss_nats"] for r in records],
@@ -344,10 +342,25 @@ def continue_run_in_blocks(config: RunConfig, resume: str, until: int, block_byt
         return continue_run(config, resume, until)
 
 
-def continue_run_in_fp16_on_cpu(config: RunConfig, resume: str, until: int) -> Any:
-    """Run `continue_run` in fp16."""
-    with fp16_on_cpu():
-        return continue_run(config, resume, until)
+def save_and_take_a_step(config: RunConfig, resume: str, until: int) -> float:
+    """Go on from a checkpoint to a step, save at once, then take one more step.
+
+    Args:
+        config: The run's config; its directory takes the save.
+        resume: Value of --resume.
+        until: The step to save at.
+
+    Returns:
+        The loss of the step after the save, in nats.
+    """
+    from pretrain.training.loop import queue_step, step_batches
+
+    run = loaded_run(config, resume)
+    steps = step_batches(run)
+    for _ in range(until - run.state.step):
+        queue_step(run, steps, platform.Moment()).read()
+    save_at_once(run)
+    return float(queue_step(run, steps, platform.Moment()).read()["loss_nats"])
 
 
 def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
@@ -379,11 +392,11 @@ def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
         counts["parse config"] += Path(origin).parent == checkpoint
         return parse(values, origin)
 
-    Path.read_bytes, manifest.parse_config = counted_read, counted_parse  # type: ignore[method-assign]
-    try:
+    with (
+        patch.object(Path, "read_bytes", counted_read),
+        patch.object(manifest, "parse_config", counted_parse),
+    ):
         assert train(config) == 0
-    finally:
-        Path.read_bytes, manifest.parse_config = read, parse  # type: ignore[method-assign]
     return dict(counts)
 
 
@@ -400,9 +413,6 @@ def bytes_of_a_load(config: RunConfig) -> dict[str, Any]:
     from collections import Counter
     from pathlib import Path
 
-    from pretrain.training.reporter import AttemptReporter, Requests
-    from pretrain.training.start import data_hashes, find_start_point, load_run, prepare
-
     read: Counter[str] = Counter()
     preadv = os.preadv
 
@@ -411,13 +421,8 @@ def bytes_of_a_load(config: RunConfig) -> dict[str, Any]:
         read[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] += got
         return got
 
-    streams, topology, checkpoint = prepare(config, "auto")
-    start_point = find_start_point(config, "auto", checkpoint, data_hashes(streams))
-    os.preadv = counted
-    try:
-        run = load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
-    finally:
-        os.preadv = preadv
+    with patch.object(os, "preadv", counted):
+        run = loaded_run(config, "auto")
     fragments = run.optimizer.state().fragments
     needed = sum(t.numel() * t.element_size() for f in fragments for t in f.tensors.values())
     return {"read": dict(read), "needed": needed}
@@ -515,14 +520,6 @@ def reduce_gradients(
     return found
 
 
-def reduce_gradients_in_fp16_on_cpu(
-    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
-) -> Any:
-    """Run `reduce_gradients` in fp16."""
-    with fp16_on_cpu():
-        return reduce_gradients(config, state, tokens)
-
-
 def train_and_watch_reductions(
     config: RunConfig, state: dict[str, Tensor], steps: list[Tensor], overlap: bool
 ) -> dict[str, Any]:
@@ -562,9 +559,11 @@ def train_and_watch_reductions(
         wait(self, buckets)
         counts["weights_awaited_in_forward"] += (before - len(self._works)) * in_forward
 
-    GradientReducer._send, WeightGather._wait = counted_send, counted_wait
-    try:
-        losses, norms = [], []
+    losses, norms = [], []
+    with (
+        patch.object(GradientReducer, "_send", counted_send),
+        patch.object(WeightGather, "_wait", counted_wait),
+    ):
         for step, tokens in enumerate(steps):
             in_forward = True
             kept = forward_backward(chunks, optimizer, _split_among_ranks(config, topology, tokens))
@@ -572,8 +571,6 @@ def train_and_watch_reductions(
             norms.append(float(optimizer.step(learning_rate(config, step))))
             losses.append(average_loss(kept, topology))
         optimizer.wait_for_weights()
-    finally:
-        GradientReducer._send, WeightGather._wait = send, wait
     buckets = optimizer._sharded_step._buckets
     return {
         "losses": losses,
@@ -644,55 +641,13 @@ def order_of_events(config: RunConfig) -> list[tuple[str, int]]:
         events.append(("save", state.step))
         return save(self, state, *args)
 
-    loop.queue_step, QueuedStep.read, Saver.begin = queued, counted_read, counted_save
-    try:
+    with (
+        patch.object(loop, "queue_step", queued),
+        patch.object(QueuedStep, "read", counted_read),
+        patch.object(Saver, "begin", counted_save),
+    ):
         assert loop.train(config) == 0
-    finally:
-        loop.queue_step, QueuedStep.read, Saver.begin = queue_step, read, save
     return events
-
-
-def train_with_a_gradient_that_is_not_finite(config: RunConfig, bad_step: int) -> dict[str, Any]:
-    """Train a run in which the gradients of one step hold a NaN.
-
-    Args:
-        config: The run's config.
-        bad_step: The step, counted from 1.
-
-    Returns:
-        "error": the message that ended the run; "saved": names of its checkpoints;
-        "weights_unchanged": True if the weights are as they were before the bad step.
-    """
-    from pretrain.config import RunFailed
-    from pretrain.optim.zero import ZeroOptimizer
-    from pretrain.rundir.paths import RunPaths
-    from pretrain.training.loop import train
-
-    update = ZeroOptimizer.update
-    seen: dict[str, Any] = {"calls": 0, "error": ""}
-
-    def poisoned(self: Any, *args: Any) -> Any:
-        seen["calls"] += 1
-        if seen["calls"] == bad_step:
-            self._sharded_step._reducer.shards[0][0] = float("nan")
-            seen["optimizer"] = self
-            seen["before"] = [named.parameter.detach().clone() for named in self.parameters]
-            norm = update(self, *args)
-            seen["after"] = [named.parameter.detach().clone() for named in self.parameters]
-            return norm
-        return update(self, *args)
-
-    ZeroOptimizer.update = poisoned
-    try:
-        train(config)
-    except RunFailed as failure:
-        seen["error"] = str(failure)
-    finally:
-        ZeroOptimizer.update = update
-    checkpoints = RunPaths(config.directory).checkpoints
-    saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
-    same = all(torch.equal(a, b) for a, b in zip(seen["before"], seen["after"], strict=True))
-    return {"error": seen["error"], "saved": saved, "weights_unchanged": same}
 
 
 def gradients_seen_by_adam(
@@ -723,14 +678,6 @@ def gradients_seen_by_adam(
     return full if topology.is_main else None
 
 
-def gradients_seen_by_adam_in_fp16_on_cpu(
-    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
-) -> Any:
-    """Run `gradients_seen_by_adam` in fp16."""
-    with fp16_on_cpu():
-        return gradients_seen_by_adam(config, state, tokens)
-
-
 def reduce_gradients_on_two_nodes(
     config: RunConfig, state: dict[str, Tensor], tokens: Tensor
 ) -> dict[str, Any]:
@@ -749,27 +696,24 @@ def reduce_gradients_on_two_nodes(
     from pretrain import topology
 
     sent: Counter[tuple[str, tuple[int, ...], str]] = Counter()
-    host_name = topology.host_name
-    names = ("reduce_scatter_tensor", "all_to_all_single")
-    originals = {name: getattr(dist, name) for name in names}
 
     def counted(name: str) -> Callable[..., Any]:
+        original = getattr(dist, name)
+
         def call(output: Tensor, given: Tensor, group: Any = None, **kwargs: Any) -> Any:
             ranks = tuple(dist.get_process_group_ranks(group))
             sent[name, ranks, str(given.dtype)] += given.numel()
-            return originals[name](output, given, group=group, **kwargs)
+            return original(output, given, group=group, **kwargs)
 
         return call
 
-    topology.host_name = lambda: f"node{topology.Process.from_environment().rank // 2}"
-    for name in originals:
-        setattr(dist, name, counted(name))
-    try:
+    node = f"node{topology.Process.from_environment().rank // 2}"
+    names = ("reduce_scatter_tensor", "all_to_all_single")
+    with (
+        patch.object(topology, "host_name", lambda: node),
+        patch.multiple(dist, **{name: counted(name) for name in names}),
+    ):
         parts = reduce_gradients(config, state, tokens)
-    finally:
-        topology.host_name = host_name
-        for name, original in originals.items():
-            setattr(dist, name, original)
     return {"parts": parts, "sent": dict(sent)}
 
 
@@ -778,13 +722,9 @@ def ranks_per_node(hosts: list[str]) -> int:
     from pretrain import topology
 
     platform.prepare(0)
-    topology.initialize(tests_config())
-    host_name = topology.host_name
-    topology.host_name = lambda: hosts[dist.get_rank()]
-    try:
+    topology.initialize(tiny_config())
+    with patch.object(topology, "host_name", lambda: hosts[dist.get_rank()]):
         return topology.ranks_per_node(dist.group.WORLD)
-    finally:
-        topology.host_name = host_name
 
 
 def bucket_layout(config: RunConfig) -> tuple[int, list[list[str]]]:
@@ -800,11 +740,13 @@ def bucket_layout(config: RunConfig) -> tuple[int, list[list[str]]]:
     return topology.pipeline_rank, [[names[id(p)] for p in b.parameters] for b in buckets]
 
 
-def tests_config() -> RunConfig:
-    """Return a tiny run's config."""
-    from tests.conftest import tiny_config
+def initial_weights(config: RunConfig) -> dict[str, Tensor]:
+    """Return the weights that a new model starts with, full tensors by global name."""
+    from pretrain.model.gpt import build_model
 
-    return tiny_config()
+    topology = initialize(config)
+    chunks = build_model(config)
+    return _assemble(chunks, lambda p: p, average_over=topology.layout.data)
 
 
 def measure_tasks(

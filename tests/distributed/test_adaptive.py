@@ -20,20 +20,15 @@ from pretrain.data.stream import open_stream
 from pretrain.evaluation.windows import Protocol
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.checkpoints import checkpoint_directory
-from tests.conftest import mark_torture, tiny_config
-from tests.distributed import fusion_tasks, tasks
+from tests.conftest import ALL_LAYOUTS, mark_torture, tiny_config
+from tests.distributed import tasks
 from tests.distributed.test_optimizer import LOSS, NORM, UNIT, WEIGHT
-from tests.distributed.test_parallel_equals_dense import TOLERANCE
+from tests.distributed.test_parallel_equals_dense import TOLERANCE, assert_close_by_name
 from tests.distributed.test_resume import _state
 from tests.reference.dense_gpt import DenseGPT, random_state, train_dense
 
 CUTOFFS = (64, 192)
-LAYOUTS = {
-    "one": (1, {}),
-    "dp2": (2, {}),
-    "zero2-dp2": (2, {"zero_stage": 2}),
-    "zero3-dp2": (2, {"zero_stage": 3}),
-}
+LAYOUTS = {name: ALL_LAYOUTS[name] for name in ("one", "dp2", "zero2-dp2", "zero3-dp2")}
 
 
 def adaptive_config(parallel=None, *, tied=True, **sections):
@@ -81,11 +76,8 @@ def test_losses_and_gradients_are_those_of_torchs_adaptive_softmax(pools):
             f"embedding_{i}": words.weight.grad,
         }
     found["hidden"] = rows.grad.view(3, 16, 96).transpose(0, 1)
-    assert gradients.keys() == found.keys()
-    for name, gradient in found.items():
-        torch.testing.assert_close(
-            gradients[name], gradient.float(), **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    expected = {name: gradient.float() for name, gradient in found.items()}
+    assert_close_by_name(gradients, expected, **TOLERANCE)
     full = module.log_prob(rows).view(3, 16, -1).transpose(0, 1)
     torch.testing.assert_close(log_p, full.float(), rtol=1e-5, atol=1e-5)
     # fp32 rounds each of 512 terms.
@@ -125,11 +117,7 @@ def test_a_model_equals_the_dense_reference(pools, layout, tied, fusion):
     actual = pools(processes).run(tasks.gradients, config, state, tokens)[0]
     torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)
-    assert actual["gradients"].keys() == gradients.keys()
-    for name, expected in gradients.items():
-        torch.testing.assert_close(
-            actual["gradients"][name], expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", ["one", "dp2"])
@@ -137,13 +125,10 @@ def test_a_fused_model_equals_the_dense_reference(pools, layout):
     processes, parallel = LAYOUTS[layout]
     state, tokens, _, loss, gradients = _expected(True)
     config = adaptive_config(parallel, train={"fusion": "on"})
-    run = fusion_tasks.run_uncompiled
-    actual = pools(processes).run(run, "gradients", config, state, tokens)[0]
+    task = tasks.uncompiled, tasks.gradients
+    actual = pools(processes).run(*task, config, state, tokens)[0]
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)
-    for name, expected in gradients.items():
-        torch.testing.assert_close(
-            actual["gradients"][name], expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
 
 
 @pytest.mark.parametrize("method", ["sinusoidal", "learned"])
@@ -171,8 +156,8 @@ def test_16_bits_train_as_far_as_they_can_tell(pools, precision):
     state, batches, losses, *_ = _trained(True)
     train = {"precision": precision}
     config = adaptive_config(train=train, optimizer={"initial_loss_scale_power": 8})
-    task = tasks.train_steps if precision == "bf16" else tasks.train_steps_in_fp16_on_cpu
-    actual = pools(2).run(task, config, state, batches)[0]
+    task = [tasks.in_fp16_on_cpu] * (precision == "fp16") + [tasks.train_steps]
+    actual = pools(2).run(*task, config, state, batches)[0]
     assert actual["losses"][0] == pytest.approx(losses[0], rel=UNIT[precision])
     assert actual["losses"] == pytest.approx(losses, rel=4 * UNIT[precision])
 
@@ -202,9 +187,7 @@ def test_zero_trains_as_adamw_does(pools, layout, tied):
     actual = pools(processes).run(tasks.train_steps, config, state, batches)[0]
     assert actual["losses"] == pytest.approx(losses, **LOSS)
     assert actual["norms"] == pytest.approx(norms, **NORM)
-    assert actual["weights"].keys() == weights.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(actual["weights"][name], weight, **WEIGHT)
+    assert_close_by_name(actual["weights"], weights, **WEIGHT)
 
 
 @pytest.mark.parametrize(("layout",), mark_torture([("dp2",), ("zero3-dp2",)], {("zero3-dp2",)}))
@@ -255,7 +238,7 @@ def test_initial_weights_are_those_of_fairseq(pools):
     cutoffs = {"adaptive_cutoffs": (1000, 2000), "make_vocab_size_divisible_by": 8}
     for tied in (True, False):
         config = adaptive_config(tied=tied, model=cutoffs, **sizes)
-        found = pools(1).run(initial_weights, config)[0]
+        found = pools(1).run(tasks.initial_weights, config)[0]
         assert sum(w.numel() for w in found.values()) == num_parameters(config)
         ours = {n: w for n, w in found.items() if n.startswith(("embedding.", "output_layer."))}
         for name, weight in ours.items():
@@ -355,16 +338,6 @@ def largest_tensors(config: RunConfig, counts: list[int]) -> list[int]:
     with Watch():
         layer(hidden, labels=labels[None])[0].sum().backward()
     return sorted(made)[-10:]
-
-
-def initial_weights(config: RunConfig) -> dict[str, Tensor]:
-    """Return the initial weights of a model by global name."""
-    from pretrain.model.gpt import build_model
-    from pretrain.model.parameters import named_parameters
-    from pretrain.topology import initialize
-
-    initialize(config)
-    return {n.name: n.parameter.detach() for n in named_parameters(build_model(config))}
 
 
 def dropped_losses(config: RunConfig, tokens: Tensor, seeds: list[int]) -> list[Tensor]:

@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain import platform
 from pretrain.config import RunConfig
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.tokenizer import load_tokenizer
-from tests.conftest import LAYOUTS, mark_torture, tiny_config
-from tests.distributed import document_tasks
-from tests.distributed.test_parallel_equals_dense import TOLERANCE, VARIANTS
+from tests.conftest import ALL_LAYOUTS, LAYOUTS, mark_torture, tiny_config
+from tests.distributed import tasks
+from tests.distributed.test_parallel_equals_dense import (
+    TOLERANCE,
+    VARIANTS,
+    assert_close_by_name,
+)
 from tests.reference.dense_gpt import DenseGPT, random_state
 
 EOS = 2
@@ -70,15 +77,14 @@ def alone(variant: str) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
 
 
 METHODS = ["alibi", "alibi-trainable", "sinusoidal", "rotary", "t5", "learned", "none"]
-ALL = {"tp1": (1, {}), **LAYOUTS}
-CASES = [(variant, layout) for variant in [*METHODS, "alibi-grouped"] for layout in ALL]
-CORE = {(variant, layout) for variant in METHODS for layout in ("tp1", "tp2", "pp2")}
+CASES = list(itertools.product([*METHODS, "alibi-grouped"], ("one", *LAYOUTS)))
+CORE = {(variant, layout) for variant in METHODS for layout in ("one", "tp2", "pp2")}
 CORE |= {("alibi", "pp2vpp2"), ("alibi", "tp2pp2sp"), ("learned", "tp2pp2sp"), ("alibi", "dp2")}
 
 
 @pytest.mark.parametrize(("variant", "layout"), mark_torture(CASES, CORE))
 def test_packed_documents_give_what_each_gives_alone(pools, variant, layout):
-    processes, parallel = ALL[layout]
+    processes, parallel = ALL_LAYOUTS[layout]
     assert_as_alone(pools(processes), variant, config_of(variant, parallel))
 
 
@@ -99,7 +105,7 @@ def test_the_comparison_would_notice_samples_as_one_text(pools, variant):
     """Without the key, losses differ by far more than the tolerance after the first document."""
     state, losses, _ = alone(variant)
     config = config_of(variant, {})
-    result = pools(1).run(document_tasks.packed, config, state, sample_tokens(), None)[0]
+    result = pools(1).run(packed, config, state, sample_tokens(), None)[0]
     difference = (result["losses"] - losses).abs()
     # The first three samples and the last token's row have no border within their inputs, or none
     # that a prediction stands behind.
@@ -110,16 +116,11 @@ def test_the_comparison_would_notice_samples_as_one_text(pools, variant):
 def assert_as_alone(pool, variant: str, config: RunConfig) -> None:
     """Compare a packed step on a pool of processes with `alone`."""
     state, losses, gradients = alone(variant)
-    results = pool.run(document_tasks.packed, config, state, sample_tokens(), EOS)
+    results = pool.run(packed, config, state, sample_tokens(), EOS)
     rows = {r["data_rank"]: r["losses"] for r in results if r["losses"] is not None}
-    packed = torch.cat([rows[data_rank] for data_rank in sorted(rows)])
-    torch.testing.assert_close(packed, losses, **TOLERANCE)
-    actual = results[0]["gradients"]
-    assert actual.keys() == gradients.keys()
-    for name, expected in gradients.items():
-        torch.testing.assert_close(
-            actual[name], expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    found = torch.cat([rows[data_rank] for data_rank in sorted(rows)])
+    torch.testing.assert_close(found, losses, **TOLERANCE)
+    assert_close_by_name(results[0]["gradients"], gradients, **TOLERANCE)
 
 
 @pytest.mark.parametrize("parted", [True, False])
@@ -128,13 +129,93 @@ def test_a_run_parts_documents_at_its_tokenizers_end_token(pools, tiny_data, tmp
     config = tiny_config(run={"directory": str(tmp_path)}, data=data)
     eos_id = load_tokenizer(tiny_data / TOKENIZER).eos_id
     expected = [eos_id] if parted else [None]
-    assert pools(1).run(document_tasks.eos_id_in_a_step, config)[0] == expected
+    assert pools(1).run(eos_id_in_a_step, config)[0] == expected
 
 
 def test_a_run_whose_attention_ignores_the_documents_is_not_started(pools):
     """The check at the start of every run compares attention with two documents, too."""
     config = config_of("alibi", {})
-    assert pools(1).run(document_tasks.refusal_without_mask, config)[0] == (
+    assert pools(1).run(refusal_without_mask, config)[0] == (
         None,
         "position.method = alibi: attention differs from the dense reference",
     )
+
+
+# ---- tasks of the ranks --------------------------------------------------------------------------
+def packed(
+    config: RunConfig, state: dict[str, Tensor], tokens: Tensor, eos_id: int | None
+) -> dict[str, Any]:
+    """Train on documents that share samples, as a step does up to the reduction of gradients.
+
+    Args:
+        config: The run's config; its layout must fit the number of ranks.
+        state: Full fp32 weights by global name.
+        tokens: Token ids of the global batch, [global batch, S + 1].
+        eos_id: End-of-document token; None computes each sample as one text.
+
+    Returns:
+        {"data_rank"; "losses": of each token of this rank's samples, [B, S], on one rank of each
+        data rank, else None; "gradients": full tensors by global name}.
+    """
+    from pretrain.model.forward import is_reporting_rank, run_schedule
+    from pretrain.optim.buckets import finalize_gradients, gradient
+
+    topology, chunks = tasks._build_model_with(config, state)
+    batches = tasks._split_among_ranks(config, topology, tokens)
+    losses = run_schedule(chunks, batches, _kept_whole, eos_id=eos_id)
+    finalize_gradients(chunks)
+    gradients = tasks._assemble(chunks, gradient, average_over=topology.layout.data)
+    kept = torch.cat(losses) if is_reporting_rank() else None
+    return {"data_rank": topology.data_rank, "losses": kept, "gradients": gradients}
+
+
+def _kept_whole(losses: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (the mean to differentiate, the tokens' losses)."""
+    return losses.float().mean(), losses.detach().clone()
+
+
+def eos_id_in_a_step(config: RunConfig) -> list[int | None]:
+    """Start a run on real data, take a step, and return the end-of-document token it was given."""
+    from pretrain.training import loop
+    from pretrain.training.reporter import AttemptReporter, Requests
+    from pretrain.training.start import StartPoint, load_run, prepare
+
+    def forward_backward(chunks: Any, optimizer: Any, batches: Any, eos_id: int | None) -> Any:
+        seen.append(eos_id)
+        return step(chunks, optimizer, batches, eos_id)
+
+    seen: list[int | None] = []
+    step = loop.forward_backward
+    streams, topology, _ = prepare(config, "none")
+    run = load_run(config, streams, topology, StartPoint(), Requests(), AttemptReporter())
+    with patch.object(loop, "forward_backward", forward_backward):
+        loop.queue_step(run, loop.step_batches(run), platform.Moment()).read()
+    return seen
+
+
+def refusal_without_mask(config: RunConfig) -> tuple[str | None, str | None]:
+    """Return how `check_positions` refuses a model, and one whose layers lose the mask.
+
+    The messages end before their numbers; None stands for no refusal.
+    """
+    from pretrain.config import RunFailed
+    from pretrain.model import attention
+    from pretrain.model.attention import check_positions
+    from pretrain.model.gpt import build_model
+    from pretrain.topology import initialize
+
+    def refusal() -> str | None:
+        try:
+            check_positions(config, chunks)
+        except RunFailed as error:
+            return str(error).partition(" by ")[0]
+        return None
+
+    def without_mask(*qkv: Tensor, document_starts: Tensor, **arguments: Any) -> Tensor:
+        return attend(*qkv, **arguments)
+
+    initialize(config)
+    chunks, attend = build_model(config), attention.attention
+    with_mask = refusal()
+    with patch.object(attention, "attention", without_mask):
+        return with_mask, refusal()

@@ -6,22 +6,28 @@ each region and data type.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from pretrain.config import RunConfig
 from pretrain.evaluation.perplexity import Protocol
-from tests.conftest import LAYOUTS, mark_torture, tiny_config
-from tests.distributed import fusion_tasks, tasks
+from tests.conftest import ALL_LAYOUTS, LAYOUTS, mark_torture, tiny_config
+from tests.distributed import tasks
 from tests.distributed.test_optimizer import LOSS, NORM
 from tests.distributed.test_optimizer import _expected as expected_steps
-from tests.distributed.test_parallel_equals_dense import TOLERANCE, variant_config
+from tests.distributed.test_parallel_equals_dense import (
+    TOLERANCE,
+    assert_close_by_name,
+    variant_config,
+)
 from tests.distributed.test_parallel_equals_dense import _expected as expected_gradients
 from tests.reference.dense_gpt import random_state
 
-SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-ALL_LAYOUTS = {"one": (1, {}), "tp2sp": (2, SP), **LAYOUTS}
 # Every layout, and beside the default model: erf GELU, an untied output layer, neither bias.
-CASES = [("alibi", layout) for layout in ALL_LAYOUTS] + [
+CASES = [("alibi", layout) for layout in ("one", "tp2sp", *LAYOUTS)] + [
     (variant, layout)
     for variant in ("alibi-trainable", "alibi-grouped", "none")
     for layout in ("one", "tp2sp")
@@ -45,11 +51,10 @@ def test_fused_losses_and_gradients_equal_the_dense_reference(pools, variant, la
     processes, parallel = ALL_LAYOUTS[layout]
     state, tokens, logits, loss, gradients = expected_gradients(variant, 8)
     config = fused(variant_config(variant, 8, parallel))
-    task = fusion_tasks.run_uncompiled
-    actual = pools(processes).run(task, "gradients", config, state, tokens)[0]
+    actual = pools(processes).run(tasks.uncompiled, tasks.gradients, config, state, tokens)[0]
     torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)
-    assert_same_gradients(actual["gradients"], gradients, **TOLERANCE)
+    assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2vpp2", "tp2pp2sp"])
@@ -61,8 +66,9 @@ def test_a_fused_model_trains_as_adamw_does(pools, layout):
     processes, parallel = ALL_LAYOUTS[layout]
     state, batches, losses, norms, _ = expected_steps("alibi")
     config = fused(tiny_config(parallel=parallel))
-    task = fusion_tasks.run_uncompiled
-    actual = pools(processes).run(task, "train_steps", config, state, batches[:6])[0]
+    actual = pools(processes).run(tasks.uncompiled, tasks.train_steps, config, state, batches[:6])[
+        0
+    ]
     assert actual["losses"] == pytest.approx(losses[:6], **LOSS)
     assert actual["norms"] == pytest.approx(norms[:6], **NORM)
 
@@ -82,9 +88,8 @@ def test_layers_add_their_weight_gradients_to_fp32_buffers(pools, variant, layou
     processes, parallel = ALL_LAYOUTS[layout]
     state, tokens, _, _, gradients = expected_gradients(variant, 8)
     config = fused(variant_config(variant, 8, parallel))
-    task = fusion_tasks.gradients_in_main_grad
-    actual = pools(processes).run(task, config, state, tokens)[0]
-    assert_same_gradients(actual, gradients, **TOLERANCE)
+    actual = pools(processes).run(gradients_in_main_grad, config, state, tokens)[0]
+    assert_close_by_name(actual, gradients, **TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2sp"])
@@ -99,8 +104,7 @@ def test_bf16_gradients_are_as_good_as_those_of_the_plain_model(pools, layout):
     errors = {}
     for fusion in ("off", "on"):
         config = tiny_config(parallel=parallel, train={"precision": "bf16", "fusion": fusion})
-        task = fusion_tasks.gradients_in_main_grad
-        actual = pools(processes).run(task, config, state, tokens)[0]
+        actual = pools(processes).run(gradients_in_main_grad, config, state, tokens)[0]
         errors[fusion] = sum(
             float((actual[name] - exact[name]).norm() / exact[name].norm()) for name in exact
         )
@@ -110,7 +114,7 @@ def test_bf16_gradients_are_as_good_as_those_of_the_plain_model(pools, layout):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_weight_gradients_are_summed_in_fp32(pools, precision):
     """Products of 16-bit numbers are exact in fp32; sums over 64 tokens round 64 times at most."""
-    actual, expected = pools(1).run(fusion_tasks.sum_of_weight_gradients, precision)[0]
+    actual, expected = pools(1).run(sum_of_weight_gradients, precision)[0]
     # Relative to the sum of magnitudes, of which the second tensor holds the largest.
     assert (actual - expected).abs().max() < 64 * 2**-24 * expected.abs().max()
 
@@ -118,16 +122,14 @@ def test_weight_gradients_are_summed_in_fp32(pools, precision):
 @pytest.mark.parametrize("layout", ["one", "tp2", "zero3-dp2"])
 def test_a_fused_model_scores_the_same_tokens(pools, tiny_data, layout):
     """Sliding windows score the last tokens of a window alone, whose logits alone are computed."""
-    layouts = {**ALL_LAYOUTS, "zero3-dp2": (2, {"zero_stage": 3})}
-    processes, parallel = layouts[layout]
+    processes, parallel = ALL_LAYOUTS[layout]
     config = tiny_config(
         data={"directory": str(tiny_data)}, parallel=parallel, evaluation={"max_tokens": 300}
     )
     state = random_state(config, seed=3)
     arguments = (state, [Protocol("sliding", 32, 8)], 96)
     [plain] = pools(processes).run(tasks.evaluate, config, *arguments)[0]
-    task = fusion_tasks.run_uncompiled
-    [actual] = pools(processes).run(task, "evaluate", fused(config), *arguments)[0]
+    [actual] = pools(processes).run(tasks.uncompiled, tasks.evaluate, fused(config), *arguments)[0]
     assert actual.tokens == plain.tokens == 300
     # fp32 sums of 512 exponentials and of 300 losses, in another order under tensor parallelism.
     assert actual.loss_nats == pytest.approx(plain.loss_nats, rel=1e-6)
@@ -140,7 +142,7 @@ def test_logits_never_exist_in_fp32_all_at_once(pools, precision):
     In 16 bit both round the gradient of the logits once, after the same fp32 arithmetic, so they
     differ in what lies on the edge between two numbers, by one unit in the last place.
     """
-    result = pools(1).run(fusion_tasks.losses_in_pieces, precision)[0]
+    result = pools(1).run(losses_in_pieces, precision)[0]
     epsilon = {"fp32": 2**-22, "bf16": 2**-8, "fp16": 2**-11}[precision]
     losses, *gradients = zip(result["actual"], result["expected"])
     torch.testing.assert_close(*losses, rtol=2**-20, atol=2**-20)
@@ -154,7 +156,7 @@ def test_logits_never_exist_in_fp32_all_at_once(pools, precision):
 
 @pytest.mark.parametrize("one_buffer", [True, False])
 def test_gradients_of_queries_keys_and_values_in_one_buffer_are_not_copied(pools, one_buffer):
-    actual = pools(1).run(fusion_tasks.split_gradients, one_buffer)[0]
+    actual = pools(1).run(split_gradients, one_buffer)[0]
     assert torch.equal(actual["gradient"], actual["expected"])
     assert actual["concatenations"] == (0 if one_buffer else 1)
 
@@ -186,13 +188,221 @@ def test_compiled_regions_replay_their_dropout_and_change_nothing_else(pools, gr
 
 def test_a_compiled_region_is_one_kernel_in_each_direction(pools):
     """Counted by Inductor, for C++; the same graphs become Triton kernels on a GPU."""
-    counts = pools(1).run(fusion_tasks.kernels_of_compiled_regions)[0]
+    counts = pools(1).run(kernels_of_compiled_regions)[0]
     assert counts == {"bias-GELU": 2, "bias-residual": 1, "loss, backward": 1}
 
 
-def assert_same_gradients(actual, expected, **tolerance):
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(
-            actual[name], gradient, **tolerance, msg=lambda m, n=name: f"{n}: {m}"
+# ---- tasks of the ranks --------------------------------------------------------------------------
+def gradients_in_main_grad(
+    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
+) -> dict[str, Tensor] | None:
+    """Compute gradients in fp32 buffers that layers and hooks add to, as the optimizer does.
+
+    Args:
+        config: The run's config.
+        state: Full fp32 weights by global name.
+        tokens: Token ids of the global batch, [global batch, S + 1].
+
+    Returns:
+        On rank 0 the full gradients by global name; None elsewhere.
+    """
+    from pretrain.model.forward import run_schedule
+    from pretrain.model.gpt import choose_fusion
+    from pretrain.model.loss import accumulate_in_layers
+    from pretrain.model.parameters import named_parameters
+    from pretrain.optim.buckets import finalize_gradients, gradient
+    from pretrain.training.step import _mean_loss
+
+    topology, chunks = tasks._build_model_with(config, state)
+    named = list(named_parameters(chunks))
+    hooks_added: set[str] = set()
+    for each in named:
+        each.parameter.main_grad = torch.zeros(each.shape)
+        each.parameter.register_post_accumulate_grad_hook(_adder(each.name, hooks_added))
+    if choose_fusion(config).weight_gradients:
+        in_layers = {id(parameter) for parameter in accumulate_in_layers(chunks)}
+    else:
+        in_layers = set()
+    with torch.compiler.set_stance("force_eager"):
+        run_schedule(chunks, tasks._split_among_ranks(config, topology, tokens), _mean_loss)
+    for each in named:
+        assert each.parameter.grad is None
+        # Every matrix of a linear layer was added by the layer, and nothing else was.
+        is_linear = "linear_" in each.name or each.name in (
+            "output_layer.weight",
+            "embedding.word_embeddings.weight",
         )
+        expected = is_linear and each.name.endswith("weight") and config.train.fusion == "on"
+        by_embedding = each.name == "embedding.word_embeddings.weight"
+        if not by_embedding:
+            assert (id(each.parameter) in in_layers) == expected, each.name
+            assert (each.name not in hooks_added) == expected, each.name
+    finalize_gradients(chunks)
+    full = tasks._assemble(chunks, lambda p: gradient(p).float(), topology.layout.data)
+    return full if topology.is_main else None
+
+
+def sum_of_weight_gradients(precision: str) -> tuple[Tensor, Tensor]:
+    """Add two micro batches' weight gradients to a buffer, and compute the same sum in fp64.
+
+    Args:
+        precision: A value of train.precision.
+    """
+    from pretrain import platform
+    from pretrain.model.loss import add_weight_gradient, mark_stale
+
+    generator = torch.Generator().manual_seed(2)
+    # What an earlier step has left must not be read, not even to be multiplied by zero.
+    total, expected = torch.full((48, 24), torch.nan), torch.zeros(48, 24, dtype=torch.float64)
+    mark_stale(total)
+    for _ in range(2):
+        inputs, grad_output = (
+            torch.randn(32, size, generator=generator).to(platform.DTYPES[precision])
+            for size in (24, 48)
+        )
+        add_weight_gradient(inputs, grad_output, total)
+        expected += grad_output.double().t() @ inputs.double()
+    return total, expected
+
+
+def split_gradients(one_buffer: bool) -> dict[str, Any]:
+    """Differentiate through the split of self-attention into queries, keys and values.
+
+    Args:
+        one_buffer: The attention kernel writes its three gradients into one buffer.
+
+    Returns:
+        "gradient" and "expected", that of torch.split; "concatenations", how often one was copied
+        together.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from pretrain.model.attention import _Split
+
+    sizes, calls = [8, 4, 4], []
+
+    class CountConcatenations(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            calls.extend([function] * (function is torch.ops.aten.cat.default))
+            return function(*args, **(kwargs or {}))
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            ctx.save_for_backward(*inputs)
+            return sum(x.square().sum() for x in inputs)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+            results = [2 * gradient * x for x in ctx.saved_tensors]
+            if not one_buffer:
+                return tuple(results)
+            parts = torch.empty(5, 1, 3, 16).split(sizes, dim=-1)
+            return tuple(part.copy_(x) for part, x in zip(parts, results))
+
+    mixed = torch.randn(5, 1, 3, 16, generator=torch.Generator().manual_seed(4))
+    mixed.requires_grad_()
+    Kernel.apply(*mixed.split(sizes, dim=-1)).backward()
+    expected, mixed.grad = mixed.grad, None
+    with CountConcatenations():
+        Kernel.apply(*_Split.apply(mixed, sizes)).backward()
+    return {"gradient": mixed.grad, "expected": expected, "concatenations": len(calls)}
+
+
+def kernels_of_compiled_regions() -> dict[str, int]:
+    """Compile every region and count the kernels that Inductor generates, forward and backward."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+    from torch._inductor import config as inductor
+    from torch._inductor import metrics
+
+    from pretrain.model import loss
+
+    x, residual = torch.randn(6, 2, 16, requires_grad=True), torch.randn(6, 2, 16)
+    bias = torch.randn(16, requires_grad=True)
+    logits, rows = torch.randn(12, 16), torch.rand(12)
+    add = get_bias_dropout_add(training=True, fused=True)
+    regions = {
+        "bias-GELU": lambda: bias_gelu_impl(x, bias).sum().backward(),
+        "bias-residual": lambda: add((x, bias), residual, 0.0),
+        "loss, backward": lambda: loss._compiled_gradient(logits, rows.long(), rows, rows, rows),
+    }
+    counts = {}
+    for name, region in regions.items():
+        torch._dynamo.reset()
+        metrics.reset()
+        # Kernels from a cache are not counted.
+        with inductor.patch(force_disable_caches=True):
+            region()
+        counts[name] = metrics.generated_kernel_count
+    return counts
+
+
+def losses_in_pieces(precision: str) -> dict[str, Any]:
+    """Compute losses and gradients from logits of which only some rows are ever in fp32.
+
+    Args:
+        precision: A value of train.precision.
+
+    Returns:
+        "actual" and "expected" (torch's cross_entropy of fp32 logits): losses and gradients;
+        "elements": elements of the largest fp32 tensor that existed, of 40 x 96 logits.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from pretrain import platform
+    from pretrain.model import loss
+
+    dtype = platform.DTYPES[precision]
+    generator = torch.Generator().manual_seed(6)
+    hidden = torch.randn(20, 2, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(96, 16, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(96, (20, 2), generator=generator)
+    # A loss of its own weight for every token, as a mask would give.
+    d_loss = torch.rand(20, 2, generator=generator)
+    logits = (hidden @ weight.t()).float()
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(20, 2)
+    gradients = torch.autograd.grad(expected, (hidden, weight), d_loss)
+    elements = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            nonlocal elements
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.dtype == torch.float32:
+                elements = max(elements, out.numel())
+            return out
+
+    before, loss.ELEMENTS_AT_ONCE = loss.ELEMENTS_AT_ONCE, 7 * 96
+    try:
+        with Largest():
+            actual = loss.linear_cross_entropy(hidden, weight, labels, loss.Options())
+            results = torch.autograd.grad(actual, (hidden, weight), d_loss)
+    finally:
+        loss.ELEMENTS_AT_ONCE = before
+    return {
+        "actual": [actual.detach(), *results],
+        "expected": [expected.detach(), *gradients],
+        "elements": elements,
+    }
+
+
+def _adder(name: str, added: set[str]) -> Any:
+    """Return a hook that adds a parameter's gradient to its buffer, unless its layer has done so.
+
+    Args:
+        name: The parameter's name.
+        added: Gets the name when the hook has added something.
+    """
+
+    def add(parameter: Any) -> None:
+        if getattr(parameter, "grad_added_to_main_grad", False):
+            parameter.grad_added_to_main_grad = False
+        else:
+            parameter.main_grad.add_(parameter.grad)
+            added.add(name)
+        parameter.grad = None
+
+    return add

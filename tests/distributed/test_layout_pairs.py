@@ -19,7 +19,7 @@ from pretrain.config import ConfigError, RunConfig
 from pretrain.config.rules import check_layout
 from pretrain.rundir.checkpoints import checkpoint_directory
 from tests.conftest import mark_torture, tiny_config
-from tests.distributed.saving_tasks import save_and_take_a_step
+from tests.distributed.tasks import save_and_take_a_step
 from tests.distributed.test_resume import _state
 
 STEP = 2

@@ -16,26 +16,13 @@ from pretrain.plan.memory import stages_of
 from pretrain.plan.search import planned
 from pretrain.plan.timing import Target
 from pretrain.rundir.checkpoints import find_checkpoint
-from tests.conftest import LAYOUTS, TINY, tiny_config
+from tests.conftest import ALL_LAYOUTS, TINY, tiny_config
 from tests.distributed import tasks
 from tests.distributed.lion import Lion  # registers it, in the workers by way of the config
-from tests.reference.dense_gpt import DenseGPT, is_decayed, random_state
+from tests.reference.dense_gpt import DenseGPT, is_decayed, learnable_batches, random_state
 
 LION = {"name": "lion", "learning_rate": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
-LION_LAYOUTS = {
-    **LAYOUTS,
-    "zero2-dp2": (2, {"zero_stage": 2}),
-    "zero3-dp2": (2, {"zero_stage": 3}),
-}
 STEPS = 8
-
-
-def batches(count: int) -> list[torch.Tensor]:
-    """Sequences that each count up by a stride, so that there is something to learn."""
-    generator = torch.Generator().manual_seed(13)
-    start = torch.randint(0, 500, (count, 8, 1), generator=generator)
-    stride = torch.randint(1, 4, (count, 8, 1), generator=generator)
-    return list((start + stride * torch.arange(33)) % 500)
 
 
 def dense(config, state) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -44,7 +31,7 @@ def dense(config, state) -> tuple[list[float], dict[str, torch.Tensor]]:
     named = dict(model.named_parameters())
     momenta = {name: torch.zeros_like(p) for name, p in named.items()}
     losses = []
-    for step, ids in enumerate(batches(STEPS)):
+    for step, ids in enumerate(learnable_batches(STEPS)):
         model.zero_grad()
         loss = model.loss(ids)
         loss.backward()
@@ -64,11 +51,11 @@ def test_steps_equal_the_plain_formula(pools, layout):
     """A weight is off by rates where the gradient is rounding, as that of keys' biases, which are a
     five-hundredth of all: softmax does not see them.
     """
-    processes, parallel = LION_LAYOUTS[layout]
+    processes, parallel = ALL_LAYOUTS[layout]
     config = tiny_config(parallel=parallel, optimizer=LION)
     state = random_state(config, seed=11)
     losses, weights = dense(config, state)
-    actual = pools(processes).run(tasks.train_steps, config, state, batches(STEPS))[0]
+    actual = pools(processes).run(tasks.train_steps, config, state, learnable_batches(STEPS))[0]
     assert actual["losses"] == pytest.approx(losses, rel=2e-5)
     assert losses[-1] < losses[0] - 0.1, "nothing was learned, so nothing was compared"
     off = torch.cat([(actual["weights"][n] - w).abs().flatten() for n, w in weights.items()])
@@ -88,7 +75,7 @@ def test_its_state_is_saved_and_resumed_in_another_layout(pools, tiny_data, tmp_
     expected = pools(2).run(tasks.continue_run, config("whole", {}), "auto", 6)[0]
     losses = []
     for layout, until in (("zero3-dp2", 2), ("tp2pp2sp", 4), ("dp2", 6)):
-        processes, parallel = LION_LAYOUTS[layout]
+        processes, parallel = ALL_LAYOUTS[layout]
         part = pools(processes).run(tasks.continue_run, config("moving", parallel), "auto", until)
         assert part[0]["began"] == until - 2
         losses += part[0]["losses"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import RunPaths
 from tests.conftest import tiny_config
@@ -38,19 +36,3 @@ def test_steps_do_not_wait_for_their_log(pools, tiny_data, tmp_path):
     ]
     assert [record["step"] for record in steps] == list(range(1, 8))
     assert all(record["step_seconds"] > 0 for record in steps)
-
-
-@pytest.mark.parametrize("bad_step", [3, 4])
-def test_a_norm_that_is_not_finite_ends_the_run_and_changes_nothing(
-    pools, tiny_data, tmp_path, bad_step
-):
-    """Whether another step has been queued meanwhile (3) or a checkpoint is due (4)."""
-    config = _config(tmp_path / "run", tiny_data)
-    [result] = pools(1).run(tasks.train_with_a_gradient_that_is_not_finite, config, bad_step)
-    assert result["error"].startswith(f"step {bad_step}: the gradient norm is nan")
-    assert result["saved"] == []
-    assert result["weights_unchanged"]
-    steps = [
-        r["step"] for r in read_metrics(RunPaths(tmp_path / "run").metrics) if "gradient_norm" in r
-    ]
-    assert steps == list(range(1, bad_step))

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pretrain.config import RunConfig
 from pretrain.data.order import mask_samples, mask_text
 from pretrain.data.stream import open_stream
 from tests.conftest import LAYOUTS, mark_torture, tiny_config
-from tests.distributed import masked_tasks, tasks
+from tests.distributed import tasks
+from tests.distributed.test_parallel_equals_dense import TOLERANCE, assert_close_by_name
 from tests.reference.dense_gpt import DenseGPT, random_state
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -51,27 +53,20 @@ def test_loss_and_gradients_equal_the_dense_reference(pools, method, layout):
     dense = DenseGPT(config).load_global_state(state).double()
     loss = dense.masked_loss(torch.from_numpy(inputs), labels, torch.from_numpy(chosen))
     loss.backward()
-    actual = pools(processes).run(masked_tasks.gradients, config, state, tokens, 40)[0]
+    actual = pools(processes).run(masked_gradients, config, state, tokens, 40)[0]
     rows = len(actual["inputs"])
     assert torch.equal(actual["inputs"], torch.from_numpy(inputs)[:rows])
     assert torch.equal(actual["chosen"], torch.from_numpy(chosen)[:rows])
     assert actual["loss"] == pytest.approx(loss.item(), rel=1e-6)
-    for name, parameter in dense.named_parameters():
-        # fp32 sums of a few hundred terms in another order; as for the causal model.
-        torch.testing.assert_close(
-            actual["gradients"][name],
-            parameter.grad.float(),
-            rtol=1e-4,
-            atol=2e-5,
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
+    expected = {name: parameter.grad.float() for name, parameter in dense.named_parameters()}
+    assert_close_by_name(actual["gradients"], expected, **TOLERANCE)
 
 
 def test_the_comparison_would_notice_a_causal_mask_and_a_bias_of_one_side(pools):
     config = masked_config("alibi", {})
     state = random_state(config, seed=3)
     tokens = torch.randint(0, 512, (8, 33), generator=torch.Generator().manual_seed(5))
-    actual = pools(1).run(masked_tasks.gradients, config, state, tokens, 0)[0]
+    actual = pools(1).run(masked_gradients, config, state, tokens, 0)[0]
     causal = DenseGPT(tiny_config(model={"make_vocab_size_divisible_by": 576}))
     causal.load_global_state(state)
     wrong = causal.masked_loss(actual["inputs"], tokens[:, :-1], actual["chosen"])
@@ -85,7 +80,7 @@ def test_evaluation_scores_the_same_masked_tokens_at_every_length(pools, tiny_da
     config = masked_config("alibi", parallel, data=data, evaluation={"max_tokens": 300})
     state = random_state(config, seed=3)
     # 300 tokens are neither whole windows nor whole batches.
-    found = pools(processes).run(masked_tasks.evaluate, config, state, [32, 128], 256)[0]
+    found = pools(processes).run(masked_evaluation, config, state, [32, 128], 256)[0]
     ids = torch.from_numpy(open_stream(config, "validation").read(0, 300).astype(np.int64))
     inputs, chosen = map(torch.from_numpy, mask_text(ids.numpy(), 0, config.mask_id))
     assert chosen.sum() == 45
@@ -160,7 +155,102 @@ def test_a_tiny_run_learns_to_copy(pools, tmp_path):
         train={"num_steps": 120},
         evaluation={"lengths": [32]},
     )
-    losses = pools(1).run(masked_tasks.train_on, config, text)[0]
+    losses = pools(1).run(train_on_rows, config, text)[0]
     entropy = math.log(16)
     assert losses[0] > entropy
     assert np.mean(losses[-10:]) < 0.5 * entropy
+
+
+# ---- tasks of the ranks --------------------------------------------------------------------------
+def masked_gradients(
+    config: RunConfig, state: dict[str, Tensor], tokens: Tensor, consumed: int
+) -> dict[str, Any] | None:
+    """Mask a global batch, and compute its loss and gradients.
+
+    Args:
+        config: The run's config; its layout must fit the number of ranks.
+        state: Full fp32 weights by global name.
+        tokens: Token ids of the global batch, [global batch, S + 1].
+        consumed: Samples consumed before it.
+
+    Returns:
+        On rank 0 {"loss", "gradients", "inputs" and "chosen" of this rank}; None elsewhere.
+    """
+    from pretrain.model.forward import run_schedule
+    from pretrain.optim.buckets import finalize_gradients, gradient
+    from pretrain.training.step import _mean_loss, average_loss, masked_batches
+
+    topology, chunks = tasks._build_model_with(config, state)
+    mine = tasks._split_among_ranks(config, topology, tokens)
+    batches = masked_batches(config, topology, consumed, mine)
+    losses = run_schedule(chunks, batches, _mean_loss)
+    finalize_gradients(chunks)
+    loss = average_loss(losses, topology)
+    full = tasks._assemble(chunks, gradient, average_over=topology.layout.data)
+    if not topology.is_main:
+        return None
+    return {
+        "loss": loss,
+        "gradients": full,
+        "inputs": torch.cat([batch.inputs for batch in batches]),
+        "chosen": torch.cat([batch.chosen for batch in batches]),
+    }
+
+
+def masked_evaluation(
+    config: RunConfig, state: dict[str, Tensor], lengths: list[int], tokens_per_batch: int
+) -> list[Any]:
+    """Evaluate a model with given weights on the masked tokens of the validation stream.
+
+    Args:
+        config: The run's config.
+        state: Full fp32 weights by global name.
+        lengths: Window lengths.
+        tokens_per_batch: Tokens in an evaluation batch.
+
+    Returns:
+        One result per length, on every rank.
+    """
+    from pretrain.data.stream import open_stream
+    from pretrain.evaluation.perplexity import Evaluator
+    from pretrain.evaluation.windows import Protocol, ScoredText
+
+    topology, chunks = tasks._build_model_with(config, state)
+    evaluator = Evaluator(
+        chunks,
+        topology,
+        ScoredText(open_stream(config, "validation"), config.evaluation.max_tokens),
+        tokens_per_batch=tokens_per_batch,
+        mask_id=config.mask_id,
+    )
+    return [evaluator.evaluate(Protocol("masked", length, length)) for length in lengths]
+
+
+def train_on_rows(config: RunConfig, text: Any) -> list[float]:
+    """Train a model on the rows of a text from scratch, and return the loss of each step.
+
+    Args:
+        config: The run's config, for one process.
+        text: Token ids, [rows, S]; the rows are used in their order, again and again.
+
+    Returns:
+        The losses in nats.
+    """
+    from pretrain.model.gpt import build_model
+    from pretrain.optim.schedule import learning_rate
+    from pretrain.optim.zero import ZeroOptimizer
+    from pretrain.topology import initialize
+    from pretrain.training.step import average_loss, forward_backward, masked_batches
+
+    topology = initialize(config)
+    chunks = build_model(config)
+    optimizer = ZeroOptimizer(config, topology, chunks)
+    size, losses = config.batch.global_batch_size, []
+    rows = torch.nn.functional.pad(torch.from_numpy(text), (0, 1))
+    for step in range(config.train.num_steps):
+        at = torch.arange(step * size, (step + 1) * size) % len(rows)
+        batches = masked_batches(config, topology, step * size, [rows[at]])
+        kept = forward_backward(chunks, optimizer, batches)
+        optimizer.step(learning_rate(config, step))
+        losses.append(average_loss(kept, topology))
+    return losses

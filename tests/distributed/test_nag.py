@@ -14,9 +14,16 @@ from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.checkpoints import find_checkpoint
-from tests.conftest import LAYOUTS, mark_torture, tiny_config
+from tests.conftest import ALL_LAYOUTS, mark_torture, tiny_config
 from tests.distributed import tasks
-from tests.reference.dense_gpt import DenseGPT, is_decayed, random_state, train_dense
+from tests.distributed.test_parallel_equals_dense import assert_close_by_name
+from tests.reference.dense_gpt import (
+    DenseGPT,
+    is_decayed,
+    learnable_batches,
+    random_state,
+    train_dense,
+)
 from tests.reference.nag import FairseqNAG
 
 STEPS = 20
@@ -27,23 +34,6 @@ RECIPE = {
     "optimizer": NAG,
     "schedule": {**WARMUP, "min_learning_rate": 1e-4},
 }
-NAG_LAYOUTS = {
-    **LAYOUTS,
-    "zero2-dp2": (2, {"zero_stage": 2}),
-    "zero3-dp2": (2, {"zero_stage": 3}),
-    "zero3-tp2sp-dp2": (
-        4,
-        {"zero_stage": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-    ),
-}
-
-
-def batches(count: int) -> list[torch.Tensor]:
-    """Sequences that each count up by a stride, so that there is something to learn."""
-    generator = torch.Generator().manual_seed(13)
-    start = torch.randint(0, 500, (count, 8, 1), generator=generator)
-    stride = torch.randint(1, 4, (count, 8, 1), generator=generator)
-    return list((start + stride * torch.arange(33)) % 500)
 
 
 @functools.cache
@@ -51,28 +41,24 @@ def _expected():
     config = tiny_config(**RECIPE)
     state = random_state(config, seed=11)
     rates = [learning_rate(config, step) for step in range(STEPS)]
-    return state, *train_dense(config, state, batches(STEPS), rates)
+    return state, *train_dense(config, state, learnable_batches(STEPS), rates)
 
 
 CORE = {("dp2",), ("tp2pp2sp",), ("zero2-dp2",), ("zero3-dp2",)}
 
 
-@pytest.mark.parametrize(("layout",), mark_torture([(name,) for name in NAG_LAYOUTS], CORE))
+@pytest.mark.parametrize(("layout",), mark_torture([(name,) for name in ALL_LAYOUTS], CORE))
 def test_twenty_steps_equal_fairseqs_formula(pools, layout):
-    processes, parallel = NAG_LAYOUTS[layout]
+    processes, parallel = ALL_LAYOUTS[layout]
     state, losses, norms, weights = _expected()
     config = tiny_config(parallel=parallel, **RECIPE)
-    actual = pools(processes).run(tasks.train_steps, config, state, batches(STEPS))[0]
+    actual = pools(processes).run(tasks.train_steps, config, state, learnable_batches(STEPS))[0]
     assert actual["losses"] == pytest.approx(losses, rel=2e-5)
     assert actual["norms"] == pytest.approx(norms, rel=2e-4)
     assert losses[-1] < losses[0] - 0.2, "nothing was learned, so nothing was compared"
     assert max(norms) > config.optimizer.clip_grad, "nothing was clipped"
-    assert actual["weights"].keys() == weights.keys()
     assert "decoder.final_layernorm.weight" not in weights
-    for name, expected in weights.items():
-        torch.testing.assert_close(
-            actual["weights"][name], expected, rtol=0, atol=5e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_close_by_name(actual["weights"], weights, rtol=0, atol=5e-6)
 
 
 DROPPED = [(layout, r) for layout in ("tp2", "tp2sp", "dp2") for r in ("none", "full")]
@@ -84,8 +70,7 @@ DROPPED = [(layout, r) for layout in ("tp2", "tp2sp", "dp2") for r in ("none", "
 )
 def test_activations_are_dropped_by_the_masks_of_each_rank(pools, layout, recompute):
     """The dense reference with the masks that the ranks' generators give: losses and updates."""
-    sequence = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    processes, parallel = {**NAG_LAYOUTS, "tp2sp": (2, sequence)}[layout]
+    processes, parallel = ALL_LAYOUTS[layout]
     data = 1 if layout.startswith("tp2") else 2
     model = {**RECIPE["model"], "activation_dropout": 0.3}
     config = tiny_config(
@@ -94,7 +79,7 @@ def test_activations_are_dropped_by_the_masks_of_each_rank(pools, layout, recomp
         batch={"micro_batch_size": 8 // data},
         train={"recompute_granularity": recompute},
     )
-    state, given = random_state(config, seed=11), batches(3)
+    state, given = random_state(config, seed=11), learnable_batches(3)
     masks = pools(processes).run(tasks.activation_masks, config, 3)[0]
     actual = pools(processes).run(tasks.train_steps, config, state, given)[0]
     dense = DenseGPT(config).load_global_state(state)
@@ -149,7 +134,7 @@ def test_without_dropout_the_layer_is_megatrons(pools):
     assert set(kinds) == {"RowParallelLinear"}
     [kinds] = pools(1).run(tasks.second_linear_layers, dropping)
     assert set(kinds) == {"DropoutRowParallelLinear"}
-    state, tokens = random_state(plain, seed=3), batches(1)[0]
+    state, tokens = random_state(plain, seed=3), learnable_batches(1)[0]
     with_it, without = (
         pools(1).run(tasks.evaluated_logits, config, state, tokens)[0]
         for config in (dropping, plain)
@@ -171,7 +156,7 @@ def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
     expected = pools(2).run(tasks.continue_run, config("whole", {}), "auto", 9)[0]
     losses = []
     for layout, until in (("zero3-dp2", 3), ("tp2pp2sp", 6), ("zero2-dp2", 9)):
-        processes, parallel = NAG_LAYOUTS[layout]
+        processes, parallel = ALL_LAYOUTS[layout]
         moving = config("moving", parallel)
         part = pools(processes).run(tasks.continue_run, moving, "auto", until)[0]
         assert part["began"] == until - 3

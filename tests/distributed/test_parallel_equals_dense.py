@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pretrain.config import RunConfig
 from tests.conftest import LAYOUTS, mark_torture, tiny_config
-from tests.distributed import masked_tasks, tasks
+from tests.distributed import tasks
 from tests.reference.dense_gpt import DenseGPT, random_state, sinusoids
 
 # Both sides compute in fp32 and differ in the order of their sums, which is 2^-24 per term over a
@@ -79,6 +79,17 @@ def _expected(
     return state, tokens, logits.detach(), float(loss), gradients
 
 
+def assert_close_by_name(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float
+) -> None:
+    """Compare tensors with those of the same names."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            actual[name], tensor, **tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
 # 12 heads have slopes that are no powers of 2, so the number matters to ALiBi alone.
 CASES = [
     (variant, layout, heads) for variant in VARIANTS for layout in LAYOUTS for heads in (8, 12)
@@ -100,11 +111,7 @@ def test_logits_and_gradients_equal_the_dense_reference(pools, variant, layout, 
     actual = pools(processes).run(tasks.gradients, config, state, tokens)[0]
     torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)
-    assert actual["gradients"].keys() == gradients.keys()
-    for name, expected in gradients.items():
-        torch.testing.assert_close(
-            actual["gradients"][name], expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
 
 
 METHODS = ("alibi", "sinusoidal", "rotary", "t5", "learned", "none")
@@ -169,7 +176,7 @@ def test_trainable_slopes_start_from_the_chosen_ones(pools):
     """On two tensor ranks, each of which has its part of the heads of the whole model."""
     position = {"trainable_slopes": True, "slopes": {"first": 0.9, "last": 0.01}}
     config = tiny_config(position=position, parallel=LAYOUTS["tp2"][1])
-    found = pools(2).run(masked_tasks.initial_weights, config)[0]["position.slopes"]
+    found = pools(2).run(tasks.initial_weights, config)[0]["position.slopes"]
     expected = [0.9 * (0.01 / 0.9) ** (head / 7) for head in range(8)]
     torch.testing.assert_close(found.tolist(), expected, rtol=1e-7, atol=0)
 

@@ -12,15 +12,11 @@ from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Store
 from pretrain.rundir.checkpoints import checkpoint_directory, find_checkpoint
-from tests.conftest import LAYOUTS, mark_torture, tiny_config
+from tests.conftest import ALL_LAYOUTS, LAYOUTS, mark_torture, tiny_config
 from tests.distributed import tasks
 from tests.end_to_end.damage import flip
 
-CASES = {
-    **LAYOUTS,
-    "zero2-dp2": (2, {"zero_stage": 2}),
-    "zero3-dp2": (2, {"zero_stage": 3}),
-}
+CASES = (*LAYOUTS, "zero2-dp2", "zero3-dp2")
 
 
 def _config(directory, data, parallel, **sections):
@@ -76,15 +72,15 @@ SETTINGS = {
     ),
 )
 def test_same_layout_is_bit_for_bit(pools, tiny_data, tmp_path, case):
-    processes, parallel = CASES.get(case, LAYOUTS["dp2"])
+    processes, parallel = ALL_LAYOUTS[case if case in CASES else "dp2"]
     pool = pools(processes)
     settings = SETTINGS.get(case, {})
     whole = _config(tmp_path / "whole", tiny_data, parallel, **settings)
     parts = _config(tmp_path / "parts", tiny_data, parallel, **settings)
-    continue_run = tasks.continue_run_in_fp16_on_cpu if "fp16" in case else tasks.continue_run
-    uninterrupted = pool.run(continue_run, whole, "auto", 6)[0]
-    first = pool.run(continue_run, parts, "auto", 3)[0]
-    second = pool.run(continue_run, parts, "auto", 6)[0]
+    task = [tasks.in_fp16_on_cpu] * ("fp16" in case) + [tasks.continue_run]
+    uninterrupted = pool.run(*task, whole, "auto", 6)[0]
+    first = pool.run(*task, parts, "auto", 3)[0]
+    second = pool.run(*task, parts, "auto", 6)[0]
     assert (first["began"], second["began"]) == (0, 3)
     assert first["losses"] + second["losses"] == uninterrupted["losses"]
     assert first["norms"] + second["norms"] == uninterrupted["norms"]
@@ -108,27 +104,17 @@ def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
     numbers; the layouts differ in the order of their sums, which AdamW carries on for nine steps
     (test_optimizer.py).
     """
-    off = {"model": {"hidden_dropout": 0.0, "attention_dropout": 0.0}}
+    off = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
     def config(name, parallel):
-        made = _config(tmp_path / name, tiny_data, parallel)
-        return made.model_copy(update={"model": made.model.model_copy(update=off["model"])})
+        return _config(tmp_path / name, tiny_data, parallel, model=off)
 
     expected = pools(2).run(tasks.continue_run, config("whole", {}), "auto", 9)[0]
-    tp2pp2 = {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "sequence_parallel": True,
-    }
     losses = []
-    for processes, parallel, until in [
-        (4, tp2pp2, 3),
-        (2, {}, 6),
-        (2, {"tensor_model_parallel_size": 2}, 9),
-    ]:
-        part = pools(processes).run(tasks.continue_run, config("moving", parallel), "auto", until)[
-            0
-        ]
+    for layout, until in (("tp2pp2sp", 3), ("dp2", 6), ("tp2", 9)):
+        processes, parallel = LAYOUTS[layout]
+        moving = config("moving", parallel)
+        part = pools(processes).run(tasks.continue_run, moving, "auto", until)[0]
         assert part["began"] == until - 3
         losses += part["losses"]
     assert losses == pytest.approx(expected["losses"], rel=1e-5)

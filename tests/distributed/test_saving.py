@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
 import pytest
+import torch.distributed as dist
 
 from pretrain.checkpoint.listing import verify_checkpoint
 from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.config import RunConfig
 from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints
-from tests.conftest import mark_torture, tiny_config
-from tests.distributed import saving_tasks as tasks
+from tests.conftest import ALL_LAYOUTS, mark_torture, tiny_config
 
-LAYOUTS = {
-    "dp1": (1, {}),
-    "dp2": (2, {}),
-    "zero2": (2, {"zero_stage": 2}),
-    "zero3": (2, {"zero_stage": 3}),
-    "tp2": (2, {"tensor_model_parallel_size": 2}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
-}
+LAYOUTS = ("one", "dp2", "zero2-dp2", "zero3-dp2", "tp2", "pp2")
 
 
 def _config(directory, data, parallel=None, interval=1, **checkpoint):
@@ -35,19 +40,19 @@ def _config(directory, data, parallel=None, interval=1, **checkpoint):
     ("layout", "precision"),
     mark_torture(
         [(layout, precision) for layout in LAYOUTS for precision in ("fp32", "bf16")],
-        {("dp2", "fp32"), ("zero3", "bf16")},
+        {("dp2", "fp32"), ("zero3-dp2", "bf16")},
     ),
 )
 def test_the_same_bytes_as_without_training_beside(pools, tiny_data, tmp_path, layout, precision):
     """Every step is saved, and every copy begins only after the next step has."""
-    processes, parallel = LAYOUTS[layout]
+    processes, parallel = ALL_LAYOUTS[layout]
 
     def run(name, **options):
         config = _config(tmp_path / name, tiny_data, parallel, asynchronous=name != "between")
         config = config.model_copy(
             update={"train": config.train.model_copy(update={"precision": precision})}
         )
-        return pools(processes).run(tasks.digests_of_saves, config, **options)[0]
+        return pools(processes).run(digests_of_saves, config, **options)[0]
 
     between = run("between")
     beside = run("beside", late=True)
@@ -60,8 +65,8 @@ def test_a_state_that_changes_while_it_is_copied_is_found_by_the_test_above(
     pools, tiny_data, tmp_path
 ):
     config = _config(tmp_path / "run", tiny_data)
-    good = pools(1).run(tasks.digests_of_saves, _config(tmp_path / "good", tiny_data))[0]
-    bad = pools(1).run(tasks.digests_of_saves, config, late=True, protect=False)[0]
+    good = pools(1).run(digests_of_saves, _config(tmp_path / "good", tiny_data))[0]
+    bad = pools(1).run(digests_of_saves, config, late=True, protect=False)[0]
     assert {k: v for k, v in bad.items() if k != "overlap"} != {
         k: v for k, v in good.items() if k != "overlap"
     }
@@ -81,27 +86,26 @@ def test_a_failure_beside_training_ends_all_ranks_soon(
 ):
     """The save after step 2 fails; no rank gets to the save after step 4, nor to the end."""
     config = _config(tmp_path / "run", tiny_data, interval=2)
-    results = pools(2).run(tasks.train_with_a_bad_writer, config, how, rank)
-    assert all(words in result["error"] for result in results), results
-    assert {result["error"] for result in results} == {results[0]["error"]}
+    results = pools(2).run(train_with_a_bad_writer, config, how, rank)
+    assert words in results[0] and results == [results[0]] * 2
     found = complete_checkpoints(tmp_path / "run")
     assert [checkpoint_step(path.name) for path in found] == [2]
     assert verify_checkpoint(found[0])[0] == []
     # No hidden directory is left: a disk that is full gets its room back.
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
-    assert pools(2).run(tasks.nothing_of_the_writers_is_left) == [0, 0]
+    assert pools(2).run(nothing_of_the_writers_is_left) == [0, 0]
 
 
 def test_signals_to_all_processes_of_a_job_do_not_end_a_write(pools, tiny_data, tmp_path):
     config = _config(tmp_path / "run", tiny_data)
-    results = pools(2).run(tasks.train_with_a_bad_writer, config, "signals", 0)
-    assert [result["error"] for result in results] == ["", ""]
+    results = pools(2).run(train_with_a_bad_writer, config, "signals", 0)
+    assert results == ["", ""]
     assert len(complete_checkpoints(tmp_path / "run")) == 5
 
 
 def test_without_memory_for_the_copy_training_waits(pools, tiny_data, tmp_path):
-    good = pools(2).run(tasks.digests_of_saves, _config(tmp_path / "good", tiny_data))[0]
-    less = pools(2).run(tasks.digests_with_little_memory, _config(tmp_path / "less", tiny_data))[0]
+    good = pools(2).run(digests_of_saves, _config(tmp_path / "good", tiny_data))[0]
+    less = pools(2).run(digests_with_little_memory, _config(tmp_path / "less", tiny_data))[0]
     assert less.pop("overlap") == 0 and good.pop("overlap") is not None
     assert less == good
 
@@ -111,12 +115,196 @@ def test_a_save_that_training_waits_for_is_published_before_training_goes_on(
 ):
     """One rank without memory for the copy is enough: none of them goes on."""
     config = _config(tmp_path / "run", tiny_data)
-    assert pools(2).run(tasks.published_before_the_next_save, config)[0] == [0, 1, 2, 3, 4]
+    assert pools(2).run(published_before_the_next_save, config)[0] == [0, 1, 2, 3, 4]
 
 
 def test_each_checkpoint_names_the_one_before(pools, tiny_data, tmp_path):
-    pools(1).run(tasks.digests_of_saves, _config(tmp_path / "run", tiny_data))
+    pools(1).run(digests_of_saves, _config(tmp_path / "run", tiny_data))
     lineages = [open_checkpoint(path).lineage for path in complete_checkpoints(tmp_path / "run")]
     assert [lineage.parent for lineage in lineages] == [None, *(x.id for x in lineages[:-1])]
     assert len({lineage.id for lineage in lineages}) == 5
     assert len({lineage.branches for lineage in lineages}) == 1
+
+
+# ---- tasks of the ranks --------------------------------------------------------------------------
+def digests_of_saves(
+    config: RunConfig, late: bool = False, protect: bool = True
+) -> dict[str, Any] | None:
+    """Train a run and return the SHA-256 of what each of its checkpoints holds of the optimizer.
+
+    Args:
+        config: The run's config.
+        late: Begin each copy of the state only when the next step has begun; without `protect` when
+            that step is over.
+        protect: False to let the state change before it has been copied.
+
+    Returns:
+        On rank 0, file name -> digest, for the files of tensors of all checkpoints, and "overlap":
+        how many steps began their forward pass while a copy was still under way.
+    """
+    from pretrain import platform
+    from pretrain.checkpoint.save import Saver
+    from pretrain.rundir.checkpoints import complete_checkpoints
+    from pretrain.training import loop
+
+    seen = {"overlap": 0}
+    copies: list[Any] = []
+    may_copy, is_stepping = threading.Event(), False
+    copy_all, queue_step = platform._copy_all, loop.queue_step
+    start, before_change = platform.HostCopy.__init__, Saver._before_change
+
+    def copied(pairs: Any) -> None:
+        if late:
+            may_copy.wait()
+        copy_all(pairs)
+
+    def noted(self: Any, *args: Any) -> None:
+        may_copy.clear()
+        start(self, *args)
+        copies.append(self._thread)
+
+    def counted(*args: Any) -> Any:
+        nonlocal is_stepping
+        seen["overlap"] += bool(copies) and copies[-1].is_alive()
+        if protect:
+            may_copy.set()
+        is_stepping = True
+        try:
+            return queue_step(*args)
+        finally:
+            is_stepping = False
+            may_copy.set()
+
+    def awaited(self: Any) -> None:
+        # No step follows the last save: it is waited for at once.
+        if not is_stepping:
+            may_copy.set()
+        if protect:
+            before_change(self)
+
+    with (
+        patch.object(platform, "_copy_all", copied),
+        patch.object(loop, "queue_step", counted),
+        patch.object(platform.HostCopy, "__init__", noted),
+        patch.object(Saver, "_before_change", awaited),
+    ):
+        assert loop.train(config) == 0
+    if dist.get_rank():
+        return None
+    digests = {
+        f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for checkpoint in complete_checkpoints(config.directory)
+        for path in sorted(checkpoint.glob("*.safetensors"))
+    }
+    return {**digests, **seen}
+
+
+def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> str:
+    """Train a run in which something befalls the writing process of one rank.
+
+    Args:
+        config: The run's config.
+        how: "killed", "stopped for good before it publishes", "disk" (it cannot write), "nan" (a
+            moment is not finite at the second save), or "signals" (all that a job gets, harmless).
+        rank: The rank.
+
+    Returns:
+        The message that ended the run, "" without.
+    """
+    from pretrain.checkpoint import save
+    from pretrain.checkpoint.save import Saver
+    from pretrain.config import RunFailed
+    from pretrain.training import loop
+
+    begin = Saver.begin
+    saves = {"count": 0}
+
+    def disturbed(self: Any, *args: Any) -> Any:
+        saves["count"] += 1
+        is_second = saves["count"] == 2 and dist.get_rank() == rank
+        if is_second and how == "nan":
+            self._optimizer.state().fragments[0].tensors["exp_avg_sq"][0] = float("inf")
+        if is_second and how == "disk":
+            # The process has been started by the first save: it gets a directory that is not there.
+            write = self._writer.write
+            self._writer.write = lambda directory, part: write(directory / "gone", part)
+        if saves["count"] == 2:
+            self.finish()
+        if is_second and how == "killed":
+            # So that it is killed before it has written.
+            self._writer._process.send_signal(signal.SIGSTOP)
+        if is_second and how == "signals":
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+                os.kill(self._writer._process.pid, number)
+        result = begin(self, *args)
+        if is_second and how == "killed":
+            self._writer._process.kill()
+        return result
+
+    queue_step = loop.queue_step
+
+    def counted(run: Any, *args: Any) -> Any:
+        # The failure may need a moment to arrive.
+        time.sleep(0.05)
+        return queue_step(run, *args)
+
+    error = ""
+    with (
+        patch.object(Saver, "begin", disturbed),
+        patch.object(loop, "queue_step", counted),
+        # A rank waits so long for the parts of others, which never come where a state is not
+        # finite.
+        patch.object(save, "CLOSE_SECONDS", 3),
+    ):
+        try:
+            loop.train(config)
+        except RunFailed as failure:
+            error = str(failure)
+    return error
+
+
+@contextlib.contextmanager
+def _little_memory() -> Iterator[None]:
+    from pretrain import platform
+
+    with (
+        # Evaluations ask the same, and would be refused.
+        patch.object(platform, "free_memory", lambda: 1 << 40),
+        patch.object(platform, "available_memory", lambda: 1000),
+    ):
+        yield
+
+
+def published_before_the_next_save(config: RunConfig) -> list[int] | None:
+    """Train a run in which rank 0 alone has no memory for the copy of the state.
+
+    Returns:
+        On rank 0, how many checkpoints there are when each save begins.
+    """
+    from pretrain.checkpoint.save import Saver
+    from pretrain.rundir.checkpoints import complete_checkpoints
+    from pretrain.training import loop
+
+    rank, begin, found = int(os.environ["RANK"]), Saver.begin, list[int]()
+
+    def noted(self: Any, *args: Any) -> Any:
+        found.append(len(complete_checkpoints(config.directory)))
+        return begin(self, *args)
+
+    with (
+        patch.object(Saver, "begin", noted),
+        contextlib.nullcontext() if rank else _little_memory(),
+    ):
+        assert loop.train(config) == 0
+    return None if rank else found
+
+
+def digests_with_little_memory(config: RunConfig) -> dict[str, Any] | None:
+    """Return `digests_of_saves` on a machine that has no memory for the copy."""
+    with _little_memory():
+        return digests_of_saves(config)
+
+
+def nothing_of_the_writers_is_left() -> int:
+    """Return how many child processes of this rank are left."""
+    return sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children"))

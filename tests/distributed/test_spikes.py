@@ -11,13 +11,13 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import ExitCode, RunPaths
-from tests.conftest import LAYOUTS, mark_torture, tiny_config
+from tests.conftest import ALL_LAYOUTS, LAYOUTS, mark_torture, tiny_config
 from tests.distributed import health_tasks as tasks
+from tests.distributed.tasks import in_fp16_on_cpu
 
 STEPS, BAD_STEP, SAVED_STEP, BATCH = 14, 11, 9, 8
 BAD = (BAD_STEP * BATCH, BAD_STEP * BATCH)
 """The samples of step 11."""
-ZERO = {"zero2-dp2": (2, {"zero_stage": 2}), "zero3-dp2": (2, {"zero_stage": 3})}
 
 
 def _config(directory, data, parallel, policy, interval=SAVED_STEP, **train):
@@ -83,7 +83,7 @@ def test_an_overflow_in_fp16_is_no_spike(pools, tiny_data, tmp_path):
     scale = config.optimizer.model_copy(update={"initial_loss_scale_power": 20})
     config = config.model_copy(update={"optimizer": scale})
     bad = 17 * BATCH
-    [result] = pools(1).run(tasks.train_on_bad_data_in_fp16_on_cpu, config, bad, bad)
+    [result] = pools(1).run(in_fp16_on_cpu, tasks.train_on_bad_data, config, bad, bad)
     assert result["code"] == 0
     records = _steps(directory)
     overflowed = [r["step"] for r in records if r["gradient_norm"] == float("inf")]
@@ -131,10 +131,12 @@ def test_a_run_that_stops_saves_nothing_after_the_spike(pools, tiny_data, tmp_pa
 
 @pytest.mark.parametrize(
     ("layout",),
-    mark_torture([(name,) for name in LAYOUTS | ZERO], {("dp2",), ("zero3-dp2",)}),
+    mark_torture(
+        [(name,) for name in (*LAYOUTS, "zero2-dp2", "zero3-dp2")], {("dp2",), ("zero3-dp2",)}
+    ),
 )
 def test_a_rollback_skips_exactly_the_data_up_to_the_spike(pools, tiny_data, tmp_path, layout):
-    processes, parallel = (LAYOUTS | ZERO)[layout]
+    processes, parallel = ALL_LAYOUTS[layout]
     directory = tmp_path / "run"
     config = _config(directory, tiny_data, parallel, "rollback")
     results = pools(processes).run(tasks.train_on_bad_data, config, *BAD)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from pretrain.data.stream import TokenStream
 from pretrain.evaluation.tasks import Arm, Text, long_documents, make_cell, measure
-from tests.conftest import LAYOUTS, tiny_config
+from tests.conftest import ALL_LAYOUTS, LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.reference.dense_gpt import DenseGPT, random_state
 
@@ -54,7 +54,7 @@ def _expected(data):
 
 @pytest.mark.parametrize("layout", ["one", *LAYOUTS])
 def test_every_layout_measures_what_the_dense_reference_does(pools, tiny_data, layout):
-    processes, parallel = {**LAYOUTS, "one": (1, {})}[layout]
+    processes, parallel = ALL_LAYOUTS[layout]
     config = _config(tiny_data, parallel)
     state = random_state(config, seed=3)
     ranks = pools(processes).run(tasks.measure_tasks, config, state, CELLS, SAMPLES)

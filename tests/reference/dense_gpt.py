@@ -348,6 +348,14 @@ def is_decayed(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and name != "position.relative_attention_bias"
 
 
+def learnable_batches(count: int) -> list[Tensor]:
+    """Global batches [8, 33] of sequences that each count up by a stride of their own."""
+    generator = torch.Generator().manual_seed(13)
+    start = torch.randint(0, 500, (count, 8, 1), generator=generator)
+    stride = torch.randint(1, 4, (count, 8, 1), generator=generator)
+    return list((start + stride * torch.arange(33)) % 500)
+
+
 def train_dense(
     config: RunConfig,
     state: dict[str, Tensor],
