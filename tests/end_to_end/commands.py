@@ -96,6 +96,13 @@ def pretrain(*arguments: object, largest_file: int | None = None, cwd: Path = RO
     return ranks(arguments, [{}], largest_file, cwd)[0]
 
 
+def succeeds(*arguments: object, cwd: Path = ROOT) -> Done:
+    """Run `pretrain` with these arguments; the test fails if the command does."""
+    done = pretrain(*arguments, cwd=cwd)
+    assert done.code == 0, done.text
+    return done
+
+
 def ranks(
     arguments: Sequence[object],
     environments: Sequence[Mapping[str, str]],

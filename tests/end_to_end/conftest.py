@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import explained, pretrain
+from tests.end_to_end.commands import explained, pretrain, succeeds
 from tests.end_to_end.damage import contents
 
 CONFIG = """
@@ -73,7 +73,7 @@ def config(workspace: Path) -> Path:
 @pytest.fixture(scope="module")
 def run(workspace: Path, config: Path) -> Path:
     """A run of 8 steps with checkpoints after 4 and 8."""
-    assert pretrain("train", config).code == 0
+    succeeds("train", config)
     return workspace / "runs/alibi"
 
 

@@ -11,7 +11,7 @@ import pytest
 from pretrain.checkpoint.manifest import Segment, open_checkpoint
 from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.stream import TokenStream
-from tests.end_to_end.commands import metrics, pretrain
+from tests.end_to_end.commands import metrics, pretrain, succeeds
 
 BOOKS, NEWS = 20, 30
 """Samples of the two corpora."""
@@ -74,8 +74,7 @@ def test_shares_change_only_where_it_is_allowed_and_corpora_go_on(
 ):
     run = workspace / "runs/blended"
     first = config_of(workspace, config, blended, "first")
-    done = pretrain("train", first)
-    assert done.code == 0, done.err
+    done = succeeds("train", first)
     # 8 steps of 8 samples: the 21st of books comes in the 7th step, as does the 31st of news.
     assert "step 7: corpus books begins its second pass" in done.err
     assert "step 7: corpus news begins its second pass" in done.err
@@ -97,15 +96,13 @@ def test_shares_change_only_where_it_is_allowed_and_corpora_go_on(
     state = open_checkpoint(run / "checkpoints/step-00000009").trainer_state
     assert state.segment.start == 0
 
-    done = pretrain("train", second, *more, "--allow-changed", "data.corpora")
-    assert done.code == 0, done.err
+    done = succeeds("train", second, *more, "--allow-changed", "data.corpora")
     opened = open_checkpoint(run / "checkpoints/step-00000010")
     segment = Segment(72, samples, {"books": 3, "news": 1}, {"books": 29, "news": 43})
     assert opened.trainer_state.segment == segment
     assert [change.key for change in opened.origin.changes] == ["data.corpora"]
     # The next start knows it.
-    done = pretrain("train", second, "--set", "train.num_steps=11")
-    assert done.code == 0, done.err
+    done = succeeds("train", second, "--set", "train.num_steps=11")
     opened = open_checkpoint(run / "checkpoints/step-00000011")
     assert opened.trainer_state.segment == segment
     assert len(opened.origin.changes) == 1
@@ -119,8 +116,7 @@ def test_a_run_that_was_interrupted_sees_what_the_whole_run_sees(workspace, conf
         directory = workspace / "runs" / name
         for steps in parts:
             settings = [f"run.directory={directory}", f"train.num_steps={steps}"]
-            done = pretrain("train", path, *[w for s in settings for w in ("--set", s)])
-            assert done.code == 0, done.err
+            succeeds("train", path, *[w for s in settings for w in ("--set", s)])
         losses[name] = [r["loss_nats"] for r in metrics(directory) if "gradient_norm" in r]
     assert losses["whole"] == losses["parts"]
     assert np.unique(losses["whole"]).size == 7

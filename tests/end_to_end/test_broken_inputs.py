@@ -26,6 +26,7 @@ from tests.end_to_end.commands import (
     pretrain,
     ranks,
     sets,
+    succeeds,
 )
 from tests.end_to_end.damage import contents, flip, replace
 
@@ -235,7 +236,7 @@ def test_a_truncated_shard(refused, config, run, data_copy):
         if split == "validation":
             refused(["evaluate", run, *setting], *words)
         replace(shard, whole)
-    assert pretrain("data", "verify", config, *setting).code == 0
+    succeeds("data", "verify", config, *setting)
 
 
 @pytest.mark.parametrize(
@@ -270,8 +271,7 @@ def test_the_tokenizer_of_another_data_set(refused, config, run, data_copy, tmp_
         f"data.directory={tmp_path}/other",
         "data.validation_fraction=0.3",
     ]
-    done = pretrain("data", "build", config, *(word for s in settings for word in ("--set", s)))
-    assert done.code == 0, done.err
+    succeeds("data", "build", config, *sets(*settings))
     replace(data_copy / "tokenizer.model", (tmp_path / "other/tokenizer.model").read_bytes())
     setting = ["--set", f"data.directory={data_copy}"]
     words = f"{data_copy}/tokenizer.model: wrong tokenizer", "SHA-256", "Restore it"

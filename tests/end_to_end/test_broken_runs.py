@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.rundir.attempts import read_attempts
-from tests.end_to_end.commands import LAUNCHER, explained, fresh, metrics, pretrain
+from tests.end_to_end.commands import LAUNCHER, explained, fresh, metrics, pretrain, sets, succeeds
 from tests.end_to_end.damage import contents, flip, truncate
 
 STEP_4, STEP_8 = "checkpoints/step-00000004", "checkpoints/step-00000008"
@@ -26,10 +26,7 @@ def trained(workspace: Path, name: str, *settings: str) -> Path:
         "evaluation.lengths=[16]",
         *settings,
     ]
-    done = pretrain(
-        "train", workspace / "run.toml", *(word for o in overrides for word in ("--set", o))
-    )
-    assert done.code == 0, done.err
+    succeeds("train", workspace / "run.toml", *sets(*overrides))
     return workspace / "runs" / name
 
 
@@ -83,7 +80,7 @@ def test_the_remedy_for_a_damaged_checkpoint(config, run):
     flip(copy / STEP_8 / WEIGHTS)
     done = pretrain("train", config, "--resume", copy / STEP_4, "--set", f"run.directory={copy}")
     assert done.code == 0 and f"{copy}: going on from step 4, to step 8" in done.err, done.err
-    assert pretrain("evaluate", copy, "--lengths", "32").code == 0
+    succeeds("evaluate", copy, "--lengths", "32")
     assert (copy / STEP_8 / WEIGHTS).read_bytes() == (run / STEP_8 / WEIGHTS).read_bytes()
     assert not list((copy / "checkpoints").glob(".*"))
 
@@ -185,7 +182,7 @@ def test_a_run_directory_that_cannot_be_one(refused, workspace, config):
 @pytest.mark.parametrize("backend", ["folded", "flash2"])
 def test_a_forced_attention_backend_that_cannot_serve(workspace, config, backend):
     settings = f"model.attention_backend={backend}", f"run.directory={workspace}/runs/{backend}"
-    done = pretrain("train", config, *(word for setting in settings for word in ("--set", setting)))
+    done = pretrain("train", config, *sets(*settings))
     explained(
         done, 2, f"model.attention_backend = {backend}: ", "cannot serve", "Choose auto or sdpa"
     )
@@ -204,8 +201,7 @@ def test_a_full_disk_while_training(workspace, config):
     done = pretrain(*command, largest_file=20_000)
     explained(done, 1, f"{directory / STEP_4}: cannot be written", "Make room")
     assert not list((directory / "checkpoints").iterdir())
-    done = pretrain(*command)
-    assert done.code == 0, done.err
+    done = succeeds(*command)
     assert [r["step"] for r in metrics(directory) if "evaluation" not in r] == list(range(1, 9))
 
 
@@ -216,13 +212,13 @@ def test_a_full_disk_while_building_data(config, tmp_path):
         done, 1, f"{tmp_path}/.building-data: cannot be written (File too large)", "Make room"
     )
     assert [path.name for path in tmp_path.iterdir()] == [".building-data"]
-    assert pretrain(*command).code == 0
+    succeeds(*command)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 def test_a_full_disk_while_exporting(run, tmp_path):
     out = tmp_path / "hf"
-    assert pretrain("export", run, out).code == 0
+    succeeds("export", run, out)
     before = contents(tmp_path)
     explained(
         pretrain("export", run, out, largest_file=20_000),
@@ -306,7 +302,7 @@ def test_a_learned_table_has_an_end(refused, workspace):
         "Choose a shorter length",
     )
     refused(["evaluate", learned, "--lengths", "32,64"], *words)
-    assert pretrain("evaluate", learned, "--lengths", "16,32").code == 0
+    succeeds("evaluate", learned, "--lengths", "16,32")
 
 
 @pytest.mark.parametrize("method", ["t5"])

@@ -11,16 +11,11 @@ from pretrain.checkpoint.manifest import Change, open_checkpoint
 from pretrain.config import load_config
 from pretrain.data.build import build
 from pretrain.data.stream import TokenStream
-from tests.end_to_end.commands import LAUNCHER, explained, fresh, metrics, pretrain
+from tests.end_to_end.commands import LAUNCHER, explained, fresh, metrics, pretrain, sets, succeeds
 from tests.end_to_end.test_broken_runs import STEP_4, STEP_8
 
 pytestmark = pytest.mark.usefixtures("run")
 WORDS = "the crow said nothing and the wheel went round again under a red morning sky\n"
-
-
-def sets(*settings: str) -> list[str]:
-    """Return settings as command-line options."""
-    return [word for setting in settings for word in ("--set", setting)]
 
 
 def copied(source: Path, target: Path) -> Path:
@@ -86,7 +81,7 @@ def test_another_corpus_is_refused_until_it_is_allowed(workspace, config, run, o
     assert origin.changes == (Change(9, "data.directory", old, new, 9 * 8),)
     assert origin.data["training"] == new
     # The checkpoint has the new corpus, so it is not asked about again.
-    assert pretrain(*train, *sets("train.num_steps=11")).code == 0
+    succeeds(*train, *sets("train.num_steps=11"))
     assert open_checkpoint(moved / "checkpoints/step-00000011").origin.changes == origin.changes
 
 
@@ -105,7 +100,7 @@ def test_another_tokenizer(refused, workspace, config, run, other_tokenizer, tmp
     copied(Path(load_config(config).data.directory), data)
     there = copied(run, workspace / "runs/replaced")
     settings = sets(f"run.directory={there}", f"data.directory={data}", "train.num_steps=9")
-    assert pretrain("train", config, *settings).code == 0
+    succeeds("train", config, *settings)
     copied(other_tokenizer, data)
     words[2] = there / "checkpoints/step-00000009"
     for command in (["export", there, tmp_path / "hf"], ["evaluate", there]):
@@ -117,8 +112,7 @@ def test_another_tokenizer_may_be_allowed(workspace, config, run, other_tokenize
     there = copied(run, workspace / "runs/tokenizer")
     settings = sets(f"run.directory={there}", f"data.directory={other_tokenizer}")
     train = ["train", config, *settings, *sets("train.num_steps=9")]
-    done = pretrain(*train, "--allow-changed", "data.tokenizer")
-    assert done.code == 0, done.err
+    succeeds(*train, "--allow-changed", "data.tokenizer")
     origin = open_checkpoint(there / "checkpoints/step-00000009").origin
     assert [change.key for change in origin.changes] == ["data.tokenizer"]
 
@@ -128,8 +122,7 @@ def test_evaluation_on_another_corpus_says_so(config, run, other_corpus):
     evaluate += ["--protocols", "nonoverlapping"]
     done = pretrain(*evaluate)
     assert done.code == 0 and done.err == "", done.err
-    done = pretrain(*evaluate, *sets(f"data.directory={other_corpus}"))
-    assert done.code == 0, done.err
+    done = succeeds(*evaluate, *sets(f"data.directory={other_corpus}"))
     [line] = done.err.splitlines()
     assert f"{other_corpus}" in line and "not the validation split" in line
 
@@ -172,8 +165,7 @@ def test_what_does_not_change_training_is_free_and_shown(workspace, config, run)
     free = ["batch.micro_batch_size=8", "logging.interval_steps=1", "evaluation.lengths=[32]"]
     free += ["checkpoint.interval_steps=1", "recovery.max_restarts=0", "train.num_steps=10"]
     train = ["train", config, *sets(f"run.directory={there}", *free)]
-    done = pretrain(*train)
-    assert done.code == 0, done.err
+    done = succeeds(*train)
     lines = done.err.splitlines()
     begin = lines.index(f"{there}: 7 differences from {there / STEP_8}:")
     shown = [" ".join(line.split()) for line in lines[begin + 1 : begin + 8]]
@@ -182,8 +174,7 @@ def test_what_does_not_change_training_is_free_and_shown(workspace, config, run)
     assert open_checkpoint(there / "checkpoints/step-00000010").origin.changes == ()
     assert not any("changed" in record for record in metrics(there))
     # Nothing has changed, so nothing is shown.
-    again = pretrain(*train[:-2], *sets("train.num_steps=11"))
-    assert again.code == 0, again.err
+    again = succeeds(*train[:-2], *sets("train.num_steps=11"))
     assert [line for line in again.err.splitlines() if "->" in line] == [
         "  train.num_steps = 10 -> 11  (may change)"
     ]
@@ -198,8 +189,7 @@ def test_an_allowed_change_is_recorded_and_not_asked_about_again(workspace, conf
     # The second start repeats the first, as after a failure before the next checkpoint.
     for _ in range(2):
         shutil.rmtree(there / STEP_8, ignore_errors=True)
-        done = pretrain(*train, *allow)
-        assert done.code == 0, done.err
+        done = succeeds(*train, *allow)
         assert "optimizer.learning_rate = 0.001 -> 0.002  (changes training, allowed by" in done.err
     changed = {"step": 4, "changed": {"optimizer.learning_rate": [0.001, 0.002]}}
     records = metrics(there)

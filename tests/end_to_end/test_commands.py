@@ -26,6 +26,7 @@ from tests.end_to_end.commands import (
     ranks,
     sets,
     started,
+    succeeds,
     wait_for,
 )
 from tests.end_to_end.damage import contents
@@ -315,8 +316,7 @@ def test_evaluation_in_the_loop_is_the_commands(tmp_path, whole):
     directory, _ = whole
     out = tmp_path / "curve.json"
     options = "--protocols", "nonoverlapping", "--max-tokens", "2048"
-    done = pretrain("evaluate", directory, *options, "--out", out)
-    assert done.code == 0, done.text
+    succeeds("evaluate", directory, *options, "--out", out)
     found = {r["length"]: r["loss_nats"] for r in json.loads(out.read_text())["records"]}
     last = [r for r in metrics(directory) if "evaluation" in r and r["step"] == STEPS]
     logged = {r["length"]: r["loss_nats"] for r in last}
@@ -401,8 +401,7 @@ def test_every_launcher_gives_the_same_run(workspace, config, whole):
     # The same samples in the same steps; sums over the batch in another order.
     assert losses(workspace / "runs/alone") == pytest.approx(expected, rel=1e-5)
 
-    on = pretrain(*arguments("srun"), *options("train.num_steps=10"))
-    assert on.code == 0, on.text
+    on = succeeds(*arguments("srun"), *options("train.num_steps=10"))
     assert "going on from step 8, to step 10; tensor 1 x pipeline 1 x data 1" in on.err, on.text
     assert losses(workspace / "runs/srun") == pytest.approx(losses(whole[0])[:10], rel=1e-5)
 

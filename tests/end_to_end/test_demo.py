@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pretrain.config import load_config
-from tests.end_to_end.commands import ROOT, pretrain
+from tests.end_to_end.commands import ROOT, succeeds
 from tests.guide import Workspace
 
 DEMO = "configs/demo.toml"
@@ -46,8 +46,7 @@ def commands(name: str) -> list[list[str]]:
 
 
 def test_the_picture_is_what_the_committed_numbers_give(tmp_path):
-    done = pretrain("report", DRAWN, "--out", tmp_path / "curve.json")
-    assert done.code == 0, done.text
+    succeeds("report", DRAWN, "--out", tmp_path / "curve.json")
     drawn, shown = (
         matplotlib.image.imread(path)
         for path in (tmp_path / "curve.png", ROOT / "docs/demo_curve.png")

@@ -12,7 +12,7 @@ import pytest
 
 from pretrain.data.stream import TokenStream
 from pretrain.evaluation.records import FIELDS
-from tests.end_to_end.commands import explained, metrics, pretrain
+from tests.end_to_end.commands import explained, metrics, pretrain, sets, succeeds
 
 STEP_4, STEP_8 = "checkpoints/step-00000004", "checkpoints/step-00000008"
 QUICK = ["--lengths", "32", "--protocols", "nonoverlapping", "--max-tokens", "512"]
@@ -46,20 +46,17 @@ def test_default_lengths_stop_where_the_text_ends_and_say_so(workspace, run, tmp
     config = (workspace / "run.toml").read_text().replace("lengths = [32, 64]\n", "")
     (workspace / "bare.toml").write_text(config)
     settings = [f"run.directory={bare}", "train.num_steps=2", "evaluation.max_tokens=300"]
-    sets = [word for setting in settings for word in ("--set", setting)]
-    done = pretrain("train", workspace / "bare.toml", *sets)
-    assert done.code == 0, done.text
+    done = succeeds("train", workspace / "bare.toml", *sets(*settings))
     [said] = [line for line in done.err.splitlines() if "evaluation.lengths" in line]
     assert "512 left out" in said and "300 tokens" in said and "evaluation.max_tokens" in said
     assert [r["length"] for r in metrics(bare) if r.get("evaluation")] == [32, 64, 128, 256]
     # A run whose default lengths were cut is finished, and a second start has nothing to do.
-    again = pretrain("train", workspace / "bare.toml", *sets)
+    again = pretrain("train", workspace / "bare.toml", *sets(*settings))
     assert again.code == 0 and "nothing to train" in again.err, again.text
     out = tmp_path / "curve.json"
-    done = pretrain(
+    done = succeeds(
         "evaluate", bare, "--protocols", "nonoverlapping", "--max-tokens", "200", "--out", out
     )
-    assert done.code == 0, done.text
     assert [r["length"] for r in curve(out)] == [32, 64, 128]
     assert "256, 512 left out" in done.text and "200 tokens" in done.text
 
@@ -73,22 +70,20 @@ def test_a_length_that_memory_cannot_carry_is_refused(refused, run):
 
 def test_training_refuses_such_lengths_before_it_starts(refused, config, workspace):
     settings = [f"run.directory={workspace}/runs/never", "evaluation.max_tokens=40"]
-    sets = [word for setting in settings for word in ("--set", setting)]
     words = "evaluation.lengths = 64", "40 tokens that are scored", "evaluation.max_tokens"
-    refused(["train", config, *sets], *words)
+    refused(["train", config, *sets(*settings)], *words)
 
 
 def test_all_of_the_text_is_scored_unless_told_otherwise(run, tiny_data, tmp_path):
     """evaluation.max_tokens = 2048 of the config bounds the evaluations while training alone."""
     whole, part = tmp_path / "whole/curve.json", tmp_path / "part/curve.json"
     options = ["--lengths", "64", "--protocols", "nonoverlapping", "--out"]
-    done = pretrain("evaluate", run, *options, whole)
-    assert done.code == 0, done.text
+    done = succeeds("evaluate", run, *options, whole)
     stream = TokenStream(tiny_data / "validation")
     [record] = curve(whole)
     assert (record["tokens"], record["bytes"]) == (len(stream), stream.text_bytes)
     assert f"{len(stream):,} tokens" in done.out and f"{stream.text_bytes:,} bytes" in done.out
-    assert pretrain("evaluate", run, *options, part, "--max-tokens", "2048").code == 0
+    succeeds("evaluate", run, *options, part, "--max-tokens", "2048")
     [bounded] = curve(part)
     assert bounded["tokens"] == 2048
     last = [r for r in metrics(run) if r.get("evaluation") and r["step"] == 8 and r["length"] == 64]
@@ -104,8 +99,7 @@ def test_max_tokens_of_the_config_is_not_the_commands(refused, run):
 # ---- records -------------------------------------------------------------------------------------
 def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
     out = tmp_path / "curve.json"
-    done = pretrain("evaluate", run, "--lengths", "32,64", "--max-tokens", "1000", "--out", out)
-    assert done.code == 0, done.text
+    succeeds("evaluate", run, "--lengths", "32,64", "--max-tokens", "1000", "--out", out)
     stream = TokenStream(tiny_data / "validation")
     for record in curve(out):
         assert tuple(record) == FIELDS
@@ -122,8 +116,7 @@ def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
     # A seed on the command line is not the one that the checkpoint was trained with.
     # The precision is the one in which it was evaluated.
     changed = ("--set", "run.seed=5", "--set", "train.precision=bf16")
-    done = pretrain("evaluate", run, *QUICK, *changed, "--out", tmp_path / "changed/curve.json")
-    assert done.code == 0, done.text
+    succeeds("evaluate", run, *QUICK, *changed, "--out", tmp_path / "changed/curve.json")
     [found] = curve(tmp_path / "changed/curve.json")
     assert (found["seed"], found["precision"]) == (1234, "bf16")
     events = [r for r in metrics(run) if r.get("evaluation")]
@@ -132,8 +125,7 @@ def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
     # Given by its path, a checkpoint is still its run's; a copy elsewhere stands alone.
     alone = tmp_path / "alone"
     shutil.copytree(run / STEP_4, alone)
-    done = pretrain("evaluate", run / STEP_4, alone, *QUICK, "--out", out)
-    assert done.code == 0, done.text
+    succeeds("evaluate", run / STEP_4, alone, *QUICK, "--out", out)
     assert [(r["run"], r["step"]) for r in curve(out)] == [(str(run), 4), (str(alone), 4)]
 
 
@@ -145,10 +137,8 @@ def test_several_training_lengths_go_into_one_report(workspace, run, tmp_path):
         "train.num_steps=2",
         "evaluation.lengths=[16]",
     ]
-    sets = [word for setting in settings for word in ("--set", setting)]
-    assert pretrain("train", workspace / "run.toml", *sets).code == 0
-    done = pretrain("evaluate", run, short, *QUICK, "--out", tmp_path / "curve.json")
-    assert done.code == 0, done.text
+    succeeds("train", workspace / "run.toml", *sets(*settings))
+    succeeds("evaluate", run, short, *QUICK, "--out", tmp_path / "curve.json")
     found = [(r["run"], r["train_length"]) for r in curve(tmp_path / "curve.json")]
     assert found == [(str(run), 32), (str(short), 16)]
 
@@ -188,8 +178,7 @@ def test_the_stride_of_the_config_stays_or_the_command_says_so(workspace, run, t
     done = pretrain("evaluate", run, "--lengths", "32,64", *options, *strided)
     assert done.code == 0 and done.err == "", done.text
     assert {r["stride"] for r in curve(out)} == {16}
-    done = pretrain("evaluate", run, "--lengths", "8,64", *options, *strided)
-    assert done.code == 0, done.text
+    done = succeeds("evaluate", run, "--lengths", "8,64", *options, *strided)
     assert {r["stride"] for r in curve(out)} == {8}
     assert "evaluation.stride = 16" in done.err and "sliding windows move by 8" in done.err
 
@@ -197,8 +186,7 @@ def test_the_stride_of_the_config_stays_or_the_command_says_so(workspace, run, t
 def test_protocols_that_coincide_are_measured_once(workspace, run, tmp_path):
     out = tmp_path / "curve.json"
     asked = ["evaluate", run, "--lengths", "32,64", "--max-tokens", "512", "--stride", "32"]
-    done = pretrain(*asked, "--out", out)
-    assert done.code == 0, done.text
+    done = succeeds(*asked, "--out", out)
     found = [(r["protocol"], r["stride"], r["length"]) for r in curve(out)]
     assert found == [("nonoverlapping", 32, 32), ("nonoverlapping", 64, 64), ("sliding", 32, 64)]
     assert "sliding windows of 32 tokens by 32 do not overlap" in done.text
@@ -209,8 +197,7 @@ def test_protocols_that_coincide_are_measured_once(workspace, run, tmp_path):
         "train.num_steps=2",
         'evaluation.protocols=["nonoverlapping", "sliding"]',
     ]
-    sets = [word for setting in settings for word in ("--set", setting)]
-    assert pretrain("train", workspace / "run.toml", *sets).code == 0
+    succeeds("train", workspace / "run.toml", *sets(*settings))
     found = [(r["protocol"], r["length"]) for r in metrics(there) if r.get("evaluation")]
     assert found == [("nonoverlapping", 32), ("nonoverlapping", 64), ("sliding", 64)]
 
@@ -239,6 +226,5 @@ def test_files_that_are_no_report_of_ours_are_not_overwritten(run, tmp_path, nam
 def test_an_earlier_report_is_replaced(run, tmp_path):
     out = tmp_path / "report/curve.json"
     for _ in range(2):
-        done = pretrain("evaluate", run, *QUICK, "--out", out)
-        assert done.code == 0, done.text
+        succeeds("evaluate", run, *QUICK, "--out", out)
     assert len(curve(out)) == 1

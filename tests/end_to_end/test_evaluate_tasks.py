@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pretrain.data.stream import TokenStream
 from pretrain.evaluation.tasks import FIELDS, Arm, Text, long_documents, make_cell, measure
 from pretrain.evaluation.tasks_command import SEED
-from tests.end_to_end.commands import explained, pretrain, running_ranks
+from tests.end_to_end.commands import explained, pretrain, running_ranks, succeeds
 
 LENGTHS, SAMPLES, TRAINED = [64, 96], 5, 32
 WORDS = ["--lengths", "64,96", "--samples", SAMPLES]
@@ -53,7 +53,7 @@ def test_stock_transformers_gives_the_same(workspace, run, measured, tiny_data):
     from transformers import AutoModelForCausalLM
 
     folder = workspace / "hf-tasks"
-    assert pretrain("export", run, folder).code == 0
+    succeeds("export", run, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def score(arm: Arm) -> np.ndarray:
@@ -97,8 +97,7 @@ def test_two_processes_and_a_named_checkpoint_give_the_same(workspace, run, meas
 
 def test_lengths_that_cannot_be_measured(workspace, run, tmp_path):
     """Those of the config are left out with a sentence, those of the command line refused."""
-    done = pretrain("evaluate-tasks", run, "--samples", 2, "--tasks", "induction,documents")
-    assert done.code == 0, done.text
+    done = succeeds("evaluate-tasks", run, "--samples", 2, "--tasks", "induction,documents")
     assert done.err.splitlines() == [
         f"{run}: induction at 32 tokens is left out: 64 tokens are the least, to plant 32 and to "
         "repeat them",

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain
+from tests.end_to_end.commands import sets
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,7 +92,7 @@ def test_a_position_method_of_ones_own_trains_and_is_refused_for_export(trained,
         "evaluation.lengths": "[64]",
         "evaluation.max_tokens": 2048,
     }
-    settings = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+    settings = sets(*(f"{key}={value}" for key, value in given.items()))
     said = run("position_method.py", "config", "configs/demo.toml", *settings)
     assert 'method = "half_alibi"' in said and "heads with and without ALiBi" in said
     run("position_method.py", "train", "configs/demo.toml", *settings)

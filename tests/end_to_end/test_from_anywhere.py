@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import explained, pretrain
+from tests.end_to_end.commands import explained, pretrain, succeeds
 from tests.end_to_end.conftest import CONFIG
 
 LENGTHS = ["--lengths", "32", "--protocols", "nonoverlapping"]
@@ -23,8 +23,7 @@ def home(tmp_path_factory, tiny_data: Path) -> Path:
     (folder / "run.toml").write_text(
         CONFIG.format(folder=".", data="runs/data").replace("./runs", "runs")
     )
-    done = pretrain("train", "run.toml", cwd=folder)
-    assert done.code == 0, done.text
+    succeeds("train", "run.toml", cwd=folder)
     return folder
 
 
@@ -50,7 +49,7 @@ def test_moved_with_its_data(home, tmp_path):
     (away / "runs/data/validation").mkdir(parents=True)
     (away / "runs/data/validation/manifest.json").write_text("{}")
     run = tmp_path / "moved/runs/alibi"
-    assert pretrain("evaluate", run, *LENGTHS, cwd=away).code == 0
+    succeeds("evaluate", run, *LENGTHS, cwd=away)
     shutil.rmtree(tmp_path / "moved/runs/data")
     explained(pretrain("evaluate", run, *LENGTHS, cwd=away), 2, "runs/data/validation/manifest")
     shutil.rmtree(away / "runs")
@@ -58,7 +57,7 @@ def test_moved_with_its_data(home, tmp_path):
     explained(done, 2, tmp_path / "moved/runs/data", f"nor at {away}/runs/data", "--set data.dir")
     shutil.copytree(home / "runs/data", away / "elsewhere")
     given = ["--set", "data.directory=elsewhere"]
-    assert pretrain("evaluate", run, *LENGTHS, *given, cwd=away).code == 0
+    succeeds("evaluate", run, *LENGTHS, *given, cwd=away)
 
 
 def test_the_run_alone(home, tmp_path):

@@ -22,9 +22,9 @@ from tests.end_to_end.commands import (
     explained,
     fresh,
     metrics,
-    pretrain,
     sets,
     started,
+    succeeds,
     wait_for,
 )
 
@@ -61,7 +61,7 @@ def test_a_full_disk_ends_the_run_once(config, disk):
     """The launcher says what is needed and free, keeps the checkpoints, and does not try again."""
     run = disk / "run"
     settings = words(f"run.directory={run}")
-    assert pretrain("train", config, *settings, "--set", "train.num_steps=2").code == 0
+    succeeds("train", config, *settings, "--set", "train.num_steps=2")
     [saved] = complete_checkpoints(run)
     size = sum(path.stat().st_size for path in saved.iterdir())
     users = fill(disk, leave=size // 2)
@@ -131,8 +131,7 @@ def test_a_rank_that_was_suspended_and_lost_the_run_publishes_nothing(workspace,
         taken = [*SHORT, f"run.directory={run}", "checkpoint.interval_steps=1000"]
         newest = int(complete_checkpoints(run)[-1].name[5:])
         taken.append(f"train.num_steps={newest + 2}")
-        done = pretrain("train", config, *sets(*taken))
-        assert done.code == 0, done.err
+        done = succeeds("train", config, *sets(*taken))
         before = sorted(os.listdir(run / "checkpoints"))
         manifests = {p: p.stat().st_mtime_ns for p in run.glob("checkpoints/*/manifest.json")}
         lines = (run / "metrics.jsonl").read_bytes()

@@ -24,6 +24,7 @@ from tests.end_to_end.commands import (
     pretrain,
     sets,
     started,
+    succeeds,
     wait_for,
 )
 from tests.end_to_end.damage import contents
@@ -95,8 +96,7 @@ def test_perplexity_through_lm_eval(run, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_bytes(text.encode())
     curve = tmp_path / "curve.json"
     window = ["--lengths", LENGTH, "--protocols", "nonoverlapping", "--max-tokens", TOKENS]
-    done = pretrain("evaluate", run, "--text", tmp_path / "text.txt", *window, "--out", curve)
-    assert done.code == 0, done.text
+    done = succeeds("evaluate", run, "--text", tmp_path / "text.txt", *window, "--out", curve)
     [ours] = json.loads(curve.read_text())["records"]
     assert ours["tokens"] == TOKENS
     nats = bits * math.log(2) * len(text.encode()) / TOKENS
@@ -109,7 +109,7 @@ def test_perplexity_through_lm_eval(run, tmp_path, monkeypatch):
 def test_the_task_beside_the_model_runs_as_it_was_written(run, tmp_path, monkeypatch):
     """Every document of it, short ones too, begins after the token that ends one in training."""
     out = tmp_path / "hf"
-    assert pretrain("export", run, out, "--set", "export.task_bytes=3000").code == 0
+    succeeds("export", run, out, "--set", "export.task_bytes=3000")
     bits = score(out, monkeypatch, 4 * LENGTH)
     assert 0 < bits < 20
 
@@ -154,8 +154,7 @@ def test_the_harness_gives_our_bits_per_byte_of_the_checkpoint(run, tasks, tmp_p
     """At lengths within and beyond the training length; the export is made once."""
     out, lengths = tmp_path / "lm_eval.json", f"{LENGTH},{4 * LENGTH}"
     words = ["evaluate", run, "--harness", tasks, "--lengths", lengths, "--out", out]
-    done = pretrain(*words)
-    assert done.code == 0, done.text
+    done = succeeds(*words)
     written = json.loads(out.read_text())
     assert written["lm_eval_version"] == lm_eval_version()
     theirs = {(r["task"], r["window"]): r for r in written["records"]}
@@ -163,8 +162,7 @@ def test_the_harness_gives_our_bits_per_byte_of_the_checkpoint(run, tasks, tmp_p
     for name in ("one", "two"):
         curve = tmp_path / name / "curve.json"
         window = ["--lengths", lengths, "--protocols", "nonoverlapping", "--max-tokens", TOKENS]
-        ours = pretrain("evaluate", run, "--text", tasks / f"{name}.txt", *window, "--out", curve)
-        assert ours.code == 0, ours.text
+        succeeds("evaluate", run, "--text", tasks / f"{name}.txt", *window, "--out", curve)
         for record in json.loads(curve.read_text())["records"]:
             found = theirs[name, record["length"]]
             assert (found["step"], found["documents"], found["method"]) == (8, 1, "alibi")
@@ -184,7 +182,7 @@ def test_the_harness_gives_our_bits_per_byte_of_the_checkpoint(run, tasks, tmp_p
 def test_an_export_proves_what_it_was_made_from(run, tmp_path):
     """By the id of its checkpoint, its length and its files; lm-eval is not needed for this."""
     out, other, split = tmp_path / "hf", tmp_path / "other", tmp_path / "split"
-    assert pretrain("export", run, out, "--max-length", 600).code == 0
+    succeeds("export", run, out, "--max-length", 600)
     assert is_export_of(out, id_of(run), 600)
     assert not is_export_of(out, id_of(run), 601)
     assert not is_export_of(out, id_of(run, 4), 600)
@@ -198,7 +196,7 @@ def test_an_export_proves_what_it_was_made_from(run, tmp_path):
     (other / "model.safetensors").write_bytes(weights)
     assert not is_export_of(other, id_of(run), 600)
     # Whose tokenizer takes "</s>" in a text otherwise gives other numbers.
-    assert pretrain("export", run, split, "--split-special-tokens").code == 0
+    succeeds("export", run, split, "--split-special-tokens")
     assert not is_export_of(split, id_of(run), 32)
     # An export that was not compared to its end says nothing about its checkpoint.
     record = json.loads((out / "pretrain.files.json").read_text())
@@ -213,7 +211,7 @@ def test_an_export_is_used_again_for_what_it_is_and_not_for_its_name(run, tasks,
     shutil.copytree(run, moved)
     shutil.rmtree(moved / "exports", ignore_errors=True)
     earlier = moved / "checkpoints/step-00000004"
-    assert pretrain("export", moved, moved / "hf").code == 0
+    succeeds("export", moved, moved / "hf")
     words = ["evaluate", "--harness", tasks / "one.yaml"]
     done = pretrain(*words, moved)
     assert done.code == 0 and f"{moved / 'hf'}: this checkpoint's export" in done.out, done.text
@@ -313,7 +311,7 @@ def test_wrong_options_are_refused(refused, run, options, words):
 def test_a_model_without_a_class_is_refused_before_anything_is_written(refused, workspace, config):
     other = workspace / "runs/t5"
     settings = sets(f"run.directory={other}", "position.method=t5", "train.num_steps=1")
-    assert pretrain("train", config, *settings).code == 0
+    succeeds("train", config, *settings)
     refused(
         ["evaluate", workspace / "runs/alibi", other, "--harness", "x"], "position.method", "t5"
     )

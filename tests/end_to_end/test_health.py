@@ -10,7 +10,7 @@ import pytest
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.paths import ExitCode
-from tests.end_to_end.commands import ended, explained, fresh, started
+from tests.end_to_end.commands import ended, explained, fresh, sets, started
 
 DAMAGED = """
 import sys
@@ -67,7 +67,7 @@ def test_tensor_ranks_that_differ_end_with_81(workspace, config, tmp_path):
     rendezvous = {"WORLD_SIZE": "2", "PRETRAIN_RENDEZVOUS": str(tmp_path)}
     settings = [f"run.directory={run}", "parallel.tensor_model_parallel_size=2"]
     command = [*_program(4, "master", "1.5"), "train", str(config)]
-    command += [word for setting in settings for word in ("--set", setting)]
+    command += sets(*settings)
     ranks = [started(command, rendezvous | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in (0, 1)]
     for done in map(ended, ranks):
         assert done.code == ExitCode.DIVERGED and "Traceback" not in done.err, done.err

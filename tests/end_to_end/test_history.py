@@ -15,7 +15,16 @@ from pretrain.launcher.status import read_statuses
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.lineage import hold, read_lineage
 from tests.conftest import mark_torture
-from tests.end_to_end.commands import LAUNCHER, Done, explained, fresh, metrics, pretrain, sets
+from tests.end_to_end.commands import (
+    LAUNCHER,
+    Done,
+    explained,
+    fresh,
+    metrics,
+    pretrain,
+    sets,
+    succeeds,
+)
 from tests.end_to_end.damage import flip
 
 SHORT = ("evaluation.lengths=[32]", "evaluation.max_tokens=512", "checkpoint.interval_steps=2")
@@ -26,8 +35,7 @@ Train = Callable[..., Done]
 def eight(workspace: Path, config: Path) -> Path:
     """A run of 8 steps with checkpoints after 2, 4, 6 and 8."""
     words = [w for s in (*SHORT, f"run.directory={workspace}/runs/eight") for w in ("--set", s)]
-    done = pretrain("train", config, *words)
-    assert done.code == 0, done.err
+    succeeds("train", config, *words)
     return workspace / "runs/eight"
 
 
@@ -132,7 +140,7 @@ def test_the_evaluation_of_another_line_is_not_taken_for_its_own(copy, train, co
     evaluated = ("evaluation.interval_steps=4",)
     other_run = copy.parent / "another line"
     settings = (*SHORT, f"run.directory={other_run}", "train.num_steps=4", *evaluated)
-    assert pretrain("train", config, *(w for s in settings for w in ("--set", s))).code == 0
+    succeeds("train", config, *(w for s in settings for w in ("--set", s)))
     done = train("--resume", step(other_run, 4), settings=evaluated)
     assert done.code == 0, done.err
     evaluations = [r["step"] for r in metrics(copy) if r.get("evaluation")]
@@ -199,8 +207,7 @@ def test_a_checkpoint_elsewhere_after_which_nothing_was_saved(copy, train, confi
     """What the run turned away from is not gone on from silently, nor is it begun from scratch."""
     other_run = copy.parent / "other"
     settings = (*SHORT, f"run.directory={other_run}", "train.num_steps=4")
-    done = pretrain("train", config, *(w for s in settings for w in ("--set", s)))
-    assert done.code == 0, done.err
+    done = succeeds("train", config, *(w for s in settings for w in ("--set", s)))
     other = step(other_run, 4)
     # The first save of the new branch fails, and so does the run.
     done = train("--resume", other, largest_file=20_000)
@@ -353,8 +360,7 @@ def test_every_reader_passes_over_what_a_power_cut_left(copy, train, tmp_path, k
         ["export", copy, tmp_path / "hf"],
         ["evaluate", copy, "--lengths", "32", "--max-tokens", "512"],
     ):
-        done = pretrain(*command)
-        assert done.code == 0, done.text
+        done = succeeds(*command)
     status = fresh([*LAUNCHER, "status", str(copy)])
     assert status.code == 0 and "8 of 8" in status.out, status.text
     done = train(settings=("train.num_steps=9",))

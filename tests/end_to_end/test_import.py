@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.commands import explained, pretrain
+from tests.end_to_end.commands import explained, pretrain, succeeds
 from tests.unit.test_import import gpt_neox, randomise, saved
 
 
@@ -28,25 +28,20 @@ def test_a_published_model_is_evaluated_trained_on_and_exported(folder, tiny_dat
         "evaluation.lengths=[32]",
         "logging.tensorboard=false",
     ]
-    done = pretrain("import", folder, run, *[part for s in settings for part in ("--set", s)])
-    assert done.code == 0, done.text
+    done = succeeds("import", folder, run, *[part for s in settings for part in ("--set", s)])
     assert "GPTNeoXForCausalLM in stock transformers computes the same function" in done.out
     assert f"{folder} -> {run} (" in done.out and "needs tokens of this model's own" in done.out
-    done = pretrain("evaluate", run, "--lengths", "32,128", "--out", tmp_path / "before.json")
-    assert done.code == 0, done.text
-    done = pretrain("train", run / "config.toml")
-    assert done.code == 0, done.text
+    done = succeeds("evaluate", run, "--lengths", "32,128", "--out", tmp_path / "before.json")
+    done = succeeds("train", run / "config.toml")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     before = json.loads((tmp_path / "before.json").read_text())["records"][0]["loss_nats"]
     assert [r["step"] for r in records if "gradient_norm" in r] == [1, 2]
     # The steps start from the imported weights: those of a new model give ln(512) = 6.24 nats.
     assert records[0]["loss_nats"] == pytest.approx(before, abs=0.2) and before > 6.3
-    done = pretrain("export", run, tmp_path / "hf")
-    assert done.code == 0, done.text
+    done = succeeds("export", run, tmp_path / "hf")
     assert "computes the same function" in done.out
     # The export of what was trained on can be imported, with its tokenizer.
-    done = pretrain("import", tmp_path / "hf", tmp_path / "again")
-    assert done.code == 0, done.text
+    done = succeeds("import", tmp_path / "hf", tmp_path / "again")
     assert f"The tokenizer is {tmp_path / 'again'}/tokenizer.model; data.directory" in done.out
 
 

@@ -27,6 +27,7 @@ from tests.end_to_end.commands import (
     LAUNCHER,
     TIMEOUT_SECONDS,
     ended,
+    sets,
     started,
     wait_for,
 )
@@ -50,7 +51,7 @@ SETTINGS = (
 
 
 def settings(run: Path) -> list[str]:
-    return [word for s in (*SETTINGS, f"run.directory={run}") for word in ("--set", s)]
+    return sets(*SETTINGS, f"run.directory={run}")
 
 
 def command(config: Path, run: Path) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pretrain.training.metrics import PASS, TAGS
-from tests.end_to_end.commands import explained, fresh, metrics, pretrain
+from tests.end_to_end.commands import explained, fresh, metrics, sets, succeeds
 from tests.unit.test_metrics import wandb_history
 
 WITHOUT_WANDB = (
@@ -20,18 +20,13 @@ WITHOUT_WANDB = (
 )
 
 
-def options(*settings: str) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
-
-
 def test_wandb_and_tensorboard_have_the_numbers_of_the_run_after_a_resume(config, tmp_path):
     """A run of 4 steps that goes on to 8: every step once, as metrics.jsonl has it."""
     run = tmp_path / "run"
     settings = [f"run.directory={run}", "logging.wandb=offline", "logging.tensorboard=true"]
     for last in (4, 8):
         time.sleep(1)  # wandb names an offline run's folder by the second
-        done = pretrain("train", config, *options(*settings, f"train.num_steps={last}"))
-        assert done.code == 0, done.text
+        succeeds("train", config, *sets(*settings, f"train.num_steps={last}"))
     records = metrics(run)
     steps = [record for record in records if "evaluation" not in record]
     known = {*TAGS, "step"}
@@ -65,7 +60,7 @@ def test_wandb_and_tensorboard_have_the_numbers_of_the_run_after_a_resume(config
 
 def test_a_run_without_wandb_trains_on_offline_and_is_refused_online(config, tmp_path):
     run = tmp_path / "run"
-    settings = options(f"run.directory={run}", "train.num_steps=2", "logging.wandb=online")
+    settings = sets(f"run.directory={run}", "train.num_steps=2", "logging.wandb=online")
     command = [sys.executable, "-c", WITHOUT_WANDB, "train", str(config), *settings]
     explained(fresh(command), 2, "logging.wandb = online", "pip install 'pretrain[wandb]'")
     assert not Path(run).exists()

@@ -18,7 +18,7 @@ from pretrain.config.errors import Refusal
 from pretrain.plan.memory import Activations, attention_backend
 from pretrain.positions.base import METHODS, PositionMethod
 from tests.end_to_end import commands
-from tests.end_to_end.commands import Done, explained, metrics, sets
+from tests.end_to_end.commands import Done, explained, metrics, sets, succeeds
 
 
 class Toy(PositionMethod):
@@ -131,8 +131,7 @@ def losses(run: Path) -> list[float]:
 def test_it_trains_and_resumes_in_another_layout(toy, workspace, config):
     """The losses are those of one process, whose sums are in another order."""
     whole = workspace / "runs/whole"
-    done = pretrain("train", config, *sets(f"run.directory={whole}", *SETTINGS))
-    assert done.code == 0, done.text
+    succeeds("train", config, *sets(f"run.directory={whole}", *SETTINGS))
     assert len(losses(toy)) == 8
     assert losses(toy) == pytest.approx(losses(whole), rel=1e-5)
     # Evaluated beyond the training length, too.
@@ -143,15 +142,13 @@ def test_it_trains_and_resumes_in_another_layout(toy, workspace, config):
 
 
 def test_it_is_evaluated(toy):
-    done = pretrain("evaluate", toy, "--lengths", "32,128", "--max-tokens", "1024")
-    assert done.code == 0, done.text
+    done = succeeds("evaluate", toy, "--lengths", "32,128", "--max-tokens", "1024")
     assert len(re.findall(r"\btoy\b.*\b128\b", done.out)) >= 1, done.out
 
 
 def test_it_is_planned(toy):
     words = ["--gpus", "4", "--gpu-type", "h200", *sets("train.precision=bf16")]
-    done = pretrain("plan", toy / "config.toml", *words)
-    assert done.code == 0, done.text
+    done = succeeds("plan", toy / "config.toml", *words)
     assert ", toy, " in done.out
     config = load_config(toy / "config.toml", ["train.precision=bf16"])
     assert attention_backend(config, is_modern=True) == "triton"

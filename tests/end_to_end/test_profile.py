@@ -7,16 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.commands import metrics, pretrain, running_ranks
+from tests.end_to_end.commands import metrics, pretrain, running_ranks, sets, succeeds
 from tests.unit.test_rundir import undocumented
 
 PROFILED = "train.profile_steps=[3,4]"
 LARGEST_FILE = 1_000_000
 """Bytes: more than any other file of these runs has, and less than a trace of two steps."""
-
-
-def options(*settings: str) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
 
 
 def losses(run: Path) -> list[tuple[float, float]]:
@@ -36,7 +32,7 @@ def test_two_steps_of_rank_0_are_recorded_and_the_losses_are_the_same(config, tm
     said = {}
     for name, run in runs.items():
         more = [PROFILED] if name == "profiled" else []
-        arguments = ["train", config, *options(f"run.directory={run}", *settings, *more)]
+        arguments = ["train", config, *sets(f"run.directory={run}", *settings, *more)]
         with running_ranks(arguments, 2) as ranks:
             done = ranks.done()
         assert [each.code for each in done] == [0, 0], done
@@ -63,8 +59,8 @@ def test_two_steps_of_rank_0_are_recorded_and_the_losses_are_the_same(config, tm
 def test_a_run_that_goes_on_past_the_steps_records_nothing(config, tmp_path):
     """Nor does one that is stopped within them lose what it has."""
     run = tmp_path / "run"
-    settings = options(f"run.directory={run}", PROFILED)
-    assert pretrain("train", config, *settings, "--set", "train.num_steps=4").code == 0
+    settings = sets(f"run.directory={run}", PROFILED)
+    succeeds("train", config, *settings, "--set", "train.num_steps=4")
     before = {path: path.stat().st_mtime_ns for path in (run / "profile").iterdir()}
     done = pretrain("train", config, *settings, "--set", "train.num_steps=6")
     assert done.code == 0 and "profile" not in done.err, done.text
@@ -73,7 +69,7 @@ def test_a_run_that_goes_on_past_the_steps_records_nothing(config, tmp_path):
 
 def test_a_trace_that_the_disk_refuses_is_said_once_and_training_goes_on(config, tmp_path):
     run = tmp_path / "run"
-    settings = options(f"run.directory={run}", PROFILED)
+    settings = sets(f"run.directory={run}", PROFILED)
     done = pretrain("train", config, *settings, largest_file=LARGEST_FILE)
     assert done.code == 0, done.text
     assert done.err.count("warning: train.profile_steps: no profile") == 1, done.err

@@ -8,7 +8,7 @@ import shutil
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.tensors import show_source
 from pretrain.rundir.provenance import Provenance
-from tests.end_to_end.commands import pretrain, sets
+from tests.end_to_end.commands import pretrain, sets, succeeds
 
 
 def test_a_start_says_what_changed_since_the_last_one(workspace, config, run):
@@ -18,8 +18,7 @@ def test_a_start_says_what_changed_since_the_last_one(workspace, config, run):
     assert open_checkpoint(run / "checkpoints/step-00000008").origin.provenance == first
     copy = shutil.copytree(run, workspace / "runs/copy")
     train = ["train", config, *sets(f"run.directory={copy}")]
-    done = pretrain(*train, *sets("train.num_steps=9"))
-    assert done.code == 0, done.err
+    done = succeeds(*train, *sets("train.num_steps=9"))
     # Nothing changed, so nothing is said; the first step is printed, and not only the second.
     assert "not made with" not in done.err and "step 9/9" in done.err
     # As if the machine and torch had been others then.
@@ -27,8 +26,7 @@ def test_a_start_says_what_changed_since_the_last_one(workspace, config, run):
     before = json.loads(last.read_text())
     before["versions"]["torch"] = "1.0"
     last.write_text(json.dumps(before | {"nodes": "gpu7", "num_processes": 8}))
-    done = pretrain(*train, *sets("train.num_steps=11"))
-    assert done.code == 0, done.err
+    done = succeeds(*train, *sets("train.num_steps=11"))
     said = done.err.splitlines()
     begin = said.index(f"{copy}: what differs from attempt 2:")
     host = first.nodes

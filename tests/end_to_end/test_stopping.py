@@ -34,6 +34,7 @@ from tests.end_to_end.commands import (
     running_ranks,
     sets,
     started,
+    succeeds,
     wait_for,
 )
 from tests.end_to_end.damage import contents
@@ -294,7 +295,7 @@ def test_a_second_run_on_the_same_directory_is_refused(workspace, train):
         os.kill(holder, signal.SIGCONT)
         os.kill(holder, signal.SIGTERM)
         assert group.done()[0].code == ExitCode.STOPPED
-    assert pretrain(*train("taken", f"train.num_steps={untimed(run)[-1]['step']}")).code == 0
+    succeeds(*train("taken", f"train.num_steps={untimed(run)[-1]['step']}"))
 
 
 def test_a_killed_holder_is_no_obstacle(workspace, train):
@@ -305,8 +306,7 @@ def test_a_killed_holder_is_no_obstacle(workspace, train):
         group.processes[0].join()
     assert last_attempt(run).ended is None
     step = int(complete_checkpoints(run)[-1].name.removeprefix("step-"))
-    done = pretrain(*train("killed", f"train.num_steps={step + 1}"))
-    assert done.code == 0, done.text
+    done = succeeds(*train("killed", f"train.num_steps={step + 1}"))
     assert f"going on from step {step}, to step {step + 1}" in done.err, done.text
     ended = last_attempt(run).ended
     assert (ended.code, ended.outcome, ended.step) == (0, "finished", step + 1)
@@ -420,9 +420,9 @@ def test_a_checkpoint_is_kept_until_it_is_evaluated(workspace, train):
     settings = "checkpoint.interval_steps=1", "checkpoint.keep=1", "evaluation.lengths=[16]"
     (run / "evaluations/step-00000002").mkdir(parents=True)
     (run / "evaluations/plan.json").write_text("{}")
-    assert pretrain(*train("awaited", *settings, "train.num_steps=4")).code == 0
+    succeeds(*train("awaited", *settings, "train.num_steps=4"))
     assert [path.name[-1] for path in complete_checkpoints(run)] == ["1", "3", "4"]
     for step in (1, 3):
         (run / f"evaluations/step-0000000{step}").mkdir()
-    assert pretrain(*train("awaited", *settings, "train.num_steps=6")).code == 0
+    succeeds(*train("awaited", *settings, "train.num_steps=6"))
     assert [path.name[-1] for path in complete_checkpoints(run)] == ["4", "5", "6"]

@@ -9,7 +9,7 @@ import pytest
 
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.data.tokenizer import load_tokenizer
-from tests.end_to_end.commands import explained, pretrain
+from tests.end_to_end.commands import explained, pretrain, succeeds
 from tests.end_to_end.test_changes import sets
 from tests.unit.saved import flip
 from tests.unit.test_tokenizer_json import gpt2
@@ -29,11 +29,9 @@ def trained(workspace, config) -> Path:
         f"run.directory={workspace}/runs/json",
         "train.num_steps=2",
     )
-    done = pretrain("data", "build", config, *settings)
-    assert done.code == 0, done.text
+    succeeds("data", "build", config, *settings)
     assert (workspace / "json-data/tokenizer.json").is_file()
-    done = pretrain("train", config, *settings)
-    assert done.code == 0, done.text
+    succeeds("train", config, *settings)
     shutil.rmtree(workspace / "json-data")
     return workspace / "runs/json"
 
@@ -41,8 +39,7 @@ def trained(workspace, config) -> Path:
 def test_export_and_import_without_the_data(trained, workspace, tmp_path):
     from transformers import AutoTokenizer
 
-    done = pretrain("export", trained, tmp_path / "hf", "--split-special-tokens")
-    assert done.code == 0, done.text
+    done = succeeds("export", trained, tmp_path / "hf", "--split-special-tokens")
     assert "not here, so the models are compared on random tokens" in done.out
     assert done.out.splitlines()[-1].endswith("computes the same function")
     assert "Perplexity of random tokens, because" in (tmp_path / "hf/README.md").read_text()
@@ -54,14 +51,12 @@ def test_export_and_import_without_the_data(trained, workspace, tmp_path):
     ids = theirs("a<|endoftext|>", split_special_tokens=False)["input_ids"]
     assert ids == [*given.encode("a").tolist(), given.eos_id]
     assert theirs.eos_token_id == given.eos_id
-    done = pretrain("import", tmp_path / "hf", tmp_path / "again")
-    assert done.code == 0, done.text
+    done = succeeds("import", tmp_path / "hf", tmp_path / "again")
     assert f"The tokenizer is {tmp_path}/again/tokenizer.json. To evaluate" in done.out
     again = open_checkpoint(tmp_path / "again/checkpoints/step-00000000")
     assert again.tokenizer_sha256 == given.fingerprint == again.origin.data["tokenizer"]
     assert (tmp_path / "again/tokenizer.json").read_bytes() == given.content
-    done = pretrain("export", tmp_path / "again", tmp_path / "hf2")
-    assert done.code == 0, done.text
+    done = succeeds("export", tmp_path / "again", tmp_path / "hf2")
 
 
 def test_a_damaged_tokenizer_is_named(trained, tmp_path):

@@ -9,7 +9,7 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Store
 from pretrain.checkpoint.tensors import compare
 from pretrain.rundir.checkpoints import checkpoint_directory, complete_checkpoints
-from tests.end_to_end.commands import Done, pretrain, running_ranks
+from tests.end_to_end.commands import Done, pretrain, running_ranks, sets, succeeds
 
 
 def command(config: Path, run: Path, store: Path, steps: int, *options: object) -> list[object]:
@@ -18,7 +18,7 @@ def command(config: Path, run: Path, store: Path, steps: int, *options: object) 
         f"checkpoint.upload_to=file://{store}", "evaluation.interval_steps=100",
         "evaluation.lengths=[32]", "evaluation.max_tokens=512",
     ]  # fmt: skip
-    words = [word for setting in settings for word in ("--set", setting)]
+    words = sets(*settings)
     return ["train", config, *words, *options]
 
 
@@ -73,6 +73,5 @@ def test_a_store_that_refuses_warns_and_training_ends_well(config, workspace):
     remedy = f"Upload them with `pretrain checkpoint upload {run}`"
     assert done.err.rstrip().endswith(remedy), done.err
     blocked.unlink()
-    done = pretrain("checkpoint", "upload", run)
-    assert done.code == 0, done.err
+    done = succeeds("checkpoint", "upload", run)
     assert [s.step for s in Store(f"file://{blocked}").checkpoints()] == [2, 4]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import explained, metrics, pretrain, running_ranks, sets
+from tests.end_to_end.commands import explained, metrics, pretrain, running_ranks, sets, succeeds
 from tests.end_to_end.conftest import CONFIG
 
 SETTINGS = sets(
@@ -25,8 +25,7 @@ def folder(tmp_path_factory) -> Path:
     """A folder with words.toml, whose data set is built."""
     folder = tmp_path_factory.mktemp("words")
     (folder / "words.toml").write_text(CONFIG.format(folder=folder, data=folder / "data"))
-    done = pretrain("data", "build", folder / "words.toml", *SETTINGS)
-    assert done.code == 0, done.text
+    succeeds("data", "build", folder / "words.toml", *SETTINGS)
     return folder
 
 
@@ -36,8 +35,7 @@ def run(folder) -> Path:
     command = ["train", folder / "words.toml", *SETTINGS]
     with running_ranks([*command, *sets("train.num_steps=4")], 2) as ranks:
         assert [done.code for done in ranks.done()] == [0, 0]
-    done = pretrain(*command)
-    assert done.code == 0, done.text
+    succeeds(*command)
     return folder / "runs/alibi"
 
 
@@ -52,8 +50,7 @@ def test_a_run_learns_and_evaluates(run):
 
 def test_perplexities_of_words_are_reported_without_bits_per_byte(run, folder):
     out = folder / "report/curve.json"
-    done = pretrain("evaluate", run, "--out", out)
-    assert done.code == 0, done.text
+    done = succeeds("evaluate", run, "--out", out)
     assert "bits per byte unknown" in done.out and "an unknown number of bytes" in done.out
     curve = json.loads(out.read_text())["records"]
     assert all(1 < r["perplexity"] < 2000 and r["bits_per_byte"] is None for r in curve)
@@ -71,10 +68,8 @@ def test_own_text_is_scored_by_the_words_of_the_checkpoint(run, folder):
 
 
 def test_tasks_and_checkpoint_tools_know_such_a_model(run, folder):
-    done = pretrain("evaluate-tasks", run, "--tasks", "induction", "--lengths", 96, "--samples", 2)
-    assert done.code == 0, done.text
-    done = pretrain("checkpoint", "consolidate", run, folder / "whole")
-    assert done.code == 0, done.text
+    done = succeeds("evaluate-tasks", run, "--tasks", "induction", "--lengths", 96, "--samples", 2)
+    done = succeeds("checkpoint", "consolidate", run, folder / "whole")
     done = pretrain("data", "stats", folder / "words.toml", *SETTINGS)
     assert done.code == 0 and "<unk>: " in done.out, done.text
     done = pretrain("data", "show", folder / "words.toml", *SETTINGS)
