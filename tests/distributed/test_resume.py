@@ -14,7 +14,7 @@ from pretrain.checkpoint.store import Store
 from pretrain.rundir.checkpoints import checkpoint_directory, find_checkpoint
 from tests.conftest import ALL_LAYOUTS, LAYOUTS, mark_torture, tiny_config
 from tests.distributed import tasks
-from tests.end_to_end.damage import flip
+from tests.end_to_end.commands import flip
 
 CASES = (*LAYOUTS, "zero2-dp2", "zero3-dp2")
 

@@ -7,6 +7,7 @@ descriptors, and ends in the same way. It shares nothing but the imported module
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -164,14 +165,22 @@ def running_ranks(arguments: Sequence[object], world_size: int) -> Iterator[Star
                 process.join()
 
 
+def launcher(arguments: Sequence[object], cwd: Path, environment: Mapping[str, str]) -> Done:
+    """Run `launcher` in a forked process, in `cwd`, with these variables and no others."""
+    with TemporaryDirectory() as folder:
+        output = Path(folder) / "0"
+        return _end(_start(arguments, environment, output, None, cwd, "launcher"), output)
+
+
 def _start(
     arguments: Sequence[object],
     environment: Mapping[str, str],
     output: Path,
     largest_file: int | None,
     cwd: Path = ROOT,
+    program: str = "pretrain",
 ) -> BaseProcess:
-    words = [str(argument) for argument in arguments]
+    words = [program, *map(str, arguments)]
     process = SERVER.Process(
         target=_main, args=(words, dict(environment), str(output), largest_file, str(cwd))
     )
@@ -186,32 +195,34 @@ def _end(process: BaseProcess, output: Path) -> Done:
         raise AssertionError(
             f"still running after {TIMEOUT_SECONDS} s: {Path(f'{output}.err').read_text()}"
         )
-    return Done(
-        process.exitcode, Path(f"{output}.out").read_text(), Path(f"{output}.err").read_text()
+    out, err = (
+        Path(f"{output}.{name}").read_text(errors="backslashreplace") for name in ("out", "err")
     )
+    return Done(process.exitcode, out, err)
 
 
 def _main(
-    arguments: list[str],
+    words: list[str],
     environment: dict[str, str],
     output: str,
     largest_file: int | None,
     cwd: str,
 ) -> None:
-    """Become `python -m pretrain ARGUMENTS`, started in `cwd`, in the forked process."""
+    """Become `pretrain` or `launcher` with its arguments, started in `cwd`, in the forked process."""
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.chdir(cwd)
+    if words[0] == "launcher":
+        os.environ.clear()
     os.environ |= environment
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     import torch
 
     torch.set_num_threads(1)
-    from pretrain.cli.main import main
-
-    sys.argv = ["pretrain", *arguments]
-    main()
+    sys.argv = words
+    main = {"pretrain": "pretrain.cli.main", "launcher": "pretrain.launcher.main"}[words[0]]
+    importlib.import_module(main).main()
 
 
 def wait_for(condition: Any, seconds: float = TIMEOUT_SECONDS) -> None:
@@ -237,3 +248,27 @@ def explained(done: Done, code: int, *words: object) -> None:
     lines = done.err.splitlines()
     assert any(line.startswith("error: ") for line in lines), done.err
     assert all(str(word) in done.err for word in words), (words, done.err)
+
+
+# ---- damage ------------------------------------------------------------------------------------
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return size and modification time of every path below `folder`: a write changes one."""
+    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*"))}
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Put a new file in the place of one that may be hard-linked elsewhere."""
+    path.unlink()
+    path.write_bytes(content)
+
+
+def flip(path: Path) -> None:
+    """Flip one bit in the middle of a file, which keeps its size."""
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    replace(path, bytes(raw))
+
+
+def truncate(path: Path) -> None:
+    """Cut off the last hundred bytes of a file."""
+    replace(path, path.read_bytes()[:-100])

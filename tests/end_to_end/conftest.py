@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import explained, pretrain, succeeds
-from tests.end_to_end.damage import contents
+from tests.end_to_end.commands import contents, explained, pretrain, succeeds
 
 CONFIG = """
 [run]

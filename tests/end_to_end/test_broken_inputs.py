@@ -21,14 +21,16 @@ from tests.end_to_end.commands import (
     LAUNCHER,
     PRETRAIN,
     ROOT,
+    contents,
     explained,
+    flip,
     fresh,
     pretrain,
     ranks,
+    replace,
     sets,
     succeeds,
 )
-from tests.end_to_end.damage import contents, flip, replace
 
 
 @pytest.fixture

@@ -11,8 +11,18 @@ from pathlib import Path
 import pytest
 
 from pretrain.rundir.attempts import read_attempts
-from tests.end_to_end.commands import LAUNCHER, explained, fresh, metrics, pretrain, sets, succeeds
-from tests.end_to_end.damage import contents, flip, truncate
+from tests.end_to_end.commands import (
+    LAUNCHER,
+    contents,
+    explained,
+    flip,
+    fresh,
+    metrics,
+    pretrain,
+    sets,
+    succeeds,
+    truncate,
+)
 
 STEP_4, STEP_8 = "checkpoints/step-00000004", "checkpoints/step-00000008"
 WEIGHTS = "rank-00000.safetensors"

@@ -17,6 +17,7 @@ from tests.end_to_end.commands import (
     LAUNCHER,
     PRETRAIN,
     TORCHRUN,
+    contents,
     ended,
     explained,
     fresh,
@@ -29,7 +30,6 @@ from tests.end_to_end.commands import (
     succeeds,
     wait_for,
 )
-from tests.end_to_end.damage import contents
 from tests.unit.test_rundir import undocumented
 
 STEPS = 200

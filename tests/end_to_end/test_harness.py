@@ -19,6 +19,7 @@ from pretrain.data.tokenizer import load_tokenizer
 from pretrain.huggingface.folder import is_export_of
 from tests.end_to_end.commands import (
     PRETRAIN,
+    contents,
     ended,
     explained,
     pretrain,
@@ -27,7 +28,6 @@ from tests.end_to_end.commands import (
     succeeds,
     wait_for,
 )
-from tests.end_to_end.damage import contents
 
 HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 needs_lm_eval = pytest.mark.skipif(

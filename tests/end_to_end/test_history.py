@@ -19,13 +19,13 @@ from tests.end_to_end.commands import (
     LAUNCHER,
     Done,
     explained,
+    flip,
     fresh,
     metrics,
     pretrain,
     sets,
     succeeds,
 )
-from tests.end_to_end.damage import flip
 
 SHORT = ("evaluation.lengths=[32]", "evaluation.max_tokens=512", "checkpoint.interval_steps=2")
 Train = Callable[..., Done]

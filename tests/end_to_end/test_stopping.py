@@ -24,6 +24,7 @@ from pretrain.rundir.paths import ExitCode
 from tests.end_to_end.commands import (
     PRETRAIN,
     Started,
+    contents,
     ended,
     explained,
     fresh,
@@ -37,7 +38,6 @@ from tests.end_to_end.commands import (
     succeeds,
     wait_for,
 )
-from tests.end_to_end.damage import contents
 
 STEPS = 24
 # An evaluation takes sixty passes, so that a signal can arrive between two of them. With dropout, a

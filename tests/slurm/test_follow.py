@@ -22,8 +22,7 @@ import tomli_w
 
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
-from tests.end_to_end.commands import LAUNCHER, ROOT, TIMEOUT_SECONDS, Done, wait_for
-from tests.slurm import forked
+from tests.end_to_end.commands import LAUNCHER, ROOT, TIMEOUT_SECONDS, Done, launcher, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import with_scripted_ranks
 
@@ -98,7 +97,7 @@ class Desk:
 
     def launcher(self, *words: object, code: int = 0) -> Done:
         variables = os.environ | self.cluster.environment | {"COLUMNS": "120"}
-        done = forked.launcher(with_scripted_ranks(words), self.folder, variables)
+        done = launcher(with_scripted_ranks(words), self.folder, variables)
         assert done.code == code, done.text
         return done
 

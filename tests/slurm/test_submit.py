@@ -21,8 +21,7 @@ from pretrain.config import dump_config, load_config
 from pretrain.launcher import slurm
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
-from tests.end_to_end.commands import ROOT, Done, explained, wait_for
-from tests.slurm import forked
+from tests.end_to_end.commands import ROOT, Done, explained, launcher, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import with_scripted_ranks
 
@@ -76,7 +75,7 @@ class Desk:
     def launcher(self, *words: object, **environment: str) -> Done:
         """Run `launcher` as a user does, in this directory."""
         variables = os.environ | self.cluster.environment | {"HOME": str(self.home), **environment}
-        return forked.launcher(with_scripted_ranks(words), self.work, variables)
+        return launcher(with_scripted_ranks(words), self.work, variables)
 
     def submit(self, run: str, *words: object, data: str = "data", **environment: str) -> Done:
         return self.launcher(
