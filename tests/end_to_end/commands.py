@@ -208,7 +208,7 @@ def _main(
     largest_file: int | None,
     cwd: str,
 ) -> None:
-    """Become `pretrain` or `launcher` with its arguments, started in `cwd`, in the forked process."""
+    """Become `pretrain` or `launcher` with its arguments, started in `cwd`."""
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.chdir(cwd)
