@@ -97,11 +97,15 @@ def pretrain(*arguments: object, largest_file: int | None = None, cwd: Path = RO
     return ranks(arguments, [{}], largest_file, cwd)[0]
 
 
-def succeeds(*arguments: object, cwd: Path = ROOT) -> Done:
-    """Run `pretrain` with these arguments; the test fails if the command does."""
-    done = pretrain(*arguments, cwd=cwd)
+def succeeded(done: Done) -> Done:
+    """Return how a command ended; the test fails if the command did."""
     assert done.code == 0, done.text
     return done
+
+
+def succeeds(*arguments: object, cwd: Path = ROOT) -> Done:
+    """Run `pretrain` with these arguments; the test fails if the command does."""
+    return succeeded(pretrain(*arguments, cwd=cwd))
 
 
 def ranks(

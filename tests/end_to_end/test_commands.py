@@ -27,6 +27,7 @@ from tests.end_to_end.commands import (
     ranks,
     sets,
     started,
+    succeeded,
     succeeds,
     wait_for,
 )
@@ -68,8 +69,7 @@ def whole(workspace: Path, config: Path) -> tuple[Path, str]:
     base.parent.mkdir()
     base.write_text(config.read_text())
     overlay.write_text('base = "bases/base.toml"\n')
-    done = fresh(launch(overlay, directory))
-    assert done.code == 0, done.text
+    done = succeeded(fresh(launch(overlay, directory)))
     overlay.unlink()
     base.unlink()
     return directory, done.err
@@ -216,8 +216,7 @@ def test_ctrl_c_and_the_same_command_again(workspace, config, whole):
 
     words = shlex.split(command)
     assert words[0] == "launcher" and "--resume" not in words
-    again = fresh([*LAUNCHER, *words[1:]])
-    assert again.code == 0, again.text
+    again = succeeded(fresh([*LAUNCHER, *words[1:]]))
     resumed = f"{directory}: going on from step {saved}, to step 200"
     assert again.err.splitlines()[0] == f"{resumed}; tensor 1 x pipeline 1 x data 2"
     # Each step once, and every number bit for bit.
@@ -358,8 +357,7 @@ print("pretrain" in sys.modules)
 def test_the_export_needs_nothing_of_ours(exported):
     """Stock transformers loads it in a process that imports no module of this project."""
     command = [PRETRAIN[0], "-W", "ignore", "-c", STOCK, str(exported[0])]
-    done = fresh(command, {"HF_HUB_OFFLINE": "1"})
-    assert done.code == 0, done.text
+    done = succeeded(fresh(command, {"HF_HUB_OFFLINE": "1"}))
     assert done.out.splitlines() == ["MptForCausalLM True 8", "False"], done.text
 
 
@@ -379,8 +377,7 @@ def test_every_launcher_gives_the_same_run(workspace, config, whole):
     def arguments(name: str) -> list[str]:
         return ["train", str(config), *options(f"run.directory={workspace}/runs/{name}")]
 
-    done = fresh([*ON_TWO, *arguments("torchrun")])
-    assert done.code == 0, done.text
+    succeeded(fresh([*ON_TWO, *arguments("torchrun")]))
     assert losses(workspace / "runs/torchrun") == expected
 
     job = {

@@ -24,6 +24,7 @@ from tests.end_to_end.commands import (
     metrics,
     pretrain,
     sets,
+    succeeded,
     succeeds,
 )
 
@@ -141,8 +142,7 @@ def test_the_evaluation_of_another_line_is_not_taken_for_its_own(copy, train, co
     other_run = copy.parent / "another line"
     settings = (*SHORT, f"run.directory={other_run}", "train.num_steps=4", *evaluated)
     succeeds("train", config, *(w for s in settings for w in ("--set", s)))
-    done = train("--resume", step(other_run, 4), settings=evaluated)
-    assert done.code == 0, done.err
+    succeeded(train("--resume", step(other_run, 4), settings=evaluated))
     evaluations = [r["step"] for r in metrics(copy) if r.get("evaluation")]
     assert evaluations == [4, 8], evaluations
 
@@ -150,8 +150,7 @@ def test_the_evaluation_of_another_line_is_not_taken_for_its_own(copy, train, co
 def test_keep_deletes_neither_the_checkpoint_resumed_from_nor_the_new_one(copy, train):
     """Rotation by step number across lines deleted both and left the old branch's steps."""
     keep = ("checkpoint.keep=2", "train.num_steps=5", "checkpoint.interval_steps=5")
-    done = train("--resume", step(copy, 4), settings=keep)
-    assert done.code == 0, done.err
+    done = succeeded(train("--resume", step(copy, 4), settings=keep))
     assert steps(copy) == [4, 5]
     assert {path.name for path in (copy / "abandoned/0001").glob("step-*")} == {
         "step-00000006",
@@ -186,8 +185,7 @@ def test_two_lines_that_a_user_mixed_are_refused(copy, train, tmp_path):
     explained(train(), 2, *words)
     for command in (["evaluate", copy], ["export", copy, tmp_path / "hf"]):
         explained(pretrain(*command), 2, *words)
-    done = train("--resume", step(copy, 8), settings=("train.num_steps=10",))
-    assert done.code == 0, done.err
+    succeeded(train("--resume", step(copy, 8), settings=("train.num_steps=10",)))
     assert steps(copy) == [2, 4, 8, 10]
     assert (copy / "abandoned/0002/step-00000006").is_dir()
 
@@ -236,8 +234,7 @@ DAMAGE = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_newest_checkpoint_does_not_stop_the_run(copy, train, kind):
     DAMAGE[kind](step(copy, 8))
-    done = train(settings=("train.num_steps=10",))
-    assert done.code == 0, done.err
+    done = succeeded(train(settings=("train.num_steps=10",)))
     assert f"{step(copy, 8)} is damaged" in done.err and "2 steps are lost" in done.err, done.err
     assert steps(copy) == [2, 4, 6, 8, 10] and trained_steps(copy) == list(range(1, 11))
     why = json.loads((copy / "abandoned/0001/why.json").read_text())
@@ -273,8 +270,7 @@ def test_the_launcher_goes_on_from_the_checkpoint_before_a_damaged_one(copy, con
     flip(weights_file(step(copy, 6)))
     settings = (*SHORT, f"run.directory={copy}", "train.num_steps=10")
     words = [w for s in settings for w in ("--set", s)]
-    done = fresh([*LAUNCHER, "local", str(config), "--nproc", str(nproc), *words])
-    assert done.code == 0, done.text
+    done = succeeded(fresh([*LAUNCHER, "local", str(config), "--nproc", str(nproc), *words]))
     assert f"{step(copy, 8)} is damaged" in done.text and f"{step(copy, 6)} is" in done.text
     assert "4 steps are lost" in done.text and steps(copy) == [2, 4, 6, 8, 10]
     assert len(list((copy / "abandoned/0001").glob("step-*"))) == 2
@@ -300,8 +296,7 @@ def test_foreign_things_named_like_a_save_are_left_alone(copy, train, tmp_path):
     # A user's notes under the name of a step to come.
     step(copy, 10).mkdir()
     (step(copy, 10) / "notes.txt").write_text("mine")
-    done = train(settings=("train.num_steps=10",))
-    assert done.code == 0, done.err
+    done = succeeded(train(settings=("train.num_steps=10",)))
     assert steps(copy) == [2, 4, 6, 8, 10]
     assert (copy / "abandoned/0001/step-00000010/notes.txt").read_text() == "mine"
     assert f"moved to {copy}/abandoned/0001/step-00000010" in done.err
@@ -360,9 +355,8 @@ def test_every_reader_passes_over_what_a_power_cut_left(copy, train, tmp_path, k
         ["export", copy, tmp_path / "hf"],
         ["evaluate", copy, "--lengths", "32", "--max-tokens", "512"],
     ):
-        done = succeeds(*command)
+        succeeds(*command)
     status = fresh([*LAUNCHER, "status", str(copy)])
     assert status.code == 0 and "8 of 8" in status.out, status.text
-    done = train(settings=("train.num_steps=9",))
-    assert done.code == 0, done.err
+    succeeded(train(settings=("train.num_steps=9",)))
     assert trained_steps(copy) == list(range(1, 10))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS, Done, explained
+from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS, Done, explained, succeeded
 
 # What `pip` reads of a clone. Copied without caches, and with the links of pretrain/ as links.
 SOURCES = ("pretrain", "kernels", "launcher", "configs", "slurm")
@@ -146,16 +146,14 @@ def test_nothing_of_the_clone_is_used_by_the_installed_package(installed, tmp_pa
         "pretrain.cli.commands",
     )
     imports = "\n".join(f"import {module}; print({module}.__file__)" for module in modules)
-    done = installed.run(["python", "-c", imports], tmp_path)
-    assert done.code == 0, done.err
+    done = succeeded(installed.run(["python", "-c", imports], tmp_path))
     paths = [Path(line) for line in done.out.splitlines()]
     assert len(paths) == 4 and all(installed.site_packages in path.parents for path in paths)
 
 
 # ---- the commands, away from the clone -----------------------------------------------------------
 def listed(environment: Environment, cwd: Path) -> list[Path]:
-    done = environment.run(["pretrain", "config", "--list"], cwd)
-    assert done.code == 0, done.err
+    done = succeeded(environment.run(["pretrain", "config", "--list"], cwd))
     paths, folder = [], Path()
     for line in done.out.splitlines():
         # A family is a folder with its files below it, several on a line; others have a line each.
@@ -179,8 +177,7 @@ def test_the_shipped_configs_and_sites_are_found(installed, tmp_path):
 
 def test_a_shipped_config_is_shown(installed, tmp_path):
     [demo] = [path for path in listed(installed, tmp_path) if path.match("configs/demo.toml")]
-    done = installed.run(["pretrain", "config", demo], tmp_path)
-    assert done.code == 0, done.err
+    done = succeeded(installed.run(["pretrain", "config", demo], tmp_path))
     assert 'directory = "runs/demo/alibi"' in done.out and "# parameters" in done.out
     assert not list(tmp_path.iterdir())
 
@@ -189,8 +186,9 @@ def test_a_shipped_config_makes_a_job_on_a_shipped_site(installed, tmp_path):
     """The published run on its 16 nodes of 8 V100s, from another directory and without Slurm."""
     paths = {f"{path.parent.name}/{path.name}": path for path in listed(installed, tmp_path)}
     config, site = paths["cc100_roberta/alibi_1024.toml"], paths["slurm/site.v100.toml"]
-    done = installed.run(["launcher", "submit", config, "--site", site, "--dry-run"], tmp_path)
-    assert done.code == 0, done.err
+    done = succeeded(
+        installed.run(["launcher", "submit", config, "--site", site, "--dry-run"], tmp_path)
+    )
     assert "16 nodes x 8 ranks = tensor 1 x pipeline 1 x data 128" in done.out
     assert f"cd -- {tmp_path} || {{\n" in done.out
     python = installed.folder / "bin/python"
@@ -263,8 +261,7 @@ print(json.dumps({
 
 def test_transformers_gets_hugging_faces_kernels_in_the_clone(installed, hugging_face_kernels):
     """Python puts the clone's root first on sys.path here, and with it our folder kernels/."""
-    done = installed.run(["python", "-c", USES_KERNELS], installed.clone)
-    assert done.code == 0, done.err
+    done = succeeded(installed.run(["python", "-c", USES_KERNELS], installed.clone))
     assert json.loads(done.out.splitlines()[-1]) == {
         "kernels": str(hugging_face_kernels / "__init__.py"),
         "available": True,
@@ -276,8 +273,7 @@ def test_transformers_gets_hugging_faces_kernels_in_the_clone(installed, hugging
 def test_our_folder_kernels_is_not_taken_for_hugging_faces(installed):
     """Without theirs, transformers finds our folder in the clone and must leave it alone."""
     code = "from transformers import BloomForCausalLM\nimport transformers.integrations.hub_kernels"
-    done = installed.run(["python", "-c", code], installed.clone)
-    assert done.code == 0, done.err
+    succeeded(installed.run(["python", "-c", code], installed.clone))
 
 
 def test_the_installed_package_brings_no_kernels(installed, hugging_face_kernels, tmp_path):

@@ -15,7 +15,15 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.end_to_end.commands import ON_CPU, PRETRAIN, ROOT, TIMEOUT_SECONDS, Done, wait_for
+from tests.end_to_end.commands import (
+    ON_CPU,
+    PRETRAIN,
+    ROOT,
+    TIMEOUT_SECONDS,
+    Done,
+    succeeded,
+    wait_for,
+)
 from tests.end_to_end.conftest import CONFIG
 
 STUDY = """
@@ -184,8 +192,7 @@ def test_a_second_seed_leaves_finished_runs_where_they_are_and_in_the_report(
     file = tmp_path / "study.toml"
     text = file.read_text()
     file.write_text(text.replace("[evaluation]", "seeds = [7, 1234]\n\n[evaluation]", 1))
-    grown = desk.study(*words)
-    assert grown.code == 0, grown.text
+    succeeded(desk.study(*words))
     runs = desk.runs()
     finished = {name for name, run in runs.items() if run["state"] == "finished"}
     added = {"alibi-32-s7", "sinusoidal-32-s7"}
@@ -197,8 +204,7 @@ def test_a_second_seed_leaves_finished_runs_where_they_are_and_in_the_report(
         assert f"| {name} |" in shown
     assert " L = 32 | alibi-32-s1234 | 8 | 1234 |" in shown
     file.write_text(text.replace("[evaluation]", "seeds = [7]\n\n[evaluation]", 1))
-    shrunk = desk.study("--report-only")
-    assert shrunk.code == 0, shrunk.text
+    shrunk = succeeded(desk.study("--report-only"))
     assert "s/runs/alibi-32-s1234: no run of study.toml" in shrunk.err
     assert {name: n for name, n in desk.attempts().items() if name not in added} == before
     shown = (tmp_path / "s/report/report.md").read_text()
@@ -243,8 +249,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_report(
     # The whole study has a run that its file does not ask for any more, which its report names.
     left = "s/runs/none-32-s1234"
     shutil.copytree(whole.desk.folder / left, tmp_path / left)
-    done = desk.study()
-    assert done.code == 0, done.text
+    succeeded(desk.study())
     left_attempts = whole.desk.attempts()["none-32-s1234"]
     assert desk.attempts() == {
         "alibi-32-s1234": 2,
@@ -263,8 +268,7 @@ def reference(
     (desk.folder / "study.toml").write_text(FIELDS)
     began = time.monotonic()
     # Four trainings and an evaluation, on a machine that may do other things.
-    done = desk.study(timeout=5 * TIMEOUT_SECONDS)
-    assert done.code == 0, done.text
+    succeeded(desk.study(timeout=5 * TIMEOUT_SECONDS))
     return desk.report(), time.monotonic() - began
 
 

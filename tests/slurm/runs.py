@@ -22,6 +22,7 @@ from tests.end_to_end.commands import (
     ended,
     metrics,
     started,
+    succeeded,
     wait_for,
 )
 from tests.slurm.cluster import Cluster
@@ -122,8 +123,7 @@ class Runs:
 
     def submit(self, name: str, *settings: str, nodes: int = 2, config: object = None) -> Run:
         """Submit the run `name` on `nodes` nodes."""
-        done = self.try_to_submit(name, *settings, nodes=nodes, config=config)
-        assert done.code == 0, done.text
+        succeeded(self.try_to_submit(name, *settings, nodes=nodes, config=config))
         run = Run(self.cluster, self.folder / "runs" / name)
         self.job_ids.append(run.job_id)
         return run
@@ -161,8 +161,7 @@ class Runs:
         process = started([str(word) for word in words])
 
         def directory() -> Path:
-            done = ended(process)
-            assert done.code == 0, done.text
+            succeeded(ended(process))
             return self.folder / "runs" / name
 
         return functools.cache(directory)

@@ -12,7 +12,7 @@ from pathlib import Path
 import tomli_w
 
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import LAUNCHER, ROOT, Done, sets, wait_for
+from tests.end_to_end.commands import LAUNCHER, ROOT, Done, sets, succeeded, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import Run
 
@@ -131,8 +131,7 @@ class Script:
         demo = ROOT / "configs/demo.toml"
         words = ("submit", demo, "--site", path, "--nodes", nodes, "--save-before", 1, *options)
         ran = self.cluster.run(*LAUNCHER, *words, cwd=self.folder)
-        done = Done(ran.returncode, ran.stdout, ran.stderr)
-        assert done.code == 0, done.text
+        succeeded(Done(ran.returncode, ran.stdout, ran.stderr))
         submitted = ScriptedRun(self.cluster, run)
         self.job_ids.append(submitted.job_id)
         return submitted

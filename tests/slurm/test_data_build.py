@@ -23,7 +23,7 @@ from pretrain.data.build import build
 from pretrain.launcher import slurm
 from pretrain.launcher.experiment import data_job
 from pretrain.launcher.site import load_site
-from tests.end_to_end.commands import LAUNCHER, ON_CPU, ROOT, Done, ended, wait_for
+from tests.end_to_end.commands import LAUNCHER, ON_CPU, ROOT, Done, ended, succeeded, wait_for
 from tests.slurm.cluster import Cluster
 from tests.unit.test_data_build import DOCUMENTS, LETTERS, config, contents, write_jsonl, write_text
 
@@ -317,6 +317,5 @@ def test_more_than_a_thousand_tasks(builds: Builds, tmp_path: Path) -> None:
     made = {"paths": [str(tmp_path / "*.txt")], "bytes_per_task": 300}
     build(config(tmp_path, **made))
     options = [f"--set=data.{key}={json.dumps(value)}" for key, value in made.items()]
-    done = builds.run("thousand", *options, **arrays_of(builds, 8))
-    assert done.code == 0, done.text
+    succeeded(builds.run("thousand", *options, **arrays_of(builds, 8)))
     assert contents(builds.root / "thousand") == contents(tmp_path / "data")

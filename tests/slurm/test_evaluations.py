@@ -18,7 +18,7 @@ import tomli_w
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.jobs import read_jobs
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import Done, explained, metrics, wait_for
+from tests.end_to_end.commands import Done, explained, metrics, succeeded, wait_for
 from tests.end_to_end.conftest import CONFIG
 from tests.slurm.cluster import Cluster
 from tests.unit.test_rundir import undocumented
@@ -66,20 +66,21 @@ class Desk:
             "checkpoint.interval_steps=1",
             "evaluation.interval_steps=1",
         ]
-        done = self.launcher(
-            "submit",
-            "run.toml",
-            *(word for s in settings for word in ("--set", s)),
-            "--nodes",
-            1,
-            "--evaluate-checkpoints",
-            "--lengths",
-            "32,64",
-            # As evaluation.max_tokens of the run.
-            "--max-tokens",
-            2048,
+        succeeded(
+            self.launcher(
+                "submit",
+                "run.toml",
+                *(word for s in settings for word in ("--set", s)),
+                "--nodes",
+                1,
+                "--evaluate-checkpoints",
+                "--lengths",
+                "32,64",
+                # As evaluation.max_tokens of the run.
+                "--max-tokens",
+                2048,
+            )
         )
-        assert done.code == 0, done.text
         return next(
             record.job_id for record in reversed(read_jobs(self.run)) if record.kind == "train"
         )
@@ -210,8 +211,7 @@ def test_what_cannot_be_evaluated_is_given_up_and_gets_a_new_chance_when_asked(d
     failed = desk.run / "evaluations" / NAMES[0] / "failed.json"
     sent: list[str] = []
     for _ in range(2):
-        done = desk.launcher("evaluate-checkpoints", "runs/alibi")
-        assert done.code == 0, done.text
+        succeeded(desk.launcher("evaluate-checkpoints", "runs/alibi"))
         assert not failed.exists()
         wait_for(failed.exists)
         tries = [record.job_id for record in read_jobs(desk.run)][len(sent) :]

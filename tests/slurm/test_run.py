@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.rundir.jobs import read_jobs
-from tests.end_to_end.commands import LAUNCHER, ON_CPU, ROOT, ended, explained, wait_for
+from tests.end_to_end.commands import LAUNCHER, ON_CPU, ROOT, ended, explained, succeeded, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import Runs
 
@@ -48,8 +48,7 @@ def test_the_same_command_goes_on_where_the_run_is(
     stopped = ended(first)
     assert stopped.code == 130 and "the same command follows them again" in stopped.err
     assert "Traceback" not in stopped.err
-    done = ended(experiment(runs, *SHORT))
-    assert done.code == 0, done.text
+    done = succeeded(ended(experiment(runs, *SHORT)))
     assert "following it" in done.out + done.err and "finished" in done.err, done.text
     assert jobs(runs) == ["train", "evaluate"]
     steps = {
@@ -74,8 +73,7 @@ def test_what_cannot_run_is_refused_before_its_data_is_built(
 def test_an_experiment_in_one_line(cluster: Cluster, tmp_path: Path) -> None:
     """From the text to the report, with the data built on the cluster."""
     runs = Runs(cluster, tmp_path, tmp_path / "data")
-    done = ended(experiment(runs, "train.num_steps=20"))
-    assert done.code == 0, done.text
+    done = succeeded(ended(experiment(runs, "train.num_steps=20")))
     assert "building it with 2 nodes" in done.text and "finished: at step 20" in done.err
     assert (tmp_path / "data/train/manifest.json").is_file()
     assert jobs(runs).count("train") == 1 and jobs(runs).count("evaluate") == 2

@@ -17,7 +17,7 @@ from pretrain.launcher import slurm
 from pretrain.launcher.experiment import data_job
 from pretrain.launcher.site import load_site
 from pretrain.rundir.checkpoints import checkpoint_directory
-from tests.end_to_end.commands import ROOT, explained, wait_for
+from tests.end_to_end.commands import ROOT, explained, succeeded, wait_for
 from tests.slurm.cluster import Cluster, pyxis_options
 from tests.slurm.test_submit import DEMO, Desk, files
 
@@ -187,13 +187,11 @@ def test_inherited_variables_of_the_place_are_part_of_the_site(
     site.write_text(site.read_text().replace('partition = "main"\n', ""))
     place = {"SBATCH_PARTITION": "elsewhere", "SBATCH_WCKEY": "w", "SBATCH_ACCOUNT": "theirs"}
     explained(desk.submit("run", **place), 1, "invalid partition specified: elsewhere")
-    shown = desk.submit("run", "--dry-run", **place | {"SBATCH_PARTITION": "main"})
-    assert shown.code == 0, shown.text
+    shown = succeeded(desk.submit("run", "--dry-run", **place | {"SBATCH_PARTITION": "main"}))
     for word in ("--partition=main", "--account=theirs", "--wckey=w"):
         assert f"#SBATCH {word}\n" in shown.out and f" {word} " in shown.out
     given = ["--partition", "main", "--account", "mine", "--sbatch", "wckey=x", "--dry-run"]
-    shown = desk.submit("run", *given, **place)
-    assert shown.code == 0, shown.text
+    shown = succeeded(desk.submit("run", *given, **place))
     assert all(word in shown.out for word in ("--partition=main", "--account=mine", "--wckey=x"))
     desk.site()
     assert desk.submit("run", "--dry-run", SBATCH_PARTITION="elsewhere").code == 0
@@ -250,8 +248,9 @@ def test_options_of_sbatch_are_passed_on_or_refused(cluster: Cluster, desk: Desk
     desk.site(sbatch_arguments=["--exclude=n1", "--nice=3"])
     options = ["--sbatch", "exclude=n2,n3", "--sbatch", "--exclusive", "--mail", "me@there"]
     options += ["--qos", "fast", "--account", "a b", "--sbatch", "comment=x y", "--partition"]
-    shown = desk.submit("run", *options, "main", "--dependency", "singleton", "--dry-run")
-    assert shown.code == 0, shown.text
+    shown = succeeded(
+        desk.submit("run", *options, "main", "--dependency", "singleton", "--dry-run")
+    )
     [sent] = [line for line in shown.out.splitlines() if line.startswith("sbatch ")]
     assert shlex.split(sent)[1:3] == ["--dependency=singleton", "--kill-on-invalid-dep=yes"]
     assert "--exclude=n1" not in sent
@@ -351,8 +350,7 @@ def test_all_that_runs_where_the_ranks_run_is_in_the_container(
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").touch()
     desk.wait_until_over(*desk.job_ids("run"))
-    done = desk.launcher("evaluate-checkpoints", "run", "--site", "site.toml")
-    assert done.code == 0, done.text
+    succeeded(desk.launcher("evaluate-checkpoints", "run", "--site", "site.toml"))
     site = load_site(desk.work / "site.toml")
     (tmp_path / "build").mkdir()
     job = data_job(site, "build", tmp_path / "build/executor.pik", 1, 1, None)

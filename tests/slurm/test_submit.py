@@ -21,7 +21,7 @@ from pretrain.config import dump_config, load_config
 from pretrain.launcher import slurm
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
-from tests.end_to_end.commands import ROOT, Done, explained, launcher, wait_for
+from tests.end_to_end.commands import ROOT, Done, explained, launcher, succeeded, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import with_scripted_ranks
 
@@ -146,8 +146,7 @@ def test_the_paper_s_run_fits_its_site_exactly(cluster: Cluster, desk: Desk) -> 
     }
     (desk.work / "v100.toml").write_text(tomli_w.dumps(site))
     before, jobs = files(desk.work), all_jobs(cluster)
-    done = desk.launcher("submit", PAPER, "--site", "v100.toml", "--dry-run")
-    assert done.code == 0, done.text
+    done = succeeded(desk.launcher("submit", PAPER, "--site", "v100.toml", "--dry-run"))
     assert "16 nodes x 8 ranks = tensor 1 x pipeline 1 x data 128, 8 micro batches of 2" in done.out
     assert (
         "#!/bin/bash" in done.out
@@ -182,17 +181,18 @@ def test_the_paper_s_run_fits_its_site_exactly(cluster: Cluster, desk: Desk) -> 
 # ---- what is submitted ----
 def test_every_rank_is_a_task_of_its_own_with_the_node_s_gpus(cluster: Cluster, desk: Desk) -> None:
     desk.site(gpus_per_node=2, tasks_per_node=2, cpus_per_node=4, environment={"COLOUR": "blue"})
-    done = desk.submit(
-        "runs/one",
-        "--nodes",
-        2,
-        "--set",
-        "batch.micro_batch_size=8",
-        WANDB_API_KEY=SECRET,
-        RANK="7",
-        SLURM_MEM_PER_CPU="1",
+    done = succeeded(
+        desk.submit(
+            "runs/one",
+            "--nodes",
+            2,
+            "--set",
+            "batch.micro_batch_size=8",
+            WANDB_API_KEY=SECRET,
+            RANK="7",
+            SLURM_MEM_PER_CPU="1",
+        )
     )
-    assert done.code == 0, done.text
     [job_id] = desk.job_ids("runs/one")
     assert f"job {job_id}: " in done.out and "launcher status runs/one" in done.out
     fields = cluster.job(job_id)
@@ -259,8 +259,7 @@ def test_a_run_is_trained_by_one_job_at_a_time_and_keeps_what_was_sent(
         cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
     desk.wait_until_over(job_id)
     assert slurm.is_over(job_id) is True
-    again = desk.submit("run", "--set", "train.num_steps=70")
-    assert again.code == 0, again.text
+    succeeded(desk.submit("run", "--set", "train.num_steps=70"))
     assert load_config(desk.work / "run/launch/config.toml").train.num_steps == 70
     desk.wait_until_over(desk.job_ids("run")[1])
 
@@ -540,17 +539,18 @@ def test_hostile_words_on_the_command_line_are_passed_exactly_or_refused(desk: D
     config.write_text(DEMO.read_text())
     words = ["--set", "run.directory=r", "--set", "data.directory=data"]
     project = "$(touch canary)"
-    done = desk.launcher(
-        "submit",
-        "--site",
-        site,
-        *words,
-        "--set",
-        f"logging.wandb_project={project}",
-        "--",
-        config.name,
+    succeeded(
+        desk.launcher(
+            "submit",
+            "--site",
+            site,
+            *words,
+            "--set",
+            f"logging.wandb_project={project}",
+            "--",
+            config.name,
+        )
     )
-    assert done.code == 0, done.text
     assert load_config(desk.work / "r/launch/config.toml").logging.wandb_project == project
     for wrong in (
         ["--time", "1; touch canary"],
@@ -572,14 +572,15 @@ def test_hostile_words_on_the_command_line_are_passed_exactly_or_refused(desk: D
         "--set",
         "data.directory=data",
     ]
-    shown = desk.launcher(
-        *sweep,
-        "--over",
-        "logging.wandb_project='..','/etc','$(touch canary)','a/../../b'",
-        "--",
-        config.name,
+    shown = succeeded(
+        desk.launcher(
+            *sweep,
+            "--over",
+            "logging.wandb_project='..','/etc','$(touch canary)','a/../../b'",
+            "--",
+            config.name,
+        )
     )
-    assert shown.code == 0, shown.text
     directories = [Path(line[2:]) for line in shown.out.splitlines() if line.startswith("# /")]
     assert len(set(directories)) == 4 and all(
         d.parent == desk.work / "s-sweep" and d.name.strip(".") for d in directories

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import wait_for
+from tests.end_to_end.commands import succeeded, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import STEPS, Run, Runs, losses, weights
 
@@ -55,20 +55,21 @@ def test_a_run_saves_before_its_time_limit_and_goes_on(
 
 def submit(runs: Runs, settings: str) -> Run:
     """Submit a run with the limit of MINUTES."""
-    done = runs.launcher(
-        "submit",
-        runs.config,
-        "--site",
-        runs.site,
-        "--nodes",
-        2,
-        "--time",
-        MINUTES,
-        "--save-before",
-        SAVE_BEFORE_SECONDS,
-        *runs.options("limit", settings),
+    succeeded(
+        runs.launcher(
+            "submit",
+            runs.config,
+            "--site",
+            runs.site,
+            "--nodes",
+            2,
+            "--time",
+            MINUTES,
+            "--save-before",
+            SAVE_BEFORE_SECONDS,
+            *runs.options("limit", settings),
+        )
     )
-    assert done.code == 0, done.text
     return Run(runs.cluster, runs.folder / "runs/limit")
 
 

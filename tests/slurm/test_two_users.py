@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import ROOT, Done, explained
+from tests.end_to_end.commands import ROOT, Done, explained, succeeded
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import with_scripted_ranks
 from tests.slurm.test_submit import DEMO, Desk
@@ -111,8 +111,7 @@ def users(cluster: Cluster) -> Iterator[Users]:
 def prepared_by_the_attacker(users: Users, name: str) -> Path:
     """A run that the attacker submitted, opened to everybody and edited to run something else."""
     run = users.shared / name
-    done = users.submit(run, user=ATTACKER)
-    assert done.code == 0, done.text
+    succeeded(users.submit(run, user=ATTACKER))
     users.desk.wait_until_over(*job_ids(run))
     assert users.ran_as() == {str(ATTACKER)}
     for path in users.desk.notes.iterdir():
@@ -154,8 +153,7 @@ def test_a_run_that_another_user_prepared_is_shown_and_not_run(users: Users) -> 
 
 def test_a_user_s_own_run_holds_nothing_of_others(users: Users) -> None:
     run = users.shared / "mine"
-    done = users.submit(run)
-    assert done.code == 0, done.text
+    succeeded(users.submit(run))
     users.desk.wait_until_over(*job_ids(run))
     assert users.ran_as() == {str(VICTIM)}
     # In the moment in which the victim had opened it, the attacker left a link and a name.
@@ -169,8 +167,7 @@ def test_a_user_s_own_run_holds_nothing_of_others(users: Users) -> None:
     paths.launch_record.chmod(0o640)
     # Also a job that waits when that happens: the batch script's command looks again.
     (users.desk.notes / "ran.0").unlink()
-    done = users.launcher("requeue", run)
-    assert done.code == 0, done.text
+    succeeded(users.launcher("requeue", run))
     users.desk.wait_until_over(*job_ids(run))
     assert users.ran_as() == {str(VICTIM)} and users.mine.read_text() == "mine"
     shutil.rmtree(run)
