@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -242,6 +243,13 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def untimed(run: Path) -> list[dict[str, Any]]:
+    """Return the records of metrics.jsonl without the fields that a clock measures."""
+    timed = ("step_seconds", "data_wait_seconds", "tokens_per_second", "tflops", "peak_memory")
+    timed += ("evaluation_seconds", "evaluation_time_share")
+    return [{k: v for k, v in record.items() if not k.startswith(timed)} for record in metrics(run)]
+
+
 def explained(done: Done, code: int, *words: object) -> None:
     """Check that a command failed with `code` and an error message, without a traceback.
 
@@ -258,6 +266,12 @@ def explained(done: Done, code: int, *words: object) -> None:
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
     """Return size and modification time of every path below `folder`: a write changes one."""
     return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*"))}
+
+
+def copied(source: Path, target: Path) -> Path:
+    """Return a fresh copy of a directory."""
+    shutil.rmtree(target, ignore_errors=True)
+    return Path(shutil.copytree(source, target))
 
 
 def replace(path: Path, content: bytes) -> None:

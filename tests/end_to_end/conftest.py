@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -89,3 +92,16 @@ def refused(workspace: Path) -> Callable[..., None]:
         assert contents(workspace) == before
 
     return check
+
+
+@pytest.fixture
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of so many bytes as the test's module says."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={request.module.DISK_BYTES}"]
+    mounted = os.geteuid() == 0 and shutil.which("mount") is not None
+    if not mounted or subprocess.run(["mount", *options, "none", str(folder)]).returncode:
+        pytest.skip("a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -14,6 +14,7 @@ from pretrain.rundir.attempts import read_attempts
 from tests.end_to_end.commands import (
     LAUNCHER,
     contents,
+    copied,
     explained,
     flip,
     fresh,
@@ -40,13 +41,6 @@ def trained(workspace: Path, name: str, *settings: str) -> Path:
     return workspace / "runs" / name
 
 
-def damaged_run(run: Path, name: str) -> Path:
-    """Return a copy of `run` that may be damaged."""
-    copy = run.with_name(name)
-    shutil.rmtree(copy, ignore_errors=True)
-    return Path(shutil.copytree(run, copy))
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------
 SPOILED = {
     "flipped bit": (WEIGHTS, flip, ["are not what was written"]),
@@ -63,7 +57,7 @@ SPOILED = {
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_damaged_checkpoint(refused, config, run, tmp_path, name):
     file, spoil, words = SPOILED[name]
-    copy = damaged_run(run, "damaged")
+    copy = copied(run, run.with_name("damaged"))
     spoil(copy / STEP_8 / file)
     remedy = f"The checkpoint is damaged. The one before it is {copy / STEP_4}"
     for command in (["evaluate", copy], ["export", copy, tmp_path / "hf"]):
@@ -86,7 +80,7 @@ def test_the_remedy_for_a_damaged_checkpoint(config, run):
 
     The run resumes from the earlier checkpoint, and a new checkpoint takes the damaged one's place.
     """
-    copy = damaged_run(run, "repaired")
+    copy = copied(run, run.with_name("repaired"))
     flip(copy / STEP_8 / WEIGHTS)
     done = pretrain("train", config, "--resume", copy / STEP_4, "--set", f"run.directory={copy}")
     assert done.code == 0 and f"{copy}: going on from step 4, to step 8" in done.err, done.err
@@ -96,14 +90,14 @@ def test_the_remedy_for_a_damaged_checkpoint(config, run):
 
 
 def test_a_damaged_checkpoint_without_an_earlier_one(refused, run):
-    copy = damaged_run(run, "single")
+    copy = copied(run, run.with_name("single"))
     shutil.rmtree(copy / STEP_4)
     flip(copy / STEP_8 / WEIGHTS)
     refused(["evaluate", copy], "there is no earlier one", "train anew in another run.directory")
 
 
 def test_a_run_whose_only_checkpoint_lost_its_manifest_is_not_begun_anew(refused, config, run):
-    copy = damaged_run(run, "beheaded")
+    copy = copied(run, run.with_name("beheaded"))
     shutil.rmtree(copy / STEP_4)
     (copy / STEP_8 / "manifest.json").unlink()
     before = contents(copy)
@@ -116,7 +110,7 @@ def test_a_run_whose_only_checkpoint_lost_its_manifest_is_not_begun_anew(refused
 
 def test_a_checkpoint_without_its_manifest(refused, run):
     """As of a run, see tests/end_to_end/test_evaluate.py."""
-    copy = damaged_run(run, "incomplete")
+    copy = copied(run, run.with_name("incomplete"))
     (copy / STEP_8 / "manifest.json").unlink()
     refused(
         ["evaluate", copy / STEP_8],

@@ -11,17 +11,20 @@ from pretrain.checkpoint.manifest import Change, open_checkpoint
 from pretrain.config import load_config
 from pretrain.data.build import build
 from pretrain.data.stream import TokenStream
-from tests.end_to_end.commands import LAUNCHER, explained, fresh, metrics, pretrain, sets, succeeds
+from tests.end_to_end.commands import (
+    LAUNCHER,
+    copied,
+    explained,
+    fresh,
+    metrics,
+    pretrain,
+    sets,
+    succeeds,
+)
 from tests.end_to_end.test_broken_runs import STEP_4, STEP_8
 
 pytestmark = pytest.mark.usefixtures("run")
 WORDS = "the crow said nothing and the wheel went round again under a red morning sky\n"
-
-
-def copied(source: Path, target: Path) -> Path:
-    """Return a fresh copy of a directory."""
-    shutil.rmtree(target, ignore_errors=True)
-    return Path(shutil.copytree(source, target))
 
 
 @pytest.fixture(scope="module")

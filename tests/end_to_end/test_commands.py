@@ -7,7 +7,6 @@ import math
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,6 +28,7 @@ from tests.end_to_end.commands import (
     started,
     succeeded,
     succeeds,
+    untimed,
     wait_for,
 )
 from tests.unit.test_rundir import undocumented
@@ -46,10 +46,6 @@ SETTINGS = [
     "evaluation.interval_steps=100",
     "logging.interval_steps=50",
 ]
-
-
-def options(*settings: str) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
 
 
 def launch(config: Path, directory: Path, *changes: str) -> list[str]:
@@ -98,7 +94,7 @@ def running(directory: Path) -> list[int]:
 
 # ---- data ----------------------------------------------------------------------------------------
 def test_data_is_built_once(config, tmp_path):
-    command = ["data", "build", config, *options(f"data.directory={tmp_path}/data")]
+    command = ["data", "build", config, *sets(f"data.directory={tmp_path}/data")]
     first = pretrain(*command)
     assert first.code == 0 and first.err == "", first.text
     said = first.out.splitlines()
@@ -113,7 +109,7 @@ def test_data_is_built_once(config, tmp_path):
     up_to_date = f"{tmp_path}/data: up to date (same settings, same text), nothing to do\n"
     assert (second.code, second.out) == (0, up_to_date)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
-    verified = pretrain("data", "verify", config, *options(f"data.directory={tmp_path}/data"))
+    verified = pretrain("data", "verify", config, *sets(f"data.directory={tmp_path}/data"))
     unchanged = f"{tmp_path}/data: every shard is as it was written\n"
     assert (verified.code, verified.out) == (0, unchanged)
 
@@ -245,17 +241,10 @@ def test_a_start_with_nothing_to_do_or_a_mistake_leaves_no_trace(workspace, conf
     assert contents(directory) == before and not (workspace / "runs/new").exists()
 
 
-def untimed(directory: Path) -> list[dict[str, Any]]:
-    """Return the records of metrics.jsonl without the fields that a clock measures."""
-    timed = ("step_seconds", "data_wait_seconds", "tokens_per_second", "tflops", "peak_memory")
-    timed += ("evaluation_seconds", "evaluation_time_share")
-    return [{k: v for k, v in r.items() if not k.startswith(timed)} for r in metrics(directory)]
-
-
 def test_a_finished_run_does_nothing(config, whole):
     directory, _ = whole
     before = {p: p.stat().st_mtime_ns for p in directory.rglob("*")}
-    done = pretrain("train", config, *options(*SETTINGS, f"run.directory={directory}"))
+    done = pretrain("train", config, *sets(*SETTINGS, f"run.directory={directory}"))
     nothing = f"{directory}: already at step 200 of 200; nothing to train\n"
     assert (done.code, done.out, done.err) == (0, "", nothing)
     assert {p: p.stat().st_mtime_ns for p in directory.rglob("*")} == before
@@ -375,7 +364,7 @@ def test_every_launcher_gives_the_same_run(workspace, config, whole):
     expected = losses(whole[0])[:8]
 
     def arguments(name: str) -> list[str]:
-        return ["train", str(config), *options(f"run.directory={workspace}/runs/{name}")]
+        return ["train", str(config), *sets(f"run.directory={workspace}/runs/{name}")]
 
     succeeded(fresh([*ON_TWO, *arguments("torchrun")]))
     assert losses(workspace / "runs/torchrun") == expected
@@ -398,7 +387,7 @@ def test_every_launcher_gives_the_same_run(workspace, config, whole):
     # The same samples in the same steps; sums over the batch in another order.
     assert losses(workspace / "runs/alone") == pytest.approx(expected, rel=1e-5)
 
-    on = succeeds(*arguments("srun"), *options("train.num_steps=10"))
+    on = succeeds(*arguments("srun"), *sets("train.num_steps=10"))
     assert "going on from step 8, to step 10; tensor 1 x pipeline 1 x data 1" in on.err, on.text
     assert losses(workspace / "runs/srun") == pytest.approx(losses(whole[0])[:10], rel=1e-5)
 

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +23,9 @@ from pretrain.data.build import build
 from pretrain.data.build.folder import RECORD, is_done
 from pretrain.data.stream import verify
 from tests.conftest import mark_torture
-from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
+from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS, wait_for
 
-ROOT = Path(__file__).parents[2]
+DISK_BYTES = 8_000_000
 SETTINGS = [
     "data.source=text",
     "data.vocab_size=400",
@@ -164,19 +163,6 @@ def test_killed_builds_go_on_to_the_same_bytes(
 
 
 # ---- a full disk ---------------------------------------------------------------------------------
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=8000000"]
-    mounted = os.geteuid() == 0 and shutil.which("mount") is not None
-    if not mounted or subprocess.run(["mount", *options, "none", str(folder)]).returncode:
-        pytest.skip("a small file system needs root")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 @pytest.mark.parametrize(["leave"], mark_torture([(20_000,), (2_500_000,)], {(20_000,)}))
 def test_a_full_disk_is_one_error_and_nothing_is_lost(program, corpus, reference, disk, leave):
     users = disk / "users-file"

@@ -12,7 +12,7 @@ import pytest
 
 from pretrain.data.stream import TokenStream
 from pretrain.evaluation.records import FIELDS
-from tests.end_to_end.commands import explained, metrics, pretrain, sets, succeeds
+from tests.end_to_end.commands import copied, explained, metrics, pretrain, sets, succeeds
 
 STEP_4, STEP_8 = "checkpoints/step-00000004", "checkpoints/step-00000008"
 QUICK = ["--lengths", "32", "--protocols", "nonoverlapping", "--max-tokens", "512"]
@@ -20,12 +20,6 @@ QUICK = ["--lengths", "32", "--protocols", "nonoverlapping", "--max-tokens", "51
 
 def curve(path: Path) -> list[dict[str, object]]:
     return json.loads(path.read_text())["records"]
-
-
-def copied(run: Path, name: str) -> Path:
-    copy = run.with_name(name)
-    shutil.rmtree(copy, ignore_errors=True)
-    return Path(shutil.copytree(run, copy))
 
 
 # ---- lengths and text ----------------------------------------------------------------------------
@@ -154,7 +148,7 @@ def test_the_step_that_is_evaluated_is_named(run):
 
 def test_an_older_checkpoint_is_never_taken_without_a_word(refused, run, tmp_path):
     """A newest checkpoint without its manifest is damaged like one with a flipped bit."""
-    copy = copied(run, "headless")
+    copy = copied(run, run.with_name("headless"))
     (copy / STEP_8 / "manifest.json").unlink()
     words = f"{copy / STEP_8}: ", "no manifest.json", f"The one before it is {copy / STEP_4}"
     refused(["evaluate", copy], *words)

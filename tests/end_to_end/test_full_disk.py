@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
@@ -31,19 +27,6 @@ from tests.end_to_end.commands import (
 
 SHORT = ("evaluation.lengths=[32]", "evaluation.max_tokens=512", "checkpoint.interval_steps=2")
 DISK_BYTES = 4_000_000
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few megabytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}"]
-    mounted = os.geteuid() == 0 and shutil.which("mount") is not None
-    if not mounted or subprocess.run(["mount", *options, "none", str(folder)]).returncode:
-        pytest.skip("a small file system needs root")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def fill(disk: Path, leave: int) -> Path:

@@ -30,9 +30,10 @@ from tests.end_to_end.commands import (
     sets,
     started,
     succeeded,
+    untimed,
     wait_for,
 )
-from tests.end_to_end.test_stopping import untimed, weights
+from tests.end_to_end.test_stopping import weights
 
 STEPS, INTERVAL = 40, 2
 KILLS, TORTURE_KILLS = 3, 500

@@ -28,7 +28,6 @@ from tests.end_to_end.commands import (
     ended,
     explained,
     fresh,
-    metrics,
     press_ctrl_c,
     pretrain,
     ranks,
@@ -36,6 +35,7 @@ from tests.end_to_end.commands import (
     sets,
     started,
     succeeds,
+    untimed,
     wait_for,
 )
 
@@ -99,13 +99,6 @@ def hold(process: int) -> None:
         return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
     wait_for(is_held)
-
-
-def untimed(run: Path) -> list[dict[str, Any]]:
-    """Return the records of metrics.jsonl without the fields that a clock measures."""
-    timed = ("step_seconds", "data_wait_seconds", "tokens_per_second", "tflops", "peak_memory")
-    timed += ("evaluation_seconds", "evaluation_time_share")
-    return [{k: v for k, v in record.items() if not k.startswith(timed)} for record in metrics(run)]
 
 
 def weights(checkpoint: Path) -> dict[str, bytes]:
