@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.slurm.cluster import Cluster, missing
+from tests.slurm.scripted import Script
 
 LOG_LINES = 40
 
@@ -49,11 +50,25 @@ def pyxis_cluster(cluster: Cluster) -> Cluster:
 
 @pytest.fixture(autouse=True)
 def restored(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start whatever a test has killed, so that the next one finds the whole cluster alive."""
+    """Start whatever a test has killed, and cancel the jobs that it has left."""
     slurm = request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
     yield
     if slurm is not None:
         slurm.restore()
+        slurm.run("scancel", "--quiet", "--user=root")
+
+
+@pytest.fixture
+def here(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have pretrain.launcher.slurm in this process find the cluster."""
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def script(cluster: Cluster, tmp_path: Path) -> Script:
+    """Return what submits runs of scripted ranks."""
+    return Script(cluster, tmp_path)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from pretrain.launcher.status import time_splits, total
 from pretrain.rundir.attempts import AttemptRecord, Ended, read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
@@ -21,20 +23,22 @@ from tests.end_to_end.commands import (
     Done,
     ended,
     metrics,
+    sets,
     started,
     succeeded,
     wait_for,
 )
 from tests.slurm.cluster import Cluster
 
-SITE = """
-name = "tests"
-nodes = 16
-tasks_per_node = 2
-cpus_per_node = 2
-time_limit = "10"
-partition = "main"
-"""
+SITE = {
+    "name": "tests",
+    "partition": "main",
+    "nodes": 16,
+    "tasks_per_node": 1,
+    "cpus_per_node": 1,
+    "time_limit": "30",
+}
+TWO_RANKS = {"tasks_per_node": 2, "cpus_per_node": 2}
 
 CONFIG = """
 [run]
@@ -92,6 +96,12 @@ NO_PREFLIGHT = ("--set", "recovery.preflight_seconds=0")
 """For tests whose ranks are scripts, which cannot be the preflight's processes as well."""
 
 
+def write_site(path: Path, **values: Any) -> Path:
+    """Write the site file of the tests' cluster, with other values in it."""
+    path.write_text(tomli_w.dumps(SITE | values))
+    return path
+
+
 def with_scripted_ranks(words: Sequence[object]) -> list[object]:
     """Return the words of a `launcher` command, without the preflight where it sends training."""
     options = NO_PREFLIGHT if words[0] in ("submit", "sweep") else ()
@@ -103,10 +113,9 @@ class Runs:
 
     def __init__(self, cluster: Cluster, folder: Path, data: Path) -> None:
         self.cluster, self.folder, self.data = cluster, folder, data
-        self.config, self.site = folder / "run.toml", folder / "site.toml"
+        self.config = folder / "run.toml"
         self.config.write_text(CONFIG.format(folder=folder, data=data, steps=STEPS))
-        self.site.write_text(SITE)
-        self.job_ids: list[str] = []
+        self.site = write_site(folder / "site.toml", **TWO_RANKS)
 
     def launcher(self, *arguments: object) -> Done:
         """Run `launcher` with these arguments."""
@@ -115,18 +124,12 @@ class Runs:
 
     def options(self, name: str, *settings: str) -> list[str]:
         """Return the options of `launcher submit` and `launcher local` for the run `name`."""
-        return [
-            word
-            for each in (f"run.directory={self.folder}/runs/{name}", *settings)
-            for word in ("--set", each)
-        ]
+        return sets(f"run.directory={self.folder}/runs/{name}", *settings)
 
     def submit(self, name: str, *settings: str, nodes: int = 2, config: object = None) -> Run:
         """Submit the run `name` on `nodes` nodes."""
         succeeded(self.try_to_submit(name, *settings, nodes=nodes, config=config))
-        run = Run(self.cluster, self.folder / "runs" / name)
-        self.job_ids.append(run.job_id)
-        return run
+        return Run(self.cluster, self.folder / "runs" / name)
 
     def try_to_submit(
         self, name: str, *settings: str, nodes: int = 2, config: object = None

@@ -9,12 +9,10 @@ import contextlib
 import sys
 from pathlib import Path
 
-import tomli_w
-
 from pretrain.rundir.paths import RunPaths
 from tests.end_to_end.commands import LAUNCHER, ROOT, Done, sets, succeeded, wait_for
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import Run
+from tests.slurm.runs import Run, write_site
 
 LAST = 320
 """Steps of configs/demo.toml."""
@@ -96,7 +94,6 @@ class Script:
         for split in ("train", "validation"):
             (folder / "data" / split).mkdir(parents=True)
             (folder / "data" / split / "manifest.json").touch()
-        self.job_ids: list[str] = []
 
     def submit(
         self,
@@ -107,18 +104,13 @@ class Script:
         time: str = "30",
         options: tuple[str, ...] = (),
     ) -> ScriptedRun:
-        site = {
-            "name": "tests",
-            "partition": partition,
-            "nodes": 16,
-            "tasks_per_node": 1,
-            "cpus_per_node": 1,
-            "time_limit": time,
-            "python": str(self.rank),
-            "sbatch_arguments": list(options),
-        }
-        path = self.folder / f"{name}.site.toml"
-        path.write_text(tomli_w.dumps(site))
+        path = write_site(
+            self.folder / f"{name}.site.toml",
+            partition=partition,
+            time_limit=time,
+            python=str(self.rank),
+            sbatch_arguments=list(options),
+        )
         run = self.folder / "runs" / name
         given = (
             f"run.directory={run}",
@@ -132,9 +124,7 @@ class Script:
         words = ("submit", demo, "--site", path, "--nodes", nodes, "--save-before", 1, *options)
         ran = self.cluster.run(*LAUNCHER, *words, cwd=self.folder)
         succeeded(Done(ran.returncode, ran.stdout, ran.stderr))
-        submitted = ScriptedRun(self.cluster, run)
-        self.job_ids.append(submitted.job_id)
-        return submitted
+        return ScriptedRun(self.cluster, run)
 
 
 class ScriptedRun(Run):

@@ -13,7 +13,6 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,13 +51,8 @@ COMMANDS = ("sbatch", "squeue", "scontrol", "scancel")
 
 
 @pytest.fixture
-def desk(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    for name, value in cluster.environment.items():
-        # For pretrain.launcher.slurm in this process.
-        monkeypatch.setenv(name, value)
-    desk = Desk(cluster, tmp_path)
-    yield desk
-    cluster.run("scancel", "--user=root")
+def desk(cluster: Cluster, tmp_path: Path, here: None) -> Desk:
+    return Desk(cluster, tmp_path)
 
 
 class Sweep:

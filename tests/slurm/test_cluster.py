@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tests.end_to_end.commands import wait_for
 from tests.slurm.cluster import IMAGE, Cluster, pyxis_options
-from tests.slurm.stand_in import TIMED_OUT, StandIn
 
 
 def submit(cluster: Cluster, directory: Path, script: str, *options: str) -> str:
@@ -117,27 +116,6 @@ def test_a_job_of_high_preempts_those_of_the_low_partitions(
         assert fields["low_cancel"]["JobState"] == "PREEMPTED"
     assert fields["low_nograce"]["Restarts"] == "1"
     assert cluster.run("scancel", *jobs.values(), preempting[-1]).returncode == 0
-
-
-def test_a_stand_in_counts_calls_and_fails_as_often_as_told(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    stand_in = StandIn(tmp_path, "sinfo", cluster.environment["PATH"], failing=0.3, seed=5)
-    # What the nodes are called never changes, as jobs of an earlier test may between two calls.
-    words = ["sinfo", "--noheader", "--format=%n", "--Node"]
-    environment = {"PATH": stand_in.path}
-    done = [cluster.run(*words, environment=environment) for _ in range(30)]
-    assert stand_in.calls == ["--noheader --format=%n --Node"] * 30
-    real = cluster.run(*words).stdout
-    assert {each.stdout for each in done if each.returncode == 0} == {real}
-    failed = [each for each in done if each.returncode]
-    assert {(each.stdout, each.stderr) for each in failed} == {("", f"{TIMED_OUT}\n")}
-    # What this seed draws. 9 are expected.
-    assert len(failed) == 12
-
-    commands = "".join("sinfo -h & " for _ in range(20))
-    assert cluster.run("bash", "-c", f"{commands} wait", environment=environment).returncode == 0
-    assert stand_in.calls[30:] == ["-h"] * 20
 
 
 def test_pyxis_runs_tasks_in_a_container(pyxis_cluster: Cluster, tmp_path: Path) -> None:

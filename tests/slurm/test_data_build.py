@@ -25,19 +25,9 @@ from pretrain.launcher.experiment import data_job
 from pretrain.launcher.site import load_site
 from tests.end_to_end.commands import LAUNCHER, ON_CPU, ROOT, Done, ended, succeeded, wait_for
 from tests.slurm.cluster import Cluster
+from tests.slurm.runs import write_site
 from tests.unit.test_data_build import DOCUMENTS, LETTERS, config, contents, write_jsonl, write_text
 
-SITE = """
-name = "tests"
-partition = "main"
-nodes = 4
-tasks_per_node = 1
-cpus_per_node = 1
-time_limit = "10"
-python = "{python}"
-# A task takes a whole node, so four tasks are on four nodes.
-sbatch_arguments = ["--exclusive"]
-"""
 # Runs as the tasks' Python. A task notes that it has begun, and on which node, and goes on when
 # nothing holds it. It does so without torch, which it has no need of: importing it takes longer
 # than these tasks.
@@ -58,14 +48,15 @@ class Builds:
 
     def __init__(self, cluster: Cluster, root: Path) -> None:
         self.cluster, self.root = cluster, root
-        self.site, self.config = root / "site.toml", root / "config.toml"
-        self.hold, python = root / "hold", root / "python"
+        self.config, self.hold, python = root / "config.toml", root / "hold", root / "python"
         self.hold.mkdir()
         (root / "modules").mkdir()
         (root / "modules/torch.py").write_text(NO_TORCH)
         python.write_text(PYTHON.format(hold=self.hold, python=sys.executable, root=root))
         python.chmod(0o755)
-        self.site.write_text(SITE.format(python=python))
+        # A task takes a whole node, so four tasks are on four nodes.
+        whole = {"nodes": 4, "time_limit": "10", "sbatch_arguments": ["--exclusive"]}
+        self.site = write_site(root / "site.toml", python=str(python), **whole)
         write_text(root)
         made = config(root)
         self.config.write_text(dump_config(made))
@@ -203,11 +194,7 @@ def test_more_tasks_than_an_array_takes(builds: Builds) -> None:
     builds.check(done, name)
 
 
-def test_slurm_takes_the_largest_array_that_is_asked_for(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in builds.cluster.environment.items():
-        monkeypatch.setenv(name, value)
+def test_slurm_takes_the_largest_array_that_is_asked_for(builds: Builds, here: None) -> None:
     site, size = load_site(builds.site), slurm.array_size()
     jobs = [
         data_job(site, "largest", builds.root / "executor.pik", tasks, 4, None)

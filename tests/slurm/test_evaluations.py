@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.jobs import read_jobs
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import Done, explained, metrics, succeeded, wait_for
+from tests.end_to_end.commands import Done, explained, metrics, sets, succeeded, wait_for
 from tests.end_to_end.conftest import CONFIG
 from tests.slurm.cluster import Cluster
+from tests.slurm.runs import write_site
 from tests.unit.test_rundir import undocumented
 
 NAMES = [f"step-{step:08d}" for step in (1, 2, 3)]
@@ -36,27 +36,12 @@ class Desk:
         self.site()
 
     def site(self, **values: str) -> None:
-        site = {
-            "name": "tests",
-            "partition": "main",
-            "nodes": 2,
-            "tasks_per_node": 1,
-            "cpus_per_node": 1,
-            "time_limit": "30",
-            "environment": {"CUDA_VISIBLE_DEVICES": ""},
-        } | values
-        (self.folder / "site.toml").write_text(tomli_w.dumps(site))
+        on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
+        write_site(self.folder / "site.toml", nodes=2, environment=on_cpu, **values)
 
     def launcher(self, *words: object) -> Done:
-        done = self.cluster.run(
-            sys.executable,
-            "-m",
-            "pretrain.launcher",
-            *words,
-            "--site",
-            "site.toml",
-            cwd=self.folder,
-        )
+        command = [sys.executable, "-m", "pretrain.launcher", *words, "--site", "site.toml"]
+        done = self.cluster.run(*command, cwd=self.folder)
         return Done(done.returncode, done.stdout, done.stderr)
 
     def submit(self, steps: int) -> str:
@@ -66,21 +51,9 @@ class Desk:
             "checkpoint.interval_steps=1",
             "evaluation.interval_steps=1",
         ]
-        succeeded(
-            self.launcher(
-                "submit",
-                "run.toml",
-                *(word for s in settings for word in ("--set", s)),
-                "--nodes",
-                1,
-                "--evaluate-checkpoints",
-                "--lengths",
-                "32,64",
-                # As evaluation.max_tokens of the run.
-                "--max-tokens",
-                2048,
-            )
-        )
+        words = ["submit", "run.toml", *sets(*settings), "--nodes", 1, "--evaluate-checkpoints"]
+        # As evaluation.max_tokens of the run.
+        succeeded(self.launcher(*words, "--lengths", "32,64", "--max-tokens", 2048))
         return next(
             record.job_id for record in reversed(read_jobs(self.run)) if record.kind == "train"
         )

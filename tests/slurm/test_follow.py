@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-import tomli_w
 
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
 from tests.end_to_end.commands import LAUNCHER, ROOT, TIMEOUT_SECONDS, Done, launcher, wait_for
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import with_scripted_ranks
+from tests.slurm.runs import with_scripted_ranks, write_site
 
 # Counts until it gets a signal or RUN/enough exists, and then saves as pretrain/training does.
 RANK = """#!{python}
@@ -84,16 +83,7 @@ class Desk:
         python = folder / "python"
         python.write_text(RANK.format(python=sys.executable, root=str(ROOT)))
         python.chmod(0o755)
-        site = {
-            "name": "tests",
-            "partition": "main",
-            "nodes": 4,
-            "tasks_per_node": 1,
-            "cpus_per_node": 1,
-            "time_limit": "30",
-            "python": str(python),
-        }
-        (folder / "site.toml").write_text(tomli_w.dumps(site))
+        write_site(folder / "site.toml", nodes=4, python=str(python))
 
     def launcher(self, *words: object, code: int = 0) -> Done:
         variables = os.environ | self.cluster.environment | {"COLUMNS": "120"}
@@ -156,10 +146,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(cluster: Cluster, tmp_path: Path) -> Iterator[Desk]:
-    desk = Desk(cluster, tmp_path)
-    yield desk
-    cluster.run("scancel", "--user=root")
+def desk(cluster: Cluster, tmp_path: Path) -> Desk:
+    return Desk(cluster, tmp_path)
 
 
 def fields(text: str) -> dict[str, str]:

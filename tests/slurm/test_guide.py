@@ -11,7 +11,7 @@ from pretrain.rundir.checkpoints import complete_checkpoints
 from tests.end_to_end.commands import metrics, wait_for
 from tests.guide import GUIDE, Block, Workspace, blocks
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import SITE
+from tests.slurm.runs import TWO_RANKS, write_site
 
 
 # tests/end_to_end runs the guide's other commands in `make test`.
@@ -23,7 +23,7 @@ def test_the_guide_s_job_is_sent_saved_and_goes_on_with_one_node(
     workspace = Workspace(tmp_path, cluster.environment)
     workspace.write_files(found)
     # In place of the reader's own: the site of this cluster.
-    (tmp_path / "slurm/site.toml").write_text(SITE)
+    write_site(tmp_path / "slurm/site.toml", **TWO_RANKS)
     workspace.run(Block("run", "", "sh", "pretrain data build small.toml\n", 0))
 
     run = tmp_path / "runs/cluster"

@@ -6,22 +6,10 @@ The ranks are a script (scripted.py).
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from tests.end_to_end.commands import wait_for
-from tests.slurm.cluster import Cluster
 from tests.slurm.scripted import Script, ScriptedRun
-
-
-@pytest.fixture
-def script(cluster: Cluster, tmp_path: Path) -> Iterator[Script]:
-    made = Script(cluster, tmp_path)
-    yield made
-    cluster.run("scancel", *made.job_ids)
 
 
 def preempt(run: ScriptedRun) -> str:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -177,15 +177,12 @@ class Bench:
 
 
 @pytest.fixture
-def bench(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench(cluster: Cluster, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch) -> Bench:
     made = Bench(cluster, tmp_path)
-    for name, value in {**cluster.environment, **ON_CPU}.items():
-        monkeypatch.setenv(name, value)
     # The launcher runs inside the job.
-    monkeypatch.setenv("SLURM_JOB_ID", made.job_id)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    yield made
-    cluster.run("scancel", made.job_id)
+    for name, value in {**ON_CPU, "SLURM_JOB_ID": made.job_id}.items():
+        monkeypatch.setenv(name, value)
+    return made
 
 
 def test_nodes_that_are_well_are_all_fit(bench: Bench) -> None:

@@ -7,21 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.commands import LAUNCHER, wait_for
-from tests.slurm.cluster import Cluster
 from tests.slurm.scripted import Script, ScriptedRun
-
-
-@pytest.fixture
-def script(cluster: Cluster, tmp_path: Path) -> Iterator[Script]:
-    made = Script(cluster, tmp_path)
-    yield made
-    cluster.run("scancel", *made.job_ids)
 
 
 def finish(run: ScriptedRun) -> dict[str, str]:

@@ -94,10 +94,8 @@ def test_a_job_that_has_not_begun_is_cancelled_and_has_nothing_to_save(desk: Des
 
 
 def test_a_suspended_job_saves_and_is_completed_and_its_pause_is_no_goodput(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    desk: Desk, here: None
 ) -> None:
-    for name, value in desk.cluster.environment.items():
-        monkeypatch.setenv(name, value)
     job = submit(desk)
     begun = desk.wait_for_step(RUN, 1)
     assert desk.cluster.run("scontrol", "suspend", job).returncode == 0

@@ -66,11 +66,8 @@ SEEN |= {"OUTPUT", "TIMELIMIT", "GPUS_PER_NODE", "CPUS_PER_GPU", "REQ_SWITCH"}
 
 
 @pytest.fixture
-def desk(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    for name, value in cluster.environment.items():
-        monkeypatch.setenv(name, value)
-    yield Desk(cluster, tmp_path)
-    cluster.run("scancel", "--quiet", "--user=root")
+def desk(cluster: Cluster, tmp_path: Path, here: None) -> Desk:
+    return Desk(cluster, tmp_path)
 
 
 @contextmanager

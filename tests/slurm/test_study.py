@@ -7,7 +7,6 @@ jobs and files are real.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,9 @@ RUNS = ("alibi-64-s1234", "rotary-64-s1234")
 
 
 @pytest.fixture
-def desk(cluster: Cluster, tmp_path: Path) -> Iterator[Desk]:
-    desk = Desk(cluster, tmp_path)
+def desk(cluster: Cluster, tmp_path: Path) -> Desk:
     (tmp_path / "study.toml").write_text(STUDY.format(root=ROOT))
-    yield desk
-    cluster.run("scancel", "--user=root")
+    return Desk(cluster, tmp_path)
 
 
 def study(desk: Desk) -> Done:

@@ -21,9 +21,9 @@ from pretrain.config import dump_config, load_config
 from pretrain.launcher import slurm
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
-from tests.end_to_end.commands import ROOT, Done, explained, launcher, succeeded, wait_for
+from tests.end_to_end.commands import ROOT, Done, explained, launcher, sets, succeeded, wait_for
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import with_scripted_ranks
+from tests.slurm.runs import with_scripted_ranks, write_site
 
 DEMO = ROOT / "configs/demo.toml"
 PAPER = ROOT / "configs/cc100_roberta/alibi_1024.toml"
@@ -59,18 +59,9 @@ class Desk:
             (self.work / name / split / "manifest.json").touch()
 
     def site(self, name: str = "site.toml", **values: Any) -> Path:
-        site = {
-            "name": "tests",
-            "partition": "main",
-            "nodes": 2,
-            "tasks_per_node": 1,
-            "cpus_per_node": 1,
-            "time_limit": "30",
-            "python": str(self.python),
-        } | values
-        site["environment"] = {"NOTES": str(self.notes)} | values.get("environment", {})
-        (self.work / name).write_text(tomli_w.dumps(site))
-        return self.work / name
+        values = {"nodes": 2, "python": str(self.python)} | values
+        values["environment"] = {"NOTES": str(self.notes)} | values.get("environment", {})
+        return write_site(self.work / name, **values)
 
     def launcher(self, *words: object, **environment: str) -> Done:
         """Run `launcher` as a user does, in this directory."""
@@ -79,14 +70,8 @@ class Desk:
 
     def submit(self, run: str, *words: object, data: str = "data", **environment: str) -> Done:
         return self.launcher(
-            "submit",
-            DEMO,
-            "--site",
-            self.work / "site.toml",
-            "--set",
-            f"run.directory={quoted(run)}",
-            "--set",
-            f"data.directory={quoted(data)}",
+            *("submit", DEMO, "--site", self.work / "site.toml"),
+            *sets(f"run.directory={quoted(run)}", f"data.directory={quoted(data)}"),
             *words,
             **environment,
         )
@@ -116,10 +101,7 @@ class Desk:
 
 
 @pytest.fixture
-def desk(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    for name, value in cluster.environment.items():
-        # For pretrain.launcher.slurm in this process.
-        monkeypatch.setenv(name, value)
+def desk(cluster: Cluster, tmp_path: Path, here: None) -> Desk:
     return Desk(cluster, tmp_path)
 
 

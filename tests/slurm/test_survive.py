@@ -23,11 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runs(cluster: Cluster, tiny_data: Path, folder: Path) -> Iterator[Runs]:
-    """Make runs, and cancel at the end what a failed test has left in the queue."""
-    made = Runs(cluster, folder, tiny_data)
-    yield made
-    cluster.run("scancel", *made.job_ids)
+def runs(cluster: Cluster, tiny_data: Path, folder: Path) -> Runs:
+    return Runs(cluster, folder, tiny_data)
 
 
 @pytest.fixture(scope="module")
