@@ -27,6 +27,7 @@ DEADLINES = tuple(
     f"tests/unit/test_{name}.py"
     for name in (
         "attempts",
+        "gpu_day",
         "launcher_local",
         "local_sweep",
         "preflight",

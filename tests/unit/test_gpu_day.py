@@ -92,17 +92,9 @@ time.sleep(600)
     assert time.monotonic() - begin < 60
     assert state(tmp_path / "out", "hangs")["ending"] == "cut off after 10 s"
     assert "| 1 |" in (tmp_path / "out/summary.md").read_text()
-    child = int((tmp_path / "out/child").read_text())
-    assert not _is_running(child)
-
-
-def _is_running(pid: int) -> bool:
-    """Return True if a process runs; one that has ended may wait for its parent as a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    stat = Path("/proc", (tmp_path / "out/child").read_text(), "stat")
+    # One that has ended may wait for its parent as a zombie.
+    assert not stat.exists() or ") Z " in stat.read_text()
 
 
 def test_a_fault_that_was_found_is_complete_but_not_a_success(tmp_path, run):
@@ -137,20 +129,13 @@ def test_a_row_cut_off_is_passed_over(tmp_path):
     [
         ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN", "matrix products"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
-        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", "matrix products"),
-        ("volta_fp16_s884gemm_fp16_256x128_ldg8_f2f_nt", "matrix products"),
         ("aten::addmm", "matrix products"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
         ("fmha_cutlassF_f16_aligned_64x64_rf_sm70(PyTorchMemEffAttention)", "attention"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgs)", "communication"),
-        (
-            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam>",
-            "optimizer",
-        ),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdam>", "optimizer"),
         ("Memcpy DtoH (Device -> Pinned)", "copies by the copy engine"),
         ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", OTHER),
-        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel", OTHER),
         ("triton_poi_fused_add_gelu_0", OTHER),
     ],
 )

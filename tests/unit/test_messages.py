@@ -109,6 +109,10 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("train.num_steps=18446744073709551616", ("18446744073709551616", "larger")),
     ("model.hidden_size=none", ("needed", "set a value")),
     ("model.use_bias=True", ("'True'", "boolean", "true or false")),
+    ("model.num_layers=two", ("'two'", "valid integer")),
+    ("model.num_layers=2.0", ("valid integer", "got float")),
+    ("model.num_attention_heads=5", ("not divisible by model.num_attention_heads = 5", "multiple")),
+    ("parallel.sequence_parallel=true", ("parallel.sequence_parallel = true", "Remove the key")),
     ("run.seed=1e3", ("without a point and an exponent", "1000")),
     ('run.seed="3"', ("without quotes",)),
     ("run.seed=9223372036854775808", ("9223372036854775808", "larger than")),
@@ -132,6 +136,7 @@ KEYS = [
     ("Position.Method=rotary", "Position", "position"),
     ("position.METHOD=rotary", "position.METHOD", "position.method"),
     ("position.METHOD=", "position.METHOD", "position.method"),
+    ("num_layers.x=2", "num_layers", "model.num_layers"),
 ]
 
 
@@ -145,6 +150,10 @@ def test_a_value_of_the_command_line(path, monkeypatch, override, names):
     assert all(name in said for name in names), said
 
 
+def test_a_setting_without_a_value(path):
+    assert "--set train.num_steps: expected section.key=value" in message(path, "train.num_steps")
+
+
 @pytest.mark.parametrize(("override", "wrong", "right"), KEYS)
 def test_a_key_that_there_is_not(path, override, wrong, right):
     assert f"{wrong}: no such key, did you mean {right}?" in message(path, override)
@@ -156,7 +165,7 @@ FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "no value": (b"a = \n", ("TOML", "line 1")),
     "a section twice": (b"[run]\n[run]\n", ("TOML", "line 2")),
     "nothing": (b"", ("model: missing", "train: missing")),
-    "a key without its section": (b"num_steps = 4\n", ("train.num_steps",)),
+    "a key without its section": (b"num_steps = 4\n", ("did you mean train.num_steps?",)),
     "binary": (b"\xff\xfe\x00", ("not a readable config file",)),
     "latin1": (f"{TEXT}# é\n".encode("latin1"), ("not UTF-8", "0xe9")),
     **{
