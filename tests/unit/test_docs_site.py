@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from docs.hooks import reference, site_pages
+from docs.hooks import reference
 from pretrain.config.load import section_keys
 from tests.changed import ROOT
 from tests.guide import APPS, check_words
@@ -45,22 +45,6 @@ def test_every_key_of_a_site_and_of_a_study_is_in_the_reference(name):
 
 def test_no_key_is_without_a_docstring():
     assert [key for key, field in (KEYS | OF_FILES).items() if not field.description] == []
-
-
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("run.directory", "Text, not empty"),
-        ("model.embedding_scale", '`"auto"` or number greater than 0'),
-        ("model.num_query_groups", "Integer greater than 0"),
-        ("train.precision", '`"fp32"`, `"bf16"` or `"fp16"`'),
-        ("data.paths", "List of texts"),
-        ("data.corpora", "Table"),
-        ("evaluation.lengths", "List of integers, not empty"),
-    ],
-)
-def test_types_are_in_words(key: str, words: str):
-    assert reference.describe_type(KEYS[key]).startswith(words)
 
 
 @pytest.mark.parametrize("name", reference.COMMANDS)
@@ -97,30 +81,6 @@ def test_examples_in_helps_are_commands_that_exist():
                     check_words(words)
                     count += 1
     assert count > 20
-
-
-# ---- the pages -----------------------------------------------------------------------------------
-def test_links_to_the_repository_lead_to_pages_of_the_site():
-    added: dict[str, str] = {}
-    text = (
-        "[a](../pretrain/cli/commands.py) [b](corpora.md#time) ![c](demo_curve.png) "
-        "[d](../configs)\n"
-        "[e](https://example.org) [f](#here) [g](../README.md)\n"
-        "```\n[h](../gone.py)\n```\n"
-    )
-    known = {"corpora.md", "demo_curve.png"}
-    assert site_pages.relinked("guide.md", text, known, added) == (
-        "[a](source/pretrain/cli/commands.py.md) [b](corpora.md#time) ![c](demo_curve.png) "
-        "[d](source/configs.md)\n"
-        "[e](https://example.org) [f](#here) [g](index.md)\n"
-        "```\n[h](../gone.py)\n```\n"
-    )
-    assert set(added) == {"source/pretrain/cli/commands.py.md", "source/configs.md"}
-    assert "app = Commands(" in added["source/pretrain/cli/commands.py.md"]
-    assert "configs/demo.toml" in added["source/configs.md"]
-    assert (
-        site_pages.relinked("index.md", "[a](docs/v100.md)", {"v100.md"}, added) == "[a](v100.md)"
-    )
 
 
 @pytest.mark.skipif(not HAS_MKDOCS, reason="mkdocs is not installed: make docs")
