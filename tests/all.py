@@ -5,8 +5,9 @@
 WAITING run one after the other: Slurm's clocks, ranks that wait for each other, and commands that
 are killed and timed. COMPUTING run beside them from the beginning, with the time of the processors
 that is left. A low priority by itself does nothing here: Linux shares the processors out among
-sessions first (sched_autogroup(7)), and every daemon of Slurm and every job has a session of its
-own. Therefore the tests that compute are a session, whose share is made small as a whole.
+sessions first (sched(7), autogroups), and every daemon of Slurm and every job has a session of its
+own. Therefore the tests that compute are a session, whose share is made small as a whole until
+they are alone.
 
 The exit code is that of the first pytest that failed.
 """
@@ -22,6 +23,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+NICENESS = 10
+"""Of the tests that compute: a tenth of the share of a session that waits."""
 TWO_PROCESSES = ("-n", "2", "--dist", "loadfile")
 DEADLINES = tuple(
     f"tests/unit/test_{name}.py"
@@ -51,12 +54,16 @@ COMPUTING = (
 )
 
 
-def give_way() -> None:
-    """Take only what others leave of the processors, for the whole session of this process."""
-    os.nice(19)
+def give_way(session: int, niceness: int) -> None:
+    """Set the priority with which a whole session takes part in sharing out the processors."""
     # Not where the kernel groups by something else, as by the cgroups of a container.
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text("19")
+        Path(f"/proc/{session}/autogroup").write_text(str(niceness))
+
+
+def begin_low() -> None:
+    os.nice(NICENESS)
+    give_way(os.getpid(), NICENESS)
 
 
 def main(arguments: list[str]) -> int:
@@ -71,10 +78,11 @@ def main(arguments: list[str]) -> int:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=give_way,
+            preexec_fn=begin_low,
         )
         try:
             codes = [subprocess.call([*pytest, *words], cwd=ROOT) for words in WAITING]
+            give_way(computing.pid, 0)
             codes.append(computing.wait())
         finally:
             if computing.poll() is None:
