@@ -332,6 +332,18 @@ def test_sigusr1_saves_and_starts_again(tmp_path):
     )
 
 
+def test_a_signal_that_comes_before_the_ranks_can_take_it_is_not_lost(tmp_path):
+    """SIGUSR1 would end a Python process that has not installed its handler yet."""
+    launched = Launched(tmp_path)
+    wait_for(lambda: read_attempts(tmp_path))
+    launched.process.send_signal(signal.SIGUSR1)
+    code, said = launched.end()
+    assert code == 0 and [outcome for outcome, _, _ in outcomes(tmp_path)] == [
+        "restart",
+        "finished",
+    ], said
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_saves_and_stops(tmp_path, number):
     launched = Launched(tmp_path)
