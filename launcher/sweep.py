@@ -218,8 +218,8 @@ def sweep_runs(
         base: The config's run.directory.
 
     Raises:
-        ConfigError: A value is wrong, --set gives a key that is swept over, two combinations are
-            the same run, or a run's directory is that of another combination.
+        ConfigError: A value is wrong, --set gives a key that is swept over, or a run's directory
+            is that of another combination.
     """
     keys = {axis.key for axis in axes}
     for override in overrides:
@@ -234,10 +234,6 @@ def sweep_runs(
         config = load_config(path, [*overrides, *settings])
         over = {axis.key: _value(config, axis.key) for axis in axes}
         directory = sweep_folder(base) / run_name(over)
-        if directory in runs:
-            raise ConfigError(
-                f"--over {' '.join(settings)}: gives the same run as {runs[directory].over}"
-            )
         own = config.run.model_copy(update={"directory": str(directory)})
         runs[directory] = SweepRun(path, config.model_copy(update={"run": own}), over)
         _check_same_run(directory, over)

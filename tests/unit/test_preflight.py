@@ -233,8 +233,8 @@ def test_nodes_that_are_all_silent_are_not_blamed():
 
 def test_a_sum_that_is_late_is_blamed_where_others_were_in_time():
     late = {"error": "not complete within 8.0 s", "late": True}
-    for result, blamed in (({"seconds": 0.1}, ["n2"]), (late, [])):
-        cluster = Cluster(4)
+    for num_nodes, result, blamed in ((4, {"seconds": 0.1}, ["n2"]), (4, late, []), (1, late, [])):
+        cluster = Cluster(num_nodes)
         for node in cluster.nodes:
             for which in (0, 1):
                 cluster.say(node, "round node", late if node == "n2" else result, which)

@@ -314,6 +314,12 @@ def test_a_local_run_has_a_log_for_each_rank(capfdbinary):
         assert capfdbinary.readouterr().out == text
 
 
+def test_a_rank_that_printed_little_is_found_behind_what_others_printed(tmp_path):
+    path = tmp_path / "log"
+    path.write_text(f"0: {'x' * 100}\n" * 20_000 + "1: here\n")
+    assert look.LogReader(path, 1).read() == [b"here\n"]
+
+
 def test_follow_begins_with_the_last_lines_of_a_long_log_and_waits_for_whole_lines(tmp_path):
     path = tmp_path / "log"
     with path.open("w") as file:
