@@ -506,8 +506,8 @@ class DataSection(Section):
     evaluation always does. Served by model.attention_backend auto, triton, sdpa and reference."""
 
     num_workers: Free[int] = Field(default=0, ge=0)
-    """Data loader processes per rank; 0 loads in the rank itself. Does not change the order of the
-    data."""
+    """Steps that each rank reads ahead of training, each in a thread of its own; 0 is 1. More than
+    one helps where files are slow to answer. Does not change the order of the data."""
 
 
 class CleaningSection(Section):

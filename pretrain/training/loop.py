@@ -14,7 +14,7 @@ from pretrain import platform
 from pretrain.checkpoint.manifest import TrainerState, data_hashes
 from pretrain.config import RunConfig, dump_config, writing
 from pretrain.config.trajectory import describe_differences
-from pretrain.data.loader import batches, worker_failures
+from pretrain.data.loader import batches
 from pretrain.model.forward import Batch
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.checkpoints import checkpoint_step
@@ -132,7 +132,7 @@ def _train_from_here(run: Run, hooks: Sequence[Hook]) -> None:
     A step's numbers are read and logged when the next step has been queued, so that the device does
     not wait for it. They are read at once where a hook is due, which needs the step to be over.
     """
-    with worker_failures(), contextlib.closing(step_batches(run)) as steps:
+    with contextlib.closing(step_batches(run)) as steps:
         _take_steps(run, hooks, steps)
 
 

@@ -1,10 +1,6 @@
 """Test that every rank, worker count and restart sees the same stream of batches."""
 
-import contextlib
 import gc
-import multiprocessing
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -14,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import ConfigError, RunFailed
+from pretrain.config import ConfigError
 from pretrain.data import order
-from pretrain.data.loader import batches, worker_failures
+from pretrain.data.loader import batches
 from tests.unit.splits import make_stream
 
 LENGTH, GLOBAL, MICRO = 7, 16, 2
@@ -55,13 +51,6 @@ def test_an_epoch_predicts_every_token_once(stream):
     samples = (1000 - 1) // LENGTH
     epoch = in_order(steps(stream, -(-samples // GLOBAL)))[:samples]
     assert torch.equal(epoch[:, 1:].flatten().sort().values, torch.arange(1, samples * LENGTH + 1))
-
-
-@pytest.mark.parametrize("micro_batch_size", [1, 4, 16])
-def test_the_micro_batch_size_changes_no_order(stream, micro_batch_size):
-    assert torch.equal(
-        in_order(steps(stream, 5, micro_batch_size=micro_batch_size)), in_order(steps(stream, 5))
-    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -115,18 +104,6 @@ def test_a_stream_of_exactly_one_sample_works_and_one_token_less_is_refused(tmp_
         )
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_reading_leaves_the_random_state_alone(stream, num_workers):
-    """Dropout draws from it, and a resumed run makes a loader where the first run made none."""
-    before = torch.get_rng_state()
-    steps(stream, 2, num_workers=num_workers)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_seeds_differ(stream):
-    assert not torch.equal(steps(stream, 1), steps(stream, 1, seed=4))
-
-
 # ---- several corpora -----------------------------------------------------------------------------
 SIZES = {"a": 601, "b": 97, "c": 5, "d": 303}
 """Tokens of each; corpus c is shorter than a sample."""
@@ -150,9 +127,7 @@ def test_a_pass_of_the_union_predicts_every_token_once_and_crosses_no_corpus(ble
     assert torch.equal(found, found[:, :1] + torch.arange(LENGTH + 1))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "num_workers"), [(1, 1), (1, 2), (1, 4), (2, 0), (4, 0), (8, 0), (8, 1)]
-)
+@pytest.mark.parametrize(("ranks", "num_workers"), [(1, 4), (2, 0), (4, 1), (8, 2)])
 def test_ranks_and_workers_deliver_the_same_tokens_in_the_same_order(blended, ranks, num_workers):
     """And so the same multiset. Ten steps pass the end of every corpus."""
     whole = steps(blended, 10, micro_batch_size=1).reshape(10, GLOBAL, -1)
@@ -225,16 +200,17 @@ def readers() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("read ahead")]
 
 
-def test_a_step_is_one_read_and_at_most_one_step_is_read_ahead(stream):
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_a_step_is_one_read_and_so_many_steps_are_read_ahead(stream, ahead):
     counted = Counted(stream)
     settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": GLOBAL}
-    found = batches(counted, **settings, micro_batch_size=MICRO)
+    found = batches(counted, **settings, micro_batch_size=MICRO, num_workers=ahead)
     list(islice(found, 3))
-    assert len(readers()) == 1
+    assert len(readers()) == ahead
     found.close()
     assert readers() == []
-    # The fourth is read while the third is trained on, or was not begun.
-    assert counted.calls in ([GLOBAL] * 3, [GLOBAL] * 4)
+    # The next are read while the third is trained on, or were not begun.
+    assert set(counted.calls) == {GLOBAL} and 3 <= len(counted.calls) <= 3 + ahead
 
 
 def test_what_a_read_raises_is_raised_at_its_step(stream):
@@ -250,41 +226,6 @@ def test_what_a_read_raises_is_raised_at_its_step(stream):
     with pytest.raises(ConfigError, match="a flipped bit"):
         next(found)
     assert readers() == []
-
-
-@pytest.mark.parametrize("error", [ConfigError("a flipped bit"), RunFailed("a disk that fails")])
-def test_what_a_worker_raises_is_raised_in_the_rank_with_its_message_alone(stream, error):
-    class Failing(Counted):
-        def read_batch(self, starts, count):
-            raise error from OSError("the cause")
-
-    settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": GLOBAL}
-    found = batches(Failing(stream), **settings, micro_batch_size=MICRO, num_workers=2)
-    with pytest.raises(type(error)) as raised:
-        next(found)
-    assert str(raised.value) == str(error)
-
-
-def test_a_worker_that_is_killed_is_named_in_one_line(stream):
-    settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": GLOBAL}
-    found = batches(stream, **settings, micro_batch_size=MICRO, num_workers=1)
-    expected = pytest.raises(RunFailed, match=r"reads the data.*lower data\.num_workers")
-    others = multiprocessing.active_children()
-    with expected as raised, worker_failures():
-        next(found)
-        # Torch's handler of SIGCHLD would raise at the end of any other child as well.
-        [worker] = set(multiprocessing.active_children()) - set(others)
-        os.kill(worker.pid, signal.SIGKILL)
-        while True:
-            next(found)
-    assert "\n" not in str(raised.value)
-    # The traceback holds the loader. While it lives, torch's handler of SIGCHLD raises once more at
-    # the end of any process, in whatever test is then running.
-    with contextlib.suppress(RuntimeError):
-        del raised, found
-        gc.collect()
-    with pytest.raises(RuntimeError, match="of something else"), worker_failures():
-        raise RuntimeError("of something else")
 
 
 def test_a_loader_that_is_dropped_leaves_no_thread(stream):
@@ -312,14 +253,3 @@ def test_a_process_ends_although_its_loader_is_open(stream):
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "read\n"), done.stderr
-
-
-def test_ctrl_c_ends_no_worker(stream):
-    """A terminal sends it to all processes; the rank needs its batches until it has saved."""
-    settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": GLOBAL}
-    found = batches(stream, **settings, micro_batch_size=MICRO, num_workers=2)
-    first = [next(found)]
-    for worker in multiprocessing.active_children():
-        os.kill(worker.pid, signal.SIGINT)
-    read = torch.stack([torch.stack(step) for step in [*first, *islice(found, 11)]])
-    assert torch.equal(read, steps(stream, 12))
