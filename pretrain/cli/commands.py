@@ -177,14 +177,14 @@ def data_build(
         dry_run: Estimate tokens, bytes and time from a sample of the corpus; write nothing.
     """
     run = load_config(config, overrides)
-    from pretrain.data.build import build, build_on_cluster, estimate
+    from pretrain.data.build import Cluster, build, estimate
 
     count = workers or len(os.sched_getaffinity(0))
     if dry_run:
         estimate(run, count)
     elif job_array:
         # `launcher data build` gives a command, as a JSON list.
-        build_on_cluster(run, json.loads(job_array), count, array_size)
+        build(run, cluster=Cluster(json.loads(job_array), array_size))
     else:
         build(run, count)
 

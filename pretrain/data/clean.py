@@ -8,17 +8,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from pretrain.config.schema import CleaningSection
-
-if TYPE_CHECKING:
-    import ftfy
-
+from pretrain.data.sources.base import optional
 
 # ---- Hash texts, and the sequences of words in them, the same way on every machine ----
 # Cleaning compares documents by runs of words: 5-word sequences find near duplicates, 13-word
@@ -169,13 +166,23 @@ class Cleaner:
         # ASCII is never mojibake, and most English documents are ASCII: this costs nothing there.
         if text.isascii():
             return text
-        import ftfy
-
-        repaired = ftfy.fix_text(text, _repair_config())
+        ftfy = optional("ftfy", "cleaning.repair_unicode")
+        nothing_else = ftfy.TextFixerConfig(
+            unescape_html=False,
+            remove_terminal_escapes=False,
+            fix_latin_ligatures=False,
+            fix_character_width=False,
+            uncurl_quotes=False,
+            fix_line_breaks=False,
+            remove_control_chars=False,
+            normalization=None,
+            explain=False,
+        )
+        repaired = str(ftfy.fix_text(text, nothing_else))
         if repaired == text:
             return text
         self._count("repair_unicode", len(text))
-        return str(repaired)
+        return repaired
 
     def _remove_control_characters(self, text: str) -> str:
         text, breaks = _LINE_BREAK.subn("\n", text)
@@ -186,23 +193,6 @@ class Cleaner:
     def _count(self, step: str, characters: int) -> None:
         self.counts[f"{step}.documents"] += 1
         self.counts[f"{step}.characters"] += characters
-
-
-def _repair_config() -> ftfy.TextFixerConfig:
-    """Return ftfy's settings with everything off but the repair of encodings."""
-    import ftfy
-
-    return ftfy.TextFixerConfig(
-        unescape_html=False,
-        remove_terminal_escapes=False,
-        fix_latin_ligatures=False,
-        fix_character_width=False,
-        uncurl_quotes=False,
-        fix_line_breaks=False,
-        remove_control_chars=False,
-        normalization=None,
-        explain=False,
-    )
 
 
 # ---- Find documents that stood before in the stream, exactly or nearly ----
@@ -251,10 +241,9 @@ def duplicate_keys(text: str, mode: Mode) -> Hashes:
     sequences = sequence_hashes(text, SHINGLE_WORDS)
     if not len(sequences):
         return np.full(1 + BANDS, exact, np.uint64)
-    from rensa import RMinHash
-
+    hasher = optional("rensa", 'cleaning.deduplicate = "near"').RMinHash
     document = np.array([0, len(sequences)], np.uint64)
-    minima = RMinHash.digest_matrix_from_flat_token_hashes(sequences, document, BANDS * ROWS, SEED)
+    minima = hasher.digest_matrix_from_flat_token_hashes(sequences, document, BANDS * ROWS, SEED)
     bands = np.array(minima.to_rows()[0], "<u4").reshape(BANDS, ROWS)
     return np.array([exact, *(xxhash.xxh3_64_intdigest(b.tobytes()) for b in bands)], np.uint64)
 

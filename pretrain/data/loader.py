@@ -117,4 +117,4 @@ def _read_ahead(
         while True:
             tokens = torch.from_numpy(waiting.popleft().result())
             waiting.append(readers.submit(stream.read_batch, next(firsts), count))
-            yield list(tokens.split(micro_batch_size))
+            yield list(torch.split(tokens, micro_batch_size))

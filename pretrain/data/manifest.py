@@ -202,9 +202,6 @@ class TaskShards(_Record):
     checksums: str
     """Name of the file of the checksums of the task's pieces."""
 
-    checksums_xxh3_128: _Digest128
-    """Hex digest of that file."""
-
 
 class CorpusRecord(_Record):
     """The share of one corpus in a split."""

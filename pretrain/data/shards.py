@@ -7,8 +7,8 @@ the same bytes, whoever writes them, so that a rebuilt data set has the digests 
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 import xxhash
 from webdataset import TarWriter
 
-from pretrain.config import ConfigError
 from pretrain.data.manifest import (
     CHECKSUMS,
     FORMAT_VERSION,
@@ -33,17 +32,16 @@ from pretrain.data.manifest import (
     shard_name,
     task_seed,
 )
-from pretrain.rundir.files import PARTIAL, flush_directory, replace_file
+from pretrain.rundir.files import flush_directory, replace_file
 
 
 class ShardWriter:
-    """Write the shards of one task into an existing directory.
+    """Write the shards of one task into an existing directory, which is published as a whole.
 
     The tokens of a task are the concatenation of its documents. They are cut into blocks of
     `tokens_per_block` tokens, regardless of where documents end. A block is one webdataset sample,
     stored as the tar member `TASK-BLOCK.npy`. A tar holds `tokens_per_shard // tokens_per_block`
-    blocks. A file gets its name when it is complete and on the disk, so a killed task leaves none
-    that is partial.
+    blocks.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class ShardWriter:
         self._blocks_per_shard = tokens_per_shard // tokens_per_block
         self._filled = self._blocks = self._documents = self._text_bytes = 0
         self._shard_tokens = 0
-        self._file: _PublishedFile | None = None
+        self._file: _Shard | None = None
         self._shards: list[Shard] = []
         self._checksums: list[np.ndarray] = []
 
@@ -89,10 +87,8 @@ class ShardWriter:
             text_bytes: Size of the document's text in UTF-8.
 
         Raises:
-            ValueError: if an id lies outside [0, vocab_size), or if they are no integers.
+            ValueError: if an id lies outside [0, vocab_size).
         """
-        if len(tokens) and not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(f"token ids of type {tokens.dtype}")
         if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < self._vocab_size):
             raise ValueError(
                 f"token ids from {tokens.min()} to {tokens.max()} of a vocabulary of "
@@ -113,10 +109,9 @@ class ShardWriter:
         if self._filled:
             self._write_block()
         self._close_shard()
-        content = b"".join(part.tobytes() for part in self._checksums)
         name = f"{self._corpus}-{self._task:06d}.checksums"
-        replace_file(self._directory / name, content, durable=True)
-        flush_directory(self._directory)
+        content = b"".join(part.tobytes() for part in self._checksums)
+        (self._directory / name).write_bytes(content)
         return TaskShards(
             split=self._split,
             corpus=self._corpus,
@@ -126,7 +121,6 @@ class ShardWriter:
             tokens=sum(shard.tokens for shard in self._shards),
             shards=tuple(self._shards),
             checksums=name,
-            checksums_xxh3_128=xxhash.xxh3_128_hexdigest(content),
         )
 
     def _write_block(self) -> None:
@@ -134,7 +128,7 @@ class ShardWriter:
             name = f"{self._corpus}-{self._task:06d}-{len(self._shards):03d}.tar"
             # TarWriter gets an open file, not a name: webdataset.gopen interprets names, and runs
             # what follows "pipe:" in a shell.
-            self._file = _PublishedFile(self._directory / name)
+            self._file = _Shard(self._directory / name)
             # No times and no user names in the tar headers, so that a rebuild gives the same bytes.
             self._tar = TarWriter(self._file, mtime=0, user="", group="")
         block = self._block[: self._filled]
@@ -151,7 +145,7 @@ class ShardWriter:
         if self._file is None:
             return
         self._tar.close()
-        size, digest = self._file.publish()
+        size, digest = self._file.finish()
         expected = self._layout.shard_bytes(self._shard_tokens)
         if size != expected:
             # tarfile, webdataset or NumPy writes something else than the readers compute.
@@ -169,33 +163,29 @@ class ShardWriter:
         self._file, self._shard_tokens = None, 0
 
 
-class _PublishedFile(io.RawIOBase):
-    """A file that is hashed while it is written, and gets its name once it is on the disk."""
+class _Shard(io.RawIOBase):
+    """A file that is hashed while it is written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-        self._file = self._partial.open("wb", buffering=1 << 20)
+        self._file = path.open("wb", buffering=1 << 20)
         self._digest = xxhash.xxh3_128()
-        self._size = 0
 
     def write(self, content: Any) -> int:
         self._digest.update(content)
-        self._size += len(content)
         return self._file.write(content)
 
-    def publish(self) -> tuple[int, str]:
-        """Flush, rename, and return the size and the hex XXH3-128 of what was written."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def finish(self) -> tuple[int, str]:
+        """Return the size and the hex XXH3-128 of what was written."""
         self._file.close()
-        self._partial.replace(self.path)
-        return self._size, self._digest.hexdigest()
+        return self.path.stat().st_size, self._digest.hexdigest()
 
 
 def finish_split(
     directory: str | Path,
     tasks: Sequence[TaskShards],
+    written_to: Callable[[TaskShards], Path] | None = None,
+    /,
     *,
     split: Split,
     tokenizer: TokenizerName,
@@ -211,8 +201,9 @@ def finish_split(
     after it was killed at any point.
 
     Args:
-        directory: Where the tasks wrote their shards.
+        directory: The directory of the split.
         tasks: In the order of the token stream, their numbers increasing.
+        written_to: Returns where a task wrote its shards; by default `directory`.
         split: train or validation.
         tokenizer: File name of the tokenizer.
         tokenizer_sha256: Hex digest of that file.
@@ -225,76 +216,47 @@ def finish_split(
         The manifest of the split.
 
     Raises:
-        ConfigError: if the split has no tokens, or a task's files are missing or damaged.
+        ConfigError: if the split has no tokens.
+        OSError: if a task's files are missing.
     """
     directory, layout = Path(directory), Layout.of(vocab_size, tokens_per_block)
-    names, shards = _final_names(tasks)
-    if (directory / MANIFEST).is_file():
-        manifest = read_manifest(directory)
-        if manifest.shards != shards:
-            raise RuntimeError(f"{directory / MANIFEST}: the split was finished from other tasks")
-    else:
-        for before, after in names.items():
-            if (directory / before).exists():
-                (directory / before).rename(directory / after)
-            elif not (directory / after).exists():
-                raise ConfigError(
-                    f"{directory / before}: missing, though its task is finished. Remove the "
-                    "folder of the unfinished build and run `pretrain data build CONFIG` again"
-                )
-        content = _joined_checksums(directory, tasks)
-        replace_file(directory / CHECKSUMS, content, durable=True)
-        manifest = Manifest(
-            format_version=FORMAT_VERSION,
-            split=split,
-            tokenizer=tokenizer,
-            tokenizer_sha256=tokenizer_sha256,
-            vocab_size=vocab_size,
-            eos_id=eos_id,
-            dtype="uint16" if layout.dtype.itemsize == 2 else "uint32",
-            tokens_per_block=tokens_per_block,
-            tokens_per_shard=tokens_per_shard // tokens_per_block * tokens_per_block,
-            tokens=sum(task.tokens for task in tasks),
-            documents=sum(task.documents for task in tasks),
-            text_bytes=sum(task.text_bytes for task in tasks),
-            checksums_bytes=len(content),
-            checksums_xxh3_128=xxhash.xxh3_128_hexdigest(content),
-            corpora=_corpora(tasks),
-            shards=shards,
-        )
-        flush_directory(directory)
-        replace_file(directory / MANIFEST, manifest.text(), durable=True)
-        # Read back, so that what a reader would refuse is refused here.
-        manifest = read_manifest(directory)
+    numbers: Counter[str] = Counter()
+    shards, parts = [], []
     for task in tasks:
-        (directory / task.checksums).unlink(missing_ok=True)
-    for leftover in directory.glob(f".*{PARTIAL}"):
-        leftover.unlink(missing_ok=True)
+        source = written_to(task) if written_to else directory
+        for shard in task.shards:
+            name = shard_name(shard.corpus, numbers[shard.corpus])
+            numbers[shard.corpus] += 1
+            # What an interrupted call has moved is there already.
+            if (source / shard.name).exists() or not (directory / name).exists():
+                (source / shard.name).rename(directory / name)
+            shards.append(shard.model_copy(update={"name": name}))
+        parts.append((source / task.checksums).read_bytes())
+    content = b"".join(parts)
+    replace_file(directory / CHECKSUMS, content, durable=True)
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        split=split,
+        tokenizer=tokenizer,
+        tokenizer_sha256=tokenizer_sha256,
+        vocab_size=vocab_size,
+        eos_id=eos_id,
+        dtype="uint16" if layout.dtype.itemsize == 2 else "uint32",
+        tokens_per_block=tokens_per_block,
+        tokens_per_shard=tokens_per_shard // tokens_per_block * tokens_per_block,
+        tokens=sum(task.tokens for task in tasks),
+        documents=sum(task.documents for task in tasks),
+        text_bytes=sum(task.text_bytes for task in tasks),
+        checksums_bytes=len(content),
+        checksums_xxh3_128=xxhash.xxh3_128_hexdigest(content),
+        corpora=_corpora(tasks),
+        shards=tuple(shards),
+    )
     flush_directory(directory)
-    return manifest
-
-
-def _final_names(tasks: Sequence[TaskShards]) -> tuple[dict[str, str], tuple[Shard, ...]]:
-    """Return the final name of every shard, and the shards with those names."""
-    names: dict[str, str] = {}
-    shards: list[Shard] = []
-    count: dict[str, int] = {}
-    for shard in (shard for task in tasks for shard in task.shards):
-        number = count.get(shard.corpus, 0)
-        count[shard.corpus] = number + 1
-        names[shard.name] = shard_name(shard.corpus, number)
-        shards.append(shard.model_copy(update={"name": names[shard.name]}))
-    return names, tuple(shards)
-
-
-def _joined_checksums(directory: Path, tasks: Sequence[TaskShards]) -> bytes:
-    parts = []
-    for task in tasks:
-        content = (directory / task.checksums).read_bytes()
-        if xxhash.xxh3_128_hexdigest(content) != task.checksums_xxh3_128:
-            raise RuntimeError(f"{directory / task.checksums}: not what the task wrote")
-        parts.append(content)
-    return b"".join(parts)
+    replace_file(directory / MANIFEST, manifest.text(), durable=True)
+    flush_directory(directory)
+    # Read back, so that what a reader would refuse is refused here.
+    return read_manifest(directory)
 
 
 def _corpora(tasks: Sequence[TaskShards]) -> tuple[CorpusRecord, ...]:

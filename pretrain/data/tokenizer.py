@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 # pretrain.data.tokenizers.pieces).
 
 
-def train_tokenizer(lines: Iterable[str], vocab_size: int) -> bytes:
-    """Train a BPE tokenizer on lines of text and return the SentencePiece model file's content.
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Train a BPE tokenizer on the lines of texts and return the SentencePiece model's content.
 
     The result is a pure function of the lines. All of them are held in memory, so the caller hands
-    over a sample. Empty lines, and newlines at the ends of lines, are left out.
+    over a sample. Empty lines are left out.
 
     Raises:
         ConfigError: if the text is too small for the vocabulary, or the vocabulary for the text.
@@ -50,7 +50,8 @@ def train_tokenizer(lines: Iterable[str], vocab_size: int) -> bytes:
 
     # A list rather than the generator: if a bad line of the corpus raised ConfigError inside
     # SentencePiece's callback, SentencePiece would replace it with an error of its own.
-    sample = [stripped for line in lines if (stripped := line.strip("\r\n"))]
+    lines = (line.strip("\r") for text in texts for line in text.split("\n"))
+    sample = [line for line in lines if line]
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -110,7 +111,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ConfigError: The file cannot be read, is no tokenizer, or has no end-of-document token.
     """
     path = Path(path)
-    content = read_tokenizer(path)
+    return make_tokenizer(path, read_tokenizer(path))
+
+
+def make_tokenizer(path: Path, content: bytes) -> Tokenizer:
+    """Return the tokenizer whose file has a content; see `load_tokenizer`."""
     if path.suffix == ".txt":
         return WordTokenizer(path, content)
     # No SentencePiece model begins with a brace.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.tokenizers.base import JSON, MODEL
+from pretrain.data.tokenizers.base import JSON, MODEL, PROBES
 from pretrain.huggingface.base import HuggingFaceClass, same_bits
 from pretrain.huggingface.card import ExportExtras, write_card
 from pretrain.huggingface.classes import class_of
@@ -212,7 +212,7 @@ def check_same_ids(tokenizer: Tokenizer, directory: Path, settings: Any = None) 
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(directory, config=settings, local_files_only=True)
-    probes = tokenizer.probes()
+    probes = PROBES
     wanted = [(text, True, tokenizer.encode(text).tolist()) for text in probes]
     if not theirs.split_special_tokens:
         names = [str(token) for token in theirs.added_tokens_decoder.values() if token.special]

@@ -10,6 +10,7 @@ Only scan and tokenize work in parallel. What a task writes depends on the plan 
 alone, so the data set is the same for any number of processes, whatever was interrupted.
 """
 
-from pretrain.data.build.command import build, build_on_cluster, estimate
+from pretrain.data.build.command import build, estimate
+from pretrain.data.build.tasks import Cluster
 
-__all__ = ["build", "build_on_cluster", "estimate"]
+__all__ = ["Cluster", "build", "estimate"]

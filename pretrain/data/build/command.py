@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pretrain.config import ConfigError, NoSpace, RunConfig, writing
+from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.errors import free_bytes, in_bytes
 from pretrain.config.schema import WORDS, DataSection
 from pretrain.data import sources
 from pretrain.data.build.folder import (
-    LIMIT,
-    RECORD,
     SPLITS,
     BuildFolder,
     Plan,
     Stage,
     differences,
     is_done,
-    is_leftover,
     load_merge,
     locked,
     make_plan,
-    own_files,
     remove_build,
     save_plan,
-    saved_finish,
     saved_inputs,
-    shown_progress,
     task_sizes,
     token_tasks,
 )
-from pretrain.data.build.merge import (
-    finish,
-    merge,
-    note_finished,
-    report_lines,
-    with_digests,
-)
+from pretrain.data.build.merge import Merger, finish, note_finished, report_lines, train
 from pretrain.data.build.tasks import Cluster, run_locally, run_on_cluster
 from pretrain.data.clean import Cleaner
 from pretrain.data.manifest import BUILD_RECORD, read_manifest
@@ -53,24 +36,18 @@ from pretrain.data.sources.files import compression_of
 from pretrain.data.stream import TokenStream, check_local
 from pretrain.data.tokenizer import (
     Tokenizer,
-    WordTokenizer,
     find_tokenizer,
     load_tokenizer,
-    train_tokenizer,
-    train_words,
+    make_tokenizer,
 )
-from pretrain.data.tokenizers.pieces import PieceTokenizer
-from pretrain.rundir.files import Json, make_directory, read_json, remove
+from pretrain.rundir.files import make_directory
 
 KEPT_BYTES = 1_000_000_000
 """Of a corpus this large, what is done is kept when the build ends with an error in the config or
 the text. A smaller one is soon done again."""
 
-RunStage = Callable[[BuildFolder, Stage, list[Path]], None]
-"""Does every task of a stage that is not done: (folder, stage, where each output is published)."""
 
-
-def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None) -> None:
+def build(config: RunConfig, workers: int = 1, cluster: Cluster | None = None) -> None:
     """Build the data set of a config in data.directory, and print what was built.
 
     A build that was interrupted goes on with the tasks that are not done. A data set that was built
@@ -79,37 +56,33 @@ def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None
     Args:
         config: The config.
         workers: Processes on this machine. Does not change what is built.
-        run_stage: Does the tasks of a stage elsewhere, such as on a cluster.
+        cluster: Does the tasks as job arrays instead. Does not change what is built.
 
     Raises:
         ConfigError: if data.directory holds something else or a data set built from other inputs,
             if another process builds it, or if the corpus or the tokenizer cannot be used.
-        RunFailed: if the data set cannot be written.
+        RunFailed: if the data set cannot be written, or jobs ended without a result.
     """
     check_local(config)
-    _check_packages(config)
     tokenizer = load_given_tokenizer(config.data)
     plan = make_plan(config, tokenizer.fingerprint if tokenizer else None)
     given = config.data_directory
     directory = _real_directory(given)
     folder = BuildFolder.beside(directory)
-    if _is_up_to_date(directory, plan):
-        _remove_leftovers(folder)
+    if _is_up_to_date(directory, plan) and not folder.path.exists():
         print(f"{given}: up to date (same settings, same text), nothing to do")
         return
 
     with writing(folder.path), locked(folder):
         if _is_up_to_date(directory, plan):
-            # By another process, since the look above.
+            # By another process, since the look above, or by one that was killed after this.
             remove_build(folder)
             print(f"{given}: up to date (same settings, same text), nothing to do")
             return
         _take_up(folder, plan)
         try:
             if not folder.finish.exists():
-                _do_tasks(
-                    folder, plan, tokenizer, run_stage or partial(run_locally, workers=workers)
-                )
+                _do_tasks(folder, plan, tokenizer, workers, cluster)
         except ConfigError:
             # After the config or the text has been corrected, the build cannot go on from here.
             if sum(task_sizes(plan)) < KEPT_BYTES:
@@ -120,39 +93,6 @@ def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None
     shards = {split: len(read_manifest(directory / split).shards) for split in SPLITS}
     used = load_tokenizer(find_tokenizer(directory))
     print("\n".join(report_lines(given, used, content, shards)))
-
-
-def build_on_cluster(
-    config: RunConfig, command: Sequence[str], workers: int, array_size: int
-) -> None:
-    """Build the same data set as `build`, with the tasks as job arrays on a cluster.
-
-    Args:
-        config: The config.
-        command: Runs a job array; see `executor.Cluster`.
-        workers: The most tasks that run at the same time.
-        array_size: The most jobs of an array.
-
-    Raises:
-        ConfigError: as `build`.
-        RunFailed: if the cluster refused the jobs, or some ended without a result.
-    """
-
-    cluster = Cluster(tuple(command), workers, array_size)
-    build(config, run_stage=partial(run_on_cluster, cluster=cluster))
-
-
-def _check_packages(config: RunConfig) -> None:
-    """Refuse to begin a build that needs a package which is not installed."""
-    needed = {
-        "rensa": ("cleaning.deduplicate", config.cleaning.deduplicate == "near"),
-        "ftfy": ("cleaning.repair_unicode", config.cleaning.repair_unicode),
-    }
-    for package, (key, is_needed) in needed.items():
-        if is_needed and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{key}: the package {package} is missing. Run `pip install 'pretrain[data]'`"
-            )
 
 
 def _real_directory(given: Path) -> Path:
@@ -205,16 +145,13 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
     if is_empty or not os.path.lexists(directory):
         return False
     remedy = f"Choose another data.directory, or remove {directory} to build it anew"
-    try:
-        recorded = json.loads((directory / BUILD_RECORD).read_text())
-    except (OSError, ValueError, RecursionError):
-        recorded = None
-    if not isinstance(recorded, dict):
+    recorded = read_json(directory / BUILD_RECORD, most=None)
+    if "inputs" not in recorded:
         raise ConfigError(
             f"data.directory = {directory}: exists, but holds no finished data set (no readable "
             f"{BUILD_RECORD}). {remedy}"
         )
-    if different := differences(recorded.get("inputs"), plan):
+    if different := differences(recorded["inputs"], plan):
         raise ConfigError(
             f"data.directory = {directory}: holds a data set built from other inputs: "
             f"{'; '.join(different)}. Nothing was changed. {remedy}"
@@ -224,96 +161,43 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
     return True
 
 
-def _remove_leftovers(folder: BuildFolder) -> None:
-    """Remove what a build left that was killed after its data set got its name."""
-    if folder.path.is_dir():
-        # Whoever holds the lock is about to remove it.
-        with contextlib.suppress(ConfigError), writing(folder.path), locked(folder):
-            if is_leftover(folder):
-                remove_build(folder)
-
-
 def _take_up(folder: BuildFolder, plan: Plan) -> None:
     """Go on with the build that the folder holds, or begin one.
 
     Raises:
         ConfigError: The folder holds a build from other inputs.
     """
-    if not folder.plan.exists():
-        for path in own_files(folder):
-            remove(path)
-        _check_space(folder, plan)
-        save_plan(plan, folder)
-        return
-    recorded = saved_inputs(folder)
-    if folder.finish.exists():
-        recorded = saved_finish(folder)
-    elif recorded:
-        recorded["files"] = _saved_files(folder, plan, recorded["files"])
-        # What is done is the same with a higher limit, and to raise it is what the error asks for.
-        before, now = recorded["settings"].get(LIMIT), plan.settings[LIMIT]
-        if isinstance(before, int) and before < now:
-            recorded["settings"][LIMIT] = now
-    if different := differences(recorded, plan):
+    if folder.plan.exists() and (different := differences(saved_inputs(folder, plan), plan)):
         raise ConfigError(
             f"{folder.path}: holds an unfinished build from other inputs: {'; '.join(different)}. "
-            f"Nothing was changed. Go on with those inputs, or remove {folder.path} to start over"
+            "Nothing was changed. Go on with those inputs, or remove "
+            f"{folder.path} to start over"
         )
     if not folder.finish.exists():
         # Names and times of files may be new.
         save_plan(plan, folder)
 
 
-def _saved_files(folder: BuildFolder, plan: Plan, recorded: Json) -> Json:
-    """Return the recorded files with the digests that the scan has made of them.
-
-    The tasks are those of the plan, because their ranges follow from sizes and settings; where
-    these differ, no digest is asked for.
-    """
-    try:
-        return {
-            split: [[*before[:3], new.digests] for before, new in zip(recorded[split], files)]
-            if len(recorded[split]) == len(files)
-            else recorded[split]
-            for split, files in with_digests(folder, plan).items()
-        }
-    except (LookupError, TypeError):
-        # `differences` says so of what is no list of files.
-        return recorded
-
-
-def _check_space(folder: BuildFolder, plan: Plan) -> None:
-    """Refuse to begin where the tokens cannot fit: a tokenizer makes few of more than 8 bytes."""
-    itemsize = 2 if plan.data.vocab_size <= 1 << 16 else 4
-    least = sum(task_sizes(plan)) * itemsize // 8
-    free = free_bytes(folder.path)
-    if free is not None and free < least:
-        raise NoSpace(
-            f"{folder.path}: the tokens of this corpus take at least {in_bytes(least)}; "
-            f"{in_bytes(free)} are free. Make room or choose another data.directory"
-        )
-
-
 def _do_tasks(
-    folder: BuildFolder, plan: Plan, tokenizer: Tokenizer | None, run_stage: RunStage
+    folder: BuildFolder,
+    plan: Plan,
+    tokenizer: Tokenizer | None,
+    workers: int,
+    cluster: Cluster | None,
 ) -> None:
     """Do what is not done of scan, merge and tokenize."""
 
-    def run(stage: Stage, finals: list[Path], sizes: list[int]) -> None:
-        # What the tasks of an earlier command have said is over.
-        remove(folder.progress)
-        folder.progress.mkdir()
-        with shown_progress(stage, finals, sizes):
-            run_stage(folder, stage, finals)
+    def run(stage: Stage, finals: list[Path]) -> None:
+        if cluster:
+            run_on_cluster(folder, stage, finals, cluster)
+        else:
+            run_locally(folder, stage, finals, workers)
 
-    scans = sum(len(plan.tasks[split]) for split in SPLITS)
-    run("scan", [folder.scan(rank) for rank in range(scans)], task_sizes(plan))
-    done = is_done(folder.merge)
-    merged = load_merge(folder) if done else merge(folder, plan, tokenizer)
-    tasks = token_tasks(merged)
-    finals = [folder.tokens(task.split, task.number) for task in tasks]
-    sizes = [read_json(folder.scan(task.planned) / RECORD)["text_bytes"] for task in tasks]
-    run("tokenize", finals, sizes)
+    run("scan", [folder.scan(rank) for rank in range(len(plan.all_tasks()))])
+    if not is_done(folder.merge):
+        Merger(folder, plan, tokenizer).run()
+    merged = load_merge(folder)
+    run("tokenize", [folder.tokens(t.split, t.number) for t in token_tasks(merged)])
     note_finished(folder, plan, merged)
 
 
@@ -364,7 +248,9 @@ def estimate(config: RunConfig, workers: int) -> dict[str, CorpusEstimate]:
     if not any(sample.texts for sample in samples.values()):
         raise ConfigError("data.paths: the sample of these files has no text. Choose files that do")
     if tokenizer is None:
-        tokenizer = _train(plan, [text for sample in samples.values() for text in sample.texts])
+        tokenizer = _train(
+            config.data, [text for sample in samples.values() for text in sample.texts]
+        )
     found = {name: _extrapolate(sample, tokenizer) for name, sample in samples.items()}
     for name, corpus in found.items():
         print(f"{name}: {in_bytes(corpus.files)} of files, {_amount(corpus)}")
@@ -430,28 +316,21 @@ def _read(plan: Plan, task: Task, size: int, corpus: Corpus, most: int, texts: l
     return text_bytes / max(read, 1)
 
 
-def _train(plan: Plan, texts: list[str]) -> Tokenizer:
+def _train(data: DataSection, texts: list[str]) -> Tokenizer:
     """Train a tokenizer on the sample, of as many pieces as so little text yields."""
-    pieces = plan.data.vocab_size
     while True:
         try:
-            if plan.data.tokenizer == WORDS:
-                return WordTokenizer(Path("sample"), train_words(texts, pieces))
-            return PieceTokenizer(Path("sample"), train_tokenizer(_lines(texts), pieces))
+            name, content = train(data, texts)
+            return make_tokenizer(Path(name), content)
         except ConfigError:
-            if pieces < 2 * _FEWEST_PIECES:
+            if data.vocab_size < 2 * _FEWEST_PIECES:
                 raise
-            pieces //= 2
-
-
-def _lines(texts: list[str]) -> Iterator[str]:
-    for text in texts:
-        yield from (line for line in text.split("\n") if line)
+            data = data.model_copy(update={"vocab_size": data.vocab_size // 2})
 
 
 def _extrapolate(sample: _Sample, tokenizer: Tokenizer) -> CorpusEstimate:
     start = time.process_time()
-    tokens = sum(len(ids) + 1 for ids in tokenizer.encode_batch(sample.texts))
+    tokens = sum(len(tokenizer.encode(text)) + 1 for text in sample.texts)
     seconds = (time.process_time() - start) / _SHARE_OF_TOKENIZING
     read = sum(len(text.encode()) for text in sample.texts)
     text = sample.files * sample.text_per_file_byte

@@ -10,8 +10,7 @@
   tokens/SPLIT-TTTTTT/   the shards of a task; record.json
   finish.json      every task is done: what the data set consists of
   data/            the data set, until it gets its name
-  progress/        errors of tasks, and whether all are to stop
-  logs/            which tasks the jobs of an array do, and the jobs' logs
+  logs/            which tasks the jobs of an array do, the error that ended it, and the jobs' logs
 """
 
 from __future__ import annotations
@@ -22,17 +21,13 @@ import fcntl
 import json
 import os
 import shutil
-import threading
-import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import fsspec
 import xxhash
-from tqdm import tqdm
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.schema import WORDS, CleaningSection, DataSection
@@ -48,6 +43,7 @@ from pretrain.rundir.files import (
     flush_file,
     from_json,
     make_directory,
+    new_directory,
     read_json,
     replace_file,
     replace_json,
@@ -55,18 +51,26 @@ from pretrain.rundir.files import (
 from pretrain.rundir.lineage import UNSUPPORTED
 from pretrain.rundir.trust import check_own_directory
 
-LOCK, FINISH, PLAN, TASKS = "lock", "finish.json", "plan.json", "tasks.jsonl"
-FILES = "files.json"
 Stage = Literal["scan", "tokenize"]
 
-_OWN = (PLAN, TASKS, FILES, FINISH, "scan", "merge", "tokens", "data", "progress", "logs")
 
-
-@dataclass(frozen=True)
 class BuildFolder:
     """The folder of a build under way."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = path / "lock"
+        self.plan = path / "plan.json"
+        """The settings, and how to find a task; written when the plan is whole."""
+        self.files = path / "files.json"
+        self.tasks = path / "tasks.jsonl"
+        self.finish = path / "finish.json"
+        """Says that every task is done."""
+        self.merge = path / "merge"
+        """What the tokenize stage needs to know about the whole corpus."""
+        self.data = path / "data"
+        """The data set before it gets its name."""
+        self.logs = path / "logs"
 
     @staticmethod
     def beside(directory: Path) -> BuildFolder:
@@ -74,51 +78,6 @@ class BuildFolder:
         # Absolute: workers and jobs on other nodes find it whatever their working directory.
         directory = Path(os.path.realpath(directory))
         return BuildFolder(directory.with_name(f".building-{directory.name}"))
-
-    @property
-    def plan(self) -> Path:
-        """The file of the settings and the files of the corpus."""
-        return self.path / PLAN
-
-    @property
-    def files(self) -> Path:
-        """The file of the files of the corpus."""
-        return self.path / FILES
-
-    @property
-    def tasks(self) -> Path:
-        """The file of the tasks."""
-        return self.path / TASKS
-
-    @property
-    def finish(self) -> Path:
-        """The file that says that every task is done."""
-        return self.path / FINISH
-
-    @property
-    def merge(self) -> Path:
-        """The folder of what the tokenize stage needs to know about the whole corpus."""
-        return self.path / "merge"
-
-    @property
-    def data(self) -> Path:
-        """The data set before it gets its name."""
-        return self.path / "data"
-
-    @property
-    def logs(self) -> Path:
-        """The folder of the logs of jobs."""
-        return self.path / "logs"
-
-    @property
-    def progress(self) -> Path:
-        """The folder of what tasks tell the builder."""
-        return self.path / "progress"
-
-    @property
-    def stop(self) -> Path:
-        """The file that asks running tasks to give up, because another one has failed."""
-        return self.progress / "stop"
 
     def final(self, stage: Stage, rank: int) -> Path:
         """Return the folder of a task's output."""
@@ -144,7 +103,10 @@ def locked(folder: BuildFolder) -> Iterator[None]:
     Raises:
         ConfigError: Another process builds there, or another user may write to it.
     """
-    _check_trusted(folder)
+    # Another user may have put something there, and the jobs of an array read in logs/STAGE what to
+    # do.
+    for path in (folder.path, folder.logs, *folder.logs.glob("*/")):
+        check_own_directory(path, entries=False)
     descriptor = _lock(folder)
     try:
         yield
@@ -155,17 +117,8 @@ def locked(folder: BuildFolder) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _check_trusted(folder: BuildFolder) -> None:
-    """Refuse a folder in which another user may have put something.
-
-    The jobs of an array read in logs/STAGE what to do.
-    """
-    for path in (folder.path, folder.logs, *folder.logs.glob("*/")):
-        check_own_directory(path, entries=False)
-
-
 def _lock(folder: BuildFolder) -> int:
-    path = folder.path / LOCK
+    path = folder.lock
     while True:
         make_directory(folder.path)
         try:
@@ -197,33 +150,21 @@ def _lock(folder: BuildFolder) -> int:
 
 
 def remove_build(folder: BuildFolder) -> None:
-    """Remove the folder of a build that is finished, or was never begun.
+    """Remove what builds have put into the folder, and the folder if nothing else is in it.
 
-    finish.json and the lock go last: killed half-way, a later call sees what is left as leftovers.
+    The plan goes first, so that nobody goes on with the rest, and the lock last.
     """
-    for path in own_files(folder):
-        if path.name != FINISH:
+    outputs = folder.path / "scan", folder.merge, folder.path / "tokens", folder.data, folder.logs
+    files = folder.plan, folder.tasks, folder.files, folder.finish
+    for path in [*files, *outputs, *folder.path.glob(f".*{PARTIAL}"), folder.lock]:
+        if path.is_dir():
             # A worker that outlives its builder may still add files, which are not needed.
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-    folder.finish.unlink(missing_ok=True)
-    (folder.path / LOCK).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.path.rmdir()
         flush_directory(folder.path.parent)
-
-
-def own_files(folder: BuildFolder) -> list[Path]:
-    """Return what builds have put into the folder, the lock excepted: anything else is a user's."""
-    return [
-        path
-        for path in sorted(folder.path.iterdir())
-        if path.name in _OWN or (path.name.startswith(".") and path.name.endswith(PARTIAL))
-    ]
-
-
-def is_leftover(folder: BuildFolder) -> bool:
-    """Return True if the folder holds nothing that a build could go on with."""
-    return folder.finish.exists() or not folder.plan.exists()
 
 
 # ---- Publish a task's output as one folder, and prove later that it is still what was written ----
@@ -235,57 +176,32 @@ def is_leftover(folder: BuildFolder) -> bool:
 
 RECORD = "record.json"
 _SEAL = "xxh3_128"
-_HIDDEN = ".partial"
 _CHUNK = 1 << 22
 
 
-class Output:
-    """The folder that a task writes to, before it is published."""
-
-    def __init__(self, final: Path) -> None:
-        """Make a hidden folder beside `final`."""
-        self.final = final
-        self.path = final.with_name(f".{final.name}.{uuid.uuid4().hex}{_HIDDEN}")
-        final.parent.mkdir(exist_ok=True)
-        self.path.mkdir()
-
-    def publish(self, record: Json) -> None:
-        """Write the record and give the folder its final name.
-
-        Whoever published the same task before has written the same bytes: then this one is removed.
-        """
-        files = sorted(p for p in self.path.rglob("*") if p.is_file())
-        described = {
-            str(path.relative_to(self.path)): [path.stat().st_size, digest(path)] for path in files
-        }
-        for path in files:
-            flush_file(path)
-        for directory in {path.parent for path in files} - {self.path}:
-            flush_directory(directory)
-        content = record | {"files": described}
-        replace_json(self.path / RECORD, content | {_SEAL: _seal(content)}, durable=True)
-        flush_directory(self.path)
-        try:
-            self.path.rename(self.final)
-        except OSError:
-            if not is_done(self.final):
-                raise
-            self.discard()
-        flush_directory(self.final.parent)
-
-    def discard(self) -> None:
-        """Remove what was written."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
 @contextlib.contextmanager
-def output(final: Path) -> Iterator[Output]:
-    """Yield the folder of a task's output, which is removed unless the block publishes it."""
-    made = Output(final)
+def output(final: Path) -> Iterator[tuple[Path, Json]]:
+    """Yield a new folder, and a record to fill in; both are published if the block succeeds.
+
+    Whoever published the same task before has written the same bytes: then this one is removed.
+    """
+    record: Json = {}
     try:
-        yield made
-    finally:
-        made.discard()
+        with new_directory(final) as path:
+            yield path, record
+            files = sorted(p for p in path.rglob("*") if p.is_file())
+            record["files"] = {
+                str(file.relative_to(path)): [file.stat().st_size, digest(file)] for file in files
+            }
+            for file in files:
+                flush_file(file)
+            for directory in {file.parent for file in files} - {path}:
+                flush_directory(directory)
+            replace_json(path / RECORD, record | {_SEAL: _seal(record)}, durable=True)
+            flush_directory(path)
+    except OSError:
+        if not is_done(final):
+            raise
 
 
 def is_done(final: Path) -> bool:
@@ -310,7 +226,7 @@ def _seal(record: Json) -> str:
 
 def clear(final: Path) -> None:
     """Remove a task's output that cannot be used, and what killed processes left of it."""
-    for path in [final, *final.parent.glob(f".{final.name}.*{_HIDDEN}")]:
+    for path in [final, *final.parent.glob(f".{final.name}.*{PARTIAL}")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -318,10 +234,9 @@ def digest(path: Path, start: int = 0, end: int | None = None) -> str:
     """Return the hex XXH3-128 of the bytes of a file from `start` to `end`."""
     found = xxhash.xxh3_128()
     with path.open("rb") as file:
+        left = (path.stat().st_size if end is None else end) - start
         file.seek(start)
-        left = (file.seek(0, os.SEEK_END) if end is None else end) - start
-        file.seek(start)
-        while left > 0 and (chunk := file.read(min(_CHUNK, left))):
+        while chunk := file.read(min(_CHUNK, left)):
             found.update(chunk)
             left -= len(chunk)
     return found.hexdigest()
@@ -374,45 +289,6 @@ def cut_of(merge: Json) -> Cut | None:
     return Cut(*merge["cut"]) if merge["cut"] else None
 
 
-LOOK_SECONDS = 0.5
-"""From one look at the outputs of a stage to the next."""
-
-
-@contextlib.contextmanager
-def shown_progress(stage: Stage, finals: list[Path], sizes: list[int]) -> Iterator[None]:
-    """Show on a terminal how far a stage is while the block runs.
-
-    Args:
-        stage: Its name.
-        finals: Where the output of each task will be.
-        sizes: About how many bytes each task reads.
-    """
-    over = threading.Event()
-
-    def done() -> int:
-        # One listing instead of a question for each task, of which a file server gets thousands.
-        folders = {final.parent for final in finals}
-        names = {path for each in folders if each.is_dir() for path in each.iterdir()}
-        return sum(size for final, size in zip(finals, sizes) if final in names)
-
-    # disable=None draws the bar on a terminal and nothing into a log file.
-    with tqdm(
-        desc=stage, total=sum(sizes), initial=done(), unit="B", unit_scale=True, disable=None
-    ) as bar:
-
-        def show() -> None:
-            while not over.wait(LOOK_SECONDS):
-                bar.update(done() - bar.n)
-
-        thread = threading.Thread(target=show, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-
 # ---- Plan a build: the settings that determine its bytes, the files and the tasks ----
 
 
@@ -428,10 +304,6 @@ _RECORDED_KEYS = (
     "tokens_per_shard",
 )
 """Keys of [data] that determine the bytes of a data set, beside the corpora and the tokenizer."""
-
-
-LIMIT = "cleaning.max_skipped_documents"
-"""The one of the settings that says only which builds end with an error."""
 
 
 class File(NamedTuple):
@@ -456,6 +328,10 @@ class Plan(NamedTuple):
     files: dict[Split, list[File]]
     """In the order in which the tasks read them."""
 
+    def all_tasks(self) -> list[Task]:
+        """Return the tasks of both splits, those of train first."""
+        return [task for split in SPLITS for task in self.tasks[split]]
+
     def corpora(self) -> dict[str, Corpus]:
         """Return the corpora by name, in config order."""
         return {corpus.name: corpus for corpus in sources.corpora(self.data)}
@@ -479,7 +355,8 @@ def make_plan(config: RunConfig, tokenizer_sha256: str | None) -> Plan:
         "corpora": [[c.name, *_read_as(c, tasks)] for c in sources.corpora(data)],
         **{f"data.{key}": values[key] for key in _RECORDED_KEYS},
         "data.tokenizer (SHA-256)": WORDS if data.tokenizer == WORDS else tokenizer_sha256,
-        **{f"cleaning.{key}": value for key, value in config.cleaning},
+        # The limit says only which builds end with an error.
+        **{f"cleaning.{k}": v for k, v in config.cleaning if k != "max_skipped_documents"},
     }
     files = {split: [_look(path) for path in _paths(tasks[split])] for split in SPLITS}
     return Plan(settings, data, config.cleaning, tasks, files)
@@ -545,20 +422,19 @@ def task_sizes(plan: Plan) -> list[int]:
     """Return about how many bytes of files each task reads, those of train first."""
     of_file = {file.path: file.size for split in SPLITS for file in plan.files[split]}
     corpora = plan.corpora()
-    sizes = []
-    tasks = plan.tasks["train"] + plan.tasks["validation"]
     ends: dict[str, int] = {}
-    for task in tasks:
+    for task in plan.all_tasks():
         for piece in task.pieces:
             ends[piece.path] = max(ends.get(piece.path, 1), piece.end)
-    for task in tasks:
-        size = 0
-        for path, start, end in task.pieces:
-            in_bytes = sources.source_of(corpora[task.corpus], path).in_bytes
-            # The parts of a file that is not cut by bytes are taken to be of one size.
-            size += end - start if in_bytes else of_file[path] * (end - start) // ends[path]
-        sizes.append(size)
-    return sizes
+
+    def size(corpus: str, piece: Piece) -> int:
+        length = piece.end - piece.start
+        if sources.source_of(corpora[corpus], piece.path).in_bytes:
+            return length
+        # The parts of a file that is not cut by bytes are taken to be of one size.
+        return of_file[piece.path] * length // ends[piece.path]
+
+    return [sum(size(task.corpus, piece) for piece in task.pieces) for task in plan.all_tasks()]
 
 
 def _held_out_bytes(plan: Plan, sizes: list[int]) -> dict[str, int]:
@@ -627,23 +503,39 @@ def load_task(folder: BuildFolder, number: int) -> TaskPlan:
     )
 
 
-def saved_inputs(folder: BuildFolder) -> Json:
-    """Return the inputs of an unfinished build, as `differences` takes them; {} for none."""
-    plan = read_json(folder.plan, most=None)
+def with_digests(folder: BuildFolder, plan: Plan) -> dict[Split, list[File]]:
+    """Return the files of a plan with the digests that the scan has made of them so far."""
+    digests: dict[str, set[tuple[int, int, str]]] = {}
+    for rank, task in enumerate(plan.all_tasks()):
+        record = read_json(folder.scan(rank) / RECORD)
+        for piece, found in zip(task.pieces, record.get("digests", [])):
+            digests.setdefault(piece.path, set()).update(tuple(each) for each in found)
+    return {
+        split: [f._replace(digests=tuple(sorted(digests.get(f.path, ())))) for f in files]
+        for split, files in plan.files.items()
+    }
+
+
+def saved_inputs(folder: BuildFolder, plan: Plan) -> Json:
+    """Return the inputs of an unfinished build, as `differences` takes them.
+
+    The files have the digests that the scan has made of them. They are found under the plan's names
+    and tasks, because ranges follow from sizes and settings; where these differ, none is asked for.
+    """
+    if folder.finish.exists():
+        inputs: Json = read_json(folder.finish, most=None)["build"]["inputs"]
+        return inputs
     files = read_json(folder.files, most=None)
-    settings = plan.get("settings")
-    return {"settings": settings, "files": files} if isinstance(settings, dict) and files else {}
-
-
-def saved_finish(folder: BuildFolder) -> Json:
-    """Return the inputs of a build whose tasks are all done, as `saved_inputs` does."""
-    build = read_json(folder.finish, most=None).get("build")
-    inputs = build.get("inputs") if isinstance(build, dict) else None
-    return inputs if isinstance(inputs, dict) else {}
+    found = with_digests(folder, plan)
+    for split in SPLITS:
+        before = files[split]
+        if len(before) == len(found[split]):
+            files[split] = [[*b[:3], new.digests] for b, new in zip(before, found[split])]
+    return {"settings": read_json(folder.plan, most=None)["settings"], "files": files}
 
 
 # ---- comparing -----------------------------------------------------------------------------------
-def differences(recorded: Json | None, plan: Plan) -> list[str]:
+def differences(recorded: Json, plan: Plan) -> list[str]:
     """Return in words how a plan differs from recorded inputs; [] if they give the same bytes.
 
     A file is the same if its content is, whatever its name and its time. Only those whose size and
@@ -653,13 +545,7 @@ def differences(recorded: Json | None, plan: Plan) -> list[str]:
         recorded: {"settings": ..., "files": split -> `File`s}.
         plan: The plan.
     """
-    try:
-        before = {
-            split: [File(*each) for each in (recorded or {})["files"][split]] for split in SPLITS
-        }
-        settings = dict((recorded or {})["settings"])
-    except (LookupError, TypeError, ValueError):
-        return ["the record of its inputs cannot be read"]
+    settings = recorded["settings"]
     # As JSON gives them back.
     current = json.loads(json.dumps(plan.settings))
     found = [
@@ -668,7 +554,7 @@ def differences(recorded: Json | None, plan: Plan) -> list[str]:
         if settings.get(key) != value
     ]
     for split in SPLITS:
-        found += _different_files(before[split], plan.files[split])
+        found += _different_files([File(*f) for f in recorded["files"][split]], plan.files[split])
     return found
 
 

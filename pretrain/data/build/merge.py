@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import shutil
-import struct
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from pretrain.config import ConfigError
-from pretrain.config.schema import WORDS
-from pretrain.data import sources
+from pretrain.config.schema import WORDS, DataSection
 from pretrain.data.build.folder import (
     HELD_OUT_HASHES,
     HELD_OUT_SEQUENCES,
@@ -25,16 +22,17 @@ from pretrain.data.build.folder import (
     SPLITS,
     BuildFolder,
     Cut,
-    File,
     Plan,
     TokenTask,
-    changed,
     clear,
+    load_merge,
     output,
     token_tasks,
     too_many_skipped,
+    with_digests,
 )
-from pretrain.data.clean import Cleaner, HeldOut, choose_held_out, document_hash, find_duplicates
+from pretrain.data.build.tasks import EXAMPLES, read_again, read_sample
+from pretrain.data.clean import HeldOut, choose_held_out, find_duplicates
 from pretrain.data.manifest import BUILD_RECORD, DOCUMENTS, Split, TaskShards
 from pretrain.data.shards import finish_split
 from pretrain.data.tokenizer import (
@@ -53,110 +51,6 @@ from pretrain.rundir.files import (
     replace_file,
     replace_json,
 )
-
-# ---- Take an even sample of lines for the tokenizer, from a corpus of any size ----
-# Documents are cut after newlines into chunks of some 4,000 characters, and each chunk has a
-# priority that is a hash of its place. A task keeps the chunks of lowest priority up to a bound, so
-# any smaller sample is a part of what it keeps: the merge takes from each task its exact share.
-
-
-CHUNK_CHARACTERS = 4000
-
-
-class Chunk(NamedTuple):
-    """Some whole lines of a document."""
-
-    priority: int
-    document: int
-    """Position of the document in the task."""
-    number: int
-    """Position of the chunk in the document."""
-    text: str
-
-    @property
-    def size(self) -> int:
-        """Return the bytes in UTF-8."""
-        return len(self.text.encode())
-
-
-class Sampler:
-    """Keep the chunks of lowest priority of the documents of one task."""
-
-    def __init__(self, task: int, max_bytes: int) -> None:
-        """Start without chunks.
-
-        Args:
-            task: Number of the task, which makes the priorities differ between tasks.
-            max_bytes: The most text to keep.
-        """
-        self._task, self._left = task, max_bytes
-        # The root of the heap is the chunk to give up first.
-        self._heap: list[tuple[int, int, int, str, int]] = []
-        self._highest = 1 << 64
-
-    def add(self, document: int, text: str) -> None:
-        """Take the chunks of a document."""
-        for number, (start, end) in enumerate(_chunks(text)):
-            place = struct.pack("<QQQ", self._task, document, number)
-            priority = xxhash.xxh3_64_intdigest(place)
-            if priority >= self._highest:
-                continue
-            chunk = text[start:end]
-            size = len(chunk.encode())
-            self._left -= size
-            heapq.heappush(self._heap, (-priority, document, number, chunk, size))
-            while self._left < 0:
-                given_up = heapq.heappop(self._heap)
-                # What comes later with a higher priority would be given up as well; otherwise the
-                # sample would prefer the end of the task.
-                self._highest = -given_up[0]
-                self._left += given_up[4]
-
-    def save(self, path: Path) -> None:
-        """Write the chunks in the order of the stream."""
-        with path.open("w") as file:
-            for priority, document, number, text, _ in sorted(self._heap, key=lambda c: c[1:3]):
-                file.write(json.dumps([-priority, document, number, text]) + "\n")
-
-
-def _chunks(text: str) -> Iterator[tuple[int, int]]:
-    start = 0
-    while start < len(text):
-        newline = text.find("\n", start + CHUNK_CHARACTERS)
-        end = len(text) if newline < 0 else newline + 1
-        yield start, end
-        start = end
-
-
-def read_lines(path: Path, max_bytes: int, left_out: Collection[int]) -> Iterator[str]:
-    """Yield the lines of a task's sample in the order of the stream.
-
-    Args:
-        path: What `Sampler.save` wrote.
-        max_bytes: The most text to take.
-        left_out: Documents, by their position in the task, that are not trained on.
-    """
-    for text in read_chunks(path, max_bytes, left_out):
-        yield from (line for line in text.split("\n") if line)
-
-
-def read_chunks(
-    path: Path, max_bytes: int, left_out: Collection[int] = frozenset()
-) -> Iterator[str]:
-    """Yield the chunks of a task's sample in the order of the stream; see `read_lines`."""
-    with path.open() as file:
-        kept = [
-            c for c in (Chunk(*json.loads(line)) for line in file) if c.document not in left_out
-        ]
-    taken: list[Chunk] = []
-    for chunk in sorted(kept):
-        max_bytes -= chunk.size
-        if max_bytes < 0:
-            break
-        taken.append(chunk)
-    for chunk in sorted(taken, key=lambda c: c[1:3]):
-        yield chunk.text
-
 
 Mask = npt.NDArray[np.bool_]
 
@@ -184,13 +78,12 @@ class Merger:
             tokenizer: The one that data.tokenizer names; None to train one.
         """
         self.folder, self.plan, self.tokenizer = folder, plan, tokenizer
-        tasks = plan.tasks["train"] + plan.tasks["validation"]
-        self.names = [task.corpus for task in tasks]
+        self.names = [task.corpus for task in plan.all_tasks()]
         self.num_train = len(plan.tasks["train"])
-        self.records = [read_json(folder.scan(rank) / RECORD) for rank in range(len(tasks))]
+        self.records = [read_json(folder.scan(rank) / RECORD) for rank in range(len(self.names))]
 
-    def run(self) -> None:
-        """Write and publish the output of the merge.
+    def run(self) -> Json:
+        """Write and publish the output of the merge, and return its record.
 
         Raises:
             ConfigError: if a split has no text, too many documents cannot be read, or no tokenizer
@@ -203,25 +96,20 @@ class Merger:
         if cut is not None:
             held_out = [cut[1]]
         clear(self.folder.merge)
-        with output(self.folder.merge) as made:
+        with output(self.folder.merge) as (path, record):
             hashes = self._held_out_hashes(held_out)
-            self._write_held_out(made.path, held_out, hashes)
-            left_out = self._write_left_out(made.path, hashes)
+            self._write_held_out(path, held_out, hashes)
+            left_out = self._write_left_out(path, hashes)
             if self.tokenizer:
-                shutil.copyfile(self.tokenizer.path, made.path / self.tokenizer.file_name)
-            elif self.plan.data.tokenizer == WORDS:
-                content = train_words(self._training(left_out, cut), self.plan.data.vocab_size)
-                (made.path / DICTIONARY).write_bytes(content)
+                shutil.copyfile(self.tokenizer.path, path / self.tokenizer.file_name)
             else:
-                lines = list(self._sample(left_out, cut))
-                content = train_tokenizer(lines, self.plan.data.vocab_size)
-                (made.path / MODEL).write_bytes(content)
-            made.publish(
-                {
-                    "cut": cut[0] if cut else None,
-                    "token_tasks": self._token_tasks(held_out),
-                }
-            )
+                name, content = train(self.plan.data, self._training(left_out, cut))
+                (path / name).write_bytes(content)
+            record |= {
+                "cut": cut[0] if cut else None,
+                "token_tasks": self._token_tasks(held_out),
+            }
+        return load_merge(self.folder)
 
     # ---- checks ----
     def _documents(self, start: int, end: int) -> int:
@@ -276,7 +164,7 @@ class Merger:
         sample = (
             chunk
             for rank, most in self._sample_sizes()
-            for chunk in read_chunks(self.folder.scan(rank) / "sample.jsonl", most)
+            for chunk in read_sample(self.folder.scan(rank) / "sample.jsonl", most)
         )
         is_common = HeldOut.from_texts(texts).common(sample)
         return {text for text, common in zip(texts, is_common) if common}
@@ -332,33 +220,12 @@ class Merger:
                 "validation. Add text, or set data.validation_paths"
             )
         rank = ranks[0]
-        text, row = next(self._texts(rank)), self._scanned(rank)[0]
+        text, row = next(read_again(self.folder, rank)), self._scanned(rank)[0]
         length = len(text) - max(1, round(len(text) * self.plan.data.validation_fraction))
         if not length:
             raise _no_text("data.paths", self._paths(), "train")
         place = int(row["piece"]), int(row["offset"])
         return Cut(rank, length), _HeldOutDocument(rank, 0, text[length:], *place)
-
-    def _texts(self, rank: int) -> Iterator[str]:
-        """Read the documents of a task again.
-
-        Raises:
-            ConfigError: They are not those that the scan saw.
-        """
-        task = (self.plan.tasks["train"] + self.plan.tasks["validation"])[rank]
-        cleaner = Cleaner(self.plan.cleaning)
-        may_skip = self.plan.cleaning.max_skipped_documents > 0
-        skip = (lambda reason: None) if may_skip else None
-        hashes = self._scanned(rank)["hash"].tolist()
-        index = 0
-        for document in sources.read(task, self.plan.corpora()[task.corpus], skip):
-            if (text := cleaner.clean(document.text)) is not None:
-                if index >= len(hashes) or document_hash(text) != hashes[index]:
-                    raise changed(self.folder, task, (document.piece, document.offset))
-                index += 1
-                yield text
-        if index != len(hashes):
-            raise changed(self.folder, task)
 
     def _held_out_hashes(self, held_out: list[_HeldOutDocument]) -> npt.NDArray[np.uint64]:
         found = [self._scanned(d.task)["hash"][[d.row]] for d in held_out]
@@ -375,13 +242,12 @@ class Merger:
             with (path / "held-out" / f"{name}.jsonl").open("w") as file:
                 for document in held_out:
                     if self.names[document.task] == name:
-                        task, _, text, piece, offset = document
-                        file.write(json.dumps([task, text, piece, offset]) + "\n")
+                        file.write(json.dumps(document) + "\n")
 
         def texts() -> Iterator[str]:
             yield from (document.text for document in held_out)
             for rank in range(self.num_train, len(self.records)):
-                yield from self._texts(rank)
+                yield from read_again(self.folder, rank)
 
         HeldOut.from_texts(texts()).save(path / HELD_OUT_SEQUENCES)
 
@@ -407,61 +273,47 @@ class Merger:
                     left_out[rank] = mask | left_out.get(rank, False)
         return left_out
 
-    def _sample(
-        self, left_out: dict[int, Mask], cut: tuple[Cut, _HeldOutDocument] | None
-    ) -> Iterator[str]:
-        """Yield the lines to train the tokenizer on, from each task by its share of the text."""
-        most = self.plan.data.tokenizer_training_bytes
-        if cut is not None:
-            text = next(self._texts(cut[0].task))[: cut[0].characters]
-            if len(text.encode()) > most:
-                text = text[:most].encode()[:most].decode(errors="ignore")
-            yield from (line for line in text.split("\n") if line)
-            return
-        for rank, most in self._sample_sizes():
-            mask = left_out.get(rank)
-            yield from read_lines(
-                self.folder.scan(rank) / "sample.jsonl",
-                most,
-                frozenset() if mask is None else set(np.flatnonzero(mask).tolist()),
-            )
-
     def _training(
         self, left_out: dict[int, Mask], cut: tuple[Cut, _HeldOutDocument] | None
     ) -> Iterator[str]:
-        """Yield all documents that words are counted in: the whole training text."""
+        """Yield the text to train the tokenizer on: for words all of it, else an even sample."""
+        is_words = self.plan.data.tokenizer == WORDS
         if cut is not None:
-            yield next(self._texts(cut[0].task))[: cut[0].characters]
+            text = next(read_again(self.folder, cut[0].task))[: cut[0].characters]
+            most = self.plan.data.tokenizer_training_bytes
+            yield text if is_words else text[:most].encode()[:most].decode(errors="ignore")
             return
-        for rank in range(self.num_train):
-            mask = left_out.get(rank)
-            for row, text in enumerate(self._texts(rank)):
-                if mask is None or not mask[row]:
-                    yield text
+        for rank, most in self._sample_sizes():
+            if is_words:
+                mask = left_out.get(rank, repeat(False))
+                yield from (
+                    text for text, out in zip(read_again(self.folder, rank), mask) if not out
+                )
+            else:
+                out = set(np.flatnonzero(left_out.get(rank, [])).tolist())
+                yield from read_sample(self.folder.scan(rank) / "sample.jsonl", most, out)
 
     # ---- what follows ----
     def _token_tasks(self, held_out: list[_HeldOutDocument]) -> list[TokenTask]:
         """Return the tasks of the tokenize stage: of train, then of validation by corpus."""
-        validation: list[tuple[str, int, bool]] = [
-            (self.names[rank], rank, False) for rank in range(self.num_train, len(self.records))
-        ]
-        for name in dict.fromkeys(self.names[d.task] for d in held_out):
-            validation.append((name, self.names.index(name), True))
+        validation = [(rank, False) for rank in range(self.num_train, len(self.names))]
+        validation += [(self.names.index(n), True) for n in {self.names[d.task] for d in held_out}]
         order = list(self.plan.corpora())
-        validation.sort(key=lambda each: order.index(each[0]))
+        validation.sort(key=lambda each: (order.index(self.names[each[0]]), each[1]))
         return [
             *(TokenTask("train", rank, rank, False) for rank in range(self.num_train)),
             *(
                 TokenTask("validation", number, rank, holds_out)
-                for number, (_, rank, holds_out) in enumerate(validation)
+                for number, (rank, holds_out) in enumerate(validation)
             ),
         ]
 
 
-def merge(folder: BuildFolder, plan: Plan, tokenizer: Tokenizer | None) -> Json:
-    """Do the merge and return its record; see `Merger`."""
-    Merger(folder, plan, tokenizer).run()
-    return read_json(folder.merge / RECORD, most=None)
+def train(data: DataSection, texts: Iterable[str]) -> tuple[str, bytes]:
+    """Train the kind of tokenizer that the config asks for; return its file's name and content."""
+    if data.tokenizer == WORDS:
+        return DICTIONARY, train_words(texts, data.vocab_size)
+    return MODEL, train_tokenizer(texts, data.vocab_size)
 
 
 def _no_text(key: str, paths: list[str], split: str) -> ConfigError:
@@ -494,10 +346,7 @@ def note_finished(folder: BuildFolder, plan: Plan, merge: Json) -> None:
     for task, record in zip(tasks, records):
         written[task.split].append(record["shards"])
     content = {
-        "inputs": {
-            "settings": plan.settings,
-            "files": with_digests(folder, plan),
-        },
+        "inputs": {"settings": plan.settings, "files": with_digests(folder, plan)},
         "tasks": [
             [split, task.corpus, task.pieces] for split in SPLITS for task in plan.tasks[split]
         ],
@@ -506,52 +355,34 @@ def note_finished(folder: BuildFolder, plan: Plan, merge: Json) -> None:
     replace_json(folder.finish, {"build": content, "written": written}, durable=True)
 
 
-def with_digests(folder: BuildFolder, plan: Plan) -> dict[Split, list[File]]:
-    """Return the files of a plan with the digests that the scan has made of them so far."""
-    tasks = plan.tasks["train"] + plan.tasks["validation"]
-    digests: dict[str, set[tuple[int, int, str]]] = {}
-    for rank, task in enumerate(tasks):
-        record = read_json(folder.scan(rank) / RECORD)
-        for piece, found in zip(task.pieces, record.get("digests", [])):
-            digests.setdefault(piece.path, set()).update(tuple(each) for each in found)
-    return {
-        split: [f._replace(digests=tuple(sorted(digests.get(f.path, ())))) for f in files]
-        for split, files in plan.files.items()
-    }
-
-
 def _report(folder: BuildFolder, plan: Plan, tasks: list[TokenTask], records: list[Json]) -> Json:
     """Return the counts of every step by corpus, the totals of both splits, and the leakage."""
-    corpora: dict[str, Json] = {}
-    scans = [
-        read_json(folder.scan(rank) / RECORD)
-        for rank in range(sum(len(plan.tasks[split]) for split in SPLITS))
-    ]
+    scans = [read_json(folder.scan(rank) / RECORD) for rank in range(len(plan.all_tasks()))]
+    report: Json = {"corpora": {}, "leakage": _leakage(folder, tasks)}
+    for split in SPLITS:
+        report[split] = _totals([r for t, r in zip(tasks, records) if t.split == split])
     for name in plan.corpora():
         counts: Counter[str] = Counter()
         examples: list[str] = []
-        for task, scan in zip(plan.tasks["train"] + plan.tasks["validation"], scans):
-            if task.corpus == name:
+        for planned, scan in zip(plan.all_tasks(), scans):
+            if planned.corpus == name:
                 counts.update(scan["counts"])
-                counts.update(
-                    {"text.documents": scan["documents"], "text.bytes": scan["text_bytes"]}
-                )
+                counts["text.documents"] += scan["documents"]
+                counts["text.bytes"] += scan["text_bytes"]
                 examples += scan["skipped"]
-        for token_task, record in zip(tasks, records):
-            if record["shards"]["corpus"] == name and token_task.split == "train":
-                kept = ("held_out.", "duplicates.", "contaminated.")
-                counts.update({k: v for k, v in record["counts"].items() if k.startswith(kept)})
-        corpora[name] = {"counts": dict(sorted(counts.items())), "skipped": examples[:5]}
-        for split in SPLITS:
-            own = [
-                record
-                for token_task, record in zip(tasks, records)
-                if record["shards"]["corpus"] == name and token_task.split == split
-            ]
-            corpora[name][split] = _totals(own)
-    report: Json = {"corpora": corpora, "leakage": _leakage(folder, tasks)}
-    for split in SPLITS:
-        report[split] = _totals([r for t, r in zip(tasks, records) if t.split == split])
+        own: dict[str, list[Json]] = {split: [] for split in SPLITS}
+        for task, record in zip(tasks, records):
+            if record["shards"]["corpus"] == name:
+                own[task.split].append(record)
+        for record in own["train"]:
+            kept = ("held_out.", "duplicates.", "contaminated.")
+            counts.update({k: v for k, v in record["counts"].items() if k.startswith(kept)})
+        report["corpora"][name] = {
+            "counts": dict(sorted(counts.items())),
+            "skipped": examples[:EXAMPLES],
+            "train": _totals(own["train"]),
+            "validation": _totals(own["validation"]),
+        }
     return report
 
 
@@ -560,12 +391,10 @@ def _totals(records: list[Json]) -> Json:
         key: sum(record["shards"][key] for record in records)
         for key in ("documents", "text_bytes", "tokens")
     }
-    for key in ("tokens_log2", "bytes_log2"):
-        bins: Counter[int] = Counter()
-        for record in records:
-            bins.update({int(bin): count for bin, count in record[key].items()})
-        totals[key] = {str(bin): bins[bin] for bin in sorted(bins)}
-    return totals
+    bins: Counter[int] = Counter()
+    for record in records:
+        bins.update({int(bin): count for bin, count in record["tokens_log2"].items()})
+    return totals | {"tokens_log2": {str(bin): bins[bin] for bin in sorted(bins)}}
 
 
 def _leakage(folder: BuildFolder, tasks: list[TokenTask]) -> Json:
@@ -611,19 +440,16 @@ def _finish_split(folder: BuildFolder, split: Split, finished: Json, tokenizer: 
         TaskShards.model_validate_json(json.dumps(task)) for task in finished["written"][split]
     ]
     for task in written:
-        source = folder.tokens(split, task.task)
-        names = {shard.name: shard.name for shard in task.shards}
-        names[task.checksums] = task.checksums
-        names["documents.npy"] = f"{DOCUMENTS}/{task.corpus}-{task.task:06d}.npy"
-        for before, after in names.items():
-            # What is missing was moved before an interruption; finish_split looks for it.
-            if (source / before).exists():
-                (source / before).rename(final / after)
+        source = folder.tokens(split, task.task) / "documents.npy"
+        # What is missing was moved before an interruption.
+        if source.exists():
+            source.rename(final / DOCUMENTS / f"{task.corpus}-{task.task:06d}.npy")
     flush_directory(final / DOCUMENTS)
     settings = finished["build"]["inputs"]["settings"]
     finish_split(
         final,
         written,
+        lambda task: folder.tokens(split, task.task),
         split=split,
         tokenizer=tokenizer.file_name,  # type: ignore[arg-type]  # one of TOKENIZER_FILES
         tokenizer_sha256=tokenizer.fingerprint,

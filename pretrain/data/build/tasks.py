@@ -6,25 +6,28 @@ any process on any machine that sees the folder can do it.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import multiprocessing
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
-import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
+from tqdm import tqdm
 
 from pretrain.config import ConfigError, NoSpace, RunFailed, writing
 from pretrain.data import sources
@@ -32,10 +35,10 @@ from pretrain.data.build.folder import (
     HELD_OUT_HASHES,
     HELD_OUT_SEQUENCES,
     BuildFolder,
+    Cut,
     Stage,
     changed,
     clear,
-    cut_of,
     digest,
     is_done,
     load_merge,
@@ -44,7 +47,6 @@ from pretrain.data.build.folder import (
     output,
     too_many_skipped,
 )
-from pretrain.data.build.merge import Sampler
 from pretrain.data.clean import (
     Candidates,
     Cleaner,
@@ -65,18 +67,8 @@ PLACE = np.dtype([("task", "<u4"), ("piece", "<u4"), ("offset", "<u8"), ("token"
 """Where a document comes from (task of the plan, piece of the task, offset as `Document.offset`),
 and where it begins among the tokens of its task in the split."""
 
-BATCH_CHARACTERS = 1 << 20
-"""Text that is tokenized at once."""
-
-LOOK_SECONDS = 1.0
-"""From one look to the next whether another task has failed."""
-
 EXAMPLES = 5
 """Reasons of skipped documents that a record keeps."""
-
-
-class Stopped(RuntimeError):
-    """Another task has failed, so this one is given up."""
 
 
 class _Document(NamedTuple):
@@ -110,7 +102,6 @@ class Work:
         self.holds_out = self.token_task is not None and self.token_task.holds_out
         """The documents are those that the merge has held out of a corpus."""
         self.plan = load_task(folder, self.planned)
-        self._looked = 0.0
 
     def leave_out(self, reason: str, text: str) -> None:
         """Count a document that is left out of training."""
@@ -134,14 +125,6 @@ class Work:
 
         return skip
 
-    def look(self) -> None:
-        """End the task if another one has failed."""
-        now = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
-            if self.folder.stop.exists():
-                raise Stopped
-
 
 def do_task(folder: BuildFolder, stage: Stage, rank: int) -> None:
     """Do a task, and publish its output.
@@ -154,19 +137,17 @@ def do_task(folder: BuildFolder, stage: Stage, rank: int) -> None:
     Raises:
         ConfigError: The text or the tokenizer cannot be used.
         RunFailed: A file cannot be read or written.
-        Stopped: Another task has failed.
     """
     work, final = Work(folder, stage, rank), folder.final(stage, rank)
     documents = _cleaned(work, _read(work))
     with writing(folder.path):
         clear(final)
-        with output(final) as made:
+        with output(final) as (path, record):
             if stage == "scan":
-                record = _scan(work, documents, made.path)
+                record |= _scan(work, documents, path)
             else:
-                record = _write(work, _left_in(work, documents, made.path), made.path)
-            counts = {"counts": dict(sorted(work.counts.items())), "skipped": work.skipped}
-            made.publish(record | counts)
+                record |= _write(work, _left_in(work, documents, path), path)
+            record |= {"counts": dict(sorted(work.counts.items())), "skipped": work.skipped}
 
 
 def _read(work: Work) -> Iterator[_Document]:
@@ -176,7 +157,7 @@ def _read(work: Work) -> Iterator[_Document]:
             path = work.folder.merge / "held-out" / f"{work.plan.corpus.name}.jsonl"
             with path.open() as file:
                 for line in file:
-                    task, text, piece, offset = json.loads(line)
+                    task, _, text, piece, offset = json.loads(line)
                     yield _Document(text, task, piece, offset)
         else:
             for text, piece, offset in sources.read(work.plan.task, work.plan.corpus, work.skip()):
@@ -193,7 +174,6 @@ def _cleaned(work: Work, documents: _Documents) -> Iterator[_Document]:
     """Yield the documents that [cleaning] does not leave out, cleaned."""
     cleaner = Cleaner(work.plan.cleaning)
     for document in documents:
-        work.look()
         work.counts["read.documents"] += 1
         # What is held out was cleaned when the scan read it.
         text = document.text if work.holds_out else cleaner.clean(document.text)
@@ -215,16 +195,16 @@ def _scan(work: Work, documents: _Documents, path: Path) -> Json:
     candidates = Candidates(plan.held_out_bytes) if plan.held_out_bytes else None
     sampler = Sampler(work.rank, plan.sample_bytes) if is_training else None
     mode = plan.cleaning.deduplicate
-    rows, keys = _Rows(SCANNED), []
+    rows, keys = array("Q"), []
     for index, document in enumerate(documents):
         text = document.text
         hashed = candidates.add(text) if candidates else document_hash(text)
-        rows.add(hashed, document.piece, document.offset, _size(text))
+        rows.extend((hashed, document.piece, document.offset, _size(text)))
         if is_training and mode != "none":
             keys.append(duplicate_keys(text, mode))
         if sampler:
             sampler.add(index, text)
-    found = rows.save(path / "documents.npy")
+    found = _save_rows(path / "documents.npy", rows, SCANNED)
     if candidates:
         candidates.save(path / "candidates")
     if sampler:
@@ -238,24 +218,14 @@ def _scan(work: Work, documents: _Documents, path: Path) -> Json:
     }
 
 
-class _Rows:
-    """Rows of a structured array, collected in little memory."""
-
-    def __init__(self, dtype: np.dtype[np.void]) -> None:
-        self._dtype = dtype
-        self._columns = [array("Q") for _ in dtype.names or ()]
-
-    def add(self, *values: int) -> None:
-        for column, value in zip(self._columns, values, strict=True):
-            column.append(value)
-
-    def save(self, path: Path) -> np.ndarray:
-        """Write the rows as a .npy file, and return them."""
-        rows = np.empty(len(self._columns[0]), self._dtype)
-        for name, column in zip(self._dtype.names or (), self._columns):
-            rows[name] = column
-        np.save(path, rows)
-        return rows
+def _save_rows(path: Path, values: array[int], dtype: np.dtype[np.void]) -> np.ndarray:
+    """Write rows, whose values stand one after the other, as a .npy file, and return them."""
+    columns = np.array(values, np.uint64).reshape(-1, len(dtype.names or ())).T
+    rows = np.empty(columns.shape[1], dtype)
+    for name, column in zip(dtype.names or (), columns):
+        rows[name] = column
+    np.save(path, rows)
+    return rows
 
 
 def _digests(piece: sources.Piece, corpus: sources.Corpus) -> Iterator[tuple[int, int, str]]:
@@ -273,6 +243,85 @@ def _digests(piece: sources.Piece, corpus: sources.Corpus) -> Iterator[tuple[int
         raise unreadable(piece.path, error) from None
 
 
+# ---- Take an even sample of text for the tokenizer, from a corpus of any size ----
+# Documents are cut after newlines into chunks of some 4,000 characters, and each chunk has a
+# priority that is a hash of its place. A task keeps the chunks of lowest priority up to a bound, so
+# any smaller sample is a part of what it keeps: the merge takes from each task its exact share.
+
+
+CHUNK_CHARACTERS = 4000
+
+
+class Sampler:
+    """Keep the chunks of lowest priority of the documents of one task."""
+
+    def __init__(self, task: int, max_bytes: int) -> None:
+        """Start without chunks.
+
+        Args:
+            task: Number of the task, which makes the priorities differ between tasks.
+            max_bytes: The most text to keep.
+        """
+        self._task, self._left = task, max_bytes
+        # (-priority, document, chunk, text); the root of the heap is the chunk to give up first.
+        self._heap: list[tuple[int, int, int, str]] = []
+        self._highest = 1 << 64
+
+    def add(self, document: int, text: str) -> None:
+        """Take the chunks of a document."""
+        for number, (start, end) in enumerate(_chunks(text)):
+            place = struct.pack("<QQQ", self._task, document, number)
+            priority = xxhash.xxh3_64_intdigest(place)
+            if priority >= self._highest:
+                continue
+            chunk = text[start:end]
+            self._left -= _size(chunk)
+            heapq.heappush(self._heap, (-priority, document, number, chunk))
+            while self._left < 0:
+                given_up = heapq.heappop(self._heap)
+                # What comes later with a higher priority would be given up as well; otherwise the
+                # sample would prefer the end of the task.
+                self._highest = -given_up[0]
+                self._left += _size(given_up[3])
+
+    def save(self, path: Path) -> None:
+        """Write the chunks in the order of the stream."""
+        with path.open("w") as file:
+            for priority, *place, text in sorted(self._heap, key=lambda c: c[1:3]):
+                file.write(json.dumps([-priority, *place, text]) + "\n")
+
+
+def _chunks(text: str) -> Iterator[tuple[int, int]]:
+    start = 0
+    while start < len(text):
+        newline = text.find("\n", start + CHUNK_CHARACTERS)
+        end = len(text) if newline < 0 else newline + 1
+        yield start, end
+        start = end
+
+
+def read_sample(
+    path: Path, max_bytes: int, left_out: Collection[int] = frozenset()
+) -> Iterator[str]:
+    """Yield the chunks of a task's sample in the order of the stream.
+
+    Args:
+        path: What `Sampler.save` wrote.
+        max_bytes: The most text to take.
+        left_out: Documents, by their position in the task, that are not trained on.
+    """
+    with path.open() as file:
+        kept = [chunk for chunk in map(json.loads, file) if chunk[1] not in left_out]
+    taken = []
+    for chunk in sorted(kept):
+        max_bytes -= _size(chunk[3])
+        if max_bytes < 0:
+            break
+        taken.append(chunk)
+    for *_, text in sorted(taken, key=lambda c: c[1:3]):
+        yield text
+
+
 # ---- tokenize ------------------------------------------------------------------------------------
 def _left_in(work: Work, documents: _Documents, path: Path) -> Iterator[_Document]:
     """Yield the documents of the split that the task belongs to."""
@@ -281,10 +330,26 @@ def _left_in(work: Work, documents: _Documents, path: Path) -> Iterator[_Documen
         # The merge has read them.
         yield from documents
         return
-    scanned = np.load(work.folder.scan(work.planned) / "documents.npy")
-    hashes = scanned["hash"].tolist()
+    hashes = _scanned_hashes(work)
     same = _unchanged(work, documents, hashes)
     yield from same if work.token_task.split == "validation" else _trained(work, same, hashes, path)
+
+
+def read_again(folder: BuildFolder, rank: int) -> Iterator[str]:
+    """Yield the cleaned documents of a task that was scanned.
+
+    Raises:
+        ConfigError: They are not those that the scan saw.
+    """
+    work = Work(folder, "scan", rank)
+    for document in _unchanged(work, _cleaned(work, _read(work)), _scanned_hashes(work)):
+        yield document.text
+
+
+def _scanned_hashes(work: Work) -> list[int]:
+    scanned = np.load(work.folder.scan(work.planned) / "documents.npy")
+    hashes: list[int] = scanned["hash"].tolist()
+    return hashes
 
 
 def _unchanged(work: Work, documents: _Documents, hashes: list[int]) -> Iterator[_Document]:
@@ -303,7 +368,8 @@ def _trained(
 ) -> Iterator[_Document]:
     """Yield the documents that are not held out, did not stand before and hold no held-out text."""
     merge = work.folder.merge
-    cut = cut_of(load_merge(work.folder))
+    found = load_merge(work.folder)["cut"]
+    cut = Cut(*found) if found else None
     repeated = merge / f"duplicates-{work.planned:06d}.npy"
     duplicates = np.load(repeated) if repeated.exists() else np.zeros(len(hashes), bool)
     held_out = set(np.load(merge / HELD_OUT_HASHES).tolist())
@@ -329,27 +395,6 @@ def _trained(
     left.save_seen(path / "seen-left-out")
 
 
-def _tokenized(work: Work, documents: _Documents) -> Iterator[tuple[_Document, np.ndarray]]:
-    """Yield each document with its tokens, the end-of-document token included."""
-    tokenizer = load_tokenizer(find_tokenizer(work.folder.merge))
-    for batch in _batches(documents):
-        for document, ids in zip(batch, tokenizer.encode_batch([d.text for d in batch])):
-            yield document, np.append(ids, tokenizer.eos_id)
-
-
-def _batches(documents: _Documents) -> Iterator[list[_Document]]:
-    batch: list[_Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
 def _write(work: Work, documents: _Documents, path: Path) -> Json:
     """Write the tokens of a task and where each document comes from, and return the record."""
     data, task = work.plan.data, work.token_task
@@ -363,27 +408,17 @@ def _write(work: Work, documents: _Documents, path: Path) -> Json:
         tokens_per_block=data.tokens_per_block,
         tokens_per_shard=data.tokens_per_shard,
     )
-    rows = _Rows(PLACE)
+    tokenizer = load_tokenizer(find_tokenizer(work.folder.merge))
+    rows, position = array("Q"), 0
     tokens_log2: Counter[int] = Counter()
-    bytes_log2: Counter[int] = Counter()
-    position = 0
-    for document, tokens in _tokenized(work, documents):
-        size = _size(document.text)
-        writer.add(tokens, size)
-        rows.add(document.task, document.piece, document.offset, position)
+    for document in documents:
+        tokens = np.append(tokenizer.encode(document.text), tokenizer.eos_id)
+        writer.add(tokens, _size(document.text))
+        rows.extend((document.task, document.piece, document.offset, position))
         position += len(tokens)
         tokens_log2[len(tokens).bit_length() - 1] += 1
-        bytes_log2[max(size, 1).bit_length() - 1] += 1
-    rows.save(path / "documents.npy")
-    return {
-        "shards": writer.close().model_dump(mode="json"),
-        "tokens_log2": _histogram(tokens_log2),
-        "bytes_log2": _histogram(bytes_log2),
-    }
-
-
-def _histogram(counts: Counter[int]) -> Json:
-    return {str(bin): counts[bin] for bin in sorted(counts)}
+    _save_rows(path / "documents.npy", rows, PLACE)
+    return {"shards": writer.close().model_dump(mode="json"), "tokens_log2": tokens_log2}
 
 
 # ---- Do the tasks of a stage: in a pool of processes here, or as a Slurm job array ----
@@ -423,42 +458,43 @@ def run_locally(folder: BuildFolder, stage: Stage, finals: list[Path], workers: 
         RunFailed: A worker was killed. Errors of tasks are raised as they are.
     """
     ranks = undone(finals)
+    # disable=None draws the bar on a terminal and nothing into a log file.
+    bar = tqdm(desc=stage, total=len(finals), initial=len(finals) - len(ranks), disable=None)
     if min(workers, len(ranks)) <= 1:
-        for rank in ranks:
-            do_task(folder, stage, rank)
+        with bar:
+            for rank in ranks:
+                do_task(folder, stage, rank)
+                bar.update()
         return
     context = multiprocessing.get_context("forkserver")
     # Imported once, and inherited by the workers.
     context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(min(workers, len(ranks)), context, _begin_worker) as pool:
+    workers_end, own_end = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(min(workers, len(ranks)), context, _begin_worker, (workers_end,))
+    # The pipe is closed first: then the workers end, whatever they are doing.
+    with bar, pool, own_end:
+        tasks = [pool.submit(do_task, folder, stage, rank) for rank in ranks]
         try:
-            tasks = [pool.submit(do_task, folder, stage, rank) for rank in ranks]
             for done in as_completed(tasks):
                 done.result()
+                bar.update()
         except BrokenProcessPool:
             raise RunFailed(
                 f"{folder.path}: a worker process was killed, often because memory ran out "
                 "(`dmesg` says so). Use fewer --workers, or lower data.bytes_per_task and start "
                 "over; the same command goes on with the tasks that are not done"
             ) from None
-        except BaseException:
-            folder.stop.touch()
-            raise
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _begin_worker() -> None:
-    """Leave Ctrl-C to the builder, and end with it, however it ends."""
+def _begin_worker(pipe: Connection) -> None:
+    """Leave Ctrl-C to the builder, and end when it closes the pipe or ends in whatever way."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
 
-    def end_with_parent() -> None:
-        wait([parent.sentinel])
+    def end_with_builder() -> None:
+        wait([pipe])
         os._exit(1)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_builder, daemon=True).start()
 
 
 # ---- a job array ---------------------------------------------------------------------------------
@@ -469,19 +505,18 @@ def _begin_worker() -> None:
 
 ARRAY = "array.json"
 """File that says which tasks the jobs of an array do. Their logs lie beside it."""
+FAILED = "failed.json"
+"""The error with which a task has failed. Where it appears, the array is cancelled."""
 LAST_CHARACTERS = 300
 """Of a log, in a message."""
 _ERRORS = {kind.__name__: kind for kind in (ConfigError, NoSpace, RunFailed)}
 
 
 class Cluster(NamedTuple):
-    """The command and the limits by which job arrays run on a cluster."""
+    """The command by which job arrays run on a cluster."""
 
-    command: tuple[str, ...]
-    """Runs an array when the number of its jobs, the file ARRAY and the file that asks it to stop
-    are added."""
-    workers: int
-    """The most jobs of an array that run at the same time."""
+    command: Sequence[str]
+    """Runs an array when the number of its jobs, the file ARRAY and the file FAILED are added."""
     array_size: int
     """The most jobs that an array may have."""
 
@@ -501,13 +536,14 @@ def run_on_cluster(folder: BuildFolder, stage: Stage, finals: list[Path], cluste
     """
     path = folder.logs / stage / ARRAY
     make_directory(path.parent)
+    path.with_name(FAILED).unlink(missing_ok=True)
     # An earlier command may have been killed with its jobs in the queue. They would meet what is
     # written below, and do tasks that new jobs do.
     _run_array(folder, cluster, path, 0)
     ranks = undone(finals)
     if not ranks:
         return
-    each = tasks_per_job(len(ranks), cluster.workers, cluster.array_size)
+    each = math.ceil(len(ranks) / cluster.array_size)
     jobs = [ranks[first : first + each] for first in range(0, len(ranks), each)]
     replace_json(path, {"folder": str(folder.path), "stage": stage, "jobs": jobs})
     _run_array(folder, cluster, path, len(jobs))
@@ -519,33 +555,10 @@ def run_on_cluster(folder: BuildFolder, stage: Stage, finals: list[Path], cluste
         )
 
 
-def tasks_per_job(tasks: int, workers: int, array_size: int) -> int:
-    """Return how many tasks each job of an array does, one after the other.
-
-    As few as fit into one array and let the workers end together: where every task takes as long
-    as the next, no other number is faster.
-
-    Args:
-        tasks: Tasks to do.
-        workers: Jobs that run at the same time.
-        array_size: The most jobs of an array.
-    """
-    least = math.ceil(tasks / array_size)
-
-    def time_of(each: int) -> int:
-        jobs = math.ceil(tasks / each)
-        rounds, beside_the_last = divmod(jobs - 1, workers)
-        return rounds * each + (each if beside_the_last else tasks - (jobs - 1) * each)
-
-    # So many leave one round, which is no longer than some worker needs at least.
-    most = max(least, math.ceil(tasks / workers))
-    return min(range(least, most + 1), key=time_of)
-
-
 def run_job(path: Path, index: int) -> None:
     """Do the tasks of one job of an array, in the job.
 
-    An error is written down for the builder, and asks all other tasks to give up.
+    An error is written down for the builder, which cancels the array.
 
     Args:
         path: The file ARRAY.
@@ -554,22 +567,17 @@ def run_job(path: Path, index: int) -> None:
     array = read_json(path, most=None)
     folder, stage = BuildFolder(Path(array["folder"])), array["stage"]
     for rank in array["jobs"][index]:
-        if folder.stop.exists():
-            sys.exit(1)
         try:
             # One that Slurm has requeued may have been done before.
             if not is_done(folder.final(stage, rank)):
                 do_task(folder, stage, rank)
-        except Stopped:
-            sys.exit(1)
         except Exception as error:
             kind, message = type(error).__name__, str(error)
             if kind not in _ERRORS:
                 logs = f"the newest slurm-*_{index}.log in {path.parent}"
                 message = f"task {rank} of the stage {stage}: {error!r}. Its traceback is in {logs}"
             failure = {"kind": kind, "message": message}
-            replace_json(folder.progress / f"failed-{rank:06d}.json", failure)
-            folder.stop.touch()
+            replace_json(path.with_name(FAILED), failure)
             if kind not in _ERRORS:
                 raise
             print(f"error: {error}", file=sys.stderr)
@@ -587,38 +595,21 @@ def _last_words(logs: Path, index: int) -> str:
 
 def _run_array(folder: BuildFolder, cluster: Cluster, path: Path, jobs: int) -> None:
     """Run the command with an array of `jobs` jobs; 0 waits for an earlier command's jobs."""
-    command = [*cluster.command, str(jobs), str(path), str(folder.stop)]
-    errors: list[str] = []
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None and process.stderr is not None
+    failed = path.with_name(FAILED)
+    command = [*cluster.command, str(jobs), str(path), str(failed)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
         try:
-            _repeat(process.stderr, errors)
+            process.wait()
         finally:
             # It cancels the array if that is not over.
             process.stdin.close()
-            _repeat(process.stderr, errors)
+            process.wait()
     # The error of a task says more than that the array was cancelled.
-    for failed in sorted(folder.progress.glob("failed-*.json")):
-        failure = read_json(failed)
-        kind = _ERRORS.get(failure.get("kind", ""), RunFailed)
-        raise kind(failure.get("message", "a task failed"))
+    if failure := read_json(failed):
+        raise _ERRORS.get(failure["kind"], RunFailed)(failure["message"])
     if process.returncode:
         raise RunFailed(
-            "\n".join(errors)
-            or f"{folder.path}: the process that waits for the jobs was killed "
-            f"(exit code {process.returncode}). Run the command again; it waits for jobs that "
-            "still run"
+            f"{folder.path}: the command that runs the jobs ended with code {process.returncode}; "
+            "what it said stands above. Run the command again; it waits for jobs that still run"
         )
-
-
-def _repeat(lines: Iterable[str], errors: list[str]) -> None:
-    """Print lines as they come, and keep those that are an error instead."""
-    for line in lines:
-        if line.startswith("error: "):
-            errors.append(line.removeprefix("error: ").rstrip())
-        else:
-            # Over a progress line.
-            start = "\r" if sys.stderr.isatty() else ""
-            print(f"{start}{line.rstrip():<80}".rstrip(), file=sys.stderr, flush=True)

@@ -7,11 +7,13 @@ a value of `source` in [data] and [data.corpora.NAME]. Nothing outside its file 
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from pretrain.config import ConfigError
 from pretrain.config.toml import TO_UTF_8, UTF_16
 from pretrain.data.manifest import Split
 
@@ -155,6 +157,25 @@ class Location(NamedTuple):
 
     is_packed: bool
     """It is compressed as a whole, as its name says."""
+
+
+def optional(package: str, user: str) -> Any:
+    """Import a package of the extra [data].
+
+    Args:
+        package: The module.
+        user: What needs it, for the message.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        name = package.partition(".")[0]
+        raise ConfigError(
+            f"{user}: the package {name} is missing. Run `pip install 'pretrain[data]'`"
+        ) from None
 
 
 # ---- Define the sources ----

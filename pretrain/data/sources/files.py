@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, cast
 import fsspec
 
 from pretrain.config import ConfigError
-from pretrain.data.sources.base import Damaged, Location, Piece
+from pretrain.data.sources.base import Damaged, Location, Piece, optional
 
 SCHEMES = (
     *("abfs", "abfss", "az", "gcs", "gs", "hdfs", "hf", "http", "https"),
@@ -307,12 +307,7 @@ class Compression(NamedTuple):
 
 
 def _zstandard() -> tuple[Any, type[Exception]]:
-    try:
-        import zstandard
-    except ImportError:
-        raise ConfigError(
-            ".zst files: the package zstandard is missing. Run `pip install 'pretrain[data]'`"
-        ) from None
+    zstandard = optional("zstandard", ".zst files")
     # Files of `zstd --long=31` want the largest window that there is.
     unpacker = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
     return unpacker, zstandard.ZstdError

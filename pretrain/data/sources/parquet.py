@@ -18,6 +18,7 @@ from pretrain.data.sources.base import (
     Part,
     Piece,
     Source,
+    optional,
     register,
     too_long,
 )
@@ -57,8 +58,7 @@ class Parquet(Source):
 
         A row group that is damaged stands for one document that cannot be read.
         """
-        import pyarrow
-
+        pyarrow = optional("pyarrow", piece.path)
         with _open(piece.path) as file:
             field = file.schema_arrow.names[_column(piece.path, file, self.field(corpus))]
             groups = [
@@ -99,13 +99,7 @@ def _document(row: int, value: Any) -> Found:
 @contextmanager
 def _open(path: str) -> Iterator[Any]:
     """Open a Parquet file, and raise ConfigError if it is not one."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ConfigError(
-            f"{path}: the package pyarrow is missing. Run `pip install 'pretrain[data]'`"
-        ) from None
+    pyarrow, parquet = optional("pyarrow", path), optional("pyarrow.parquet", path)
     with open_stored(path) as stored:
         try:
             file = parquet.ParquetFile(stored, pre_buffer=False, buffer_size=2**20)
@@ -124,8 +118,7 @@ def _column(path: str, file: Any, field: str) -> int:
     Raises:
         ConfigError: if there is none of that name, or it does not hold text.
     """
-    import pyarrow
-
+    types = optional("pyarrow", path).types
     names = file.schema_arrow.names
     if names.count(field) != 1:
         raise ConfigError(
@@ -133,9 +126,9 @@ def _column(path: str, file: Any, field: str) -> int:
             "the one that holds the text"
         )
     kind = file.schema_arrow.field(field).type
-    if pyarrow.types.is_dictionary(kind):
+    if types.is_dictionary(kind):
         kind = kind.value_type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    if not (types.is_string(kind) or types.is_large_string(kind)):
         raise ConfigError(
             f"{path}: text_field = {field!r}: the column holds {kind}, not text. Name the one that "
             "holds the text"

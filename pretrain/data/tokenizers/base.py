@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,9 +80,6 @@ class Tokenizer(ABC):
     A BOS is none of them: documents begin after the EOS of the one before.
     """
 
-    respelled: tuple[str, ...] = ()
-    """Names of special tokens that stock transformers finds in a text although told not to."""
-
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text, int64 [tokens], without an end-of-document token.
@@ -109,7 +106,7 @@ class Tokenizer(ABC):
             ConfigError: It cannot.
         """
         converted = self.to_hugging_face()
-        for text in self.probes():
+        for text in PROBES:
             ours = self.encode(text).tolist()
             theirs = converted.encode(text, add_special_tokens=False).ids
             if ours != theirs:
@@ -126,14 +123,6 @@ class Tokenizer(ABC):
             ConfigError: They could not, which would be found out after training.
         """
         self.check_exportable()
-
-    def probes(self) -> list[str]:
-        """Return odd strings on which an export must give the ids of this tokenizer."""
-        return [text for text in PROBES if not any(name in text for name in self.respelled)]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, as `encode` does. Uses one core."""
-        return [self.encode(text) for text in texts]
 
 
 def find_tokenizer(directory: str | Path) -> Path:

@@ -8,7 +8,7 @@ token in a document is text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,7 @@ class JsonTokenizer(Tokenizer):
         unknown = vocabulary.get(settings["model"].get("unk_token"), unknown)
         if unknown is not None:
             self.special["unk"] = unknown
-        self._spelled = self._spell_names(settings)
-        self.respelled = tuple(name for name, i in vocabulary.items() if i in self._spelled)
+        self._check_names(settings)
         self._cut = _cut(settings)
         self._words = WordCache(self._encode)
 
@@ -90,14 +89,7 @@ class JsonTokenizer(Tokenizer):
         """Return the token ids of a text, int64 [tokens], without an end-of-document token."""
         if self._cut is not None:
             return self._words.encode(text, self._cut)
-        return self._respell(np.array(self._encode(text), np.int64))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, as `encode` does."""
-        if self._cut is not None:
-            return super().encode_batch(texts)
-        found = self._processor.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [self._respell(np.array(encoding.ids, np.int64)) for encoding in found]
+        return np.array(self._encode(text), np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids. Special tokens decode to nothing."""
@@ -131,44 +123,20 @@ class JsonTokenizer(Tokenizer):
         ids: list[int] = self._processor.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _spell_names(self, settings: dict[str, Any]) -> dict[int, np.ndarray]:
-        """Return the ids of special tokens that a text's own characters make, and what to put.
+    def _check_names(self, settings: dict[str, Any]) -> None:
+        """Raise ConfigError if a text can spell a special token, as it can in Unigram models.
 
-        The names are in the vocabulary of Unigram models, which match them in a text like any other
-        piece. Their single characters take their place.
-
-        Raises:
-            ConfigError: The vocabulary lacks those characters.
+        They match the names in their vocabulary like any other piece.
         """
-        spelled = {}
         for token in settings["added_tokens"]:
-            is_text = token["id"] not in self._encode(f"a{token['content']}b")
             # Any character may be unknown, and that is no control token.
-            if not token["special"] or token["id"] == self.special.get("unk") or is_text:
+            if not token["special"] or token["id"] == self.special.get("unk"):
                 continue
-            pieces = [self._processor.token_to_id(c) for c in token["content"]]
-            known = [i for i in pieces if i is not None]
-            if len(known) < len(pieces):
+            if token["id"] in self._encode(f"a{token['content']}b"):
                 raise ConfigError(
-                    f"{self.path}: {token['content']} in a text would become the special token, "
-                    "and the vocabulary has no tokens for its characters. Use another tokenizer"
+                    f"{self.path}: {token['content']} in a text would become the special token, so "
+                    "a document could end or pad itself. Use another tokenizer"
                 )
-            spelled[int(token["id"])] = np.array(known, np.int64)
-        return spelled
-
-    def _respell(self, ids: np.ndarray) -> np.ndarray:
-        """Return ids with the characters of special tokens' names in place of those tokens."""
-        if not self._spelled:
-            return ids
-        found = np.flatnonzero(np.isin(ids, list(self._spelled)))
-        if not len(found):
-            return ids
-        parts: list[np.ndarray] = []
-        start = 0
-        for place in found.tolist():
-            parts += [ids[start:place], self._spelled[int(ids[place])]]
-            start = place + 1
-        return np.concatenate([*parts, ids[start:]])
 
 
 def _parse(path: Path, content: bytes) -> dict[str, Any]:
