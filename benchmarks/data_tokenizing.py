@@ -28,7 +28,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 ROUNDS = 5
 VOCAB_SIZE = 32_000
@@ -102,16 +102,20 @@ def contenders(folder: Path, texts: list[str]) -> dict[str, dict[str, Encode]]:
         "SentencePiece BPE": {
             "SentencePiece": lambda texts: [stock.encode(text) for text in texts],
             "HF tokenizers, converted": _batches(converted),
-            "ours": load_tokenizer(model).encode_batch,
+            "ours": _one_by_one(load_tokenizer(model)),
         },
         "byte-level BPE (GPT-2's)": {
             "HF tokenizers": _batches(plain),
-            "ours": load_tokenizer(folder / "tokenizer.json").encode_batch,
+            "ours": _one_by_one(load_tokenizer(folder / "tokenizer.json")),
         },
     }
     if (encode := tiktoken_encoding(plain)) is not None:
         found["byte-level BPE (GPT-2's)"]["tiktoken"] = encode
     return found
+
+
+def _one_by_one(tokenizer: Tokenizer) -> Encode:
+    return lambda texts: [tokenizer.encode(text) for text in texts]
 
 
 def _batches(tokenizer: tokenizers.Tokenizer) -> Encode:

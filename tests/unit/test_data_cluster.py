@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import os
 import signal
 import subprocess
@@ -16,155 +14,78 @@ import pytest
 from pretrain.config import ConfigError, RunFailed, dump_config
 from pretrain.data.build import tasks
 from pretrain.data.build.folder import BuildFolder
-from pretrain.data.build.tasks import Cluster, run_on_cluster, tasks_per_job
+from pretrain.data.build.tasks import Cluster, run_on_cluster
 from pretrain.launcher import experiment as data
 from pretrain.launcher import slurm
 from pretrain.launcher.site import load_site, parse_site
-from tests.conftest import mark_torture
 from tests.end_to_end.commands import LAUNCHER, ROOT
 from tests.unit.test_data_build import config, write_text
 from tests.unit.test_site import CPU
 
 
-# ---- how tasks are shared among jobs -------------------------------------------------------------
-def rounds(tasks: int, each: int, workers: int) -> int:
-    """Return how long tasks of one unit take when a free worker takes the next `each` of them."""
-    free = [0] * workers
-    for first in range(0, tasks, each):
-        free.sort()
-        free[0] += min(each, tasks - first)
-    return max(free)
+def stage(root: Path, command: str = "true", tasks: int = 3):
+    """Run the scan of some tasks, of which none is done, with a command of the shell."""
+    folder = BuildFolder(root / "build")
+    cluster = Cluster(["sh", "-c", command, "command"], 2)
+    run_on_cluster(folder, "scan", [folder.scan(rank) for rank in range(tasks)], cluster)
 
 
-@pytest.mark.parametrize("array_size", [1, 2, 7, 40])
-@pytest.mark.parametrize("workers", [1, 3, 8, 50])
-def test_no_other_number_of_tasks_a_job_is_faster(workers, array_size):
-    for count in (1, 2, 5, 16, 41, 97, 200):
-        each = tasks_per_job(count, workers, array_size)
-        allowed = [n for n in range(1, count + 1) if math.ceil(count / n) <= array_size]
-        best = min(rounds(count, n, workers) for n in allowed)
-        assert each == min(n for n in allowed if rounds(count, n, workers) == best)
-
-
-def test_tasks_are_done_singly_where_the_array_has_room():
-    assert tasks_per_job(1001, 640, 1001) == 1
-    assert tasks_per_job(1002, 640, 1001) == 2
-    # With two a job, 640 workers would need two rounds of two for 1,800 tasks.
-    assert tasks_per_job(1800, 640, 1001) == 3
-
-
-@pytest.fixture
-def folder(tmp_path):
-    made = BuildFolder(tmp_path / "build")
-    for path in (made.progress, made.logs / "scan"):
-        path.mkdir(parents=True)
-    return made
-
-
-def finals(folder, count):
-    return [folder.scan(rank) for rank in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("undone", "workers", "array_size"),
-    mark_torture([(7, 2, 3), (1, 1, 1), (100, 7, 10), (2500, 40, 1001)], {(7, 2, 3), (100, 7, 10)}),
-)
-def test_the_jobs_of_an_array_do_every_undone_task_once(
-    folder, monkeypatch, undone, workers, array_size
-):
-    ranks = list(range(0, undone * 2, 2))
-    arrays, done = [], []
-    monkeypatch.setattr(tasks, "_run_array", lambda *args: arrays.append(args[-1]))
-    monkeypatch.setattr(tasks, "undone", lambda asked: ranks if len(asked) == undone * 2 else [])
-    run_on_cluster(folder, "scan", finals(folder, undone * 2), Cluster((), workers, array_size))
-    assert arrays[0] == 0 and arrays[1] <= array_size
+def test_the_jobs_of_an_array_do_every_undone_task_once(tmp_path, monkeypatch):
+    folder, done = BuildFolder(tmp_path / "build"), []
+    monkeypatch.setattr(tasks, "undone", lambda finals: [1, 2, 4, 5, 8] if len(finals) == 9 else [])
     monkeypatch.setattr(tasks, "do_task", lambda folder, stage, rank: done.append(rank))
-    for index in range(arrays[1]):
+    stage(tmp_path, f'echo "$1" >> {tmp_path}/arrays', 9)
+    assert (tmp_path / "arrays").read_text().split() == ["0", "2"]
+    for index in range(2):
         tasks.run_job(folder.logs / "scan" / tasks.ARRAY, index)
-    assert done == ranks
+    assert done == [1, 2, 4, 5, 8]
 
 
-# ---- the command that runs an array --------------------------------------------------------------
-def fail(folder, rank, kind, message):
-    path = folder.progress / f"failed-{rank:06d}.json"
-    path.write_text(json.dumps({"kind": kind, "message": message}))
+@pytest.mark.parametrize("command", ["echo error: no such partition >&2; exit 1", "kill -9 $$"])
+def test_a_command_that_fails_is_an_error(tmp_path, command, capfd):
+    with pytest.raises(RunFailed, match=r"ended with code (1|-9); what it said stands above"):
+        stage(tmp_path, command)
+    assert ("no such partition" in capfd.readouterr().err) == command.startswith("echo")
 
 
-def test_the_error_of_the_command_is_raised(folder):
-    command = ["sh", "-c", "echo going >&2; echo error: sbatch: no such partition >&2; exit 1"]
-    with pytest.raises(RunFailed, match=r"^sbatch: no such partition$"):
-        run_on_cluster(folder, "scan", finals(folder, 1), Cluster(tuple(command), 1, 1))
-
-
-def test_a_command_that_was_killed_is_an_error(folder):
-    with pytest.raises(RunFailed, match="was killed"):
-        run_on_cluster(folder, "scan", finals(folder, 1), Cluster(("sh", "-c", "kill -9 $$"), 1, 1))
-
-
-@pytest.mark.parametrize(
-    ("kind", "error"), [("ConfigError", ConfigError), ("RunFailed", RunFailed)]
-)
 @pytest.mark.parametrize("code", [0, 1])
-def test_the_error_of_the_first_task_is_raised(folder, kind, error, code):
-    fail(folder, 11, "RunFailed", "later")
-    fail(folder, 2, kind, "a.jsonl:17: not JSON")
-    with pytest.raises(error, match=r"^a.jsonl:17: not JSON$"):
-        run_on_cluster(
-            folder, "scan", finals(folder, 1), Cluster(("sh", "-c", f"exit {code}"), 1, 1)
-        )
+def test_the_error_of_a_task_is_raised_and_not_that_of_an_earlier_command(tmp_path, code):
+    (tmp_path / "failure").write_text('{"kind": "ConfigError", "message": "a.jsonl:17: not JSON"}')
+    with pytest.raises(ConfigError, match=r"^a.jsonl:17: not JSON$"):
+        stage(tmp_path, f'cp {tmp_path}/failure "$3"; exit {code}')
+    with pytest.raises(RunFailed, match="3 of 3 tasks of the stage scan"):
+        stage(tmp_path)
 
 
-def test_tasks_without_a_result_are_an_error_that_counts_them_and_ends_with_the_log(folder):
-    cluster = Cluster(("true",), 1, 10)
+def test_tasks_without_a_result_are_counted_with_the_end_of_a_log(tmp_path):
     with pytest.raises(RunFailed, match=r"3 of 3 tasks of the stage scan .* no log"):
-        run_on_cluster(folder, "scan", finals(folder, 3), cluster)
-    log = folder.logs / "scan" / "slurm-7_0.log"
-    log.touch()
-    with pytest.raises(RunFailed, match=r"slurm-7_0.log is empty"):
-        run_on_cluster(folder, "scan", finals(folder, 3), cluster)
+        stage(tmp_path)
+    log = tmp_path / "build/logs/scan/slurm-7_0.log"
     log.write_text("a\nslurmstepd: error: CANCELLED\nDUE TO TIME LIMIT\n")
     with pytest.raises(RunFailed, match=r"slurmstepd: error: CANCELLED DUE TO TIME LIMIT\. Run"):
-        run_on_cluster(folder, "scan", finals(folder, 3), cluster)
+        stage(tmp_path)
 
 
-class Interrupted(io.StringIO):
-    """Stands for the terminal of somebody who presses Ctrl-C when it shows "waits"."""
-
-    def write(self, text: str) -> int:
-        if text.startswith("waits"):
-            signal.raise_signal(signal.SIGINT)
-        return super().write(text)
-
-
-def test_an_interrupt_closes_the_command_s_stdin_and_waits_for_its_end(folder, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Interrupted())
+def test_an_interrupt_closes_the_command_s_stdin_and_waits_for_its_end(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        script = f"echo waits >&2; cat; touch {folder.path}/cancelled; echo cancelled >&2"
-        run_on_cluster(folder, "scan", finals(folder, 1), Cluster(("sh", "-c", script), 1, 1))
-    assert (folder.path / "cancelled").exists() and "cancelled" in sys.stderr.getvalue()
+        stage(tmp_path, f"kill -INT {os.getpid()}; cat; sleep 0.5; touch {tmp_path}/cancelled")
+    assert (tmp_path / "cancelled").exists()
 
 
-def test_a_task_s_error_stops_the_others(folder, monkeypatch):
+def test_a_failing_job_writes_its_error_down(tmp_path, monkeypatch):
     def broken(folder, stage, rank):
         raise {0: ConfigError("a.txt:3: not UTF-8"), 1: KeyError("bug")}[rank]
 
     monkeypatch.setattr(tasks, "do_task", broken)
-    path, cluster = folder.logs / "scan" / tasks.ARRAY, Cluster(("true",), 1, 1)
-    path.write_text(json.dumps({"folder": str(folder.path), "stage": "scan", "jobs": [[0], [1]]}))
+    path, failed = tmp_path / tasks.ARRAY, tmp_path / tasks.FAILED
+    path.write_text(json.dumps({"folder": str(tmp_path), "stage": "scan", "jobs": [[0], [1]]}))
     with pytest.raises(SystemExit):
         tasks.run_job(path, 0)
-    assert folder.stop.exists()
-    with pytest.raises(SystemExit):
-        # Not begun at all.
-        tasks.run_job(path, 1)
-    with pytest.raises(ConfigError, match=r"^a.txt:3: not UTF-8$"):
-        run_on_cluster(folder, "scan", finals(folder, 1), cluster)
-    folder.stop.unlink()
-    (folder.progress / "failed-000000.json").unlink()
+    expected = {"kind": "ConfigError", "message": "a.txt:3: not UTF-8"}
+    assert json.loads(failed.read_text()) == expected
     with pytest.raises(KeyError):
         tasks.run_job(path, 1)
-    with pytest.raises(RunFailed, match=r"task 1 of the stage scan: KeyError\('bug'\)"):
-        run_on_cluster(folder, "scan", finals(folder, 1), cluster)
+    assert "task 1 of the stage scan: KeyError('bug')" in failed.read_text()
 
 
 # ---- the job -------------------------------------------------------------------------------------

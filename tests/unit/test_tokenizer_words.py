@@ -175,10 +175,9 @@ def test_byte_level(name, texts, tmp_path, monkeypatch):
     assert (tokenizer._cut is not None) is is_local
     monkeypatch.setattr(base, "PART_CHARACTERS", 100)
     monkeypatch.setattr(base, "MAX_WORDS", 50)
-    batch = tokenizer.encode_batch(texts)
-    for text, ids in zip(texts, batch, strict=True):
+    for text in texts:
+        ids = tokenizer.encode(text)
         assert ids.dtype == np.int64 and ids.tolist() == stock.encode(text).ids, repr(text)
-        assert tokenizer.encode(text).tolist() == ids.tolist()
         if name != "prefix":
             assert tokenizer.decode(ids) == text
         assert tokenizer.eos_id not in ids

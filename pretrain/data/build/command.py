@@ -40,7 +40,7 @@ from pretrain.data.tokenizer import (
     load_tokenizer,
     make_tokenizer,
 )
-from pretrain.rundir.files import make_directory
+from pretrain.rundir.files import make_directory, read_json
 
 KEPT_BYTES = 1_000_000_000
 """Of a corpus this large, what is done is kept when the build ends with an error in the config or
