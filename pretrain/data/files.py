@@ -57,19 +57,23 @@ class Folder:
         with self._reading("."), os.scandir(self.location) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
-    def read(self, name: str) -> bytes:
-        """Return the contents of a small file.
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """Yield the content of a file, which is not kept.
 
         Raises:
             FileNotFoundError: if it is missing.
+            RunFailed: if it cannot be read.
         """
-        with self._reading(name):
-            return Path(self.location, name).read_bytes()
+        with self._reading(name), self._open(name) as file:
+            while chunk := file.read(_CHUNK):
+                yield chunk
 
-    def open(self, name: str) -> BinaryIO:
-        """Open a file to read it once from beginning to end."""
-        with self._reading(name):
-            return Path(self.location, name).open("rb")
+    def read(self, name: str) -> bytes:
+        """Return the contents of a small file; as `chunks`."""
+        return b"".join(self.chunks(name))
+
+    def _open(self, name: str) -> BinaryIO:
+        return Path(self.location, name).open("rb")
 
     def local(self, name: str, size: int, digest: str) -> Path:
         """Return the path of a local file with the content of `name`.
@@ -93,11 +97,6 @@ class Folder:
     def remedy(self, name: str, digest: str) -> str:
         """Return what to do about a damaged file that a stream has open."""
         return rebuild_advice(self.where(name))
-
-    def next(self, file: BinaryIO, name: str, size: int) -> bytes:
-        """Return up to `size` bytes more of a file that `open` returned; b"" at its end."""
-        with self._reading(name):
-            return file.read(size)
 
     @contextlib.contextmanager
     def _reading(self, name: str) -> Iterator[None]:
@@ -134,16 +133,9 @@ class RemoteFolder(Folder):
                 if entry["type"] == "file"
             }
 
-    def read(self, name: str) -> bytes:
-        """Return the contents of a small file, which is not kept."""
-        with self.open(name) as file, self._reading(name):
-            return file.read()
-
-    def open(self, name: str) -> BinaryIO:
-        """Open a file to read it once from beginning to end, without keeping it."""
-        with self._reading(name):
-            system, path = self._system()
-            return cast(BinaryIO, system.open(f"{path}/{name}", "rb"))
+    def _open(self, name: str) -> BinaryIO:
+        system, path = self._system()
+        return cast(BinaryIO, system.open(f"{path}/{name}", "rb"))
 
     def local(self, name: str, size: int, digest: str) -> Path:
         """Return the path of the file in the cache, after fetching it if it is not there."""
@@ -188,8 +180,8 @@ class RemoteFolder(Folder):
         partial = self._cache / f".{path.name}.{uuid.uuid4().hex}{PARTIAL}"
         found, received = xxhash.xxh3_128(), 0
         try:
-            with self.open(name) as source, partial.open("xb") as target:
-                while chunk := self.next(source, name, _CHUNK):
+            with partial.open("xb") as target:
+                for chunk in self.chunks(name):
                     found.update(chunk)
                     received += len(chunk)
                     target.write(chunk)

@@ -320,23 +320,6 @@ def shard_name(corpus: str, number: int) -> str:
     return f"{corpus}-{number:06d}.tar"
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Read and check the manifest of the split in a local `directory`.
-
-    Raises:
-        ConfigError: if there is no manifest, or if it is damaged or of another format version.
-    """
-    path = directory / MANIFEST
-    try:
-        return parse_manifest(path.read_bytes(), path)
-    except FileNotFoundError:
-        raise missing_data_set(path) from None
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}). {rebuild_advice(path)}"
-        ) from None
-
-
 def missing_data_set(path: str | Path) -> ConfigError:
     """Return the error for a data set whose manifest `path` is not there."""
     return ConfigError(

@@ -28,7 +28,7 @@ from pretrain.data.manifest import (
     TaskShards,
     TokenizerName,
     checksums,
-    read_manifest,
+    parse_manifest,
     shard_name,
     task_seed,
 )
@@ -255,8 +255,8 @@ def finish_split(
     flush_directory(directory)
     replace_file(directory / MANIFEST, manifest.text(), durable=True)
     flush_directory(directory)
-    # Read back, so that what a reader would refuse is refused here.
-    return read_manifest(directory)
+    # What a reader would refuse is refused here.
+    return parse_manifest(manifest.text().encode(), directory / MANIFEST)
 
 
 def _corpora(tasks: Sequence[TaskShards]) -> tuple[CorpusRecord, ...]:

@@ -46,7 +46,7 @@ MAX_OPEN_SHARDS = 256
 """A stream keeps no more shards open, and no more than a quarter of what the process may open."""
 
 _SCRATCH_PIECES = 128
-"""Pieces that one system call reads at most. It takes no more than 1,024 (IOV_MAX)."""
+"""The most pieces that are read in one call, into memory that is used again."""
 
 _UNPACK = [struct.Struct(f"<{n}Q").unpack for n in range(_SCRATCH_PIECES + 1)]
 
@@ -144,61 +144,61 @@ class VerifiedReader:
                     else:
                         row[:] = content[skip : skip + count]
                         continue
-            self._fill_row(row, start, count, scratch)
+            self._fill_row(row, start, count)
 
-    def _fill_row(self, row: np.ndarray, start: int, count: int, scratch: _Scratch) -> None:
+    def _fill_row(self, row: np.ndarray, start: int, count: int) -> None:
         """Fill `row` with `count` tokens from `start`, which lie in the stream.
 
-        Whole pieces are read into the scratch and compared with their checksums, across blocks and
-        shards.
+        Whole pieces are read and compared with their checksums, across blocks and shards.
         """
-        per_piece, per_block, pieces_per_block, block_bytes, itemsize = self._sizes
+        per_piece, per_block, *_, itemsize = self._sizes
         starts, done = self._starts, 0
         while done < count:
             shard = bisect_right(starts, start) - 1
             block, first = divmod(start - starts[shard], per_block)
             piece, skip = divmod(first, per_piece)
-            # Up to the end of the block, of what is wanted, and of the scratch.
+            # Up to the end of the block and of what is wanted.
             end = min(per_block, starts[shard + 1] - start + first)
             last = min(first + count - done, end)
-            pieces = -(-last // per_piece) - piece
-            if pieces > _SCRATCH_PIECES:
-                pieces, last = _SCRATCH_PIECES, (piece + _SCRATCH_PIECES) * per_piece
-            lacking = (piece + pieces) * per_piece - end
-            if lacking <= 0:
-                size, (target, views) = pieces * PIECE_BYTES, scratch.whole[pieces]
-            else:
-                size = pieces * PIECE_BYTES - lacking * itemsize
-                target, views = scratch.views(size)
-            offset = HEADER_BYTES + block * block_bytes + piece * PIECE_BYTES
-            number = block * pieces_per_block + piece
-            try:
-                file = self._open(shard)
-                received = os.preadv(file.number, target, offset)
-                # A network file system may return less than there is. Nothing at all is the end.
-                while 0 < received < size and (
-                    more := os.preadv(file.number, [target[0][received:]], offset + received)
-                ):
-                    received += more
-            except OSError as error:
-                raise unreadable(self._where(shard), error) from error
-            if received != size:
-                problem = f"truncated: {received} of {size} bytes"
-                raise self._damaged(shard, block, offset, problem)
-            seed = self._seeds[shard] + number
-            checksums = self._expected(self._first_piece[shard] + number, pieces)
-            for view, checksum in zip(views, checksums):
-                if xxh3_64(view, seed) != checksum:
-                    self._check_checksums()
-                    offset += (seed - number - self._seeds[shard]) * PIECE_BYTES
-                    raise self._damaged(shard, block, offset, "its checksum differs")
-                seed += 1
+            size = (min(-(-last // per_piece) * per_piece, end) - piece * per_piece) * itemsize
+            content = self._read_pieces(shard, block, piece, size)
             taken = last - first
-            row[done : done + taken] = scratch.tokens[skip : skip + taken]
+            tokens = np.frombuffer(content, self._manifest.layout.dtype)
+            row[done : done + taken] = tokens[skip : skip + taken]
             done += taken
             start += taken
 
-    def _expected(self, first: int, count: int) -> tuple[int, ...]:
+    def _read_pieces(self, shard: int, block: int, piece: int, size: int) -> bytes:
+        """Return `size` bytes of a block, from one of its pieces on, as they were written.
+
+        Raises:
+            ConfigError: They are damaged.
+            RunFailed: They cannot be read.
+        """
+        *_, pieces_per_block, block_bytes, _ = self._sizes
+        offset = HEADER_BYTES + block * block_bytes + piece * PIECE_BYTES
+        content = b""
+        try:
+            file = self._open(shard)
+            # A network file system may return less than there is. Nothing at all is the end.
+            while more := os.pread(file.number, size - len(content), offset + len(content)):
+                content += more
+        except OSError as error:
+            where = self._folder.where(self._manifest.shards[shard].name)
+            raise unreadable(where, error) from error
+        if len(content) != size:
+            problem = f"truncated: {len(content)} of {size} bytes"
+            raise self._damaged(shard, block, offset, problem)
+        number = block * pieces_per_block + piece
+        starts = range(0, size, PIECE_BYTES)
+        checksums = self._expected(self._first_piece[shard] + number, len(starts))
+        for seed, (at, checksum) in enumerate(zip(starts, checksums), self._seeds[shard] + number):
+            if xxh3_64(content[at : at + PIECE_BYTES], seed) != checksum:
+                self._check_checksums()
+                raise self._damaged(shard, block, offset + at, "its checksum differs")
+        return content
+
+    def _expected(self, first: int, count: int) -> list[int]:
         """Return checksums [first, first + count)."""
         size, offset = count * CHECKSUM_BYTES, first * CHECKSUM_BYTES
         try:
@@ -209,7 +209,8 @@ class VerifiedReader:
         if len(content) != size:
             where = self._folder.where(CHECKSUMS)
             raise ConfigError(f"{where}: truncated at byte {offset}. {rebuild_advice(where)}")
-        return _UNPACK[count](content)
+        checksums: list[int] = np.frombuffer(content, "<u8").tolist()
+        return checksums
 
     def _opened_checksums(self) -> _Descriptor:
         m = self._manifest
@@ -242,9 +243,6 @@ class VerifiedReader:
             f"{offset}: {problem}. {self._folder.remedy(name, digest)}"
         )
 
-    def _where(self, shard: int) -> str:
-        return self._folder.where(self._manifest.shards[shard].name)
-
 
 class _Descriptor:
     """An open file, closed when the last one who uses it lets go."""
@@ -266,16 +264,11 @@ class _Scratch(threading.local):
     def __init__(self, dtype: np.dtype[Any]) -> None:
         content = np.zeros(_SCRATCH_PIECES * PIECE_BYTES, np.uint8)
         self.tokens = content.view(dtype)
-        self._all = content.data
-        self._pieces = [self._all[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES)]
-        self.whole = [self.views(n * PIECE_BYTES) for n in range(_SCRATCH_PIECES + 1)]
-        """Number of pieces -> `views` of so many whole ones, made once."""
-
-    def views(self, size: int) -> tuple[list[memoryview], list[memoryview]]:
-        """Return the first `size` bytes as one buffer to read into, and cut into pieces."""
-        whole, rest = divmod(size, PIECE_BYTES)
-        pieces = self._pieces[:whole]
-        return [self._all[:size]], [*pieces, self._pieces[whole][:rest]] if rest else pieces
+        pieces = [content.data[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES)]
+        self.whole = [
+            ([content.data[: n * PIECE_BYTES]], pieces[:n]) for n in range(_SCRATCH_PIECES + 1)
+        ]
+        """Number of pieces -> so many of them as one buffer to read into, and one by one."""
 
 
 def max_open_shards() -> int:
@@ -382,11 +375,7 @@ class TokenStream:
         self.directory: str | Path = str(directory) if is_url(directory) else Path(directory)
         self._cache = cache
         self._folder = folder(directory, cache)
-        try:
-            content = self._folder.read(MANIFEST)
-        except FileNotFoundError:
-            raise missing_data_set(self._folder.where(MANIFEST)) from None
-        self.manifest = parse_manifest(content, self._folder.where(MANIFEST))
+        self.manifest = _load_manifest(self._folder)
         for problem in problems(self._folder, self.manifest):
             raise problem
         self._prepare()
@@ -531,8 +520,6 @@ def check_local(config: RunConfig) -> None:
 THREADS = 8
 """Hashing is faster than one disk; several reads at once make a network file system busy."""
 
-_CHUNK = 1 << 22
-
 
 def verify(directory: str | Path, cache: Cache | None = None) -> None:
     """Check both splits of a data set and hash every file, several at a time.
@@ -549,7 +536,7 @@ def verify(directory: str | Path, cache: Cache | None = None) -> None:
     for split in get_args(Split):
         files = folder(f"{str(directory).rstrip('/')}/{split}", cache)
         try:
-            manifest = _manifest(files)
+            manifest = _load_manifest(files)
             if manifest.split != split:
                 raise ConfigError(
                     f"{files.where(MANIFEST)}: is of the {manifest.split} split. "
@@ -565,7 +552,7 @@ def verify(directory: str | Path, cache: Cache | None = None) -> None:
         raise ConfigError("\n".join(dict.fromkeys(found)))
 
 
-def _manifest(files: Folder) -> Manifest:
+def _load_manifest(files: Folder) -> Manifest:
     try:
         return parse_manifest(files.read(MANIFEST), files.where(MANIFEST))
     except FileNotFoundError:
@@ -598,7 +585,7 @@ def _problem(files: Folder, name: str, expected: str, seen: Callable[[int], obje
     where = files.where(name)
     digest = xxhash.xxh3_128()
     try:
-        for chunk in _chunks(files, name):
+        for chunk in files.chunks(name):
             digest.update(chunk)
             seen(len(chunk))
     except FileNotFoundError:
@@ -611,9 +598,3 @@ def _problem(files: Folder, name: str, expected: str, seen: Callable[[int], obje
         f"{where}: damaged: its XXH3-128 is {digest.hexdigest()}, but the manifest says "
         f"{expected}. {rebuild_advice(where)}"
     )
-
-
-def _chunks(files: Folder, name: str) -> Iterator[bytes]:
-    with files.open(name) as file:
-        while chunk := files.next(file, name, _CHUNK):
-            yield chunk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -208,7 +207,7 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else REPLACEMENT for c in text)
 
 
-# ---- Print and draw what a data set consists of (`pretrain data stats`) ----
+# ---- Print what a data set consists of (`pretrain data stats`) ----
 
 
 SAMPLED_TOKENS = 1 << 22
@@ -308,47 +307,3 @@ def _bars(bins: Mapping[str, int]) -> Iterator[str]:
         count = counts.get(power, 0)
         bar = "#" * round(_BAR * count / most)
         yield f"  {2**power:>11,} to {2 ** (power + 1) - 1:>11,}  {bar:{_BAR}}  {count:,}"
-
-
-def plot(stats: Stats) -> bytes:
-    """Draw document lengths, the frequencies of ids and the corpora's shares, as PNG."""
-    # Here, because the text alone needs no matplotlib, whose import takes longer than it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    lengths, frequency, share = figure.subplots(1, 3)
-    for name, corpus in stats.report.get("corpora", {}).items():
-        bins = {int(power): count for power, count in corpus["train"]["tokens_log2"].items()}
-        powers = range(min(bins, default=0), max(bins, default=0) + 1)
-        lengths.plot([2.0**p for p in powers], [bins.get(p, 0) for p in powers], "o-", label=name)
-    lengths.set(
-        xscale="log", xlabel="tokens in a document (powers of 2)", ylabel="training documents"
-    )
-    if stats.report:
-        lengths.legend()
-    counts = np.sort(stats.frequencies)[::-1]
-    counts = counts[counts > 0]
-    frequency.loglog(np.arange(1, len(counts) + 1), counts / counts.sum())
-    frequency.set(xlabel="rank of the id", ylabel="share of the training tokens")
-    train = stats.streams["train"]
-    names = [corpus.name for corpus in train.corpora]
-    places = np.arange(len(names))
-    share.barh(
-        places - 0.2, [c.tokens / len(train) for c in train.corpora], 0.4, label="of the tokens"
-    )
-    share.barh(
-        places + 0.2, [stats.shares[name] for name in names], 0.4, label="of the training samples"
-    )
-    share.set(yticks=places, yticklabels=names, xlabel="share")
-    share.invert_yaxis()
-    share.legend()
-    for axis in (lengths.xaxis, frequency.xaxis, frequency.yaxis):
-        # Powers of ten in plain digits: matplotlib's own need fonts that many machines lack.
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        axis.set_minor_formatter(NullFormatter())
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=120, metadata={"Software": None})
-    return file.getvalue()

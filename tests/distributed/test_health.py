@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from pretrain.data.manifest import read_manifest
+from pretrain.data.stream import TokenStream
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import ExitCode, RunPaths
@@ -200,7 +200,7 @@ def test_ranks_with_different_data_sets_are_refused_before_anything_is_written(
     shutil.copytree(tiny_data, other)
     shutil.rmtree(other / "train")
     shutil.copytree(tiny_data / "validation", other / "train")
-    manifest = read_manifest(other / "train").model_copy(update={"split": "train"})
+    manifest = TokenStream(other / "train").manifest.model_copy(update={"split": "train"})
     (other / "train/manifest.json").write_text(manifest.text())
     config = _config(tmp_path / "run", tiny_data, {"pipeline_model_parallel_size": 2})
     for result in pools(2).run(tasks.train_on_own_data, config, [str(tiny_data), str(other)]):

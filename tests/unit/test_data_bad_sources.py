@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import itertools
 import json
 import os
 import random
@@ -16,8 +15,8 @@ from pyarrow import parquet
 
 from pretrain.config import ConfigError
 from pretrain.data import sources
-from pretrain.data.sources import Corpus, Piece, Task, base, files
-from tests.unit.test_data_sources import PACK, documents, section, texts, write_tar
+from pretrain.data.sources import base, files
+from tests.unit.test_data_sources import PACK, documents, section, texts
 
 GOOD = [f"document {i}" for i in range(6)]
 
@@ -82,16 +81,6 @@ def test_a_bad_document_is_named_or_skipped_alone(tmp_path, name, suffix):
         assert [s.split(": ")[0] for s in skipped] == [f"{path}:{offset}" for offset in offsets]
 
 
-def test_text_that_only_looks_bad_is_read(tmp_path):
-    path = tmp_path / "x.txt"
-    for text in ("a" * 5000, "\0" * 5000, "\0", "\ufffd", "\x1f", "\r", "\x85\u2028"):
-        path.write_bytes(text.encode())
-        assert texts(section("blank_lines", path)) == ([text] if text.strip("\r") else [])
-        assert texts(section("text", path)) == [text]
-        path.write_bytes(line(text))
-        assert texts(section("jsonl", path)) == [text]
-
-
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-16-le", "no mark"])
 @pytest.mark.parametrize("source", ["text", "blank_lines", "jsonl"])
 def test_text_in_utf_16_is_called_so_in_every_document(tmp_path, source, encoding):
@@ -124,13 +113,11 @@ def test_json_is_not_read_as_plain_text(tmp_path, source, name, kind):
 
 
 def test_an_empty_file(tmp_path):
-    for name in ("a", "b.gz", "c"):
+    for name in ("a", "c"):
         (tmp_path / name).write_bytes(b"")
     assert texts(section("text", tmp_path / "a")) == [""]
     for source in ("blank_lines", "jsonl"):
         assert texts(section(source, tmp_path / "[ac]")) == []
-    with pytest.raises(ConfigError, match=r"b\.gz:0: the file does not hold \.gz data"):
-        texts(section("text", tmp_path / "b.gz"))
     skipped = []
     assert texts(section("webdataset", tmp_path / "a"), skip=skipped.append) == []
     assert len(skipped) == 1 and "a:0: the tar is damaged or truncated" in skipped[0]
@@ -139,17 +126,11 @@ def test_an_empty_file(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_a_file_is_compressed_as_its_name_says(tmp_path, suffix):
-    packed = PACK[suffix](b"text\n")
-    (tmp_path / "x.txt").write_bytes(packed)
-    with pytest.raises(ConfigError, match=rf"x\.txt:0: the file holds \{suffix} data"):
-        texts(section("blank_lines", tmp_path / "x.txt", bytes_per_task=7), skip=print)
-    other = ".gz" if suffix != ".gz" else ".xz"
-    (tmp_path / f"y{other}").write_bytes(packed)
-    with pytest.raises(ConfigError, match=rf"y\{other}:0: the file holds \{suffix} data"):
-        texts(section("text", tmp_path / f"y{other}"))
-    (tmp_path / f"z{suffix}").write_bytes(b"plain")
-    with pytest.raises(ConfigError, match=rf"z\{suffix}:0: the file does not hold \{suffix} data"):
+@pytest.mark.parametrize("content", [b"", b"plain text"])
+def test_a_file_that_is_not_compressed_as_its_name_says_is_damaged(tmp_path, suffix, content):
+    (tmp_path / f"z{suffix}").write_bytes(content)
+    says = "end too early" if not content else r"are damaged, or none|end too early"
+    with pytest.raises(ConfigError, match=rf"z\{suffix}:0: the \{suffix} data ({says})"):
         texts(section("text", tmp_path / f"z{suffix}"))
 
 
@@ -330,20 +311,6 @@ def test_the_members_of_a_tar_are_not_kept(tmp_path):
     assert peak < 1_500_000
 
 
-def test_a_damaged_compressed_tar_is_reported_once(tmp_path):
-    write_tar(
-        tmp_path / "x.tar.gz",
-        [(f"{i}.txt", os.urandom(900).hex().encode()) for i in range(50)],
-        "w:gz",
-    )
-    raw = (tmp_path / "x.tar.gz").read_bytes()
-    (tmp_path / "x.tar.gz").write_bytes(raw[: len(raw) // 2])
-    skipped = []
-    read = texts(section("webdataset", tmp_path / "x.tar.gz"), skip=skipped.append)
-    assert 10 < len(read) < 40 and len(skipped) == 1
-    assert re.search(rf"x\.tar\.gz:{len(read)}: the \.gz data end too early at byte", skipped[0])
-
-
 # ---- Parquet.
 
 
@@ -447,70 +414,6 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path, source):
             list(sources.read(tasks[0], corpus, None))
 
 
-class Endless(io.RawIOBase):
-    """A file of `size` equal bytes with a document before and after them; nothing is held."""
-
-    def __init__(self, head: bytes, fill: bytes, size: int, tail: bytes) -> None:
-        self.parts = (head, fill, size, tail)
-        self.position = 0
-        self.size = len(head) + size + len(tail)
-
-    def readable(self):
-        return True
-
-    def seekable(self):
-        return True
-
-    def seek(self, position, whence=0):
-        self.position = position
-        return position
-
-    def tell(self):
-        return self.position
-
-    def readinto(self, buffer):
-        head, fill, size, tail = self.parts
-        position = self.position
-        if position < len(head):
-            chunk = head[position : position + len(buffer)]
-        elif position < len(head) + size:
-            chunk = fill * min(len(buffer), len(head) + size - position)
-        else:
-            chunk = tail[position - len(head) - size :][: len(buffer)]
-        buffer[: len(chunk)] = chunk
-        self.position += len(chunk)
-        return len(chunk)
-
-
-@pytest.mark.parametrize(
-    ("source", "make", "fill"),
-    [("blank_lines", block, b"x"), ("jsonl", line, b"x"), ("blank_lines", block, b"\n")],
-)
-def test_a_line_without_end_takes_no_memory(monkeypatch, source, make, fill):
-    """200 MB of one character, in a file and in two ranges of it."""
-    limit = 2**18
-    monkeypatch.setattr(base, "MAX_DOCUMENT_BYTES", limit)
-    size = 200_000_000 if fill != b"\n" else 500_000
-    head, tail = make("a"), b"\n\n" + make("b")
-    total = len(head) + size + len(tail)
-    monkeypatch.setattr("pretrain.data.sources.files.stored_size", lambda _: total)
-    monkeypatch.setattr(
-        "pretrain.data.sources.files.open_stored",
-        lambda _: io.BufferedReader(Endless(head, fill, size, tail), 2**18),
-    )
-    for cuts in ([0, total], [0, total // 2, total]):
-        pieces = tuple(Piece("/x", start, end) for start, end in itertools.pairwise(cuts))
-        skipped = []
-        tracemalloc.start()
-        corpus = Corpus("x", source, (), None)
-        read = list(sources.read(Task(0, "x", pieces), corpus, skipped.append))
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert [document.text for document in read] == ["a", "b"]
-        assert [s.split(": ")[0] for s in skipped] == [f"/x:{len(head)}"] * (fill == b"x")
-        assert peak < 6_000_000
-
-
 def test_reading_a_document_takes_a_small_multiple_of_its_size(tmp_path):
     text = ("word and " * 100 + "\n") * 8000
     text += "end"
@@ -549,26 +452,3 @@ def test_a_file_too_large_to_be_one_document_is_refused_when_planning(tmp_path):
         sources.plan(section("text", tmp_path / "x.txt"))
     (tmp_path / "x.txt").write_bytes(b"x" * 30_000)
     assert len(texts(section("text", tmp_path / "x.txt"))[0]) == 30_000
-
-
-@pytest.mark.parametrize("source", ["jsonl", "text"])
-def test_more_tasks_than_can_be_numbered_are_refused(tmp_path, monkeypatch, source):
-    monkeypatch.setattr(sources, "MAX_TASKS", 3)
-    for name in "abc":
-        (tmp_path / f"{name}.txt").write_text("x" * 4)
-    path = tmp_path / ("a.txt" if source == "jsonl" else "*.txt")
-    assert len(sources.plan(section(source, path, bytes_per_task=2))["train"]) <= 3
-    (tmp_path / "d.txt").write_text("x" * 4)
-    with pytest.raises(ConfigError, match=r"data\.bytes_per_task = 1: .*more than 3 tasks\. "):
-        sources.plan(section(source, path, bytes_per_task=1))
-
-
-def test_a_url_that_its_store_cannot_take_apart_is_refused(monkeypatch):
-    import fsspec
-
-    def refuse(self, path):
-        raise ValueError("not namespace/name")
-
-    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "isfile", refuse)
-    with pytest.raises(ConfigError, match=r"memory://x: cannot be opened \(not namespace/name\)"):
-        sources.plan(section("text", "memory://x"))

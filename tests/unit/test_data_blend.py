@@ -68,16 +68,6 @@ def test_any_shares_stay_within_the_bound_that_is_stated(corpora):
         assert worst_deviation(found.locate(np.arange(20_000))[0], shares) <= bound
 
 
-@pytest.mark.torture
-@pytest.mark.parametrize("corpora", [3, 4, 5, 6])
-def test_many_random_shares(corpora):
-    for seed in range(300):
-        shares = random_shares(corpora, seed)
-        names = {f"c{number}": share for number, share in enumerate(shares)}
-        found = blend(dict.fromkeys(names, 50), names)
-        assert worst_deviation(found.locate(np.arange(200_000))[0], shares) <= 1.6
-
-
 def test_the_split_equals_the_textbook_in_fractions():
     """Walk the tree one sample at a time with unbounded integers, at shares beyond 2^63."""
     shares = {"a": 10**13 + 7, "b": 3 * 10**12 + 1, "c": 10**11 + 3}
@@ -104,14 +94,6 @@ RECORDED_CORPORA = [0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 1]
 RECORDED_SAMPLES = [2, 1, 3, 1, 0, 0, 1, 0, 4, 2, 0, 0]
 
 
-def test_the_order_of_the_corpora_does_not_matter():
-    names = list(PUBLISHED)
-    one = blend(PUBLISHED)
-    two = blend({name: PUBLISHED[name] for name in reversed(names)})
-    (c1, s1), (c2, s2) = (each.locate(np.arange(2000)) for each in (one, two))
-    assert [one.names[c] for c in c1] == [two.names[c] for c in c2] and np.array_equal(s1, s2)
-
-
 # ---- passes --------------------------------------------------------------------------------------
 def pairs(found: Blend, start: int, count: int) -> list[tuple[str, int]]:
     """Return (corpus, sample) of some consumed-sample indexes."""
@@ -133,12 +115,6 @@ def test_one_corpus_alone_is_read_in_the_order_of_earlier_versions():
     corpora, samples = blend({"text": 101}, {"text": 1}, seed=9).locate(np.arange(500))
     assert not corpora.any()
     assert np.array_equal(samples, order.sample_ids(np.arange(500), 101, seed=9))
-
-
-def test_corpora_of_one_size_have_orders_of_their_own():
-    found = pairs(blend({"a": 500, "b": 500}), 0, 1000)
-    a, b = ([s for name, s in found if name == which] for which in "ab")
-    assert sum(x == y for x, y in zip(a, b, strict=True)) <= 10
 
 
 @pytest.mark.parametrize(("twice", "half"), [(300, 1000), (301, 999), (1, 1), (7, 12_345)])
@@ -177,17 +153,6 @@ def test_a_share_of_many_decimals_can_be_recorded(tmp_path):
     numbers = np.array(["abc".index(which) for which, _ in pairs(found, 0, 1000)])
     exact = [15_000 * 10**6, 2 * 10_001 * 10**6, 2 * 3]
     assert worst_deviation(numbers, exact) <= 1
-
-
-def test_decimals_are_taken_as_they_are_written(tmp_path):
-    """0.1 in binary is not a tenth: it would make shares of 10^17."""
-    stream = make_stream(tmp_path, {"a": 101, "b": 101})
-    by_weight = {"a": CorpusSection(weight=0.1), "b": CorpusSection(weight=0.3)}
-    assert blend_of(stream, 10, by_weight, seed=0).segment.shares == {"a": 1, "b": 3}
-    by_epochs = {"a": CorpusSection(epochs=0.1), "b": CorpusSection(epochs=3)}
-    assert blend_of(stream, 10, by_epochs, seed=0).segment.shares == {"a": 1, "b": 30}
-    assert samples_per_pass(by_weight, {"a": 10, "b": 10}) is None
-    assert samples_per_pass({}, {"a": 10, "b": 5}) == 15
 
 
 @pytest.mark.parametrize(("key", "least", "most"), [("epochs", 1e-6, 1e6), ("weight", 1e-9, 1e15)])
@@ -253,14 +218,6 @@ def test_later_starts_know_the_segment(tmp_path):
     # And back to the first shares is a change again.
     back = blend_of(stream, 2, {}, seed=4, before=third.segment, consumed=400)
     assert back.segment.start == 400 and back.segment.consumed == second.counts(400)
-
-
-def test_another_length_is_another_grid(tmp_path):
-    stream = make_stream(tmp_path, {"a": 2001, "b": 801})
-    first = blend_of(stream, 2, {}, seed=4)
-    longer = blend_of(stream, 4, {}, seed=4, before=first.segment, consumed=100)
-    assert longer.segment.samples == {"a": 500, "b": 200}
-    assert longer.segment.consumed == first.counts(100) and longer.segment.start == 100
 
 
 def test_a_blend_that_cannot_be_read_is_refused(tmp_path):

@@ -1,6 +1,5 @@
 """Duplicates against brute force, and near duplicates against datasketch and exact similarity."""
 
-import inspect
 import random
 import resource
 import subprocess
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from datasketch import MinHash, MinHashLSH
 
-from pretrain.data import clean
 from pretrain.data.clean import (
     BANDS,
     ROWS,
@@ -48,12 +46,6 @@ def test_later_documents_that_share_a_key_are_found(columns: int, tmp_path: Path
             found = find_duplicates(saved(directory, tables))
             assert [len(f) for f in found] == [len(t) for t in tables]
             assert np.concatenate(found).tolist() == expected
-
-
-def test_a_corpus_of_no_tasks_or_documents_has_no_duplicates(tmp_path: Path) -> None:
-    assert find_duplicates([]) == []
-    found = find_duplicates(saved(tmp_path, [np.empty((0, 11), np.uint64)] * 2))
-    assert [f.tolist() for f in found] == [[], []]
 
 
 def test_a_stream_may_have_more_tasks_than_a_process_may_open_files(tmp_path: Path) -> None:
@@ -153,30 +145,6 @@ def test_near_duplicates_are_found_as_often_as_the_formula_and_datasketch_say() 
     assert all(f for f, j in zip(found, similarity) if j == 1)
 
 
-def test_different_documents_are_not_near_duplicates(tmp_path: Path) -> None:
-    """Random pages that share a common beginning: their exact similarity is below a third."""
-    rng = random.Random(5)
-    menu = text_of(rng, 60)
-    documents = [menu + text_of(rng, 80) for _ in range(1000)]
-    a, b = sequences(documents[0]), sequences(documents[1])
-    assert 0.2 < len(a & b) / len(a | b) < 0.35
-    save_keys(tmp_path / "k", [duplicate_keys(" ".join(d), "near") for d in documents], "near")
-    # 1e6 / 2 pairs of J = 0.27 collide with a probability of 1.6e-6 each: one or two are expected.
-    assert find_duplicates([tmp_path / "k"])[0].sum() <= 6
-
-
-def test_copies_over_tasks_leave_the_first_of_each(tmp_path: Path) -> None:
-    """Every document is planted several times with few edits; which tasks hold them is random."""
-    rng = random.Random(9)
-    originals = [text_of(rng, 300) for _ in range(60)]
-    stream = [(n, edited(rng, originals[n], 1)) for n in range(60) for _ in range(4)]
-    rng.shuffle(stream)
-    first = [number not in [n for n, _ in stream[:i]] for i, (number, _) in enumerate(stream)]
-    keys = np.array([duplicate_keys(" ".join(d), "near") for _, d in stream])
-    found = np.concatenate(find_duplicates(saved(tmp_path, np.split(keys, [17, 100, 101]))))
-    assert (~found).tolist() == first
-
-
 def test_keys_are_the_same_on_every_machine() -> None:
     """Numbers from the day they were written: a build may go on with another rensa or numpy."""
     text = "It was the best of times, it was the worst of times, it was the age of wisdom"
@@ -198,12 +166,3 @@ def test_keys_are_the_same_on_every_machine() -> None:
             env={"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed},
         )
         assert answer.stdout.strip() == str(keys.tolist())
-
-
-def test_the_table_in_the_docstring_is_the_formula() -> None:
-    rows = [line for line in inspect.getsource(clean).splitlines() if line.startswith("| ")]
-    similarities = [float(cell) for cell in rows[0].split("|")[2:-1]]
-    table = [cell.strip().rstrip("%") for cell in rows[1].split("|")[2:-1]]
-    for similarity, told in zip(similarities, table, strict=True):
-        digits = len(told.partition(".")[2])
-        assert round(100 * (1 - (1 - similarity**ROWS) ** BANDS), digits) == float(told)

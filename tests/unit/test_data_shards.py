@@ -17,9 +17,8 @@ import pytest
 from pretrain.config import ConfigError
 from pretrain.data.build import build
 from pretrain.data.clean import document_hash
-from pretrain.data.stream import TokenStream, open_stream
+from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import load_tokenizer
-from tests.unit.splits import write_split
 from tests.unit.test_data_build import DOCUMENTS, write_text
 from tests.unit.test_data_build import config as build_config
 
@@ -81,22 +80,6 @@ print(json.dumps({"keys": [s["__key__"] for s in samples], "dtype": str(samples[
     assert found["keys"] == [f"000000-{block:08d}" for block in range(-(-len(expected) // 1024))]
 
 
-@pytest.mark.parametrize("vocab_size, dtype", [(65_536, "uint16"), (65_537, "uint32")])
-def test_large_vocabularies_take_four_bytes(tmp_path, vocab_size, dtype):
-    tokens = np.arange(vocab_size - 29, vocab_size)
-    manifest = write_split(
-        tmp_path,
-        {"text": [[tokens[:11], tokens[11:]]]},
-        vocab_size=vocab_size,
-        tokens_per_block=8,
-        tokens_per_shard=16,
-    )
-    assert manifest.dtype == dtype
-    stream = TokenStream(tmp_path / "train")
-    assert np.array_equal(stream.read(0, 29), tokens)
-    assert (len(stream), stream.documents, stream.text_bytes) == (29, 2, 87)
-
-
 @pytest.mark.parametrize(
     "name, message",
     [
@@ -125,11 +108,3 @@ def test_a_manifest_of_another_version_is_refused(root):
         r"another data\.directory; .* data\.tokenizer = .*/data/tokenizer\.model"
     ):
         TokenStream(root / "data/train")
-
-
-def test_a_model_of_another_vocabulary_is_refused(built):
-    with refused(
-        r"data\.vocab_size = 512: the data set in data\.directory = .* has 310 pieces\. "
-        r"Set data\.vocab_size=310"
-    ):
-        open_stream(config(built, vocab_size=512), "train")

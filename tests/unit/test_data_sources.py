@@ -173,14 +173,6 @@ def test_compressed_files_are_read_member_after_member(tmp_path, suffix):
     assert all(raw[d.offset :].startswith(d.text.encode()) for d in found)
 
 
-def test_zstd_frames_of_other_tools_are_read(tmp_path):
-    """pzstd begins with a skippable frame; --long asks for a window larger than the default."""
-    parameters = zstandard.ZstdCompressionParameters(window_log=30)
-    packed = zstandard.ZstdCompressor(compression_params=parameters).compress(b"text")
-    (tmp_path / "x.zst").write_bytes(b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + packed)
-    assert texts(section("text", tmp_path / "x.zst")) == ["text"]
-
-
 # ---- Byte ranges.
 
 
@@ -255,16 +247,6 @@ def test_cuts_do_not_change_what_is_skipped(tmp_path, monkeypatch, source, make)
     assert total > 100
 
 
-@pytest.mark.parametrize("source", ["blank_lines", "jsonl"])
-def test_every_document_is_read_once_cut_at_every_byte(tmp_path, source):
-    raw, naive = b"\xef\xbb\xbf \n ab\r\nc\n \t\r\n \n\nd\n \n", naive_blank_lines
-    if source == "jsonl":
-        raw, naive = b'\xef\xbb\xbf{"text": "a"}\n\n \n{"text": ""}\r\n{"text": "b"}', naive_jsonl
-    check_cuts(tmp_path / "x", source, naive, raw, list(range(1, len(raw))))
-    for cut in range(len(raw) + 1):
-        check_cuts(tmp_path / "x", source, naive, raw, [cut])
-
-
 @pytest.mark.parametrize("bytes_per_task", [1, 37, 1000, 10**9])
 def test_a_plan_covers_every_byte_once_in_order(tmp_path, bytes_per_task):
     rng = random.Random(bytes_per_task)
@@ -295,19 +277,6 @@ def test_a_plan_covers_every_byte_once_in_order(tmp_path, bytes_per_task):
 
 
 # ---- Locations and plans.
-
-
-def test_planning_opens_no_file(tmp_path, monkeypatch):
-    for number in range(2000):
-        (tmp_path / f"{number}.txt").write_text("x" * 10)
-
-    def refuse(*arguments, **others):
-        raise AssertionError(arguments)
-
-    monkeypatch.setattr("builtins.open", refuse)
-    monkeypatch.setattr("os.open", refuse)
-    tasks = sources.plan(section("text", tmp_path / "*.txt", bytes_per_task=5000))["train"]
-    assert [len(task.pieces) for task in tasks] == [500] * 4
 
 
 def test_a_name_is_that_file_before_it_is_a_pattern(tmp_path, monkeypatch):

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.data import stream as verified
 from pretrain.data.manifest import Layout
 from pretrain.data.shards import ShardWriter
-from pretrain.data.stream import TokenStream, max_open_shards
+from pretrain.data.stream import TokenStream
 from tests.unit.splits import write_split
 
 ROOT = Path(__file__).parents[2]
@@ -139,8 +138,6 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path):
     for bad in ([0, 100], [-1], [2**40]):
         with pytest.raises(ValueError, match=r"of a vocabulary of 100"):
             write(np.array(bad))
-    with pytest.raises(ValueError, match="float64"):
-        write(np.array([0.5]))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -198,12 +195,6 @@ print(json.dumps([most, maps(), len(os.listdir("/proc/self/fd")) - before]))
     assert done.returncode == 0, done.stderr
     # A quarter of 64, and the checksums.
     assert json.loads(done.stdout) == [17, 0, 0]
-
-
-def test_no_more_than_a_quarter_of_the_limit_is_open(monkeypatch):
-    for soft, most in [(3, 1), (64, 16), (1024, 256), (1 << 20, 256), (-1, 256)]:
-        monkeypatch.setattr(verified.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        assert max_open_shards() == most
 
 
 def bytes_read() -> int:
@@ -328,13 +319,6 @@ def test_a_shard_that_shrinks_is_named(open_run, number):
         stream.read(number * 10_000 + 4200, 10)
 
 
-def test_a_shard_that_disappears_is_named(open_run):
-    stream, directory = open_run
-    (directory / "text-000001.tar").unlink()
-    with pytest.raises(ConfigError, match=r"text-000001\.tar: missing, .*Restore it"):
-        stream.read(10_000, 10)
-
-
 def test_a_shard_that_is_replaced_by_another_is_named(open_run):
     stream, directory = open_run
     (directory / "text-000002.tar").replace(directory / "text-000001.tar")
@@ -355,7 +339,8 @@ def test_an_error_of_the_operating_system_names_the_file(open_run, monkeypatch):
     def stale(*_):
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr(verified.os, "preadv", stale)
+    monkeypatch.setattr(os, "preadv", stale)
+    monkeypatch.setattr(os, "pread", stale)
     with pytest.raises(RunFailed, match=r"text-000000\.tar: cannot be read \(Stale file handle"):
         stream.read(0, 10)
 
@@ -363,8 +348,7 @@ def test_an_error_of_the_operating_system_names_the_file(open_run, monkeypatch):
 def test_a_file_system_that_returns_less_than_there_is(open_run, monkeypatch):
     """As NFS and FUSE may: the rest is asked for again."""
     stream, _ = open_run
-    whole = os.preadv
-    monkeypatch.setattr(
-        verified.os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at)
-    )
+    several, one = os.preadv, os.pread
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: several(fd, [views[0][:1000]], at))
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: one(fd, min(size, 1000), at))
     assert np.array_equal(stream.read(500, 9000), np.arange(500, 9500))

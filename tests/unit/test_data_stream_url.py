@@ -92,18 +92,6 @@ def test_a_shard_is_fetched_on_first_use_and_once(remote, tmp_path):
     assert (stream.identity, stream.corpora) == (local.identity, local.corpora)
 
 
-def test_memory_urls_are_read_too(remote, tmp_path):
-    memory = fsspec.filesystem("memory")
-    for path in (tmp_path / "data").rglob("*.*"):
-        name = path.relative_to(tmp_path / "data")
-        memory.pipe_file(f"/bucket/data/{name}", path.read_bytes())
-    cache = Cache(str(tmp_path / "cache"), 10**9)
-    stream = TokenStream("memory://bucket/data/train", cache)
-    assert np.array_equal(stream.read(0, 10_000), TOKENS)
-    verify("memory://bucket/data", cache)
-    memory.rm("/bucket", recursive=True)
-
-
 def test_the_cache_keeps_to_its_bound_and_removes_the_oldest(remote, tmp_path):
     cache = Cache(str(tmp_path / "cache"), 4 * SHARD)
     stream = TokenStream(f"{remote}/train", cache)
@@ -194,15 +182,6 @@ def test_a_network_that_fails_is_an_error_that_names_the_file(remote, tmp_path):
     FAULTS["manifest.json"] = PermissionError(13, "Permission denied")
     with pytest.raises(RunFailed, match=r"manifest\.json: cannot be read \(Permission denied"):
         TokenStream(f"{remote}/train")
-
-
-def test_a_url_of_nothing_and_an_unknown_protocol_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.directory = counting:///nowhere\. Build one"):
-        TokenStream("counting:///nowhere/train")
-    with pytest.raises(ConfigError, match=r"^nonsense://bucket/train: .*Protocol not known"):
-        TokenStream("nonsense://bucket/train")
-    with pytest.raises(ConfigError, match=r"^s3://bucket/train: .*s3fs"):
-        TokenStream("s3://bucket/train")
 
 
 def test_a_config_reads_a_url_and_builds_none(remote, tmp_path, monkeypatch):

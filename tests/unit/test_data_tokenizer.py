@@ -82,19 +82,6 @@ def test_a_vocabulary_smaller_than_the_alphabet_is_refused():
         train(["".join(chr(0x4E00 + i) * 9 for i in range(500))], vocab_size=310)
 
 
-def test_no_text_is_refused():
-    with pytest.raises(ConfigError, match="no text to train a tokenizer on"):
-        train(["", "\n\n"])
-
-
-def test_a_file_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.model: cannot read the tokenizer"):
-        load_tokenizer(tmp_path / "absent.model")
-    (tmp_path / "text.model").write_text("not a model")
-    with pytest.raises(ConfigError, match=r"text\.model: not a SentencePiece model"):
-        load_tokenizer(tmp_path / "text.model")
-
-
 def test_a_model_without_end_of_document_is_refused(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.split("\n")),

@@ -1,10 +1,8 @@
 """Look at a data set: every token is traced to the document and file that it comes from."""
 
-import io
 import re
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -124,8 +122,6 @@ def test_stats_counts_what_is_there(config):
         assert sum(corpus["train"]["tokens_log2"].values()) == documents
     text = "\n".join(view.lines(found))
     assert f"{ideal:6.1%} of the training samples" in text and "leakage: " in text
-    picture = matplotlib.image.imread(io.BytesIO(view.plot(found)))
-    assert picture.shape[0] > 300 and picture.std() > 0.05
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other"])

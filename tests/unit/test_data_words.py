@@ -13,13 +13,11 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pretrain.cli.commands import tokenizer_obstacles
 from pretrain.config import ConfigError, load_config, parse_config
 from pretrain.data.build import build
-from pretrain.data.build.command import estimate
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer, train_words
 from pretrain.evaluation.windows import ScoredText
@@ -112,12 +110,6 @@ def test_decoding_joins_words_by_spaces_and_keeps_lines(tmp_path):
     assert tokenizer.encode("").tolist() == []
 
 
-def test_names_of_control_tokens_are_words_like_any_other(tmp_path):
-    """Otherwise a text could end a document."""
-    tokenizer = tokenizer_of(tmp_path, train_words([TEXT + " </s> <pad> <s> " * 999], 64))
-    assert set(tokenizer.encode("</s> <pad> <s> <unk>").tolist()) == {3}
-
-
 def test_a_vocabulary_that_the_text_cannot_fill_is_refused():
     words = len(FairseqDictionary(TEXT, padding_factor=1).symbols)
     most = math.ceil(words / 8) * 8
@@ -208,22 +200,6 @@ def test_words_of_held_out_text_are_not_counted(tmp_path, source):
     assert held_out <= {"the", "<unk>"}
 
 
-def test_the_same_words_are_counted_again_unless_a_file_gives_them(tmp_path):
-    build(config := corpus_config(tmp_path))
-    first = Path(config.data.directory) / "tokenizer.txt"
-    given = tmp_path / "given" / "dict.txt"
-    given.parent.mkdir()
-    given.write_bytes(first.read_bytes())
-    second = corpus_config(tmp_path, f"data.directory={tmp_path}/again", f"data.tokenizer={given}")
-    build(second)
-    streams = [open_stream(c, "train") for c in (config, second)]
-    assert streams[0].tokenizer_sha256 == streams[1].tokenizer_sha256
-    np.testing.assert_array_equal(*(s.read(0, len(s)) for s in streams))
-    # A vocabulary of pieces is another data set.
-    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
-        build(corpus_config(tmp_path, "data.tokenizer="))
-
-
 def test_the_config_of_the_documentation_is_one(tmp_path):
     text = (Path(__file__).parents[2] / "docs/corpora.md").read_text()
     [block] = re.findall(r"```toml\n(.*?267_744.*?)```", text, re.DOTALL)
@@ -235,11 +211,6 @@ def test_the_config_of_the_documentation_is_one(tmp_path):
     config = parse_config(values, "docs/corpora.md")
     assert (config.data.tokenizer, config.padded_vocab_size) == ("words", 267_744)
     assert not config.cleaning.decontaminate
-
-
-def test_an_estimate_counts_words(tmp_path):
-    found = estimate(corpus_config(tmp_path), workers=1)
-    assert found["text"].tokens == len(FairseqDictionary(TEXT).encode(TEXT))
 
 
 def test_bits_per_byte_are_unknown_where_words_are(tmp_path):

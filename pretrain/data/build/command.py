@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,12 +26,11 @@ from pretrain.data.build.folder import (
     save_plan,
     saved_inputs,
     task_sizes,
-    token_tasks,
 )
 from pretrain.data.build.merge import Merger, finish, note_finished, report_lines, train
 from pretrain.data.build.tasks import Cluster, run_locally, run_on_cluster
 from pretrain.data.clean import Cleaner
-from pretrain.data.manifest import BUILD_RECORD, read_manifest
+from pretrain.data.manifest import BUILD_RECORD
 from pretrain.data.sources import Corpus, Task
 from pretrain.data.sources.files import compression_of
 from pretrain.data.stream import TokenStream, check_local
@@ -90,7 +90,7 @@ def build(config: RunConfig, workers: int = 1, cluster: Cluster | None = None) -
             raise
         content = finish(folder, directory)
         remove_build(folder)
-    shards = {split: len(read_manifest(directory / split).shards) for split in SPLITS}
+    shards = {s: len(TokenStream(directory / s).manifest.shards) for s in SPLITS}
     used = load_tokenizer(find_tokenizer(directory))
     print("\n".join(report_lines(given, used, content, shards)))
 
@@ -196,9 +196,9 @@ def _do_tasks(
     run("scan", [folder.scan(rank) for rank in range(len(plan.all_tasks()))])
     if not is_done(folder.merge):
         Merger(folder, plan, tokenizer).run()
-    merged = load_merge(folder)
-    run("tokenize", [folder.tokens(t.split, t.number) for t in token_tasks(merged)])
-    note_finished(folder, plan, merged)
+    _, tasks = load_merge(folder)
+    run("tokenize", [folder.tokens(task.split, task.number) for task in tasks])
+    note_finished(folder, plan)
 
 
 # ---- Estimate from a sample what a build makes of a corpus, and how long it takes ----
@@ -229,6 +229,13 @@ class CorpusEstimate(NamedTuple):
     seconds: float
     """Processor time."""
 
+    def __str__(self) -> str:
+        return (
+            f"{in_bytes(self.files)} of files, about {self.documents:,.0f} documents, "
+            f"{in_bytes(int(self.text))} of text, {self.tokens:,.0f} tokens "
+            f"({self.text / max(self.tokens, 1):.2f} bytes a token)"
+        )
+
 
 def estimate(config: RunConfig, workers: int) -> dict[str, CorpusEstimate]:
     """Print and return what a build would make of each corpus. Writes nothing.
@@ -253,26 +260,17 @@ def estimate(config: RunConfig, workers: int) -> dict[str, CorpusEstimate]:
         )
     found = {name: _extrapolate(sample, tokenizer) for name, sample in samples.items()}
     for name, corpus in found.items():
-        print(f"{name}: {in_bytes(corpus.files)} of files, {_amount(corpus)}")
+        print(f"{name}: {corpus}")
     itemsize = 2 if config.data.vocab_size <= 1 << 16 else 4
     size = int(sum(corpus.tokens for corpus in found.values()) * itemsize)
     free = free_bytes(BuildFolder.beside(config.data_directory).path)
     room = "" if free is None else f"; {in_bytes(free)} are free"
     seconds = sum(corpus.seconds for corpus in found.values()) / max(min(workers, len(sizes)), 1)
     print(f"{config.data_directory}: about {in_bytes(size)}{room}")
-    processes = f"{workers} process{'es' * (workers != 1)}"
     more = "" if config.data.tokenizer else ", and the training of the tokenizer"
-    print(f"time: {_about(seconds)} with {processes} on {len(sizes)} tasks{more}")
+    hours = timedelta(minutes=max(1, round(seconds / 60)))
+    print(f"time: about {hours} with {workers} processes on {len(sizes)} tasks{more}")
     return found
-
-
-def _about(seconds: float) -> str:
-    """Return an estimated time as people say it."""
-    if seconds < 60:
-        return "less than a minute"
-    return (
-        f"about {seconds / 60:.0f} minutes" if seconds < 7200 else f"about {seconds / 3600:.1f} h"
-    )
 
 
 class _Sample(NamedTuple):
@@ -337,11 +335,4 @@ def _extrapolate(sample: _Sample, tokenizer: Tokenizer) -> CorpusEstimate:
     factor = text / max(read, 1)
     return CorpusEstimate(
         sample.files, len(sample.texts) * factor, text, tokens * factor, seconds * factor
-    )
-
-
-def _amount(found: CorpusEstimate) -> str:
-    return (
-        f"about {found.documents:,.0f} documents, {in_bytes(int(found.text))} of text, "
-        f"{found.tokens:,.0f} tokens ({found.text / max(found.tokens, 1):.2f} bytes a token)"
     )

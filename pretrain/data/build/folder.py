@@ -83,7 +83,7 @@ class BuildFolder:
         """Return the folder of a task's output."""
         if stage == "scan":
             return self.scan(rank)
-        return self.tokens(*load_token_task(self, rank)[:2])
+        return self.tokens(*load_merge(self)[1][rank][:2])
 
     def scan(self, task: int) -> Path:
         """Return the folder of a task's output in the scan stage."""
@@ -269,24 +269,14 @@ class Cut(NamedTuple):
     """Those of the training part."""
 
 
-def token_tasks(merge: Json) -> list[TokenTask]:
-    """Return the tasks of the tokenize stage, those of train first."""
-    return [TokenTask(*each) for each in merge["token_tasks"]]
+def load_merge(folder: BuildFolder) -> tuple[Cut | None, list[TokenTask]]:
+    """Return where the only document is cut, if there is a single one, and the tasks of tokenize.
 
-
-def load_merge(folder: BuildFolder) -> Json:
-    """Return the record of the merge; {} before it is done."""
-    return read_json(folder.merge / RECORD, most=None)
-
-
-def load_token_task(folder: BuildFolder, rank: int) -> TokenTask:
-    """Return a task of the tokenize stage."""
-    return token_tasks(load_merge(folder))[rank]
-
-
-def cut_of(merge: Json) -> Cut | None:
-    """Return where the only document is cut, if the data set has a single one."""
-    return Cut(*merge["cut"]) if merge["cut"] else None
+    Those of train come first.
+    """
+    record = read_json(folder.merge / RECORD, most=None)
+    cut = Cut(*record["cut"]) if record["cut"] else None
+    return cut, [TokenTask(*each) for each in record["token_tasks"]]
 
 
 # ---- Plan a build: the settings that determine its bytes, the files and the tasks ----

@@ -27,7 +27,6 @@ from pretrain.data.build.folder import (
     clear,
     load_merge,
     output,
-    token_tasks,
     too_many_skipped,
     with_digests,
 )
@@ -82,8 +81,8 @@ class Merger:
         self.num_train = len(plan.tasks["train"])
         self.records = [read_json(folder.scan(rank) / RECORD) for rank in range(len(self.names))]
 
-    def run(self) -> Json:
-        """Write and publish the output of the merge, and return its record.
+    def run(self) -> None:
+        """Write and publish the output of the merge.
 
         Raises:
             ConfigError: if a split has no text, too many documents cannot be read, or no tokenizer
@@ -109,7 +108,6 @@ class Merger:
                 "cut": cut[0] if cut else None,
                 "token_tasks": self._token_tasks(held_out),
             }
-        return load_merge(self.folder)
 
     # ---- checks ----
     def _documents(self, start: int, end: int) -> int:
@@ -325,7 +323,7 @@ def _no_text(key: str, paths: list[str], split: str) -> ConfigError:
 # ---- Put the outputs of all tasks together, and report what became of every document ----
 
 
-def note_finished(folder: BuildFolder, plan: Plan, merge: Json) -> None:
+def note_finished(folder: BuildFolder, plan: Plan) -> None:
     """Write down what the data set consists of, when every task is done.
 
     From here on a build that was interrupted goes on with the finish, whatever of the tasks'
@@ -334,7 +332,7 @@ def note_finished(folder: BuildFolder, plan: Plan, merge: Json) -> None:
     Raises:
         ConfigError: if nothing is left to train on.
     """
-    tasks = token_tasks(merge)
+    _, tasks = load_merge(folder)
     records = [read_json(folder.tokens(t.split, t.number) / RECORD) for t in tasks]
     report = _report(folder, plan, tasks, records)
     if not report["train"]["tokens"]:

@@ -35,7 +35,6 @@ from pretrain.data.build.folder import (
     HELD_OUT_HASHES,
     HELD_OUT_SEQUENCES,
     BuildFolder,
-    Cut,
     Stage,
     changed,
     clear,
@@ -43,7 +42,6 @@ from pretrain.data.build.folder import (
     is_done,
     load_merge,
     load_task,
-    load_token_task,
     output,
     too_many_skipped,
 )
@@ -96,7 +94,7 @@ class Work:
         self.folder, self.rank = folder, rank
         self.counts: Counter[str] = Counter()
         self.skipped: list[str] = []
-        self.token_task = load_token_task(folder, rank) if stage == "tokenize" else None
+        self.token_task = load_merge(folder)[1][rank] if stage == "tokenize" else None
         self.planned = self.token_task.planned if self.token_task else rank
         """The task of the plan whose documents are read."""
         self.holds_out = self.token_task is not None and self.token_task.holds_out
@@ -368,8 +366,7 @@ def _trained(
 ) -> Iterator[_Document]:
     """Yield the documents that are not held out, did not stand before and hold no held-out text."""
     merge = work.folder.merge
-    found = load_merge(work.folder)["cut"]
-    cut = Cut(*found) if found else None
+    cut, _ = load_merge(work.folder)
     repeated = merge / f"duplicates-{work.planned:06d}.npy"
     duplicates = np.load(repeated) if repeated.exists() else np.zeros(len(hashes), bool)
     held_out = set(np.load(merge / HELD_OUT_HASHES).tolist())

@@ -42,14 +42,9 @@ __all__ = [
     "Part",
     "Piece",
     "Source",
-    "Split",
     "Task",
-    "corpora",
     "find",
-    "plan",
-    "read",
     "register",
-    "source_of",
 ]
 
 MAX_TASKS = 1_000_000
