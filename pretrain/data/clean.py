@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import re
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -312,52 +312,12 @@ def _mark_repeated(keys: Hashes, found: npt.NDArray[np.bool_]) -> None:
 # text occurs; and the choice is even over the corpus, as the hash is.
 
 
-T = TypeVar("T")
-
 _LARGE = 1 << 64
 """Added to the hash of a text of more than max_bytes, to place it after all others."""
 
 
-class _Front(Generic[T]):
-    """The front of an order of different texts: as many as have at most `max_bytes` together.
-
-    The first one is kept even if it is larger.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.places: list[int] = []
-        self.limit = 2 * _LARGE
-        """No text at this place or behind it fits. Lower it to keep only those before it."""
-        self._kept: dict[int, tuple[int, T]] = {}
-        self._bytes = 0
-
-    def fits(self, place: int) -> bool:
-        """Return whether a text at this place would be kept for now and is not yet."""
-        return place < self.limit and place not in self._kept
-
-    def add(self, place: int, size: int, value: T) -> None:
-        """Keep a text that `fits`, and drop those at the end that fit no longer."""
-        self.places.insert(bisect_left(self.places, place), place)
-        self._kept[place] = size, value
-        self._bytes += size
-        while self._bytes > self.max_bytes and len(self.places) > 1:
-            self.cut(self.places[-1])
-
-    def cut(self, limit: int) -> None:
-        """Drop the texts at `limit` and behind it, and take none there from now on."""
-        self.limit = min(self.limit, limit)
-        while self.places and self.places[-1] >= self.limit:
-            size, _ = self._kept.pop(self.places.pop())
-            self._bytes -= size
-
-    def kept(self) -> list[tuple[int, int, T]]:
-        """Return (place, bytes, value) of the texts that are kept, in order."""
-        return [(place, *self._kept[place]) for place in self.places]
-
-
 class Candidates:
-    """Collect the documents of one task that could be held out.
+    """Collect the documents of one task, or of all, that could be held out: the front of the order.
 
     Whatever the other tasks hold, `choose_held_out` chooses no document of this task that is not
     among those collected here: what it holds out is the front of an order and has at most
@@ -373,40 +333,53 @@ class Candidates:
             max_bytes: The most bytes of UTF-8 that the corpus may hold out: its part of
                 data.validation_bytes. The same number for all tasks of the corpus.
         """
-        self._front: _Front[bytes] = _Front(max_bytes)
-        self._documents = 0
-        self._last = -1
+        self.max_bytes, self.documents, self.last = max_bytes, 0, -1
+        self.limit = 2 * _LARGE
+        """No text at this place or behind it fits."""
+        self._kept: dict[int, bytes] = {}
+        # The places of those that are kept, negative: the last one is at the root.
+        self._heap: list[int] = []
+        self._bytes = 0
 
     def add(self, text: str) -> int:
         """Take note of a cleaned document and return its `document_hash`."""
         data = text.encode("utf-8", "surrogatepass")
         digest = xxhash.xxh3_64_intdigest(data)
-        place = digest + (_LARGE if len(data) > self._front.max_bytes else 0)
-        self._documents += 1
-        self._last = max(self._last, place)
-        if self._front.fits(place):
-            self._front.add(place, len(data), data)
+        place = digest + (_LARGE if len(data) > self.max_bytes else 0)
+        self.documents += 1
+        self.last = max(self.last, place)
+        self.keep(place, data)
         return digest
+
+    def keep(self, place: int, data: bytes) -> None:
+        """Keep a text if it fits, and drop those at the end that fit no longer."""
+        if place >= self.limit or place in self._kept:
+            return
+        self._kept[place] = data
+        heapq.heappush(self._heap, -place)
+        self._bytes += len(data)
+        while self._bytes > self.max_bytes and len(self._heap) > 1:
+            self.cut(-self._heap[0])
+
+    def cut(self, limit: int) -> None:
+        """Drop the texts at `limit` and behind it, and take none there from now on."""
+        self.limit = min(self.limit, limit)
+        while self._heap and -self._heap[0] >= self.limit:
+            self._bytes -= len(self._kept.pop(-heapq.heappop(self._heap)))
+
+    def kept(self) -> list[tuple[int, str]]:
+        """Return (place, text) of those that are kept, in order."""
+        return [
+            (p, data.decode("utf-8", "surrogatepass")) for p, data in sorted(self._kept.items())
+        ]
 
     def save(self, path: Path) -> None:
         """Write the candidates for `choose_held_out`: a line of JSON of them all, and one each."""
-        with path.open("w") as file:
-            front = self._front
-            file.write(json.dumps([front.max_bytes, self._documents, self._last, front.limit]))
-            for place, _, data in front.kept():
-                file.write("\n" + json.dumps([place, data.decode("utf-8", "surrogatepass")]))
+        lines = [(self.max_bytes, self.documents, self.last, self.limit), *self.kept()]
+        path.write_text("\n".join(map(json.dumps, lines)))
 
 
-class HeldOutText(NamedTuple):
-    """A text that is held out."""
-
-    hash: int
-    """Its `document_hash`. Every copy of the text has to be left out of training."""
-
-    text: str
-
-
-def choose_held_out(paths: Sequence[Path], fraction: float) -> list[HeldOutText]:
+def choose_held_out(paths: Sequence[Path], fraction: float) -> dict[int, str]:
     """Choose what one corpus holds out, from the files that `Candidates.save` wrote for its tasks.
 
     Args:
@@ -414,28 +387,21 @@ def choose_held_out(paths: Sequence[Path], fraction: float) -> list[HeldOutText]
         fraction: data.validation_fraction.
 
     Returns:
-        The held-out texts, each once, in the order of their hashes. Empty if the corpus does not
-        have two different texts.
+        The held-out texts by their hashes, each once, in the order of the hashes; every copy of
+        them has to be left out of training. Empty if the corpus does not have two different texts.
     """
-    documents, last = 0, -1
-    front: _Front[str] | None = None
+    whole = Candidates(0)
     for path in paths:
         with path.open() as file:
-            max_bytes, count, its_last, limit = json.loads(file.readline())
-            front = front or _Front(max_bytes)
-            documents, last = documents + count, max(last, its_last)
-            front.cut(limit)
+            whole.max_bytes, documents, last, limit = json.loads(file.readline())
+            whole.documents, whole.last = whole.documents + documents, max(whole.last, last)
+            whole.cut(limit)
             for place, text in map(json.loads, file):
-                # They stand in order.
-                if place >= front.limit:
-                    break
-                if front.fits(place):
-                    front.add(place, len(text.encode("utf-8", "surrogatepass")), text)
-    if front is None:
-        return []
-    front.cut(last)
-    chosen = front.kept()[: max(1, int(fraction * documents))]
-    return [HeldOutText(place % _LARGE, text) for place, _, text in chosen]
+                whole.keep(place, text.encode("utf-8", "surrogatepass"))
+    # The last text is left for training.
+    whole.cut(whole.last)
+    chosen = whole.kept()[: max(1, int(fraction * whole.documents))]
+    return {place % _LARGE: text for place, text in chosen}
 
 
 LEAK_WORDS = 13

@@ -504,16 +504,6 @@ def open_stream(config: RunConfig, split: Split) -> TokenStream:
     return stream
 
 
-def tokenizer_path(config: RunConfig) -> Path:
-    """Return the path of the tokenizer of the run's data set, fetched first if it is at a URL."""
-    return open_stream(config, "train").tokenizer_path
-
-
-def check_local(config: RunConfig) -> None:
-    """Raise ConfigError if data.directory is a URL, which can be read and not written."""
-    _ = config.data_directory
-
-
 # ---- Read every byte of a data set and name every file that is not as it was written ----
 
 

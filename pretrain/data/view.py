@@ -14,8 +14,7 @@ from pretrain.data import order
 from pretrain.data.blend import blend_of
 from pretrain.data.manifest import BUILD_RECORD, DOCUMENTS, Split
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.data.tokenizer import UNK, load_tokenizer
-from pretrain.data.tokenizers.base import DICTIONARY
+from pretrain.data.tokenizer import load_tokenizer
 
 # ---- Say of any range of a split's tokens which documents it holds, and where these come from ----
 
@@ -210,9 +209,6 @@ def _printable(text: str) -> str:
 # ---- Print what a data set consists of (`pretrain data stats`) ----
 
 
-SAMPLED_TOKENS = 1 << 22
-"""How many tokens of the training split are counted by id, spread evenly over it."""
-_WINDOW = 4096
 _BAR = 40
 
 
@@ -224,12 +220,10 @@ class Stats(NamedTuple):
     """The report of build.json; empty if there is none."""
     shares: Mapping[str, float]
     """Corpus -> its share of the training samples."""
-    frequencies: np.ndarray
-    """How often each id stands in a sample of the training split, int64 [vocab_size]."""
 
 
 def read_stats(config: RunConfig) -> Stats:
-    """Read the statistics of a run's data set. Of the shards a bounded sample is read.
+    """Read the statistics of a run's data set, but no shards.
 
     Raises:
         ConfigError: The data set is missing or damaged.
@@ -242,7 +236,6 @@ def read_stats(config: RunConfig) -> Stats:
         streams,
         _report(train),
         {name: share / sum(shares.values()) for name, share in shares.items()},
-        _frequencies(train),
     )
 
 
@@ -251,17 +244,6 @@ def _report(stream: TokenStream) -> Mapping[str, Any]:
         return {}
     report: Mapping[str, Any] = _build_record(stream.directory, "report")
     return report
-
-
-def _frequencies(stream: TokenStream) -> np.ndarray:
-    """Count the ids in windows that are spread evenly over the stream."""
-    window = min(_WINDOW, len(stream))
-    windows = max(1, min(SAMPLED_TOKENS, len(stream)) // window)
-    starts = np.linspace(0, len(stream) - window, windows).astype(np.int64)
-    counts = np.zeros(stream.vocab_size, np.int64)
-    for start in starts.tolist():
-        counts += np.bincount(stream.read(start, window), minlength=stream.vocab_size)
-    return counts
 
 
 def lines(stats: Stats) -> Iterator[str]:
@@ -282,16 +264,6 @@ def lines(stats: Stats) -> Iterator[str]:
     for name, corpus in stats.report.get("corpora", {}).items():
         yield f"{name}: tokens in a document (training)"
         yield from _bars(corpus["train"]["tokens_log2"])
-    used = int((stats.frequencies > 0).sum())
-    total = int(stats.frequencies.sum())
-    top = np.sort(stats.frequencies)[::-1][:100].sum() / max(total, 1)
-    yield (
-        f"ids: {used:,} of {len(stats.frequencies):,} stand in a sample of {total:,} training "
-        f"tokens; the 100 most frequent are {top:.0%} of it"
-    )
-    if stats.streams["train"].manifest.tokenizer == DICTIONARY:
-        share = stats.frequencies[UNK] / max(total, 1)
-        yield f"<unk>: {share:.2%} of it: words beyond data.vocab_size, or spelled so"
     if leakage := stats.report.get("leakage"):
         yield (
             f"leakage: {leakage['after']:.2%} of the held-out text's 13-word sequences also stand "

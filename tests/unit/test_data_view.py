@@ -110,10 +110,6 @@ def test_a_terminal_is_not_controlled_by_a_corpus(config, monkeypatch):
 def test_stats_counts_what_is_there(config):
     found = view.read_stats(config)
     train = found.streams["train"]
-    tokens = train.read(0, len(train))
-    window = min(4096, len(train))
-    assert found.frequencies.sum() >= len(train) - window
-    assert set(np.flatnonzero(found.frequencies)) <= set(tokens.tolist())
     sizes = {c.name: (c.tokens - 1) // 64 for c in train.corpora}
     ideal = sizes["books"] * 2 / (sizes["books"] * 2 + sizes["pages"])
     assert found.shares["books"] == pytest.approx(ideal)

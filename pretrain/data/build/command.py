@@ -33,7 +33,7 @@ from pretrain.data.clean import Cleaner
 from pretrain.data.manifest import BUILD_RECORD
 from pretrain.data.sources import Corpus, Task
 from pretrain.data.sources.files import compression_of
-from pretrain.data.stream import TokenStream, check_local
+from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import (
     Tokenizer,
     find_tokenizer,
@@ -63,10 +63,9 @@ def build(config: RunConfig, workers: int = 1, cluster: Cluster | None = None) -
             if another process builds it, or if the corpus or the tokenizer cannot be used.
         RunFailed: if the data set cannot be written, or jobs ended without a result.
     """
-    check_local(config)
+    given = config.data_directory
     tokenizer = load_given_tokenizer(config.data)
     plan = make_plan(config, tokenizer.fingerprint if tokenizer else None)
-    given = config.data_directory
     directory = _real_directory(given)
     folder = BuildFolder.beside(directory)
     if _is_up_to_date(directory, plan) and not folder.path.exists():
@@ -247,7 +246,7 @@ def estimate(config: RunConfig, workers: int) -> dict[str, CorpusEstimate]:
     Raises:
         ConfigError: if the corpus or the tokenizer cannot be used.
     """
-    check_local(config)
+    directory = config.data_directory
     tokenizer = load_given_tokenizer(config.data)
     plan = make_plan(config, tokenizer.fingerprint if tokenizer else None)
     sizes = task_sizes(plan)
@@ -263,10 +262,10 @@ def estimate(config: RunConfig, workers: int) -> dict[str, CorpusEstimate]:
         print(f"{name}: {corpus}")
     itemsize = 2 if config.data.vocab_size <= 1 << 16 else 4
     size = int(sum(corpus.tokens for corpus in found.values()) * itemsize)
-    free = free_bytes(BuildFolder.beside(config.data_directory).path)
+    free = free_bytes(BuildFolder.beside(directory).path)
     room = "" if free is None else f"; {in_bytes(free)} are free"
     seconds = sum(corpus.seconds for corpus in found.values()) / max(min(workers, len(sizes)), 1)
-    print(f"{config.data_directory}: about {in_bytes(size)}{room}")
+    print(f"{directory}: about {in_bytes(size)}{room}")
     more = "" if config.data.tokenizer else ", and the training of the tokenizer"
     hours = timedelta(minutes=max(1, round(seconds / 60)))
     print(f"time: about {hours} with {workers} processes on {len(sizes)} tasks{more}")

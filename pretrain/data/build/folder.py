@@ -22,7 +22,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -384,26 +384,25 @@ def _look(path: str) -> File:
 # ---- on disk -------------------------------------------------------------------------------------
 def save_plan(plan: Plan, folder: BuildFolder) -> None:
     """Write the plan; plan.json last, because with it the plan is complete."""
-    # A task reads its own line alone: a corpus may have millions of files.
-    lines = [
-        json.dumps([split, *task]).encode() + b"\n"
-        for split in SPLITS
-        for task in plan.tasks[split]
-    ]
     sizes = task_sizes(plan)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    replace_file(folder.tasks, b"".join(lines), durable=True)
+    held_out_bytes = _held_out_bytes(plan, sizes)
+    num_train, most = len(plan.tasks["train"]), plan.data.tokenizer_training_bytes
+    in_train = max(sum(sizes[:num_train]), 1)
+    # A tokenizer is trained on the sample, and it shows what is boilerplate.
+    wants_sample = plan.data.tokenizer is None or plan.cleaning.decontaminate
+    lines = []
+    for rank, (task, size) in enumerate(zip(plan.all_tasks(), sizes)):
+        sample = min(most, int(_SAMPLE_FACTOR * most * (size / in_train)) + 1)
+        held_out = held_out_bytes.get(task.corpus) if rank < num_train else None
+        lines.append(json.dumps([sample if wants_sample else 0, held_out, *task]) + "\n")
+    # A task reads its own line alone: a corpus may have millions of files.
+    replace_file(folder.tasks, "".join(lines), durable=True)
     replace_json(folder.files, plan.files, durable=True)
     content = {
         "settings": plan.settings,
-        "data": plan.data.model_dump(mode="json"),
-        "cleaning": plan.cleaning.model_dump(mode="json"),
-        "tasks": {split: len(plan.tasks[split]) for split in SPLITS},
-        "starts": starts,
-        "sizes": sizes,
-        "held_out_bytes": _held_out_bytes(plan, sizes),
+        "data": plan.data.model_dump_json(),
+        "cleaning": plan.cleaning.model_dump_json(),
+        "num_train": num_train,
     }
     replace_json(folder.plan, content, durable=True)
 
@@ -469,27 +468,17 @@ def load_task(folder: BuildFolder, number: int) -> TaskPlan:
         number: Position among the tasks of both splits, those of train first.
     """
     content = json.loads(folder.plan.read_bytes())
-    data = DataSection.model_validate_json(json.dumps(content["data"]))
-    cleaning = CleaningSection.model_validate_json(json.dumps(content["cleaning"]))
-    start, end = content["starts"][number : number + 2]
-    with folder.tasks.open("rb") as file:
-        file.seek(start)
-        split, position, name, pieces = json.loads(file.read(end - start))
-    task = Task(position, name, tuple(Piece(*piece) for piece in pieces))
-    [corpus] = [corpus for corpus in sources.corpora(data) if corpus.name == name]
-    in_train = content["tasks"]["train"]
-    share = content["sizes"][number] / max(sum(content["sizes"][:in_train]), 1)
-    most = data.tokenizer_training_bytes
-    # A tokenizer is trained on it, and it shows what is boilerplate.
-    wants_sample = data.tokenizer is None or cleaning.decontaminate
+    data = DataSection.model_validate_json(content["data"])
+    with folder.tasks.open() as file:
+        sample, held_out, position, name, pieces = json.loads(next(islice(file, number, None)))
     return TaskPlan(
         data,
-        cleaning,
-        split,
-        task,
-        corpus,
-        sample_bytes=min(most, int(_SAMPLE_FACTOR * most * share) + 1) if wants_sample else 0,
-        held_out_bytes=content["held_out_bytes"].get(name) if split == "train" else None,
+        CleaningSection.model_validate_json(content["cleaning"]),
+        "train" if number < content["num_train"] else "validation",
+        Task(position, name, tuple(Piece(*piece) for piece in pieces)),
+        next(corpus for corpus in sources.corpora(data) if corpus.name == name),
+        sample,
+        held_out,
     )
 
 

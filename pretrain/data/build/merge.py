@@ -141,9 +141,7 @@ class Merger:
             if (path := self.folder.scan(rank) / "candidates").exists():
                 candidates.setdefault(self.names[rank], []).append(path)
         fraction = self.plan.data.validation_fraction
-        chosen = {
-            name: dict(choose_held_out(paths, fraction)) for name, paths in candidates.items()
-        }
+        chosen = {name: choose_held_out(paths, fraction) for name, paths in candidates.items()}
         common = self._boilerplate([text for texts in chosen.values() for text in texts.values()])
         return [
             document
