@@ -217,7 +217,7 @@ def test_a_model_that_leaves_out_letters_is_refused(tmp_path):
 
 def test_a_model_in_which_a_text_can_spell_a_special_token_is_refused(tmp_path):
     metaspace("unigram").save(str(tmp_path / "t.json"))
-    with pytest.raises(ConfigError, match="</s> in a text would become the special token"):
+    with pytest.raises(ConfigError, match="<s> in a text would become the special token"):
         load_tokenizer(tmp_path / "t.json")
 
 

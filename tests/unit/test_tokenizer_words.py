@@ -143,7 +143,6 @@ def byte_level(pre_tokenizer) -> tokenizers.Tokenizer:
     )
     # As one text, so that pieces with newlines are learnt too.
     text = [corpus()[:200_000], "\n\n   \n\t\t" * 50, "!\n ?\r\n" * 99]
-    text = [corpus()[:200_000], "\n\n   \n\t\t" * 50, "!\n ?\r\n" * 99]
     tokenizer.train_from_iterator(text, trainer)
     return tokenizer
 

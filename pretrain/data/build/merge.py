@@ -43,6 +43,7 @@ from pretrain.data.tokenizer import (
 )
 from pretrain.data.tokenizers.base import DICTIONARY, MODEL
 from pretrain.rundir.files import (
+    PARTIAL,
     Json,
     flush_directory,
     publish_directory,
@@ -421,6 +422,9 @@ def finish(folder: BuildFolder, directory: Path) -> Json:
     tokenizer = load_tokenizer(folder.data / source.name)
     for split in SPLITS:
         _finish_split(folder, split, finished, tokenizer)
+    # Of a finish that was killed.
+    for leftover in folder.data.rglob(f".*{PARTIAL}"):
+        leftover.unlink()
     record = finished["build"]
     replace_json(folder.data / BUILD_RECORD, record, durable=True, indent=1)
     flush_directory(folder.data)

@@ -1,0 +1,38 @@
+"""Build a data set from a kind of file of your own: here CSV, one document a row.
+
+    python examples/data_source.py data build configs/demo.toml \\
+        --set 'data.source=csv' --set 'data.paths=["corpus/*.csv"]'
+
+The script is `pretrain` with one more source; the shards are read by `pretrain train` as any others.
+To keep the source, put the class in a file of pretrain/data/sources/, where it is found.
+"""
+
+import csv
+import io
+from collections.abc import Iterator
+
+from pretrain.cli.main import main
+from pretrain.data.sources import Corpus, Found, Piece, Source, register
+from pretrain.data.sources.files import open_piece
+
+
+@register
+class Csv(Source):
+    """Documents are the column `text_field` (by default "text") of files that have a header."""
+
+    name = "csv"
+    endings = (".csv",)
+    text_field = "text"
+
+    def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
+        """Yield each row's text under the row's number, or why it cannot be read."""
+        # A stream: memory does not grow with the file. `.csv.gz` and URLs are read as well.
+        with io.TextIOWrapper(open_piece(piece), encoding="utf-8", newline="") as file:
+            for number, row in enumerate(csv.DictReader(file)):
+                text = row.get(self.field(corpus))
+                fault = "" if text else f'no text in the column "{self.field(corpus)}"'
+                yield Found(number, text or "", fault)
+
+
+if __name__ == "__main__":
+    main()
