@@ -217,7 +217,7 @@ def data_stats(
 
     \b
     Example:
-      pretrain data stats configs/demo.toml --out stats.png
+      pretrain data stats configs/demo.toml
 
     Args:
         out: Draw the statistics into this file.
@@ -225,13 +225,8 @@ def data_stats(
     run = load_config(config, overrides)
     from pretrain.data import view
 
-    found = view.read_stats(run)
-    for line in view.lines(found):
+    for line in view.lines(view.read_stats(run)):
         print(line)
-    if out is not None:
-        with writing(out):
-            out.write_bytes(view.plot(found))
-        print(f"{out}: written")
 
 
 @data.command("show")
