@@ -211,16 +211,12 @@ def data_verify(config: Config, overrides: Overrides = []) -> None:  # noqa: B00
 def data_stats(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
-    out: Annotated[Path | None, typer.Option(metavar="FILE.png")] = None,
 ) -> None:
     """Show the size of each corpus, its share of training, and how long its documents are.
 
     \b
     Example:
       pretrain data stats configs/demo.toml
-
-    Args:
-        out: Draw the statistics into this file.
     """
     run = load_config(config, overrides)
     from pretrain.data import view
