@@ -605,8 +605,11 @@ def _run_array(folder: BuildFolder, cluster: Cluster, path: Path, jobs: int) -> 
     # The error of a task says more than that the array was cancelled.
     if failure := read_json(failed):
         raise _ERRORS.get(failure["kind"], RunFailed)(failure["message"])
-    if process.returncode:
+    if process.returncode < 0:
         raise RunFailed(
-            f"{folder.path}: the command that runs the jobs ended with code {process.returncode}; "
-            "what it said stands above. Run the command again; it waits for jobs that still run"
+            f"{folder.path}: the process that waits for the jobs was killed (exit code "
+            f"{process.returncode}). Run the command again; it waits for jobs that still run"
         )
+    if process.returncode:
+        # It has said why.
+        raise SystemExit(1)
