@@ -221,7 +221,7 @@ def data_stats(
     run = load_config(config, overrides)
     from pretrain.data import view
 
-    for line in view.lines(view.read_stats(run)):
+    for line in view.stats(run):
         print(line)
 
 

@@ -212,18 +212,8 @@ def _printable(text: str) -> str:
 _BAR = 40
 
 
-class Stats(NamedTuple):
-    """Everything that `pretrain data stats` shows."""
-
-    streams: Mapping[Split, TokenStream]
-    report: Mapping[str, Any]
-    """The report of build.json; empty if there is none."""
-    shares: Mapping[str, float]
-    """Corpus -> its share of the training samples."""
-
-
-def read_stats(config: RunConfig) -> Stats:
-    """Read the statistics of a run's data set, but no shards.
+def stats(config: RunConfig) -> Iterator[str]:
+    """Yield the lines of a data set's statistics. Of URLs there are no lengths of documents.
 
     Raises:
         ConfigError: The data set is missing or damaged.
@@ -232,23 +222,9 @@ def read_stats(config: RunConfig) -> Stats:
     train = streams["train"]
     length, corpora = config.data.sequence_length, config.data.corpora
     shares = blend_of(train, length, corpora, seed=config.run.seed).segment.shares
-    return Stats(
-        streams,
-        _report(train),
-        {name: share / sum(shares.values()) for name, share in shares.items()},
-    )
-
-
-def _report(stream: TokenStream) -> Mapping[str, Any]:
-    if not isinstance(stream.directory, Path):
-        return {}
-    report: Mapping[str, Any] = _build_record(stream.directory, "report")
-    return report
-
-
-def lines(stats: Stats) -> Iterator[str]:
-    """Yield the statistics as text."""
-    for split, stream in stats.streams.items():
+    is_local = isinstance(train.directory, Path)
+    report = _build_record(Path(train.directory), "report") if is_local else {}
+    for split, stream in streams.items():
         yield f"{split}: {len(stream):,} tokens of {stream.documents:,} documents"
         width = max(len(corpus.name) for corpus in stream.corpora)
         for corpus in stream.corpora:
@@ -259,12 +235,13 @@ def lines(stats: Stats) -> Iterator[str]:
                 f"  {corpus.documents:>12,} documents  {per_token:.2f} bytes a token"
             )
             if split == "train":
-                line += f"  {stats.shares[corpus.name]:6.1%} of the training samples"
+                share = shares[corpus.name] / sum(shares.values())
+                line += f"  {share:6.1%} of the training samples"
             yield line
-    for name, corpus in stats.report.get("corpora", {}).items():
+    for name, corpus in report.get("corpora", {}).items():
         yield f"{name}: tokens in a document (training)"
         yield from _bars(corpus["train"]["tokens_log2"])
-    if leakage := stats.report.get("leakage"):
+    if leakage := report.get("leakage"):
         yield (
             f"leakage: {leakage['after']:.2%} of the held-out text's 13-word sequences also stand "
             f"in training ({leakage['before']:.2%} before documents were left out)"

@@ -112,19 +112,6 @@ def test_json_is_not_read_as_plain_text(tmp_path, source, name, kind):
         sources.plan(section(source, tmp_path / name))
 
 
-def test_an_empty_file(tmp_path):
-    for name in ("a", "c"):
-        (tmp_path / name).write_bytes(b"")
-    assert texts(section("text", tmp_path / "a")) == [""]
-    for source in ("blank_lines", "jsonl"):
-        assert texts(section(source, tmp_path / "[ac]")) == []
-    skipped = []
-    assert texts(section("webdataset", tmp_path / "a"), skip=skipped.append) == []
-    assert len(skipped) == 1 and "a:0: the tar is damaged or truncated" in skipped[0]
-    with pytest.raises(ConfigError, match="a:0: not a Parquet file"):
-        sources.plan(section("parquet", tmp_path / "a"))
-
-
 @pytest.mark.parametrize("suffix", PACK)
 @pytest.mark.parametrize("content", [b"", b"plain text"])
 def test_a_file_that_is_not_compressed_as_its_name_says_is_damaged(tmp_path, suffix, content):
@@ -168,17 +155,6 @@ def test_a_damaged_second_member_is_not_taken_for_the_end(tmp_path, suffix):
         skipped = []
         assert texts(section("blank_lines", path), skip=skipped.append)[:1] == ["one"]
         assert len(skipped) == 1
-
-
-def test_a_document_that_ends_with_the_file_is_not_read_from_a_damaged_one(tmp_path):
-    """The checksum of a .gz follows its last document."""
-    packed = bytearray(gzip.compress(b"one\n\ntwo"))
-    packed[-6] ^= 1
-    (tmp_path / "x.gz").write_bytes(packed)
-    skipped = []
-    assert "two" not in texts(section("blank_lines", tmp_path / "x.gz"), skip=skipped.append)
-    assert texts(section("text", tmp_path / "x.gz"), skip=skipped.append) == []
-    assert len(skipped) == 2
 
 
 # ---- Tars.
@@ -334,16 +310,6 @@ def test_bad_rows_and_columns_of_parquet(tmp_path):
         sources.plan(section("parquet", packed))
 
 
-@pytest.mark.usefixtures("small_limits")
-def test_a_long_row_of_parquet_is_skipped(tmp_path):
-    rows = ["é" * 10_000, "é" * 10_001, "x"]
-    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "x.parquet")
-    skipped = []
-    read = texts(section("parquet", tmp_path / "x.parquet"), skip=skipped.append)
-    assert read == [rows[0], rows[2]]
-    assert len(skipped) == 1 and "x.parquet:1: the document is longer than 20000" in skipped[0]
-
-
 def test_a_damaged_row_group_loses_its_rows_alone(tmp_path):
     path = tmp_path / "x.parquet"
     rows = [f"row {i:04d}" for i in range(3000)]
@@ -443,12 +409,3 @@ def test_a_small_file_that_unpacks_to_a_huge_one_takes_no_memory(tmp_path, suffi
         skipped = []
         assert texts(section(source, tmp_path / f"x{suffix}"), skip=skipped.append) == []
         assert len(skipped) == 1 and "longer than" in skipped[0]
-
-
-@pytest.mark.usefixtures("small_limits")
-def test_a_file_too_large_to_be_one_document_is_refused_when_planning(tmp_path):
-    (tmp_path / "x.txt").write_bytes(b"x" * 30_001)
-    with pytest.raises(ConfigError, match=r'x\.txt: source = "text" reads a file as one document'):
-        sources.plan(section("text", tmp_path / "x.txt"))
-    (tmp_path / "x.txt").write_bytes(b"x" * 30_000)
-    assert len(texts(section("text", tmp_path / "x.txt"))[0]) == 30_000

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from pretrain.checkpoint.manifest import SegmentEntry
 from pretrain.config import ConfigError
 from pretrain.config.schema import CorpusSection
-from pretrain.data import order
 from pretrain.data.blend import Blend, Segment, blend_of, samples_per_pass
 from tests.unit.splits import make_stream
 
@@ -109,12 +108,6 @@ def test_one_pass_reads_every_sample_of_the_union_once():
     for number in range(3):
         assert sorted(pairs(found, number * total, total)) == union
     assert pairs(found, 0, total) != pairs(found, total, total)
-
-
-def test_one_corpus_alone_is_read_in_the_order_of_earlier_versions():
-    corpora, samples = blend({"text": 101}, {"text": 1}, seed=9).locate(np.arange(500))
-    assert not corpora.any()
-    assert np.array_equal(samples, order.sample_ids(np.arange(500), 101, seed=9))
 
 
 @pytest.mark.parametrize(("twice", "half"), [(300, 1000), (301, 999), (1, 1), (7, 12_345)])

@@ -155,15 +155,6 @@ def test_a_finish_that_dies_anywhere_is_repeated(built, text, monkeypatch, tmp_p
     assert dies_at > 60
 
 
-def test_what_is_done_is_not_done_again(built, text, monkeypatch):
-    folder = interrupted(text, monkeypatch)
-    assert not text.data_directory.exists()
-    begun = tasks_begun(monkeypatch)
-    build(text)
-    assert begun == [] and contents(text.data_directory) == contents(built / "data")
-    assert not folder.path.exists()
-
-
 OUTPUTS = {
     "scan/000002/documents.npy": [("scan", 2)],
     "scan/000001/record.json": [("scan", 1)],

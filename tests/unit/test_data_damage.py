@@ -13,6 +13,7 @@ import pytest
 from pretrain.config import ConfigError
 from pretrain.data.manifest import Manifest
 from pretrain.data.stream import TokenStream, verify
+from tests.conftest import mark_torture
 from tests.unit.splits import write_split
 
 BLOCK = 3000
@@ -80,13 +81,6 @@ def checksums(root, rng):
 def truncation(root, rng):
     path = rng.choice([*shards(root), *root.glob("*/checksums.bin")])
     os.truncate(path, rng.integers(path.stat().st_size))
-    return [path], True
-
-
-def extension(root, rng):
-    path = rng.choice([*shards(root), *root.glob("*/checksums.bin")])
-    with path.open("ab") as file:
-        file.write(rng.bytes(rng.integers(1, 2000)))
     return [path], True
 
 
@@ -172,50 +166,21 @@ def manifest_bit(root, rng):
     return [path], True
 
 
-def manifest_cut(root, rng):
-    path = root / rng.choice(SPLITS) / "manifest.json"
-    os.truncate(path, rng.integers(path.stat().st_size))
-    return [path], True
-
-
-def manifest_extension(root, rng):
-    path = root / rng.choice(SPLITS) / "manifest.json"
-    with path.open("ab") as file:
-        file.write([b"\n", b" ", b"{}", b"\0", b"\xff"][rng.integers(5)])
-    return [path], True
-
-
 CHANGES: list[dict] = [
     {"tokens": lambda v: v + 1},
-    {"tokens": lambda v: 0},
-    {"tokens": lambda v: -5},
     {"tokens": lambda v: 1e300},
-    {"tokens": lambda v: True},
     {"dtype": lambda v: "object"},
-    {"dtype": lambda v: "uint32"},
-    {"dtype": lambda v: "<u2, O"},
     {"vocab_size": lambda v: v + 1},
-    {"vocab_size": lambda v: 10**6},
-    {"eos_id": lambda v: 59_999},
     {"eos_id": lambda v: 60_000},
     {"tokens_per_block": lambda v: v // 2},
-    {"tokens_per_block": lambda v: 0},
-    {"tokens_per_shard": lambda v: v + 1},
-    {"documents": lambda v: v + 1},
-    {"text_bytes": lambda v: v * 2},
     {"split": lambda v: "test"},
     {"tokenizer": lambda v: "../../etc/passwd"},
-    {"tokenizer_sha256": lambda v: "0" * 64},
     {"checksums_bytes": lambda v: v + 8},
     {"shards": lambda v: v[::-1]},
     {"shards": lambda v: v[:-1]},
-    {"shards": lambda v: v + v[-1:]},
-    {"shards": lambda v: []},
     {"shards": lambda v: [{**v[0], "name": "../../../etc/passwd"}, *v[1:]]},
     {"shards": lambda v: [{**v[0], "tokens": v[0]["tokens"] + 1}, *v[1:]]},
-    {"shards": lambda v: [{**v[0], "task": 1}, *v[1:]]},
     {"shards": lambda v: [{**v[0], "xxh3_128": v[1]["xxh3_128"]}, *v[1:]]},
-    {"corpora": lambda v: v[::-1]},
     {"corpora": lambda v: [{**v[0], "tokens": v[0]["tokens"] + 1}, *v[1:]]},
     {"sha256": lambda v: ""},
     {"format_version": lambda v: 3},
@@ -237,7 +202,6 @@ KINDS: list[Callable] = [
     anywhere,
     checksums,
     truncation,
-    extension,
     swapped_shards,
     swapped_splits,
     swapped_directories,
@@ -247,8 +211,6 @@ KINDS: list[Callable] = [
     missing_file,
     other_tokenizer,
     manifest_bit,
-    manifest_cut,
-    manifest_extension,
     manifest_value,
 ]
 
@@ -293,21 +255,13 @@ def check(root: Path, tokens: dict[str, np.ndarray], seed: int) -> None:
     assert errors <= 1 or touches_tokens is None or len(files) > 1
 
 
-def run(sound, tmp_path, seeds: range) -> None:
+@pytest.mark.parametrize(["first", "count"], mark_torture([(0, 60), (60, 1000)], {(0, 60)}))
+def test_damaged_data_sets_are_all_named(sound, tmp_path, first, count):
     root, tokens = sound
-    for seed in seeds:
+    for seed in range(first, first + count):
         shutil.copytree(root, tmp_path / "copy")
         check(tmp_path / "copy", tokens, seed)
         shutil.rmtree(tmp_path / "copy")
-
-
-def test_sixty_damaged_data_sets_are_all_named(sound, tmp_path):
-    run(sound, tmp_path, range(60))
-
-
-@pytest.mark.torture
-def test_a_thousand_damaged_data_sets_are_all_named(sound, tmp_path):
-    run(sound, tmp_path, range(60, 1060))
 
 
 def test_a_sound_data_set_passes(sound, tmp_path):

@@ -1,8 +1,6 @@
 """Test that every rank, worker count and restart sees the same stream of batches."""
 
 import gc
-import subprocess
-import sys
 import threading
 from itertools import islice
 
@@ -236,20 +234,3 @@ def test_a_loader_that_is_dropped_leaves_no_thread(stream):
     del found
     gc.collect()
     assert readers() == []
-
-
-def test_a_process_ends_although_its_loader_is_open(stream):
-    code = (
-        "import sys; from pretrain.data.loader import batches; "
-        "from pretrain.data.stream import TokenStream; "
-        "found = batches(TokenStream(sys.argv[1]), seed=3, sequence_length=7, "
-        "global_batch_size=16, micro_batch_size=2); next(found); print('read')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(stream.directory)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "read\n"), done.stderr

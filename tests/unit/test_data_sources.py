@@ -82,20 +82,6 @@ def naive_jsonl(raw: bytes) -> list[str]:
 # ---- Formats.
 
 
-def test_text_reads_one_document_a_file_sorted_bytes_unchanged(tmp_path):
-    (tmp_path / "deep").mkdir()
-    for name, text in {
-        "b.txt": "second\r\nline",
-        "a.txt": "\tfirst é\n",
-        "deep/c.txt": "\ufeffthird",
-        "d.txt": "",
-        "e.md": "no",
-    }.items():
-        (tmp_path / name).write_bytes(text.encode())
-    data = section("text", tmp_path / "**/*.txt", tmp_path / "b.txt")
-    assert texts(data) == ["\tfirst é\n", "second\r\nline", "", "third"]
-
-
 def test_blank_lines_part_documents(tmp_path):
     path = tmp_path / "cc.txt"
     path.write_bytes(
@@ -105,15 +91,6 @@ def test_blank_lines_part_documents(tmp_path):
     assert [d.text for d in found] == [" one\r\ntwo", "three", "four\n\0\0", "xxxxxxxxx"]
     raw = path.read_bytes()
     assert all(raw[d.offset :].startswith(d.text.encode()) for d in found)
-
-
-def test_jsonl_reads_one_document_a_line(tmp_path):
-    written = ["one\nline", "", "zwei 漢字 \x00", "three", "four"]
-    lines = [json.dumps({"body": text, "id": i}) for i, text in enumerate(written)]
-    (tmp_path / "x.jsonl").write_text("\ufeff" + "\r\n".join(lines[:3]) + "\n\n")
-    (tmp_path / "y.jsonl").write_text("\n".join(lines[3:]))
-    data = section("jsonl", tmp_path / "*.jsonl", text_field="body")
-    assert texts(data) == written
 
 
 def test_parquet_reads_one_document_a_row_by_row_groups(tmp_path):
@@ -408,20 +385,6 @@ def test_what_cannot_be_read_is_named_when_planning(tmp_path, monkeypatch):
     refused("*.txt", r"a\.txt cannot be read \(no permission to read it")
     monkeypatch.setattr(os, "access", lambda path, mode: True)
     assert len(find("data.paths", (str(tmp_path / "*.txt"),))) == 1
-
-
-@pytest.mark.parametrize("source", ["text", "jsonl"])
-def test_a_pattern_without_files_is_named(tmp_path, source):
-    (tmp_path / "there.txt").write_text('{"text": "x"}')
-    with pytest.raises(
-        ConfigError, match=r"data\.paths = '.*nowhere/\*\.txt': no such file.*glob pattern"
-    ):
-        sources.plan(section(source, tmp_path / "there.txt", tmp_path / "nowhere/*.txt"))
-    gone = (str(tmp_path / "nowhere.txt"),)
-    with pytest.raises(
-        ConfigError, match=r"data\.validation_paths = '.*nowhere\.txt': no such file"
-    ):
-        sources.plan(section(source, tmp_path / "there.txt", validation_paths=gone))
 
 
 def test_validation_files_are_kept_out_of_training(tmp_path):

@@ -108,19 +108,16 @@ def test_a_terminal_is_not_controlled_by_a_corpus(config, monkeypatch):
 
 
 def test_stats_counts_what_is_there(config):
-    found = view.read_stats(config)
-    train = found.streams["train"]
+    train = open_stream(config, "train")
     sizes = {c.name: (c.tokens - 1) // 64 for c in train.corpora}
     ideal = sizes["books"] * 2 / (sizes["books"] * 2 + sizes["pages"])
-    assert found.shares["books"] == pytest.approx(ideal)
-    for name, corpus in found.report["corpora"].items():
-        documents = next(c.documents for c in train.corpora if c.name == name)
-        assert sum(corpus["train"]["tokens_log2"].values()) == documents
-    text = "\n".join(view.lines(found))
+    text = "\n".join(view.stats(config))
     assert f"{ideal:6.1%} of the training samples" in text and "leakage: " in text
+    bars = [line for line in text.splitlines() if " to " in line]
+    assert sum(int(line.split()[-1]) for line in bars) == train.documents
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "other"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_a_damaged_index_of_documents_is_named(config, tmp_path, damage):
     import shutil
 
@@ -128,10 +125,8 @@ def test_a_damaged_index_of_documents_is_named(config, tmp_path, damage):
     path = next((tmp_path / "data/train/documents").iterdir())
     if damage == "missing":
         path.unlink()
-    elif damage == "truncated":
-        path.write_bytes(path.read_bytes()[:100])
     else:
-        np.save(path, np.arange(5))
+        path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ConfigError, match=re.escape(str(path))):
         stream = TokenStream(tmp_path / "data/train")
         list(Origins(stream).excerpts(0, len(stream)))

@@ -94,14 +94,6 @@ def test_the_file_and_the_ids_are_those_of_fairseq(tmp_path, limit):
         assert ids == expected.encode(text), repr(text)
 
 
-def test_a_text_of_any_size_is_counted_and_encoded_in_parts(tmp_path, monkeypatch):
-    expected = FairseqDictionary(TEXT)
-    monkeypatch.setattr("pretrain.data.clean.CHUNK", 7)
-    assert train_words([TEXT], len(expected.symbols)) == expected.dict_txt()
-    tokenizer = tokenizer_of(tmp_path, expected.dict_txt())
-    assert [*tokenizer.encode(TEXT).tolist(), 2] == expected.encode(TEXT)
-
-
 def test_decoding_joins_words_by_spaces_and_keeps_lines(tmp_path):
     tokenizer = tokenizer_of(tmp_path, train_words([TEXT], 64))
     ids = tokenizer.encode("the  game ,\n\n of rare \n")
@@ -232,16 +224,6 @@ def test_bits_per_byte_are_unknown_where_words_are(tmp_path):
     assert ScoredText(validation).bytes == 0
     # " the game \n \n": these words are known.
     assert ScoredText(validation, 4).bytes == len("the game\n\n")
-
-
-def test_bits_per_byte_are_of_the_words_and_lines_that_are_predicted(tmp_path):
-    """Space that no token stands for has no bytes, and each line end has one, in a part too."""
-    config = corpus_config(tmp_path, f"data.vocab_size={len(FairseqDictionary(TEXT).symbols)}")
-    (tmp_path / "valid.txt").write_bytes(b"  w1 \t  w2\r\n\n w3   \nw4")
-    build(config)
-    validation = open_stream(config, "validation")
-    assert ScoredText(validation).bytes == len("w1 w2\n\nw3\nw4\n")
-    assert ScoredText(validation, 5).bytes == len("w1 w2\n\nw3")
 
 
 def test_a_run_of_words_is_not_exported(tmp_path):

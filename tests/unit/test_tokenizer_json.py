@@ -237,24 +237,14 @@ def test_characters_that_it_has_no_token_for_are_not_found_out_in_the_middle(tmp
 
 
 BAD = {
-    "empty.json": b"",
     "cut.json": b'{"version": "1.0", "model": {"type": "BPE", "vo',
-    "other.json": b'{"rows": []}',
     "list.json": b"[1, 2]",
-    "deep.json": b"[" * 200_000,
     "deeper.json": b'{"model":' * 100_000,
-    "half.json": b'{"model": {"type": "BPE"}}',
-    "binary.json": b"\xff\xfe\x00",
-    "kind.json": b'{"model": {"type": "Nothing", "vocab": {}, "merges": []}}',
     "tokens.json": b'{"added_tokens": [1], "model": {"type": "BPE", "vocab": {}, "merges": []}}',
-    "numbers.json": b'{"added_tokens": 7, "model": {"type": "BPE", "vocab": {}, "merges": []}}',
     "vocab.json": b'{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
-    "large.json": b'{"model": {"type": "BPE", "vocab": {"a": 99999999999}, "merges": []}}',
     "merges.json": b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["b", "c"]]}}',
-    "empty.model": b"",
     "text.model": b"plain text",
     "pickle.model": b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.",
-    "zeros.model": bytes(1000),
 }
 
 
