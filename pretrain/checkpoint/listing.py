@@ -307,18 +307,6 @@ def _without_remedy(error: Exception, path: Path) -> str:
 # ---- `pretrain checkpoint prune`: delete a run's old checkpoints by the rules of retention ----
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The checkpoints that a prune would keep and delete."""
-
-    newest: Path
-    delete: list[Path]
-    """Oldest first."""
-    stay: list[Path]
-    held: list[Path]
-    """Old, but a reader has them open."""
-
-
 def policy_of(run: Path, keep: int | None, keep_every: int | None, keep_best: int | None) -> Policy:
     """Return what to keep: as the options say, else as the run's config says.
 
@@ -345,12 +333,8 @@ def policy_of(run: Path, keep: int | None, keep_every: int | None, keep_best: in
     return Policy(section.keep, section.keep_every, section.keep_best)
 
 
-def plan(run: Path, policy: Policy) -> Plan:
-    """Return what retention would delete. Nothing is deleted.
-
-    Args:
-        run: The run's directory.
-        policy: What to keep.
+def prunable(run: Path, policy: Policy) -> tuple[Path, list[Path]]:
+    """Return the newest checkpoint, and those that retention would delete, oldest first.
 
     Raises:
         ConfigError: The run has no checkpoint, or two lines of them.
@@ -361,24 +345,14 @@ def plan(run: Path, policy: Policy) -> Plan:
     sound = [saved.path for saved in found if saved.is_sound]
     if not sound:
         raise ConfigError(f"{run}: has no complete checkpoint. Give a run's directory")
-    newest = sound[-1]
-    old = old_checkpoints(run, newest, policy)
-    held = []
-    for path in old:
-        with unheld(path) as is_unheld:
-            held += [] if is_unheld else [path]
-    delete = [path for path in old if path not in held]
-    return Plan(newest, delete, [s.path for s in found if s.path not in delete], held)
+    return sound[-1], old_checkpoints(run, sound[-1], policy)
 
 
-def describe(plan: Plan) -> str:
-    """Return the plan as text."""
-    if not plan.delete:
-        return f"nothing to delete; {len(plan.stay)} checkpoints stay"
-    lines = [f"delete {path}  {size(_bytes(path))}" for path in plan.delete]
-    lines += [f"keep   {path}{_why(plan, path)}" for path in plan.stay]
-    total = size(sum(map(_bytes, plan.delete)))
-    return "\n".join([*lines, f"{len(plan.delete)} checkpoints, {total}, would be deleted"])
+def describe(old: Sequence[Path]) -> str:
+    """Return as text what would be deleted."""
+    sizes = [sum(path.stat().st_size for path in each.iterdir()) for each in old]
+    lines = [f"delete {path}  {size(count)}" for path, count in zip(old, sizes)]
+    return "\n".join([*lines, f"{len(old)} checkpoints, {size(sum(sizes))}, would be deleted"])
 
 
 def prune(run: Path, policy: Policy) -> list[Path]:
@@ -389,40 +363,27 @@ def prune(run: Path, policy: Policy) -> list[Path]:
         policy: What to keep.
 
     Returns:
-        What was deleted.
+        What was deleted. What a reader holds stays.
 
     Raises:
-        ConfigError: An attempt holds the run (RunBusy), or as `plan`.
+        ConfigError: An attempt holds the run (RunBusy), or as `prunable`.
         RunFailed: The newest checkpoint is damaged, or the disk refused.
     """
     check_free(run)
-    planned = plan(run, policy)
-    if not planned.delete:
-        return []
-    problems, _ = verify_checkpoint(planned.newest)
+    newest, old = prunable(run, policy)
+    problems, _ = verify_checkpoint(newest) if old else ([], 0)
     if problems:
         raise RunFailed(
-            f"{planned.newest}: the newest checkpoint is damaged ({problems[0]}), so nothing was "
+            f"{newest}: the newest checkpoint is damaged ({problems[0]}), so nothing was "
             "deleted. Train on, which goes back to the newest good one, then prune"
         )
     deleted = []
-    for path in planned.delete:
-        # It may have been opened, or moved, since the plan was made.
+    for path in old:
         with writing(path), unheld(path) as is_unheld:
             if is_unheld:
                 remove_directory(path)
                 deleted.append(path)
     return deleted
-
-
-def _bytes(checkpoint: Path) -> int:
-    return sum(path.stat().st_size for path in checkpoint.iterdir())
-
-
-def _why(plan: Plan, path: Path) -> str:
-    if path == plan.newest:
-        return "  (the newest)"
-    return "  (held by a reader)" if path in plan.held else ""
 
 
 # ---- `pretrain checkpoint list`, `verify` and `upload` for a store, which is named by its URL ----

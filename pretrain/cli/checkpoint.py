@@ -147,9 +147,9 @@ def prune(
 
     policy = pruning.policy_of(run, keep, keep_every, keep_best)
     if not yes:
-        planned = pruning.plan(run, policy)
-        print(pruning.describe(planned))
-        if not planned.delete:
+        _, old = pruning.prunable(run, policy)
+        print(pruning.describe(old))
+        if not old:
             return
         if not (sys.stdin.isatty() and typer.confirm("Delete them?")):
             raise ConfigError(f"{run}: nothing was deleted. To delete, add --yes")

@@ -456,7 +456,6 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT")],
     curve: JsonFile = None,
     max_length: Annotated[int | None, typer.Option(metavar="TOKENS")] = None,
-    split_special_tokens: bool = False,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Write a Hugging Face model and verify it.
@@ -481,19 +480,10 @@ def export(
             run's last evaluation.
         max_length: Longest sequence that the export accepts; MPT and OPT fail beyond it. Default:
             16 training lengths, or the longest that the run evaluates.
-        split_special_tokens: Let the exported tokenizer take </s> in a text for text, as the run's
-            data did. Default: it is the special token, as chat templates and trainers expect.
     """
     from pretrain.huggingface.export import export_source
 
-    if not export_source(
-        source,
-        out,
-        curve,
-        max_length,
-        overrides=overrides,
-        split_special_tokens=split_special_tokens,
-    ):
+    if not export_source(source, out, curve, max_length, overrides=overrides):
         raise typer.Exit(ExitCode.FAILED)
 
 

@@ -93,7 +93,7 @@ def prompt_of(documents: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class ExportExtras:
-    """The contents of an export beside the model, and its way with special tokens."""
+    """The contents of an export beside the model."""
 
     curve: Sequence[Mapping[str, Any]] = ()
     """Evaluation records for the model card, as `pretrain evaluate` makes them. Empty leaves
@@ -102,8 +102,6 @@ class ExportExtras:
     """Name -> value of further rows in the model card's table of properties."""
     documents: Sequence[str] = ()
     """Validation text for the task of lm-eval, whose first words are the model card's prompt."""
-    split_special_tokens: bool = False
-    """As given to `export.tokenizer.fast_tokenizer`."""
 
 
 def write_card(
@@ -151,7 +149,6 @@ def write_card(
         "prompt": json.dumps(prompt_of(documents), ensure_ascii=False),
         "note": target.note(config, settings).rstrip(),
         "eos": eos,
-        "split": extras.split_special_tokens,
         "curve": curve_table(extras.curve),
         "intervals": any(_interval(record) for record in extras.curve),
         "documents": describe(documents) if documents else "",

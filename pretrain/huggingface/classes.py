@@ -550,15 +550,14 @@ def class_of(config: RunConfig) -> HuggingFaceClass:
         reason = "a vocabulary of words is not exported"
         raise ConfigError(str(Refusal("data.tokenizer", WORDS, reason, remedy)))
     method = config.position.method
-    model_type, reason = config.position.held_by(config)
-    candidates = [
-        e for e in CLASSES.values() if method in e.positions or e.model_type == model_type
-    ]
+    candidates = [each for each in CLASSES.values() if method in each.positions]
     if not candidates:
         others = sorted({name for each in CLASSES.values() for name in each.positions})
         remedy = f"{_HERE} with {', '.join(others[:-1])} or {others[-1]}"
-        raise ConfigError(str(Refusal("position.method", method, reason, remedy)))
-    # The one with the least in its way, stock classes first: min() takes the first of equals.
+        refusal = Refusal("position.method", method, config.position.no_class, remedy)
+        raise ConfigError(str(refusal))
+    # The one with the least in its way, stock classes first: min() takes the first of equals. A
+    # model with ALiBi, tanh GELU and no biases is a Bloom with biases of 0, for example.
     found = min(candidates, key=lambda each: len(list(each.refusals(config))))
     refusals = [_with_remedy(config, found, *pair) for pair in found.refusals(config)]
     if refusals:

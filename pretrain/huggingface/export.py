@@ -40,8 +40,6 @@ from pretrain.rundir.paths import RunPaths
 
 PARITY_ROWS = 4
 """Number of validation sequences that are compared at the training length; one beyond it."""
-MOST_TOKENS = 2**31 - 1
-"""Longest sequence that an export may be made for: the largest int32."""
 SCORE_BYTES = 2**32
 """Largest matrix of attention scores in the comparison, [heads, T, T] in fp32. It bounds T, and so
 the memory and the time of exporting a large model."""
@@ -54,7 +52,6 @@ def export_source(
     max_length: int | None = None,
     *,
     overrides: Sequence[str] = (),
-    split_special_tokens: bool = False,
 ) -> bool:
     """Export a checkpoint, compare the export with the trained model and print the comparison.
 
@@ -65,7 +62,6 @@ def export_source(
         max_length: Longest sequence in tokens that the export accepts; None takes 16 training
             lengths, or the longest that the run evaluates.
         overrides: `section.key=value` settings of [export], or of where the data set is.
-        split_special_tokens: Take the name of a special token in a text for text.
 
     Returns:
         True if the exported model computes the same function.
@@ -81,7 +77,7 @@ def export_source(
     _check_overrides(overrides)
     with hold(checkpoint):
         opened = open_checkpoint(checkpoint)
-        return _export(opened, out, curve, max_length, overrides, split_special_tokens)
+        return _export(opened, out, curve, max_length, overrides)
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -105,7 +101,6 @@ def _export(
     curve: Path | None,
     max_length: int | None,
     overrides: Sequence[str],
-    split_special_tokens: bool,
 ) -> bool:
     """Export an opened checkpoint and print the comparison; see `export_source`."""
     checkpoint = opened.path
@@ -140,7 +135,6 @@ def _export(
             curve=_curve(config, checkpoint, curve),
             facts=facts,
             documents=documents,
-            split_special_tokens=split_special_tokens,
         ),
     )
     print(f"{checkpoint} -> {out} ({name})")
@@ -150,11 +144,7 @@ def _export(
     report = compare_with_folder(config, opened, out, ids, tuple(PRECISIONS))
     with writing(out):
         add_precisions(out, config, report, is_text=stream is not None)
-        made_from = {
-            "checkpoint": opened.lineage.id,
-            "max_length": max_length,
-            "split_special_tokens": split_special_tokens,
-        }
+        made_from = {"checkpoint": opened.lineage.id, "max_length": max_length}
         record_files(out, made_from if report.passed else None)
     print(report.format())
     return report.passed
@@ -173,10 +163,6 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
     """
     if max_length is None:
         return export_length(config)
-    if max_length > MOST_TOKENS:
-        raise ConfigError(
-            f"--max-length {max_length}: more than the {MOST_TOKENS} tokens that programs count to"
-        )
     length = config.data.sequence_length
     if max_length < length:
         raise ConfigError(
@@ -318,7 +304,7 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
         Records of this checkpoint's position method; none where it has not been evaluated.
 
     Raises:
-        ConfigError: `curve` is not a curve.json, or has several checkpoints and not this one.
+        ConfigError: `curve` is not a curve.json.
     """
     method = config.position.method
     if curve is not None:
@@ -335,16 +321,10 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
             for record in records
             if record["method"] == method and Path(record["checkpoint"]).name == checkpoint.name
         ]
-        paths = {record["checkpoint"]: os.path.realpath(record["checkpoint"]) for record in records}
-        if len(paths) <= 1:
+        if len({record["checkpoint"] for record in records}) <= 1:
             return records
-        own = [r for r in records if paths[r["checkpoint"]] == os.path.realpath(checkpoint)]
-        if not own:
-            raise ConfigError(
-                f"--curve {curve}: has records of {', '.join(paths)}, and none of {checkpoint}. "
-                "Give a report with that checkpoint: `pretrain evaluate` it with --out"
-            )
-        return own
+        path = os.path.realpath(checkpoint)
+        return [r for r in records if os.path.realpath(r["checkpoint"]) == path]
     # RUN/checkpoints/step-########. A copy elsewhere has no run whose numbers would be its own, and
     # of the run's evaluations only the one after this very step is of these weights.
     step = checkpoint_step(checkpoint.name)

@@ -42,7 +42,7 @@ def record_files(folder: Path, made_from: Mapping[str, Any] | None = None) -> No
     Args:
         folder: The export.
         made_from: What it was made from, once it is proven to compute the same function: the id of
-            the checkpoint, max_length in tokens and split_special_tokens.
+            the checkpoint, and max_length in tokens.
     """
     names = read_json(folder / FILES).get("sha256") or _names(folder)
     digests = {name: _digest(folder / name) for name in names}
@@ -60,8 +60,8 @@ def is_export_of(folder: Path, checkpoint: str, length: int) -> bool:
         length: The least number of tokens that it must accept.
     """
     made = read_json(folder / FILES).get("made_from") or {}
-    is_it = made.get("checkpoint") == checkpoint and not made.get("split_special_tokens")
-    return is_it and made.get("max_length", 0) >= length and not _faults(folder)
+    is_it = made.get("checkpoint") == checkpoint and made.get("max_length", 0) >= length
+    return is_it and not _faults(folder)
 
 
 def check_replaceable(out: Path) -> None:
@@ -138,19 +138,16 @@ ORIGINAL_TOKENIZERS = {MODEL: MODEL, JSON: ORIGINAL_JSON}
 """Name in a data set or a checkpoint -> name of the unchanged file in an export."""
 
 
-def fast_tokenizer(
-    tokenizer: Tokenizer, *, max_length: int, split_special_tokens: bool = False
-) -> Any:
+def fast_tokenizer(tokenizer: Tokenizer, *, max_length: int) -> Any:
     """Return a tokenizer as a PreTrainedTokenizerFast with the same ids.
 
-    It adds no BOS or EOS to a text and pads on the left, as generation needs.
+    It adds no BOS or EOS to a text and pads on the left, as generation needs. The name of a
+    special token in a text, such as "</s>", is that token, which chat templates and trainers rely
+    on. In the run's data it was text, as with `from_pretrained(..., split_special_tokens=True)`.
 
     Args:
         tokenizer: The run's tokenizer.
         max_length: Longest sequence in tokens, beyond which the tokenizer warns.
-        split_special_tokens: Take the name of a special token in a text, such as "</s>", for text,
-            as the run's data did. Otherwise it is that token, which chat templates and trainers
-            rely on.
 
     Raises:
         ConfigError: A Hugging Face tokenizer would not give the same ids.
@@ -164,7 +161,7 @@ def fast_tokenizer(
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped in transformers
         tokenizer_object=stock,
         **{role: stock.id_to_token(i) for role, i in ids.items()},
-        split_special_tokens=split_special_tokens,
+        split_special_tokens=False,
         clean_up_tokenization_spaces=False,
         padding_side="left",
         model_input_names=["input_ids", "attention_mask"],
@@ -214,11 +211,10 @@ def check_same_ids(tokenizer: Tokenizer, directory: Path, settings: Any = None) 
     theirs = AutoTokenizer.from_pretrained(directory, config=settings, local_files_only=True)
     probes = PROBES
     wanted = [(text, True, tokenizer.encode(text).tolist()) for text in probes]
-    if not theirs.split_special_tokens:
-        names = [str(token) for token in theirs.added_tokens_decoder.values() if token.special]
-        plain = [text for text in probes if not any(name in text for name in names)]
-        wanted += [(text, False, tokenizer.encode(text).tolist()) for text in plain]
-        wanted += [(str(theirs.convert_ids_to_tokens(i)), False, [i]) for i in _declared(tokenizer)]
+    names = [str(token) for token in theirs.added_tokens_decoder.values() if token.special]
+    plain = [text for text in probes if not any(name in text for name in names)]
+    wanted += [(text, False, tokenizer.encode(text).tolist()) for text in plain]
+    wanted += [(str(theirs.convert_ids_to_tokens(i)), False, [i]) for i in _declared(tokenizer)]
     for text, split, ids in wanted:
         got = theirs(text, split_special_tokens=split)["input_ids"]
         if got != ids:
@@ -270,7 +266,7 @@ def to_huggingface(
         out_dir: Folder to write.
         max_length: Longest sequence in tokens that the export must accept. OPT and MPT have such a
             limit; the other classes only record it. A learned position table has its own.
-        extras: What else the export holds, and how its tokenizer takes special tokens.
+        extras: What else the export holds.
 
     Returns:
         The name of the transformers class, such as "BloomForCausalLM".
@@ -291,7 +287,7 @@ def to_huggingface(
     again = target.restore(config, tensors.__getitem__, {})
     originals = {n: state[n].contiguous() for n, t in again if not same_bits(t, state[n])}
     with writing(out), new_directory(out, replace=True) as folder:
-        eos = _write(folder, settings, tensors, tokenizer, max_length, extras.split_special_tokens)
+        eos = _write(folder, settings, tensors, tokenizer, max_length)
         for source in target.code_files():
             (folder / source.name).write_bytes(source.read_bytes())
         write_card(folder, config, target, settings, extras, eos)
@@ -326,7 +322,6 @@ def _write(
     tensors: dict[str, Tensor],
     tokenizer: Tokenizer,
     max_length: int,
-    split_special_tokens: bool,
 ) -> str:
     """Write weights, config, generation config and tokenizer, and check the tokenizer.
 
@@ -336,7 +331,6 @@ def _write(
         tensors: Weights by their names in the transformers class.
         tokenizer: The run's tokenizer.
         max_length: Longest sequence in tokens, for the tokenizer.
-        split_special_tokens: Take special tokens in a text for text; see `fast_tokenizer`.
 
     Returns:
         The name of the token that ends a document.
@@ -347,9 +341,7 @@ def _write(
     """
     from transformers import GenerationConfig
 
-    stock = fast_tokenizer(
-        tokenizer, max_length=max_length, split_special_tokens=split_special_tokens
-    )
+    stock = fast_tokenizer(tokenizer, max_length=max_length)
     if tokenizer.vocab_size > settings.vocab_size:
         raise ConfigError(
             f"{tokenizer.path}: has {tokenizer.vocab_size} pieces, but the model has "

@@ -159,17 +159,6 @@ class Alibi(PositionMethod):
         slopes = self.slopes_of(config.model.num_attention_heads)[heads]
         return {"slopes": torch.tensor(slopes, dtype=torch.float32, device=device)}
 
-    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
-        # MPT has erf GELU and no biases, Bloom has tanh GELU, biases and a LayerNorm on the
-        # embeddings. A model with tanh GELU and no biases is exported as Bloom, with biases of 0.
-        m = config.model
-        is_mpt = m.hidden_act == "gelu" and not m.use_bias and not m.embedding_layernorm
-        stock = "mpt" if is_mpt else "bloom"
-        # Bloom computes the published slopes. So does MPT: MptModel.forward does not pass
-        # attn_config.alibi_bias_max on, whatever it says (transformers/models/mpt/modeling_mpt.py).
-        is_published = self.slopes == "published" and not self.trainable_slopes
-        return (stock if is_published else f"{stock}_slopes"), ""
-
     def export_bytes_a_position(self, config: RunConfig) -> int:
         # MPT makes the biases of all positions in each forward pass, and slices them.
         return 12 * config.model.num_attention_heads

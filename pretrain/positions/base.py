@@ -189,12 +189,13 @@ class PositionMethod(Section):
 
     # ---- Hugging Face ----
 
-    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
-        """Return which class of `pretrain.huggingface` computes these positions, by model_type.
+    @property
+    def no_class(self) -> str:
+        """Return why no class of `pretrain.huggingface` lists this method among its positions.
 
-        None where no class does, with the reason; it begins in lower case, without a full stop.
+        It begins in lower case, without a full stop.
         """
-        return None, f"no stock transformers decoder computes {self.method} positions"
+        return f"no stock transformers decoder computes {self.method} positions"
 
     def export_bytes_a_position(self, config: RunConfig) -> int:
         """Return the memory that its class takes for each position it reaches, when it is made."""

@@ -43,6 +43,3 @@ class Learned(PositionMethod):
 
     def table_end(self, config: RunConfig) -> int:
         return self.max_position_embeddings or config.data.sequence_length
-
-    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
-        return "opt", ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pretrain.positions.base import PositionMethod
 
 if TYPE_CHECKING:
-    from pretrain.config.run import RunConfig
+    pass
 
 
 class NoPositions(PositionMethod):
@@ -15,5 +15,6 @@ class NoPositions(PositionMethod):
 
     method: Literal["none"] = "none"
 
-    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
-        return None, "no stock transformers decoder goes without positions"
+    @property
+    def no_class(self) -> str:
+        return "no stock transformers decoder goes without positions"

@@ -50,6 +50,3 @@ class Rotary(PositionMethod):
 
     def rotated_channels(self, config: RunConfig) -> int:
         return int(config.head_dim * self.rotary_percent)
-
-    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
-        return "gpt_neox", ""

@@ -46,9 +46,6 @@ class Sinusoidal(PositionMethod):
     def embedded(self, config: RunConfig, positions: Tensor) -> Tensor:
         return sinusoidal_table(positions, config.model.hidden_size, self.sinusoidal_table)
 
-    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
-        return "opt", ""
-
     def export_bytes_a_position(self, config: RunConfig) -> int:
         # Angles and their sines and cosines in fp64, and the table in fp32, twice.
         return 24 * config.model.hidden_size

@@ -70,5 +70,6 @@ class T5(PositionMethod):
     def reach(self, config: RunConfig) -> int:
         return min(config.data.sequence_length, self.relative_attention_max_distance)
 
-    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
-        return None, "no stock transformers decoder adds T5's relative bias"
+    @property
+    def no_class(self) -> str:
+        return "no stock transformers decoder adds T5's relative bias"

@@ -14,17 +14,11 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pretrain.config import load_config
 from pretrain.rundir.checkpoints import headless_checkpoints, newest_checkpoint_step
-from pretrain.rundir.files import (
-    MAX_BYTES,
-    from_json,
-    open_regular,
-    read_json,
-    read_json_lines,
-    read_text,
-)
+from pretrain.rundir.files import from_json, open_regular, read_json, read_records, read_text
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import WORK, Outcome, Phase, RunPaths, attempt_directory, attempt_numbers
 
@@ -70,25 +64,12 @@ class Owner:
     """The newest complete checkpoint's step when the attempt began."""
 
     @staticmethod
-    def here(
-        *,
-        slurm_job_id: str | None = None,
-        slurm_restart_count: int | None = None,
-        slurm_cluster: str | None = None,
-        submitted_at: float | None = None,
-        num_processes: int = 1,
-        nodes: str = "",
-    ) -> Owner:
+    def here(**known: Any) -> Owner:
         """Describe this process.
 
         Args:
-            slurm_job_id: The job this process is in, from `jobs.job_id_of`. What Slurm says is
-                passed in, because the environment is read in the launcher and in `topology` alone.
-            slurm_restart_count: How often Slurm has started the job again.
-            slurm_cluster: The cluster's name.
-            submitted_at: Unix seconds at which the job was submitted.
-            num_processes: Ranks of the attempt.
-            nodes: Slurm's node list; this host's name when empty.
+            **known: Further fields. What Slurm says is passed in, because the environment is read
+                in the launcher and in `topology` alone.
         """
         host = socket.gethostname()
         pid, start, namespace = _this_process()
@@ -105,13 +86,8 @@ class Owner:
             pid_namespace=namespace,
             boot_id=read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or None,
             user=user,
-            slurm_job_id=slurm_job_id,
-            slurm_restart_count=slurm_restart_count,
-            slurm_cluster=slurm_cluster,
             began_at=time.time(),
-            submitted_at=submitted_at,
-            num_processes=num_processes,
-            nodes=nodes or host,
+            **{"nodes": host, **known},
         )
 
     @staticmethod
@@ -243,21 +219,16 @@ def read_attempts(run: Path) -> list[AttemptRecord]:
 
 def read_attempt(directory: Path) -> AttemptRecord:
     """Return one attempt. What it has not written yet is left out."""
-    lines = read_json_lines(directory / PHASES, MAX_BYTES)
     return AttemptRecord(
         number=int(directory.name),
         directory=directory,
         owner=Owner.read(directory),
-        phases=tuple(phase for line in lines if (phase := from_json(PhaseChange, line))),
+        phases=tuple(read_records(PhaseChange, directory / PHASES)),
         progress=read_progress(directory),
         ended=from_json(Ended, read_json(directory / ENDED)),
         preflight=from_json(Preflight, read_json(directory / PREFLIGHT)),
         last_heartbeat=last_heartbeat(directory),
-        suspensions=tuple(
-            suspension
-            for line in read_json_lines(directory / SUSPENSIONS)
-            if (suspension := from_json(Suspension, line))
-        ),
+        suspensions=tuple(read_records(Suspension, directory / SUSPENSIONS)),
     )
 
 

@@ -428,6 +428,12 @@ def from_json(kind: type[T], content: Json) -> T | None:
     return made
 
 
+def read_records(kind: type[T], path: Path) -> list[T]:
+    """Return the dataclasses in a file of JSON lines, as `from_json` makes them, in order."""
+    made = (from_json(kind, line) for line in read_json_lines(path, MAX_BYTES))
+    return [record for record in made if record is not None]
+
+
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)

@@ -33,7 +33,6 @@ from pretrain.rundir.checkpoints import (
 from pretrain.rundir.files import REMOVED, read_json, remove_directory, say
 from pretrain.rundir.lineage import (
     MANIFEST,
-    Known,
     Lineage,
     Policy,
     read_lineage,
@@ -253,9 +252,9 @@ def old_checkpoints(run: Path, newest: Path, policy: Policy) -> list[Path]:
     if lineage is None or policy.keep is None:
         return []
     line = {s.step: s.path for s in saved_checkpoints(run) if s.is_sound and _leads_to(s, lineage)}
-    known = [Known(step, _validation_loss(path)) for step, path in line.items()]
+    losses = {step: _validation_loss(path) for step, path in line.items()}
     awaited = {_step(path) for path in checkpoints_awaiting_evaluation(run)}
-    return [line[step] for step in removable(known, policy, awaited)]
+    return [line[step] for step in removable(losses, policy, awaited)]
 
 
 def _leads_to(saved: Saved, lineage: Lineage) -> bool:

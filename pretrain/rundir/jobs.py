@@ -15,13 +15,12 @@ from pretrain.config.trajectory import check_differences, differences
 from pretrain.rundir.attempts import is_finished, is_idle, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints
 from pretrain.rundir.files import (
-    MAX_BYTES,
     append_json_line,
     from_json,
     make_directory,
     parse_json,
     read_json,
-    read_json_lines,
+    read_records,
     replace_json,
 )
 from pretrain.rundir.metrics import evaluations_at
@@ -111,9 +110,7 @@ def append_job(run: Path, record: JobRecord) -> None:
 
 def read_jobs(run: Path) -> list[JobRecord]:
     """Return the jobs sent for a run, oldest first."""
-    lines = read_json_lines(RunPaths(run).jobs, MAX_BYTES)
-    records = (from_json(JobRecord, line) for line in lines)
-    return [record for record in records if record is not None]
+    return read_records(JobRecord, RunPaths(run).jobs)
 
 
 def write_local_launch(run: Path, launch: LocalLaunch) -> None:
@@ -158,14 +155,7 @@ def read_launch(run: Path) -> LaunchRecord:
         content = {}
     record = from_json(LaunchRecord, content)
     if record is None:
-        needed = [f for f in dataclasses.fields(LaunchRecord) if f.default is dataclasses.MISSING]
-        names = {field.name for field in needed}
-        missing = (
-            ", ".join(sorted(names - content.keys())) or "none, but a value is of another type"
-        )
-        raise ConfigError(
-            f"{path}: not what `launcher submit` writes; missing: {missing}. Submit the run again"
-        )
+        raise ConfigError(f"{path}: not what `launcher submit` writes. Submit the run again")
     return record
 
 

@@ -14,7 +14,7 @@ import fcntl
 import math
 import os
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -55,25 +55,21 @@ class Lineage:
 
     def is_ancestor_of(self, other: Lineage) -> bool:
         """Return True if `other` was trained on from this checkpoint, or is this checkpoint."""
-        if self.id == other.id:
-            return True
-        own = self.branches[-1].id
-        for branch, following in zip(other.branches, (*other.branches[1:], None)):
-            if branch.id == own:
-                end = other.step - 1 if following is None else following.since
-                return self.step <= end
-        return False
+        end = self._end_of_branch(other)
+        return self.id == other.id or (end is not None and self.step <= min(end, other.step - 1))
 
     def shares_branch_beyond(self, other: Lineage) -> bool:
         """Return True if `other` lies, or its line leads, further on this checkpoint's branch.
 
         A run that went on from here on the same branch could not be told from the line to `other`.
         """
+        end = self._end_of_branch(other)
+        return end is not None and end > self.step
+
+    def _end_of_branch(self, other: Lineage) -> int | None:
+        """Return the last step of this checkpoint's branch on the way to another one."""
         own = self.branches[-1].id
-        for branch, following in zip(other.branches, (*other.branches[1:], None)):
-            if branch.id == own:
-                return (other.step if following is None else following.since) > self.step
-        return False
+        return next((end for branch, end in _ends(other) if branch.id == own), None)
 
     def last_common_step(self, other: Lineage) -> int:
         """Return the step up to which this line and another are the same; 0 when never."""
@@ -124,41 +120,29 @@ class Policy:
     """Number of those with the lowest validation loss that are kept."""
 
 
-@dataclass(frozen=True)
-class Known:
-    """A checkpoint as far as the decision needs to know it."""
-
-    step: int
-    validation_loss_nats: float | None = None
-    """None for a step that was not evaluated while training."""
-
-
 def removable(
-    checkpoints: Sequence[Known], policy: Policy, wanted: Collection[int] = ()
+    losses: Mapping[int, float | None], policy: Policy, wanted: Collection[int] = ()
 ) -> list[int]:
     """Return the steps of the checkpoints that may be deleted, in ascending order.
 
     The newest is never among them, so a run that has a checkpoint keeps one.
 
     Args:
-        checkpoints: Complete, readable checkpoints of one line of descent, each step once.
+        losses: Step -> validation loss in nats of complete, readable checkpoints of one line of
+            descent; None for a step that was not evaluated while training.
         policy: What to keep.
         wanted: Steps of checkpoints that are still needed, such as those that await an evaluation.
     """
     if policy.keep is None:
         return []
-    steps = sorted(known.step for known in checkpoints)
+    steps = sorted(losses)
     kept = {*steps[-policy.keep :], *wanted}
     if policy.keep_every is not None:
         kept |= {step for step in steps if step % policy.keep_every == 0}
-    evaluated = [
-        (known.validation_loss_nats, -known.step)
-        for known in checkpoints
-        # A loss that is nan or infinite is no result to keep a checkpoint for.
-        if known.validation_loss_nats is not None and math.isfinite(known.validation_loss_nats)
-    ]
+    # A loss that is nan or infinite is no result to keep a checkpoint for.
+    finite = ((n, -step) for step, n in losses.items() if n is not None and math.isfinite(n))
     # Of equal losses the later checkpoint is kept.
-    kept |= {-step for _, step in sorted(evaluated)[: policy.keep_best]}
+    kept |= {-step for _, step in sorted(finite)[: policy.keep_best]}
     return [step for step in steps if step not in kept]
 
 

@@ -105,8 +105,6 @@ def collecting(collect: Collect) -> Iterator[None]:
 
 Record = dict[str, Any]
 
-KEY_TYPES = [str, int, int]
-"""Types of an evaluation's protocol, stride and length."""
 NON_FINITE = "non_finite"
 """The key under which a record says which of its values JSON could not hold."""
 
@@ -195,12 +193,7 @@ def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
 
 def evaluations_at(path: Path, step: int) -> set[tuple[str, int, int]]:
     """Return (protocol, stride, length) of every evaluation after `step` in a metrics.jsonl."""
-    found = set()
-    for record in read_metrics(path):
-        key = tuple(record.get(name) for name in ("protocol", "stride", "length"))
-        if record["step"] == step and is_evaluation(record) and list(map(type, key)) == KEY_TYPES:
-            found.add((str(key[0]), int(key[1] or 0), int(key[2] or 0)))
-    return found
+    return {(r["protocol"], r["stride"], r["length"]) for r in evaluation_records(path, step)}
 
 
 def evaluation_records(path: Path, step: int) -> list[Record]:
@@ -217,7 +210,7 @@ def _is_whole(record: Record) -> bool:
     key = [record.get(name) for name in ("protocol", "stride", "length", "tokens")]
     numbers = [record.get(name) for name in ("loss_nats", "perplexity")]
     are_numbers = all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
-    return list(map(type, key)) == [*KEY_TYPES, int] and are_numbers
+    return list(map(type, key)) == [str, int, int, int] and are_numbers
 
 
 def copy_after(path: Path, step: int, copy: Path) -> None:

@@ -261,9 +261,6 @@ RUN_MARKS = ("run.json", "jobs.jsonl", "attempts/####", "launch/launch.json", "m
 DATA_MANIFESTS = ("train/manifest.json", "validation/manifest.json")
 """The files that `pretrain data build` writes last, so a data set that has them is complete."""
 
-SEARCH_BELOW = 2
-"""How many levels below a new run's directory another run is looked for."""
-
 
 def is_run(directory: Path) -> bool:
     """Return True for the directory of a run that was submitted, started or imported.
@@ -280,7 +277,7 @@ def is_run(directory: Path) -> bool:
 
 
 def check_apart(run: Path) -> None:
-    """Check that a new run's directory lies in no other run's or data set's, and holds no run.
+    """Check that a new run's directory lies in no other run's or data set's.
 
     Each run removes, renames and lists what lies in its directory. A data set is built anew after
     its directory is removed, and the run would go with it. A run that is there already goes on.
@@ -304,11 +301,6 @@ def check_apart(run: Path) -> None:
                 f"run.directory = {run}: lies inside {parent}, which is the directory of another "
                 "run. Choose a directory outside of it, as beside it"
             )
-    if inner := _run_below(resolved, SEARCH_BELOW):
-        raise ConfigError(
-            f"run.directory = {run}: {inner} is another run, inside of it. Choose a directory "
-            "that holds no other run"
-        )
 
 
 def _has_begun(directory: Path) -> bool:
@@ -322,24 +314,6 @@ def _has_begun(directory: Path) -> bool:
         # Another user's, which may not be read.
         return False
     return bool(owners)
-
-
-def _run_below(directory: Path, levels: int) -> Path | None:
-    """Return a run's directory at most so many levels below a directory, or None."""
-    try:
-        with os.scandir(directory) as entries:
-            folders = [Path(entry.path) for entry in entries if _is_folder(entry)]
-    except OSError:
-        # It is not there yet, as for most new runs, or may not be read.
-        return None
-    if begun := next(filter(_has_begun, sorted(folders)), None):
-        return begun
-    deeper = (_run_below(folder, levels - 1) for folder in sorted(folders) if levels > 1)
-    return next(filter(None, deeper), None)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
 
 
 def claim_version(run: Path) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -22,15 +21,16 @@ from importlib import metadata
 from pathlib import Path
 
 from pretrain.rundir.attempts import Owner
-from pretrain.rundir.files import Json, from_json, read_bytes, read_json, read_text, replace_json
+from pretrain.rundir.files import Json, from_json, read_bytes, read_json, replace_json
 from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
 from pretrain.rundir.trust import redacted
 
 # ---- Find out which source code is running: the commit, and how it was changed since ----
 # git is asked, and nothing of the repository is executed. Its config, hooks and attributes may name
-# programs that git would run (fsmonitor, filters, textconv), so git gets an empty git directory of
-# its own, which has none of them, and of the repository only the commit, the index and the objects.
-# For the same reason it does not matter whose the repository is.
+# programs that git would run to compare files (fsmonitor, filters, textconv), so for that git gets
+# an empty git directory of its own, which has none of them, and of the repository only the commit,
+# the index and the objects. For the same reason it does not matter whose the repository is. To say
+# where those are, git runs nothing.
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,14 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = ("pretrain", "kernels", "launcher", "slurm")
 """What runs: the folders of the clone that the package consists of."""
 GIT_SECONDS = 2.0
-"""The longest time for a call of git. Without its answer a commit is recorded all the same."""
+"""The longest time for a call of git."""
+_ENVIRONMENT = {
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_TERMINAL_PROMPT": "0",
+    "LC_ALL": "C",
+}
 
 
 @dataclass(frozen=True)
@@ -56,77 +63,42 @@ class Source:
 def read_source(root: Path = ROOT) -> Source:
     """Return the state of the code in `root`. It never fails: what cannot be found out is None."""
     try:
-        git = _git_directory(root)
-        commit = _commit(git) if git is not None else None
-    except (OSError, ValueError):
-        # A folder that this user may not look into, or a link to itself.
-        return Source()
-    if git is None or commit is None:
+        # Of `root` itself: a wheel may lie inside of another repository.
+        environment = {
+            **_ENVIRONMENT,
+            "GIT_CEILING_DIRECTORIES": str(root.parent),
+            "GIT_CONFIG_KEY_0": "safe.directory",
+            "GIT_CONFIG_VALUE_0": "*",
+        }
+        words = ["rev-parse", "HEAD", "--git-path", "index", "--git-path", "objects"]
+        commit, index, objects = os.fsdecode(_git(words, root, environment)).splitlines()
+    except (OSError, ValueError, subprocess.SubprocessError):
+        # No git, no repository, no commit, or a folder that this user may not look into.
         return Source()
     try:
-        changes = _changes(root, git, commit)
+        changes = _changes(root, root / index, root / objects, commit)
     except (OSError, ValueError, subprocess.SubprocessError):
-        # No git, one that is too slow, or a kind of repository that it refuses.
+        # Too slow, or a kind of repository that it refuses.
         return Source(commit)
     digest = hashlib.sha256(changes).hexdigest() if changes else None
     return Source(commit, bool(changes), digest)
 
 
-def _git_directory(root: Path) -> Path | None:
-    """Return the git directory of `root` itself: a wheel may lie inside of another repository."""
-    path = root / ".git"
-    if path.is_dir():
-        return path
-    # In a further worktree it is a file.
-    match = re.match(r"gitdir: (.+)", read_text(path))
-    return (root / match[1].strip()).resolve() if match else None
-
-
-def _common_directory(git: Path) -> Path:
-    """Return the git directory that a worktree shares with others: objects and branches."""
-    named = read_text(git / "commondir").strip()
-    return (git / named).resolve() if named else git
-
-
-def _commit(git: Path) -> str | None:
-    """Return the hash of the commit that is checked out."""
-    head = read_text(git / "HEAD").strip()
-    if not head.startswith("ref: "):
-        return _hash(head)
-    name = head.removeprefix("ref: ")
-    if ".." in name or not name.startswith("refs/"):
-        return None
-    common = _common_directory(git)
-    for place in (git, common):
-        if found := _hash(read_text(place / name).strip()):
-            return found
-    packed = re.search(rf"^([0-9a-f]+) {re.escape(name)}$", read_text(common / "packed-refs"), re.M)
-    return _hash(packed[1]) if packed else None
-
-
-def _hash(text: str) -> str | None:
-    return text if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", text) else None
-
-
-def _changes(root: Path, git: Path, commit: str) -> bytes:
+def _changes(root: Path, index: Path, objects: Path, commit: str) -> bytes:
     """Return all in which the code differs from a commit, as bytes that are the same again."""
     code = [name for name in CODE if (root / name).is_dir()]
     with tempfile.TemporaryDirectory(prefix="pretrain-git-") as folder:
         (Path(folder) / "refs").mkdir()
         (Path(folder) / "HEAD").write_text(f"{commit}\n")
         environment = {
+            **_ENVIRONMENT,
             "GIT_DIR": folder,
             "GIT_WORK_TREE": str(root),
-            "GIT_INDEX_FILE": str(git / "index"),
-            "GIT_OBJECT_DIRECTORY": str(_common_directory(git) / "objects"),
-            "GIT_CONFIG_GLOBAL": "/dev/null",
-            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_INDEX_FILE": str(index),
+            "GIT_OBJECT_DIRECTORY": str(objects),
             # Otherwise git writes the index anew when a file has another time and the same bytes.
-            "GIT_CONFIG_COUNT": "1",
             "GIT_CONFIG_KEY_0": "diff.autoRefreshIndex",
             "GIT_CONFIG_VALUE_0": "false",
-            "GIT_TERMINAL_PROMPT": "0",
-            "LC_ALL": "C",
         }
         options = ["--binary", "--no-ext-diff", "--no-textconv", "--ignore-submodules=all"]
         diff = _git(["diff", *options, "HEAD", "--", *code], root, environment)

@@ -15,7 +15,7 @@ import pwd
 import re
 import shlex
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pretrain.config import ConfigError
@@ -134,35 +134,30 @@ def credential_among(words: Iterable[str]) -> str | None:
 
     An option's value may also be the next word: `--docker-password`, `abc`.
     """
-    before = ""
-    for word in words:
-        if found := credential_in(word):
-            return found
-        if before.startswith("--") and "=" not in before and not word.startswith("-"):
-            name = before.removeprefix("--")
-            if is_credential(name):
-                return before
-        before = word
-    return None
+    return next((found for _, found in _each_with_credential(words) if found), None)
 
 
-def redacted(words: Sequence[str]) -> list[str]:
+def redacted(words: Iterable[str]) -> list[str]:
     """Return the words of a command line with *** in place of each that holds a secret.
 
-    A word that sets a name keeps the name. An option's value may also be the next word.
+    A word that sets a name keeps the name.
     """
-    result, before = [], ""
-    for word in words:
-        if before and not word.startswith("-") and is_credential(before.removeprefix("--")):
-            result.append(HIDDEN)
-        elif credential_in(word):
-            name, separator, _ = word.partition("=")
-            keeps = separator and not credential_in(name)
-            result.append(f"{name}={HIDDEN}" if keeps else HIDDEN)
-        else:
-            result.append(word)
-        before = word if word.startswith("--") and "=" not in word else ""
+    result = []
+    for word, found in _each_with_credential(words):
+        name, separator, _ = word.partition("=")
+        keeps = separator and not found.startswith("--") and not credential_in(name)
+        result.append((f"{name}={HIDDEN}" if keeps else HIDDEN) if found else word)
     return result
+
+
+def _each_with_credential(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield each word of a command line, and what is secret in it, or the option before; or ""."""
+    before = ""
+    for word in words:
+        is_value = bool(before) and not word.startswith("-")
+        is_secret = is_value and is_credential(before.removeprefix("--"))
+        yield word, before if is_secret else credential_in(word) or ""
+        before = word if word.startswith("--") and "=" not in word else ""
 
 
 def refusal(key: str, what: str) -> str:

@@ -65,8 +65,9 @@ class Toy(PositionMethod):
     def rotated_channels(self, config: RunConfig) -> int:
         return config.head_dim
 
-    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
-        return None, "no class both turns heads and biases them"
+    @property
+    def no_class(self) -> str:
+        return "no class both turns heads and biases them"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -39,16 +39,16 @@ def trained(workspace, config) -> Path:
 def test_export_and_import_without_the_data(trained, workspace, tmp_path):
     from transformers import AutoTokenizer
 
-    done = succeeds("export", trained, tmp_path / "hf", "--split-special-tokens")
+    done = succeeds("export", trained, tmp_path / "hf")
     assert "not here, so the models are compared on random tokens" in done.out
     assert done.out.splitlines()[-1].endswith("computes the same function")
     assert "Perplexity of random tokens, because" in (tmp_path / "hf/README.md").read_text()
     given = load_tokenizer(workspace / "mine.json")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
     for text in ("To be, or not to be <|endoftext|>", "  \n\ttabs 漢字"):
-        assert theirs(text)["input_ids"] == given.encode(text).tolist()
-    # Without the option the name is the token, as it is for a call that says so.
-    ids = theirs("a<|endoftext|>", split_special_tokens=False)["input_ids"]
+        ids = theirs(text, split_special_tokens=True)["input_ids"]
+        assert ids == given.encode(text).tolist()
+    ids = theirs("a<|endoftext|>")["input_ids"]
     assert ids == [*given.encode("a").tolist(), given.eos_id]
     assert theirs.eos_token_id == given.eos_id
     done = succeeds("import", tmp_path / "hf", tmp_path / "again")

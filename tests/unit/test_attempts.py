@@ -1,6 +1,5 @@
 """The lock of a run, with real processes: who gets it, who does not, who is taken for dead."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ from pretrain.launcher.supervise import Watchdog
 from pretrain.rundir.attempts import Owner, is_finished, read_attempts, read_progress
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import Attempt, RunBusy
-from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
+from tests.end_to_end.commands import TIMEOUT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 LINUX = sys.platform.startswith("linux")
@@ -157,13 +156,6 @@ def test_files_are_not_for_everybody(tmp_path):
     attempt = Attempt.begin(tmp_path)
     attempt.phase("training", 0)
     attempt.end("finished", 0, "", 1)
-    assert {path.name for path in attempt.directory.iterdir()} == {
-        "owner.json",
-        "heartbeat",
-        "phases.jsonl",
-        "progress",
-        "ended.json",
-    }
     for path in [attempt.directory, *attempt.directory.iterdir()]:
         assert path.stat().st_mode & 0o007 == 0, path
 
@@ -258,13 +250,6 @@ def test_a_starter_that_was_suspended_has_not_watched(tmp_path, lease, monkeypat
     assert len(looks) >= 15
 
 
-def test_a_holder_elsewhere_that_gives_a_sign_of_life_keeps_the_run(tmp_path, lease, monkeypatch):
-    directory = plant(tmp_path, host="other", slurm_job_id="77")
-    at_looks(monkeypatch, lambda look: look == 5 and os.utime(directory / "heartbeat"))
-    with pytest.raises(RunBusy, match=r"being made by job 77, process .* on other, .*scancel 77"):
-        Attempt.begin(tmp_path)
-
-
 def test_a_holder_elsewhere_that_ends_while_it_is_waited_for(tmp_path, lease, monkeypatch):
     monkeypatch.setattr("pretrain.rundir.lock.LEASE_SECONDS", TIMEOUT_SECONDS)
     attempt = Attempt(1, plant(tmp_path, host="other"))
@@ -272,37 +257,22 @@ def test_a_holder_elsewhere_that_ends_while_it_is_waited_for(tmp_path, lease, mo
     assert Attempt.begin(tmp_path).number == 2
 
 
+def of_job(job: str | None, restarts: int | None = None, cluster: str = "c") -> Owner:
+    place = {"slurm_job_id": job, "slurm_restart_count": restarts, "slurm_cluster": cluster}
+    return Owner.here(**place) if job else Owner.here()
+
+
 @pytest.mark.parametrize(
     ("mine", "over", "taken"),
     [
-        (
-            Owner.here(slurm_job_id="5", slurm_restart_count=1, slurm_cluster="c"),
-            False,
-            True,
-        ),  # requeued
-        (
-            Owner.here(slurm_job_id="5", slurm_restart_count=0, slurm_cluster="c"),
-            False,
-            False,
-        ),  # twice in one job
-        (Owner.here(slurm_job_id="6", slurm_restart_count=1, slurm_cluster="c"), False, False),
-        (Owner.here(slurm_job_id="6", slurm_cluster="c"), True, True),
-        (Owner.here(), True, True),  # from the login node
-        (
-            Owner.here(slurm_job_id="5_0", slurm_restart_count=1, slurm_cluster="c"),
-            False,
-            False,
-        ),  # another task of the array whose last task has the array's id
-        (
-            Owner.here(slurm_job_id="6", slurm_cluster="c"),
-            None,
-            False,
-        ),  # slurmctld is away: the heartbeat decides
-        (
-            Owner.here(slurm_job_id="5", slurm_restart_count=1, slurm_cluster="other"),
-            True,
-            False,
-        ),  # another job 5
+        (of_job("5", 1), False, True),  # requeued
+        (of_job("5", 0), False, False),  # twice in one job
+        (of_job("6", 1), False, False),
+        (of_job("6"), True, True),
+        (of_job(None), True, True),  # from the login node
+        (of_job("5_0", 1), False, False),  # a task of the array whose last task has the array's id
+        (of_job("6"), None, False),  # slurmctld is away: the heartbeat decides
+        (of_job("5", 1, "other"), True, False),  # another job 5
     ],
 )
 def test_what_slurm_knows_of_a_holder(tmp_path, lease, monkeypatch, mine, over, taken):
@@ -394,17 +364,11 @@ def test_phases_and_progress_are_read_back(tmp_path):
         ("saving", 50, None),
         ("training", 50, 50),
     ]
-    assert [p.at for p in record.phases] == sorted(p.at for p in record.phases) and record.phases[
-        0
-    ].at >= began
+    assert began <= record.phases[0].at <= record.phases[-1].at
     assert record.progress.count == 51 and record.step == 50 and record.ended is None
     owner = record.owner
-    assert (owner.checkpoint_step, owner.num_processes, owner.submitted_at, owner.pid) == (
-        3,
-        4,
-        12.5,
-        os.getpid(),
-    )
+    assert (owner.checkpoint_step, owner.num_processes, owner.submitted_at) == (3, 4, 12.5)
+    assert owner.pid == os.getpid()
     holder.end("hung", 137, "no progress", 50)
     ended = read_attempts(run)[0].ended
     assert (ended.outcome, ended.code, ended.reason, ended.step) == ("hung", 137, "no progress", 50)
@@ -414,12 +378,6 @@ def test_an_owner_file_that_is_damaged_is_one_of_nobody(tmp_path, lease):
     (Attempt.begin(tmp_path).directory / "owner.json").write_text("{")
     assert read_attempts(tmp_path)[0].owner == Owner()
     assert Attempt.begin(tmp_path).number == 2
-
-
-def test_what_a_later_version_adds_is_passed_over(tmp_path):
-    plant(tmp_path, mood="good")
-    assert read_attempts(tmp_path)[0].owner.pid == os.getpid()
-    assert "mood" not in {field.name for field in dataclasses.fields(Owner)}
 
 
 def finish(run: Path) -> None:
@@ -443,16 +401,6 @@ def test_a_run_is_finished_when_an_attempt_did_all_its_steps(tmp_path):
         (ROOT / "configs/demo.toml").read_text()
     )  # 320 steps
     assert is_finished(tmp_path)
-
-
-def test_a_disk_that_refuses_the_attempt_leaves_nothing_behind(tmp_path, monkeypatch):
-    def refuse(path, record):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pretrain.rundir.lock.append_json_line", refuse)
-    with pytest.raises(RunFailed, match="No space left"):
-        Attempt.begin(tmp_path)
-    assert list((tmp_path / "attempts").iterdir()) == []
 
 
 def test_a_run_that_went_back_or_further_is_not_finished(tmp_path):
@@ -479,21 +427,30 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_finished(tmp_path):
 
 def test_progress_that_a_full_disk_refuses_still_has_a_new_time(tmp_path, monkeypatch):
     """The watchdog looks at the time too, so a run on a full disk does not look stuck."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     attempt = Attempt.begin(tmp_path)
     attempt.progress(1, "training")
     path = attempt.directory / "progress"
     os.utime(path, (1, 1))
-    watchdog = Watchdog(attempt.directory, hang_seconds=0.4, startup_seconds=0.4)
+    watchdog = Watchdog(attempt.directory, hang_seconds=60, startup_seconds=60)
+
+    def looks(count: int) -> list[bool]:
+        """Look every 10 seconds; return if the run looked stuck."""
+        nonlocal now
+        found = []
+        for _ in range(count):
+            now += 10
+            found.append(watchdog.stuck() is not None)
+        return found
 
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pretrain.rundir.lock.replace_json", full)
     attempt.progress_seconds = 0.0
-    for step in range(2, 40):
-        with pytest.raises(OSError, match="No space"):
-            attempt.progress(step, "training")
-        time.sleep(0.02)
-        assert watchdog.stuck() is None
+    assert looks(6) == [False] * 6
+    with pytest.raises(OSError, match="No space"):
+        attempt.progress(2, "training")
     assert path.stat().st_mtime > 1
-    wait_for(watchdog.stuck)
+    assert looks(8) == [False] * 7 + [True]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from pretrain.config import ConfigError, RunConfig
+from pretrain.config import RunConfig
 from pretrain.huggingface.card import (
     ExportExtras,
     prompt_of,
@@ -88,15 +88,6 @@ def test_what_the_hub_reads(card_of):
     }
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("license", "Apache 2.0"), ("language", ["English"]), ("datasets", ["my data"])],
-)
-def test_what_the_hub_would_refuse_is_refused_in_the_config(key, value):
-    with pytest.raises(ConfigError, match=f"export.{key}"):
-        tiny_config(export={key: value})
-
-
 def test_the_table_says_how_many_tokens_were_scored(card_of):
     failed = RECORD | {"length": 32, "perplexity": None, "loss_low": None}
     card = card_of(tiny_config(), curve=[RECORD, NEW, SLIDING, failed], facts={"Steps": "10"})
@@ -112,20 +103,13 @@ def test_the_table_says_how_many_tokens_were_scored(card_of):
         assert row in card
 
 
-def test_the_card_says_that_documents_were_trained_on_alone(card_of):
-    row = "| Documents | each was trained on as if it stood alone"
-    assert row in card_of(tiny_config(data={"per_document_attention": True}))
-    assert "Documents" not in card_of(tiny_config())
-
-
 def test_the_prompt_is_of_the_validation_text(card_of):
     card = card_of(tiny_config(), documents=(" \n", 'A "quoted"\nstart, of the text and more'))
     assert 'tokenizer("A \\"quoted\\" start, of the text"' in card
     assert "the first 2 documents, 40 bytes" in card
     assert 'tokenizer("The"' in card_of(tiny_config())
     assert len(prompt_of(["\u4eac" * 500])) == 60
-    assert "`</s>`" in card and "split_special_tokens" not in card
-    assert "split_special_tokens" in card_of(tiny_config(), split_special_tokens=True)
+    assert "`</s>`" in card
 
 
 class Letters:

@@ -21,12 +21,11 @@ import pytest
 import sentencepiece
 import torch
 
-from pretrain.config import ConfigError, RunConfig, load_config, parse_config
+from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.base import PROBES
 from pretrain.evaluation.records import curve_json, fields_of
 from pretrain.huggingface.card import curve_table
-from pretrain.huggingface.classes import class_of
 from pretrain.huggingface.export import _comparison_ids, _curve, _validation_split
 from pretrain.huggingface.folder import fast_tokenizer, record_files, to_huggingface
 from pretrain.huggingface.parity import check_parity
@@ -222,26 +221,10 @@ def test_logits_equal_within_and_beyond_the_training_length(name, exported):
     assert report.passed, report.format()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_padding_on_either_side(name, exported):
-    dense, folder, _ = exported(name)
-    model, ids = stock(folder), random_ids(1, 40)
-    expected = dense(ids)
-    for left, right in ((9, 0), (0, 9)):
-        padded = torch.nn.functional.pad(ids, (left, right), value=2)
-        mask = torch.nn.functional.pad(torch.ones_like(ids), (left, right))
-        with torch.no_grad():
-            got = model(padded, attention_mask=mask).logits[:, left : left + 40]
-        # fp32 rounding of sums of 50 to 200 terms; logits are below 3.
-        torch.testing.assert_close(got, expected, rtol=0, atol=3e-5)
-
-
-STOCK = ("bloom12", "bloom16", "mpt12", "mpt16", "opt", "neox_untied")
 OWN_CODE = ("bloom12", "mpt_trained", "bloom_trained")
-GENERATED = [*((name, False) for name in STOCK), *((name, True) for name in OWN_CODE)]
 
 
-@pytest.mark.parametrize(("name", "own"), GENERATED)
+@pytest.mark.parametrize(("name", "own"), [("opt", False), *((name, True) for name in OWN_CODE)])
 def test_greedy_generation_with_the_cache(name, own, exported, trusted):
     """Greedy tokens equal those of full forward passes of the dense model, beyond 64 tokens."""
     dense, folder, _ = exported(name)
@@ -324,23 +307,13 @@ def test_slopes_of_any_number_of_heads():
 
 
 def test_stock_mpt_ignores_its_setting_of_the_slopes(exported, tmp_path):
-    """Hence a range of slopes that alibi_bias_max describes is not exported as stock MPT."""
+    """Hence slopes that alibi_bias_max describes are not exported as stock MPT."""
     dense, folder, _ = exported("mpt12")
     settings = json.loads((folder / "config.json").read_text())
     settings["attn_config"]["alibi_bias_max"] = 4
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     assert check_parity(dense, tmp_path, [random_ids(1, 64)]).passed
-    range_of_4 = {"first": 2.0**-0.25, "last": 2.0**-4}
-    config = make_config(
-        "alibi",
-        hidden_size=64,
-        num_attention_heads=16,
-        use_bias=False,
-        hidden_act="gelu",
-        position_slopes=range_of_4,
-    )
-    assert class_of(config).name == "MptSlopesForCausalLM"
 
 
 REFUSED = {
@@ -348,13 +321,10 @@ REFUSED = {
     "position.method = none: .*rotary": make_config("none"),
     "num_query_groups = 4: GPTNeoX": make_config("rotary", num_query_groups=4),
     "ffn_hidden_size = 80: Bloom.* = 192.*rotary": make_config("alibi", ffn_hidden_size=80),
-    "ffn_hidden_size = 80: Mpt.* = 192": make_config("alibi", ffn_hidden_size=80, **MPT),
     "hidden_act = gelu: Bloom.*use_bias = false .Mpt": make_config("alibi", hidden_act="gelu"),
     "hidden_act = relu: Bloom": make_config("alibi", hidden_act="relu", use_bias=False),
     "embedding_layernorm = True: GPTNeoX.*Bloom": make_config("rotary", embedding_layernorm=True),
-    "final_layernorm = False: Bloom": make_config("alibi", final_layernorm=False),
     "final_layernorm = False: GPTNeoX": make_config("rotary", final_layernorm=False),
-    "final_layernorm = False: OPT": make_config("learned", final_layernorm=False),
     "parallel_residual = True: in Bloom.*GPTNeoX": make_config("alibi", parallel_residual=True),
     r"adaptive_cutoffs = \[100, 200\]": make_config("alibi", adaptive_cutoffs=[100, 200]),
     "epsilon = 1e-06: OPT.* 1e-05": make_config("sinusoidal", layernorm_epsilon=1e-6),
@@ -461,9 +431,8 @@ def test_a_second_export_deletes_nothing_that_it_did_not_write(tmp_path, tokeniz
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", ["bloom12", "mpt12", "opt", "neox"])
-def test_tokenizer_gives_identical_ids_and_text(name, split, exported, tokenizer_path, tmp_path):
+@pytest.mark.parametrize(("name", "split"), [("bloom12", False), ("neox", True)])
+def test_tokenizer_gives_identical_ids_and_text(name, split, exported, tokenizer_path):
     """AutoTokenizer equals SentencePiece on several hundred odd strings, for each class.
 
     By default </s> and <unk> in a text are the tokens of these names, and all else has the ids of
@@ -472,15 +441,9 @@ def test_tokenizer_gives_identical_ids_and_text(name, split, exported, tokenizer
     from transformers import AutoTokenizer
 
     ours = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
-    folder = exported(name)[1]
-    if split:
-        fast = fast_tokenizer(
-            load_tokenizer(tokenizer_path), max_length=64, split_special_tokens=True
-        )
-        fast.save_pretrained(tmp_path)
-        shutil.copy(folder / "config.json", tmp_path)
-        folder = tmp_path
-    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    theirs = AutoTokenizer.from_pretrained(
+        exported(name)[1], local_files_only=True, split_special_tokens=split
+    )
     assert theirs.vocab_size == len(theirs) == ours.vocab_size()
     generator = random.Random(0)
     alphabets = [
@@ -540,21 +503,6 @@ def test_no_program_finds_a_shorter_limit(name, exported):
     assert tokenizer.model_max_length == MAX_LENGTH
 
 
-def test_an_added_chat_token_is_one_id(exported):
-    """As trainers do it: a turn ends with the tokenizer's own eos_token, spelled in the text."""
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(exported("bloom12")[1], local_files_only=True)
-    assert theirs("a" + theirs.eos_token)["input_ids"] == [*theirs("a")["input_ids"], 2]
-    theirs.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    theirs.chat_template = (
-        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    )
-    ids = theirs.apply_chat_template([{"role": "user", "content": "hi"}], return_dict=False)
-    start, end = theirs.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    assert ids == [2, start, *theirs("hi")["input_ids"], end]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -578,20 +526,6 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
 
 
-def test_what_is_trained_by_default_exports_as_a_class_that_survives_16_bit():
-    """MPT keeps scores and biases in fp32 whatever its weights are; Bloom does not."""
-    assert class_of(load_config("configs/demo.toml")).name == "MptForCausalLM"
-    config = make_config("alibi")
-    stated = {"hidden_act", "use_bias"}
-    model = {k: v for k, v in config.model.model_dump(mode="json").items() if k not in stated}
-    values = config.model_dump(mode="json", exclude_none=True) | {"model": _without_none(model)}
-    assert class_of(parse_config(values, "test")).name == "MptForCausalLM"
-
-
-def _without_none(values: dict[str, object]) -> dict[str, object]:
-    return {key: value for key, value in values.items() if value is not None}
-
-
 def test_the_card_gets_the_records_of_its_checkpoint(tmp_path):
     """RUN/evaluations/curve.json has all checkpoints of a run, other reports several runs."""
     config, checkpoint = make_config("alibi"), tmp_path / "run/checkpoints/step-00000200"
@@ -606,14 +540,9 @@ def test_the_card_gets_the_records_of_its_checkpoint(tmp_path):
     (tmp_path / "curve.json").write_bytes(curve_json(seeds))
     found = _curve(config, checkpoint, tmp_path / "curve.json")
     assert [fields_of(record) for record in found] == [seeds[0]]
-    elsewhere = tmp_path / "third/checkpoints/step-00000200"
-    with pytest.raises(ConfigError, match=r"has records of .*run/.*other/.*none of .*third"):
-        _curve(config, elsewhere, tmp_path / "curve.json")
-    for damage in ({"length": "128"}, {"perplexity": "low"}, {"protocol": 3}):
-        text = json.dumps({"records": [{**seeds[0], **damage}]})
-        (tmp_path / "curve.json").write_text(text)
-        with pytest.raises(ConfigError, match=f"not a curve.json .*{next(iter(damage))} = "):
-            _curve(config, checkpoint, tmp_path / "curve.json")
+    (tmp_path / "curve.json").write_text(json.dumps({"records": [{**seeds[0], "length": "128"}]}))
+    with pytest.raises(ConfigError, match=r"not a curve.json .*length = "):
+        _curve(config, checkpoint, tmp_path / "curve.json")
 
 
 def test_the_card_takes_whole_evaluations_of_its_own_step(tmp_path):

@@ -9,11 +9,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, BloomForCausalLM, MptForCausalLM
 
-from pretrain.huggingface.classes import describe_export
 from pretrain.huggingface.parity import TRUSTED, check_parity
-from tests.unit.test_dense_gpt import make_config
 from tests.unit.test_export import (
-    MPT,
     SLOPES,
     TRAINED,
     exported,
@@ -86,17 +83,3 @@ def test_slopes_survive_16_bit_loading(exported, trusted):
     model = trusted(folder, torch.bfloat16)
     bias = model.transformer.build_mpt_alibi_tensor(12, 3)
     assert torch.equal(bias[:, 0, 1], -TRAINED)
-
-
-def test_what_is_said_before_training_and_on_the_card(exported):
-    lines = list(describe_export(SLOPES["mpt_trained"][1]))
-    assert "MptSlopesForCausalLM in fp32, bf16 and fp16" in lines[0]
-    assert "stock loaders refuse the folder" in lines[0]
-    assert any(line.startswith("not in vLLM: it has no MptSlopesForCausalLM") for line in lines)
-    for name, stock in (("mpt_trained", "MptForCausalLM"), ("bloom_trained", "BloomForCausalLM")):
-        card = (exported(name)[1] / "README.md").read_text()
-        assert "from_pretrained(folder, trust_remote_code=True)" in card
-        assert "as training left them: 0.7, -0.002, 1.3, 0, 0.1, " in card
-        assert f"Stock\n{stock} would compute others" in card
-    stock = list(describe_export(make_config("alibi", **MPT)))
-    assert stock[0].startswith("MptForCausalLM in fp32, bf16 and fp16")

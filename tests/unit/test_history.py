@@ -34,7 +34,6 @@ from pretrain.rundir.history import begins_branch, recover, remove_old, settle
 from pretrain.rundir.lineage import (
     MANIFEST,
     Branch,
-    Known,
     Lineage,
     Policy,
     hold,
@@ -103,21 +102,7 @@ def test_ancestry_against_a_tree_that_is_walked():
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"id": None},
-        {"id": ""},
-        {"step": "4"},
-        {"step": -1},
-        {"step": True},
-        {"step": 10**400},
-        {"parent": 3},
-        {"branches": []},
-        {"branches": {}},
-        {"branches": ["a"]},
-        {"branches": [{"id": "a"}]},
-        {"branches": [{"id": 1, "since": 0}]},
-        {"branches": [{"id": "a", "since": None}]},
-    ],
+    [{"id": ""}, {"step": -1}, {"step": 10**400}, {"branches": []}, {"branches": [{"id": "a"}]}],
 )
 def test_an_ancestry_that_is_none(change):
     content = {"id": "a", "step": 4, "parent": None, "branches": [{"id": "a", "since": 0}]}
@@ -431,7 +416,7 @@ def test_retention_keeps_what_it_must():
             numbers.choice([0, 1, 3]),
         )
         wanted = set(numbers.sample(steps, numbers.randrange(0, 2)))
-        gone = removable([Known(s, loss[s]) for s in steps], policy, wanted)
+        gone = removable(loss, policy, wanted)
         kept = set(steps) - set(gone)
         assert gone == sorted(gone) and set(gone) <= set(steps) and kept
         assert max(steps) in kept and wanted <= kept

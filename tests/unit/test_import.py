@@ -228,42 +228,6 @@ def test_the_parity_check_sees_another_model(imported, tmp_path, monkeypatch, ca
     assert list(tmp_path.iterdir()) == []
 
 
-def test_old_and_sharded_files_are_read(imported, tmp_path):
-    """Names without a prefix, embed_out, buffers, a stored tied output; shards; pickles."""
-    for name in ("pythia", "opt", "bloom"):
-        model, folder, run = imported(name)
-        expected = masters(run)
-        tensors = {k: v.clone() for k, v in load_file(folder / "model.safetensors").items()}
-        prefix = {"pythia": "gpt_neox.", "opt": "model.", "bloom": "transformer."}[name]
-        old = {
-            k.removeprefix(prefix).replace("lm_head", "embed_out"): v for k, v in tensors.items()
-        }
-        if name == "pythia":
-            old["layers.0.attention.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-            old["layers.0.attention.masked_bias"] = torch.tensor(-1e9)
-            old["layers.0.attention.rotary_emb.inv_freq"] = torch.ones(8)
-        if name == "opt":
-            old["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"].clone()
-        sharded, pickled = tmp_path / f"{name}-sharded", tmp_path / f"{name}-pickled"
-        saved(model, sharded, max_shard_size="100KB")
-        assert len(list(sharded.glob("*.safetensors"))) > 1
-        pickled.mkdir()
-        shutil.copy(folder / "config.json", pickled)
-        torch.save(old, pickled / "pytorch_model.bin")
-        for each in (sharded, pickled):
-            import_folder(each, tmp_path / f"{each.name}-run")
-            got = masters(tmp_path / f"{each.name}-run")
-            assert got.keys() == expected.keys()
-            assert all(same_bits(got[key], expected[key]) for key in got), each
-
-
-def test_16_bit_weights_become_fp32_masters(tmp_path):
-    model = randomise(mpt()).bfloat16()
-    import_folder(saved(model, tmp_path / "hf"), tmp_path / "run")
-    got = masters(tmp_path / "run")["decoder.layers.1.mlp.linear_fc1.weight"]
-    assert same_bits(got, model.transformer.blocks[1].ffn.up_proj.weight.float())
-
-
 # ---- round trips ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", MODELS | SLOPES)
 def test_export_import_export_is_bit_equal(name, tmp_path, tokenizer_path):
@@ -341,24 +305,6 @@ def test_weights_that_were_changed_after_the_export(tmp_path, tokenizer_path):
     assert same_bits(got, tensors[table][2:].contiguous())
 
 
-@pytest.mark.parametrize("name", ["bloom12", "opt"])
-def test_an_export_without_its_originals_is_imported_as_it_is(name, tmp_path, tokenizer_path):
-    """Somebody removed them: what cannot be told is rounded, and exports to the same."""
-    config = MODELS[name][1]
-    state = random_state(config, seed=5)
-    state["embedding.word_embeddings.weight"][7, :3] = torch.tensor([1e-45, 1.1e-38, -3e-33])
-    to_huggingface(config, state, tokenizer_path, tmp_path / "hf", max_length=256)
-    for optional in (ORIGINALS, TOKENIZER):
-        (tmp_path / "hf" / optional).unlink()
-    import_folder(tmp_path / "hf", tmp_path / "run")
-    got = masters(tmp_path / "run")
-    differ = got["embedding.word_embeddings.weight"] != state["embedding.word_embeddings.weight"]
-    assert differ.any()
-    to_huggingface(config, got, tokenizer_path, tmp_path / "again", max_length=256)
-    first, second = (load_file(tmp_path / f / "model.safetensors") for f in ("hf", "again"))
-    assert all(same_bits(first[key], second[key]) for key in first)
-
-
 def test_a_factor_is_undone_where_division_alone_would_not():
     """A number whose product lies just above a power of two, below which floats are denser."""
     factor = math.sqrt(2048)
@@ -403,15 +349,7 @@ UNSUPPORTED = {
         lambda: mpt(attn_config={"clip_qkv": 6.0}),
         "attn_config.clip_qkv = 6.0: our queries, keys and values are not clipped",
     ),
-    "storywriter": (
-        lambda: mpt(attn_config={"alibi_bias_max": 16}),
-        "attn_config.alibi_bias_max = 16: ",
-    ),
-    "qk_ln": (lambda: mpt(attn_config={"qk_ln": True}), "attn_config.qk_ln = true: "),
-    "scale": (lambda: mpt(attn_config={"softmax_scale": 0.5}), "attn_config.softmax_scale = 0.5: "),
-    "logit_scale": (lambda: mpt(logit_scale=0.5), "logit_scale = 0.5: "),
     "silu": (lambda: gpt_neox(hidden_act="silu"), "hidden_act = silu: our activations are gelu, "),
-    "bias": (lambda: gpt_neox(attention_bias=False), "attention_bias = false: "),
     "rope": (
         lambda: gpt_neox(rope_parameters={"rope_type": "linear", "factor": 2.0}),
         "rope_parameters.rope_type = linear: ",
@@ -478,24 +416,18 @@ NORM, UP = "transformer.ln_f.weight", "transformer.h.1.mlp.dense_h_to_4h.weight"
 LOAD = "transformers cannot load the weights: "
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no_config": (renamed("config.json", "c"), "config.json: cannot be read .*No such file"),
-    "no_json": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read"),
-    "no_object": (lambda f: (f / "config.json").write_text("[1]"), "model_type = None: cannot be"),
     "other_class": (settings(model_type="llama"), "model_type = 'llama': cannot be .* bloom"),
     "string": (settings(n_layer="2"), "config.json: transformers cannot read it: .*n_layer"),
-    "negative": (settings(hidden_size=-48), "model.hidden_size = -48: .*greater than 0"),
     "deep": (settings(n_layer=10**9), "1000000000 layers are more than"),
-    "length": (settings(seq_length="long"), "sequence_length = 'long': input should"),
     "quantised": (settings(quantization_config={"bits": 4}), "quantization_config: the weights"),
     "no_weights": (renamed("model.safetensors", "w"), f"{LOAD}OSError"),
     "missing": (tensors(lambda t: t.pop(UP)), f"1 tensors are missing .* the first is {UP}"),
     "extra": (tensors(lambda t: t.update(x=torch.ones(2))), "1 tensors are not of .* first is x"),
-    "extra_layer": (settings(n_layer=1), "12 tensors are not of the model .* transformer.h.1"),
     "shape": (
         tensors(lambda t: t.update({UP: t[UP].T.contiguous()})),
         rf"1 tensors are of another shape .* {UP}",
     ),
     "nan": (tensors(lambda t: t[NORM].__setitem__(3, np.nan)), f"{NORM} holds a NaN or an inf"),
-    "infinity": (tensors(lambda t: t[UP].__setitem__((0, 0), np.inf)), "holds a NaN or an inf"),
     "untied_output": (
         tensors(lambda t: t.update({"lm_head.weight": torch.ones(512, 48)})),
         "lm_head.weight is not the embedding, but tie_word_embeddings = true",

@@ -8,19 +8,17 @@ import os
 import re
 import resource
 import signal
-from enum import Enum
 from pathlib import Path
 
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.evaluation.report import report_run
-from pretrain.rundir import attempts, jobs, paths, provenance
+from pretrain.rundir import attempts, jobs, provenance
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import (
     MANIFEST,
     checkpoint_directory,
-    checkpoint_name,
     checkpoint_step,
     checkpoints_awaiting_evaluation,
     complete_checkpoints,
@@ -49,25 +47,14 @@ def complete(run: Path, *steps: int) -> None:
 
 
 # ---- names of checkpoints ----
-@pytest.mark.parametrize("step", [0, 1, 99_999_999, 100_000_000, 12_345_678_901])
-def test_a_checkpoints_name_says_its_step(step):
-    assert checkpoint_step(checkpoint_name(step)) == step
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        "step-1",
         "step-0000001",
         "step-0000000100",
-        "step-00000100 ",
-        "step-0000010a",
-        "step--0000100",
         ".step-00000100.partial",
-        "step-00000100.old",
         "step-²²²²²²²²",
         "step-١١١١١١١١",
-        "latest",
     ],
 )
 def test_what_is_no_checkpoints_name(name):
@@ -85,16 +72,6 @@ def test_a_step_of_nine_digits_comes_after_one_of_eight(tmp_path):
     RunPaths(tmp_path).evaluations.mkdir()
     RunPaths(tmp_path).evaluation_plan.write_text("{}")
     assert checkpoints_awaiting_evaluation(tmp_path) == complete_checkpoints(tmp_path)
-
-
-def test_an_incomplete_checkpoint_and_no_run_are_named(tmp_path):
-    checkpoint_directory(tmp_path, 3).mkdir(parents=True)
-    with pytest.raises(ConfigError, match="neither a run nor a checkpoint"):
-        find_checkpoint(tmp_path)
-    with pytest.raises(ConfigError, match=f"it has no {MANIFEST}"):
-        find_checkpoint(checkpoint_directory(tmp_path, 3))
-    with pytest.raises(ConfigError, match="no such directory"):
-        find_checkpoint(tmp_path / "none")
 
 
 # ---- publication ----
@@ -237,17 +214,6 @@ def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path, capfd):
     assert capfd.readouterr().err.count("warning: ") == 1
 
 
-def test_the_end_of_a_long_file_is_read_alone(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path, 0)
-    for number in range(1, 1001):
-        file.write(step(number))
-    file.close()
-    last = list(read_metrics(path, last_bytes=1000))
-    assert [record["step"] for record in last] == list(range(1001 - len(last), 1001))
-    assert 10 < len(last) < 30
-
-
 def test_a_line_after_a_torn_one_stands_alone(tmp_path):
     path = tmp_path / "jobs.jsonl"
     append_json_line(path, {"a": 1})
@@ -266,13 +232,6 @@ def test_an_evaluation_without_its_keys_is_passed_over(tmp_path):
     assert evaluation_records(path, 2) == [evaluation(2)]
 
 
-def test_a_nested_nan_does_not_stop_a_resume(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "x": [NaN]}\n')
-    MetricsFile(path, 1).close()
-    assert repr(list(read_metrics(path))) == "[{'step': 1, 'x': [nan]}]"
-
-
 def test_a_line_that_the_disk_took_in_part_is_an_error(tmp_path):
     """The job was sent, so a record that is cut off must not look like success."""
     (tmp_path / "jobs.jsonl").write_text("x" * 1000)
@@ -289,10 +248,9 @@ def test_a_line_that_the_disk_took_in_part_is_an_error(tmp_path):
 
 OWNER = {"nonce": "n", "host": "h", "pid": 1, "began_at": 1.5, "num_processes": 2}
 WRONG = {
-    "owner.json": [("began_at", v) for v in ("x", None, [1], 1e30, float("nan"), True)]
-    + [("num_processes", v) for v in (None, "2", 1.5)],
-    "ended.json": [("at", "x"), ("outcome", 3), ("step", "20"), ("code", None)],
-    "progress": [("step", "20"), ("step", None), ("count", [1]), ("phase", 1)],
+    "owner.json": [("began_at", v) for v in ("x", None, 1e30, float("nan"), True)],
+    "ended.json": [("at", "x"), ("outcome", 3)],
+    "progress": [("step", None)],
 }
 RIGHT = {
     "owner.json": OWNER,
@@ -318,13 +276,6 @@ def test_a_value_of_another_type_is_like_a_damaged_file(tmp_path, file, key, val
         "progress": bad.progress,
     }
     assert found[file] is None and sum(value is None for value in found.values()) == 1
-
-
-def test_a_job_id_that_is_a_number_is_passed_over(tmp_path):
-    job = jobs.JobRecord("7", "train", "a", 1.5, "s", 2, 4, "/r")
-    jobs.append_job(tmp_path, job)
-    append_json_line(RunPaths(tmp_path).jobs, dataclasses.asdict(job) | {"job_id": 8})
-    assert jobs.read_jobs(tmp_path) == [job]
 
 
 def test_a_launch_record_that_is_none_is_refused_by_name(tmp_path):
@@ -394,6 +345,7 @@ def test_the_page_and_the_code_have_the_same_keys():
     assert documented == {}
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("word", "kind"),
     [("phase", paths.Phase), ("outcome", paths.Outcome), ("kind", paths.JobKind)],
@@ -409,6 +361,8 @@ def test_the_page_and_the_code_have_the_same_exit_codes():
     assert rows == [(str(code.value), code.name) for code in paths.ExitCode]
 
 
+=======
+>>>>>>> 628d40d (A class says which positions it holds; one walk over a command line; git is asked where its files are; fewer tests of the same)
 def undocumented(run: Path) -> list[str]:
     """What lies in a run's directory and has no row in the layout. Hidden files are temporary."""
     patterns = []
