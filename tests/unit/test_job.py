@@ -188,6 +188,7 @@ def test_a_run_is_done_when_nothing_is_left_to_train_or_to_evaluate(tmp_path):
     assert not is_done(more)
     records = [
         {"step": 20, "evaluation": True, "protocol": name, "stride": stride, "length": length}
+        | {"tokens": 64, "loss_nats": 1.0, "perplexity": 2.7}
         for length in (64, 999)
         for name, stride in (("nonoverlapping", length), ("sliding", more.evaluation_stride))
     ]
@@ -448,19 +449,16 @@ def test_runs_of_a_sweep_lie_beside_the_run(tmp_path):
 
 
 def test_a_new_run_lies_in_no_other_run_s_directory(tmp_path):
-    around = tmp_path / "runs"
-    outer, inside = around / "outer", around / "outer/x/y"
+    outer, inside = tmp_path / "runs/outer", tmp_path / "runs/outer/x/y"
     (tmp_path / "link").symlink_to(outer)
     # A folder that another program calls attempts makes no run.
     (tmp_path / "attempts/2024").mkdir(parents=True)
-    for directory in (inside, around, outer):
+    for directory in (inside, outer):
         is_done(run_config(run={"directory": str(directory)}))
     Attempt.begin(outer)
     for directory in (inside, tmp_path / "link/checkpoints"):
         with pytest.raises(ConfigError, match=f"{directory}: lies inside {outer}, which is"):
             is_done(run_config(run={"directory": str(directory)}))
-    with pytest.raises(ConfigError, match=f"{around}: {outer} is another run, inside of it"):
-        is_done(run_config(run={"directory": str(around)}))
     # A run that is there goes on, and so does one that was put inside of it since.
     is_done(run_config(run={"directory": str(outer)}))
     inside.mkdir(parents=True)
