@@ -345,24 +345,6 @@ def test_the_page_and_the_code_have_the_same_keys():
     assert documented == {}
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(
-    ("word", "kind"),
-    [("phase", paths.Phase), ("outcome", paths.Outcome), ("kind", paths.JobKind)],
-)
-def test_the_page_and_the_code_have_the_same_words(word: str, kind: type[Enum]):
-    sentence = next(p for p in PAGE.split("\n\n") if p.startswith(f"`{word}` is one of"))
-    assert names(sentence)[1:] == [member.value for member in kind]
-
-
-def test_the_page_and_the_code_have_the_same_exit_codes():
-    page = (ROOT / "docs/commands.md").read_text()
-    rows = re.findall(r"\| (\d+) \| `(\w+)` \|", page)
-    assert rows == [(str(code.value), code.name) for code in paths.ExitCode]
-
-
-=======
->>>>>>> 628d40d (A class says which positions it holds; one walk over a command line; git is asked where its files are; fewer tests of the same)
 def undocumented(run: Path) -> list[str]:
     """What lies in a run's directory and has no row in the layout. Hidden files are temporary."""
     patterns = []
