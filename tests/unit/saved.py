@@ -24,6 +24,7 @@ from pretrain.checkpoint.manifest import (
 from pretrain.checkpoint.writer import Publication, publish
 from pretrain.config import RunConfig, dump_config
 from pretrain.data.tokenizer import Tokenizer
+from pretrain.rundir.checkpoints import begin_partial, checkpoint_directory
 from pretrain.rundir.lineage import Branch, new_id
 from tests.conftest import tiny_config
 
@@ -58,20 +59,23 @@ def after(checkpoint: Checkpoint, branch: bool = False, **fields: Any) -> Origin
     )
 
 
-def save(
+def write(
     run: Path,
     step: int,
-    origin: Origin | None = None,
-    tensors: Values | None = None,
+    origin: Origin,
+    tensors: Values,
     world_size: int = 2,
     config: RunConfig | None = None,
     tokenizer: Tokenizer | None = None,
-) -> Checkpoint:
-    """Write RUN/checkpoints/step-########, each tensor cut into flat ranges, one for each rank."""
-    tensors = values(step) if tensors is None else tensors
-    final = run / f"checkpoints/step-{step:08d}"
-    partial = final.with_name(f".{final.name}.partial")
-    partial.mkdir(parents=True)
+    attempt: Path | None = None,
+    keep: tuple[int | None, int | None, int] = (None, None, 0),
+    identifier: str | None = None,
+) -> list[str]:
+    """Write RUN/checkpoints/step-########, each tensor cut into flat ranges, one for each rank.
+
+    Returns the warnings.
+    """
+    partial = begin_partial(run, step, attempt)
     for rank in range(world_size):
         pieces, arrays = [], []
         for name, array in tensors.items():
@@ -81,23 +85,36 @@ def save(
             pieces.append(Piece(name, array.shape, boxes))
             arrays.append(array.reshape(-1)[start:end])
         write_part(partial, Part(rank, tuple(pieces)), arrays)
-    origin = origin or first_origin()
     if tokenizer is not None:
         (partial / tokenizer.file_name).write_bytes(tokenizer.content)
-    publish(
+    return publish(
         Publication(
             partial=str(partial),
-            final=str(final),
-            attempt=None,
-            keep=(None, None, 0),
+            final=str(checkpoint_directory(run, step)),
+            attempt=str(attempt) if attempt else None,
+            keep=keep,
             world_size=world_size,
-            lineage=lineage_content(new_id(), step, origin),
+            lineage=lineage_content(identifier or new_id(), step, origin),
             state=state_content(TrainerState(step, 8 * step), step, None, origin),
             config=dump_config(config or tiny_config()),
             tokenizer=tokenizer.file_name if tokenizer else None,
         )
     )
-    return open_checkpoint(final)
+
+
+def save(
+    run: Path,
+    step: int,
+    origin: Origin | None = None,
+    tensors: Values | None = None,
+    world_size: int = 2,
+    config: RunConfig | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Checkpoint:
+    """Write a checkpoint as `write` does, and open it."""
+    values_ = values(step) if tensors is None else tensors
+    write(run, step, origin or first_origin(), values_, world_size, config, tokenizer)
+    return open_checkpoint(checkpoint_directory(run, step))
 
 
 def flip(path: Path, at: int = -1) -> None:

@@ -143,15 +143,6 @@ def test_a_holder_on_this_host_is_gone_when_its_process_is(tmp_path, end):
     kill(holder)
 
 
-def test_an_ended_attempt_gives_the_run_back_and_a_refused_one_leaves_nothing(tmp_path):
-    first = Attempt.begin(tmp_path)
-    with pytest.raises(RunBusy):
-        Attempt.begin(tmp_path)
-    assert os.listdir(tmp_path / "attempts") == ["0001"]
-    first.end("stopped", 80, "saved at step 3", 3)
-    assert Attempt.begin(tmp_path).number == 2
-
-
 def test_files_are_not_for_everybody(tmp_path):
     attempt = Attempt.begin(tmp_path)
     attempt.phase("training", 0)

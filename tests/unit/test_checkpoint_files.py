@@ -178,7 +178,8 @@ def test_a_save_writes_each_byte_once(tmp_path, monkeypatch):
     """Of two ranks: what lies on the disk in the end, and each rank's part of the index.
 
     Each rank flushes its file and its part of the index; the publication flushes index, state,
-    config and manifest, the directory that they are in, and the one that it appears in.
+    config and manifest, the directory that they are in, and the one that it appears in, which is
+    made before.
     """
     flushes = []
     fsync = os.fsync
@@ -198,7 +199,7 @@ def test_a_save_writes_each_byte_once(tmp_path, monkeypatch):
     written = _written() - before
     assert len(parts) == 2
     assert written == sum(parts) + sum(path.stat().st_size for path in checkpoint.iterdir())
-    assert len(flushes) == 2 * 2 + 6
+    assert len(flushes) == 2 * 2 + 7
 
 
 # ---- the index -----------------------------------------------------------------------------------

@@ -18,14 +18,10 @@ from pretrain.huggingface.export import _comparison_ids, checked_length
 from pretrain.huggingface.parity import (
     STOCK,
     TRUSTED,
-    Parity,
-    ParityReport,
-    add_precisions,
     check_parity,
 )
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT
-from tests.unit.test_dense_gpt import make_config
 from tests.unit.test_export import (
     exported,
     random_ids,
@@ -101,34 +97,6 @@ def test_the_comparison_measures_16_bit(exported):
         assert bits[1].perplexity == report.rows[1].perplexity
         assert bits[1].exported_perplexity == pytest.approx(loss, rel=1e-5)
     assert len(check_parity(dense, folder, ids).rows) == 2
-
-
-def test_the_card_says_in_which_precisions_not_to_load(tmp_path):
-    rows = (
-        Parity("fp32", STOCK, 2048, 2047, 110.0, 110.0, 1e-6, 1e-4),
-        Parity("bf16", STOCK, 2048, 2047, 110.0, 134.0),
-        Parity("fp16", STOCK, 2048, 2047, 110.0, float("nan")),
-        Parity("bf16", TRUSTED, 2048, 2047, 110.0, 110.1),
-    )
-    report = ParityReport("BloomForCausalLM", rows)
-    # The export itself succeeded: stock transformers computes it in fp32.
-    assert report.passed
-    # Without the run's data, random tokens are compared, which are no text.
-    for is_text, what in ((True, "a piece of validation text"), (False, "random tokens")):
-        (tmp_path / "README.md").write_text("# Model\n")
-        add_precisions(tmp_path, make_config("alibi"), report, is_text=is_text)
-        card = (tmp_path / "README.md").read_text()
-        assert card.startswith("# Model\n\n## Precision\n") and f"Perplexity of {what}" in card
-    for line in (
-        "| bf16 | 2,048 | 2,047 | 110.0000 | 134.0000 | +21.82% |",
-        "- fp32: yes",
-        "- bf16: no, do not load it in bf16",
-        "- fp16: no, do not load it in fp16",
-        "- bf16 with `trust_remote_code=True`: yes",
-        "- vLLM: its Bloom computes exact GELU",
-    ):
-        assert line in card
-        assert line.removeprefix("- ") in report.format() or line[0] == "|" or "vLLM" in line
 
 
 # ---- vLLM's reading of a folder ------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The run's directory: names, publication, damaged files, and the page that describes it all."""
 
-import dataclasses
 import json
 import math
 import multiprocessing
@@ -14,7 +13,7 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.evaluation.report import report_run
-from pretrain.rundir import attempts, jobs, provenance
+from pretrain.rundir import jobs
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import (
     MANIFEST,
@@ -323,28 +322,6 @@ def test_the_page_and_the_code_have_the_same_paths():
     assert f"describes version {VERSION} of the layout" in PAGE
 
 
-def test_the_page_and_the_code_have_the_same_keys():
-    kinds = {
-        attempts.OWNER: attempts.Owner,
-        provenance.PROVENANCE: provenance.Provenance,
-        attempts.PHASES: attempts.PhaseChange,
-        attempts.PROGRESS: attempts.Progress,
-        attempts.SUSPENSIONS: attempts.Suspension,
-        attempts.PREFLIGHT: attempts.Preflight,
-        attempts.WAITING: attempts.Waiting,
-        attempts.ENDED: attempts.Ended,
-        "jobs.jsonl": jobs.JobRecord,
-        "launch/launch.json": jobs.LaunchRecord,
-        "launch/local.json": jobs.LocalLaunch,
-    }
-    documented = {
-        names(file)[0]: names(keys) for file, keys in [*table("Attempts"), *table("Slurm jobs")]
-    }
-    for file, kind in kinds.items():
-        assert documented.pop(file) == [field.name for field in dataclasses.fields(kind)], file
-    assert documented == {}
-
-
 def undocumented(run: Path) -> list[str]:
     """What lies in a run's directory and has no row in the layout. Hidden files are temporary."""
     patterns = []
@@ -362,16 +339,3 @@ def undocumented(run: Path) -> list[str]:
         if path.is_file() and not allowed.fullmatch(name):
             found.append(name)
     return sorted(found)
-
-
-def test_an_undocumented_file_is_found(tmp_path):
-    complete(tmp_path, 1)
-    Attempt.begin(tmp_path)
-    claim_version(tmp_path)
-    assert undocumented(tmp_path) == []
-    (tmp_path / "attempts/0001/notes.txt").write_text("")
-    (checkpoint_directory(tmp_path, 1) / "extra.pt").write_text("")
-    assert undocumented(tmp_path) == [
-        "attempts/0001/notes.txt",
-        "checkpoints/step-00000001/extra.pt",
-    ]

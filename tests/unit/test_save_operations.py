@@ -8,7 +8,6 @@ checkpoint that is no older.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import random
 from collections.abc import Iterator
@@ -16,24 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from pretrain.checkpoint.blocks import global_boxes
-from pretrain.checkpoint.index import Part, Piece, write_part
 from pretrain.checkpoint.listing import verify_checkpoint
-from pretrain.checkpoint.load import Target, read_into
-from pretrain.checkpoint.manifest import (
-    MASTER,
-    Origin,
-    TrainerState,
-    lineage_content,
-    open_checkpoint,
-    state_content,
-)
-from pretrain.checkpoint.writer import Publication, publish
-from pretrain.config import dump_config
+from pretrain.checkpoint.load import read_tensor
+from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
 from pretrain.rundir.checkpoints import (
-    begin_partial,
     checkpoint_directory,
     checkpoints_to_resume,
     named_by_step,
@@ -42,47 +28,27 @@ from pretrain.rundir.history import recover
 from pretrain.rundir.lineage import Branch
 from tests.conftest import mark_torture, tiny_config
 from tests.unit.disk import Disk, Killed, build
+from tests.unit.saved import values, write
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 SHAPES = {"embedding.weight": (9, 4), "layer.bias": (5,)}
 STEPS = (2, 4)
 WORLD_SIZE = 2
-CONFIG = dump_config(tiny_config())
+CONFIG = tiny_config()
 ORIGIN = Origin(branches=(Branch("b" * 16, 0),))
-
-
-def values(step: int, kind: str, name: str) -> np.ndarray:
-    """Return what a step's checkpoint holds of a tensor."""
-    seed = [step, (MASTER, *MOMENTS).index(kind), list(SHAPES).index(name)]
-    return np.random.default_rng(seed).standard_normal(SHAPES[name]).astype(np.float32)
 
 
 def save(run: Path, number: int, step: int, ranks: int = WORLD_SIZE) -> list[str]:
     """Save a step as attempt `number`, its ranks one after the other; return the warnings."""
-    attempt = run / f"attempts/{number:04d}"
-    partial = begin_partial(run, step, attempt)
-    for rank in range(ranks):
-        pieces, arrays = [], []
-        for name, shape in SHAPES.items():
-            size = math.prod(shape)
-            start, end = rank * size // ranks, (rank + 1) * size // ranks
-            boxes = global_boxes(shape, start, end, (0,) * len(shape))
-            for kind in (MASTER, *MOMENTS):
-                pieces.append(Piece(f"{kind}/{name}", shape, boxes))
-                arrays.append(values(step, kind, name).reshape(-1)[start:end])
-        write_part(partial, Part(rank, tuple(pieces)), arrays)
-    state = TrainerState(step, 8 * step)
-    return publish(
-        Publication(
-            partial=str(partial),
-            final=str(checkpoint_directory(run, step)),
-            attempt=str(attempt),
-            keep=(1, None, 0),
-            world_size=ranks,
-            lineage=lineage_content(f"{step:016x}", step, ORIGIN),
-            state=state_content(state, step, None, ORIGIN),
-            config=CONFIG,
-        )
+    return write(
+        run,
+        step,
+        ORIGIN,
+        values(step, SHAPES),
+        ranks,
+        CONFIG,
+        attempt=run / f"attempts/{number:04d}",
+        keep=(1, None, 0),
+        identifier=f"{step:016x}",
     )
 
 
@@ -97,14 +63,8 @@ def is_whole(checkpoint: Path, step: int) -> None:
     opened = open_checkpoint(checkpoint)
     assert verify_checkpoint(checkpoint)[0] == []
     assert opened.trainer_state == TrainerState(step, 8 * step)
-    targets = [
-        Target(f"{kind}/{name}", (0,) * len(shape), torch.full(shape, math.nan))
-        for kind in (MASTER, *MOMENTS)
-        for name, shape in SHAPES.items()
-    ]
-    read_into(opened, targets)
-    for name, _, got in targets:
-        assert np.array_equal(got.numpy(), values(step, *name.split("/"))), name
+    for name, expected in values(step, SHAPES).items():
+        assert np.array_equal(read_tensor(opened, name).numpy(), expected), name
 
 
 def is_resumable(run: Path, published: int | None, number: int = 2) -> None:
