@@ -398,7 +398,8 @@ def test_hostile_content_is_refused_even_when_its_digests_are_right(tmp_path, ca
 
 
 def test_a_change_without_its_digests_is_refused(tmp_path):
-    for name, change in [("manifest.json", _put("step", value=4)), ("state.json", _drop("data"))]:
+    loss = _put("validation_loss_nats", value=1.0)
+    for name, change in [("manifest.json", loss), ("state.json", _drop("data"))]:
         path = _write(tmp_path / name)
         _edit(path / name, change)
         with pytest.raises(DamagedCheckpoint):
