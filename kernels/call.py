@@ -89,10 +89,6 @@ def relative_buckets(
     return future + torch.where(distances < exact, distances, coarse)
 
 
-PACKAGES = ("triton", "flash_attn")
-"""Optional packages that backends need: Triton and FlashAttention-2."""
-
-
 NO_DOCUMENTS = "it has no mask by document"
 """The reason of the backends that cannot keep a query within its own document."""
 
@@ -113,8 +109,8 @@ class Call(NamedTuple):
     dropout: bool
     capability: tuple[int, int] | None
     """Compute capability of the GPU; None on a CPU."""
-    installed: frozenset[str]
-    """Which of PACKAGES are installed."""
+    has_triton: bool
+    """The package triton is installed."""
     documents: bool = False
     """Queries see no key before the start of their own document."""
 
@@ -164,7 +160,7 @@ def describe_call(
         causal=bias.causal,
         dropout=dropout_p > 0,
         capability=capability,
-        installed=installed_packages(),
+        has_triton=has_triton(),
         documents=documents,
     )
 
@@ -178,6 +174,6 @@ def _kind(bias: ScoreBias) -> Literal["none", "slopes", "trained slopes", "table
 
 
 @cache
-def installed_packages() -> frozenset[str]:
-    """Return which of PACKAGES are installed, without importing them."""
-    return frozenset(each for each in PACKAGES if importlib.util.find_spec(each) is not None)
+def has_triton() -> bool:
+    """Return True if the package triton is installed, without importing it."""
+    return importlib.util.find_spec("triton") is not None

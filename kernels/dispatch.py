@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.kernels import flash2, folded, sdpa
-from pretrain.kernels.call import Call, ScoreBias, describe_call, installed_packages
+from pretrain.kernels import folded, sdpa
+from pretrain.kernels.call import Call, ScoreBias, describe_call
 from pretrain.kernels.reference import attention_reference
 
 # ---- The choice of an attention backend, as a function of the call's description alone ----
@@ -32,8 +32,8 @@ def choose_backend(call: Call) -> Choice:
 
     The best is what is fastest among the kernels that compute the method exactly, as far as it is
     known: comparisons of methods must give each method its best kernel. Nothing is cast without the
-    reason saying so. FlexAttention and FlashAttention-4 are no backends until a GPU has shown that
-    one of them wins (benchmarks/gpu_day/candidates.py).
+    reason saying so. FlashAttention-2, FlashAttention-4 and FlexAttention are no backends until a
+    GPU has shown that one of them wins (benchmarks/gpu_day/candidates.py).
 
     Args:
         call: Description of the call.
@@ -55,12 +55,6 @@ def choose_backend(call: Call) -> Choice:
     triton = _triton_refusal(call)
     if triton is None:
         return Choice("triton", _triton_reason(call))
-    if flash2.refusal(call) is None:
-        return Choice(
-            "flash2",
-            f"it adds ALiBi inside its kernel, and the Triton kernel cannot serve, {triton}; "
-            + _products(call),
-        )
     folding = folded.refusal(call)
     if folding is None:
         return Choice(
@@ -84,16 +78,22 @@ def choose_backend(call: Call) -> Choice:
 
 
 def _triton_refusal(call: Call) -> str | None:
-    """Return the reason why the Triton kernel cannot serve a call on a GPU, or None if it can.
-
-    `pretrain.kernels.flash.launch.refusal` says the same of tensors, and of Triton's interpreter.
-    """
-    if "triton" not in call.installed:
+    """Return the reason why the Triton kernel cannot serve a call, or None if it can."""
+    if not call.has_triton:
         return "the package triton is not installed"
     if call.older_than(8, 0):
         return "it needs a GPU of compute capability 8.0 or more"
     if call.head_dim > 256:
+        # A wider tile does not fit into shared memory.
         return f"it serves heads of width 256 at most, these have {call.head_dim}"
+    if call.dtype == torch.float64:
+        return "it serves bf16, fp16 and fp32, this is fp64"
+    if not call.is_cuda:
+        # Imported here because triton may not be installed.
+        from pretrain.kernels.flash.device import INTERPRETED
+
+        if not INTERPRETED:
+            return "it needs a GPU (or Triton's interpreter)"
     return None
 
 
@@ -145,12 +145,12 @@ def _unbiased_reason(call: Call) -> str:
 
 
 REFUSALS: dict[str, Callable[[Call], str | None]] = {
-    "flash2": flash2.refusal,
+    "triton": _triton_refusal,
     "folded": folded.refusal,
     "sdpa": sdpa.refusal,
+    "reference": lambda call: None,
 }
-"""Backends that decide from a call's description. The Triton kernel decides from the tensors, since
-its interpreter serves those of a CPU; the reference serves everything."""
+"""Each backend and the reason why it cannot serve a call, or None if it can."""
 
 
 def attention(
@@ -189,8 +189,8 @@ def attention(
         scale: Factor of the products q k^T, not of the bias; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped, from torch's default generator of the
             device.
-        backend: "triton", "flash2", "folded", "sdpa" or "reference", which then serves or fails; or
-            "auto", which chooses one (`pretrain.kernels.dispatch`) and logs the choice and its
+        backend: "triton", "folded", "sdpa" or "reference", which then serves or fails; or "auto",
+            which chooses one (`pretrain.kernels.dispatch`) and logs the choice and its
             reason once per process.
         skip: For "triton": skip tiles of keys too far away to matter
             (`pretrain.kernels.skipping`). True at any length, False never, None where it pays.
@@ -209,104 +209,34 @@ def attention(
     if backend == "auto":
         backend, reason = choose_backend(call)
         _log_once(f"attention through {backend}: {reason}")
-    elif backend in REFUSALS:
-        _raise_refusal(backend, REFUSALS[backend](call))
-    return _attention_by(
-        backend, q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip, document_starts
-    )
-
-
-def _attention_by(
-    backend: str,
-    q_SBHD: Tensor,
-    k_SBGD: Tensor,
-    v_SBGD: Tensor,
-    bias: ScoreBias,
-    scale: float | None,
-    dropout_p: float,
-    skip: bool | None,
-    document_starts: Tensor | None,
-) -> Tensor:
-    """Call a backend by its name, or raise ValueError if there is none of that name.
-
-    Args:
-        backend: Its name; it does not refuse this call. "triton" may still do so.
-        q_SBHD: Queries.
-        k_SBGD: Keys.
-        v_SBGD: Values.
-        bias: Score bias and causality.
-        scale: Factor of the products q k^T.
-        dropout_p: Probability that a weight is dropped.
-        skip: As in `attention`.
-        document_starts: As in `attention`.
-    """
-    if backend == "triton":
-        return _attention_triton(
-            q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip, document_starts
-        )
-    if backend == "flash2":
-        return flash2.attention_flash2(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
-    if backend == "folded":
-        return folded.attention_folded(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
-    if backend == "sdpa":
-        return sdpa.attention_sdpa(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, document_starts)
-    if backend == "reference":
-        return attention_reference(
-            q_SBHD,
-            k_SBGD,
-            v_SBGD,
-            slopes=bias.slopes,
-            relative_attention_bias=bias.table,
-            relative_attention_max_distance=bias.max_distance,
-            causal=bias.causal,
-            document_starts=document_starts,
-            scale=scale,
-            dropout_p=dropout_p,
-        ).to(q_SBHD.dtype)
-    raise ValueError(
-        f"attention backend {backend!r}: there are auto, triton, flash2, folded, sdpa and reference"
-    )
-
-
-def _attention_triton(
-    q_SBHD: Tensor,
-    k_SBGD: Tensor,
-    v_SBGD: Tensor,
-    bias: ScoreBias,
-    scale: float | None,
-    dropout_p: float,
-    skip: bool | None,
-    document_starts: Tensor | None,
-) -> Tensor:
-    """Call the Triton kernel, or raise ValueError if it cannot serve.
-
-    Args:
-        q_SBHD: Queries.
-        k_SBGD: Keys.
-        v_SBGD: Values.
-        bias: Score bias and causality.
-        scale: Factor of the products q k^T.
-        dropout_p: Probability that a weight is dropped.
-        skip: As in `attention`.
-        document_starts: As in `attention`.
-    """
-    if "triton" not in installed_packages():
-        _raise_refusal("triton", "the package triton is not installed")
-    # Imported here because triton may not be installed.
-    from pretrain.kernels.flash.launch import attention_triton, refusal
-
-    _raise_refusal("triton", refusal(q_SBHD))
-    return attention_triton(
-        q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip, document_starts=document_starts
-    )
-
-
-def _raise_refusal(backend: str, refusal: str | None) -> None:
-    """Raise ValueError if a backend that was asked for by name gave a reason to refuse."""
-    if refusal is not None:
+    elif backend not in REFUSALS:
+        raise ValueError(f"attention backend {backend!r}: there are auto, {', '.join(REFUSALS)}")
+    elif (refusal := REFUSALS[backend](call)) is not None:
         raise ValueError(
             f"attention backend {backend} cannot serve: {refusal}. Choose auto or sdpa"
         )
+    arguments = (q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
+    if backend == "triton":
+        # Imported here because triton may not be installed.
+        from pretrain.kernels.flash.launch import attention_triton
+
+        return attention_triton(*arguments, skip, document_starts=document_starts)
+    if backend == "folded":
+        return folded.attention_folded(*arguments)
+    if backend == "sdpa":
+        return sdpa.attention_sdpa(*arguments, document_starts)
+    return attention_reference(
+        q_SBHD,
+        k_SBGD,
+        v_SBGD,
+        slopes=slopes,
+        relative_attention_bias=relative_attention_bias,
+        relative_attention_max_distance=relative_attention_max_distance,
+        causal=causal,
+        document_starts=document_starts,
+        scale=scale,
+        dropout_p=dropout_p,
+    ).to(q_SBHD.dtype)
 
 
 @cache

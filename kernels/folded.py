@@ -45,7 +45,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses import FakeTensorMode
 
 from pretrain.kernels.call import NO_DOCUMENTS, Call, ScoreBias
-from pretrain.kernels.sdpa import ALIGNMENT, aligned, causal_sdpa, only_fused
+from pretrain.kernels.sdpa import ALIGNMENT, aligned, only_fused, sdpa_without_bias
 
 QUERY_CHUNK = 2048
 """Most queries that one call serves. It bounds the rounding error of steep heads (see
@@ -129,7 +129,7 @@ def attention_folded(
         columns_SE = _cached_key_columns(keys, keys - queries // 2, q.dtype, q.device)
         k = _widened(k_SBGD[:keys], columns_SE[:, None, None])
         with only_fused():
-            out = causal_sdpa(q[start : start + queries], k, v_SBGD[:keys], scale, dropout_p)
+            out = sdpa_without_bias(q[start : start + queries], k, v_SBGD[:keys], scale, dropout_p)
         outputs.append(out[..., :width])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -65,7 +65,9 @@ def attention_sdpa(
         q, k, v = (pad(x, (0, aligned(width) - width)) for x in (q_SBHD, k_SBGD, v_SBGD))
         return attention_sdpa(q, k, v, bias, scale, dropout_p, document_starts)[..., :width]
     if document_starts is None and not needs_mask(q_SBHD, k_SBGD, bias):
-        return _without_mask(q_SBHD, k_SBGD, v_SBGD, bias.causal, scale, dropout_p)
+        # On a CPU, torch serves dropout by its unfused path alone.
+        with only_fused() if q_SBHD.is_cuda else contextlib.nullcontext():
+            return sdpa_without_bias(q_SBHD, k_SBGD, v_SBGD, scale, dropout_p, bias.causal)
     dtype = q_SBHD.dtype
     biased = bias.slopes is not None or bias.table is not None
     if q_SBHD.is_cuda and biased:
@@ -209,10 +211,15 @@ def only_fused() -> Iterator[None]:
         torch.backends.cuda.enable_math_sdp(enabled)
 
 
-def causal_sdpa(
-    q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scale: float | None, dropout_p: float
+def sdpa_without_bias(
+    q_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    scale: float | None,
+    dropout_p: float,
+    causal: bool = True,
 ) -> Tensor:
-    """Compute causal attention without a bias, the queries being the last positions of the keys.
+    """Compute attention without a bias, the queries being the last positions of the keys.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D].
@@ -220,61 +227,31 @@ def causal_sdpa(
         v_SBGD: Values, [keys, B, G, D].
         scale: Factor of the products q k^T; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped.
+        causal: Apply a causal mask.
 
     Returns:
         The output, [queries, B, H, D].
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in _with_equal_heads(q_SBHD, k_SBGD, v_SBGD))
-    attend = partial(
-        scaled_dot_product_attention,
-        scale=scale,
-        dropout_p=dropout_p,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    if q.shape[2] == k.shape[2]:
-        out = attend(q, k, v, is_causal=True)
-    else:
+    mask = None
+    if causal and q.shape[2] != k.shape[2]:
         # Imported here because it loads the compiler, torch._dynamo, which no other run needs.
         from torch.nn.attention.bias import causal_lower_right
 
         # A mask that torch knows by its name: on CUDA it is never made
         # (torch/nn/attention/bias.py).
         mask = causal_lower_right(q.shape[2], k.shape[2])
-        out = attend(q, k, v, attn_mask=mask)
+    out = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scale,
+        dropout_p=dropout_p,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     return out.permute(2, 0, 1, 3)
-
-
-def _without_mask(
-    q_SBHD: Tensor,
-    k_SBGD: Tensor,
-    v_SBGD: Tensor,
-    causal: bool,
-    scale: float | None,
-    dropout_p: float,
-) -> Tensor:
-    """Compute attention without a bias. On a GPU, only by kernels that do not store the scores.
-
-    Args:
-        q_SBHD: Queries, [queries, B, H, D].
-        k_SBGD: Keys, [keys, B, G, D], where G divides H.
-        v_SBGD: Values, [keys, B, G, D].
-        causal: Apply a causal mask.
-        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
-        dropout_p: Probability that a weight is dropped.
-
-    Returns:
-        The output, [queries, B, H, D].
-    """
-    # On a CPU, torch serves dropout by its unfused path alone.
-    with only_fused() if q_SBHD.is_cuda else contextlib.nullcontext():
-        if causal:
-            return causal_sdpa(q_SBHD, k_SBGD, v_SBGD, scale, dropout_p)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in _with_equal_heads(q_SBHD, k_SBGD, v_SBGD))
-        gqa = q.shape[1] != k.shape[1]
-        out = scaled_dot_product_attention(
-            q, k, v, scale=scale, dropout_p=dropout_p, enable_gqa=gqa
-        )
-        return out.permute(2, 0, 1, 3)
 
 
 def _with_equal_heads(

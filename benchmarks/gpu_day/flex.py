@@ -27,7 +27,7 @@ def refusal(call: Call) -> str | None:
         return NO_DOCUMENTS
     if not call.is_cuda:
         return "it has no backward on CPU (torch 2.13)"
-    if "triton" not in call.installed:
+    if not call.has_triton:
         return "the package triton is not installed"
     if call.older_than(8, 0):
         return "it needs a GPU of compute capability 8.0 or more"

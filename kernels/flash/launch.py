@@ -443,24 +443,6 @@ MIN_SKIP_KEYS = 2048
 """Number of keys from which skipping is on by default."""
 
 
-def refusal(q_SBHD: Tensor) -> str | None:
-    """Return the reason why the kernel cannot serve these queries, or None if it can."""
-    if q_SBHD.shape[3] > 256:
-        return (
-            f"it serves heads of width 256 at most, these have {q_SBHD.shape[3]}: a wider tile "
-            "does not fit into shared memory"
-        )
-    if q_SBHD.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"it serves bf16, fp16 and fp32, and these inputs are {q_SBHD.dtype}"
-    if INTERPRETED:
-        return None
-    if not q_SBHD.is_cuda:
-        return "it needs a GPU (or Triton's interpreter)"
-    if torch.cuda.get_device_capability(q_SBHD.device) < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or more"
-    return None
-
-
 def attention_triton(
     q_SBHD: Tensor,
     k_SBGD: Tensor,

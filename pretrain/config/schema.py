@@ -680,9 +680,7 @@ class ModelSection(Section):
     result."""
 
     # How the same scores are computed.
-    attention_backend: Free[Literal["auto", "triton", "flash2", "folded", "sdpa", "reference"]] = (
-        "auto"
-    )
+    attention_backend: Free[Literal["auto", "triton", "folded", "sdpa", "reference"]] = "auto"
     """The attention kernel. auto takes the fastest that can serve the model on this device and logs
     which, why, and in which dtype it multiplies; any other value is used or is an error, never
     replaced. Change it to compare kernels or to rule one out."""

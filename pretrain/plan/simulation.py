@@ -227,7 +227,6 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
     from triton.runtime.jit import KernelInterface
 
     from pretrain.kernels import call, dispatch
-    from pretrain.kernels.flash import launch
     from pretrain.model import gpt
     from pretrain.optim import sharded_step
 
@@ -241,7 +240,6 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (KernelInterface, "__getitem__", launcher),
-            (launch, "refusal", lambda queries: None),
             (dispatch, "describe_call", describe_call),
             (gpt, "_abilities", lambda: (True, True, True)),
             (sharded_step, "ranks_per_node", lambda group: group.size()),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pretrain.kernels import flash2, folded, sdpa
-from pretrain.kernels.call import Call, ScoreBias, describe_call, installed_packages
-from pretrain.kernels.dispatch import attention, choose_backend
+from pretrain.kernels import folded, sdpa
+from pretrain.kernels.call import Call, ScoreBias, describe_call, has_triton
+from pretrain.kernels.dispatch import REFUSALS, attention, choose_backend
 
 V100, A100, H100, B200 = (7, 0), (8, 0), (9, 0), (10, 0)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -20,7 +20,7 @@ ALIBI = Call(
     causal=True,
     dropout=False,
     capability=H100,
-    installed=frozenset({"triton"}),
+    has_triton=True,
 )
 
 
@@ -48,8 +48,7 @@ CHOICES = [
     ({"dtype": FP16, "capability": V100, "dropout": True}, "folded", []),
     ({"dtype": FP16, "capability": V100, "num_queries": 5}, "folded", []),
     ({"head_dim": 320}, "folded", ["width 256 at most", "exact in bf16"]),
-    ({"installed": frozenset()}, "folded", ["triton is not installed"]),
-    ({"installed": frozenset({"flash_attn"})}, "flash2", ["ALiBi inside"]),
+    ({"has_triton": False}, "folded", ["triton is not installed"]),
     # What only a mask expresses is cast to fp32 on a GPU, and the log says so.
     (
         {"dtype": FP16, "capability": V100, "bias": "trained slopes"},
@@ -103,8 +102,7 @@ def test_a_chosen_backend_does_not_refuse(bias, capability, dtype, head_dim, cau
             choose_backend(described)
         return
     chosen = choose_backend(described).backend
-    refusals = {"flash2": flash2.refusal, "folded": folded.refusal}
-    assert chosen in ("sdpa", "triton") or refusals[chosen](described) is None
+    assert REFUSALS[chosen](described) is None
 
 
 def row_alignment(capability, dtype):
@@ -139,7 +137,7 @@ def test_torch_s_kernels_get_widths_that_they_serve(
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", record)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("pretrain.kernels.call.installed_packages", frozenset)
+    monkeypatch.setattr("pretrain.kernels.call.has_triton", lambda: False)
     q = torch.zeros(queries, 1, 4, width, dtype=dtype)
     k = torch.zeros(7, 1, 2, width, dtype=dtype)
     out = attention(q, k, k, slopes=slopes, causal=causal)
@@ -157,22 +155,10 @@ def test_double_precision_on_a_gpu_is_refused(bias):
         choose_backend(call(dtype=FP64, bias=bias))
 
 
-@pytest.mark.parametrize(
-    ("refuses", "changes", "reason"),
-    [
-        (flash2, {"installed": frozenset({"flash_attn"}), "bias": "trained slopes"}, "gradient"),
-        (flash2, {"installed": frozenset({"flash_attn"}), "capability": V100}, "8.0 or more"),
-        (folded, {"dtype": BF16, "capability": V100}, "8.0 or more"),
-    ],
-)
-def test_named_backends_refuse_what_they_cannot_serve(refuses, changes, reason):
-    refusal = refuses.refusal(call(**changes))
-    assert (refusal is None) if reason is None else (reason in refusal)
-
-
-def test_packages_are_looked_for_without_an_import():
-    found = installed_packages()
-    assert found <= {"triton", "flash_attn"}
+def test_named_backends_refuse_what_they_cannot_serve():
+    assert "8.0 or more" in folded.refusal(call(dtype=BF16, capability=V100))
+    assert "this is fp64" in REFUSALS["triton"](call(dtype=FP64))
+    assert "not installed" in REFUSALS["triton"](call(has_triton=False))
 
 
 @pytest.mark.parametrize(
@@ -198,5 +184,5 @@ def test_a_call_is_described_as_it_is(slopes, table, kind):
         causal=kind != "table",
         dropout=True,
         capability=None,
-        installed=installed_packages(),
+        has_triton=has_triton(),
     )

@@ -247,11 +247,11 @@ def test_forced_backend_serves_or_refuses():
     (q, k, v), arguments = make("one block", torch.float32)
     exact = attention_reference(q, k, v, **arguments)
     assert torch.equal(attention(q, k, v, backend="reference", **arguments), exact.float())
-    with pytest.raises(ValueError, match="flash2 cannot serve: "):
-        attention(q, k, v, backend="flash2", **arguments)
+    with pytest.raises(ValueError, match="folded cannot serve: "):
+        attention(q, k, v, backend="folded", **arguments)
     with pytest.raises(
         ValueError,
-        match="'flash': there are auto, triton, flash2, folded, sdpa and reference",
+        match="'flash': there are auto, triton, folded, sdpa, reference",
     ):
         attention(q, k, v, backend="flash", **arguments)
 

@@ -185,7 +185,7 @@ def test_the_fused_qkv_projection_is_not_kept(width, narrow, value_width, monkey
         given.extend((q, k, v))
         return v
 
-    monkeypatch.setattr(folded, "causal_sdpa", record)
+    monkeypatch.setattr(folded, "sdpa_without_bias", record)
     monkeypatch.setattr(folded, "_takes_narrow_values", lambda q: narrow)
     q, k, v = torch.zeros(10, 1, 4, 3, width, dtype=torch.float16).unbind(3)
     bias = ScoreBias(alibi_slopes(4), None, 128, True)
@@ -236,7 +236,7 @@ def test_padded_values_change_nothing(narrow, monkeypatch):
     """Compare width 12 with the reference, values padded as the two kinds of GPU kernels want."""
     if narrow:
         # Torch's kernel for CPUs takes values as wide as the keys only.
-        monkeypatch.setattr(folded, "causal_sdpa", wide_values(folded.causal_sdpa))
+        monkeypatch.setattr(folded, "sdpa_without_bias", wide_values(folded.sdpa_without_bias))
     monkeypatch.setattr(folded, "_takes_narrow_values", lambda q: narrow)
     monkeypatch.setitem(CASES, "width 12", (65, 65, 2, 12, 12, 12))
     qkv, arguments = make("width 12", torch.float16)

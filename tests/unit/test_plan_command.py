@@ -275,7 +275,7 @@ def test_the_planned_attention_is_the_one_that_is_chosen(is_modern, method):
             causal=True,
             dropout=False,
             capability=(9, 0) if is_modern else (7, 0),
-            installed=frozenset({"triton"}),
+            has_triton=True,
             documents=documents,
         )
         assert attention_backend(config, is_modern) == choose_backend(call).backend
