@@ -564,25 +564,12 @@ def _build_optimizer(config: RunConfig, buckets: list[Bucket]) -> FlatOptimizer:
 class _ModelParallelUnit:
     """The object ("mpu") through which DeepSpeed 0.19 asks for Megatron's process groups.
 
-    What DeepSpeed calls model parallel is tensor x pipeline parallel.
+    Its questions have the names of Megatron's functions, but for two: what DeepSpeed calls model
+    parallel is tensor x pipeline parallel.
     """
 
-    get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
-    get_data_parallel_world_size = staticmethod(parallel_state.get_data_parallel_world_size)
-    get_data_parallel_rank = staticmethod(parallel_state.get_data_parallel_rank)
-    get_model_parallel_group = staticmethod(parallel_state.get_model_parallel_group)
-    get_tensor_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
-    get_tensor_model_parallel_world_size = staticmethod(
-        parallel_state.get_tensor_model_parallel_world_size
-    )
-    get_tensor_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
-    get_pipeline_model_parallel_group = staticmethod(
-        parallel_state.get_pipeline_model_parallel_group
-    )
-    get_pipeline_model_parallel_world_size = staticmethod(
-        parallel_state.get_pipeline_model_parallel_world_size
-    )
-    get_pipeline_model_parallel_rank = staticmethod(parallel_state.get_pipeline_model_parallel_rank)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(parallel_state, name)
 
     @staticmethod
     def get_model_parallel_world_size() -> int:

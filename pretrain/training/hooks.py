@@ -30,7 +30,7 @@ from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import on_main
 from pretrain.training.health import check_health
 from pretrain.training.metrics import PASS, MetricsWriter
-from pretrain.training.profile import Profiler
+from pretrain.training.profile import ProfileHook
 from pretrain.training.reporter import Interrupted
 from pretrain.training.start import Run, is_evaluated_after
 from pretrain.training.step import Hook, agree
@@ -334,34 +334,6 @@ class LoggingHook(Hook):
         """Close the writer, which the evaluation hook shares."""
         if self.writer is not None:
             self.writer.close()
-
-
-class ProfileHook(Hook):
-    """Record the steps of train.profile_steps; on rank 0 alone."""
-
-    def __init__(self, run: Run) -> None:
-        self.profiler = Profiler(run.config, run.topology.is_main, run.reporter.warn)
-
-    def before_step(self, run: Run) -> None:
-        """Begin to record, if the next step is to be, and mark where it begins."""
-        self.profiler.begin_step(run.state.step + 1)
-
-    def is_due(self, run: Run) -> bool:
-        """Return True around the steps, so that they are recorded whole and no others."""
-        return run.state.step in self.profiler.borders
-
-    def between_steps(self, run: Run) -> None:
-        """Write what was recorded after the last of the steps."""
-        if run.state.step == max(self.profiler.borders, default=None):
-            self.profiler.end()
-
-    def before_rollback(self, run: Run) -> None:
-        """Write what was recorded: the steps that follow are others."""
-        self.profiler.end()
-
-    def close(self) -> None:
-        """Write what was recorded of a run that is stopped meanwhile."""
-        self.profiler.end()
 
 
 class HealthHook(Hook):

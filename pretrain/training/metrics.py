@@ -1,8 +1,8 @@
 """Collect a step's numbers, and send them to metrics.jsonl, the console, W&B and TensorBoard.
 
 metrics.jsonl always gets every number (`pretrain.rundir.metrics` says what a record holds); the
-other destinations are a convenience and can fail without harm. Each destination is one small class,
-and `MetricsWriter` passes every record to all of them.
+other destinations are a convenience and can fail without harm. Each is one small class, and
+`MetricsWriter` passes every record to all of them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import re
 import sys
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -480,7 +479,11 @@ RATE_WINDOW_STEPS = 50
 
 
 class MetricsWriter:
-    """Passes records to every destination that `config.logging` names. Make one, on rank 0."""
+    """Passes records to every destination that `config.logging` names. Make one, on rank 0.
+
+    metrics.jsonl holds every number whatever becomes of the others, whose failures are reported
+    once on stderr and never stop a run.
+    """
 
     def __init__(
         self,
@@ -499,125 +502,81 @@ class MetricsWriter:
             changes: What `--allow-changed` has changed so far.
         """
         make_directory(run_directory)
-        paths = RunPaths(run_directory)
-        self._lines = JsonLines(paths.metrics, resume_step)
-        self._axes = axes = Axes(paths.metrics, config, changes)
-        self._destinations: list[Destination] = [self._lines]
+        self._path = RunPaths(run_directory).metrics
+        self._file = MetricsFile(self._path, resume_step)
+        self._axes = axes = Axes(self._path, config, changes)
+        self.destinations: dict[str, Destination] = {}
+        """What is written to beside metrics.jsonl and has not failed."""
         if config.logging.wandb != "disabled" and not is_installed():
             say(
                 "wandb: not installed, so nothing is written for W&B; metrics.jsonl has every "
                 f'number. Install it with {INSTALL}, or set logging.wandb = "disabled"'
             )
         elif config.logging.wandb != "disabled":
-            self._destinations.append(Guarded("wandb", lambda: Wandb(config, run_directory, axes)))
+            self._open("wandb", lambda: Wandb(config, run_directory, axes))
         if config.logging.tensorboard:
             length = config.data.sequence_length
-            self._destinations.append(
-                Guarded(
-                    "TensorBoard", lambda: TensorBoard(run_directory, resume_step, axes, length)
-                )
-            )
+            self._open("TensorBoard", lambda: TensorBoard(run_directory, resume_step, axes, length))
         # The console comes last: its progress bar starts after whatever the others had to say.
         num_steps, interval = config.train.num_steps, config.logging.interval_steps
-        self._destinations.append(
+        self.destinations["console"] = (
             ProgressBar(num_steps, resume_step) if _can_show_bar() else Lines(num_steps, interval)
         )
 
     def step(self, record: Record) -> None:
         """Write the record of one training step."""
+        self._file.write(record)
         self._axes.step(record)
-        for destination in self._destinations:
-            destination.step(record)
+        self._each(lambda destination: destination.step(record))
 
     def evaluation(self, records: list[Record]) -> None:
         """Write the records of one evaluation: one per protocol and length, at one step."""
-        for destination in self._destinations:
-            destination.evaluation(records)
+        for record in records:
+            self._file.write(record)
+        self._each(lambda destination: destination.evaluation(records))
 
     def changed(self, record: Record) -> None:
         """Write the record of changed keys to metrics.jsonl; the others hold numbers alone."""
-        self._lines.step(record)
+        self._file.write(record)
 
     def go_back(self, step: int) -> None:
         """Drop the records of the steps after `step`, which are taken again."""
-        for destination in self._destinations:
-            destination.go_back(step)
+        self._file.close()
+        self._file = MetricsFile(self._path, step)
+        self._each(lambda destination: destination.go_back(step))
         self._axes.read()
 
     def flush(self) -> None:
         """Flush metrics.jsonl to the disk. Raises RunFailed when the disk refuses."""
-        self._lines.flush()
-
-    def close(self) -> None:
-        """Write out what is buffered and close every destination."""
-        # In reverse: the progress bar must end before wandb prints and waits for its uploads.
-        for destination in reversed(self._destinations):
-            destination.close()
-
-
-class Guarded(Destination):
-    """Wraps a destination so that its failures are reported once on stderr and never stop a run."""
-
-    def __init__(self, name: str, make: Callable[[], Destination]) -> None:
-        self._name = name
-        self._destination: Destination | None = None
-        try:
-            self._destination = make()
-        except Exception as error:
-            self._give_up(error)
-
-    def step(self, record: Record) -> None:
-        self._try(lambda destination: destination.step(record))
-
-    def evaluation(self, records: list[Record]) -> None:
-        self._try(lambda destination: destination.evaluation(records))
-
-    def go_back(self, step: int) -> None:
-        self._try(lambda destination: destination.go_back(step))
-
-    def close(self) -> None:
-        self._try(lambda destination: destination.close())
-
-    def _try(self, action: Callable[[Destination], None]) -> None:
-        if self._destination is None:
-            return
-        try:
-            action(self._destination)
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        # wandb loses what it has buffered unless it is closed.
-        if self._destination is not None:
-            with contextlib.suppress(Exception):
-                self._destination.close()
-        self._destination = None
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        say(f"{self._name}: {reason}; continuing without it; metrics.jsonl has every number")
-
-
-class JsonLines(Destination):
-    """metrics.jsonl, which holds every number whatever becomes of the other destinations."""
-
-    def __init__(self, path: Path, resume_step: int) -> None:
-        self._path, self._file = path, MetricsFile(path, resume_step)
-
-    def step(self, record: Record) -> None:
-        self._file.write(record)
-
-    def evaluation(self, records: list[Record]) -> None:
-        for record in records:
-            self._file.write(record)
-
-    def go_back(self, step: int) -> None:
-        self._file.close()
-        self._file = MetricsFile(self._path, step)
-
-    def flush(self) -> None:
         self._file.flush()
 
     def close(self) -> None:
+        """Write out what is buffered and close every destination."""
+        self._each(lambda destination: destination.close())
         self._file.close()
+
+    def _open(self, name: str, make: Callable[[], Destination]) -> None:
+        with self._guarded(name):
+            self.destinations[name] = make()
+
+    def _each(self, act: Callable[[Destination], None]) -> None:
+        # In reverse: the progress bar must end before wandb prints and waits for its uploads.
+        for name, destination in reversed(list(self.destinations.items())):
+            with self._guarded(name):
+                act(destination)
+
+    @contextlib.contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
+        """Report a failure of a destination, and go on without it."""
+        try:
+            yield
+        except Exception as error:
+            # wandb loses what it has buffered unless it is closed.
+            if destination := self.destinations.pop(name, None):
+                with contextlib.suppress(Exception):
+                    destination.close()
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            say(f"{name}: {reason}; continuing without it; metrics.jsonl has every number")
 
 
 class TensorBoard(Destination):
@@ -713,7 +672,8 @@ class Lines(Destination):
         self._seconds.append(record["step_seconds"])
         if step % self._interval == 0 or step == self._num_steps:
             left = round((self._num_steps - step) * sum(self._seconds) / len(self._seconds))
-            say(f"step {step}/{self._num_steps}  {_numbers(record)}  eta {_clock(left)}")
+            eta = tqdm.format_interval(left)
+            say(f"step {step}/{self._num_steps}  {_numbers(record)}  eta {eta}")
         elif is_first:
             # No estimate: it allocates, and may compile, what later steps use again.
             say(f"step {step}/{self._num_steps}  {_numbers(record)}  (the first is the slowest)")
@@ -728,7 +688,7 @@ def _numbers(record: Record) -> str:
     return (
         f"loss {record['loss_nats']:.3f}  lr {record['learning_rate']:.1e}  "
         f"grad {record['gradient_norm']:.2f}  "
-        f"{_thousands(record['tokens_per_second'])} tokens/s{_data_wait(record)}{recorded}"
+        f"{tqdm.format_sizeof(record['tokens_per_second'])} tokens/s{_data_wait(record)}{recorded}"
     )
 
 
@@ -747,21 +707,6 @@ def _pass_lines(record: Record) -> list[str]:
         for key, number in record.items()
         if key.startswith(PASS)
     ]
-
-
-def _thousands(value: float) -> str:
-    """Return a number as people read it: 21300 is "21.3k", 1250000 is "1.25M"."""
-    for size, unit, digits in ((1e6, "M", 2), (1e3, "k", 1)):
-        if value >= size:
-            return f"{value / size:.{digits}f}{unit}"
-    return f"{value:.0f}"
-
-
-def _clock(seconds: int) -> str:
-    """Return a duration: 42 is "0:42", 4000 "1:06:40", 200000 "2 days, 7:33:20"."""
-    return (
-        f"{seconds // 60}:{seconds % 60:02d}" if seconds < 3600 else str(timedelta(seconds=seconds))
-    )
 
 
 def _evaluation_lines(records: list[Record]) -> list[str]:

@@ -20,10 +20,10 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from pretrain import platform
-from pretrain.config import RunConfig
 from pretrain.rundir.files import FILE_MODE, make_directory, new_file, say
-from pretrain.rundir.metrics import Warn
 from pretrain.rundir.paths import RunPaths
+from pretrain.training.start import Run
+from pretrain.training.step import Hook
 
 MAX_ALLOCATIONS = 1_000_000
 """Allocations and frees of GPU memory that a snapshot keeps; the oldest are dropped."""
@@ -33,29 +33,19 @@ TRACE_SUFFIX, MEMORY_SUFFIX = ".json.gz", ".pickle"
 """Of a trace, which Perfetto and Chrome read, and of a snapshot of GPU memory."""
 
 
-class Profiler:
-    """Records the steps of a run's train.profile_steps, and writes them."""
+class ProfileHook(Hook):
+    """Record the steps of train.profile_steps, and write them; on rank 0 alone."""
 
-    def __init__(self, config: RunConfig, is_main: bool, warn: Warn) -> None:
-        """Record nothing yet.
-
-        Args:
-            config: The run's config.
-            is_main: True on rank 0, which alone records.
-            warn: Takes what goes wrong.
-        """
-        self._run, self._warn = config.directory, warn
-        self._steps = config.train.profile_steps
-        self._is_over = self._steps is None or not is_main
+    def __init__(self, run: Run) -> None:
+        """Record nothing yet."""
+        self._run, self._warn = run.config.directory, run.reporter.warn
+        self._steps = run.config.train.profile_steps
+        self._is_over = self._steps is None or not run.topology.is_main
         self._recording: Recording | None = None
 
-    @property
-    def borders(self) -> tuple[int, ...]:
-        """Return the numbers of steps done at which to begin and to end, alike on all ranks."""
-        return () if self._steps is None else (self._steps[0] - 1, self._steps[1])
-
-    def begin_step(self, step: int) -> None:
-        """Begin to record, if `step` is to be, and mark that it begins here."""
+    def before_step(self, run: Run) -> None:
+        """Begin to record, if the next step is to be, and mark where it begins."""
+        step = run.state.step + 1
         if self._is_over or self._steps is None or not self._steps[0] <= step <= self._steps[1]:
             return
         with self._warning():
@@ -63,7 +53,20 @@ class Profiler:
                 self._recording = Recording(step)
             self._recording.mark(step)
 
-    def end(self) -> None:
+    def is_due(self, run: Run) -> bool:
+        """Return True around the steps, so that they are recorded whole; alike on all ranks."""
+        return self._steps is not None and run.state.step in (self._steps[0] - 1, self._steps[1])
+
+    def between_steps(self, run: Run) -> None:
+        """Write what was recorded after the last of the steps."""
+        if self._steps is not None and run.state.step == self._steps[1]:
+            self.close()
+
+    def before_rollback(self, run: Run) -> None:
+        """Write what was recorded: the steps that follow are others."""
+        self.close()
+
+    def close(self) -> None:
         """Write what was recorded, if anything was, and say where it is; record no more."""
         recording, self._recording = self._recording, None
         if recording is None:
@@ -172,9 +175,7 @@ def describe(paths: list[Path], first: int, last: int) -> str:
     """
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     lines = [f"profile of {steps}: {paths[0]}; open it at {TRACE_VIEWER}"]
-    lines += [
-        f"memory of {steps}: {p}; open it at https://pytorch.org/memory_viz" for p in paths[1:]
-    ]
+    lines += [f"memory of {steps}: {p}; open it at {MEMORY_VIEWER}" for p in paths[1:]]
     return "\n".join(lines)
 
 

@@ -1,5 +1,11 @@
-"""Destinations of a run's numbers: each is read back by another program, and none stops a run."""
+"""Destinations of a run's numbers: each is read back by another program, and none stops a run.
 
+What a whole run sends, also after a resume, is in tests/end_to_end/test_logging.py; how
+metrics.jsonl survives a crash in tests/unit/test_rundir.py.
+"""
+
+import importlib
+import importlib.util
 import json
 import math
 import os
@@ -15,21 +21,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pretrain.checkpoint.manifest import Change, Origin
 from pretrain.config import RunConfig, load_config
 from pretrain.training.hooks import LoggingHook
 from pretrain.training.metrics import (
-    Guarded,
-    JsonLines,
+    GROUPS,
+    TAGS,
+    Axes,
     Lines,
     MetricsWriter,
-    ProgressBar,
+    is_installed,
+    length_curve,
+    step_tags,
 )
 from tests.end_to_end.commands import wait_for
 
 ROOT = Path(__file__).parents[2]
+LENGTH = 128
 
 
 def make_config(*overrides: str) -> RunConfig:
@@ -57,32 +68,11 @@ def step_record(step: int, **changes: object) -> dict:
 
 
 def evaluation_records(step: int) -> list[dict]:
-    common = {"step": step, "evaluation": True}
+    common = {"step": step, "evaluation": True, "tokens": 16384}
+    found = [(128, "nonoverlapping", 183.1), (256, "nonoverlapping", 182.55)]
     return [
-        {
-            **common,
-            "length": 128,
-            "protocol": "nonoverlapping",
-            "loss_nats": math.log(183.1),
-            "perplexity": 183.1,
-            "tokens": 16384,
-        },
-        {
-            **common,
-            "length": 256,
-            "protocol": "nonoverlapping",
-            "loss_nats": math.log(182.55),
-            "perplexity": 182.55,
-            "tokens": 16384,
-        },
-        {
-            **common,
-            "length": 128,
-            "protocol": "sliding",
-            "loss_nats": math.log(181.0),
-            "perplexity": 181.0,
-            "tokens": 16384,
-        },
+        {**common, "length": n, "protocol": p, "loss_nats": math.log(v), "perplexity": v}
+        for n, p, v in [*found, (128, "sliding", 181.0)]
     ]
 
 
@@ -93,63 +83,10 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def write_steps(path: Path, first: int, last: int, resume_step: int, loss: float) -> None:
-    lines = JsonLines(path, resume_step)
-    for step in range(first, last + 1):
-        lines.step(step_record(step, loss_nats=loss))
-        if step % 5 == 0:
-            lines.evaluation(evaluation_records(step))
-    lines.close()
-
-
-# ---- metrics.jsonl -------------------------------------------------------------------------------
-def test_every_record_is_a_line_and_is_there_at_once(tmp_path):
-    lines = JsonLines(tmp_path / "metrics.jsonl", 0)
-    lines.step(step_record(1))
-    lines.evaluation(evaluation_records(1))
-    assert read(tmp_path / "metrics.jsonl") == [
-        step_record(1),
-        *evaluation_records(1),
-    ]  # before it is closed
-    lines.close()
-
-
-def test_a_resumed_run_holds_each_step_once(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, 1, 13, resume_step=0, loss=1.0)
-    write_steps(path, 11, 20, resume_step=10, loss=2.0)
-    records = read(path)
-    steps = [record for record in records if "evaluation" not in record]
-    assert [r["step"] for r in steps] == list(range(1, 21))
-    assert [r["loss_nats"] for r in steps] == [1.0] * 10 + [2.0] * 10
-    assert [r["step"] for r in records if "evaluation" in r] == [5] * 3 + [10] * 3 + [15] * 3 + [
-        20
-    ] * 3
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize("end", [15, -1, None])
-def test_a_line_that_a_kill_cut_short_does_no_harm(tmp_path, end):
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, 1, 4, resume_step=0, loss=1.0)
-    whole, last = path.read_text().rsplit("\n", 2)[:2]
-    path.write_text(
-        whole + "\n" + last[:end]
-    )  # in the middle, before the brace, before the newline alone
-    write_steps(path, 4 if end else 5, 6, resume_step=4, loss=2.0)
-    assert [r["step"] for r in read(path) if "evaluation" not in r] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_fresh_start_keeps_nothing(tmp_path):
-    write_steps(tmp_path / "metrics.jsonl", 1, 5, resume_step=0, loss=1.0)
-    write_steps(tmp_path / "metrics.jsonl", 1, 2, resume_step=0, loss=2.0)
-    assert [r["loss_nats"] for r in read(tmp_path / "metrics.jsonl")] == [2.0, 2.0]
-
-
 def test_numbers_that_json_lacks_become_null_with_a_note(tmp_path):
-    lines = JsonLines(tmp_path / "metrics.jsonl", 0)
-    lines.step(step_record(1, loss_nats=math.nan, gradient_norm=math.inf))
-    lines.close()
+    writer = MetricsWriter(make_config(), tmp_path, 0)
+    writer.step(step_record(1, loss_nats=math.nan, gradient_norm=math.inf))
+    writer.close()
     [record] = read(tmp_path / "metrics.jsonl")
     assert record["loss_nats"] is None and record["gradient_norm"] is None
     assert record["non_finite"] == {"loss_nats": "nan", "gradient_norm": "inf"}
@@ -163,34 +100,19 @@ def test_a_plain_line_at_the_start_every_interval_and_at_the_end(capsys):
     numbers = "loss 4.812  lr 1.9e-03  grad 0.81  21.3k tokens/s"
     assert capsys.readouterr().err.splitlines() == [
         f"step 101/125  {numbers}  (the first is the slowest)",
-        f"step 110/125  {numbers}  eta 0:08",  # 15 steps left at 0.5 s: 7.5 s, rounded to even
-        f"step 120/125  {numbers}  eta 0:02",
-        f"step 125/125  {numbers}  eta 0:00",
+        f"step 110/125  {numbers}  eta 00:08",  # 15 steps left at 0.5 s: 7.5 s, rounded to even
+        f"step 120/125  {numbers}  eta 00:02",
+        f"step 125/125  {numbers}  eta 00:00",
     ]
 
 
-@pytest.mark.parametrize(
-    "console", [lambda: Lines(120, 10), lambda: ProgressBar(120, 90)], ids=["lines", "bar"]
-)
-def test_an_evaluation_is_a_line_a_protocol(capsys, console):
-    destination = console()
-    destination.evaluation(evaluation_records(100))
-    destination.close()
-    lines = capsys.readouterr().err.splitlines()
-    assert (
+def test_an_evaluation_is_a_line_a_protocol(capsys):
+    Lines(120, 10).evaluation(evaluation_records(100))
+    assert capsys.readouterr().err.splitlines() == [
         "evaluation after step 100, nonoverlapping, 16,384 tokens, perplexity at  "
-        "128: 183.10  256: 182.55" in lines
-    )
-    assert "evaluation after step 100, sliding, 16,384 tokens, perplexity at  128: 181.00" in lines
-
-
-def test_the_progress_bar_starts_where_the_run_resumes(capsys):
-    bar = ProgressBar(num_steps=120, resume_step=90)
-    for step in range(91, 121):
-        bar.step(step_record(step))
-    bar.close()
-    last = capsys.readouterr().err.rsplit("\r", 1)[1]
-    assert "120/120" in last and "loss 4.812  lr 1.9e-03" in last
+        "128: 183.10  256: 182.55",
+        "evaluation after step 100, sliding, 16,384 tokens, perplexity at  128: 181.00",
+    ]
 
 
 def writing_program(directory: Path, override: str = "logging.wandb=disabled") -> list[str]:
@@ -237,35 +159,50 @@ def stderr_on_a_terminal(command: list[str], columns: int) -> str:
 
 
 # ---- TensorBoard ---------------------------------------------------------------------------------
-def scalars(directory: Path, tag: str) -> dict[int, float]:
-    events = EventAccumulator(str(directory))
-    events.Reload()
-    return {event.step: event.value for event in events.Scalars(tag)}
-
-
-def test_tensorboard_reads_what_was_written_and_resumed(tmp_path):
+def test_axes_go_on_where_the_kept_steps_end(tmp_path):
+    """Steps 4 and 5 are lost and taken again, and step 6 after a rollback; none counts twice."""
     config = make_config("logging.tensorboard=true")
-    for first, last, resume_step, loss in ((1, 6, 0, 1.0), (5, 8, 4, 2.0)):
-        writer = MetricsWriter(config, tmp_path, resume_step)
+    for first, last in ((1, 5), (4, 6)):
+        writer = MetricsWriter(config, tmp_path, first - 1)
         for step in range(first, last + 1):
-            writer.step(step_record(step, loss_nats=loss, consumed_samples=32 * step))
-        writer.evaluation(evaluation_records(last))
+            writer.step(step_record(step, consumed_samples=32 * step))
         writer.close()
-    # 183.1 is stored in single precision: 24 bits, 6e-8 relative.
-    assert scalars(tmp_path / "tensorboard", "eval/perplexity_nonoverlapping/128")[
-        8
-    ] == pytest.approx(183.1, rel=6e-8)
-    expected = {step: 1.0 if step <= 4 else 2.0 for step in range(1, 9)}
-    assert scalars(tmp_path / "tensorboard", "train/loss") == expected
-    # 32 samples of 128 tokens and half a second a step, each counted once.
-    tokens = {step: 32.0 * 128 * step for step in range(1, 9)}
-    assert scalars(tmp_path / "tensorboard", "tokens") == tokens
-    seconds = {step: 0.5 * step for step in range(1, 9)}
-    assert scalars(tmp_path / "tensorboard", "elapsed_seconds") == seconds
+    writer = MetricsWriter(config, tmp_path, 6)
+    writer.go_back(5)
+    writer.step(step_record(6, consumed_samples=32 * 6))
+    writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    # That after step 6 belongs to the steps which were lost.
-    assert [event.step for event in events.Images("eval/length_curve")] == [8]
+    for tag, each in (("elapsed_seconds", 0.5), ("tokens", 32.0 * LENGTH)):
+        found = {event.step: event.value for event in events.Scalars(tag)}
+        assert found == {step: each * step for step in range(1, 7)}
+
+
+def test_tokens_follow_a_training_length_that_was_changed(tmp_path):
+    """10 steps of 32 x 64 tokens, and 2 of 32 x 128."""
+    change = Change(10, "data.sequence_length", 64, 128, 320)
+    axes = Axes(tmp_path / "metrics.jsonl", make_config(), (change,))
+    for step in range(1, 13):
+        axes.step(step_record(step, consumed_samples=32 * step))
+    assert axes.values()["tokens"] == 10 * 32 * 64 + 2 * 32 * 128
+
+
+def test_every_tag_is_in_a_group():
+    tags = step_tags(step_record(1, begun_pass_of_books=2))
+    assert {tag.partition("/")[0] for tag in [*TAGS.values(), *tags]} <= set(GROUPS)
+    assert len(set(TAGS.values())) == len(TAGS) and tags["data/begun_pass_of_books"] == 2
+
+
+def test_the_figure_has_a_curve_for_each_protocol_and_a_gap_for_infinity():
+    records = evaluation_records(7)
+    records[1]["perplexity"] = math.inf
+    figure = length_curve(records, LENGTH)
+    [axes] = figure.axes
+    curves = {line.get_label(): line.get_xydata().tolist() for line in axes.lines[:2]}
+    assert curves["sliding"] == [[128.0, 181.0]]
+    assert curves["nonoverlapping"][0] == [128.0, 183.1]
+    assert math.isnan(curves["nonoverlapping"][1][1])
+    assert axes.get_title() == "after step 7"
 
 
 # ---- wandb ---------------------------------------------------------------------------------------
@@ -315,25 +252,42 @@ def wandb_history(directory: Path) -> list[dict]:
     return rows
 
 
-def test_wandb_offline_writes_every_step_and_a_resume_continues_the_same_run(tmp_path):
-    config = make_config("logging.wandb=offline")
-    MetricsWriter(
-        config, tmp_path, 0
-    ).close()  # ended before its first step was saved, so the next starts from scratch too
-    for resume_step in (0, 2):
+def test_wandb_has_groups_three_axes_and_a_figure_and_a_resume_is_the_same_run(tmp_path):
+    for first in (1, 3):
         time.sleep(1)  # wandb names an offline run's folder by the second
-        writer = MetricsWriter(config, tmp_path, resume_step)
-        writer.step(step_record(resume_step + 1))
-        writer.step(step_record(resume_step + 2))
-        writer.evaluation(evaluation_records(resume_step + 2))
+        writer = MetricsWriter(make_config("logging.wandb=offline"), tmp_path, first - 1)
+        for step in (first, first + 1):
+            writer.step(step_record(step, consumed_samples=32 * step))
+        writer.evaluation(evaluation_records(first + 1))
         writer.close()
     identifier = (tmp_path / "wandb_run_id").read_text().strip()
-    assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{identifier}.wandb"))) == 3
+    paths = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{identifier}.wandb"))
+    assert len(paths) == 2
+    axes = {}
+    for record in wandb_records(paths[0]):
+        if record.WhichOneof("record_type") == "metric":
+            axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+    groups = {f"{group}/*": "step" for group in GROUPS}
+    assert axes == {"step": "", "tokens": "", "elapsed_seconds": ""} | groups
     rows = wandb_history(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 2, 3, 4, 4]
-    assert (
-        rows[0]["train/loss"] == 4.8123 and rows[2]["eval/perplexity_nonoverlapping/128"] == 183.1
-    )
+    for row in rows:
+        assert row["tokens"] == row["step"] * 32 * LENGTH
+        assert row["elapsed_seconds"] == row["step"] * 0.5
+    assert rows[0]["train/loss"] == 4.8123 and "loss_nats" not in rows[0]
+    assert rows[2]["eval/perplexity_nonoverlapping/256"] == 182.55
+    pictures = tmp_path.glob("wandb/offline-run-*/files/media/images/eval/length_curve*.png")
+    assert all(Image.open(picture).size[0] > 500 for picture in pictures)
+
+
+def test_a_folder_named_wandb_is_not_the_package(tmp_path, monkeypatch):
+    """As below a run's directory, which somebody may be in."""
+    assert is_installed()
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    importlib.invalidate_caches()
+    assert importlib.util.find_spec("wandb") is not None and not is_installed()
 
 
 def test_wandb_without_a_key_is_said_once_and_the_run_goes_on(tmp_path):
@@ -362,7 +316,7 @@ def test_tensorboard_that_cannot_write_is_said_once_and_the_run_goes_on(tmp_path
     assert len(read(tmp_path / "metrics.jsonl")) == 2
 
 
-def test_a_destination_that_fails_later_is_left_alone(capsys):
+def test_a_destination_that_fails_later_is_left_alone(tmp_path, capsys):
     class Closed(Lines):
         calls = closed = 0
 
@@ -373,11 +327,11 @@ def test_a_destination_that_fails_later_is_left_alone(capsys):
         def close(self):
             Closed.closed += 1
 
-    guarded = Guarded("disk", lambda: Closed(1, 1))
-    guarded.step(step_record(1))
-    guarded.step(step_record(2))
-    guarded.evaluation(evaluation_records(2))
-    guarded.close()
+    writer = MetricsWriter(make_config(), tmp_path, 0)
+    writer.destinations = {"disk": Closed(1, 1)}
+    writer.step(step_record(1))
+    writer.step(step_record(2))
+    writer.close()
     assert (Closed.calls, Closed.closed) == (1, 1)
     assert capsys.readouterr().err == (
         "disk: OSError: [Errno 28] No space left on device; continuing without it; "
@@ -385,13 +339,15 @@ def test_a_destination_that_fails_later_is_left_alone(capsys):
     )
 
 
-def test_a_user_who_stops_the_run_is_not_held_up(capsys):
+def test_a_user_who_stops_the_run_is_not_held_up(tmp_path):
     class Interrupted(Lines):
         def step(self, record):
             raise KeyboardInterrupt
 
+    writer = MetricsWriter(make_config(), tmp_path, 0)
+    writer.destinations = {"any": Interrupted(1, 1)}
     with pytest.raises(KeyboardInterrupt):
-        Guarded("any", lambda: Interrupted(1, 1)).step(step_record(1))
+        writer.step(step_record(1))
 
 
 def test_a_rollback_keeps_what_was_allowed_to_change_at_its_step(tmp_path):

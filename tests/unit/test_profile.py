@@ -32,11 +32,21 @@ def test_steps_stay_as_they_are_in_the_file(steps):
     assert effect_of("train.profile_steps") is Effect.FREE
 
 
-def profiler(tmp_path, said, is_main=True):
-    config = tiny_config(
-        run={"directory": str(tmp_path)}, train={"profile_steps": [2, 3], "num_steps": 20}
+def a_run(tmp_path, said, is_main=True):
+    """A run of steps 2 and 3, and its hook."""
+    config = tiny_config(run={"directory": str(tmp_path)}, train={"profile_steps": [2, 3]})
+    run = SimpleNamespace(
+        config=config,
+        topology=SimpleNamespace(is_main=is_main),
+        reporter=SimpleNamespace(warn=lambda kind, message: said.append(message)),
+        state=SimpleNamespace(step=0),
     )
-    return profile.Profiler(config, is_main, lambda kind, message: said.append(message))
+    return run, profile.ProfileHook(run)
+
+
+def take(run, hook, *steps):
+    for run.state.step in (step - 1 for step in steps):
+        hook.before_step(run)
 
 
 def test_a_profiler_that_fails_warns_and_is_left_alone(tmp_path, monkeypatch):
@@ -47,41 +57,43 @@ def test_a_profiler_that_fails_warns_and_is_left_alone(tmp_path, monkeypatch):
         raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
 
     monkeypatch.setattr(profile, "Recording", fails)
-    tried = profiler(tmp_path, said)
-    for step in range(1, 5):
-        tried.begin_step(step)
-    tried.end()
+    run, hook = a_run(tmp_path, said)
+    take(run, hook, 1, 2, 3, 4)
+    hook.close()
     assert len(said) == 1 and "INSUFFICIENT_PRIVILEGES" in said[0] and "goes on" in said[0]
 
 
 def test_a_run_that_is_stopped_within_the_steps_keeps_what_was_recorded(tmp_path, capsys):
-    tried = profiler(tmp_path, [])
-    tried.begin_step(1)
-    tried.begin_step(2)
+    run, hook = a_run(tmp_path, [])
+    take(run, hook, 1, 2)
     torch.ones(8, 8) @ torch.ones(8, 8)
-    tried.end()
-    tried.begin_step(3)
-    tried.end()
+    hook.close()
+    take(run, hook, 3)
+    hook.close()
     [trace] = (tmp_path / "profile").iterdir()
     assert trace.name == "step-00000002-00000002.rank0.json.gz"
     assert capsys.readouterr().err.startswith(f"profile of step 2: {trace}; open it at ")
 
 
 def test_other_ranks_record_nothing_and_part_the_steps_alike(tmp_path):
-    main, other = profiler(tmp_path, []), profiler(tmp_path, [], is_main=False)
-    assert main.borders == other.borders == (1, 3)
-    other.begin_step(2)
-    other.end()
+    for is_main in (True, False):
+        run, hook = a_run(tmp_path, [], is_main)
+        due = []
+        for run.state.step in range(6):
+            due.append(hook.is_due(run))
+        assert due == [False, True, False, True, False, False]
+    take(run, hook, 2)
+    hook.close()
     assert not (tmp_path / "profile").exists()
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_its_memory_is_written_as_well(tmp_path):
-    tried = profiler(tmp_path, [])
-    tried.begin_step(2)
+    run, hook = a_run(tmp_path, [])
+    take(run, hook, 2)
     kept = torch.ones(1 << 20, device="cuda")
-    tried.end()
+    hook.close()
     [memory] = (tmp_path / "profile").glob("*.pickle")
     found = SimpleNamespace(**pickle.loads(memory.read_bytes()))
     assert any(e["size"] >= kept.nbytes for trace in found.device_traces for e in trace)
