@@ -87,7 +87,7 @@ def _triton_refusal(call: Call) -> str | None:
         # A wider tile does not fit into shared memory.
         return f"it serves heads of width 256 at most, these have {call.head_dim}"
     if call.dtype == torch.float64:
-        return "it serves bf16, fp16 and fp32, this is fp64"
+        return f"it serves bf16, fp16 and fp32, these inputs are {call.dtype}"
     if not call.is_cuda:
         # Imported here because triton may not be installed.
         from pretrain.kernels.flash.device import INTERPRETED

@@ -37,7 +37,7 @@ PROTOCOLS = ("nonoverlapping", "sliding")
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How `train` ended."""
+    """The end of a call of `train`: where the run stands, and why it stopped there."""
 
     directory: Path
     """The run's directory, RUN in docs/run_directory.md."""

@@ -97,12 +97,15 @@ class Place:
     nonce: str
     """A random key that rank 0's store holds, which proves that it is the right store."""
     start: str
-    """Which start of the ranks this is, as `Peer.start`."""
+    """Which start of the ranks this is, as `Process.start`."""
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A process among those that have to find each other."""
+class Process:
+    """A process among those that have to find each other: the identity that its starter gives it.
+
+    That is `launcher local`, torchrun or srun; a process started by itself is a run of one.
+    """
 
     rank: int
     """Number of this process in the run, from 0."""
@@ -126,8 +129,46 @@ class Peer:
     """Names one start of the ranks, such as job and step under Slurm; empty where that is not
     known. What another start has published in the directory is passed over."""
 
+    @staticmethod
+    def from_environment() -> Process:
+        """Read the identity from the variables of torchrun or srun; without them, a run of one.
 
-def meet(peer: Peer, card: str, judge: Callable[[list[str]], str], seconds: float) -> Store:
+        A port that is given (MASTER_PORT) wins over the directory in which rank 0 can publish one
+        (PRETRAIN_RENDEZVOUS), which the launcher gives. MASTER_ADDR says in both cases where rank 0
+        listens.
+
+        Raises:
+            ConfigError: if the nodes of a Slurm job step are not known.
+        """
+        env = os.environ
+        fixed = env.get("MASTER_PORT")
+        named = None if fixed else env.get("PRETRAIN_RENDEZVOUS")
+        directory = Path(named) if named else None
+        # torchrun and `launcher local`.
+        if "RANK" in env and "WORLD_SIZE" in env:
+            return Process(
+                int(env["RANK"]),
+                int(env["WORLD_SIZE"]),
+                int(env.get("LOCAL_RANK", 0)),
+                env.get("MASTER_ADDR", "127.0.0.1"),
+                0 if directory else int(fixed or 29500),
+                directory,
+            )
+        # srun. A job step of one task is a run of one process.
+        if "SLURM_PROCID" in env and (num_tasks := _num_slurm_tasks()) > 1:
+            return Process(
+                int(env["SLURM_PROCID"]),
+                num_tasks,
+                int(env.get("SLURM_LOCALID", 0)),
+                env.get("MASTER_ADDR") or (_slurm_name() if directory else _first_slurmhost_name()),
+                0 if directory else int(fixed or _slurm_port()),
+                directory,
+                _slurm_start(),
+            )
+        return Process(0, 1, 0, "127.0.0.1", 0)
+
+
+def meet(peer: Process, card: str, judge: Callable[[list[str]], str], seconds: float) -> Store:
     """Find the other processes, and let rank 0 judge what each says of itself. All call it.
 
     Args:
@@ -161,7 +202,7 @@ def meet(peer: Peer, card: str, judge: Callable[[list[str]], str], seconds: floa
 
 
 # ---- where rank 0 listens ------------------------------------------------------------------------
-def _publish(peer: Peer, directory: Path, seconds: float) -> Store:
+def _publish(peer: Process, directory: Path, seconds: float) -> Store:
     """Listen on a free port and publish it; for rank 0."""
     # Port 0 is a request for any free port. Not waiting for the workers, which cannot come before
     # the port is published.
@@ -181,7 +222,7 @@ def _publish(peer: Peer, directory: Path, seconds: float) -> Store:
     return PrefixStore(place.nonce, store)
 
 
-def _find(peer: Peer, directory: Path, seconds: float) -> Store:
+def _find(peer: Process, directory: Path, seconds: float) -> Store:
     """Wait until rank 0 has published where it listens, and connect to it; for the other ranks."""
     place = _wait_for_place(directory, peer, seconds)
     where = f"rank 0 at {place.address}:{place.port} (published in {directory / FILE})"
@@ -196,13 +237,13 @@ def _find(peer: Peer, directory: Path, seconds: float) -> Store:
             wait_for_workers=False,
         )
         if not store.check([place.nonce]):
-            raise RunFailed(f"{_host()}: {where} is another run's. Start the run again")
+            raise RunFailed(f"{host_name()}: {where} is another run's. Start the run again")
         return PrefixStore(place.nonce, store)
 
-    return _within(CONNECT_SECONDS, connect, f"{_host()}: {where} does not answer")
+    return _within(CONNECT_SECONDS, connect, f"{host_name()}: {where} does not answer")
 
 
-def _join_at_port(peer: Peer, seconds: float) -> Store:
+def _join_at_port(peer: Process, seconds: float) -> Store:
     """Join the other ranks at a port that the user, torchrun or the job's number has fixed."""
     timeout = datetime.timedelta(seconds=seconds)
     url = f"tcp://{peer.address}:{peer.port}"
@@ -216,21 +257,21 @@ def _join_at_port(peer: Peer, seconds: float) -> Store:
         return _within(
             seconds + CONNECT_SECONDS,
             join,
-            f"{_host()}: no answer at {peer.address}:{peer.port}, where rank 0 should listen. "
+            f"{host_name()}: no answer at {peer.address}:{peer.port}, where rank 0 should listen. "
             "Another program may have that port. Set MASTER_PORT to a free one on all ranks",
         )
     except RunFailed as error:
         if "EADDRINUSE" not in str(error):
             raise
         raise RunFailed(
-            f"port {peer.port} of {_host()} is taken by another program, and rank 0 was to listen "
-            "there. Set MASTER_PORT to a free one on all ranks; `launcher submit` and `launcher "
+            f"port {peer.port} of {host_name()} is taken by another program, and rank 0 was to "
+            "listen there. Set MASTER_PORT to a free one on all ranks; `launcher submit` and `launcher "
             "local` need no fixed port"
         ) from None
 
 
 def _hand_in(
-    store: Store, peer: Peer, card: str, judge: Callable[[list[str]], str], seconds: float
+    store: Store, peer: Process, card: str, judge: Callable[[list[str]], str], seconds: float
 ) -> None:
     """Hand in this rank's card and wait for rank 0's verdict over all cards; see `meet`."""
     if not peer.rank:
@@ -242,7 +283,7 @@ def _hand_in(
         verdict = _within(
             2 * seconds,
             lambda: _ask(store, peer.rank, card, 2 * seconds),
-            f"{_host()}: rank 0 no longer answers. Its output says why",
+            f"{host_name()}: rank 0 no longer answers. Its output says why",
         )
     if verdict["missing"]:
         raise RunFailed(verdict["missing"])
@@ -251,7 +292,7 @@ def _hand_in(
 
 
 # ---- the file ------------------------------------------------------------------------------------
-def _wait_for_place(directory: Path, peer: Peer, seconds: float) -> Place:
+def _wait_for_place(directory: Path, peer: Process, seconds: float) -> Place:
     """Look for rank 0's file until it is there, less and less often."""
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE_SECONDS
     while True:
@@ -260,16 +301,16 @@ def _wait_for_place(directory: Path, peer: Peer, seconds: float) -> Place:
             return place
         if time.monotonic() > deadline:
             raise RunFailed(
-                f"{directory / FILE}: rank {peer.rank} on {_host()} waited {seconds:.0f} s for "
+                f"{directory / FILE}: rank {peer.rank} on {host_name()} waited {seconds:.0f} s for "
                 f"rank 0 to write there where it listens ({problem}). Rank 0 ended or hangs (see "
-                f"its output), or the directory is not on a file system that {_host()} shares "
+                f"its output), or the directory is not on a file system that {host_name()} shares "
                 "with rank 0's node"
             )
         time.sleep(pause)
         pause = min(LONGEST_PAUSE_SECONDS, pause * PAUSE_FACTOR)
 
 
-def _look(directory: Path, peer: Peer) -> tuple[Place | None, str]:
+def _look(directory: Path, peer: Process) -> tuple[Place | None, str]:
     """Return what rank 0 has published, or None and why there is nothing to use.
 
     It takes two calls while the file is missing. Opening the folder makes an NFS client ask the
@@ -298,7 +339,7 @@ def _look(directory: Path, peer: Peer) -> tuple[Place | None, str]:
 
 
 # ---- the connection ------------------------------------------------------------------------------
-def _check_reachable(place: Place, peer: Peer, where: str) -> None:
+def _check_reachable(place: Place, peer: Process, where: str) -> None:
     """Connect to rank 0 once and hang up.
 
     TCPStore by itself tries for as long as its timeout, prints pages of C++ stacks, and does not
@@ -311,14 +352,14 @@ def _check_reachable(place: Place, peer: Peer, where: str) -> None:
             return
         except ConnectionRefusedError:
             raise RunFailed(
-                f"{_host()}: {where} does not listen any more. Rank 0 has ended (its output says "
-                f"why), or {place.address} is another machine for {_host()}"
+                f"{host_name()}: {where} does not listen any more. Rank 0 has ended (its output "
+                f"says why), or {place.address} is another machine for {host_name()}"
             ) from None
         # UnicodeError: a name that cannot be a host's.
         except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
                 raise RunFailed(
-                    f"{_host()}: {where} cannot be reached ({error}). Every node must resolve "
+                    f"{host_name()}: {where} cannot be reached ({error}). Every node must resolve "
                     "that name, and no firewall may stand between them. MASTER_ADDR on rank 0 sets "
                     "another name"
                 ) from None
@@ -407,61 +448,12 @@ def _ask(store: Store, rank: int, card: str, seconds: float) -> dict[str, str]:
     return verdict
 
 
-def _host() -> str:
-    return socket.gethostname()
-
-
 # Long enough for a slow file system at a barrier. The launcher's watchdog handles processes that
 # hang.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=15)
 SLURM_PORTS = range(15_000, 32_000)
 STEP_STRIDE = 997
 """Between the ports of two steps of a job: jobs have consecutive numbers, and so have steps."""
-
-
-class Process(Peer):
-    """The identity that a process gets from whatever started it.
-
-    That is `launcher local`, torchrun or srun; a process started by itself is a run of one.
-    """
-
-    @staticmethod
-    def from_environment() -> Process:
-        """Read the identity from the variables of torchrun or srun; without them, a run of one.
-
-        A port that is given (MASTER_PORT) wins over the directory in which rank 0 can publish one
-        (PRETRAIN_RENDEZVOUS), which the launcher gives. MASTER_ADDR says in both cases where rank 0
-        listens.
-
-        Raises:
-            ConfigError: if the nodes of a Slurm job step are not known.
-        """
-        env = os.environ
-        fixed = env.get("MASTER_PORT")
-        named = None if fixed else env.get("PRETRAIN_RENDEZVOUS")
-        directory = Path(named) if named else None
-        # torchrun and `launcher local`.
-        if "RANK" in env and "WORLD_SIZE" in env:
-            return Process(
-                int(env["RANK"]),
-                int(env["WORLD_SIZE"]),
-                int(env.get("LOCAL_RANK", 0)),
-                env.get("MASTER_ADDR", "127.0.0.1"),
-                0 if directory else int(fixed or 29500),
-                directory,
-            )
-        # srun. A job step of one task is a run of one process.
-        if "SLURM_PROCID" in env and (num_tasks := _num_slurm_tasks()) > 1:
-            return Process(
-                int(env["SLURM_PROCID"]),
-                num_tasks,
-                int(env.get("SLURM_LOCALID", 0)),
-                env.get("MASTER_ADDR") or (_slurm_name() if directory else _first_slurm_host()),
-                0 if directory else int(fixed or _slurm_port()),
-                directory,
-                _slurm_start(),
-            )
-        return Process(0, 1, 0, "127.0.0.1", 0)
 
 
 def _slurm_name() -> str:
@@ -477,7 +469,7 @@ def _slurm_name() -> str:
     return host_name()
 
 
-def _first_slurm_host() -> str:
+def _first_slurmhost_name() -> str:
     """Return the first node of this Slurm job step, or else of the job: that of rank 0."""
     env = os.environ
     return first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
@@ -570,16 +562,6 @@ class Topology:
     def is_main(self) -> bool:
         """Return True on rank 0, which prints, and writes what is written once per run."""
         return self.rank == 0
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Return True on the pipeline stage that holds the embedding."""
-        return self.pipeline_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Return True on the pipeline stage that holds the output layer and computes the loss."""
-        return self.pipeline_rank == self.layout.pipeline - 1
 
 
 def initialize(config: RunConfig, process: Process | None = None) -> Topology:

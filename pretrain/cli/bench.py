@@ -18,24 +18,8 @@ from pretrain.rundir.paths import RunPaths
 # ---- Turn the options of a comparison into configs, before anything slow is imported ----
 
 
-def with_methods(file: Path, overrides: list[str], methods: str | None) -> list[RunConfig]:
-    """Return a config for each method, alike in all else.
-
-    Args:
-        file: The config file.
-        overrides: `section.key=value` settings.
-        methods: Values of position.method, separated by commas; None for the config's own.
-
-    Raises:
-        ConfigError: The config is wrong with one of them.
-    """
-    check_beside(overrides, {"--methods": (methods, "position.method")})
-    settings = [[]] if methods is None else [[f"position.method={m}"] for m in names(methods)]
-    return [load_config(file, [*overrides, *each]) for each in settings]
-
-
 def with_lengths(
-    file: Path, overrides: list[str], methods: str, lengths: str | None
+    file: Path, overrides: list[str], methods: str | None, lengths: str | None = None
 ) -> list[RunConfig]:
     """Return a config for each method and training length, alike in all else.
 
@@ -44,7 +28,7 @@ def with_lengths(
     Args:
         file: The config file.
         overrides: `section.key=value` settings.
-        methods: Values of position.method, separated by commas.
+        methods: Values of position.method, separated by commas; None for the config's own.
         lengths: Training lengths in tokens, separated by commas; None for the config's own.
 
     Raises:
@@ -61,7 +45,7 @@ def with_lengths(
     own = given.data.sequence_length
     chosen = parse_lengths(lengths) if lengths is not None else [own]
     configs = []
-    for method in names(methods):
+    for method in names(methods) if methods is not None else [given.position.method]:
         for length in chosen:
             settings = [f"position.method={method}", f"data.sequence_length={length}"]
             for key in ("global_batch_size", "micro_batch_size"):
@@ -201,7 +185,7 @@ def bench_generate(
         out: Also write what was measured, as JSON.
     """
     file = RunPaths(config).config if config.is_dir() else config
-    configs = with_methods(file, overrides, methods)
+    configs = with_lengths(file, overrides, methods)
     numbers = parse_lengths(lengths)
     _check_folder(out)
     from pretrain.bench.methods import Sizes, inference_table, measure_inference

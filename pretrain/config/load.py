@@ -17,10 +17,8 @@ from pydantic.fields import FieldInfo
 from pretrain.config import rules
 from pretrain.config.errors import ConfigError
 from pretrain.config.run import RunConfig
-from pretrain.config.schema import Section
+from pretrain.config.schema import FOREIGN_KEY, Section
 from pretrain.config.toml import expand_paths, leaves, read_layers, with_version, without_version
-from pretrain.optim.optimizers import OPTIMIZERS, Optimizer
-from pretrain.positions.base import FOREIGN_KEY, METHODS, PositionMethod
 
 # ---- Name the keys of a config, and guess which one was meant by a name that is none ----
 
@@ -59,10 +57,6 @@ def suggestion(location: list[str]) -> str:
     section, name = location[0], location[1]
     if name in ("base", "remove"):
         return f"; {name} stands at the top of a file, before its first section"
-    if name in sections[section]:
-        # A key of another class of the section, such as another optimizer.
-        owners = [each.__name__ for each in section_models(section) if name in each.model_fields]
-        return f"; it belongs to {' and '.join(owners)}. Remove it, or choose that"
     elsewhere = [f"{s}.{name}" for s, keys in sections.items() if name in keys]
     near = _near(name, sections[section], 0.5)
     if elsewhere or near:
@@ -73,13 +67,6 @@ def suggestion(location: list[str]) -> str:
 def _near(name: str, names: list[str], cutoff: float) -> list[str]:
     """Return the most similar of some names, in lower case; an empty list if none is similar."""
     return difflib.get_close_matches(name.lower(), names, 1, cutoff)
-
-
-_REGISTERED: dict[type[Section], Mapping[str, type[Section]]] = {
-    PositionMethod: METHODS,
-    Optimizer: OPTIMIZERS,
-}
-"""Class of a section of which one key chooses a class below it -> those that there are."""
 
 
 def section_fields(section: str) -> dict[str, FieldInfo]:
@@ -100,7 +87,7 @@ def section_models(section: str) -> list[type[Section]]:
     annotation = RunConfig.model_fields[section].annotation
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
-            return [candidate, *_REGISTERED.get(candidate, {}).values()]
+            return [candidate, *getattr(candidate, "REGISTERED", {}).values()]
     raise KeyError(section)
 
 

@@ -9,7 +9,7 @@ Other sections stand beside this file: the model's in `model_schema`, the data's
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -21,7 +21,7 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 if TYPE_CHECKING:
     pass
@@ -78,6 +78,63 @@ class Section(BaseModel):
 
     EFFECT: ClassVar[Effect | None] = None
     """What a change of a key means that says nothing of its own."""
+
+
+FOREIGN_KEY: Final = "foreign_key"
+"""The type of the error of a key that another class of the section has."""
+
+
+class ChosenSection(Section):
+    """A section of which one key names the class that it is, each of which has keys of its own.
+
+    A class below the section's own enters itself under the default of that key.
+    """
+
+    CHOICE: ClassVar[str]
+    """The key, as position.method."""
+    REGISTERED: ClassVar[dict[str, Any]]
+    """Value of the key -> its class."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        cls.REGISTERED[cls.model_fields[cls.CHOICE.split(".")[1]].default] = cls
+
+    @classmethod
+    def chosen(cls, values: Any) -> Any:
+        """Validate the section by the class that its key names; called on the section's own."""
+        if not isinstance(values, dict):
+            return values
+        section, key = cls.CHOICE.split(".")
+        name = values.get(key, cls.model_fields[key].default)
+        if not isinstance(name, str) or name not in cls.REGISTERED:
+            *names, last = (f"'{each}'" for each in cls.REGISTERED)
+            expected = {"expected": f"{', '.join(names)} or {last}"}
+            unknown = InitErrorDetails(type="literal_error", loc=(key,), input=name, ctx=expected)
+            raise ValidationError.from_exception_data(section, [unknown])
+        own = cls.REGISTERED[name].model_fields
+        fields = {k: f for each in cls.REGISTERED.values() for k, f in each.model_fields.items()}
+        foreign = fields.keys() - own.keys()
+        # A default that is written out changes nothing, also one of another class: a base file of
+        # several methods, and the configs of a study, say what all of them are trained with.
+        given = {k: v for k, v in values.items() if k not in foreign or v != fields[k].default}
+        if unused := [k for k in given if k in foreign]:
+            errors = [cls._foreign(name, k, given[k]) for k in unused]
+            raise ValidationError.from_exception_data(section, errors)
+        return cls.REGISTERED[name].model_validate(given)
+
+    @classmethod
+    def _foreign(cls, name: str, key: str, value: Any) -> InitErrorDetails:
+        """Return the error of a key that other classes have, and the chosen one has not."""
+        own = [k for k in cls.REGISTERED[name].model_fields if k not in cls.model_fields]
+        homes = [f'"{n}"' for n, each in cls.REGISTERED.items() if key in each.model_fields]
+        has = f"the keys {', '.join(own)} and not this one" if own else "no keys"
+        message = (
+            f'{cls.CHOICE} = "{name}" has {has}. Remove it, or set {cls.CHOICE} = '
+            f"{', '.join(homes)}"
+        )
+        # Braces would be read as the fields of a template.
+        kind = PydanticCustomError(FOREIGN_KEY, "{message}", {"message": message})
+        return InitErrorDetails(type=kind, loc=(key,), input=value)
 
 
 def _auto_or_positive(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import InitErrorDetails, ValidationError
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from pretrain.config.errors import Refusal
-from pretrain.config.schema import Effect, Fixed, Free, Section
+from pretrain.config.schema import ChosenSection, Effect, Fixed, Free
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,10 +46,12 @@ class Shard:
     """A scalar: 1 if the update is to be left out, which the host does not know; None for 0."""
 
 
-class Optimizer(Section):
+class Optimizer(ChosenSection):
     """[optimizer]: the keys of every optimizer, and of each its own."""
 
     EFFECT = Effect.TRAJECTORY
+    CHOICE = "optimizer.name"
+    REGISTERED: ClassVar = {}
 
     # A checkpoint has the moments of one optimizer.
     name: Fixed[str] = "adamw"
@@ -82,11 +83,6 @@ class Optimizer(Section):
     moments: ClassVar[dict[str, str]]
     """What is kept of each parameter beside its fp32 master, fp32 too: the name in a checkpoint,
     torch's where torch has the optimizer -> what it is, in the plural, for people."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Register the class under the default of its `name`."""
-        OPTIMIZERS[cls.model_fields["name"].default] = cls
 
     def formula(self, shard: Shard) -> None:
         """Make one update, with gradients that are scaled already; leaving out is done around it.
@@ -129,7 +125,7 @@ class Optimizer(Section):
         yield from ()
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {}
+OPTIMIZERS: dict[str, type[Optimizer]] = Optimizer.REGISTERED
 """optimizer.name -> its class."""
 
 
@@ -244,32 +240,7 @@ class NAG(Optimizer):
             )
 
 
-def _by_name(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Validate [optimizer] as the class that its `name` stands for."""
-    if not isinstance(value, dict):
-        return validate(value)
-    name = value.get("name", AdamW.model_fields["name"].default)
-    if not isinstance(name, str) or name not in OPTIMIZERS:
-        expected = " or ".join(f"'{each}'" for each in OPTIMIZERS)
-        raise ValidationError.from_exception_data(
-            "optimizer",
-            [
-                InitErrorDetails(
-                    type="literal_error", loc=("name",), input=name, ctx={"expected": expected}
-                )
-            ],
-        )
-    own = OPTIMIZERS[name].model_fields
-    others = {key: f for each in OPTIMIZERS.values() for key, f in each.model_fields.items()}
-    # A default that is written out changes nothing, also one of another optimizer: a base file may
-    # say what all runs of a study are trained with.
-    given = {
-        k: v for k, v in value.items() if k in own or k not in others or v != others[k].default
-    }
-    return OPTIMIZERS[name].model_validate(given)
-
-
-AnyOptimizer = Annotated[SerializeAsAny[Optimizer], WrapValidator(_by_name)]
+AnyOptimizer = Annotated[SerializeAsAny[Optimizer], BeforeValidator(Optimizer.chosen)]
 """The section [optimizer] of a run."""
 
 

@@ -86,6 +86,7 @@ class Alibi(PositionMethod):
     bias = "slopes"
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        """Yield why the slopes do not fit the heads."""
         heads = config.model.num_attention_heads
         if isinstance(self.slopes, tuple) and len(self.slopes) != heads:
             yield Refusal(

@@ -8,26 +8,19 @@ what it costs, and which transformers class can hold it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, SerializeAsAny, ValidationError, field_validator
+from pydantic import BeforeValidator, SerializeAsAny
 from pydantic.fields import FieldInfo
-from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 
 from pretrain.config.errors import Refusal
-from pretrain.config.schema import Effect, Section
+from pretrain.config.schema import ChosenSection, Effect
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from pretrain.config.run import RunConfig
-
-METHODS: dict[str, type[PositionMethod]] = {}
-"""Value of position.method -> its class. A subclass of PositionMethod enters itself."""
-
-DEFAULT_METHOD = "alibi"
-"""What a config has that names none."""
 
 OWN = "position."
 """Begins the global name of a parameter that the method itself holds."""
@@ -46,15 +39,17 @@ class Rope(NamedTuple):
     """Share of each head's channels that is rotated, the first ones."""
 
 
-class PositionMethod(Section):
+class PositionMethod(ChosenSection):
     """[position]: how the model knows the order of tokens."""
 
     # A subclass answers what it does otherwise. In every question, config is the whole run; B are
     # sequences, S tokens, and D is the width of a head.
 
     EFFECT = Effect.FIXED
+    CHOICE = "position.method"
+    REGISTERED: ClassVar = {}
 
-    method: str = DEFAULT_METHOD
+    method: str = "alibi"
     """alibi: linear biases on attention scores. sinusoidal, learned: a table added to the
     embeddings. rotary: queries and keys are rotated. t5: a learned bias on attention scores for
     each bucket of distances. none: no positions. Each has the keys that name it."""
@@ -71,19 +66,6 @@ class PositionMethod(Section):
     bias: ClassVar[Literal["none", "slopes", "table"]] = "none"
     """What `score_terms` hands to the kernels: nothing, a slope for each head as ALiBi's, or a
     table of heads and buckets as T5's. Kernels, memory and time follow from it."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        METHODS[cls.model_fields["method"].default] = cls
-
-    @field_validator("method")
-    @classmethod
-    def _is_known(cls, value: str) -> str:
-        if value not in METHODS:
-            *names, last = (f"'{name}'" for name in METHODS)
-            expected = f"{', '.join(names)} or {last}"
-            raise PydanticKnownError("literal_error", {"expected": expected})
-        return value
 
     # ---- config ----
 
@@ -202,48 +184,14 @@ class PositionMethod(Section):
         return 0
 
 
+METHODS: dict[str, type[PositionMethod]] = PositionMethod.REGISTERED
+"""Value of position.method -> its class. A subclass of PositionMethod enters itself."""
+
+
 def all_keys() -> dict[str, FieldInfo]:
     """Return every key of [position], whichever methods have it, with its field."""
     return {key: field for each in METHODS.values() for key, field in each.model_fields.items()}
 
 
-FOREIGN_KEY: Final = "foreign_key"
-"""The type of the error of a key that another method has."""
-
-
-def _chosen(section: Any) -> Any:
-    """Validate a [position] section by the class that its method names."""
-    if not isinstance(section, dict):
-        return section
-    name = section.get("method", DEFAULT_METHOD)
-    if not isinstance(name, str) or name not in METHODS:
-        # Says which methods there are.
-        return PositionMethod.model_validate({"method": name})
-    chosen = METHODS[name]
-    foreign = {key: field for key, field in all_keys().items() if key not in chosen.model_fields}
-    # A default that is written out changes nothing, also one of another method: a base file of
-    # several methods, and the configs of a study, say what all of them are trained with.
-    own = {k: v for k, v in section.items() if k not in foreign or v != foreign[k].default}
-    if unused := own.keys() & foreign.keys():
-        raise ValidationError.from_exception_data(
-            "position", [_foreign(chosen, key, own[key]) for key in own if key in unused]
-        )
-    return chosen.model_validate(own)
-
-
-def _foreign(chosen: type[PositionMethod], key: str, value: Any) -> InitErrorDetails:
-    """Return the error of a key that other methods have, and the chosen one has not."""
-    keys = ", ".join(name for name in chosen.model_fields if name != "method")
-    homes = ", ".join(f'"{name}"' for name, each in METHODS.items() if key in each.model_fields)
-    message = (
-        f'position.method = "{chosen.model_fields["method"].default}" has '
-        f"{f'the keys {keys} and not this one' if keys else 'no keys'}. Remove it, or set "
-        f"position.method = {homes}"
-    )
-    # Braces would be read as the fields of a template.
-    kind = PydanticCustomError(FOREIGN_KEY, "{message}", {"message": message})
-    return InitErrorDetails(type=kind, loc=(key,), input=value)
-
-
-Position = Annotated[SerializeAsAny[PositionMethod], BeforeValidator(_chosen)]
+Position = Annotated[SerializeAsAny[PositionMethod], BeforeValidator(PositionMethod.chosen)]
 """The section [position]: an instance of the class that its method names."""

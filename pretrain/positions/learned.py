@@ -26,6 +26,7 @@ class Learned(PositionMethod):
     adds_to_embeddings = True
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        """Yield that the table ends within the training length."""
         rows, length = self.table_end(config), config.data.sequence_length
         if length > rows:
             yield Refusal(

@@ -28,6 +28,7 @@ class Rotary(PositionMethod):
     0.25 of them."""
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        """Yield why the channels of a head cannot be rotated in pairs."""
         width, channels = config.head_dim, self.rotated_channels(config)
         if width % 2:
             yield Refusal(

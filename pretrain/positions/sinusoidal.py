@@ -35,6 +35,7 @@ class Sinusoidal(PositionMethod):
     adds_to_embeddings = True
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        """Yield that the channels do not make pairs."""
         if config.model.hidden_size % 2:
             yield Refusal(
                 "model.hidden_size",

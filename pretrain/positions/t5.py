@@ -36,6 +36,7 @@ class T5(PositionMethod):
     bias = "table"
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        """Yield why the buckets do not reach their distance."""
         # T5 gives the first half of the buckets one distance each. The other half covers the
         # distances from there to the largest, which must therefore be larger.
         buckets = self.relative_attention_num_buckets

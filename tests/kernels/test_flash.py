@@ -13,7 +13,6 @@ import torch
 from pretrain.kernels import skipping
 from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import _log_once, attention
-from pretrain.kernels.flash import launch
 from pretrain.kernels.flash.launch import Blocks, Schedule, attention_triton, visited_tiles
 from pretrain.kernels.reference import attention_reference, dropout_keep
 from pretrain.kernels.skipping import share_visited
@@ -477,7 +476,7 @@ def test_dispatch_serves_by_triton_or_says_why_not(caplog, monkeypatch):
         three = torch.zeros(33, 1, 3, 16, device=DEVICE)
         attention(q, three, three, backend="triton")
     if DEVICE == "cpu":
-        monkeypatch.setattr(launch, "INTERPRETED", False)
+        monkeypatch.setattr("pretrain.kernels.flash.device.INTERPRETED", False)
         with pytest.raises(ValueError, match="cannot serve: it needs a GPU"):
             attention(q, k, v, backend="triton")
         _log_once.cache_clear()

@@ -109,13 +109,14 @@ REFUSALS = [
     ),
     (
         ["optimizer.momentum=0.9"],
-        "optimizer.momentum: no such key",
-        "it belongs to NAG. Remove it, or choose that",
+        "optimizer.momentum = 0.9",
+        "has the keys adam_beta1, adam_beta2, adam_eps and not this one. Remove it, or set "
+        'optimizer.name = "nag"',
     ),
     (
         ["optimizer.name=nag", "optimizer.adam_beta2=0.99"],
-        "optimizer.adam_beta2: no such key",
-        "it belongs to AdamW. Remove it, or choose that",
+        "optimizer.adam_beta2 = 0.99",
+        'has the keys momentum and not this one. Remove it, or set optimizer.name = "adamw"',
     ),
     (
         ["schedule.lr_warmup_steps=0", "schedule.lr_warmup_init=1e-7"],

@@ -24,7 +24,7 @@ from pretrain.config import ConfigError, RunFailed
 from pretrain.platform import Device, device_index, shared_gpus
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import LAYOUT
-from pretrain.topology import FILE, Peer, Process, meet
+from pretrain.topology import FILE, Process, meet
 from tests.end_to_end.commands import wait_for
 
 FORK = multiprocessing.get_context("fork")
@@ -36,8 +36,8 @@ def nothing_wrong(cards: list[str]) -> str:
 
 def peer(
     rank: int, world_size: int, directory: Path | None, start: str = "", port: int = 0
-) -> Peer:
-    return Peer(rank, world_size, rank, "127.0.0.1", port, directory, start)
+) -> Process:
+    return Process(rank, world_size, rank, "127.0.0.1", port, directory, start)
 
 
 class Ranks:
