@@ -265,8 +265,8 @@ def _join_at_port(peer: Process, seconds: float) -> Store:
             raise
         raise RunFailed(
             f"port {peer.port} of {host_name()} is taken by another program, and rank 0 was to "
-            "listen there. Set MASTER_PORT to a free one on all ranks; `launcher submit` and `launcher "
-            "local` need no fixed port"
+            "listen there. Set MASTER_PORT to a free one on all ranks; `launcher submit` and "
+            "`launcher local` need no fixed port"
         ) from None
 
 
