@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -89,27 +88,6 @@ def test_a_shell_completes_words(name, typed, offered):
         COMP_CWORD=str(len(words) - 1),
     )
     assert set(done.stdout.split()) == offered, done.stderr
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_completion_is_installed_for_the_shell_that_asks(name, tmp_path):
-    script = tmp_path / "ask.py"
-    script.write_text(SCRIPT.format(name=name, module=COMMANDS[name]))
-
-    def in_bash(option: str) -> subprocess.CompletedProcess[str]:
-        # A second command, so that bash does not replace itself and stays the parent.
-        words = f"{sys.executable} {script} {option}; exit $?"
-        home = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-        return subprocess.run(
-            ["bash", "-c", words], env=home, cwd=tmp_path, capture_output=True, text=True
-        )
-
-    shown = in_bash("--show-completion")
-    assert shown.returncode == 0 and re.search(rf"complete .*\b{name}$", shown.stdout, re.M)
-    assert in_bash("--install-completion").returncode == 0
-    [installed] = tmp_path.glob(f".bash_completions/{name}.sh")
-    assert shown.stdout.strip() == installed.read_text().strip()
-    assert installed.name in (tmp_path / ".bashrc").read_text()
 
 
 def test_the_home_directory_in_the_value_of_an_option(tmp_path):

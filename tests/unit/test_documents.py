@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 import torch
 
-from pretrain.config.describe import describe
 from pretrain.config.rules import DOCUMENT_BACKENDS
 from pretrain.config.schema import ModelSection
 from pretrain.kernels.call import Call
@@ -45,12 +44,6 @@ def test_the_config_serves_the_backends_that_have_the_mask():
     without = {name for name, refusal in REFUSALS.items() if refusal(call) is not None}
     backends = set(get_args(ModelSection.model_fields["attention_backend"].annotation))
     assert set(DOCUMENT_BACKENDS) == backends - without
-
-
-def test_the_summary_says_that_attention_stays_within_documents():
-    config = tiny_config(data={"per_document_attention": True})
-    assert "trained at 32 tokens within documents, evaluated" in describe(config)
-    assert "documents" not in describe(tiny_config())
 
 
 @pytest.mark.parametrize("method", ["alibi", "learned"])

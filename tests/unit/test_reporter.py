@@ -87,11 +87,3 @@ def test_a_joined_attempt_is_the_supervisors_to_end(tmp_path):
         ("saving", None),
         ("training", 4),
     ]
-
-
-def test_without_an_attempt_nothing_is_written(tmp_path):
-    with AttemptReporter() as reporter:
-        reporter.phase("training", 1)
-        reporter.progress(2)
-        reporter.end(0, "")
-    assert not list(tmp_path.iterdir())

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from pretrain.config import ConfigError, dump_config, parse_config
-from pretrain.config.describe import describe
 from pretrain.config.trajectory import differences, settings_hash
 from pretrain.launcher.sweep import parse_axes, sweep_runs
 from pretrain.positions.alibi import alibi_slopes, published_slopes
@@ -104,13 +103,6 @@ def test_other_slopes_are_another_model():
     same = slopes(list(other.position.slopes_of(8)))
     assert differences(other, same) == []
     assert settings_hash(other, "data") == settings_hash(same, "data")
-
-
-def test_the_summary_shows_them():
-    assert "alibi, trained at" in describe(tiny_config())
-    assert "alibi with slopes 0.5 0.25 0.125 0.0625" in describe(slopes(RANGE))
-    trained = tiny_config(position={"slopes": RANGE, "trainable_slopes": True})
-    assert "alibi with trainable slopes, at first 0.5 0.25" in describe(trained)
 
 
 def test_a_sweep_over_slopes(tmp_path):

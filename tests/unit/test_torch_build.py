@@ -86,12 +86,6 @@ def test_what_cannot_be_asked_is_left_to_the_job(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("value", ["7", "sm_70", "7.0.1", ""])
-def test_a_wrong_compute_capability_is_refused(tmp_path, value):
-    with pytest.raises(ConfigError, match="gpu_compute_capability"):
-        site(tmp_path, gpu_compute_capability=value)
-
-
 def test_a_machine_with_gpus_that_torch_cannot_use_does_not_train_on_its_cpu(tmp_path, monkeypatch):
     if platform.has_cuda():
         pytest.skip("torch can use this machine's GPUs")
