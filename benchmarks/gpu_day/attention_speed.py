@@ -5,13 +5,15 @@ python -m benchmarks.gpu_day.attention_speed --out FILE [--seconds S] [--lengths
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import Tensor
 
 from benchmarks.gpu_day import flash4
 from benchmarks.gpu_day.candidates import attend_by
-from pretrain.bench.attention import Attend, Case, Contestant, main
+from pretrain.bench.attention import SECONDS, Attend, Case, Contestant, bench_attention
 from pretrain.kernels.call import ScoreBias
 
 
@@ -42,4 +44,9 @@ CANDIDATES = (
 )
 
 if __name__ == "__main__":
-    main(CANDIDATES)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")])
+    given = parser.parse_args()
+    bench_attention(given.lengths, given.seconds, given.out, CANDIDATES)

@@ -1,9 +1,6 @@
 """Time every attention kernel that this machine has, side by side in one run.
 
-`pretrain bench attention` calls this. On a machine that has torch and Triton but not the rest of
-the framework's dependencies, run it as
-
-    python -m pretrain.bench.attention [--lengths 1024,16384] [--seconds 400] [--out FILE]
+`pretrain bench attention` calls this.
 
 In each case the contestants take turns, so that whatever else the machine does affects all alike.
 Cases come in the order of their importance, widths alternating. All the time is budgeted, that of
@@ -17,7 +14,6 @@ higher rate, not less work.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import statistics
@@ -396,23 +392,6 @@ class Report:
                 file.write(line + "\n")
 
 
-def parse_lengths(text: str) -> list[int]:
-    """Parse a comma-separated list of sequence lengths.
-
-    Raises:
-        ValueError: Something in the list is not a positive integer.
-    """
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = [0]
-    if min(lengths) < 1:
-        raise ValueError(
-            f"--lengths {text}: expected numbers of tokens, comma-separated, as in 1024,16384"
-        )
-    return lengths
-
-
 def bench_attention(
     lengths: Sequence[int] | None = None,
     seconds: float = SECONDS,
@@ -646,33 +625,3 @@ def _call(attend: Attend, leaves: Sequence[Tensor], backward: bool) -> None:
     out = attend(*leaves)
     if backward:
         torch.autograd.grad(out, leaves, out.detach())
-
-
-def main(more: Sequence[Contestant] = ()) -> None:
-    """Run the comparison from the command line, with nothing installed but torch and triton.
-
-    Args:
-        more: As for `bench_attention`.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m pretrain.bench.attention",
-        description="Time every attention kernel that this machine has, side by side.",
-    )
-    parser.add_argument("--lengths", help="Tokens, comma-separated, the most important first.")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=SECONDS,
-        help="How long it may take in all, compilation included (default: %(default)s).",
-    )
-    parser.add_argument("--out", type=Path, help="Also write the report to this Markdown file.")
-    arguments = parser.parse_args()
-    try:
-        lengths = parse_lengths(arguments.lengths) if arguments.lengths else None
-    except ValueError as error:
-        parser.error(str(error))
-    bench_attention(lengths, arguments.seconds, arguments.out, more)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,10 +12,10 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from pretrain import platform
 from pretrain.bench.training import random_batches
+from pretrain.bench.turns import Column, Measured, contest, table
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
 from pretrain.checkpoint.save import Saver
@@ -38,19 +39,18 @@ from pretrain.topology import initialize as initialize_topology
 from pretrain.training.step import forward_backward
 
 OURS, TORCH, RAW = "pretrain", "torch.distributed.checkpoint", "plain files"
+SAVE, LOAD = "save_bytes_per_second", "load_bytes_per_second"
 
 
 @dataclass
 class _Bench:
-    """The commands that are measured, and their times so far."""
+    """What is saved and loaded."""
 
     config: RunConfig
     topology: Topology
     optimizer: ZeroOptimizer
     directory: Path
     train_step: Callable[[], None]
-    seconds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    """("save" or "load" or another word, contestant) -> seconds, on the slowest rank."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state that this rank saves, by names of its own."""
@@ -62,18 +62,14 @@ class _Bench:
             for kind, flat in fragment.tensors.items()
         }
 
-    @contextmanager
-    def timed(self, what: str, who: str) -> Iterator[None]:
-        """Time a block from the moment all ranks begin to the moment all have ended."""
-        dist.barrier()
-        begin = time.perf_counter()
-        yield
-        dist.barrier()
-        self.seconds.setdefault((what, who), []).append(time.perf_counter() - begin)
 
-    def median(self, what: str, who: str) -> float:
-        """Return the median of what was timed."""
-        return statistics.median(self.seconds[what, who])
+def _seconds(action: Callable[[], object]) -> float:
+    """Return the time from the moment all ranks begin to the moment all have ended."""
+    dist.barrier()
+    begin = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - begin
 
 
 def bench_checkpoint(config: RunConfig, rounds: int, directory: Path) -> str:
@@ -90,21 +86,33 @@ def bench_checkpoint(config: RunConfig, rounds: int, directory: Path) -> str:
     try:
         bench = _prepare(config, topology, place)
         size = _total_bytes(bench)
-        for number in range(1, rounds + 1):
-            _one_round(bench, number)
-        table = _table(bench, size, rounds)
-        if topology.is_main:
-            print(table, flush=True)
-        stalls = _stalls(bench, rounds)
+        turns = _contestants(bench)
+
+        def one(number: int) -> Measured:
+            save, load = turns[number]
+            saved = _seconds(save)
+            _drop_from_cache(place)
+            loaded = _seconds(load)
+            _clear(bench)
+            return {SAVE: size / saved, LOAD: size / loaded}
+
+        result = contest(
+            [{"format": name} for name in (OURS, TORCH, RAW)],
+            rounds,
+            one,
+            lambda t: f"{t[SAVE] / 1e9:.2f} GB/s saved, {t[LOAD] / 1e9:.2f} GB/s loaded",
+            is_shown=topology.is_main,
+        )
+        lines = f"{_table(bench, result, size)}\n\n{_stalls(bench, rounds)}"
         # Every rank is done with the files.
         dist.barrier()
     finally:
         if topology.is_main:
             shutil.rmtree(place, ignore_errors=True)
     if topology.is_main:
-        print(stalls, flush=True)
+        print(lines, flush=True)
     finish()
-    return f"{table}\n{stalls}"
+    return lines
 
 
 def _prepare(config: RunConfig, topology: Topology, place: Path) -> _Bench:
@@ -125,109 +133,87 @@ def _prepare(config: RunConfig, topology: Topology, place: Path) -> _Bench:
     return _Bench(config, topology, optimizer, place, train_step)
 
 
-def _one_round(bench: _Bench, number: int) -> None:
-    """Let each contestant save and load once."""
-    tensors = bench.tensors()
-    ours, theirs, raw = (bench.directory / name for name in ("run", "dcp", "raw"))
-    checkpoint = checkpoint_directory(ours, number)
+def _contestants(bench: _Bench) -> list[tuple[Callable[[], object], Callable[[], object]]]:
+    """Return what saves and what loads, of each contestant."""
+    tensors, rank = bench.tensors(), bench.topology.rank
+    theirs, raw = bench.directory / "dcp", bench.directory / "raw"
+
     saver = _saver(bench, asynchronous=False)
 
     def save() -> None:
-        saver.begin(TrainerState(number, 0), _origin())
+        saver.begin(TrainerState(1, 0), _origin())
         saver.finish()
 
     def load() -> None:
-        load_checkpoint(open_checkpoint(checkpoint), bench.optimizer)
+        path = checkpoint_directory(bench.directory / "run", 1)
+        load_checkpoint(open_checkpoint(path), bench.optimizer)
 
-    rank = bench.topology.rank
-    contestants: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
-        (OURS, save, load),
+    return [
+        (save, load),
         (
-            TORCH,
             lambda: state_dict_saver.save(tensors, checkpoint_id=theirs),
             lambda: state_dict_loader.load(tensors, checkpoint_id=theirs),
         ),
-        (RAW, lambda: _write_raw(raw, rank, tensors), lambda: _read_raw(raw, rank, tensors)),
+        (lambda: _write_raw(raw, rank, tensors), lambda: _read_raw(raw, rank, tensors)),
     ]
-    # In each round another one begins.
-    contestants = contestants[number % 3 :] + contestants[: number % 3]
-    for who, write, _ in contestants:
-        with bench.timed("save", who):
-            write()
-    saver.close()
-    for place in (checkpoint, theirs, raw):
-        _drop_from_cache(place)
-    for who, _, read in contestants:
-        with bench.timed("load", who):
-            read()
-    _clear(bench, (ours, theirs, raw))
 
 
 def _stalls(bench: _Bench, rounds: int) -> str:
     """Measure how long training stands still in a save, and return lines about it."""
     saver = _saver(bench, asynchronous=True)
-    for _ in range(3):
-        with bench.timed("step", "alone"):
-            bench.train_step()
-    for number in range(rounds + 1):
-        # The first save makes the memory for the copy, and starts the process.
-        first = "first " if number == 0 else ""
-        _one_stall(bench, saver, number + 1, first)
-        _clear(bench, (bench.directory / "run",))
+    step = statistics.median(_seconds(bench.train_step) for _ in range(3))
+    # The first save makes the memory for the copy, and starts the process.
+    first, *later = (_one_stall(bench, saver, number) for number in range(1, rounds + 2))
     saver.close()
-    whole = bench.median("save", OURS)
-    header = f"{'training stands still':<34}{'for':>10}{'of a save':>11}{'published after':>17}"
-    lines = [header, f"{'asynchronous = false':<34}{whole:>8.3f} s{1:>11.1%}{whole:>15.3f} s"]
-    for first in ("", "first "):
-        stall, published = (bench.median(f"{first}{what}", OURS) for what in ("stall", "whole"))
-        name = f"asynchronous = true{', the first save' if first else ''}"
-        share = f"{stall / whole:>11.1%}"
-        lines.append(f"{name:<34}{stall:>8.3f} s{share}{published:>15.3f} s")
-    step = f"a step takes {bench.median('step', 'alone'):.3f} s alone, "
-    step += f"{bench.median('step', 'first beside'):.3f} s while the state is copied"
-    if ("step", "beside") in bench.seconds:
-        step += f", {bench.median('step', 'beside'):.3f} s while it is written"
-    return "\n".join([*lines, step])
+    lines = [
+        f"training stands still for {stall:.3f} s in a save that takes {whole:.3f} s ({which}); "
+        f"the step in which the state is copied takes {beside:.3f} s, one alone {step:.3f} s"
+        for which, (stall, whole, beside) in (
+            ("the first of a process", first),
+            (f"median of {rounds} later ones", map(statistics.median, zip(*later))),
+        )
+    ]
+    return "\n".join(lines)
 
 
-def _one_stall(bench: _Bench, saver: Saver, number: int, first: str) -> None:
+def _one_stall(bench: _Bench, saver: Saver, number: int) -> tuple[float, float, float]:
     """Save once beside training steps.
 
     Args:
         bench: The bench.
         saver: Saves beside training.
         number: The step that is saved.
-        first: "first " for the first save, whose times count apart.
+
+    Returns:
+        The seconds for which training stood still, those until the checkpoint was published, and
+        those of the step in which the state was copied.
     """
     dist.barrier()
     begin = time.perf_counter()
     saver.begin(TrainerState(number, 0), _origin())
     stall = time.perf_counter() - begin
-    waited, inner = [0.0], bench.optimizer.before_change
+    inner = bench.optimizer.before_change
 
     def before_change() -> None:
+        nonlocal stall
         asked = time.perf_counter()
         inner()
-        waited[0] += time.perf_counter() - asked
+        stall += time.perf_counter() - asked
 
     bench.optimizer.before_change = before_change
     # At least one step, in which the copy of the state is waited for.
-    with bench.timed("step", "first beside"):
-        bench.train_step()
-    while not on_main(bench.topology, lambda: saver.published_step is not None):
+    beside = _seconds(bench.train_step)
+    # Of several ranks, the publication waits for all, which `finish` tells it of.
+    while bench.topology.layout.world_size == 1 and saver.published_step is None:
         if saver.has_problem:
             break
-        if bench.topology.layout.world_size > 1:
-            # Its publication waits for all ranks, which `finish` tells it of.
-            break
-        with bench.timed("step", "beside"):
-            bench.train_step()
+        bench.train_step()
     published = time.perf_counter()
     saver.finish()
     end = time.perf_counter()
-    stall += waited[0] + end - published
-    bench.seconds.setdefault((f"{first}stall", OURS), []).append(stall)
-    bench.seconds.setdefault((f"{first}whole", OURS), []).append(end - begin)
+    bench.optimizer.before_change = inner
+    _clear(bench)
+    return stall + end - published, end - begin, beside
 
 
 def _saver(bench: _Bench, asynchronous: bool) -> Saver:
@@ -281,42 +267,34 @@ def _drop_from_cache(directory: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _clear(bench: _Bench, places: tuple[Path, ...]) -> None:
+def _clear(bench: _Bench) -> None:
     """Remove what was written, outside of what is timed."""
     dist.barrier()
     if bench.topology.is_main:
-        for place in places:
+        for place in bench.directory.iterdir():
             shutil.rmtree(place, ignore_errors=True)
     dist.barrier()
 
 
-def _table(bench: _Bench, size: int, rounds: int) -> str:
-    """Return the lines about saves and loads.
+def _table(bench: _Bench, result: dict[str, Any], size: int) -> str:
+    """Return saves and loads as a table, with ratios to plain files.
 
     Args:
-        bench: What was measured.
+        bench: The bench.
+        result: What `contest` returned.
         size: Bytes of tensors.
-        rounds: How often each contestant took its turn.
     """
     world = bench.topology.layout.world_size
-    lines = [
+    plain = next((row for row in result["rows"] if row["format"] == RAW), None)
+    return table(
+        result,
         f"{num_parameters(bench.config):,} parameters, {size / 1e9:.2f} GB of state, "
-        f"{world} x {platform.device_name()}; medians of {rounds} rounds",
-        f"{'':<34}{'save':>10}{'':>14}{'load':>10}",
-    ]
-    for who in (OURS, TORCH, RAW):
-        save, load = bench.median("save", who), bench.median("load", who)
-        lines.append(
-            f"{who:<34}{save:>8.3f} s{size / save / 1e9:>9.2f} GB/s{load:>8.3f} s"
-            f"{size / load / 1e9:>9.2f} GB/s"
-        )
-    for other in (TORCH, RAW):
-        ratios = [_ratio(bench, what, other) for what in ("save", "load")]
-        lines.append(f"{f'time of {OURS} over {other}':<48}{ratios[0]:>8.2f}{ratios[1]:>12.2f}")
-    return "\n".join(lines)
-
-
-def _ratio(bench: _Bench, what: str, other: str) -> float:
-    """Return the median of the ratios within a round, which changes of the machine disturb less."""
-    pairs = zip(bench.seconds[what, OURS], bench.seconds[what, other])
-    return statistics.median(a / b for a, b in pairs)
+        f"{world} x {platform.device_name()}; medians of {result['rounds']} rounds in turn; ratios "
+        f"to {RAW}, with their range over the rounds",
+        ["format"],
+        [
+            Column("saved", SAVE, "{:.2f} GB/s", 1e9, ratio=True),
+            Column("loaded", LOAD, "{:.2f} GB/s", 1e9, ratio=True),
+        ],
+        lambda row: plain,
+    )

@@ -12,12 +12,10 @@ from files that hold the same tokens. They take turns in one process.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import os
 import platform as machine
-import signal
 import statistics
 import tempfile
 import time
@@ -25,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -35,7 +32,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from pretrain.bench.turns import Column, contest, table
 from pretrain.config import ConfigError, RunConfig, writing
-from pretrain.config.errors import free_bytes, in_bytes
 from pretrain.data import order
 from pretrain.data.blend import blend_of
 from pretrain.data.loader import batches
@@ -136,10 +132,9 @@ def measure_loading(
         )
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"--directory {directory}: not a directory. Make it, or choose another")
-    _check_room(config, tokens, directory or Path(tempfile.gettempdir()))
     with writing(directory or Path(tempfile.gettempdir())):
         folder = tempfile.TemporaryDirectory(dir=directory)
-    with _leaving_on_sigterm(), folder as name:
+    with folder as name:
         with writing(Path(name)):
             stream = _write(config, Path(name), tokens)
         sources = Contest(config, stream, Path(name) / "flat.bin", layout.data)
@@ -165,31 +160,6 @@ def measure_loading(
         "num_workers": config.data.num_workers,
         **measured,
     }
-
-
-@contextlib.contextmanager
-def _leaving_on_sigterm() -> Iterator[None]:
-    """Leave by an exception on SIGTERM, so that files are removed: a job's time limit sends it."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _check_room(config: RunConfig, tokens: int, place: Path) -> None:
-    """Raise ConfigError if the shards and the flat file do not fit on the disk."""
-    dtype = Layout.of(config.data.vocab_size, config.data.tokens_per_block).dtype
-    needed, free = 2 * tokens * dtype.itemsize, free_bytes(place)
-    if free is not None and needed > free:
-        raise ConfigError(
-            f"--tokens {tokens}: two copies of them take {needed / 1e9:.1f} GB, and in "
-            f"{place} {in_bytes(free)} are free. Give fewer, or another --directory"
-        )
 
 
 def loading_table(result: dict[str, Any]) -> str:

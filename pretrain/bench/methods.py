@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pretrain import platform
 from pretrain.bench.training import WARM_UP_STEPS, Clock, TrainingStep
-from pretrain.bench.turns import Column, Measured, contest, name_of, table, take_turn
+from pretrain.bench.turns import Column, Key, Measured, contest, name_of, table, take_turn
 from pretrain.config import ConfigError, RunConfig
 from pretrain.evaluation.perplexity import Evaluator
 from pretrain.evaluation.windows import Protocol, ScoredText
@@ -38,25 +38,8 @@ TRAINING, EVALUATION = "train_tokens_per_second", "evaluation_tokens_per_second"
 MEMORY = "peak_memory_bytes"
 
 
-@dataclass(frozen=True)
-class TrainingTurn:
-    """Measurements of one rank in one turn."""
-
-    train_seconds: float
-    """Seconds of STEPS training steps."""
-    evaluation_seconds: float
-    """Seconds of an evaluation of `evaluation_tokens`."""
-    evaluation_tokens: int
-    """Tokens that all ranks scored together."""
-    peak_memory_bytes: int
-    """Peak memory of training: allocated on a GPU; on a CPU all that was resident, libraries
-    included."""
-    device: str
-    """The device's name."""
-
-
-TakeTrainingTurn = Callable[[RunConfig, int], list[TrainingTurn]]
-"""Lets a contestant take its turn in so many processes; returns what each rank measured."""
+Task = Callable[[RunConfig, Topology], tuple[str, Measured]]
+"""Measures on one rank, all ranks together; returns the device's name and what was measured."""
 
 
 def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, Any]:
@@ -84,50 +67,45 @@ def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, 
         RunFailed: All contestants failed.
     """
     check_contestants(configs, nproc)
-    return measure_with(_training_in_processes, configs, rounds, nproc)
+    return _measured(
+        [(_key(config), measure_turn, config) for config in configs],
+        rounds,
+        nproc,
+        lambda t: f"{t[TRAINING]:,.0f} tokens/s in training, {t[EVALUATION]:,.0f} in evaluation",
+    )
 
 
-def measure_with(
-    turn: TakeTrainingTurn, configs: Sequence[RunConfig], rounds: int, nproc: int
+def _measured(
+    contestants: Sequence[tuple[Key, Task, RunConfig]],
+    rounds: int,
+    nproc: int,
+    said: Callable[[Measured], str],
 ) -> dict[str, Any]:
-    """Let the contestants take turns, and put together what they measured.
+    """Let contestants take turns in processes of their own, and put together what they measured.
 
     Args:
-        turn: Lets one contestant take one turn.
-        configs: The contestants.
+        contestants: What each is called, does, and does it with.
         rounds: How often each takes its turn.
         nproc: Processes of each.
+        said: What to print of a turn.
 
     Returns:
-        As `measure`.
-
-    Raises:
-        RunFailed: All contestants failed.
+        As `contest`, and "device". The slowest rank counts, and the one with the most bytes.
     """
     device = ""
 
-    def one(contestant: int) -> Measured:
+    def one(number: int) -> Measured:
         nonlocal device
-        config = configs[contestant]
-        ranks = turn(config, nproc)
-        device = ranks[0].device
-        train, evaluation = (
-            max(rank.train_seconds for rank in ranks),
-            max(rank.evaluation_seconds for rank in ranks),
-        )
+        _, task, config = contestants[number]
+        ranks = take_turn(task, config, nproc)
+        device = ranks[0][0]
+        measured = [each for _, each in ranks]
         return {
-            TRAINING: STEPS * config.tokens_per_step / train,
-            EVALUATION: ranks[0].evaluation_tokens / evaluation,
-            MEMORY: max(rank.peak_memory_bytes for rank in ranks),
+            name: (max if name.endswith("_bytes") else min)(each[name] for each in measured)
+            for name in measured[0]
         }
 
-    result = contest(
-        [_key(config) for config in configs],
-        rounds,
-        one,
-        lambda t: f"{t[TRAINING]:,.0f} tokens/s in training, {t[EVALUATION]:,.0f} in evaluation",
-        maxima=[MEMORY],
-    )
+    result = contest([key for key, _, _ in contestants], rounds, one, said)
     return {"device": f"{nproc} x {device}", **result}
 
 
@@ -181,10 +159,11 @@ class RandomText(ScoredText):
         self.block_ends = np.array([tokens])
 
 
-def measure_turn(config: RunConfig, topology: Topology) -> TrainingTurn:
+def measure_turn(config: RunConfig, topology: Topology) -> tuple[str, Measured]:
     """Build a model, time training steps and an evaluation of it, and note its memory.
 
-    All ranks together, in processes that have done nothing before.
+    All ranks together, in processes that have done nothing before. Memory is what is allocated on a
+    GPU; on a CPU all that is resident, libraries included.
     """
     training = TrainingStep(config, topology)
     for _ in range(WARM_UP_STEPS):
@@ -212,11 +191,11 @@ def measure_turn(config: RunConfig, topology: Topology) -> TrainingTurn:
         begin = _together()
         evaluator.evaluate(protocol)
         seconds.append(_together() - begin)
-    return TrainingTurn(train_seconds, seconds[-1], PASSES * tokens, peak, platform.device_name())
-
-
-def _training_in_processes(config: RunConfig, nproc: int) -> list[TrainingTurn]:
-    return take_turn(measure_turn, config, nproc)
+    return platform.device_name(), {
+        TRAINING: STEPS * config.tokens_per_step / train_seconds,
+        EVALUATION: PASSES * tokens / seconds[-1],
+        MEMORY: peak,
+    }
 
 
 def _together() -> float:
@@ -226,7 +205,7 @@ def _together() -> float:
     return time.perf_counter()
 
 
-def _key(config: RunConfig) -> dict[str, Any]:
+def _key(config: RunConfig) -> Key:
     return {"method": config.position_name, "train_length": config.data.sequence_length}
 
 
@@ -248,26 +227,6 @@ class Sizes:
     """Tokens that are generated behind each prompt."""
     batch_size: int
     """Sequences at once."""
-
-
-@dataclass(frozen=True)
-class GenerationTurn:
-    """Measurements of one rank in one turn."""
-
-    prefill_seconds: float
-    """Seconds for the prompts, with the first generated tokens."""
-    decode_seconds: float
-    """Seconds for the generated tokens after the first ones."""
-    cache_bytes: int
-    """Bytes that the cache took."""
-    peak_memory_bytes: int
-    """Peak memory: allocated on a GPU; on a CPU all that was resident, libraries included."""
-    device: str
-    """The device's name."""
-
-
-TakeGenerationTurn = Callable[[RunConfig, Sizes, int], list[GenerationTurn]]
-"""Lets a contestant take its turn in so many processes; returns what each rank measured."""
 
 
 def measure_inference(
@@ -304,54 +263,23 @@ def measure_inference(
                 f"parallel.tensor_model_parallel_size = {split} splits over {split} processes. "
                 f"Give --nproc {split}, or set that key"
             )
-    return measure_inference_with(_generation_in_processes, configs, sizes, rounds, nproc)
-
-
-def measure_inference_with(
-    turn: TakeGenerationTurn,
-    configs: Sequence[RunConfig],
-    sizes: Sequence[Sizes],
-    rounds: int,
-    nproc: int,
-) -> dict[str, Any]:
-    """Let the contestants take turns, and put together what they measured.
-
-    Args:
-        turn: Lets one contestant take one turn.
-        configs: One for each method.
-        sizes: The lengths to measure each at.
-        rounds: How often each takes its turn.
-        nproc: Processes of each.
-
-    Returns:
-        As `measure_inference`.
-    """
-    contestants = [(config, each) for each in sizes for config in configs]
-    device = ""
-
-    def one(number: int) -> Measured:
-        nonlocal device
-        config, each = contestants[number]
-        ranks = turn(config, each, nproc)
-        device = ranks[0].device
-        prefill = max(rank.prefill_seconds for rank in ranks)
-        decode = max(rank.decode_seconds for rank in ranks)
-        return {
-            PREFILL: each.batch_size * each.length / prefill,
-            DECODE: each.batch_size * (each.new_tokens - 1) / decode,
-            CACHE: max(rank.cache_bytes for rank in ranks),
-            MEMORY: max(rank.peak_memory_bytes for rank in ranks),
-        }
-
-    result = contest(
-        [{"method": c.position_name, "length": each.length} for c, each in contestants],
+    contestants: list[tuple[Key, Task, RunConfig]] = [
+        (
+            {"method": config.position_name, "length": each.length},
+            functools.partial(generation_turn, sizes=each),
+            config,
+        )
+        for each in sizes
+        for config in configs
+    ]
+    result = _measured(
+        contestants,
         rounds,
-        one,
+        nproc,
         lambda t: f"{t[PREFILL]:,.0f} tokens/s of the prompt, {t[DECODE]:,.1f} generated",
-        maxima=[CACHE, MEMORY],
     )
     own = {"batch_size": sizes[0].batch_size, "new_tokens": sizes[0].new_tokens}
-    return {"device": f"{nproc} x {device}", **own, **result}
+    return own | result
 
 
 def inference_table(result: dict[str, Any]) -> str:
@@ -373,7 +301,7 @@ def inference_table(result: dict[str, Any]) -> str:
     )
 
 
-def generation_turn(config: RunConfig, topology: Topology, sizes: Sizes) -> GenerationTurn:
+def generation_turn(config: RunConfig, topology: Topology, sizes: Sizes) -> tuple[str, Measured]:
     """Build a model and time the prompt and the generated tokens. All ranks together.
 
     Args:
@@ -400,11 +328,9 @@ def generation_turn(config: RunConfig, topology: Topology, sizes: Sizes) -> Gene
         prefill, decode = prefill + middle - begin, decode + Clock.now() - middle
     expected = cache_bytes(config, sizes.batch_size, sizes.length + sizes.new_tokens)
     assert decoder.allocated_bytes() == expected
-    peak = platform.peak_memory_bytes()
-    return GenerationTurn(
-        prefill / REPEATS, decode / REPEATS, expected, peak, platform.device_name()
-    )
-
-
-def _generation_in_processes(config: RunConfig, sizes: Sizes, nproc: int) -> list[GenerationTurn]:
-    return take_turn(functools.partial(generation_turn, sizes=sizes), config, nproc)
+    return platform.device_name(), {
+        PREFILL: REPEATS * sizes.batch_size * sizes.length / prefill,
+        DECODE: REPEATS * sizes.batch_size * (sizes.new_tokens - 1) / decode,
+        CACHE: expected,
+        MEMORY: platform.peak_memory_bytes(),
+    }

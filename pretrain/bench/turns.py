@@ -7,7 +7,6 @@ compared. Ratios are therefore taken within a round.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -16,15 +15,19 @@ import statistics
 import sys
 import tempfile
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 from tqdm import tqdm
 
 from pretrain import platform
@@ -43,7 +46,7 @@ def contest(
     rounds: int,
     turn: Callable[[int], Measured],
     said: Callable[[Measured], str],
-    maxima: Sequence[str] = (),
+    is_shown: bool = True,
 ) -> dict[str, Any]:
     """Let contestants take turns, round by round, back and forth. Progress goes to stderr.
 
@@ -53,11 +56,12 @@ def contest(
         turn: Lets the contestant of a number take one turn. A RunFailed that it raises is that
             contestant's end, and the others go on.
         said: What to print of a turn.
-        maxima: Names of which the largest value of all rounds is kept; of the others all.
+        is_shown: Whether anything is printed: of several ranks that take turns, one does.
 
     Returns:
-        {"rounds", "rows": [{**key, name: values}], "failed": [{**key, "reason"}]}. A contestant
-        that failed in any round has no row.
+        {"rounds", "rows": [{**key, name: values}], "failed": [{**key, "reason"}]}, with the values
+        of all rounds; of bytes (names that end in "_bytes") the largest alone. A contestant that
+        failed in any round has no row.
 
     Raises:
         RunFailed: All contestants failed.
@@ -78,14 +82,15 @@ def contest(
                 print(f"{words} failed: {error}", file=sys.stderr, flush=True)
                 continue
             taken[contestant].append(result)
-            print(f"{words}: {said(result)}", file=sys.stderr, flush=True)
+            if is_shown:
+                print(f"{words}: {said(result)}", file=sys.stderr, flush=True)
     if len(failed) == len(keys):
         raise RunFailed("nothing could be measured:\n" + "\n".join(failed.values()))
     rows = []
     for contestant, key in enumerate(keys):
         if contestant not in failed:
             values = {n: [each[n] for each in taken[contestant]] for n in taken[contestant][0]}
-            largest = {name: max(values[name]) for name in maxima}
+            largest = {name: max(values[name]) for name in values if name.endswith("_bytes")}
             rows.append({**key, **values, **largest})
     reasons = [{**keys[n], "reason": reason} for n, reason in failed.items()]
     return {"rounds": rounds, "rows": rows, "failed": reasons}
@@ -171,6 +176,10 @@ ADDRESS = "127.0.0.1"
 def take_turn(task: Callable[[RunConfig, Topology], T], config: RunConfig, nproc: int) -> list[T]:
     """Call task(config, topology) in `nproc` new processes of this machine.
 
+    Without GPUs they are forked from a server that has imported everything, in a tenth of a second;
+    imports alone would take longer than what is measured. With GPUs each process imports for
+    itself, since a library that asks for the GPUs at import would leave forked ones without them.
+
     Args:
         task: A function of a module, since it is found by its name, or functools.partial of one.
             Called on all ranks together; it, what it returns and `config` are pickled.
@@ -183,74 +192,34 @@ def take_turn(task: Callable[[RunConfig, Topology], T], config: RunConfig, nproc
     Raises:
         RunFailed: The task failed on a rank, or a process was killed. All have ended then.
     """
-    context = _context(getattr(task, "func", task).__module__)
-    with tempfile.TemporaryDirectory(prefix="turn-") as folder:
-        processes, pipes = [], []
+    module = getattr(task, "func", task).__module__
+    multiprocessing.set_forkserver_preload(["pretrain.bench.quiet", __name__, module])
+    method = "spawn" if platform.has_cuda() else "forkserver"
+    with tempfile.TemporaryDirectory(prefix="turn-") as name:
+        folder = Path(name)
+        # The task in a pickle of its own: reading it imports what may warn.
+        arguments = pickle.dumps(task), config, nproc, folder
         try:
-            for rank in range(nproc):
-                ours, theirs = context.Pipe()
-                place = Process(rank, nproc, rank, ADDRESS, 0, Path(folder) if nproc > 1 else None)
-                # The task in a pickle of its own: reading it imports what may warn.
-                arguments = theirs, pickle.dumps(task), config, place
-                process = context.Process(target=_work, args=arguments, daemon=True)
-                process.start()
-                # The process alone keeps its end open, so that its death reads as an end of file.
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            results = _results(pipes)
-            for pipe in pipes:
-                # Ranks leave together: one that has gone breaks a collective of the others.
-                pipe.send(None)
-            for process in processes:
-                process.join()
-            return results
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            start_processes(_work, arguments, nproc, daemon=True, start_method=method)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            rank, said = error.error_index, str(error)
+            if isinstance(error, ProcessExitedException):
+                reason = folder / f"{rank}.reason"
+                killed = "the process was killed, often because memory ran out"
+                said = reason.read_text() if reason.exists() else killed
+            raise RunFailed(f"rank {rank}: {said}" if nproc > 1 else said) from None
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(nproc)]
 
 
-def _context(module: str) -> ForkServerContext | SpawnContext:
-    """Return how processes are started; `module` is what they will need.
-
-    Without GPUs they are forked from a server that has imported everything, in a tenth of a second;
-    imports alone would take longer than what is measured. With GPUs each process imports for
-    itself, since a library that asks for the GPUs at import would leave forked ones without them.
-    """
-    if platform.has_cuda():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pretrain.bench.quiet", __name__, module])
-    return context
-
-
-def _results(pipes: list[Connection]) -> list[Any]:
-    """Wait for the result of every rank; RunFailed as soon as one has none."""
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        for pipe in wait(waiting):
-            assert isinstance(pipe, Connection)
-            rank = pipes.index(pipe)
-            try:
-                ok, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                ok, value = False, "the process was killed, often because memory ran out"
-            if not ok:
-                raise RunFailed(f"rank {rank}: {value}" if len(pipes) > 1 else value)
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
-
-
-def _work(pipe: Connection, task: bytes, config: RunConfig, process: Process) -> None:
-    """Do a task and send (True, result) or (False, why there is none); for a process of a turn.
+def _work(rank: int, task: bytes, config: RunConfig, nproc: int, folder: Path) -> None:
+    """Do a task and write its result, or why there is none; for a process of a turn.
 
     Args:
-        pipe: Where to send it; afterwards the word to leave comes from there.
+        rank: This process.
         task: The task, pickled.
         config: The run.
-        process: This process.
+        nproc: Number of processes.
+        folder: Where results are written, and where rank 0 tells the others its port.
     """
     # Ctrl-C is for the process that started the turns, and this one ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -258,16 +227,16 @@ def _work(pipe: Connection, task: bytes, config: RunConfig, process: Process) ->
     warnings.simplefilter("ignore")
     # Its own lock is one of the system's, which a process that leaves at once would leave behind.
     tqdm.set_lock(threading.RLock())
-    torch.set_num_threads(max(1, torch.get_num_threads() // process.world_size))
+    torch.set_num_threads(max(1, torch.get_num_threads() // nproc))
+    place = Process(rank, nproc, rank, ADDRESS, 0, folder if nproc > 1 else None)
     try:
-        outcome = True, pickle.loads(task)(config, initialize(config, process))
+        result = pickle.loads(task)(config, initialize(config, place))
     except (ConfigError, RunFailed, MemoryError, torch.OutOfMemoryError) as error:
-        outcome = False, str(error) or type(error).__name__
-    except Exception:
-        outcome = False, traceback.format_exc()
-    with contextlib.suppress(EOFError, OSError):
-        pipe.send(outcome)
-        pipe.recv()
+        (folder / f"{rank}.reason").write_text(str(error) or type(error).__name__)
+        raise SystemExit(1) from None
+    (folder / str(rank)).write_bytes(pickle.dumps(result))
+    # Ranks leave together: one that has gone breaks a collective of the others.
+    dist.barrier()
     # An ordinary exit would take seconds to unload the imported libraries.
     os._exit(0)
 

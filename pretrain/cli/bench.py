@@ -281,12 +281,9 @@ def bench_attention(
         seconds: How long it may take in all, compilation included.
         out: Also write each row there, as Markdown.
     """
+    chosen = parse_lengths(lengths) if lengths else None
     from pretrain.bench import attention as attention_bench
 
-    try:
-        chosen = attention_bench.parse_lengths(lengths) if lengths else None
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     with writing(out) if out is not None else contextlib.nullcontext():
         attention_bench.bench_attention(chosen, seconds, out)
 

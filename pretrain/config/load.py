@@ -6,7 +6,7 @@ import difflib
 import re
 import tomllib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -47,20 +47,17 @@ def suggestion(location: list[str]) -> str:
     The same name in another section comes first (a key under the wrong header), then a similar name
     in the section.
     """
-    sections = section_keys()
+    sections, name = section_keys(), location[-1]
+    elsewhere = [f"{s}.{name}" for s, keys in sections.items() if name in keys]
     if len(location) == 1:
-        near = _near(location[0], [*sections, "base", "remove"], 0.6)
-        homes = [f"{s}.{location[0]}" for s, keys in sections.items() if location[0] in keys]
-        if near or homes:
-            return f", did you mean {(near or homes)[0]}?"
-        return f"; sections are {', '.join(sections)}"
-    section, name = location[0], location[1]
+        near = _near(name, [*sections, "base", "remove"], 0.6) + elsewhere
+        return f", did you mean {near[0]}?" if near else f"; sections are {', '.join(sections)}"
+    section = location[0]
     if name in ("base", "remove"):
         return f"; {name} stands at the top of a file, before its first section"
-    elsewhere = [f"{s}.{name}" for s, keys in sections.items() if name in keys]
-    near = _near(name, sections[section], 0.5)
-    if elsewhere or near:
-        return f", did you mean {elsewhere[0] if elsewhere else f'{section}.{near[0]}'}?"
+    near = elsewhere + [f"{section}.{key}" for key in _near(name, sections[section], 0.5)]
+    if near:
+        return f", did you mean {near[0]}?"
     return f"; [{section}] has {', '.join(sections[section])}"
 
 
@@ -211,40 +208,21 @@ def _split(override: str) -> tuple[str, str, str]:
             f"--set {override}: expected section.key=value, as in --set train.num_steps=100, or "
             "section.key= to remove the key"
         )
-    if not _is_unicode(override):
-        raise ConfigError(f"--set {override!a}: holds bytes that are no UTF-8. Remove them")
     return section, name, text.strip()
-
-
-def _is_unicode(text: str) -> bool:
-    """Return False for a text with bytes of another encoding, which TOML cannot hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _value(section: str, name: str, text: str) -> Any:
     """Return the value that a text stands for."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
-        # A comment, a comma or another line at its end is no part of a value. In brackets they are
-        # an error, or a second one.
-        whole = len(parsed) == len(tomllib.loads(f"values = [{text}]")["values"]) == 1
-        whole = whole and not text.endswith(",")
+        # In brackets, a comment, a comma or another line at its end is an error, or a second value.
+        values = tomllib.loads(f"values = [{text}]")["values"]
     # An integer of more than 4,300 digits is a ValueError of Python's, deep brackets the other one.
     except (ValueError, RecursionError):
         return text
-    value = parsed["value"]
-    if not whole or (is_text(section, name) and not isinstance(value, str)):
+    if len(values) != 1 or text.endswith(","):
         return text
-    return value
+    return text if is_text(section, name) and not isinstance(values[0], str) else values[0]
 
-
-MAX_INTEGER = 2**53 - 1
-"""Larger integers are not kept exactly by every reader of JSON, in which a run is recorded. torch
-takes no seed beyond 2**64."""
 
 SET, GIVEN, DEFAULT = "--set", "the command", "default"
 """Where a value may come from, beside a file: --set, sections that the caller gives, the schema."""
@@ -294,7 +272,6 @@ def load_with_origins(
         ConfigError: As for `load_config`.
     """
     layered = read_layers(Path(path))
-    _check_kind(layered.values, path)
     values = overridden(layered.values | dict(sections or {}), overrides)
     elsewhere = {key_of(override): SET for override in overrides}
     elsewhere |= {key: GIVEN for key in sections or {}}
@@ -352,7 +329,6 @@ def _checked(values: dict[str, Any], place: Callable[[str], str]) -> RunConfig:
     """
     try:
         values = expand_paths(values)
-        _check_integers(values)
         config = RunConfig.model_validate(values)
         rules.check(config)
     except ValidationError as error:
@@ -379,45 +355,6 @@ def dump_config(config: RunConfig) -> str:
 
 def _dumped(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude_none=True)
-
-
-def _check_kind(values: Mapping[str, Any], path: str | Path) -> None:
-    """Refuse a file of another kind by its name, where each of its keys would be unknown."""
-    if {"run", "model", "train"} & set(values):
-        return
-    if {"title", "methods", "training_lengths", "configs", "config"} & set(values):
-        raise ConfigError(
-            f"{path}: a study file, not the config of a run. Its runs are trained by "
-            f"`pretrain study {path}`"
-        )
-    if {"nodes", "cpus_per_node", "partition"} & set(values):
-        raise ConfigError(
-            f"{path}: a site file, not the config of a run. Give it as --site {path}, beside the "
-            "config"
-        )
-
-
-def _check_integers(values: Mapping[str, Any]) -> None:
-    """Refuse integers that a run's records would not hold."""
-    for key, value in _integers("", values):
-        if abs(value) > MAX_INTEGER:
-            shown = str(value) if value.bit_length() < 1000 else "an integer"
-            raise ConfigError(
-                f"{key} = {shown}: larger than {MAX_INTEGER}, the largest that JSON keeps exactly. "
-                "Choose a smaller one"
-            )
-
-
-def _integers(key: str, value: Any) -> Iterator[tuple[str, int]]:
-    """Yield every integer of a config with its key."""
-    if isinstance(value, int):
-        yield key, value
-    elif isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _integers(f"{key}.{name}" if key else name, part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _integers(key, part)
 
 
 def _key_of(error: Any, values: Mapping[str, Any]) -> str:
@@ -463,6 +400,15 @@ def explain(error: Any, *, has_set: bool = True) -> str:
     return f"{key} = {got!r}: {said}{_remedy(error, key, has_set)}"
 
 
+HINTS = {
+    "bool_type": "Write true or false",
+    "int_type": "Write all of its digits, without quotes, a unit or a comma: 50000 or 50_000",
+    "float_type": "Write all of its digits, without quotes, a unit or a comma: 0.003 or 3e-3",
+    "tuple_type": 'Write a list: [64, 256] or ["a.txt", "b.txt"]',
+}
+"""How to write a value, by the kind of pydantic's error."""
+
+
 def _remedy(error: Any, key: str, has_set: bool) -> str:
     """Return how to write a value that is refused, if that can be guessed."""
     kind, got = error["type"], error["input"]
@@ -471,47 +417,8 @@ def _remedy(error: Any, key: str, has_set: bool) -> str:
             return ". The key is needed: set a value"
         nothing = f"write nothing: --set {key}=" if has_set else "leave its line out"
         return f". To remove the key, {nothing}"
-    if kind == "bool_type" and str(got).lower() in ("true", "false", "yes", "no", "0", "1"):
-        return ". Write true or false"
-    if kind == "int_type" and isinstance(got, float) and got.is_integer():
-        return f". Write it without a point and an exponent: {got:.0f}"
-    if kind in ("int_type", "float_type") and isinstance(got, str):
-        if _is_number(got):
-            return _number_remedy(got)
-        if got[:1].isdigit() or got[:1] in "+-.":
-            return ". Write all of its digits, without a unit, a comma or a space: 50000 or 50_000"
-    if kind == "tuple_type" and isinstance(got, str | int | float):
-        return f". Write a list: [{_listed(got)}]"
     if kind == "literal_error" and isinstance(got, str):
         allowed = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        if near := difflib.get_close_matches(got.lower(), allowed, 1, 0.6):
+        if near := _near(got, allowed, 0.6):
             return f'. Did you mean "{near[0]}"?'
-    return ""
-
-
-def _listed(got: str | int | float) -> str:
-    """Return what a text or a number was probably meant as between the brackets of a list."""
-    if not isinstance(got, str):
-        return str(got)
-    parts = [part.strip() for part in got.strip("[]()").split(",") if part.strip()] or [got]
-    if all(map(_is_number, words := " ".join(parts).split())):
-        return ", ".join(words)
-    return ", ".join(f'"{part}"' for part in parts)
-
-
-def _number_remedy(text: str) -> str:
-    """Return how to write a number that was given as a text: in quotes, or not as TOML has it."""
-    try:
-        tomllib.loads(f"value = {text}")
-    except ValueError:
-        plain = (text.lstrip("0") or "0") if text.isdigit() else repr(float(text))
-        return f". Write it as TOML has numbers: {plain}"
-    return ". Write it without quotes"
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return f". {HINTS[kind]}" if kind in HINTS else ""

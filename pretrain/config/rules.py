@@ -10,25 +10,59 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pretrain.config.errors import ConfigError, Refusal
-from pretrain.config.schema import (
-    LEAST_TRAINED,
-    LEAST_WORDS,
-    WORDS,
-    DataSection,
-)
+from pretrain.config.schema import LEAST_PIECES, WORDS, DataSection
 
 if TYPE_CHECKING:
     from pretrain.config.run import RunConfig
 
 
-# ---- Refuse a ramp-up of the batch size that would not end, and name batch sizes that work ----
+# ---- Rules of two shapes that many keys have ----
 
 
-MOST_TRIED = 100_000
-"""Sizes that are tried to find one that works."""
+NEEDED = (
+    ("schedule.lr_wsd_decay_steps", "schedule.lr_decay_style", "warmup_stable_decay"),
+    ("schedule.lr_warmup_init", "schedule.lr_warmup_steps", None),
+    ("model.adaptive_factor", "model.adaptive_cutoffs", None),
+    ("model.adaptive_dropout", "model.adaptive_cutoffs", None),
+    ("checkpoint.keep_every", "checkpoint.keep", None),
+    ("checkpoint.keep_best", "checkpoint.keep", None),
+)
+"""A key, another one without which it has no meaning, and that one's value; None: any."""
+
+
+def check_needed(c: RunConfig) -> Iterator[Refusal]:
+    """Check that no key is set which would be ignored."""
+    for key, other, wanted in NEEDED:
+        section, _, name = key.partition(".")
+        default = type(getattr(c, section)).model_fields[name].default
+        value, found = attrgetter(key)(c), attrgetter(other)(c)
+        if value != default and (found != wanted if wanted else not found):
+            setting = f'{other} = "{wanted}"' if wanted else other
+            yield Refusal(key, value, f"has no meaning without {setting}", "Remove it, or set that")
+
+
+def check_divides(
+    key: str, value: int, by: int, what: str, remedy: str | None = None
+) -> Iterator[Refusal]:
+    """Check that a value is a multiple of a number.
+
+    Args:
+        key: The value's key.
+        value: The value.
+        by: The number.
+        what: What the number is.
+        remedy: What to do; by default to choose a multiple.
+    """
+    if value % by:
+        remedy = remedy or f"Choose a multiple of {by}"
+        yield Refusal(key, value, f"not divisible by {what}", remedy)
+
+
+# ---- Refuse a ramp-up of the batch size that would not end ----
 
 
 def check_rampup(c: RunConfig) -> Iterator[Refusal]:
@@ -67,37 +101,8 @@ def check_rampup_layout(c: RunConfig, data: int) -> Iterator[Refusal]:
         stages = c.parallel.pipeline_model_parallel_size
         unit *= stages
         what += f" x {stages} pipeline stages, as the interleaved schedule needs"
-    for size in c.batch.rampup_batch_size[:2]:
-        if size % unit:
-            yield Refusal(
-                "batch.rampup_batch_size",
-                list(c.batch.rampup_batch_size),
-                f"{size} is not divisible by {what}",
-                f"Begin with a multiple of {unit}, and add multiples of it",
-            )
-            return
-
-
-def fitting_batches(batch: int, micro_batch: int, data: int, model: int) -> str:
-    """Return which batch sizes and numbers of processes would work, those nearest to the present.
-
-    Args:
-        batch: batch.global_batch_size.
-        micro_batch: batch.micro_batch_size.
-        data: Data-parallel ranks.
-        model: Processes that hold one copy of the model.
-    """
-    unit = micro_batch * data
-    below = batch // unit * unit
-    ways = [f"a multiple of {unit}, such as {f'{below} or ' if below else ''}{below + unit}"]
-    # Any larger number is a typing mistake, and a search up to it would never end.
-    smaller = range(min(micro_batch - 1, MOST_TRIED), 0, -1) if batch % data == 0 else ()
-    if size := next((n for n in smaller if batch // data % n == 0), None):
-        ways.append(f"batch.micro_batch_size = {size}")
-    fewer = range(min(data - 1, batch // micro_batch, MOST_TRIED), 0, -1)
-    if ranks := next((n for n in fewer if batch % (micro_batch * n) == 0), None):
-        ways.append(f"{ranks * model} process{'es' * (ranks * model > 1)}")
-    return f"Choose {', or '.join(ways)}"
+    for size in {*c.batch.rampup_batch_size[:2]}:
+        yield from check_divides("batch.rampup_batch_size", size, unit, what)
 
 
 # ---- Refuse a [data] section that no data set can be built from ----
@@ -110,7 +115,15 @@ DOCUMENT_BACKENDS = ("auto", "triton", "sdpa", "reference")
 def check_data(c: RunConfig) -> Iterator[Refusal]:
     """Check the vocabulary and the corpora, and that a shard holds a block."""
     d = c.data
-    yield from _vocabulary(d)
+    # Of a vocabulary that is made of the text. One that is given in a file has as many as it has.
+    least = LEAST_PIECES.get(d.tokenizer, 2)
+    if d.vocab_size < least:
+        yield Refusal(
+            "data.vocab_size",
+            d.vocab_size,
+            "less than what every vocabulary of data.tokenizer begins with",
+            f"Choose {least} or more",
+        )
     if d.corpora:
         yield from _corpora(d)
     if d.tokens_per_shard < d.tokens_per_block:
@@ -134,28 +147,6 @@ def check_data(c: RunConfig) -> Iterator[Refusal]:
             True,
             f'model.attention_backend = "{backend}" has no mask by document',
             'Set model.attention_backend = "auto" or "triton", or remove the key',
-        )
-
-
-def _vocabulary(d: DataSection) -> Iterator[Refusal]:
-    """Check that a vocabulary that is made of the text holds what every such vocabulary has.
-
-    One that is given in a file has as many pieces as it has.
-    """
-    if d.tokenizer is None and d.vocab_size < LEAST_TRAINED:
-        yield Refusal(
-            "data.vocab_size",
-            d.vocab_size,
-            "a SentencePiece BPE that is trained on the text has 256 byte pieces, three control "
-            "pieces and the text's characters",
-            f'Choose {LEAST_TRAINED} or more, or set data.tokenizer = "{WORDS}" or to a file',
-        )
-    if d.tokenizer == WORDS and d.vocab_size < LEAST_WORDS:
-        yield Refusal(
-            "data.vocab_size",
-            d.vocab_size,
-            f'data.tokenizer = "{WORDS}" begins with four words of its own, as fairseq does',
-            f"Choose {LEAST_WORDS} or more",
         )
 
 
@@ -198,19 +189,13 @@ def check_tensor_parallel(c: RunConfig) -> Iterator[Refusal]:
     """Check that tensor-parallel ranks can split heads, MLP, vocabulary and sequence evenly."""
     m, tp = c.model, c.parallel.tensor_model_parallel_size
     size = f"parallel.tensor_model_parallel_size = {tp}"
-    divisible = {
-        "model.num_attention_heads": m.num_attention_heads,
-        "model.num_query_groups": c.num_query_groups,
-        "model.ffn_hidden_size": c.ffn_hidden_size,
-    }
-    for key, value in divisible.items():
-        if value % tp:
-            yield Refusal(
-                key,
-                value,
-                f"not divisible by {size}",
-                "Choose a tensor-parallel size that divides it",
-            )
+    for key, value in (
+        ("model.num_attention_heads", m.num_attention_heads),
+        ("model.num_query_groups", c.num_query_groups),
+        ("model.ffn_hidden_size", c.ffn_hidden_size),
+    ):
+        remedy = "Choose a tensor-parallel size that divides it"
+        yield from check_divides(key, value, tp, size, remedy)
     if c.padded_vocab_size % tp:
         yield Refusal(
             "model.make_vocab_size_divisible_by",
@@ -227,13 +212,13 @@ def check_tensor_parallel(c: RunConfig) -> Iterator[Refusal]:
             "there is one tensor-parallel rank, and nothing to split the sequence over",
             "Remove the key, or raise parallel.tensor_model_parallel_size",
         )
-    if c.data.sequence_length % tp:
-        yield Refusal(
-            "data.sequence_length",
-            c.data.sequence_length,
-            f"not divisible by the {tp} ranks of sequence parallelism",
-            f"Choose a multiple of {tp}",
-        )
+    for key, lengths in (
+        ("data.sequence_length", [c.data.sequence_length]),
+        ("evaluation.lengths", c.evaluation_lengths),
+    ):
+        for length in lengths:
+            ranks = f"the {tp} ranks of sequence parallelism"
+            yield from check_divides(key, length, tp, ranks)
 
 
 def check_pipeline(c: RunConfig) -> Iterator[Refusal]:
@@ -295,14 +280,11 @@ def check_processes(c: RunConfig, world_size: int) -> Iterator[Refusal]:
         return
     data = world_size // model
     at_once = b.micro_batch_size * data
-    if b.global_batch_size % at_once:
-        yield Refusal(
-            "batch.global_batch_size",
-            b.global_batch_size,
-            f"not divisible by batch.micro_batch_size = {b.micro_batch_size} x {data} "
-            "data-parallel ranks",
-            fitting_batches(b.global_batch_size, b.micro_batch_size, data, model),
-        )
+    what = f"batch.micro_batch_size = {b.micro_batch_size} x {data} data-parallel ranks"
+    size = b.global_batch_size
+    remedy = f"Choose a multiple of {at_once}, a smaller micro batch, or fewer processes"
+    if refused := [*check_divides("batch.global_batch_size", size, at_once, what, remedy)]:
+        yield from refused
         return
     if b.rampup_batch_size is not None:
         yield from check_rampup_layout(c, data)
@@ -374,16 +356,7 @@ def check_objective(c: RunConfig) -> Iterator[Refusal]:
 def check_warmup_init(c: RunConfig) -> Iterator[Refusal]:
     """Check that the warm-up begins somewhere below the peak."""
     begin, peak = c.schedule.lr_warmup_init, c.optimizer.learning_rate
-    if not begin:
-        return
-    if not c.schedule.lr_warmup_steps:
-        yield Refusal(
-            "schedule.lr_warmup_init",
-            begin,
-            "there is no warm-up",
-            "Remove the key, or set schedule.lr_warmup_steps",
-        )
-    elif begin > peak:
+    if begin > peak:
         yield Refusal(
             "schedule.lr_warmup_init",
             begin,
@@ -399,7 +372,6 @@ def check_adaptive(c: RunConfig) -> Iterator[Refusal]:
     """Check the clusters of words, and that one rank holds all of them."""
     m, p = c.model, c.parallel
     if m.adaptive_cutoffs is None:
-        yield from _unused(c)
         return
     cutoffs = list(m.adaptive_cutoffs)
     if not cutoffs or any(a >= b for a, b in pairwise([*cutoffs, c.data.vocab_size])):
@@ -429,19 +401,6 @@ def check_adaptive(c: RunConfig) -> Iterator[Refusal]:
             )
 
 
-def _unused(c: RunConfig) -> Iterator[Refusal]:
-    """Refuse settings of an adaptive softmax without one."""
-    for name in ("adaptive_factor", "adaptive_dropout"):
-        value = getattr(c.model, name)
-        if value != type(c.model).model_fields[name].default:
-            yield Refusal(
-                f"model.{name}",
-                value,
-                "there is no adaptive softmax",
-                "Remove the key, or set model.adaptive_cutoffs",
-            )
-
-
 def check(config: RunConfig) -> None:
     """Check every rule that does not depend on the number of processes.
 
@@ -449,6 +408,7 @@ def check(config: RunConfig) -> None:
         ConfigError: With one line for each rule that is broken.
     """
     refusals = [
+        *check_needed(config),
         *_model(config),
         *check_adaptive(config),
         *config.position.refusals(config),
@@ -461,7 +421,6 @@ def check(config: RunConfig) -> None:
         *_spikes(config),
         *check_profile(config),
         *check_objective(config),
-        *_checkpoint(config),
         *_upload(config),
         *_evaluation(config),
         *check_data(config),
@@ -495,18 +454,13 @@ def _raise(refusals: list[Refusal]) -> None:
 def _model(c: RunConfig) -> Iterator[Refusal]:
     """Check that heads divide the model evenly."""
     m = c.model
-    if m.hidden_size % m.num_attention_heads:
-        yield Refusal(
-            "model.hidden_size",
-            m.hidden_size,
-            f"not divisible by model.num_attention_heads = {m.num_attention_heads}",
-            f"Choose a multiple of {m.num_attention_heads}, so that all heads have the same width",
-        )
+    heads = f"model.num_attention_heads = {m.num_attention_heads}"
+    yield from check_divides("model.hidden_size", m.hidden_size, m.num_attention_heads, heads)
     if m.num_attention_heads % c.num_query_groups:
         yield Refusal(
             "model.num_query_groups",
             c.num_query_groups,
-            f"does not divide model.num_attention_heads = {m.num_attention_heads}",
+            f"does not divide {heads}",
             f"Choose a divisor of {m.num_attention_heads}",
         )
 
@@ -536,13 +490,6 @@ def _schedule(c: RunConfig) -> Iterator[Refusal]:
             'schedule.lr_decay_style = "warmup_stable_decay" needs steps to decay in',
             f"Choose 1 to {steps - s.lr_warmup_steps}, the steps after the warm-up",
         )
-    if not decayed and s.lr_wsd_decay_steps:
-        yield Refusal(
-            "schedule.lr_wsd_decay_steps",
-            s.lr_wsd_decay_steps,
-            f'schedule.lr_decay_style = "{s.lr_decay_style}" does not use it',
-            'Remove the key, or set schedule.lr_decay_style = "warmup_stable_decay"',
-        )
 
 
 def _spikes(c: RunConfig) -> Iterator[Refusal]:
@@ -555,21 +502,6 @@ def _spikes(c: RunConfig) -> Iterator[Refusal]:
             "weights in one call, so that no update can be left out",
             'Choose "rollback" or "stop", or set parallel.zero_stage = 1',
         )
-
-
-def _checkpoint(config: RunConfig) -> Iterator[Refusal]:
-    """Refuse keep_every and keep_best where checkpoint.keep is unset, so that all are kept."""
-    checkpoint = config.checkpoint
-    if checkpoint.keep is not None:
-        return
-    for key in ("keep_every", "keep_best"):
-        if value := getattr(checkpoint, key):
-            yield Refusal(
-                f"checkpoint.{key}",
-                value,
-                "without checkpoint.keep every checkpoint is kept",
-                "Set checkpoint.keep as well, to the number of newest ones to keep",
-            )
 
 
 def _upload(config: RunConfig) -> Iterator[Refusal]:
@@ -606,7 +538,7 @@ def _upload(config: RunConfig) -> Iterator[Refusal]:
 
 def _evaluation(c: RunConfig) -> Iterator[Refusal]:
     """Check that the model can be evaluated at every length, and windows leave no token out."""
-    tp, end = c.parallel.tensor_model_parallel_size, c.position.table_end(c)
+    end = c.position.table_end(c)
     for length in c.evaluation_lengths:
         if length < 1:
             yield Refusal(
@@ -618,13 +550,6 @@ def _evaluation(c: RunConfig) -> Iterator[Refusal]:
                 length,
                 f"the {c.position.method} position table holds {end} positions",
                 "Choose a shorter length, or train with a larger position.max_position_embeddings",
-            )
-        if c.parallel.sequence_parallel and length % tp:
-            yield Refusal(
-                "evaluation.lengths",
-                length,
-                f"not divisible by the {tp} ranks of sequence parallelism",
-                f"Choose a multiple of {tp}",
             )
     shortest = min(c.evaluation_lengths, default=None)
     if shortest is not None and c.evaluation_stride > shortest:

@@ -9,7 +9,7 @@ Other sections stand beside this file: the model's in `model_schema`, the data's
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -20,12 +20,9 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    field_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
-
-if TYPE_CHECKING:
-    pass
-
 
 # ---- Define what a changed key means, and the base of every section of a config ----
 
@@ -61,6 +58,10 @@ Free = Annotated[_T, Effect.FREE]
 Outcome = Annotated[_T, Effect.OUTCOME]
 
 
+MAX_INTEGER = 2**53 - 1
+"""torch takes no seed beyond 2**64 either."""
+
+
 class Section(BaseModel):
     """Base of every TOML section: immutable, and strict about unknown keys and about types.
 
@@ -78,6 +79,16 @@ class Section(BaseModel):
 
     EFFECT: ClassVar[Effect | None] = None
     """What a change of a key means that says nothing of its own."""
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        """Refuse integers that a run's records, which are JSON, would not hold for every reader."""
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(each, int) and abs(each) > MAX_INTEGER for each in numbers):
+            message = f"larger than {MAX_INTEGER}, the largest integer that JSON keeps exactly"
+            raise PydanticCustomError("too_large", "{message}", {"message": message})
+        return value
 
 
 FOREIGN_KEY: Final = "foreign_key"
@@ -444,8 +455,9 @@ WORDS = "words"
 """The value of `data.tokenizer` that stands for a vocabulary of the training text's words."""
 
 
-LEAST_WORDS, LEAST_TRAINED = 5, 260
-"""Least `data.vocab_size` of "words", and of a SentencePiece BPE that is trained on the text."""
+LEAST_PIECES: dict[str | None, int] = {WORDS: 5, None: 260}
+"""Least `data.vocab_size` of "words", which begin with fairseq's four, and of a SentencePiece BPE
+that is trained on the text: 256 byte pieces, three control pieces and the text's characters."""
 
 
 class CorpusSection(Section):

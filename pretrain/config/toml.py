@@ -7,14 +7,10 @@ users do not look for them.
 
 from __future__ import annotations
 
-import codecs
-import difflib
-import itertools
 import os
 import re
-import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +18,6 @@ from typing import Any
 from pretrain.config.errors import ConfigError
 
 # ---- Read a file of TOML, however an editor has stored its text ----
-
-
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-"""What a file begins with whose text is stored as UTF-16, or as UTF-32 of the same byte order."""
-TO_UTF_8 = "Save it as UTF-8, as `iconv -f utf-16 -t utf-8` does"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -51,11 +42,7 @@ def read_toml_text(path: Path) -> str:
         OSError: The file cannot be read.
         UnicodeError: It is not UTF-8.
     """
-    content = path.read_bytes()
-    if content.startswith(UTF_16):
-        begin = f"it begins with {content[:2]!r}"
-        raise UnicodeError(f"the file is stored as UTF-16: {begin}. {TO_UTF_8}")
-    text = content.decode("utf-8-sig")
+    text = path.read_bytes().decode("utf-8-sig")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -136,13 +123,6 @@ def expand_path(key: str, path: str) -> str:
         expanded = os.path.expanduser(expanded)
         if expanded.startswith("~"):
             raise ConfigError(f"{given}: there is no such home directory. Write the path in full")
-    if "\0" in expanded:
-        raise ConfigError(f"{key} = {path!a}: no path holds a NUL character. Remove it")
-    if any("\ud800" <= character <= "\udfff" for character in expanded):
-        raise ConfigError(
-            f"{key} = {expanded!a}: holds bytes that are no UTF-8, which a config cannot "
-            "record. Use another path"
-        )
     if not expanded.strip():
         raise ConfigError(f"{key} = {path!r}: is empty. Name a directory or a file")
     return expanded
@@ -316,27 +296,14 @@ def _read(file: Path, chain: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any
     try:
         text = read_toml_text(file)
     except FileNotFoundError:
-        near = _similar_file(file)
         if chain:
             raise ConfigError(
                 f'{chain[-1][0]}: {BASE} = "{chain[-1][1][BASE]}": no such config file ({file}). A '
-                f"base is looked for from the folder of the file that names it{near.rstrip()}"
+                "base is looked for from the folder of the file that names it"
             ) from None
         raise ConfigError(
-            f"{file}: no such config file{near or '. '}`pretrain config --list` shows the configs "
-            "that are installed with this package"
-        ) from None
-    except IsADirectoryError as error:
-        inner = file / "config.toml"
-        remedy = f"That of a run is {inner}" if inner.is_file() else "Name a file in it"
-        raise ConfigError(
-            f"{file}: not a readable config file{asked_by}: {error.strerror}. {remedy}"
-        ) from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"{file}: not a readable config file{asked_by}: line {line} is not UTF-8 (byte "
-            f"0x{error.object[error.start]:02x}). Save the file as UTF-8"
+            f"{file}: no such config file. `pretrain config --list` shows the configs that are "
+            "installed with this package"
         ) from None
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{file}: not a readable config file{asked_by} ({error})") from None
@@ -344,50 +311,10 @@ def _read(file: Path, chain: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         # Also what Python refuses: integers of thousands of digits, brackets a thousand deep.
-        said = f"{error}{_quoted_line(text, str(error))}{_other_format(file)}"
+        place = re.search(r"at line (\d+), column", str(error))
+        line = text.split("\n")[int(place[1]) - 1].strip() if place else ""
+        said = f"{error}: {line[:60]!a}" if line else str(error)
         raise ConfigError(f"{file}: not valid TOML{asked_by}: {said}") from None
-
-
-def _similar_file(file: Path) -> str:
-    """Return ", did you mean FILE? ", where a file beside a missing one is like it; else ""."""
-    try:
-        names = [entry.name for entry in os.scandir(file.parent) if entry.name.endswith(".toml")]
-    except OSError:
-        return ""
-    near = difflib.get_close_matches(file.name, names, 1, 0.8)
-    return f", did you mean {file.parent / near[0]}? " if near else ""
-
-
-def _quoted_line(text: str, message: str) -> str:
-    """Return the line that an error of tomllib is about, with how to write what is often wrong."""
-    place = re.search(r"at line (\d+), column", message)
-    # TOML counts the lines that \n ends.
-    lines = text.split("\n")
-    if place is None or int(place[1]) > len(lines):
-        return ""
-    line = lines[int(place[1]) - 1].strip()
-    shown = line if len(line) <= 60 else f"{line[:60]}..."
-    remedy = ""
-    if "Cannot overwrite" in message:
-        remedy = ". The key is given twice; remove one of the two lines"
-    elif "Cannot declare" in message:
-        remedy = ". The section begins twice; put its keys below one header"
-    elif re.fullmatch(r"[\w.-]+\s*=\s*[A-Za-z]\S*", line):
-        remedy = ". A text stands in quotes; true and false do not, in lower case"
-    elif re.match(r"[\w.-]+\s*=\s*[\d.]+\s*,", line):
-        remedy = ". A number has no comma: 50000 or 50_000. A list stands in brackets: [64, 256]"
-    elif re.match(r"[\w.-]+\s*=\s*[\d.]+[A-Za-z%]", line):
-        remedy = ". A number has digits alone, without a unit: 50000 or 50_000"
-    return f": {shown!a}{remedy}"
-
-
-def _other_format(file: Path) -> str:
-    """Return a hint for a file that is named as one of another format."""
-    if file.suffix.lower() in (".yaml", ".yml", ".json", ".py", ".cfg", ".ini"):
-        return (
-            '. A config is a TOML file: sections such as [model], and lines such as key = "value"'
-        )
-    return ""
 
 
 def _without(values: dict[str, Any], keys: Any, file: Path) -> dict[str, Any]:
@@ -469,13 +396,14 @@ def list_shipped() -> str:
             f"{PACKAGE / 'configs'}: no configs there. A copy of a clone has to keep its symbolic "
             "links (pretrain/configs, kernels, launcher, slurm): use git clone, not a zip file"
         )
-    folder = (PACKAGE / "configs").resolve()
-    alone = [file for file in shipped_configs() if file.path.parent == folder]
+    configs = shipped_configs()
     return "\n".join(
         [
             "Configs, for `pretrain` and `launcher` as CONFIG:",
-            *_table(alone),
-            *_families(folder),
+            *_table([file for file in configs if not file.is_base]),
+            "",
+            'Parts of them, for `base = "FILE"` in a config of your own:',
+            *_table([file for file in configs if file.is_base]),
             "",
             "Studies, for `pretrain study` as STUDY:",
             *_table(shipped_studies()),
@@ -484,47 +412,6 @@ def list_shipped() -> str:
             *_table(shipped_sites()),
         ]
     )
-
-
-def _families(folder: Path) -> Iterator[str]:
-    """Yield the lines about each folder of configs: its configs by kind, and what they build on."""
-    inside = [file for file in shipped_configs() if file.path.parent != folder]
-    for name, found in itertools.groupby(inside, lambda f: f.path.relative_to(folder).parts[0]):
-        files = list(found)
-        about = [file.description for file in files if file.path == folder / name / "base.toml"]
-        yield f"  {_shown(folder / name)}/"
-        yield from (f"      {text}" for text in about)
-        names = {
-            is_base: [str(f.path.relative_to(folder / name)) for f in files if f.is_base == is_base]
-            for is_base in (False, True)
-        }
-        for _, kind in itertools.groupby(sorted(names[False], key=_by_number), _kind):
-            yield from _wrapped(kind, "      ")
-        yield from _wrapped(names[True], "      to build on: ")
-
-
-def _wrapped(names: Iterable[str], begin: str) -> list[str]:
-    """Return names in lines, the first of which begins with `begin`."""
-    names = sorted(names, key=_by_number)
-    return textwrap.wrap(
-        ", ".join(names),
-        width=98,
-        initial_indent=begin,
-        subsequent_indent="          ",
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-
-
-def _by_number(name: str) -> tuple[str, int]:
-    """Return the key that sorts alibi_64.toml before alibi_512.toml."""
-    number = re.search(r"\d+(?=\.toml$)", name)
-    return _kind(name), int(number[0]) if number else 0
-
-
-def _kind(name: str) -> str:
-    """Return a file's name without the number at its end: that of the position method, say."""
-    return re.sub(r"\d*\.toml$", "", name)
 
 
 def _table(files: list[ShippedFile]) -> Iterator[str]:

@@ -16,9 +16,9 @@ from pretrain.config.load import overridden
 from pretrain.config.schema import BatchSection, ParallelSection
 from pretrain.config.toml import expand_paths, read_layers
 from pretrain.plan.hardware import GPU_TYPES, INPUTS, NETWORKS, TITLES, Device, Network, network_of
-from pretrain.plan.memory import Activations, Memory, stages_of
+from pretrain.plan.memory import Activations, Memory
 from pretrain.plan.search import Plan, Planned, make_plan, read_calibration
-from pretrain.plan.timing import PARTS, USABLE, Evaluations, Target, time_of_evaluations
+from pretrain.plan.timing import PARTS, USABLE, Target
 
 # ---- source ----
 # Read the config that is planned, also one whose own layout is refused: the plan finds another.
@@ -92,7 +92,6 @@ def to_table(
     config: RunConfig,
     target: Target,
     plan: Plan,
-    evaluations: Evaluations | None,
     refusal: str | None = None,
 ) -> str:
     """Return the text that `pretrain plan` prints.
@@ -101,14 +100,12 @@ def to_table(
         config: The run as it is configured.
         target: The GPUs and their network.
         plan: Its layouts.
-        evaluations: Cost of an evaluation in the best layout.
         refusal: Why the configured layout is refused; `config` has another one then.
     """
     parts = [
         _head(config, target),
         *_best(target, plan),
         *_details(config, target, plan, refusal),
-        *_evaluations(config, target, plan, evaluations),
         *_reasons(target, plan),
         *_assumptions(config, target),
     ]
@@ -192,30 +189,6 @@ def _details(config: RunConfig, target: Target, plan: Plan, refusal: str | None)
         )
     if not own:
         yield f"\nAs configured: {_why_not_own(config, target, refusal)}"
-
-
-def _evaluations(
-    config: RunConfig, target: Target, plan: Plan, evaluations: Evaluations | None
-) -> Iterator[str]:
-    """Yield what evaluations cost in the best layout."""
-    if not plan.fits:
-        return
-    if evaluations is None:
-        yield (
-            "Evaluations while training: their text is bounded by the data alone. Set "
-            "evaluation.max_tokens to have them planned"
-        )
-        return
-    # A bound leaves evaluations out that would take more than their share of the time.
-    bound = "at most " if config.evaluation_time_share is not None else ""
-    hours = evaluations.count * evaluations.seconds * target.gpus / 3600
-    lengths = ", ".join(map(str, config.evaluation_lengths))
-    yield (
-        f"Evaluations while training: {bound}{evaluations.count} of {evaluations.seconds:.1f} s "
-        f"each ({evaluations.tokens:,} tokens at each of {lengths}; "
-        f"{', '.join(config.evaluation.protocols)}), {hours:,.1f} GPU-hours, "
-        f"{hours / plan.fits[0].hours(target.gpus):.2%} of the run"
-    )
 
 
 def _is_configured(each: Planned, config: RunConfig) -> bool:
@@ -386,12 +359,7 @@ def plan_run(
             f"--out {overlay}: exists, and is not replaced. Remove it first, or choose another name"
         )
     plan = make_plan(config, target)
-    evaluations = None
-    if plan.fits:
-        best = plan.fits[0]
-        stages = stages_of(best.config, best.layout)
-        evaluations = time_of_evaluations(best.config, best.layout, stages, target)
-    text = to_table(config, target, plan, evaluations, refusal)
+    text = to_table(config, target, plan, refusal)
     if overlay is None:
         return text
     if not plan.fits:

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +37,17 @@ RECOMPUTE = ("none", "selective", "full")
 ZERO_STAGES = (1, 2, 3)
 
 
-@dataclass
-class Refused:
-    """Combinations that the config's rules refuse."""
+Refused = dict[str, list[str]]
+"""Reason, which is the first line of a message of the rules without the numbers in it -> the lines
+of all combinations that were refused so."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    """By reason."""
-    examples: dict[str, str] = field(default_factory=dict)
-    """The first message of each reason, in full."""
 
-    def add(self, message: str) -> None:
-        """Count a message of the rules under its first line, without the numbers in it."""
-        line = message.splitlines()[0]
-        key, _, rest = line.partition(" = ")
-        reason = re.sub(r"\d[\d,.]*", "N", rest.partition(": ")[2].partition(". ")[0])
-        name = f"{key}: {reason}" if reason else line
-        self.counts[name] += 1
-        self.examples.setdefault(name, line)
+def _refuse(refused: Refused, message: str) -> None:
+    """Note a message of the rules."""
+    line = message.splitlines()[0]
+    key, _, rest = line.partition(" = ")
+    reason = re.sub(r"\d[\d,.]*", "N", rest.partition(": ")[2].partition(". ")[0])
+    refused.setdefault(f"{key}: {reason}" if reason else line, []).append(line)
 
 
 def candidates(
@@ -84,7 +78,7 @@ def candidates(
                 rules.check(run)
                 layout = run.layout(gpus)
             except ConfigError as error:
-                refused.add(str(error))
+                _refuse(refused, str(error))
                 continue
             for recompute in RECOMPUTE:
                 train = run.train.model_copy(update={"recompute_granularity": recompute})
@@ -187,7 +181,7 @@ class Plan:
 
     def reasons(self) -> Counter[str]:
         """Return how many combinations fall out for each reason."""
-        counts = Counter(self.refused.counts)
+        counts = Counter({reason: len(lines) for reason, lines in self.refused.items()})
         if self.too_large:
             counts["more memory than a GPU has"] = len(self.too_large)
         return counts
@@ -272,7 +266,7 @@ def make_plan(config: RunConfig, target: Target) -> Plan:
         ConfigError: The run cannot be planned, or no layout is legal.
     """
     check_target(config, target)
-    refused = Refused()
+    refused: Refused = {}
     fits: list[Planned] = []
     too_large: list[Planned] = []
     stages: dict[str, list[Stage]] = {}
@@ -283,7 +277,7 @@ def make_plan(config: RunConfig, target: Target) -> Plan:
         each = planned(run, layout, stages[key], target)
         (fits if each.memory.total <= target.usable_bytes else too_large).append(each)
     if not fits and not too_large:
-        reasons = "\n".join(refused.examples.values())
+        reasons = "\n".join(lines[0] for lines in refused.values())
         raise ConfigError(f"--gpus {target.gpus}: no layout is legal, because\n{reasons}")
     fits.sort(key=_order)
     too_large.sort(key=lambda each: each.memory.total)

@@ -154,12 +154,7 @@ def test_nothing_of_the_clone_is_used_by_the_installed_package(installed, tmp_pa
 # ---- the commands, away from the clone -----------------------------------------------------------
 def listed(environment: Environment, cwd: Path) -> list[Path]:
     done = succeeded(environment.run(["pretrain", "config", "--list"], cwd))
-    paths, folder = [], Path()
-    for line in done.out.splitlines():
-        # A family is a folder with its files below it, several on a line; others have a line each.
-        folder = Path(line.strip()) if line.endswith("/") else folder
-        paths += [folder / name for name in re.findall(r"[^\s,]+\.toml(?=,|$)", line)]
-    return paths
+    return [Path(line.strip()) for line in done.out.splitlines() if line.endswith(".toml")]
 
 
 def test_the_shipped_configs_and_sites_are_found(installed, tmp_path):

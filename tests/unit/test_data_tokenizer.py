@@ -7,7 +7,7 @@ import pytest
 import sentencepiece
 
 from pretrain.config import ConfigError
-from pretrain.config.schema import LEAST_TRAINED
+from pretrain.config.schema import LEAST_PIECES
 from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
 
 TEXT = "".join(
@@ -44,9 +44,9 @@ def path(tmp_path_factory):
 
 def test_the_least_vocabulary_is_what_sentencepiece_needs():
     """256 bytes, three control pieces and one character; the config refuses less."""
-    assert len(train_tokenizer(["a"], LEAST_TRAINED)) > 0
-    with pytest.raises(ConfigError, match=f"alone need {LEAST_TRAINED} pieces"):
-        train_tokenizer(["a"], LEAST_TRAINED - 1)
+    assert len(train_tokenizer(["a"], LEAST_PIECES[None])) > 0
+    with pytest.raises(ConfigError, match=f"alone need {LEAST_PIECES[None]} pieces"):
+        train_tokenizer(["a"], LEAST_PIECES[None] - 1)
 
 
 def test_decode_gives_back_any_text(path):

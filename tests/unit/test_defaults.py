@@ -21,7 +21,7 @@ from pretrain.config import (
     parse_config,
 )
 from pretrain.config.load import overridden
-from pretrain.config.toml import CONFIG_VERSION, leaves, merged, read_layers
+from pretrain.config.toml import CONFIG_VERSION, merged, read_layers
 from pretrain.config.trajectory import differences, settings_hash
 from tests.conftest import TINY
 
@@ -114,19 +114,6 @@ def test_a_default_that_is_written_out_changes_nothing(name: str, tmp_path: Path
     assert (found, dump_config(found), settings_hash(found, "d")) == (config, dump, settings)
     assert set(places) == set(origins) and set(places.values()) == {str(path)}
     assert parse_config(tomllib.loads(dump), "dump") == config
-
-
-def test_the_test_above_writes_every_default_out() -> None:
-    written = {
-        key.partition("data.corpora.")[2].partition(".")[2] or key
-        for base in BASES.values()
-        for key, _ in defaults(parse_config(base, "base"), base)
-    }
-    fewest = BASES["fewest keys"]
-    whole = {key for key, _ in leaves(parse_config(fewest, "fewest").model_dump(exclude_none=True))}
-    assert whole - {key for key, _ in leaves(fewest)} <= written | {"data.corpora"}
-    # Of [data.corpora.NAME].
-    assert "paths" in written
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from pretrain.bench import methods
-from pretrain.bench.methods import TrainingTurn, efficiency_table, measure
+from pretrain.bench.methods import efficiency_table, measure
 from pretrain.bench.turns import ratio, take_turn
 from pretrain.cli.bench import with_lengths as contestants
-from pretrain.config import ConfigError, RunConfig, RunFailed, num_parameters
+from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.model.gpt import build_model
 from pretrain.topology import Topology
 from tests.conftest import tiny_config
@@ -29,54 +29,53 @@ def contestant(method: str, length: int = 32) -> RunConfig:
     )
 
 
-def test_contestants_take_turns_back_and_forth_and_every_round_counts() -> None:
+def measured(train: float, evaluation: float, memory: int) -> tuple[str, dict[str, float]]:
+    values = train, evaluation, memory
+    return "abacus", dict(zip((methods.TRAINING, methods.EVALUATION, methods.MEMORY), values))
+
+
+def test_contestants_take_turns_back_and_forth_and_every_round_counts(monkeypatch) -> None:
     order: list[str] = []
 
-    def turn(config: RunConfig, nproc: int) -> list[TrainingTurn]:
+    def turn(task: object, config: RunConfig, nproc: int) -> list[object]:
         assert nproc == 2
         order.append(config.position.method)
-        # The slower rank counts: it takes as many seconds as there were turns.
-        return [
-            TrainingTurn(1e-9, 1e-9, 1000, 5, "abacus"),
-            TrainingTurn(float(len(order)), 2.0 * len(order), 1000, len(order), "abacus"),
-        ]
+        # The slower rank counts, and the larger one.
+        n = len(order)
+        return [measured(1e9, 1e9, 5), measured(1000 / n, 500 / n, n)]
 
+    monkeypatch.setattr(methods, "take_turn", turn)
     configs = [contestant(method) for method in ("alibi", "sinusoidal", "none")]
-    result = methods.measure_with(turn, configs, 3, 2)
+    result = measure(configs, 3, 2)
     a, s, n = "alibi", "sinusoidal", "none"
     assert order == [a, s, n, n, s, a, a, s, n]
-    step = methods.STEPS * 256
     assert result["device"] == "2 x abacus" and result["rounds"] == 3 and result["failed"] == []
     assert [row["method"] for row in result["rows"]] == [a, s, n]
     for row, turns in zip(result["rows"], ([1, 6, 7], [2, 5, 8], [3, 4, 9])):
         assert row["train_length"] == 32
-        assert row["train_tokens_per_second"] == pytest.approx([step / n for n in turns])
-        assert row["evaluation_tokens_per_second"] == pytest.approx([500 / n for n in turns])
+        assert row["train_tokens_per_second"] == [1000 / n for n in turns]
+        assert row["evaluation_tokens_per_second"] == [500 / n for n in turns]
         assert row["peak_memory_bytes"] == max(5, turns[-1])
 
 
-def test_a_contestant_that_fails_is_reported_and_the_others_go_on() -> None:
+def test_a_contestant_that_fails_is_reported_and_the_others_go_on(monkeypatch) -> None:
     taken: list[str] = []
 
-    def turn(config: RunConfig, nproc: int) -> list[TrainingTurn]:
+    def turn(task: object, config: RunConfig, nproc: int) -> list[object]:
         taken.append(config.position.method)
         if config.position.method == "t5" and len(taken) > 2:
             raise RunFailed("out of\nmemory")
-        return [TrainingTurn(1.0, 1.0, 100, 7, "cpu")]
+        return [measured(1.0, 1.0, 7)]
 
-    configs = [contestant("t5"), contestant("sinusoidal")]
-    result = methods.measure_with(turn, configs, 3, 1)
+    monkeypatch.setattr(methods, "take_turn", turn)
+    result = measure([contestant("t5"), contestant("sinusoidal")], 3, 1)
     assert taken == ["t5", "sinusoidal", "sinusoidal", "t5", "sinusoidal"]
     assert [row["method"] for row in result["rows"]] == ["sinusoidal"]
     assert len(result["rows"][0]["train_tokens_per_second"]) == 3
     assert result["failed"] == [{"method": "t5", "train_length": 32, "reason": "out of\nmemory"}]
     assert "t5, 32 tokens: failed: memory" in efficiency_table(result)
     with pytest.raises(RunFailed, match="nothing could be measured"):
-        methods.measure_with(_fails, configs, 2, 1)
-
-
-def _fails(config: RunConfig, nproc: int) -> list[TrainingTurn]:
-    raise RunFailed(config.position.method)
+        measure([contestant("t5")], 2, 1)
 
 
 def row(method: str, length: int, train: list[float], memory: int) -> dict[str, Any]:
@@ -141,22 +140,6 @@ def test_contestants_keep_the_tokens_of_a_step_and_of_a_micro_batch() -> None:
         contestants(Path("configs/demo.toml"), [], "albi", None)
     with pytest.raises(ConfigError, match="--methods alibi,: expected"):
         contestants(Path("configs/demo.toml"), [], "alibi,", None)
-
-
-@pytest.mark.torture
-def test_real_turns_train_and_evaluate_in_processes_of_their_own() -> None:
-    configs = [contestant("alibi"), contestant("sinusoidal", 64)]
-    result = measure(configs, 2, 2)
-    assert result["device"] == "2 x cpu" and result["failed"] == []
-    assert [(r["method"], r["train_length"]) for r in result["rows"]] == [
-        ("alibi", 32),
-        ("sinusoidal", 64),
-    ]
-    for measured in result["rows"]:
-        for speed in (methods.TRAINING, methods.EVALUATION):
-            assert len(measured[speed]) == 2 and min(measured[speed]) > 0
-        # Master weights and moments alone, in the memory of one of two processes.
-        assert measured["peak_memory_bytes"] > 8 * num_parameters(configs[0])
 
 
 def pid_and_ranks(config: RunConfig, topology: Topology) -> tuple[int, int, int]:

@@ -60,22 +60,6 @@ def test_flops_equal_a_count_of_every_product(length, causal, overrides):
     assert flops_per_token(config, length, causal) * length == matmul_flops(config, length, causal)
 
 
-def test_the_conventions_differ_by_half_of_attention():
-    config = make_config()
-    n, d, length = 4, 128, 512
-    everything, causal = (
-        flops_per_token(config, length, causal=False),
-        flops_per_token(config, length, causal=True),
-    )
-    assert everything - causal == 6 * n * d * length
-    assert everything == 6 * num_matmul_parameters(config) + 12 * n * d * length
-
-
-def test_tying_changes_no_work():
-    untied = make_config("model.tie_word_embeddings=false")
-    assert num_matmul_parameters(untied) == num_matmul_parameters(make_config())
-
-
 def test_an_adaptive_softmax_costs_its_head_and_the_projections_of_the_words():
     """Of one cluster alone, as every token of the head costs it."""
     plain, adaptive = make_config(), make_config("model.adaptive_cutoffs=[500,2000]")

@@ -13,7 +13,7 @@ from benchmarks.gpu_day import __main__ as gpu_day
 from benchmarks.gpu_day.attention_correctness import QUANTITIES, compare
 from benchmarks.gpu_day.parts import Part
 from benchmarks.gpu_day.positions import summary as compare_positions
-from benchmarks.gpu_day.results import Rows, state, write_state
+from benchmarks.gpu_day.results import Rows, state
 from benchmarks.gpu_day.sizes import CONFIG
 from benchmarks.gpu_day.step_split import CLASSES, LINES, OTHER, STEPS, classify, split
 from pretrain.config import load_config
@@ -50,15 +50,6 @@ def test_a_complete_part_is_not_run_again(tmp_path, run, capsys):
     assert (run(parts), run(parts)) == (0, 0)
     assert (tmp_path / "out/runs").read_text() == "x"
     assert "counts: complete at commit" in capsys.readouterr().out
-
-
-def test_a_part_of_another_device_is_run_again(tmp_path, run):
-    parts = [part(tmp_path, "counts", "open(out + '/runs', 'a').write('x')")]
-    run(parts)
-    known = state(tmp_path / "out", "counts")
-    write_state(tmp_path / "out", "counts", {**known, "device": "NVIDIA H200"})
-    run(parts)
-    assert (tmp_path / "out/runs").read_text() == "xx"
 
 
 def test_a_crash_ends_one_part_and_is_repeated(tmp_path, run, capsys):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -91,25 +89,6 @@ def test_the_command_writes_every_round_and_removes_its_files(
     assert "| memmap | " in ended.output and "1.000 (1.000 to 1.000)" in ended.output
 
 
-def test_sigterm_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its handler the signal ends this process, and its files stay."""
-    file, place = tmp_path / "c.toml", tmp_path / "place"
-    place.mkdir()
-    file.write_text(dump_config(bench_config()))
-    before = signal.getsignal(signal.SIGTERM)
-    sizes = []
-
-    def killed(steps: object, seconds: float) -> None:
-        sizes.append(sum(f.stat().st_size for f in place.rglob("*.bin")))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(data, "_speed", killed)
-    ended = invoke(str(file), "--tokens", str(TOKENS), "--directory", str(place))
-    assert ended.exit_code == 128 + signal.SIGTERM
-    assert sizes[0] >= 2 * TOKENS and list(place.iterdir()) == []
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text(dump_config(bench_config()))
@@ -117,8 +96,5 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(tmp_path:
     assert isinstance(few, ConfigError) and "--tokens 256: a step of every corpus takes" in str(few)
     missing = invoke(str(file), "--directory", str(tmp_path / "missing")).exception
     assert isinstance(missing, ConfigError) and str(tmp_path / "missing") in str(missing)
-    huge = invoke(str(file), "--tokens", "1000000000000000000").exception
-    assert isinstance(huge, ConfigError) and "4000000000.0 GB" in str(huge)
-    assert "are free" in str(huge)
     endless = invoke(str(file), "--seconds", "inf")
     assert endless.exit_code == 2 and "--seconds" in endless.output

@@ -95,23 +95,6 @@ def test_a_calibrated_plan_predicts_the_measured_run(tmp_path, case):
     assert free.milliseconds <= total * (1 + 1e-9)
 
 
-def test_what_is_left_of_the_reduction_is_part_of_the_passes(tmp_path):
-    """Its seconds count as those of the backward pass, in which the reduction began."""
-    content = measurement(measured_run("dp16, between nodes"), gpus=16)
-    file, scales = tmp_path / "measured.json", []
-    seconds = content["seconds"]
-    assert seconds["gradient reduction"] > 0
-    whole = seconds["forward and backward"] + seconds["gradient reduction"]
-    for tail in (0.0, seconds["gradient reduction"]):
-        seconds |= {"forward and backward": whole - tail, "gradient reduction": tail}
-        file.write_text(json.dumps(content))
-        scales.append(read_target(16, "h200", None, file).scale)
-    assert scales[0].compute == pytest.approx(scales[1].compute)
-    seconds["gradient reduction"] += 0.1 * whole
-    file.write_text(json.dumps(content))
-    assert read_target(16, "h200", None, file).scale.compute > 1.05 * scales[0].compute
-
-
 def test_a_measurement_scales_the_times(tmp_path):
     file = tmp_path / "measured.json"
     file.write_text(json.dumps(measurement(measured_run("one GPU"))))

@@ -16,7 +16,7 @@ from pretrain.plan.command import plan_run, read_target
 from pretrain.plan.hardware import V100
 from pretrain.plan.memory import Activations, attention_backend, stages_of
 from pretrain.plan.search import Plan, make_plan
-from pretrain.plan.timing import PARTS, time_of_evaluations, time_of_step
+from pretrain.plan.timing import PARTS, time_of_step
 from tests.conftest import tiny_config
 
 PAPER = Path("configs/cc100_roberta/alibi_1024.toml")
@@ -213,27 +213,6 @@ def test_the_overlay_removes_what_the_planned_run_does_not_have(tmp_path):
     assert loaded.parallel.virtual_pipeline_model_parallel_size is None
     assert loaded.evaluation.max_tokens is None and list(loaded.data.corpora) == ["a"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["planned.toml", "run.toml"]
-
-
-def test_evaluations_cost_their_forward_passes():
-    """Twice the text costs twice, and windows that overlap by half cost twice."""
-    target = read_target(128, "h200", None)
-
-    def seconds(*overrides: str) -> float:
-        config = paper("train.precision=bf16", "evaluation.lengths=[1024]", *overrides)
-        layout = config.layout(128)
-        found = time_of_evaluations(config, layout, stages_of(config, layout), target)
-        assert found is not None and found.count == 10
-        return found.seconds
-
-    once = seconds("evaluation.max_tokens=10_000_000")
-    assert seconds("evaluation.max_tokens=20_000_000") == pytest.approx(2 * once, rel=0.2)
-    both = 'evaluation.protocols=["nonoverlapping", "sliding"]'
-    halves = seconds("evaluation.max_tokens=10_000_000", both, "evaluation.stride=512")
-    assert halves == pytest.approx(3 * once, rel=0.1)
-    config = paper("evaluation.max_tokens=")
-    layout = config.layout(128)
-    assert time_of_evaluations(config, layout, stages_of(config, layout), target) is None
 
 
 def test_planning_leaves_torch_alone():

