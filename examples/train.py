@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pretrain
 
-ROOT = Path(__file__).parents[1]
+DEMO = Path(pretrain.__file__).parent / "configs/demo.toml"
 
 
 def main(folder: Path) -> None:
     config = pretrain.load_config(
-        ROOT / "configs/demo.toml",
+        DEMO,
         {
             "run.directory": folder / "alibi",
             "data.directory": folder / "data",
