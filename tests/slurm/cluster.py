@@ -195,24 +195,27 @@ class Cluster:
         lines = self.run("sinfo", "--Node", "--noheader", "--format=%N %t").stdout.splitlines()
         return {node: state for node, state in map(str.split, lines)}
 
-    def processes(self, node: str) -> dict[int, str]:
-        """Return the processes on a node other than slurmd: process id on this machine -> command.
+    def processes(self, *nodes: str) -> dict[int, tuple[str, str]]:
+        """Return the processes on nodes, on all by default, other than slurmd.
 
-        The result is empty for a dead node.
+        /proc is read once, because tests ask again and again.
+
+        Returns:
+            Process id on this machine -> (node, command line); nothing of a dead node.
         """
-        try:
-            namespace = os.readlink(f"/proc/{self._init(node)}/ns/pid")
-        except (KeyError, OSError):
-            return {}
-        found = {}
+        spaces, found = {}, {}
+        for node in nodes or self.nodes:
+            with contextlib.suppress(KeyError, OSError):
+                spaces[os.readlink(f"/proc/{self._init(node)}/ns/pid")] = node
         for path in Path("/proc").glob("[0-9]*"):
             # OSError: the process has ended meanwhile.
             with contextlib.suppress(OSError):
-                words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                # A zombie has an empty command line.
-                is_job = words[0] not in ("", "bash", "slurmd")
-                if is_job and os.readlink(path / "ns/pid") == namespace:
-                    found[int(path.name)] = " ".join(words).strip()
+                space = os.readlink(path / "ns/pid")
+                if space in spaces:
+                    words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                    # A zombie has an empty command line.
+                    if words[0] not in ("", "bash", "slurmd"):
+                        found[int(path.name)] = (spaces[space], " ".join(words).strip())
         return found
 
     # ---- commands and jobs ----
@@ -268,14 +271,13 @@ class Cluster:
             words: Return only processes whose command lines contain all of these.
         """
         found = {}
-        for node in self.nodes:
-            for pid, command in self.processes(node).items():
-                with contextlib.suppress(OSError):
-                    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    if f"SLURM_JOB_ID={job_id}".encode() in variables and all(
-                        word in command for word in words
-                    ):
-                        found[pid] = (node, command)
+        for pid, (node, command) in self.processes().items():
+            with contextlib.suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if f"SLURM_JOB_ID={job_id}".encode() in variables and all(
+                    word in command for word in words
+                ):
+                    found[pid] = (node, command)
         return found
 
     def report(self, lines: int = 40) -> str:

@@ -159,8 +159,8 @@ class Bench:
 
         def act() -> None:
             wait_for(said, LIMIT)
-            for pid in self.cluster.step_processes(self.job_id, "preflight"):
-                if self.cluster.step_processes(self.job_id, "preflight")[pid][0] == node:
+            for pid, (at, _) in self.cluster.step_processes(self.job_id, "preflight").items():
+                if at == node:
                     then(pid)
 
         thread = threading.Thread(target=act, daemon=True)

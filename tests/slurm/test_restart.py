@@ -18,7 +18,7 @@ def finish(run: ScriptedRun) -> dict[str, str]:
     """Let the run finish and return the fields of its job."""
     run.ask("finish")
     fields = run.cluster.wait_for_job(run.job_id)
-    wait_for(lambda: not any(run.cluster.processes(node) for node in run.cluster.nodes), 30)
+    wait_for(lambda: not run.cluster.processes(), 30)
     return fields
 
 

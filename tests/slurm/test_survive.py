@@ -42,7 +42,7 @@ def check_over(run: Run, states: tuple[str, ...] = ("COMPLETED",)) -> None:
     """Check that the job ended in one of `states` and left no process on any node, and no step."""
     cluster = run.cluster
     cluster.wait_for_job(run.job_id, states)
-    wait_for(lambda: not any(cluster.processes(node) for node in cluster.nodes))
+    wait_for(lambda: not cluster.processes())
     assert cluster.run("squeue", "--noheader", "--steps", f"--jobs={run.job_id}").stdout == ""
 
 
