@@ -46,9 +46,9 @@ def test_a_killed_node_takes_its_processes_along(cluster: Cluster, tmp_path: Pat
     job = submit(cluster, tmp_path, "sleep 600 & srun sleep 300", "--nodes=1", "--no-requeue")
     wait_for(lambda: cluster.step_processes(job, "sleep 300"))
     node = cluster.job(job)["NodeList"]
-    there = set(cluster.processes(node))
     # The script, two slurmstepd, srun, and the two sleeping processes.
-    assert len(there) >= 6
+    wait_for(lambda: len(cluster.processes(node)) >= 6)
+    there = set(cluster.processes(node))
     cluster.kill_node(node)
     assert cluster.processes(node) == {} and not any(
         os.path.exists(f"/proc/{pid}") for pid in there
