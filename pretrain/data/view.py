@@ -14,7 +14,8 @@ from pretrain.data import order
 from pretrain.data.blend import blend_of
 from pretrain.data.manifest import BUILD_RECORD, DOCUMENTS, Split
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizer import UNK, load_tokenizer
+from pretrain.data.tokenizers.base import DICTIONARY
 
 # ---- Say of any range of a split's tokens which documents it holds, and where these come from ----
 
@@ -209,6 +210,9 @@ def _printable(text: str) -> str:
 # ---- Print what a data set consists of (`pretrain data stats`) ----
 
 
+SAMPLED_TOKENS = 1 << 22
+"""In so many tokens of the training split, spread evenly over it, `<unk>` is counted."""
+_WINDOW = 4096
 _BAR = 40
 
 
@@ -241,6 +245,12 @@ def stats(config: RunConfig) -> Iterator[str]:
     for name, corpus in report.get("corpora", {}).items():
         yield f"{name}: tokens in a document (training)"
         yield from _bars(corpus["train"]["tokens_log2"])
+    if train.manifest.tokenizer == DICTIONARY:
+        window = min(_WINDOW, len(train))
+        windows = max(1, min(SAMPLED_TOKENS, len(train)) // window)
+        starts = np.linspace(0, len(train) - window, windows).astype(np.int64)
+        share = float((train.read_batch(starts, window) == UNK).mean())
+        yield f"<unk>: {share:.2%} of the tokens: words beyond data.vocab_size, or spelled so"
     if leakage := report.get("leakage"):
         yield (
             f"leakage: {leakage['after']:.2%} of the held-out text's 13-word sequences also stand "

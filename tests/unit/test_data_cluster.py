@@ -69,7 +69,7 @@ def test_tasks_without_a_result_are_counted_with_the_end_of_a_log(tmp_path):
 
 def test_an_interrupt_closes_the_command_s_stdin_and_waits_for_its_end(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        stage(tmp_path, f"kill -INT {os.getpid()}; cat; sleep 0.5; touch {tmp_path}/cancelled")
+        stage(tmp_path, f"sleep 1; kill -INT {os.getpid()}; cat; touch {tmp_path}/cancelled")
     assert (tmp_path / "cancelled").exists()
 
 
