@@ -18,7 +18,7 @@ from pretrain.config.errors import Refusal
 from pretrain.plan.memory import Activations, attention_backend
 from pretrain.positions.base import METHODS, PositionMethod
 from tests.end_to_end import commands
-from tests.end_to_end.commands import Done, explained, metrics, sets, succeeds
+from tests.end_to_end.commands import Done, explained, metrics, sets
 
 
 class Toy(PositionMethod):
@@ -96,7 +96,7 @@ def pretrain(*arguments: object, world_size: int = 1) -> Done:
             if world_size > 1:
                 environment = {"WORLD_SIZE": str(world_size), "PRETRAIN_RENDEZVOUS": folder}
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            words, output = [str(word) for word in arguments], f"{folder}/{rank}"
+            words, output = ["pretrain", *map(str, arguments)], f"{folder}/{rank}"
             process = commands.SERVER.Process(
                 target=main, args=(words, environment, output, None, str(commands.ROOT))
             )
@@ -105,6 +105,11 @@ def pretrain(*arguments: object, world_size: int = 1) -> Done:
         done = [commands._end(p, Path(f"{folder}/{rank}")) for rank, p in enumerate(processes)]
     assert world_size == 1 or all(each.code == 0 for each in done), done
     return done[0]
+
+
+def succeeds(*arguments: object) -> Done:
+    """Run `pretrain`, which knows the toy; the test fails if the command does."""
+    return commands.succeeded(pretrain(*arguments))
 
 
 # Dropout's masks belong to a layout.
