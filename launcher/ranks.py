@@ -403,7 +403,7 @@ class LocalRanks:
                             log.write(terminal.head(attempt))
                         # A process group of its own, for two reasons. Ctrl-C on the terminal then
                         # reaches the launcher alone, which passes it on once; and a rank can be
-                        # killed together with its data loader workers.
+                        # killed together with the processes that it has started.
                         process = subprocess.Popen(
                             command,
                             env=variables,
@@ -470,12 +470,12 @@ class LocalRanks:
             process.poll() is None for process in self._processes
         ):
             time.sleep(END_POLL_SECONDS)
-        # Also when all ranks have ended: their data loader workers may be left.
+        # Also when all ranks have ended: processes that they started may be left.
         self.kill()
         return max(_exit_code(process.returncode) for process in self._processes)
 
     def kill(self) -> None:
-        """Send SIGKILL to every rank's process group, data loader workers included."""
+        """Send SIGKILL to every rank's process group."""
         for process in self._processes:
             # ProcessLookupError: the whole group has ended.
             with contextlib.suppress(ProcessLookupError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import selectors
 import sys
 import termios
@@ -290,4 +291,8 @@ def _show(stream: int, chunk: bytes) -> None:
     """Write to the terminal; one that was closed must not end the run, so it is lost then."""
     with contextlib.suppress(OSError):
         while chunk:
-            chunk = chunk[os.write(stream, chunk) :]
+            try:
+                chunk = chunk[os.write(stream, chunk) :]
+            except BlockingIOError:
+                # Some parents leave a terminal non-blocking.
+                select.select([], [stream], [], 1.0)

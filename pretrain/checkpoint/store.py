@@ -82,7 +82,7 @@ def check_protocol(url: str) -> None:
         fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
         # fsspec says which package is missing, or that it knows no such protocol.
-        raise ConfigError(f"{url}: {error}. Use a URL like s3://, gs:// or file://") from None
+        raise ConfigError(f"{url}: {error}") from None
 
 
 def split_checkpoint(url: str) -> tuple[str, str | None]:

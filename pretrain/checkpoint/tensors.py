@@ -401,7 +401,8 @@ def _write_set(
 def _cast(values: Tensor, dtype: str, name: str) -> Tensor:
     """Return values in another dtype; raise RunFailed where it cannot hold one."""
     cast = values.to(DTYPES[dtype])
-    if not torch.isfinite(cast).all():
+    # Weights of a run that diverged are shown as they are.
+    if dtype != "fp32" and not torch.isfinite(cast).all():
         largest = float(values.abs().max())
         raise RunFailed(f"{name}: holds {largest:g}, too large for {dtype}. Use --dtype fp32")
     return cast

@@ -64,6 +64,8 @@ PATHS = {
 on a disk of the node's own, so it is expanded by the process that uses it."""
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([^{}]*)\})")
 """$NAME or ${NAME}. Any other dollar stays as it is."""
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""NUL, and what Python makes of bytes that are no UTF-8: config.toml can hold neither."""
 
 
 def expand_paths(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,6 +127,8 @@ def expand_path(key: str, path: str) -> str:
             raise ConfigError(f"{given}: there is no such home directory. Write the path in full")
     if not expanded.strip():
         raise ConfigError(f"{key} = {path!r}: is empty. Name a directory or a file")
+    if _NO_TEXT.search(expanded):
+        raise ConfigError(f"{key} = {path!a}: holds a NUL or bytes that are no UTF-8. Remove them")
     return expanded
 
 

@@ -130,6 +130,14 @@ _LINE_BREAK = re.compile("\r\n|[\r\v\f\x85]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+def check_packages(section: CleaningSection) -> None:
+    """Raise ConfigError if a package is missing that cleaning needs, before hours of reading."""
+    if section.repair_unicode:
+        optional("ftfy", "cleaning.repair_unicode")
+    if section.deduplicate == "near":
+        optional("rensa", 'cleaning.deduplicate = "near"')
+
+
 class Cleaner:
     """Apply the steps of [cleaning] that look at one document, in this order:
 

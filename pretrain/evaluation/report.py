@@ -104,7 +104,9 @@ def check_ours(out: Path, keys: set[str], others: Iterable[Path]) -> None:
     table = out.with_suffix(".csv")
     is_ours = _is_report(out, keys) if out.exists() else _has_columns(table, keys)
     for path in (out, table, *others):
-        if path.exists() and not is_ours:
+        # Every table of a report has the length; another CSV of the same name is a user's.
+        foreign = path.suffix == ".csv" and not _has_columns(path, {"length"})
+        if path.exists() and (foreign or not is_ours):
             raise ConfigError(
                 f"--out {out}: {path} would be overwritten, and it is no report that --out wrote. "
                 "Move it elsewhere, or choose another --out"
@@ -230,16 +232,21 @@ def write_report(
     if not rows_of_blocks and out.exists():
         # An earlier report's: they are not those of these records.
         blocks_path(out).unlink(missing_ok=True)
-    _save(out, page, records, files)
+    _save(out, (out.stem,), page, records, files)
 
 
 def _save(
-    out: Path, page: Page, records: Sequence[Record], others: Mapping[Path, bytes] | None = None
+    out: Path,
+    figures: Sequence[str],
+    page: Page,
+    records: Sequence[Record],
+    others: Mapping[Path, bytes] | None = None,
 ) -> None:
     """Write a report's files, and remove figures that an earlier report of its name has left.
 
     Args:
         out: FILE.json.
+        figures: What the names of this kind of report's figures begin with.
         page: The text and the figures.
         records: The evaluations.
         others: What else belongs to the report.
@@ -252,7 +259,8 @@ def _save(
         for kind, content in kinds.items():
             replace_file(out.with_name(f"{name}.{kind}"), content)
     # Only names that a report gives: another file of the user's stays.
-    ours = re.compile(rf"({re.escape(out.stem)}|steps)(_[0-9a-f]{{12}})*\.({'|'.join(FORMATS)})")
+    stems, kinds_of_files = "|".join(map(re.escape, figures)), "|".join(FORMATS)
+    ours = re.compile(rf"({stems})(_[0-9a-f]{{12}})*\.({kinds_of_files})")
     for path in out.parent.iterdir() if was_there else ():
         if ours.fullmatch(path.name) and path.stem not in page.pictures:
             path.unlink(missing_ok=True)
@@ -424,7 +432,7 @@ def _write(directory: Path, evaluated: Evaluated) -> None:
     page.add(f"# Step {newest} by length")
     _add_by_length(page, [r for r in records if r["step"] == newest], "curve", {})
     page.add("## How to read it", INTERVALS_EXPLAINED)
-    _save(directory / "curve.json", page, records)
+    _save(directory / "curve.json", ("curve", "steps"), page, records)
 
 
 # ---- combine ----

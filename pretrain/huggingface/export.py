@@ -304,7 +304,7 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
         Records of this checkpoint's position method; none where it has not been evaluated.
 
     Raises:
-        ConfigError: `curve` is not a curve.json.
+        ConfigError: `curve` is not a curve.json, or has nothing of this checkpoint.
     """
     method = config.position.method
     if curve is not None:
@@ -321,10 +321,15 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
             for record in records
             if record["method"] == method and Path(record["checkpoint"]).name == checkpoint.name
         ]
-        if len({record["checkpoint"] for record in records}) <= 1:
-            return records
-        path = os.path.realpath(checkpoint)
-        return [r for r in records if os.path.realpath(r["checkpoint"]) == path]
+        if len({record["checkpoint"] for record in records}) > 1:
+            path = os.path.realpath(checkpoint)
+            records = [r for r in records if os.path.realpath(r["checkpoint"]) == path]
+        if not records:
+            raise ConfigError(
+                f"--curve {curve}: has no records of {checkpoint}, of method {method}. Give the "
+                "report in which it was evaluated, or leave --curve out"
+            )
+        return records
     # RUN/checkpoints/step-########. A copy elsewhere has no run whose numbers would be its own, and
     # of the run's evaluations only the one after this very step is of these weights.
     step = checkpoint_step(checkpoint.name)

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 """Where the package `pretrain` lies: a clone, or site-packages."""
 CODE = ("pretrain", "kernels", "launcher", "slurm")
 """What runs: the folders of the clone that the package consists of."""
-GIT_SECONDS = 2.0
+GIT_SECONDS = 5.0
 """The longest time for a call of git."""
 _ENVIRONMENT = {
     "GIT_CONFIG_GLOBAL": "/dev/null",

@@ -11,12 +11,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import NoSpace
 from pretrain.data.build import build, command, tasks
+from pretrain.data.build import folder as folder_module
 from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.data.build.merge import Merger
 from pretrain.data.stream import verify
@@ -348,6 +350,36 @@ def test_leftovers_of_a_finished_build_are_removed(built, text, monkeypatch, cap
     assert folder.path.exists() and contents(text.data_directory) == contents(built / "data")
     build(text)
     assert "nothing to do" in capsys.readouterr().out and not folder.path.exists()
+    # They are no reason to refuse what is finished: another process holds them.
+    with locked(folder):
+        build(text)
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stop", range(5))
+def test_what_a_killed_removal_leaves_is_taken_up_by_no_other_build(built, text, monkeypatch, stop):
+    removed = shutil.rmtree
+
+    def remove(path, **options):
+        if text.data_directory.exists():
+            begun.append(path)
+        if len(begun) > stop:
+            raise Killed
+        removed(path, **options)
+
+    begun: list[Path] = []
+    with monkeypatch.context() as now:
+        now.setattr(folder_module, "shutil", SimpleNamespace(rmtree=remove))
+        with contextlib.suppress(Killed):
+            build(text)
+    shutil.rmtree(text.data_directory)
+    other = config(built, directory=str(text.data_directory), validation_fraction=0.3)
+    folder = BuildFolder.beside(text.data_directory)
+    if folder.plan.exists():
+        with refused("holds an unfinished build from other inputs"):
+            build(other)
+    else:
+        assert not any(path.is_dir() for path in folder.path.glob("*"))
 
 
 # ---- workers -------------------------------------------------------------------------------------

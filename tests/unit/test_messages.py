@@ -121,6 +121,8 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("run.directory=$NAMES/runs", ("name of another variable",)),
     ("data.directory=~nobody-of-this-name/x", ("no such home directory",)),
     ('data.paths=["a", "$UNSET"]', ("$UNSET", "UNSET is not set")),
+    (r'run.directory="a\u0000b"', ("a\\x00b", "NUL", "Remove")),
+    ("data.tokenizer=a\udcffb", (r"a\udcffb", "no UTF-8", "Remove")),
 ]
 # A key that there is not -> the one that is meant.
 KEYS = [

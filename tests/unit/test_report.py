@@ -108,6 +108,8 @@ def test_pictures_are_pictures_and_the_same_each_time(tmp_path):
 def test_figures_of_an_earlier_report_go_and_other_files_stay(tmp_path):
     out, other = tmp_path / "curve.json", f"curve_{'b' * 12}_{'a' * 12}"
     (tmp_path / "curve_of_mine.png").write_text("mine")
+    # A run's own report has steps.png, and one that --out names has not.
+    (tmp_path / "steps.png").write_text("mine")
     (tmp_path / f"{other}.png").write_text("mine, before any report")
     write_report(out, [make_record()])
     assert (tmp_path / f"{other}.png").read_text() == "mine, before any report"
@@ -116,6 +118,7 @@ def test_figures_of_an_earlier_report_go_and_other_files_stay(tmp_path):
     write_report(out, [make_record()])
     assert not list(tmp_path.glob("curve_*a.*"))
     assert (tmp_path / "curve_of_mine.png").read_text() == "mine"
+    assert (tmp_path / "steps.png").read_text() == "mine"
 
 
 def test_bad_input_is_refused(tmp_path):
@@ -497,6 +500,10 @@ def test_the_only_copy_of_a_report_is_not_overwritten_by_another(tmp_path):
     (tmp_path / "new/curve_blocks.csv").write_text("mine,not yours\n")
     with pytest.raises(ConfigError, match=r"curve_blocks\.csv would be overwritten"):
         check_overwrites(tmp_path / "new/curve.json")
+    write_report(tmp_path / "other/c.json", [make_record()])
+    (tmp_path / "other/positions.csv").write_text("mine,not yours\n")
+    with pytest.raises(ConfigError, match=r"positions\.csv would be overwritten"):
+        check_overwrites(tmp_path / "other/c.json")
 
 
 # ---- losses by position --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from datetime import timedelta
@@ -29,7 +30,7 @@ from pretrain.data.build.folder import (
 )
 from pretrain.data.build.merge import Merger, finish, note_finished, report_lines, train
 from pretrain.data.build.tasks import Cluster, run_locally, run_on_cluster
-from pretrain.data.clean import Cleaner
+from pretrain.data.clean import Cleaner, check_packages
 from pretrain.data.manifest import BUILD_RECORD
 from pretrain.data.sources import Corpus, Task
 from pretrain.data.sources.files import compression_of
@@ -68,15 +69,21 @@ def build(config: RunConfig, workers: int = 1, cluster: Cluster | None = None) -
     plan = make_plan(config, tokenizer.fingerprint if tokenizer else None)
     directory = _real_directory(given)
     folder = BuildFolder.beside(directory)
-    if _is_up_to_date(directory, plan) and not folder.path.exists():
-        print(f"{given}: up to date (same settings, same text), nothing to do")
+    up_to_date = f"{given}: up to date (same settings, same text), nothing to do"
+    if _is_up_to_date(directory, plan):
+        if folder.path.exists():
+            # A build was killed after its last step. Another process may just be removing this.
+            with contextlib.suppress(ConfigError, OSError), locked(folder):
+                remove_build(folder)
+        print(up_to_date)
         return
+    check_packages(plan.cleaning)
 
     with writing(folder.path), locked(folder):
         if _is_up_to_date(directory, plan):
-            # By another process, since the look above, or by one that was killed after this.
+            # By another process, since the look above.
             remove_build(folder)
-            print(f"{given}: up to date (same settings, same text), nothing to do")
+            print(up_to_date)
             return
         _take_up(folder, plan)
         try:

@@ -152,11 +152,13 @@ def _lock(folder: BuildFolder) -> int:
 def remove_build(folder: BuildFolder) -> None:
     """Remove what builds have put into the folder, and the folder if nothing else is in it.
 
-    The plan goes first, so that nobody goes on with the rest, and the lock last.
+    While there is an output there is its plan, so that a build that is killed here is never taken
+    up with other inputs.
     """
     outputs = folder.path / "scan", folder.merge, folder.path / "tokens", folder.data, folder.logs
-    files = folder.plan, folder.tasks, folder.files, folder.finish
-    for path in [*files, *outputs, *folder.path.glob(f".*{PARTIAL}"), folder.lock]:
+    partial = folder.path.glob(f".*{PARTIAL}")
+    inputs = folder.plan, folder.tasks, folder.files
+    for path in [folder.finish, *outputs, *partial, *inputs, folder.lock]:
         if path.is_dir():
             # A worker that outlives its builder may still add files, which are not needed.
             shutil.rmtree(path, ignore_errors=True)
