@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ from tests.end_to_end.commands import (
     ON_CPU,
     ROOT,
     Done,
-    ended,
     metrics,
+    running_ranks,
     sets,
-    started,
     succeeded,
     wait_for,
 )
@@ -153,18 +153,14 @@ class Runs:
         Returns:
             A function that waits for the run's end and returns its directory.
         """
-        words = [
-            *LAUNCHER,
-            "local",
-            config or self.config,
-            "--nproc",
-            nproc,
-            *self.options(name, *settings),
-        ]
-        process = started([str(word) for word in words])
+        started = ExitStack()
+        words = ["train", ROOT / (config or self.config), *self.options(name, *settings)]
+        ranks = started.enter_context(running_ranks(words, nproc))
 
         def directory() -> Path:
-            succeeded(ended(process))
+            with started:
+                for done in ranks.done():
+                    succeeded(done)
             return self.folder / "runs" / name
 
         return functools.cache(directory)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.platform import Device, shared_gpus
+from pretrain.platform import Device, device_index, shared_gpus
 from tests.end_to_end.commands import ROOT
 from tests.slurm.cluster import Cluster
 
@@ -145,15 +145,8 @@ def test_a_rank_0_that_dies_ends_the_others_with_an_error(cluster: Cluster, tmp_
     assert any(word in after[1] for word in words), after
 
 
-# What each rank says of its device. The tests' GPUs have a number and nothing else.
-DEVICE = """
-import os, sys
-from pretrain.platform import Device, device_index
-visible = os.environ["CUDA_VISIBLE_DEVICES"]
-numbers = visible.split(",")
-gpu = numbers[device_index(int(os.environ["SLURM_LOCALID"]), len(numbers))]
-print(os.environ["SLURM_PROCID"], Device(os.environ["SLURMD_NODENAME"], gpu, visible).to_json())
-"""
+# What each rank says. The tests' GPUs have a number and nothing else.
+SAYS = "echo $SLURM_PROCID $SLURM_LOCALID $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"
 
 
 def test_every_rank_has_a_gpu_of_its_own_however_slurm_binds_them(
@@ -162,12 +155,16 @@ def test_every_rank_has_a_gpu_of_its_own_however_slurm_binds_them(
     ranks = ("--nodes=2", "--ntasks-per-node=4")
 
     def devices(*options: str) -> list[Device]:
-        done = cluster.run(
-            "srun", *ranks, "--gpus-per-node=4", *options, sys.executable, "-c", DEVICE, cwd=ROOT
-        )
+        """Return the GPU that each rank would use, by the function with which it chooses."""
+        command = ("srun", *ranks, "--gpus-per-node=4", *options, "sh", "-c", SAYS)
+        done = cluster.run(*command, cwd=ROOT)
         assert done.returncode == 0, done.stderr
-        lines = sorted(done.stdout.splitlines(), key=lambda line: int(line.split()[0]))
-        return [Device.of_json(line.split(maxsplit=1)[1]) for line in lines]
+        found = []
+        for line in sorted(done.stdout.splitlines(), key=lambda line: int(line.split()[0])):
+            _, local_rank, node, visible = line.split()
+            gpus = visible.split(",")
+            found.append(Device(node, gpus[device_index(int(local_rank), len(gpus))], visible))
+        return found
 
     for option, visible in {
         "--gpus-per-node=4": ["0,1,2,3"] * 4,
