@@ -22,6 +22,8 @@ if not torch.cuda.is_available():
     # Without a GPU the kernels run in Triton's interpreter. Triton reads this variable when it is
     # first imported, which any library may do, so it is set before everything else.
     os.environ["TRITON_INTERPRET"] = "1"
+# pytest-xdist sets the width of a terminal, to which the processes of its tests would cut tables.
+os.environ.pop("COLUMNS", None)
 # A non-interactive shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP.
 # Child processes inherit this, and the tests that send signals to processes they start would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)

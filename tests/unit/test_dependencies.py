@@ -23,6 +23,7 @@ EXTRAS = {k: v for k, v in PROJECT["optional-dependencies"].items() if k != "lm-
 STATED = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
 # Module -> the distributions that are installed with it.
 INSTALLED = packages_distributions()
+BY_NAME = ("find_spec", "optional")  # functions whose first argument is a module's name
 # Used without an import of ours: torch.utils.tensorboard imports it.
 INDIRECT = {"tensorboard"}
 COMMANDS = {"pytest-timeout", "pytest-xdist", "uv"}
@@ -51,8 +52,9 @@ def imported(*folders: str) -> set[str]:
         name = str(path.relative_to(ROOT))
         found |= {target.split(".")[0] for _, target in imports(module_name(name), name, nodes)}
         for node in nodes:
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "find_spec":
-                found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(BY_NAME):
+                names = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+                found |= {name.split(".")[0] for name in names}
     found -= {*sys.stdlib_module_names, *OURS, "__future__"}
     return {canonicalize_name(INSTALLED.get(module, [module])[-1]) for module in found}
 
