@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain
-from tests.end_to_end.commands import sets
+from tests.end_to_end.commands import ON_CPU, sets
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +22,7 @@ def run(script: str, *words: object, cwd: Path = ROOT) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / script), *map(str, words)],
         cwd=cwd,
+        env=os.environ | ON_CPU,
         capture_output=True,
         text=True,
         check=False,
@@ -55,7 +57,9 @@ def test_an_export_is_measured_as_the_run_is(trained, tmp_path):
 
     words = ["--text", text, "--lengths", "64,256", "--stride", "64", "--out", out]
     command = [sys.executable, "-m", "pretrain", "evaluate", folder / "alibi", *words]
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=os.environ | ON_CPU, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     ours = json.loads(out.read_text())["records"]
     model = AutoModelForCausalLM.from_pretrained(folder / "hf")
@@ -116,5 +120,5 @@ def test_a_data_source_of_ones_own_is_built_and_looked_at(tmp_path):
     assert "30 documents" not in said and "29 documents" in said and "no text in the column" in said
     pretrain_alone = [sys.executable, "-m", "pretrain", "data", "show", "configs/demo.toml"]
     words = [*pretrain_alone, *map(str, settings), "--set", "data.sequence_length=64"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | ON_CPU, capture_output=True, text=True)
     assert done.returncode == 0 and "a.csv at offset" in done.stdout, done.stderr
