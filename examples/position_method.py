@@ -44,9 +44,10 @@ class HalfAlibi(PositionMethod):
         whole = torch.cat([slopes, torch.zeros(count - with_slope)])
         return {"slopes": whole[heads].to(device)}
 
-    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
-        """Return no class, and the reason that `pretrain export` and `pretrain config` give."""
-        return None, "no stock class has heads with and without ALiBi"
+    @property
+    def no_class(self) -> str:
+        """Return the reason that `pretrain export` and `pretrain config` give."""
+        return "no stock class has heads with and without ALiBi"
 
 
 if __name__ == "__main__":
