@@ -79,6 +79,11 @@ class EvaluationRequest:
         for option, value in (("--stride", stride), ("--max-tokens", max_tokens)):
             if value is not None and value < 1:
                 raise ConfigError(f"{option} {value}: expected 1 or more tokens")
+        if parsed and stride is not None and stride > min(parsed):
+            raise ConfigError(
+                f"--stride {stride}: longer than the shortest window of --lengths, {min(parsed)} "
+                f"tokens, so that windows would leave tokens out. Choose {min(parsed)} or less"
+            )
         longest = max(parsed or (0,))
         if max_tokens is not None and longest > max_tokens:
             raise ConfigError(

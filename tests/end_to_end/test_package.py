@@ -120,7 +120,7 @@ def shipped(clone: Path) -> Iterator[str]:
         inside = "pretrain" if name == "pretrain" else f"pretrain/{name}"
         for path in (clone / name).rglob("*"):
             relative = path.relative_to(clone / name).as_posix()
-            is_code = path.suffix in (".py", ".jinja")
+            is_code = path.suffix in (".py", ".jinja", ".css")
             is_code = is_code or relative in ("py.typed", "study/published.toml")
             is_config = name == "configs" and path.suffix == ".toml"
             is_site = name == "slurm" and re.fullmatch(r"job\.sbatch|site\.\w+\.toml", relative)

@@ -54,7 +54,7 @@ def test_the_same_command_goes_on_where_the_run_is(
     steps = {
         record["step"] for record in json.loads((report / "curve.json").read_text())["records"]
     }
-    assert steps == {2} and "Perplexity by training step" in done.out
+    assert steps == {2} and "Perplexity by length" in done.out
     again = ended(experiment(runs, *SHORT))
     assert again.code == 0 and f"report: {report}/report.md" in again.out, again.text
     assert jobs(runs) == ["train", "evaluate"]
