@@ -154,7 +154,7 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
             "evaluation.lenghts: no such key, did you mean lengths?",
         ),
         ({}, "[model]\nnum_layers = 1", "the config of a run, not a study file"),
-        ({}, "[evaluation]\nlengths = [64]\nstride = 65", "evaluation.stride = 65: longer than"),
+        ({}, "[evaluation]\nlengths = [64]\nstride = 65", "--stride 65: longer than the shortest"),
         ({"methods": '["learned"]'}, "", "max_position_embeddings"),
     ],
 )
