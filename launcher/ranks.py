@@ -287,15 +287,8 @@ def run_locally(
         RunBusy: Another process trains this run.
         RunFailed: The disk refused.
     """
-    run, logs = config.directory, RunPaths(config.directory).logs
-    try:
-        check_trusted(run)
-        check_apart(run)
-        make_directory(logs)
-    except OSError as error:
-        raise ConfigError(
-            f"run.directory: cannot create {logs} ({error.strerror}). Choose another directory"
-        ) from None
+    run = config.directory
+    _make_logs(run)
     saved_before = _saved_ids(run)
     # Before the attempt begins: whoever sees it may send a signal.
     with contextlib.nullcontext(signals) if signals else Signals(*PASSED_ON) as signals:
@@ -335,6 +328,19 @@ def run_locally(
         while (end := supervisor.make_attempt(attempt, start)).again:
             attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
         return end.code
+
+
+def _make_logs(run: Path) -> None:
+    """Make the folder of the ranks' logs in a run's directory that is this user's own."""
+    logs = RunPaths(run).logs
+    try:
+        check_trusted(run)
+        check_apart(run)
+        make_directory(logs)
+    except OSError as error:
+        raise ConfigError(
+            f"run.directory: cannot create {logs} ({error.strerror}). Choose another directory"
+        ) from None
 
 
 def _record(run: Path, launch: LocalLaunch | None) -> None:

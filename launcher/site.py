@@ -312,7 +312,7 @@ OWN_OPTIONS = ("nodes", "time", "partition", "account", "qos", "dependency")
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """What one command asks of Slurm for its job: each field is an option of the command.
+    """Options of the job that a command sends to Slurm; each field is an option of the command.
 
     Args:
         nodes: Number of nodes of each run. Default: as many as parallel.world_size needs, else 1.

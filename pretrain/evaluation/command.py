@@ -173,6 +173,7 @@ def evaluate_sources(
     blocks: dict[BlockKey, BlockLosses] = {}
 
     def score(job: Job) -> Iterator[dict[str, Any]]:
+        """Yield the records of one model, and keep its losses by position and by block."""
         text, config = ScoredText(job.stream, request.max_tokens), job.config
         if is_main():
             print(f"{job.outlook()}\n{_text_line(job, text)}", flush=True)
