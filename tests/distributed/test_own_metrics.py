@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from pretrain.config import RunConfig
-from pretrain.rundir.metrics import is_evaluation, read_metrics, record_metric
+from pretrain.rundir.metrics import collecting, is_evaluation, read_metrics, record_metric
 from pretrain.rundir.paths import RunPaths
 from pretrain.training.metrics import StepMetrics
 from tests.conftest import LAYOUTS, tiny_config
@@ -130,4 +130,8 @@ def test_a_metric_that_cannot_be_one_is_refused(name, value, reduction):
 
 
 def test_outside_of_a_step_nothing_is_recorded():
+    recorded: list[tuple[Any, ...]] = []
+    with collecting(lambda *metric: recorded.append(metric)):
+        record_metric("of_a_step", 1.0)
     record_metric("loss_nats", "of no step")
+    assert recorded == [("of_a_step", 1.0, "mean")]
