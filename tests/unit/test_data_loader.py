@@ -177,20 +177,19 @@ def test_a_ramp_delivers_the_same_samples_in_steps_of_other_sizes(stream, num_wo
 
 # ---- reading ahead -------------------------------------------------------------------------------
 class Counted:
-    """A stream that counts its calls, and fails at one of them."""
+    """A stream that counts its calls, fails at one of them, and answers the first ones together."""
 
-    def __init__(self, stream, fails_at: int | None = None) -> None:
-        self.corpora, self.calls, self._stream, self._fails_at = (
-            stream.corpora,
-            [],
-            stream,
-            fails_at,
-        )
+    def __init__(self, stream, fails_at: int | None = None, together: int = 1) -> None:
+        self.corpora, self.calls, self._stream = stream.corpora, [], stream
+        self._fails_at, self._meeting = fails_at, threading.Barrier(together)
 
     def read_batch(self, starts, count):
         self.calls.append(len(starts))
         if len(self.calls) == self._fails_at:
             raise ConfigError("shard x: a flipped bit")
+        if len(self.calls) <= self._meeting.parties:
+            # Where fewer threads read at once, the others never come, and this raises.
+            self._meeting.wait(60)
         return self._stream.read_batch(starts, count)
 
 
@@ -200,7 +199,7 @@ def readers() -> list[str]:
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_a_step_is_one_read_and_so_many_steps_are_read_ahead(stream, ahead):
-    counted = Counted(stream)
+    counted = Counted(stream, together=ahead)
     settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": GLOBAL}
     found = batches(counted, **settings, micro_batch_size=MICRO, num_workers=ahead)
     list(islice(found, 3))
