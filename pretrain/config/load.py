@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,14 @@ from pretrain.config import rules
 from pretrain.config.errors import ConfigError
 from pretrain.config.run import RunConfig
 from pretrain.config.schema import FOREIGN_KEY, Section
-from pretrain.config.toml import expand_paths, leaves, read_layers, with_version, without_version
+from pretrain.config.toml import (
+    expand_paths,
+    leaves,
+    parse_toml,
+    read_layers,
+    with_version,
+    without_version,
+)
 
 # ---- Name the keys of a config, and guess which one was meant by a name that is none ----
 
@@ -215,8 +221,8 @@ def _value(section: str, name: str, text: str) -> Any:
     """Return the value that a text stands for."""
     try:
         # In brackets, a comment, a comma or another line at its end is an error, or a second value.
-        values = tomllib.loads(f"values = [{text}]")["values"]
-    # An integer of more than 4,300 digits is a ValueError of Python's, deep brackets the other one.
+        values = parse_toml(f"values = [{text}]")["values"]
+    # An integer of more than 4,300 digits is a ValueError, deep brackets are the other one.
     except (ValueError, RecursionError):
         return text
     if len(values) != 1 or text.endswith(","):

@@ -30,7 +30,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             digits.
         RecursionError: Its brackets are a thousand deep.
     """
-    return tomllib.loads(read_toml_text(path))
+    return parse_toml(read_toml_text(path))
 
 
 def read_toml_text(path: Path) -> str:
@@ -212,6 +212,18 @@ def with_version(sections: Mapping[str, Any]) -> dict[str, Any]:
     return {_VERSION: CONFIG_VERSION, **sections}
 
 
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return what TOML says.
+
+    Raises:
+        ValueError: It is no TOML, or has an integer of more digits than Python writes (4,300).
+    """
+    values = tomllib.loads(text)
+    # tomllib reads a hexadecimal integer of any length, which no message could show.
+    repr(values)
+    return values
+
+
 def without_version(values: Mapping[str, Any], file: Path | str) -> dict[str, Any]:
     """Return the content of a file without its version, which it may state.
 
@@ -312,7 +324,7 @@ def _read(file: Path, chain: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{file}: not a readable config file{asked_by} ({error})") from None
     try:
-        return tomllib.loads(text)
+        return parse_toml(text)
     except (ValueError, RecursionError) as error:
         # Also what Python refuses: integers of thousands of digits, brackets a thousand deep.
         place = re.search(r"at line (\d+), column", str(error))

@@ -317,7 +317,7 @@ def test_a_text_keeps_what_looks_like_a_number_or_a_date(path):
 
 ODD = """none null auto 1 -1 1.0 1e400 inf nan true True '3' [] [1] [[1]] ['a'] {a=1} {} 2024-01-01
 a=b $ ~ é # 0x10 1, 9007199254740991 9007199254740991.0"""
-NASTY = [*ODD.split(), "", "9" * 400, "9" * 5000, "[" * 2000, "\0", " "]
+NASTY = [*ODD.split(), "", "9" * 400, "9" * 5000, "0x" + "f" * 5000, "[" * 2000, "\0", " "]
 
 
 def test_whatever_is_set_is_a_config_that_reads_back_or_a_refusal(path, tmp_path):

@@ -294,6 +294,29 @@ def test_an_unfinished_build_of_other_settings_is_kept(built, text, monkeypatch)
     }
 
 
+DAMAGED = ["{}", "[]", '{"inputs": 1, "build": {"inputs": []}, "settings": 2, "train": [[3]]}']
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("name", ["plan.json", "files.json", "finish.json"])
+def test_a_damaged_plan_is_refused_and_kept(text, monkeypatch, name, content):
+    folder = interrupted(text, monkeypatch)
+    (folder.path / name).write_text(content)
+    with refused(r"\.building-data: holds an unfinished build .*start over"):
+        build(text)
+    assert (folder.path / name).read_text() == content
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_record_of_a_data_set_is_refused_and_kept(text, content):
+    record = text.data_directory / "build.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(content)
+    with refused(r"holds no finished data set \(no readable build\.json\)"):
+        build(text)
+    assert record.read_text() == content
+
+
 def test_an_unfinished_build_goes_on_after_the_corpus_was_moved(tmp_path, monkeypatch):
     write_text(tmp_path)
     interrupted(config(tmp_path), monkeypatch)

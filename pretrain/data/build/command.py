@@ -16,6 +16,7 @@ from pretrain.data import sources
 from pretrain.data.build.folder import (
     SPLITS,
     BuildFolder,
+    BuildRecord,
     Plan,
     Stage,
     differences,
@@ -23,6 +24,7 @@ from pretrain.data.build.folder import (
     load_merge,
     locked,
     make_plan,
+    recorded,
     remove_build,
     save_plan,
     saved_inputs,
@@ -151,13 +153,13 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
     if is_empty or not os.path.lexists(directory):
         return False
     remedy = f"Choose another data.directory, or remove {directory} to build it anew"
-    recorded = read_json(directory / BUILD_RECORD, most=None)
-    if "inputs" not in recorded:
+    record = recorded(BuildRecord, read_json(directory / BUILD_RECORD, most=None))
+    if record is None:
         raise ConfigError(
             f"data.directory = {directory}: exists, but holds no finished data set (no readable "
             f"{BUILD_RECORD}). {remedy}"
         )
-    if different := differences(recorded["inputs"], plan):
+    if different := differences(record.inputs, plan):
         raise ConfigError(
             f"data.directory = {directory}: holds a data set built from other inputs: "
             f"{'; '.join(different)}. Nothing was changed. {remedy}"

@@ -24,10 +24,11 @@ import shutil
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import fsspec
 import xxhash
+from pydantic import TypeAdapter
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.schema import WORDS, CleaningSection, DataSection
@@ -309,6 +310,42 @@ class File(NamedTuple):
     """(start, end, XXH3-128) of ranges of its bytes; empty before they were read."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What determines the bytes of a data set, as its record and an unfinished build state it."""
+
+    settings: Json
+    files: dict[Split, list[File]]
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildRecord:
+    """What is read of the record of a finished data set, build.json."""
+
+    inputs: Inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """What is read of finish.json to compare inputs."""
+
+    build: BuildRecord
+
+
+T = TypeVar("T")
+
+
+def recorded(kind: type[T], content: Json) -> T | None:
+    """Return what a JSON object records as a dataclass; None if it is damaged.
+
+    Not `from_json`, which takes the time of a file in nanoseconds for a number that is damaged.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)
+    except ValueError:
+        return None
+
+
 class Plan(NamedTuple):
     """Everything that determines what is built."""
 
@@ -497,45 +534,57 @@ def with_digests(folder: BuildFolder, plan: Plan) -> dict[Split, list[File]]:
     }
 
 
-def saved_inputs(folder: BuildFolder, plan: Plan) -> Json:
-    """Return the inputs of an unfinished build, as `differences` takes them.
+def saved_inputs(folder: BuildFolder, plan: Plan) -> Inputs:
+    """Return the inputs of an unfinished build.
 
     The files have the digests that the scan has made of them. They are found under the plan's names
     and tasks, because ranges follow from sizes and settings; where these differ, none is asked for.
+
+    Raises:
+        ConfigError: A file that states them is damaged.
     """
     if folder.finish.exists():
-        inputs: Json = read_json(folder.finish, most=None)["build"]["inputs"]
+        finished = recorded(Finished, read_json(folder.finish, most=None))
+        inputs = finished.build.inputs if finished else None
+    else:
+        content = {**read_json(folder.plan, most=None), "files": read_json(folder.files, most=None)}
+        inputs = recorded(Inputs, content)
+    if inputs is None:
+        raise ConfigError(
+            f"{folder.path}: holds an unfinished build whose plan is damaged. Nothing was changed. "
+            "Remove the folder to start over"
+        )
+    if folder.finish.exists():
         return inputs
-    files = read_json(folder.files, most=None)
-    found = with_digests(folder, plan)
-    for split in SPLITS:
-        before = files[split]
-        if len(before) == len(found[split]):
-            files[split] = [[*b[:3], new.digests] for b, new in zip(before, found[split])]
-    return {"settings": read_json(folder.plan, most=None)["settings"], "files": files}
+    for split, found in with_digests(folder, plan).items():
+        before = inputs.files.get(split, [])
+        if len(before) == len(found):
+            inputs.files[split] = [
+                old._replace(digests=new.digests) for old, new in zip(before, found)
+            ]
+    return inputs
 
 
 # ---- comparing -----------------------------------------------------------------------------------
-def differences(recorded: Json, plan: Plan) -> list[str]:
+def differences(before: Inputs, plan: Plan) -> list[str]:
     """Return in words how a plan differs from recorded inputs; [] if they give the same bytes.
 
     A file is the same if its content is, whatever its name and its time. Only those whose size and
     time are not as recorded are read.
 
     Args:
-        recorded: {"settings": ..., "files": split -> `File`s}.
+        before: The recorded inputs.
         plan: The plan.
     """
-    settings = recorded["settings"]
     # As JSON gives them back.
     current = json.loads(json.dumps(plan.settings))
     found = [
-        f"{key} was {settings.get(key)!r}, is {value!r}"
+        f"{key} was {before.settings.get(key)!r}, is {value!r}"
         for key, value in current.items()
-        if settings.get(key) != value
+        if before.settings.get(key) != value
     ]
     for split in SPLITS:
-        found += _different_files([File(*f) for f in recorded["files"][split]], plan.files[split])
+        found += _different_files(before.files.get(split, []), plan.files[split])
     return found
 
 
