@@ -34,7 +34,7 @@ test: $(SETUP)-docs  ## run all tests; installs Slurm for its tests where it can
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels; unit=$$?; \
 	    $(BIN)/python -m pytest tests/distributed; distributed=$$?; \
 	    $(BIN)/python -m pytest -n 2 --dist loadfile tests/end_to_end; commands=$$?; \
-	    $(BIN)/python -m pytest tests/slurm && \
+	    $(BIN)/python -m pytest -n 2 --dist loadfile tests/slurm && \
 	    exit $$((unit + distributed + commands))
 
 test-changed: $(SETUP)  ## run the tests that import what is not on main, the nearest first; SINCE=COMMIT
