@@ -143,6 +143,8 @@ class Stage:
     """Elements of which each tensor rank has the gradient of its part of the sequence."""
     shared: tuple[int, ...]
     """Elements of each parameter that all stages share."""
+    parameters: int
+    """Of each of its ranks."""
     count: int = 1
     """Stages with as many layers, this one included. It keeps the most activations of them."""
 
@@ -167,6 +169,7 @@ def stage_of(config: RunConfig, layout: Layout, number: int) -> Stage:
         tuple(buckets_of_rank(config, layout, number)),
         partial=sum(w.of_rank(layout.tensor) for w in weights if w.is_partial),
         shared=tuple(w.of_rank(layout.tensor) for w in weights if w.name.startswith(OWN)),
+        parameters=sum(w.of_rank(layout.tensor) for w in weights),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from pretrain.config import Layout, RunConfig, num_parameters_of_rank
+from pretrain.config import Layout, RunConfig
 from pretrain.model.flops import flops_per_token
 from pretrain.plan.hardware import (
     BESIDE,
@@ -76,6 +76,8 @@ class Step:
     network: Network
     stage: int
     """The pipeline stage."""
+    parameters: int
+    """Of each of its ranks."""
     tail: float
     """Part of all bytes in what is last to reduce."""
     scale: Scale
@@ -293,11 +295,6 @@ class Step:
         forward, backward = gemm_forward + attention[0], gemm_backward + attention[1]
         whole = sum(self.compute_lines.values()) / self.num_micro_batches
         return whole * forward / (forward + backward), whole * backward / (forward + backward)
-
-    @cached_property
-    def parameters(self) -> int:
-        """Parameters of this rank."""
-        return num_parameters_of_rank(self.config, self.stage)
 
     def lines(self) -> Lines:
         """Return all lines of the step."""
@@ -586,6 +583,7 @@ def stage_step(config: RunConfig, layout: Layout, stage: Stage, target: Target) 
         ranks=layout.data,
         network=target.network,
         stage=stage.number,
+        parameters=stage.parameters,
         tail=stage.tail,
         scale=target.scale,
     )
