@@ -461,7 +461,7 @@ def test_shakespeares_texts_carry_no_licence_or_header(shakespeare):
         assert len(text) > 2_000
 
 
-def test_the_corpora_of_the_published_run_are_read_from_the_documented_layout(tmp_path, monkeypatch):
+def test_the_published_corpora_are_read_from_the_documented_layout(tmp_path, monkeypatch):
     """docs/corpora.md says where files lie, and the config reads them there."""
     config = Path(__file__).parents[2] / "configs/cc100_roberta/base.toml"
     table = tomllib.loads(config.read_text())["data"]["corpora"]
