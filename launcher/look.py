@@ -19,6 +19,7 @@ from typing import IO
 from tqdm import tqdm
 
 from pretrain.config import ConfigError
+from pretrain.config.display import columns
 from pretrain.launcher import slurm, terminal
 from pretrain.launcher.status import (
     PARTS,
@@ -33,7 +34,7 @@ from pretrain.launcher.status import (
     total,
 )
 from pretrain.launcher.supervise import Repeater, failing_nodes
-from pretrain.launcher.terminal import aligned, plain, plain_output, say
+from pretrain.launcher.terminal import plain, plain_output, say
 from pretrain.rundir.attempts import AttemptRecord, read_attempt, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
 from pretrain.rundir.files import open_regular
@@ -81,7 +82,7 @@ def table(statuses: Sequence[RunStatus]) -> str:
     heads = HEAD.split()
     right = {number for number, head in enumerate(heads) if head in RIGHT}
     width = shutil.get_terminal_size((0, 0)).columns or None
-    return "\n".join(line[:width] for line in aligned([heads, *map(_row, statuses)], right))
+    return "\n".join(line[:width] for line in columns([heads, *map(_row, statuses)], right))
 
 
 def detail(status: RunStatus) -> str:
@@ -254,7 +255,7 @@ def _attempts(attempts: Sequence[AttemptRecord], splits: Sequence[TimeSplit]) ->
     if len(rows) > 1:
         rows.append(["all", "", "", *_split(total(splits))])
     right = {number for number, head in enumerate(heads) if head not in ("began", "end")}
-    lines = aligned([[head.upper() for head in heads], *rows], right, gap=" ")
+    lines = columns([[head.upper() for head in heads], *rows], right, gap=" ")
     return [f"  {line}" for line in lines]
 
 

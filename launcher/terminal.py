@@ -11,7 +11,6 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -49,26 +48,6 @@ def plain_output(output: bytes) -> bytes:
         parts += [_plain_bytes(output[end : match.start()]), match[0]]
         end = match.end()
     return b"".join([*parts, _plain_bytes(output[end:])])
-
-
-def aligned(
-    rows: Sequence[Sequence[str]], right: Collection[int] = (), gap: str = "  "
-) -> list[str]:
-    """Return the lines of a table.
-
-    Args:
-        rows: The cells of each row, the head first.
-        right: Numbers of the columns that are aligned to the right.
-        gap: What stands between two columns.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        gap.join(
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def say(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -13,7 +12,8 @@ from pathlib import Path
 from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint, FileRecord
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Rounds, Store, split_checkpoint
-from pretrain.config import ConfigError, RunFailed, in_bytes, load_config, writing
+from pretrain.config import ConfigError, RunFailed, load_config, writing
+from pretrain.config.display import columns, moment, size
 from pretrain.rundir.checkpoints import (
     MANIFEST,
     abandoned_checkpoints,
@@ -30,37 +30,6 @@ from pretrain.rundir.history import old_checkpoints
 from pretrain.rundir.lineage import Lineage, Policy, hold, unheld
 from pretrain.rundir.lock import check_free
 from pretrain.rundir.paths import RunPaths, check_version
-
-# ---- Format what the commands print: tables, sizes and times ----
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return rows below a header, in columns.
-
-    Args:
-        header: The columns' names.
-        rows: The cells, as many in each row.
-        left: Number of first columns that begin at the left; the others end at the right.
-    """
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in lines
-    )
-
-
-def size(count: int) -> str:
-    """Return a number of bytes for people: 4212 -> "4.2 kB"."""
-    return in_bytes(count).partition(" (")[0]
-
-
-def moment(at: float) -> str:
-    """Return Unix seconds as local date and time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 @dataclass(frozen=True)
@@ -193,8 +162,7 @@ def _table(rows: Sequence[Row]) -> str:
         )
         before = row.branch or before
     # Notes are of any length, so they stand last and at the left.
-    width = max(len(line[-1]) for line in lines)
-    return table(header, [(*line[:-1], line[-1].ljust(width)) for line in lines], left=5)
+    return "\n".join(columns([header, *lines], right=range(5, len(header) - 1)))
 
 
 def _notes(row: Row) -> str:

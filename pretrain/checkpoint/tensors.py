@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.listing import moment, size, table
 from pretrain.checkpoint.load import load_global_state, read_tensor
 from pretrain.checkpoint.manifest import CONFIG, MASTER, Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunFailed, dump_config, writing
 from pretrain.config.describe import describe
+from pretrain.config.display import columns, moment, size
 from pretrain.config.trajectory import data_differences, differences
 from pretrain.optim.optimizers import meaning
 from pretrain.rundir.checkpoints import MANIFEST, find_checkpoint
@@ -124,13 +124,13 @@ def _tensors(checkpoint: Checkpoint, norms: dict[str, float]) -> str:
     ]
     kept = ", ".join(map(meaning, kinds))
     summary = f"{len(shapes)} parameters with {elements:,} elements; of each {kept}"
-    return f"{summary}\n{table(header, rows, left=2)}"
+    return "\n".join([summary, *columns([header, *rows], right=range(2, len(header)))])
 
 
 def _files(checkpoint: Checkpoint) -> str:
     rows = [(name, size(count)) for name, count in sorted(checkpoint.files.items())]
     total = sum(checkpoint.files.values())
-    return table(("file", "size"), [*rows, ("all", size(total))])
+    return "\n".join(columns([("file", "size"), *rows, ("all", size(total))], right=[1]))
 
 
 def _norms(checkpoint: Checkpoint) -> dict[str, float]:
@@ -263,7 +263,7 @@ def report(a: Checkpoint, b: Checkpoint, found: Comparison) -> str:
             (name, t.problem or f"{t.max_absolute:.3g}", "" if t.problem else f"{t.relative:.3g}")
             for name, t in differing.items()
         ]
-        lines += ["", table(("tensor", "largest difference", "relative to A"), cells)]
+        lines += ["", *columns([("tensor", "largest difference", "relative to A"), *cells], [1, 2])]
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pretrain.config.display import columns
 from pretrain.evaluation.records import PositionLosses, Record, bounded_exp, grouped, read_table
 
 PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
@@ -440,24 +441,16 @@ class Table(NamedTuple):
 
         Words are aligned to the left, numbers to the right.
         """
-        widths = [max(len(row[i]) for row in [self.header, *self.rows]) for i in self._columns()]
-        lines = [self.title]
-        for row in [self.header, *self.rows]:
-            words = [c.ljust(w) for c, w in zip(row[: self.names], widths)]
-            numbers = [c.rjust(w) for c, w in zip(row[self.names :], widths[self.names :])]
-            lines.append("  ".join([*words, *numbers]).rstrip())
-        lines.insert(2, "  ".join("-" * width for width in widths))
-        return "\n".join(lines)
+        head, *rows = columns([self.header, *self.rows], range(self.names, len(self.header)))
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows)]
+        return "\n".join([self.title, head, "  ".join("-" * width for width in widths), *rows])
 
     def markdown(self) -> str:
         """Return the table in Markdown, under its title, with numbers aligned to the right."""
-        alignment = ["---" if i < self.names else "---:" for i in self._columns()]
+        alignment = ["---" if i < self.names else "---:" for i in range(len(self.header))]
         rows = [[_escaped(cell) for cell in row] for row in [self.header, *self.rows]]
         rows.insert(1, alignment)
         return f"{self.title}:\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-    def _columns(self) -> range:
-        return range(len(self.header))
 
 
 def length_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:

@@ -34,9 +34,9 @@ from torch._C._distributed_c10d import Work
 from torch._subclasses import FakeTensorMode
 
 from pretrain import platform
-from pretrain.checkpoint.listing import size, table
 from pretrain.checkpoint.manifest import TrainerState
 from pretrain.config import ConfigError, Layout, RunConfig, num_parameters
+from pretrain.config.display import columns, size
 from pretrain.model import forward, loss
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
@@ -123,7 +123,7 @@ def _kernel_lines(counts: StepCounts) -> list[str]:
         (phase, kind, f"{cost.launches:,}", size(cost.bytes_read), size(cost.bytes_written))
         for phase, kind, cost in rows
     ]
-    return [table(("phase", "class", "launches", "read", "written"), cells, left=2)]
+    return columns([("phase", "class", "launches", "read", "written"), *cells], right=[2, 3, 4])
 
 
 def _micro_batch_lines(counts: StepCounts, num_microbatches: int) -> list[str]:
@@ -150,7 +150,7 @@ def _collective_lines(collectives: Iterable[Collective]) -> list[str]:
         for key, calls in rows.items()
     ]
     header = ("phase", "collective", "group", "dtype", "calls", "bytes", "sent", "exposed")
-    return [table(header, cells, left=4)] if rows else ["no collectives"]
+    return columns([header, *cells], right=range(4, len(header))) if rows else ["no collectives"]
 
 
 def _synchronisation_lines(counts: StepCounts) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pretrain.evaluation.records import GROUPS, cluster_interval, confidence_interval, student_t
+from pretrain.evaluation.records import GROUPS, cluster_interval, confidence_interval
 from pretrain.evaluation.windows import BLOCKS, block_ends
 
 EOS = 0
@@ -75,11 +75,6 @@ def test_blocks_without_tokens_are_none():
     assert confidence_interval(*padded) == pytest.approx(confidence_interval(losses, counts))
     assert np.isnan(confidence_interval(np.array([0.0, 3.0]), np.array([0.0, 1.0]))).all()
     assert np.isnan(confidence_interval(np.zeros(2), np.zeros(2))).all()
-
-
-def test_students_t():
-    for freedom in (*range(1, 65), 1000, 9999):
-        assert student_t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-11)
 
 
 def ar1(generator: np.random.Generator, texts: int, tokens: int, phi: float) -> np.ndarray:
