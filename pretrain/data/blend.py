@@ -249,22 +249,6 @@ def segment_of(
     return blend.segment
 
 
-def samples_per_pass(
-    corpora: Mapping[str, CorpusSection], samples: Mapping[str, int]
-) -> int | None:
-    """Return the samples in which every corpus is read as often as its `epochs` says.
-
-    None where corpora have weights: the blend has no pass then, only each corpus has.
-
-    Args:
-        corpora: `data.corpora`.
-        samples: Corpus -> samples in it.
-    """
-    if any(corpus.weight is not None for corpus in corpora.values()):
-        return None
-    return round(sum(size * _epochs(corpora.get(name)) for name, size in samples.items()))
-
-
 def _epochs(corpus: CorpusSection | None) -> Fraction:
     """Return how often a pass reads a corpus: the decimal of the config file, exactly."""
     return Fraction(1 if corpus is None or corpus.epochs is None else str(corpus.epochs))

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pretrain.checkpoint.manifest import SegmentEntry
 from pretrain.config import ConfigError
 from pretrain.config.schema import CorpusSection
-from pretrain.data.blend import Blend, Segment, blend_of, samples_per_pass
+from pretrain.data.blend import Blend, Segment, blend_of
 from tests.unit.splits import make_stream
 
 PUBLISHED = {"books_wiki": 16, "cc_news": 76, "openwebtext": 38, "stories": 31, "cc100": 300}
@@ -118,7 +118,7 @@ def test_epochs_are_kept_to_one_sample(tmp_path, twice, half):
     corpora = {"a": CorpusSection(epochs=2), "b": CorpusSection(epochs=0.5), "c": CorpusSection()}
     found = blend_of(stream, 2, corpora, seed=3)
     assert found.segment.samples == samples
-    length = samples_per_pass(corpora, samples)
+    length = round(2 * twice + half / 2 + 77)
     read = pairs(found, 0, length)
     counts = {name: sum(which == name for which, _ in read) for name in samples}
     assert counts["a"] == pytest.approx(2 * twice, abs=1)
