@@ -312,6 +312,11 @@ BESIDE = "bytes per parameter of the shard in the optimizer step, beside the upd
 HOST = "host time of the optimizer step, ms"
 LOG = "host synchronisations and the log, ms"
 BUCKETS = "buckets of gradients"
+ROTATED = "elements moved per rotated channel of queries and keys, forward and backward"
+ROTATION = "the same per channel, whichever are rotated"
+CUT = "the same where a part is rotated"
+JOINED = "elements moved per channel of queries, keys and values without a bias"
+ROTATION_LAUNCHES = "kernel launches per layer of a rotation, forward and backward"
 LOST = "part of compute lost while a collective runs beside it"
 INPUTS = {
     LOGIT: Input(
@@ -334,6 +339,11 @@ INPUTS = {
     HOST: Input(0.5, "assumed"),
     LOG: Input(0.1, "assumed, for one wait (counted), which the next step's queue hides"),
     BUCKETS: Input(40, "counted, pretrain/optim/buckets.py"),
+    ROTATED: Input(20.4, "counted, Megatron's rotation"),
+    ROTATION: Input(6, "counted"),
+    CUT: Input(2, "counted"),
+    JOINED: Input(2, "counted: their gradients are put together, which our kernels need not"),
+    ROTATION_LAUNCHES: Input(38, "counted"),
     LOST: Input(0.12, "assumed: 16 of 132 multiprocessors"),
 }
 

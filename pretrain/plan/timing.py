@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pretrain.config import Layout, RunConfig
+from pretrain.config.tensors import widths
 from pretrain.model.flops import flops_per_token
 from pretrain.plan.hardware import (
     BESIDE,
     BUCKETS,
+    CUT,
     DEEPSPEED,
     DEEPSPEED_ONE_RANK,
     DEEPSPEED_WHOLE_MODEL,
@@ -21,12 +23,16 @@ from pretrain.plan.hardware import (
     GPUS_PER_NODE,
     HOST,
     INPUTS,
+    JOINED,
     LATER_SUM,
     LATER_SUM_FP16,
     LAUNCHES,
     LOG,
     LOGIT,
     LOST,
+    ROTATED,
+    ROTATION,
+    ROTATION_LAUNCHES,
     UNSCALED,
     Device,
     Network,
@@ -167,9 +173,22 @@ class Step:
             if "GELU" in name:
                 value *= self.config.ffn_hidden_size / (4 * m.hidden_size)
             total += value * (1 / self.tensor if name in SPLIT else stream_share)
+        total += self._position_elements() / m.hidden_size
         # The forward pass is about two fifths of it.
         recomputed = self.config.train.recompute_granularity == "full"
         return total * (1.4 if recomputed else 1.0)
+
+    def _position_elements(self) -> float:
+        """Return the elements that a layer moves per token for its positions, on this rank."""
+        position, width = self.config.position, widths(self.config)
+        pair = width.query + width.key
+        total = 0.0
+        if position.bias == "none":
+            total += self.input(JOINED) * (pair + width.key)
+        if share := position.rotated_channels(self.config) / self.config.head_dim:
+            cut = self.input(CUT) * (share < 1)
+            total += (self.input(ROTATED) * share + self.input(ROTATION) + cut) * pair
+        return total
 
     @cached_property
     def compute_lines(self) -> Lines:
@@ -183,7 +202,10 @@ class Step:
         is_v100 = self.device.is_v100
         first, later = (FIRST_SUM_FP16, LATER_SUM_FP16) if is_v100 else (FIRST_SUM, LATER_SUM)
         accumulated = self.input(first) + (count - 1) * self.input(later)
-        launches = self.num_layers * self.input(LAUNCHES)
+        launches = self.input(LAUNCHES)
+        if self.config.position.rotated_channels(self.config):
+            launches += self.input(ROTATION_LAUNCHES)
+        launches *= self.num_layers
         if self.config.train.recompute_granularity == "full":
             launches *= 4 / 3
         lines = {

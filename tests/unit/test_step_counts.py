@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
 from pretrain.model.flops import num_matmul_parameters
-from pretrain.plan.hardware import ELEMENTWISE
+from pretrain.plan.hardware import ELEMENTWISE, FAST, H200
+from pretrain.plan.memory import stages_of
 from pretrain.plan.operators import (
     Collective,
     Counter,
@@ -24,6 +25,7 @@ from pretrain.plan.operators import (
     num_launches,
 )
 from pretrain.plan.simulation import PASSES, count_run
+from pretrain.plan.timing import Step, Target, stage_step
 
 KB = 1024  # an fp32 matrix of 16 x 16
 
@@ -194,11 +196,15 @@ TOKENS = 4 * 1024
 
 
 @functools.cache
-def large(num_layers: int, optimizer: str = "adamw") -> tuple[RunConfig, StepCounts]:
+def large(
+    num_layers: int, optimizer: str = "adamw", position: str = "alibi", percent: float = 1.0
+) -> tuple[RunConfig, StepCounts]:
     """The 1.3B run in bf16 with few layers, on one of 128 ranks."""
-    name = [f"optimizer.name={optimizer}"]
+    name = [f"optimizer.name={optimizer}", f"position.method={position}"]
     if optimizer != "adamw":
         name += ["optimizer.adam_beta2=", "optimizer.adam_eps="]
+    if position == "rotary":
+        name += [f"position.rotary_percent={percent}"]
     settings = ["train.precision=bf16", "batch.micro_batch_size=4", "batch.global_batch_size=512"]
     config = load_config(LARGE, [*settings, *name, f"model.num_layers={num_layers}"])
     [counts] = count_run(config).values()
@@ -253,17 +259,22 @@ def test_what_fused_kernels_move():
     assert kilobytes("compiled_gradient") == pytest.approx(4 * logits, rel=1e-3)
 
 
+BETWEEN_PRODUCTS = (OpClass.ELEMENTWISE, OpClass.COPY, OpClass.NORM, OpClass.REDUCTION)
+
+
+def cost(counts: StepCounts, *kinds: OpClass) -> Kernels:
+    """The kernels of a forward and a backward pass, of all kinds or of some."""
+    result = Kernels()
+    for phase in PASSES:
+        for kind in kinds or OpClass:
+            part = counts.total(phase, kind)
+            result.add(part.launches, part.bytes_read, part.bytes_written)
+    return result
+
+
 def test_the_model_of_a_step_takes_what_is_counted():
     """docs/performance.md: launches and bytes of a micro batch, and of what is between products."""
     (_, one), (_, two) = large(1), large(2)
-
-    def cost(counts: StepCounts, *kinds: OpClass) -> Kernels:
-        result = Kernels()
-        for phase in PASSES:
-            for kind in kinds or OpClass:
-                part = counts.total(phase, kind)
-                result.add(part.launches, part.bytes_read, part.bytes_written)
-        return result
 
     layer = cost(two).launches - cost(one).launches
     # Megatron's schedule launches one kernel a step, which four micro batches shared. The factor on
@@ -273,10 +284,33 @@ def test_the_model_of_a_step_takes_what_is_counted():
     # The first micro batch does not read the sums that the later ones add to.
     overwritten = 4 * num_matmul_parameters(load_config(LARGE)) / 1e9
     assert moved / 1e9 == pytest.approx(71.48 - overwritten, rel=1e-2)
-    kinds = (OpClass.ELEMENTWISE, OpClass.COPY, OpClass.NORM, OpClass.REDUCTION)
-    elements = (cost(two, *kinds).bytes_moved - cost(one, *kinds).bytes_moved) / (4096 * TOKENS)
+    parts = [cost(each, *BETWEEN_PRODUCTS).bytes_moved for each in (one, two)]
+    elements = (parts[1] - parts[0]) / (4096 * TOKENS)
     # Norms read their inputs twice in the backward pass, of which the counter knows nothing.
     assert elements == pytest.approx(sum(row.value for row in ELEMENTWISE.values()) - 4, rel=2e-3)
+
+
+@pytest.mark.parametrize("position", [("none", 1.0), ("rotary", 1.0), ("rotary", 0.25)])
+def test_the_model_of_a_step_knows_what_positions_cost(position):
+    """Beside ALiBi's layer, whose kernel does all of it: elements moved, and launches."""
+
+    def layer(*position: object) -> tuple[float, int, Step]:
+        (config, one), (_, two) = (large(n, "adamw", *position) for n in (1, 2))
+        layout = config.layout(128)
+        target = Target(128, "h200", H200, FAST)
+        step = stage_step(config, layout, stages_of(config, layout)[0], target)
+        moved = [cost(each, *BETWEEN_PRODUCTS).bytes_moved for each in (one, two)]
+        return (
+            (moved[1] - moved[0]) / (4096 * TOKENS),
+            cost(two).launches - cost(one).launches,
+            step,
+        )
+
+    (elements, launches, step), (usual, few, alibi) = layer(*position), layer()
+    assert step.elements() - alibi.elements() == pytest.approx(elements - usual, rel=2e-3)
+    gaps = [each.compute_lines["gaps between kernels"] for each in (step, alibi)]
+    # Two or three more where heads are rotated in part, or without our kernel.
+    assert gaps[0] / gaps[1] == pytest.approx(launches / few, abs=3 / few)
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path):
