@@ -396,8 +396,10 @@ def test_deepspeed_is_told_the_number_of_the_visible_gpu(monkeypatch):
 
 def test_threads_of_this_process_end_with_their_ranks(tmp_path):
     """What waits on a store that never answers is a daemon thread, which holds no process back."""
-    before = threading.active_count()
+    before, answer = set(threading.enumerate()), threading.Event()
     with pytest.raises(RunFailed, match="nothing for 0 s"):
-        topology._within(0.1, lambda: time.sleep(5), "late")
-    assert threading.active_count() == before + 1
-    assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
+        topology._within(0.1, answer.wait, "late")
+    [thread] = set(threading.enumerate()) - before
+    assert thread.daemon
+    answer.set()
+    thread.join()
