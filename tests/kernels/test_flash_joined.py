@@ -53,7 +53,7 @@ def differentiate(config, copy_first):
 
 results = {}
 for name, sections in json.loads(sys.argv[1]).items():
-    model = {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 1} | sections["model"]
+    model = {"hidden_size": 64, "num_attention_heads": 2, "num_layers": 1} | sections["model"]
     configs = [
         tiny_config(**sections | {"model": model | {"attention_backend": backend}})
         for backend in ("triton", "reference")
@@ -83,7 +83,7 @@ MODELS = {
     "t5": ({"model": {}, "position": {"method": "t5"}}, 0, 5),
     "one group": ({"model": {"num_query_groups": 1}}, 0, 4),
     # The heads of two groups are not evenly spaced, so that Megatron copies the queries.
-    "two groups": ({"model": {"num_query_groups": 2}}, 1, 4),
+    "two groups": ({"model": {"num_attention_heads": 4, "num_query_groups": 2}}, 1, 4),
     # The recomputed attention starts from leaves.
     "recomputed": ({"model": {}, "train": {"recompute_granularity": "selective"}}, 1, 4),
 }
