@@ -388,7 +388,7 @@ def test_who_was_taken_for_dead_leaves_the_run_alone(tmp_path, monkeypatch, capf
     first = read_attempts(tmp_path)[0]
     assert first.ended.outcome == "superseded" and newest_checkpoint_step(tmp_path) is None
     assert capfd.readouterr().err.endswith(f"attempt 1: superseded: {first.ended.reason}\n")
-    assert not any(alive(int(path.read_text())) for path in tmp_path.glob("pid-*"))
+    assert not any(alive(int(path.read_text())) for path in tmp_path.glob("pid-[01]"))
 
 
 # ---- how it is started again ---------------------------------------------------------------------
