@@ -22,8 +22,7 @@ from pretrain.config.arguments import (
     Number,
     Numbers,
     Overrides,
-    print_and_exit,
-    version_of,
+    version_flag,
 )
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.launcher.site import SlurmRequest
@@ -92,15 +91,7 @@ app.add_typer(data, name="data")
 
 @app.callback()
 def launcher(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            is_eager=True,
-            callback=print_and_exit(lambda: version_of("launcher")),
-            help="Print the version and exit.",
-        ),
-    ] = False,
+    version: Annotated[bool, version_flag("launcher")] = False,
 ) -> None:
     """Start runs of `pretrain train` on this machine or on a Slurm cluster, and look after them.
 

@@ -7,14 +7,13 @@ its own after a plain message about bad input, and imports torch, which takes se
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +21,7 @@ from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.launcher import slurm, terminal
 from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor, signals_blocked
 from pretrain.launcher.terminal import RankOutput, say
+from pretrain.processes import dies_with_parent
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
 from pretrain.rundir.files import make_directory, open_own, replace_file
@@ -246,8 +246,6 @@ KILL_AFTER_SECONDS = 10.0
 """Time between SIGTERM and SIGKILL."""
 LOG_LINES_SHOWN = 20
 """Lines of a failed rank's log that are repeated on the terminal."""
-PR_SET_PDEATHSIG = 1
-"""The option of prctl(2), from linux/prctl.h."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that the launcher passes on to the ranks; each asks them to end."""
 
@@ -391,7 +389,7 @@ class LocalRanks:
         self._output: RankOutput | None = None
         self._asked_to_end, self._deadline = False, 0.0
         self._failed_rank: int | None = None
-        die_with_parent = _die_with_parent()
+        bind = dies_with_parent()
         try:
             with signals_blocked():
                 for rank in range(nproc):
@@ -417,7 +415,7 @@ class LocalRanks:
                             stdout=streams[0],
                             stderr=streams[1],
                             process_group=0,
-                            preexec_fn=die_with_parent,
+                            preexec_fn=bind,
                         )
                     self._processes.append(process)
             assert self._output is not None
@@ -551,26 +549,6 @@ def _rank_environment(rank: int, nproc: int) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if name != "MASTER_PORT"},
         **{name: str(value) for name, value in distributed.items()},
     }
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """Return a function that makes the process that calls it die with this one.
-
-    Linux offers this through prctl(2); elsewhere None is returned, and a launcher that is killed by
-    SIGKILL leaves its ranks behind.
-    """
-    if not sys.platform.startswith("linux"):
-        return None
-    # Loaded here and not in the child: after a fork, little may be done safely before exec.
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-
-    def die_with_parent() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # If the parent died before prctl took effect, no signal will come.
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return die_with_parent
 
 
 def _exit_code(code: int) -> int:

@@ -89,7 +89,7 @@ class Processes:
         """
         if self.stopped:
             raise Stopped
-        bind, self._running = _dies_with_parent(), []
+        bind, self._running = dies_with_parent(), []
         # From here on a signal is recorded, and is no exception that would lose a process.
         self._busy = True
         try:
@@ -145,11 +145,11 @@ class Processes:
             process.send_signal(number)
 
 
-def _dies_with_parent() -> Callable[[], None] | None:
+def dies_with_parent() -> Callable[[], None] | None:
     """Return a function that makes the process that calls it die with this one.
 
-    Linux offers this through prctl(2); elsewhere None is returned, and a command that is killed by
-    SIGKILL leaves behind what it started.
+    It is for subprocess's preexec_fn. Linux offers this through prctl(2); elsewhere None is
+    returned, and a command that is killed by SIGKILL leaves behind what it started.
     """
     if not sys.platform.startswith("linux"):
         return None

@@ -42,7 +42,7 @@ from pretrain.config.arguments import (
     Source,
     Sources,
     print_and_exit,
-    version_of,
+    version_flag,
 )
 from pretrain.config.load import check_beside
 from pretrain.config.schema import WORDS
@@ -68,15 +68,7 @@ app.command(hidden=True)(preflight)
 
 @app.callback()
 def pretrain(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            is_eager=True,
-            callback=print_and_exit(lambda: version_of("pretrain")),
-            help="Print the version and exit.",
-        ),
-    ] = False,
+    version: Annotated[bool, version_flag("pretrain")] = False,
 ) -> None:
     """Pretrain GPTs with ALiBi attention at a short length, and test them at longer ones.
 

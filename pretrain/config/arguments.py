@@ -163,9 +163,18 @@ def print_and_exit(text: Callable[[], str]) -> Callable[[bool], None]:
     return callback
 
 
-def version_of(command: str) -> str:
-    """Return the name of a command and the installed version, which pyproject.toml states."""
-    try:
-        return f"{command} {importlib.metadata.version('pretrain')}"
-    except importlib.metadata.PackageNotFoundError:
-        return f"{command} (run from its source, not installed)"
+def version_flag(command: str) -> Any:
+    """Return the option --version of a command; pyproject.toml states the version."""
+
+    def text() -> str:
+        try:
+            return f"{command} {importlib.metadata.version('pretrain')}"
+        except importlib.metadata.PackageNotFoundError:
+            return f"{command} (run from its source, not installed)"
+
+    return typer.Option(
+        "--version",
+        is_eager=True,
+        callback=print_and_exit(text),
+        help="Print the version and exit.",
+    )

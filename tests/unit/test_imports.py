@@ -41,7 +41,7 @@ APART = {
 }  # its classes are the sections [optimizer] of a config
 # The launcher has floors of its own, and of ours uses LAUNCHER_USES alone.
 LAUNCHER = "pretrain.launcher"
-LAUNCHER_USES = {"pretrain.config", "pretrain.rundir", "pretrain.interrupt"}
+LAUNCHER_USES = {"pretrain.config", "pretrain.rundir", "pretrain.interrupt", "pretrain.processes"}
 LAUNCHER_FLOORS = [
     {f"{LAUNCHER}.{name}" for name in names.split()}
     for names in (
