@@ -36,7 +36,12 @@ from pretrain.config.trajectory import DIGITS, TOKENIZER
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
 from pretrain.data.tokenizers.base import Tokenizer
 from pretrain.optim.zero import Fragment, ZeroOptimizer
-from pretrain.rundir.checkpoints import begin_partial, check_still_holds, checkpoint_directory
+from pretrain.rundir.checkpoints import (
+    begin_partial,
+    check_still_holds,
+    checkpoint_directory,
+    writing_as_holder,
+)
 from pretrain.rundir.files import replace_file, say
 from pretrain.rundir.lineage import new_id
 from pretrain.rundir.metrics import WarnOnce
@@ -351,7 +356,7 @@ class Saver:
 
     def _publish(self, save: _Save) -> None:
         """Publish the checkpoint, of which all parts are written. Rank 0 alone."""
-        with writing(save.final):
+        with writing_as_holder(save.final, self._attempt):
             if save.is_beside:
                 self._writer.all_written(save.id)
                 warnings = self._writer.wait()
@@ -373,7 +378,7 @@ class Saver:
         """Make the hidden directory that all ranks write to. Rank 0 alone."""
         if prepare is not None:
             prepare()
-        with writing(checkpoint_directory(self._config.directory, step)):
+        with writing_as_holder(checkpoint_directory(self._config.directory, step), self._attempt):
             partial = begin_partial(self._config.directory, step, self._attempt)
             put_tokenizer(self._tokenizer, partial)
             return partial

@@ -15,11 +15,12 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.config import ConfigError, NoSpace, RunFailed, free_bytes, in_bytes
+from pretrain.config import ConfigError, NoSpace, RunFailed, free_bytes, in_bytes, writing
 from pretrain.rundir.files import (
     DIRECTORY_MODE,
     PARTIAL,
@@ -75,6 +76,28 @@ def check_still_holds(attempt: Path | None) -> None:
             f"{attempt}: {by}, because this attempt gave no sign of life. It publishes nothing "
             "more and ends"
         )
+
+
+@contextmanager
+def writing_as_holder(path: Path, attempt: Path | None) -> Iterator[None]:
+    """Turn an OSError into a RunFailed as `writing` does, or into what it is due to.
+
+    A new holder removes the folder to which an old one still writes.
+
+    Args:
+        path: The checkpoint that is written.
+        attempt: RUN/attempts/#### of the attempt that saves; None for a save without an attempt.
+
+    Raises:
+        Superseded: Another attempt has taken the run.
+        RunFailed: The write was refused.
+    """
+    try:
+        with writing(path):
+            yield
+    except RunFailed:
+        check_still_holds(attempt)
+        raise
 
 
 # ---- Move what a run has turned away from to RUN/abandoned/####, where nothing is deleted ----

@@ -29,6 +29,7 @@ from pretrain.rundir.checkpoints import (
     partial_attempt,
     publish_checkpoint,
     read_abandoned,
+    writing_as_holder,
 )
 from pretrain.rundir.history import begins_branch, recover, remove_old, settle
 from pretrain.rundir.lineage import (
@@ -294,6 +295,20 @@ def test_a_publisher_that_was_suspended_after_the_check_publishes_nothing(
     assert (final / "whose").read_text() == "the second's"
     if in_the_way:
         assert [p.read_text() for p in (tmp_path / "abandoned").glob("*/*/notes")] == ["mine"]
+
+
+def test_a_writer_that_was_suspended_names_the_new_holder_and_not_the_disk(tmp_path):
+    """The new holder has removed the folder to which the old one goes on to write."""
+    first = Attempt.begin(tmp_path)
+    partial, final = saving(first, 8)
+    with pytest.raises(RunFailed, match="cannot be written"):
+        with writing_as_holder(final, first.directory):
+            (partial / "none/tokenizer.model").write_bytes(b"")
+    first.end("failed", 1, "", 0)
+    recover(tmp_path, Attempt.begin(tmp_path).directory)
+    with pytest.raises(Superseded, match="attempt 2 has taken this run over"):
+        with writing_as_holder(final, first.directory):
+            (partial / "tokenizer.model").write_bytes(b"")
 
 
 def test_a_save_that_still_writes_loses_its_folder_at_once(tmp_path):
