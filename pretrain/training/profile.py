@@ -12,6 +12,7 @@ import errno
 import gzip
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ class ProfileHook(Hook):
 
     def __init__(self, run: Run) -> None:
         """Record nothing yet."""
-        self._run, self._warn = run.config.directory, run.reporter.warn
+        self._run, self._warn = run, run.reporter.warn
         self._steps = run.config.train.profile_steps
         self._is_over = self._steps is None or not run.topology.is_main
         self._recording: Recording | None = None
@@ -60,21 +61,31 @@ class ProfileHook(Hook):
     def between_steps(self, run: Run) -> None:
         """Write what was recorded after the last of the steps."""
         if self._steps is not None and run.state.step == self._steps[1]:
-            self.close()
+            self._write()
 
     def before_rollback(self, run: Run) -> None:
         """Write what was recorded: the steps that follow are others."""
-        self.close()
+        self._write()
 
     def close(self) -> None:
+        """Write what was recorded by a run that was stopped within the steps, not by one failed."""
+        # A failed step leaves messages on their way that nobody can wait for (`_write`).
+        if sys.exc_info()[0] is None:
+            self._write()
+
+    def _write(self) -> None:
         """Write what was recorded, if anything was, and say where it is; record no more."""
         recording, self._recording = self._recording, None
         if recording is None:
             return
         self._is_over = True
         with self._warning(), recording:
+            # A gloo collective that ends after the recording writes its end into memory that torch
+            # has freed, and the process dies of it (torch 2.13.0).
+            self._run.optimizer.wait_for_weights()
             recording.stop()
-            say(describe(recording.write(self._run), recording.first, recording.last))
+            written = recording.write(self._run.config.directory)
+            say(describe(written, recording.first, recording.last))
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

@@ -301,14 +301,14 @@ def test_a_writer_that_was_suspended_names_the_new_holder_and_not_the_disk(tmp_p
     """The new holder has removed the folder to which the old one goes on to write."""
     first = Attempt.begin(tmp_path)
     partial, final = saving(first, 8)
-    with pytest.raises(RunFailed, match="cannot be written"):
-        with writing_as_holder(final, first.directory):
-            (partial / "none/tokenizer.model").write_bytes(b"")
+    refused = pytest.raises(RunFailed, match="cannot be written")
+    with refused, writing_as_holder(final, first.directory):
+        (partial / "none/tokenizer.model").write_bytes(b"")
     first.end("failed", 1, "", 0)
     recover(tmp_path, Attempt.begin(tmp_path).directory)
-    with pytest.raises(Superseded, match="attempt 2 has taken this run over"):
-        with writing_as_holder(final, first.directory):
-            (partial / "tokenizer.model").write_bytes(b"")
+    superseded = pytest.raises(Superseded, match="attempt 2 has taken this run over")
+    with superseded, writing_as_holder(final, first.directory):
+        (partial / "tokenizer.model").write_bytes(b"")
 
 
 def test_a_save_that_still_writes_loses_its_folder_at_once(tmp_path):

@@ -40,6 +40,7 @@ def a_run(tmp_path, said, is_main=True):
         topology=SimpleNamespace(is_main=is_main),
         reporter=SimpleNamespace(warn=lambda kind, message: said.append(message)),
         state=SimpleNamespace(step=0),
+        optimizer=SimpleNamespace(wait_for_weights=lambda: None),
     )
     return run, profile.ProfileHook(run)
 
@@ -73,6 +74,31 @@ def test_a_run_that_is_stopped_within_the_steps_keeps_what_was_recorded(tmp_path
     [trace] = (tmp_path / "profile").iterdir()
     assert trace.name == "step-00000002-00000002.rank0.json.gz"
     assert capsys.readouterr().err.startswith(f"profile of step 2: {trace}; open it at ")
+
+
+def test_no_weights_are_on_their_way_when_the_recording_ends(tmp_path, monkeypatch):
+    """Torch's profiler may end the process if a collective ends after it."""
+    run, hook = a_run(tmp_path, [])
+    said: list[str] = []
+    stop = profile.Recording.stop
+    run.optimizer.wait_for_weights = lambda: said.append("weights")
+    monkeypatch.setattr(profile.Recording, "stop", lambda self: (said.append("stop"), stop(self)))
+    take(run, hook, 2)
+    hook.close()
+    assert said == ["weights", "stop"]
+
+
+def test_a_run_that_fails_within_the_steps_writes_nothing(tmp_path):
+    """Its messages may still be on their way."""
+    run, hook = a_run(tmp_path, [])
+    take(run, hook, 2)
+    with pytest.raises(RuntimeError, match="of the step"):
+        try:
+            raise RuntimeError("of the step")
+        finally:
+            hook.close()
+    assert not (tmp_path / "profile").exists()
+    hook.close()
 
 
 def test_other_ranks_record_nothing_and_part_the_steps_alike(tmp_path):
