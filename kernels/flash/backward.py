@@ -1,4 +1,4 @@
-"""The backward kernel for bias rows: the gradient of each head's bias at every distance."""
+"""The backward kernels: gradients of queries, of keys and values, and of each head's bias row."""
 
 from __future__ import annotations
 
@@ -368,10 +368,6 @@ def score_gradients(
 
 # ---- backward dkdv ----
 # The backward kernel for keys and values: one program per block of keys loops over queries.
-
-
-# Triton compiles these functions from their source; see device.py on annotations.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from pretrain.kernels import skipping
 from pretrain.kernels.dispatch import attention
 from pretrain.positions.alibi import alibi_slopes
 
-# ---- Time calls on a GPU or a CPU for `pretrain.bench.attention` ----
+# ---- Time calls on a GPU or a CPU ----
 
 
 CACHE_BYTES = 2**28
@@ -147,7 +147,7 @@ def summarize(seconds: Sequence[float]) -> Reading:
 
 
 # ---- bench contestants ----
-# The attention kernels that `pretrain.bench.attention` times, and the cases it times them in.
+# The attention kernels that are timed, and the cases in which they are.
 
 
 # Shape suffixes: S sequence, B batch, H heads, D width of a head.

@@ -1,5 +1,6 @@
-"""Find the example configs and site files that are installed with the package.
+"""Read files of TOML: one alone, and a config with the files that it builds on and its paths.
 
+The example configs and site files that are installed with the package are found here as well.
 `pretrain/configs` and `pretrain/slurm` lie beside the code. In a clone they are links to the
 folders of those names at its root; in an installed wheel they are folders in site-packages, where
 users do not look for them.

@@ -1,4 +1,4 @@
-"""Find held-out text in training documents, by sequences of 13 words."""
+"""Clean documents, find repeated ones and held-out text, and choose what is held out."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def network_of(gbit_per_second: float) -> Network:
 
 
 # ---- Assumptions of the time of a step beside the hardware: bytes and launches, with origins ----
-# The words that say where a value comes from are those of `pretrain.plan.hardware`.
+# The words that say where a value comes from are those of the module's docstring.
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Compute the memory of a rank, part by part, from a config and a layout.
 
-State (weights, gradients, optimizer) is exact to the byte. Activations follow
-`pretrain.plan.memory`, at the moment of a step at which most memory is in use.
+State (weights, gradients, optimizer) is exact to the byte. Activations are those of the moment of
+a step at which most memory is in use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scale the assumed speeds by what `pretrain bench train --out` has measured."""
+"""Find the fastest layout of a run that fits, and scale the assumed speeds by measured ones."""
 
 from __future__ import annotations
 
