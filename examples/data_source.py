@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from pretrain.cli.main import main
 from pretrain.data.sources import Corpus, Found, Piece, Source, register
+from pretrain.data.sources.base import MAX_DOCUMENT_BYTES, Damaged
 from pretrain.data.sources.files import open_piece
 
 
@@ -23,15 +24,24 @@ class Csv(Source):
     name = "csv"
     endings = (".csv",)
     text_field = "text"
+    text_per_byte = 1.0
+    """For the estimate of a dry run, because what `read` counts is rows and not bytes."""
 
     def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
         """Yield each row's text under the row's number, or why it cannot be read."""
         # A stream: memory does not grow with the file. `.csv.gz` and URLs are read as well.
-        with io.TextIOWrapper(open_piece(piece), encoding="utf-8", newline="") as file:
-            for number, row in enumerate(csv.DictReader(file)):
-                text = row.get(self.field(corpus))
-                fault = "" if text else f'no text in the column "{self.field(corpus)}"'
-                yield Found(number, text or "", fault)
+        csv.field_size_limit(MAX_DOCUMENT_BYTES)
+        with io.TextIOWrapper(open_piece(piece), encoding="utf-8-sig", newline="") as file:
+            number = 0
+            try:
+                for row in csv.DictReader(file):
+                    text = row.get(self.field(corpus))
+                    fault = "" if text else f'no text in the column "{self.field(corpus)}"'
+                    yield Found(number, text or "", fault)
+                    number += 1
+            except (UnicodeDecodeError, csv.Error) as error:
+                # The build names the file and the row, and skips the rest of the file or ends.
+                raise Damaged(number, str(error)) from None
 
 
 if __name__ == "__main__":

@@ -108,7 +108,14 @@ class ChosenSection(Section):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        cls.REGISTERED[cls.model_fields[cls.CHOICE.split(".")[1]].default] = cls
+        if "CHOICE" in vars(cls):
+            # The section's own class, which is none of those to choose from.
+            return
+        name = cls.model_fields[cls.CHOICE.split(".")[1]].default
+        other = cls.REGISTERED.setdefault(name, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"{cls.CHOICE} = {name!r} is {other.__module__}.{other.__qualname__}")
+        cls.REGISTERED[name] = cls
 
     @classmethod
     def chosen(cls, values: Any) -> Any:

@@ -62,7 +62,7 @@ or a thread, because autograd runs a backward pass in threads of its own."""
 
 
 def record_metric(name: str, value: Any, reduction: Reduction = "mean") -> None:
-    """Record a number of the training step that is under way; outside of one do nothing.
+    """Record a number of the training step that is under way; do nothing outside of one.
 
     It becomes a key of the step's record in metrics.jsonl, and is shown by the log, Weights &
     Biases and TensorBoard. Any rank may record, in any step, any number of times: the values are
@@ -105,18 +105,20 @@ def collecting(collect: Collect) -> Iterator[None]:
 
 Record = dict[str, Any]
 
+EVALUATION, CHANGED = "evaluation", "changed"
+"""The keys by which the records of an evaluation and of changed keys are known."""
 NON_FINITE = "non_finite"
 """The key under which a record says which of its values JSON could not hold."""
 
 
 def is_evaluation(record: Record) -> bool:
     """Return True for a record of an evaluation."""
-    return bool(record.get("evaluation"))
+    return bool(record.get(EVALUATION))
 
 
 def is_change(record: Record) -> bool:
     """Return True for a record of keys that were changed; it has no numbers of the step."""
-    return "changed" in record
+    return CHANGED in record
 
 
 class MetricsFile:

@@ -25,7 +25,7 @@ from pretrain.evaluation.windows import Protocol, ScoredText
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.rundir.checkpoints import check_room, checkpoint_directory
 from pretrain.rundir.files import say
-from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
+from pretrain.rundir.metrics import CHANGED, EVALUATION, Record, is_evaluation, read_metrics
 from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import on_main
 from pretrain.training.health import check_health
@@ -180,7 +180,7 @@ class EvaluationHook(Hook):
             mask_id=run.config.mask_id if run.config.is_masked else None,
         )
         self.common = {
-            "evaluation": True,
+            EVALUATION: True,
             "tokenizer": text.tokenizer_sha256[:HASH_DIGITS],
             "validation": text.identity[:HASH_DIGITS],
         }
@@ -302,7 +302,7 @@ class LoggingHook(Hook):
         step = run.state.step
         changed = {c.key: [c.before, c.after] for c in run.origin.changes if c.step == step}
         if self.writer is not None and changed:
-            self.writer.changed({"step": step, "changed": changed})
+            self.writer.changed({"step": step, CHANGED: changed})
 
     def after_step(self, run: Run, record: Record) -> None:
         """Log one step. tokens_per_second is the whole job's; TFLOP/s and MFU are per device."""

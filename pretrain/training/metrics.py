@@ -32,6 +32,9 @@ from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
 from pretrain.config import ConfigError, RunConfig
 from pretrain.rundir.files import make_directory, replace_file, say
 from pretrain.rundir.metrics import (
+    CHANGED,
+    EVALUATION,
+    NON_FINITE,
     MetricsFile,
     Record,
     Reduction,
@@ -109,8 +112,9 @@ class StepMetrics:
             raise ValueError(f"{said}reduced by {self._seen[name]!r} before, not {reduction!r}")
         if not _NAME.fullmatch(name) or ("/" in name and name.partition("/")[0] not in GROUPS):
             raise ValueError(f"{said}expected a key, or group/key with one of {', '.join(GROUPS)}")
-        if name == STEP or name in TAGS or _tag(name) in TAGS.values() or name.startswith(PASS):
-            raise ValueError(f"{said}every step has a number of this name")
+        taken = {STEP, EVALUATION, CHANGED, NON_FINITE, *TAGS}
+        if name in taken or _tag(name) in TAGS.values() or name.startswith(PASS):
+            raise ValueError(f"{said}the records of metrics.jsonl have a key of this name")
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ def test_a_metric_of_ones_own_is_shown_everywhere(pools, tiny_data, tmp_path, po
     [
         ("loss_nats", 1.0, "mean"),  # a step has it
         ("train/loss", 1.0, "mean"),  # its tag
+        ("evaluation", 1.0, "mean"),  # a record with it would be taken for an evaluation
         ("own/metric", 1.0, "mean"),  # no group of that name
         ("begun_pass_of_books", 1.0, "mean"),
         ("known", 1.0, "sum"),  # another reduction than before

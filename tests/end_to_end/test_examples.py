@@ -106,18 +106,20 @@ def test_a_position_method_of_ones_own_trains_and_is_refused_for_export(trained,
 
 def test_a_data_source_of_ones_own_is_built_and_looked_at(tmp_path):
     lines = [f'{n},"Document {n}, with ""quotes"".\n' + f"word{n} " * 40 + '"' for n in range(30)]
-    (tmp_path / "a.csv").write_text("id,text\n" + "\n".join([*lines, "30,"]) + "\n")
+    (tmp_path / "a.csv").write_text("\ufeffid,text\n" + "\n".join([*lines, "30,"]) + "\n")
+    (tmp_path / "b.csv").write_bytes(b"id,text\n0,\xff\n")
     given = {
         "data.directory": tmp_path / "data",
         "data.paths": json.dumps([str(tmp_path / "*.csv")]),
         "data.source": "csv",
         "data.vocab_size": 300,
         "data.bytes_per_task": 1000,
-        "cleaning.max_skipped_documents": 1,
+        "cleaning.max_skipped_documents": 2,
     }
     settings = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
     said = run("data_source.py", "data", "build", "configs/demo.toml", "--workers", 2, *settings)
     assert "30 documents" not in said and "29 documents" in said and "no text in the column" in said
+    assert "b.csv" in said and "invalid start byte" in said
     pretrain_alone = [sys.executable, "-m", "pretrain", "data", "show", "configs/demo.toml"]
     words = [*pretrain_alone, *map(str, settings), "--set", "data.sequence_length=64"]
     done = subprocess.run(words, cwd=ROOT, env=os.environ | ON_CPU, capture_output=True, text=True)

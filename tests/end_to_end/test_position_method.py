@@ -50,8 +50,9 @@ class Toy(PositionMethod):
 
     def _turned(self, x: Tensor, first: int, sign: float) -> Tensor:
         half = x.shape[-1] // 2
-        place = torch.arange(first, first + len(x), dtype=torch.float64)[:, None, None, None]
-        share = torch.arange(half, dtype=torch.float64) / half
+        kind = {"dtype": torch.float64, "device": x.device}
+        place = torch.arange(first, first + len(x), **kind)[:, None, None, None]
+        share = torch.arange(half, **kind) / half
         angle, fade = place * self.toy_base**-share, (0.99 + 0.01 * share) ** (sign * place)
         a, b = x[..., :half], x[..., half:]
         turned = [a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()]

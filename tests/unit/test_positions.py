@@ -17,6 +17,11 @@ from pretrain.positions import METHODS
 from tests.conftest import TINY, tiny_config
 
 ROOT = Path(__file__).parents[2]
+METHOD_FILES = sorted(
+    path
+    for path in (ROOT / "pretrain/positions").glob("*.py")
+    if path.stem not in ("__init__", "base")
+)
 # Claims are about names: what the paper says of each method.
 ABOUT_NAMES = ("pretrain/positions/", "pretrain/study/", "pretrain/evaluation/comparison.py")
 ABOUT_NAMES += ("pretrain/evaluation/judge.py",)
@@ -91,9 +96,18 @@ def test_whichever_package_comes_first_all_methods_are_there(first: str) -> None
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     methods, keys, has_torch = json.loads(out.stdout)
-    assert methods == ["alibi", "learned", "none", "rotary", "sinusoidal", "t5"]
-    assert keys[:3] == ["method", "slopes", "trainable_slopes"] and len(keys) == 9
-    assert not has_torch
+    assert methods == [path.stem for path in METHOD_FILES]
+    assert keys[:3] == ["method", "slopes", "trainable_slopes"] and not has_torch
+
+
+def test_a_class_that_takes_anothers_name_is_refused() -> None:
+    """As one below ALiBi that names no method of its own, which every run would train with."""
+    with pytest.raises(TypeError, match=r"position\.method = 'alibi' is pretrain\..*\.Alibi"):
+
+        class Mine(METHODS["alibi"]):
+            """ALiBi, changed."""
+
+    assert METHODS["alibi"].__name__ == "Alibi"
 
 
 def test_a_section_has_the_keys_of_its_method() -> None:
