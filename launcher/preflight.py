@@ -166,7 +166,9 @@ class Readings:
             process.found[said.stage], process.worked_at = content, now
             process.during = _NEXT.get(said.stage, "waiting")
             return
-        process.during = said.during
+        # A sign of life may be overtaken by the result of the stage that it names.
+        if not {said.during, f"round {said.during}"} & process.found.keys():
+            process.during = said.during
         if said.busy > process.busy:
             process.busy, process.worked_at = said.busy, now
 

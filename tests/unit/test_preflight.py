@@ -222,6 +222,16 @@ def test_only_a_process_that_does_not_work_hangs(busy):
         assert list(diagnosis.faults) == ["n2"] and "hangs while it mult" in diagnosis.faults["n2"]
 
 
+def test_a_sign_of_life_that_a_result_overtook_says_nothing_of_the_stage():
+    cluster = Cluster()
+    cluster.say("n2", "gemm", None)
+    cluster.speak_all()
+    cluster.line(2, "n2", NOW, stage="alive", during="directory")
+    cluster.readings.take("srun: error: n2: task 2: Killed", NOW)
+    words = "process 2 ended while it multiplies matrices (Killed)"
+    assert cluster.diagnose().faults == {"n2": words}
+
+
 def test_nodes_that_are_all_silent_are_not_blamed():
     cluster = Cluster(5, 1)
     for node in cluster.nodes:
