@@ -74,7 +74,6 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
     )
 
     EFFECT: ClassVar[Effect | None] = None

@@ -156,9 +156,7 @@ class OtherFormat(ConfigError):
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Shard(_Record):
