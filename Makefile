@@ -68,6 +68,8 @@ $(SETUP): pyproject.toml constraints.txt requirements-demo.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -c constraints.txt -e '.[test,data,wandb]'
 	$(BIN)/pip install --no-deps --require-hashes -r requirements-demo.txt
+	@# Where PYTHONDONTWRITEBYTECODE is set, every rank would compile them, for up to half a second.
+	@$(BIN)/python -m compileall -q pretrain launcher kernels
 	@touch $@
 
 # What only `make lint` or `make docs` needs, each by the extra of its name.

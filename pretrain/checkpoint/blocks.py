@@ -10,9 +10,11 @@ This module imports no torch: it also runs in the process that writes beside tra
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from mmap import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +50,32 @@ class FileRecord(NamedTuple):
     """The digest of each block, in hexadecimal."""
     block_bytes: int
     """Bytes of each block but the last."""
+
+
+# ---- The small files of a checkpoint ----
+
+
+FORMAT = 2
+STATE, CONFIG, INDEX = "state.json", "config.toml", "index.json"
+REQUIRED = (INDEX, STATE, CONFIG)
+"""Every checkpoint has these small files. Those of a run have a tokenizer too: one of
+TOKENIZER_FILES."""
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return a small file's manifest entry: its size in bytes and its SHA-256."""
+    content = path.read_bytes()
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def checksum(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's content, without its own checksum."""
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---- Files in blocks ----
 
 
 class BlockHasher:

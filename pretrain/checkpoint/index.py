@@ -31,7 +31,6 @@ from pretrain.checkpoint.blocks import (
     FileRecord,
 )
 from pretrain.config import ConfigError, RunFailed
-from pretrain.optim.optimizers import meaning
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.lineage import Natural
 
@@ -391,6 +390,9 @@ def _check_finite(name: str, values: Values) -> None:
     # The extremes are found faster than every element is looked at, and nan takes part in both.
     if not values.size or (math.isfinite(values.min()) and math.isfinite(values.max())):
         return
+    # Not above: the process that writes starts on every rank, and needs no class of a config.
+    from pretrain.optim.optimizers import meaning
+
     bad = int(np.count_nonzero(~np.isfinite(values)))
     kind, _, parameter = name.partition("/")
     raise PoisonedState(

@@ -32,7 +32,15 @@ from pydantic import (
     model_validator,
 )
 
-from pretrain.checkpoint.blocks import DamagedCheckpoint
+from pretrain.checkpoint.blocks import (
+    CONFIG,
+    FORMAT,
+    INDEX,
+    REQUIRED,
+    STATE,
+    DamagedCheckpoint,
+    checksum,
+)
 from pretrain.checkpoint.index import FILE_NAME, Index
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
 from pretrain.config.run import is_url
@@ -63,11 +71,6 @@ from pretrain.rundir.provenance import Provenance
 # them strictly, so that nothing a hostile or damaged file says is believed unseen.
 
 
-FORMAT = 2
-STATE, CONFIG, INDEX = "state.json", "config.toml", "index.json"
-REQUIRED = (INDEX, STATE, CONFIG)
-"""Every checkpoint has these small files. Those of a run have a tokenizer too: one of
-TOKENIZER_FILES."""
 MASTER = "master"
 """The fp32 weights; of every parameter they are saved, and the moments of `RunConfig.moments`."""
 
@@ -292,19 +295,6 @@ def lineage_content(identifier: str, step: int, origin: Origin) -> dict[str, Any
 def small_files(names: Iterable[str]) -> list[str]:
     """Return the files without tensors. Their hashes are in the manifest."""
     return [name for name in names if name in REQUIRED or name in TOKENIZER_FILES]
-
-
-def describe(path: Path) -> dict[str, Any]:
-    """Return a small file's manifest entry: its size in bytes and its SHA-256."""
-    content = path.read_bytes()
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def checksum(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's content, without its own checksum."""
-    content = {key: value for key, value in manifest.items() if key != "checksum"}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.blocks import (
+    INDEX,
     PIECE_BYTES,
     BlockReader,
     BlockWriter,
@@ -35,7 +36,7 @@ from pretrain.checkpoint.blocks import (
     digest,
 )
 from pretrain.checkpoint.index import Index
-from pretrain.checkpoint.manifest import INDEX, Manifest, open_checkpoint, small_files
+from pretrain.checkpoint.manifest import Manifest, open_checkpoint, small_files
 from pretrain.config import ConfigError, RunFailed
 from pretrain.processes import start_beside
 from pretrain.rundir.checkpoints import (

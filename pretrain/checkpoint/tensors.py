@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pretrain.checkpoint.blocks import CONFIG
 from pretrain.checkpoint.load import load_global_state, read_tensor
-from pretrain.checkpoint.manifest import CONFIG, MASTER, Checkpoint, open_checkpoint
+from pretrain.checkpoint.manifest import MASTER, Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunFailed, dump_config, writing
 from pretrain.config.describe import describe
 from pretrain.config.display import columns, moment, size

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pretrain.checkpoint.blocks import CONFIG, FORMAT, INDEX, REQUIRED, STATE, checksum, describe
 from pretrain.checkpoint.index import (
     ITEM_BYTES,
     Index,
@@ -42,7 +43,6 @@ from pretrain.checkpoint.index import (
     split_values,
     write_part,
 )
-from pretrain.checkpoint.manifest import CONFIG, FORMAT, INDEX, REQUIRED, STATE, checksum, describe
 from pretrain.config import RunFailed
 from pretrain.processes import start_beside
 from pretrain.rundir.checkpoints import Superseded, publish_checkpoint

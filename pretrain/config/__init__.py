@@ -2,8 +2,14 @@
 
 `load_config` reads a TOML file, `RunConfig` holds its values and every value derived from them.
 This package never imports torch: the launcher checks a run on a login node, where torch may be
-missing or slow to load.
+missing or slow to load. A module of it is imported when one of its names is first used: its classes
+take three times as long as its errors, which alone the process that writes checkpoints needs.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from pretrain.config.errors import (
     NO_SPACE_ERRORS,
@@ -15,10 +21,12 @@ from pretrain.config.errors import (
     in_bytes,
     writing,
 )
-from pretrain.config.evaluation import EvaluationRequest
-from pretrain.config.load import dump_config, load_config, load_with_origins, parse_config
-from pretrain.config.run import Layout, RunConfig
-from pretrain.config.tensors import num_parameters, num_parameters_of_rank
+
+if TYPE_CHECKING:
+    from pretrain.config.evaluation import EvaluationRequest
+    from pretrain.config.load import dump_config, load_config, load_with_origins, parse_config
+    from pretrain.config.run import Layout, RunConfig
+    from pretrain.config.tensors import num_parameters, num_parameters_of_rank
 
 __all__ = [
     "NO_SPACE_ERRORS",
@@ -39,3 +47,25 @@ __all__ = [
     "parse_config",
     "writing",
 ]
+
+_HOMES = {
+    "EvaluationRequest": "evaluation",
+    "Layout": "run",
+    "RunConfig": "run",
+    "dump_config": "load",
+    "load_config": "load",
+    "load_with_origins": "load",
+    "num_parameters": "tensors",
+    "num_parameters_of_rank": "tensors",
+    "parse_config": "load",
+}
+"""Name -> the module that defines it."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a name when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

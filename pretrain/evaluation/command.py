@@ -19,9 +19,9 @@ import numpy as np
 from megatron.core.models.gpt import GPTModel
 
 import pretrain.topology
+from pretrain.checkpoint.blocks import CONFIG
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import (
-    CONFIG,
     Checkpoint,
     check_model,
     check_tokenizer,

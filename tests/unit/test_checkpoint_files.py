@@ -28,6 +28,8 @@ from pretrain.checkpoint.blocks import (
     BlockWriter,
     DamagedCheckpoint,
     FileRecord,
+    checksum,
+    describe,
     digest,
     global_boxes,
 )
@@ -46,8 +48,6 @@ from pretrain.checkpoint.load import Target, load_global_state, read_into, read_
 from pretrain.checkpoint.manifest import (
     MASTER,
     TrainerState,
-    checksum,
-    describe,
     open_checkpoint,
 )
 from pretrain.checkpoint.store import Store
