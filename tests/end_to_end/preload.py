@@ -14,6 +14,8 @@ warnings.simplefilter("ignore")
 for name in (
     "deepspeed.ops",
     "transformers.models.mpt.modeling_mpt",
+    "pretrain.cli.commands",
+    "pretrain.launcher.cli",
     "pretrain.data.build",
     "pretrain.training.loop",
     "pretrain.bench.training",

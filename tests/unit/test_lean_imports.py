@@ -33,6 +33,18 @@ def test_a_rank_starts_without_the_compiler(first):
     assert len(loaded) < 2_900
 
 
+def test_an_optimizer_is_made_without_the_compiler():
+    code = (
+        "import torch; from pretrain.optim.optimizers import AdamW; "
+        "from pretrain.optim.zero import FlatOptimizer\n"
+        "weights = torch.nn.Parameter(torch.ones(2))\n"
+        "groups = [{'params': [weights], 'weight_decay': 0.0}]\n"
+        "made = FlatOptimizer(AdamW(learning_rate=1.0), groups)\n"
+        "assert made.param_groups[0]['params'] == [weights]"
+    )
+    assert not {name for name in _imported(code) if name.startswith("torch._dynamo")}
+
+
 def test_what_was_withheld_is_there_afterwards():
     code = (
         "import torch; before = torch.compile; import pretrain.model.gpt; "
