@@ -119,6 +119,8 @@ def _train_steps(run: Run) -> None:
                 roll_back(run, spike, hooks)
         # No message may still be on its way when the processes go their own ways after this.
         run.optimizer.wait_for_weights()
+        for hook in hooks:
+            hook.at_end(run)
         run.requests.on_interrupt = None
         run.reporter.phase(Phase.ENDING, run.state.step)
     finally:

@@ -12,7 +12,6 @@ import errno
 import gzip
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,11 +66,12 @@ class ProfileHook(Hook):
         """Write what was recorded: the steps that follow are others."""
         self._write()
 
-    def close(self) -> None:
-        """Write what was recorded by a run that was stopped within the steps, not by one failed."""
-        # A failed step leaves messages on their way that nobody can wait for (`_write`).
-        if sys.exc_info()[0] is None:
-            self._write()
+    def at_end(self, run: Run) -> None:
+        """Write what was recorded, if the run was stopped within the steps.
+
+        A failed run writes nothing: its messages may be on their way, and none can be waited for.
+        """
+        self._write()
 
     def _write(self) -> None:
         """Write what was recorded, if anything was, and say where it is; record no more."""

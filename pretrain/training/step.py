@@ -63,6 +63,9 @@ class Hook:
     def after_rollback(self, run: Run) -> None:
         """Forget the steps after `run.state.step`, which are taken again."""
 
+    def at_end(self, run: Run) -> None:
+        """Act after the last step of a run that is finished or stopped, and not of a failed one."""
+
     def close(self) -> None:
         """Release what the hook holds; called once, also after a failure."""
 
