@@ -23,8 +23,7 @@ METHOD_FILES = sorted(
     if path.stem not in ("__init__", "base")
 )
 # Claims are about names: what the paper says of each method.
-ABOUT_NAMES = ("pretrain/positions/", "pretrain/study/", "pretrain/evaluation/comparison.py")
-ABOUT_NAMES += ("pretrain/evaluation/judge.py",)
+ABOUT_NAMES = ("pretrain/positions/", "pretrain/study/", "pretrain/evaluation/judge.py")
 
 
 def product() -> Iterator[Path]:
