@@ -16,6 +16,8 @@ What each outcome of an attempt leads to:
   failure looks permanent; then the outcome becomes GAVE_UP.
 - DIVERGED: the ranks found that they differ in what must be equal. As after a failure, another
   attempt follows. It starts from a good checkpoint, because the ranks compare before each save.
+- POISONED: numbers were not finite. Another attempt follows, as after a failure. A checkpoint from
+  which that happened twice is passed over: the attempt begins with the one before it.
 - STOPPED: a user or Slurm asked the run to stop. No attempt follows, even when the ranks failed to
   save.
 - REFUSED: the input is wrong, and would be wrong again. No attempt follows.
@@ -51,13 +53,18 @@ from pretrain.rundir.attempts import (
     AttemptRecord,
     Owner,
     Progress,
+    poisoned,
     read_attempt,
     read_attempts,
     read_progress,
     said_done,
     steps_done,
 )
-from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.checkpoints import (
+    checkpoint_step,
+    complete_checkpoints,
+    newest_checkpoint_step,
+)
 from pretrain.rundir.files import read_text, replace_json
 from pretrain.rundir.history import saving_then_stopping
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, LOOKS, PROGRESS_SECONDS, Attempt
@@ -437,6 +444,8 @@ def judge(attempt: Attempt, code: int, ranks: Ranks, num_steps: int, is_asked: b
     if code == ExitCode.DIVERGED and not is_asked:
         reason = f"the ranks differ in what must be equal, at {at}; see the ranks' last lines"
         return Verdict(Outcome.DIVERGED, code, reason)
+    if code == ExitCode.POISONED and not is_asked:
+        return Verdict(Outcome.POISONED, code, f"{failure}, at {at}", ranks.nodes)
     if code == ExitCode.RESTART:
         # A signal to stop may have come while the ranks saved for a restart.
         return Verdict(Outcome.STOPPED if is_asked else Outcome.RESTART, code, save)
@@ -511,7 +520,12 @@ def without_progress(records: Sequence[AttemptRecord], is_ours: IsOurs) -> int:
 
 
 def why_permanent(
-    records: Sequence[AttemptRecord], code: int, count: int, most: int, local: bool
+    records: Sequence[AttemptRecord],
+    code: int,
+    count: int,
+    most: int,
+    local: bool,
+    goes_back: bool = False,
 ) -> str | None:
     """Return why another attempt would fail as well, or None if it may succeed.
 
@@ -522,15 +536,16 @@ def why_permanent(
         most: recovery.max_restarts.
         local: True on a single machine: a failure before the first step is final when it repeats.
             Under Slurm the next attempt may run on another node, where it works.
+        goes_back: The next attempt begins with an earlier checkpoint, as this one did not.
     """
     if count > most:
         return (
             f"{count} attempts in a row without a new checkpoint (recovery.max_restarts = {most})"
         )
     now, before = records[-1], records[-2] if count > 1 else None
-    if before is None or before.ended is None:
+    if before is None or before.ended is None or goes_back:
         return None
-    if before.ended.outcome not in (Outcome.FAILED, Outcome.DIVERGED):
+    if before.ended.outcome not in (Outcome.FAILED, Outcome.DIVERGED, Outcome.POISONED):
         return None
     # A bug or a loss that is nan ends twice with the same code at the same step. A rank that a
     # signal ended may have been a victim of its node (out of memory, a fault), so signals do
@@ -884,8 +899,9 @@ class Supervisor:
         if again:
             records = read_attempts(attempt.run)
             count = without_progress(records, self.is_ours)
+            passed_over = poisoned(attempt.run, records, verdict.code)
             if why := why_permanent(
-                records, verdict.code, count, recovery.max_restarts, self.local
+                records, verdict.code, count, recovery.max_restarts, self.local, bool(passed_over)
             ):
                 reason = f"{verdict.reason}; given up: {why}"
                 verdict, again = (
@@ -893,7 +909,8 @@ class Supervisor:
                     False,
                 )
             else:
-                saved = newest_checkpoint_step(attempt.run)
+                left = [p for p in complete_checkpoints(attempt.run) if p not in passed_over]
+                saved = checkpoint_step(left[-1].name) if left else None
                 start = "from scratch" if saved is None else f"from step {saved}"
                 limit = f"{count} of {recovery.max_restarts} without progress"
                 message = f"attempt {attempt.number}: {verdict.reason}; starting again {start}"

@@ -23,6 +23,7 @@ from pretrain.rundir.checkpoints import (
     complete_checkpoints,
     is_complete,
     named_by_step,
+    read_abandoned,
     saved_checkpoints,
 )
 from pretrain.rundir.files import remove_directory
@@ -61,6 +62,8 @@ class Row:
     """Why this version cannot read it, which is no damage: another version saved it."""
     abandoned: str | None = None
     """The folder of RUN/abandoned that it lies in."""
+    abandoned_because: str | None = None
+    """Why the run turned away from it, as the folder's why.json says."""
 
 
 def list_run(run: Path) -> list[Row]:
@@ -72,12 +75,15 @@ def list_run(run: Path) -> list[Row]:
     check_version(run)
     own = named_by_step(RunPaths(run).checkpoints)
     aside = list(abandoned_checkpoints(run))
+    reasons = {folder: why.reason for folder, why in read_abandoned(run)}
     if not own and not aside:
         what = "has no checkpoints" if run.is_dir() else "no such directory"
         raise ConfigError(f"{run}: {what}. Give a run's directory (it has checkpoints/)")
     awaited = set(checkpoints_awaiting_evaluation(run))
     rows = [_row(path, awaits_evaluation=path in awaited) for path in own]
-    return rows + [_row(path, abandoned=path.parent.name) for path in aside]
+    return rows + [
+        _row(path, abandoned=path.parent.name, because=reasons.get(path.parent)) for path in aside
+    ]
 
 
 def format_rows(run: Path | str, rows: Sequence[Row]) -> str:
@@ -92,8 +98,10 @@ def format_rows(run: Path | str, rows: Sequence[Row]) -> str:
     if current:
         blocks.append(_table(current))
     for folder in sorted({row.abandoned for row in rows if row.abandoned is not None}):
-        blocks.append(f"abandoned/{folder}, which the run turned away from:")
-        blocks.append(_table([row for row in rows if row.abandoned == folder]))
+        there = [row for row in rows if row.abandoned == folder]
+        why = there[0].abandoned_because or "its why.json cannot be read"
+        blocks.append(f"abandoned/{folder}, which the run turned away from ({why}):")
+        blocks.append(_table(there))
     if any(row.damage is None and row.unread is None for row in rows):
         blocks.append(
             "Only manifests and other small files were read. `pretrain checkpoint verify` reads "
@@ -102,12 +110,18 @@ def format_rows(run: Path | str, rows: Sequence[Row]) -> str:
     return "\n\n".join(blocks)
 
 
-def _row(path: Path, awaits_evaluation: bool = False, abandoned: str | None = None) -> Row:
+def _row(
+    path: Path,
+    awaits_evaluation: bool = False,
+    abandoned: str | None = None,
+    because: str | None = None,
+) -> Row:
     row = Row(
         str(path),
         checkpoint_step(path.name) or 0,
         awaits_evaluation=awaits_evaluation,
         abandoned=abandoned,
+        abandoned_because=because,
     )
     if not is_complete(path):
         return dataclasses.replace(row, damage=f"has no {MANIFEST}")

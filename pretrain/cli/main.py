@@ -14,8 +14,9 @@ def main() -> None:
     """Run the command and end the process with its exit code.
 
     Exit codes: 2 and an `error: ...` line for wrong input, 1 and such a line when the run failed,
-    81 when its ranks hold different weights, 82 when the disk is full, 130 after Ctrl-C. None of
-    these shows a traceback. Any other exception is a bug and keeps its own.
+    81 when its ranks hold different weights, 82 when the disk is full, 83 when numbers are
+    not finite, 130 after Ctrl-C. None of these shows a traceback. Any other exception is a bug and
+    keeps its own.
     """
     leave_on_ctrl_c()
     # What a run writes is readable by its owner and group only, as under the launcher.

@@ -1,8 +1,8 @@
 """Define the errors that end a command without a traceback: wrong input, and a failed run.
 
 `pretrain` and `launcher` print the message of any of them as `error: ...` lines; the exit code is 2
-for a ConfigError, 1 for a RunFailed, 81 for a Diverged and 82 for a NoSpace
-(`rundir.states.exit_code_of`). Any other exception is a bug in this project and keeps its
+for a ConfigError, 1 for a RunFailed, 81 for a Diverged, 82 for a NoSpace and 83 for a Poisoned
+(`rundir.paths.exit_code_of`). Any other exception is a bug in this project and keeps its
 traceback.
 """
 
@@ -34,6 +34,14 @@ class Diverged(RunFailed):
     """Ranks of a run hold different values of what must be equal.
 
     The message names the parameters, and the ranks and hosts that differ.
+    """
+
+
+class Poisoned(RunFailed):
+    """Numbers of training are not finite, or so large that no training makes them.
+
+    Nothing of them is saved. Where it happens again and again from one checkpoint, the checkpoint
+    may hold the cause (`pretrain.rundir.attempts.poisoned`).
     """
 
 

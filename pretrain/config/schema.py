@@ -349,7 +349,8 @@ class CheckpointSection(Section):
     training until a checkpoint is written, and needs no memory for the copy."""
 
     keep: int | None = Field(default=None, gt=0)
-    """Number of newest checkpoints to keep; older ones are deleted. Default: all are kept."""
+    """Number of newest checkpoints to keep; older ones are deleted. Default: all are kept. With 1
+    the one before the newest stays, too: the newest is on probation until the next save."""
 
     keep_every: int | None = Field(default=None, gt=0)
     """Also keep those whose step is a multiple of this, for good. It has a meaning only beside

@@ -163,20 +163,31 @@ def checksum(tensor: Tensor) -> Tensor:
     return tensor.detach().view(BITS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
-def state_is_finite(optimizer: ZeroOptimizer) -> Tensor:
-    """Return if all masters and moments of this rank are finite: a boolean scalar on the device."""
-    buffers = [buffer for flat in flat_masters(optimizer) for buffer in _state_of(optimizer, flat)]
+def state_is_plausible(optimizer: ZeroOptimizer) -> Tensor:
+    """Return if no master or moment of this rank is beyond its limit, or nan.
+
+    Returns:
+        A boolean scalar on the device.
+    """
+    names = ["master", *optimizer.moments]
+    buffers, limits = [], []
+    for flat in flat_masters(optimizer):
+        # The optimizer makes its moments at the first update.
+        for name, buffer in zip(names, _state_of(optimizer, flat)):
+            buffers.append(buffer)
+            limits.append(optimizer.limits[name])
     # The largest magnitude: a Euclidean norm overflows where every element is finite.
-    largest = torch._foreach_norm(buffers, math.inf)
-    return torch.stack(largest).isfinite().all()
+    largest = torch.stack(torch._foreach_norm(buffers, math.inf))
+    # A nan is not below anything.
+    return (largest <= platform.to_device(torch.tensor(limits))).all()
 
 
-def non_finite_state(optimizer: ZeroOptimizer) -> list[str]:
-    """Return the names of this rank's masters and moments that are not finite, with a value."""
+def implausible_state(optimizer: ZeroOptimizer) -> list[str]:
+    """Return the names of this rank's masters and moments beyond their limits, with a value."""
     found = []
     for fragment in read_fragments(optimizer):
         for kind, values in fragment.tensors.items():
-            bad = values[~values.isfinite()]
+            bad = values[~(values.abs() <= optimizer.limits[kind])]
             if bad.numel():
                 found.append(f"{kind} of {fragment.named.name} ({float(bad[0])})")
     return found

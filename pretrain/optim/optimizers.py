@@ -13,6 +13,7 @@ torch is imported within the updates: the launcher reads configs where there is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -24,6 +25,14 @@ from pretrain.config.schema import ChosenSection, Effect, Fixed, Free
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+LARGEST = float.fromhex("0x1.fffffep+127")
+"""The largest fp32 number."""
+LARGEST_WEIGHT = 1e6
+"""The magnitude of an fp32 weight beyond which a model does not work: fp16 ends at 65,504."""
+SLACK = 1e6
+"""How far beyond its bound a moment may lie before it counts as wrong."""
 
 
 @dataclass
@@ -83,6 +92,27 @@ class Optimizer(ChosenSection):
     moments: ClassVar[dict[str, str]]
     """What is kept of each parameter beside its fp32 master, fp32 too: the name in a checkpoint,
     torch's where torch has the optimizer -> what it is, in the plural, for people."""
+
+    def moment_bounds(self) -> dict[str, float]:
+        """Return the largest magnitude that each of `moments` can reach, where there is a bound.
+
+        No element of a clipped gradient is larger than clip_grad, the bound of its norm.
+        """
+        return {}
+
+    def limits(self) -> dict[str, float]:
+        """Return the magnitude beyond which a master or a moment cannot come from training.
+
+        Bounds hold for one clip_grad, which may have been another one before, and are rounded; a
+        factor of SLACK covers both. A flipped high bit of an exponent changes a number by 2^64 or
+        more. Without clipping any finite moment may be right.
+
+        Returns:
+            By the names in a checkpoint.
+        """
+        bounds = self.moment_bounds() if 0 < self.clip_grad < math.inf else {}
+        limits = {name: SLACK * bounds.get(name, math.inf) for name in self.moments}
+        return {"master": LARGEST_WEIGHT} | {n: min(each, LARGEST) for n, each in limits.items()}
 
     def formula(self, shard: Shard) -> None:
         """Make one update, with gradients that are scaled already; leaving out is done around it.
@@ -147,6 +177,10 @@ class AdamW(Optimizer):
 
     moments: ClassVar = {"exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
+    def moment_bounds(self) -> dict[str, float]:
+        """Means of clipped gradients and of their squares are no larger than the largest one."""
+        return {"exp_avg": self.clip_grad, "exp_avg_sq": self.clip_grad**2}
+
     def update(self, shard: Shard) -> None:
         """Launch torch's fused kernel, as torch.optim.AdamW does."""
         import torch
@@ -195,6 +229,10 @@ class NAG(Optimizer):
     """nag: decay of the sum of the gradients. The default is fairseq's."""
 
     moments: ClassVar = {"momentum_buffer": "momentum"}
+
+    def moment_bounds(self) -> dict[str, float]:
+        """The buffer is a geometric sum of clipped gradients."""
+        return {"momentum_buffer": self.clip_grad / (1 - self.momentum)}
 
     def update(self, shard: Shard) -> None:
         """Decay the weights, and launch torch's fused kernel."""

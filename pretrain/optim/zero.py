@@ -236,6 +236,8 @@ class ZeroOptimizer:
         self.is_fp16 = config.train.precision == "fp16"
         self.moments = config.moments
         """What the optimizer keeps of each parameter beside the master, by torch's names."""
+        self.limits = config.optimizer.limits()
+        """Magnitudes beyond which a master or a moment cannot come from training."""
         # Listed before DeepSpeed is given the model: afterwards ZeRO 3's parameters are empty.
         self.parameters: list[Named] = list(named_parameters(chunks))
         if self.stage == 1:

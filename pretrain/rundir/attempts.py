@@ -12,15 +12,29 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pretrain.config import load_config
-from pretrain.rundir.checkpoints import headless_checkpoints, newest_checkpoint_step
+from pretrain.rundir.checkpoints import (
+    complete_checkpoints,
+    headless_checkpoints,
+    newest_checkpoint_step,
+)
 from pretrain.rundir.files import from_json, open_regular, read_json, read_records, read_text
+from pretrain.rundir.lineage import read_lineage
 from pretrain.rundir.metrics import read_metrics
-from pretrain.rundir.paths import WORK, Outcome, Phase, RunPaths, attempt_directory, attempt_numbers
+from pretrain.rundir.paths import (
+    WORK,
+    ExitCode,
+    Outcome,
+    Phase,
+    RunPaths,
+    attempt_directory,
+    attempt_numbers,
+)
 
 OWNER = "owner.json"
 HEARTBEAT = "heartbeat"
@@ -62,6 +76,8 @@ class Owner:
     """Slurm's node list, or this host."""
     checkpoint_step: int | None = None
     """The newest complete checkpoint's step when the attempt began."""
+    checkpoint_id: str | None = None
+    """That checkpoint's id."""
 
     @staticmethod
     def here(**known: Any) -> Owner:
@@ -272,6 +288,49 @@ def said_done(attempt: AttemptRecord, num_steps: int) -> bool:
     """Return True if the last word of an attempt's ranks is that all steps are done."""
     last = attempt.phases[-1] if attempt.phases else None
     return last is not None and last.phase == Phase.ENDING and last.step >= num_steps
+
+
+POISONED_ATTEMPTS = 2
+"""Attempts that a checkpoint poisons before it is passed over."""
+
+
+def poisoned(
+    run: Path, attempts: Sequence[AttemptRecord], code: int | None = None
+) -> dict[Path, str]:
+    """Return the checkpoint that training must not go on from any more, with the reason.
+
+    A checkpoint is on probation until the run has saved another one after it: only then numbers
+    that came from it have passed the checks of steps and of a save. While it is on probation, two
+    attempts that began with it and ended as POISONED make it poisoned. If attempts that began with
+    another checkpoint of the same step ended so before, the cause is not in the checkpoint.
+
+    Args:
+        run: The run's directory.
+        attempts: Its attempts, oldest first.
+        code: The exit code of the last attempt's ranks, where its end is not recorded yet.
+
+    Returns:
+        The newest checkpoint alone, or nothing, as where no other checkpoint is left.
+    """
+    found = complete_checkpoints(run)
+    lineage = read_lineage(found[-1]) if len(found) > 1 else None
+    if lineage is None:
+        return {}
+    codes = [attempt.ended.code if attempt.ended else None for attempt in attempts]
+    if code is not None:
+        codes[-1] = code
+    began_with = [
+        attempt.owner.checkpoint_id
+        for attempt, ended in zip(attempts, codes)
+        if ended == ExitCode.POISONED and attempt.owner.checkpoint_step == lineage.step
+    ]
+    if len(began_with) < POISONED_ATTEMPTS or set(began_with) != {lineage.id}:
+        return {}
+    why = (
+        f"poisoned: {len(began_with)} attempts that began with it met numbers that are not finite "
+        "or too large, before the next save"
+    )
+    return {found[-1]: why}
 
 
 def is_idle(attempt: AttemptRecord) -> bool:

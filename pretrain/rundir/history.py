@@ -111,7 +111,7 @@ def settle(
     run: Path,
     resumed: Path,
     lineage: Lineage,
-    damaged: Mapping[str, str] | None = None,
+    passed_over: Mapping[str, str] | None = None,
     attempt: Path | None = None,
 ) -> Path | None:
     """Set aside whatever is neither the checkpoint that training goes on from nor an ancestor.
@@ -123,7 +123,7 @@ def settle(
         run: The run's directory.
         resumed: The checkpoint that training goes on from, here or elsewhere.
         lineage: Its ancestry.
-        damaged: Name -> what is wrong, of checkpoints that were passed over.
+        passed_over: Name -> why, of checkpoints that were passed over.
         attempt: RUN/attempts/#### of this attempt; None when it has none.
 
     Returns:
@@ -133,7 +133,7 @@ def settle(
         Superseded: Another attempt has taken the run; nothing was moved.
         OSError: The disk refused; the next start goes on with the move.
     """
-    paths, damaged = RunPaths(run), damaged or {}
+    paths, passed_over = RunPaths(run), passed_over or {}
     headless = [Saved(path, None) for path in headless_checkpoints(run)]
     found = [*saved_checkpoints(run), *headless]
     away = [saved for saved in found if not _leads_to(saved, lineage)]
@@ -151,7 +151,7 @@ def settle(
     ]
     why = Why(
         at=time.time(),
-        reason=_reason(resumed, lineage, damaged),
+        reason=_reason(resumed, lineage, passed_over),
         id=lineage.id,
         step=lineage.step,
         parent=lineage.parent,
@@ -271,10 +271,10 @@ def _fork(away: list[Saved], lineage: Lineage) -> int:
     return min([lineage.step, *forks])
 
 
-def _reason(resumed: Path, lineage: Lineage, damaged: Mapping[str, str]) -> str:
-    if damaged:
-        what = "; ".join(f"{name}: {why}" for name, why in damaged.items())
-        return f"damaged: {what}. Training goes on from step {lineage.step}, {resumed}"
+def _reason(resumed: Path, lineage: Lineage, passed_over: Mapping[str, str]) -> str:
+    if passed_over:
+        what = "; ".join(f"{name}: {why}" for name, why in passed_over.items())
+        return f"passed over: {what}. Training goes on from step {lineage.step}, {resumed}"
     return f"training goes on from step {lineage.step}, {resumed}"
 
 

@@ -125,7 +125,8 @@ def removable(
 ) -> list[int]:
     """Return the steps of the checkpoints that may be deleted, in ascending order.
 
-    The newest is never among them, so a run that has a checkpoint keeps one.
+    The newest two are never among them. The newest is on probation until the next save; if what is
+    trained from it fails, the run goes on from the one before (`attempts.poisoned`).
 
     Args:
         losses: Step -> validation loss in nats of complete, readable checkpoints of one line of
@@ -136,7 +137,7 @@ def removable(
     if policy.keep is None:
         return []
     steps = sorted(losses)
-    kept = {*steps[-policy.keep :], *wanted}
+    kept = {*steps[-max(policy.keep, 2) :], *wanted}
     if policy.keep_every is not None:
         kept |= {step for step in steps if step % policy.keep_every == 0}
     # A loss that is nan or infinite is no result to keep a checkpoint for.

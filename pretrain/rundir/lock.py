@@ -32,7 +32,7 @@ from pretrain.rundir.attempts import (
     last_heartbeat,
     process_stat,
 )
-from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints
 from pretrain.rundir.files import (
     DIRECTORY_MODE,
     FILE_MODE,
@@ -42,6 +42,7 @@ from pretrain.rundir.files import (
     replace_json,
     say,
 )
+from pretrain.rundir.lineage import read_lineage
 from pretrain.rundir.paths import Phase, RunPaths, attempt_directory, attempt_numbers, check_version
 from pretrain.rundir.trust import check_trusted
 
@@ -110,10 +111,7 @@ class Attempt:
         try:
             with writing(run):
                 make_directory(attempts)
-                _prepare(
-                    prepared,
-                    dataclasses.replace(owner, checkpoint_step=newest_checkpoint_step(run)),
-                )
+                _prepare(prepared, _with_checkpoint(owner, run))
             number = max(attempt_numbers(attempts), default=0)
             newest = attempt_directory(run, number)
             if number and _is_held(newest, owner, job_is_over):
@@ -325,6 +323,19 @@ def _busy(run: Path, number: int) -> RunBusy:
     end = f"scancel {job}" if job else f"kill {other.pid} on {other.host}"
     return RunBusy(
         f"{run}: attempt {number} is being made by {other}. Wait for its end, or end it ({end})"
+    )
+
+
+def _with_checkpoint(owner: Owner, run: Path) -> Owner:
+    """Return the owner with the run's newest complete checkpoint."""
+    found = complete_checkpoints(run)
+    if not found:
+        return owner
+    lineage = read_lineage(found[-1])
+    return dataclasses.replace(
+        owner,
+        checkpoint_step=checkpoint_step(found[-1].name),
+        checkpoint_id=lineage.id if lineage else None,
     )
 
 

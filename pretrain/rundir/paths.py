@@ -14,7 +14,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from pretrain.config import ConfigError, Diverged, NoSpace, writing
+from pretrain.config import ConfigError, Diverged, NoSpace, Poisoned, writing
 from pretrain.rundir.files import read_json, replace_json
 
 # ---- states ----
@@ -53,6 +53,8 @@ class Outcome(StrEnum):
     """The watchdog ended it, because it made no progress."""
     DIVERGED = "diverged"
     """Its ranks held different values of what must be equal. It stopped without saving."""
+    POISONED = "poisoned"
+    """Its numbers were not finite, or too large to be true. It stopped without saving."""
     REFUSED = "refused"
     """Its input was wrong, so starting it again would not help."""
     GAVE_UP = "gave_up"
@@ -65,7 +67,7 @@ class Outcome(StrEnum):
 
 ENDED_WELL = (Outcome.FINISHED, Outcome.RESTART, Outcome.STOPPED)
 """Outcomes that need no explanation."""
-FAILURES = (Outcome.FAILED, Outcome.HUNG, Outcome.DIVERGED)
+FAILURES = (Outcome.FAILED, Outcome.HUNG, Outcome.DIVERGED, Outcome.POISONED)
 """Outcomes that count towards recovery.max_restarts."""
 STARTED_AGAIN = (Outcome.RESTART, *FAILURES)
 """Outcomes after which the launcher or Slurm makes another attempt."""
@@ -85,6 +87,8 @@ class ExitCode(IntEnum):
     """Ranks differed in what must be equal; nothing was saved since."""
     NO_SPACE = 82
     """The disk is full; not to be started again before there is room."""
+    POISONED = 83
+    """Numbers were not finite, or too large to be true; nothing was saved since."""
     INTERRUPTED = 128 + signal.SIGINT
     KILLED = 128 + signal.SIGKILL
 
@@ -96,6 +100,7 @@ _OUTCOMES: dict[int, Outcome] = {
     ExitCode.STOPPED: Outcome.STOPPED,
     ExitCode.DIVERGED: Outcome.DIVERGED,
     ExitCode.NO_SPACE: Outcome.NO_SPACE,
+    ExitCode.POISONED: Outcome.POISONED,
     ExitCode.INTERRUPTED: Outcome.STOPPED,
 }
 
@@ -111,6 +116,8 @@ def exit_code_of(error: BaseException) -> ExitCode:
         return ExitCode.BAD_INPUT
     if isinstance(error, NoSpace):
         return ExitCode.NO_SPACE
+    if isinstance(error, Poisoned):
+        return ExitCode.POISONED
     return ExitCode.DIVERGED if isinstance(error, Diverged) else ExitCode.FAILED
 
 

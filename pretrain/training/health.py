@@ -1,9 +1,9 @@
 """Stop a run whose state is poisoned, or whose ranks no longer train the same model.
 
 The ranks compare checksums of all that they must hold alike (pretrain/optim/health.py) and of their
-counters, and see that masters and moments are finite. In the usual case that is one kernel for each
-tensor, one small all-reduce for each group of ranks and one for all, and one wait of the host. Only
-when something is wrong do the ranks exchange what it is.
+counters, and see that masters and moments are finite and of a size that training can make. In the
+usual case that is one kernel for each tensor, one small all-reduce for each group of ranks and one
+for all, and one wait of the host. Only when something is wrong do the ranks exchange what it is.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from pretrain import platform
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.config import ConfigError, Diverged, RunFailed
+from pretrain.config import ConfigError, Diverged, Poisoned, RunFailed
 from pretrain.config.trajectory import DIGITS
 from pretrain.optim.health import (
     Copies,
     checksum,
     find_copies,
-    non_finite_state,
-    state_is_finite,
+    implausible_state,
+    state_is_plausible,
     update_counts,
 )
 from pretrain.rundir.files import say
@@ -55,20 +55,21 @@ class Findings:
     counters: Tensor
     """int64 [COUNTERS]"""
     verdict: Tensor
-    """int64 [2], the same on all ranks: 1 if some state is not finite, 1 if ranks differ."""
+    """int64 [2], the same on all ranks: 1 if some state is implausible, 1 if ranks differ."""
 
 
 def check_health(run: Run) -> None:
     """Check that the state is finite on all ranks, and equal where it must be. All together.
 
     Raises:
-        RunFailed: On every rank, if a master or a moment is not finite on one.
+        Poisoned: On every rank, if a master or a moment of one is not finite, or too large to be
+            true.
         Diverged: On every rank, if ranks hold different values of what must be equal.
     """
     findings = inspect(run)
     poisoned, differs = platform.Readback(findings.verdict).numbers()
     if poisoned:
-        raise RunFailed(_explain_poison(run))
+        raise Poisoned(_explain_poison(run))
     if differs:
         raise Diverged(_explain_difference(run, findings))
 
@@ -108,7 +109,7 @@ def inspect(run: Run) -> Findings:
     differs = [_differs(sums, each.group) for sums, each in zip(checksums, copies)]
     counters = _counters(run)
     flags = [any_.any() for any_ in differs]
-    poisoned = ~state_is_finite(run.optimizer)
+    poisoned = ~state_is_plausible(run.optimizer)
     flag = torch.stack(flags).any() if flags else torch.zeros_like(poisoned)
     # One message for all ranks: the flags, and the counters' largest and smallest values.
     message = torch.cat([torch.stack([poisoned, flag]).long(), counters, -counters])
@@ -138,10 +139,11 @@ def _counters(run: Run) -> Tensor:
 
 def _explain_poison(run: Run) -> str:
     """Return the message about state that is not finite. All ranks together."""
-    everyone = _gather((dist.get_rank(), host_name(), non_finite_state(run.optimizer)))
+    everyone = _gather((dist.get_rank(), host_name(), implausible_state(run.optimizer)))
     lines = [f"rank {rank} ({host}): {name}" for rank, host, names in everyone for name in names]
     return (
-        f"after step {run.state.step} the optimizer's state is not finite: {_some(lines)}. Nothing "
+        f"after step {run.state.step} the optimizer's state is not finite or too large to be true: "
+        f"{_some(lines)}. Nothing "
         "is saved. Start again from the last checkpoint, which was checked. If it happens again at "
         "the same step, lower optimizer.learning_rate; if always on one host, leave that host out"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pretrain.checkpoint.manifest import TrainerState
-from pretrain.config import RunConfig, RunFailed
+from pretrain.config import Poisoned, RunConfig, RunFailed
 from pretrain.optim.health import SpikeDetector
 from pretrain.optim.sharded_step import Veto
 from pretrain.rundir.metrics import Record
@@ -109,11 +109,11 @@ class SpikeWatch:
         """Check that the run may go back to `step` once more.
 
         Raises:
-            RunFailed: It has done so train.spike_max_rollbacks times.
+            Poisoned: It has done so train.spike_max_rollbacks times.
         """
         times = sum(to == step for _, to in self.rollbacks)
         if times >= self._max_rollbacks:
-            raise RunFailed(
+            raise Poisoned(
                 f"{spike}. The run has gone back to step {step} {times} times already "
                 f"(train.spike_max_rollbacks = {self._max_rollbacks}), so it is not the data. "
                 "Resume from an earlier checkpoint, or with a lower optimizer.learning_rate"

@@ -40,7 +40,7 @@ from pretrain.model.attention import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.platform import device_name, versions
-from pretrain.rundir.attempts import Owner
+from pretrain.rundir.attempts import Owner, poisoned, read_attempts
 from pretrain.rundir.checkpoints import (
     checkpoint_step,
     checkpoints_to_resume,
@@ -69,16 +69,16 @@ from pretrain.training.spikes import SpikeWatch
 # ---- Choose the checkpoint that a run goes on from ----
 
 
-Damaged = tuple[tuple[Path, str], ...]
-"""Checkpoints that cannot be used, and the messages that say why."""
+PassedOver = tuple[tuple[Path, str], ...]
+"""Checkpoints that are not gone on from, and the messages that say why."""
 
 
 def choose_checkpoint(
     config: RunConfig,
     resume: str,
     opened: Checkpoint | None = None,
-    damaged: Damaged = (),
-) -> tuple[Checkpoint | None, Damaged]:
+    passed_over: PassedOver = (),
+) -> tuple[Checkpoint | None, PassedOver]:
     """Open the checkpoint to resume from. `check_training` says whether the run may go on from it.
 
     Args:
@@ -87,10 +87,11 @@ def choose_checkpoint(
             has none at all; "none" to start from scratch; else the path of a run or a checkpoint.
         opened: What this function returned before. It is returned again, without reading its files
             anew, if it is still the checkpoint to resume from.
-        damaged: Checkpoints that `auto` must pass over, because loading them failed.
+        passed_over: Checkpoints that `auto` must pass over, because loading them failed.
 
     Returns:
-        The checkpoint, or None to start from scratch; and the damaged ones that were passed over.
+        The checkpoint, or None to start from scratch; and those that were passed over: damaged ones
+        and a poisoned one.
 
     Raises:
         ConfigError: There is no such checkpoint, it is damaged, or starting from scratch would
@@ -110,19 +111,17 @@ def choose_checkpoint(
     if resume != "auto":
         return _open(find_checkpoint(Path(resume)), opened), ()
     found = checkpoints_to_resume(run)
-    passed_over = dict(damaged)
+    left_out = poisoned(run, read_attempts(run)) | dict(passed_over)
     for path in found:
-        if path in passed_over:
+        if path in left_out:
             continue
         try:
-            return _open(path, opened), tuple(passed_over.items())
+            return _open(path, opened), tuple(left_out.items())
         except DamagedCheckpoint as damage:
-            passed_over[path] = str(damage)
-    if passed_over:
+            left_out[path] = str(damage)
+    if left_out:
         # Do not start from scratch, which could throw away weeks of training.
-        lines = "".join(
-            f"\n{path}: {first_sentence(damage)}" for path, damage in passed_over.items()
-        )
+        lines = "".join(f"\n{path}: {first_sentence(why)}" for path, why in left_out.items())
         raise ConfigError(
             f"{run}: all of its checkpoints are damaged. Restore one of them, --resume one that is "
             f"elsewhere, or train anew in another run.directory{lines}"
@@ -209,8 +208,8 @@ class StartPoint:
     """What is saved from here on belongs to a branch of its own."""
     is_automatic: bool = False
     """The checkpoint was found by `auto`, so an earlier one may take its place."""
-    damaged: Damaged = ()
-    """Newer checkpoints that cannot be used, and why."""
+    passed_over: PassedOver = ()
+    """Newer checkpoints that are not gone on from, and why."""
     provenance: Provenance | None = None
     """What this attempt is made with; None if there is nothing left to do."""
     provenance_changes: tuple[str, ...] = ()
@@ -246,7 +245,7 @@ def find_start_point(
     opened: Checkpoint | None,
     data: dict[str, str],
     allowed: Collection[str] = (),
-    damaged: Damaged = (),
+    passed_over: PassedOver = (),
     evaluations: tuple[Protocol, ...] = (),
 ) -> StartPoint:
     """Find where the run starts from.
@@ -257,14 +256,14 @@ def find_start_point(
         opened: A checkpoint that `choose_checkpoint` has returned before.
         data: The hashes of the run's data; see `data_hashes`.
         allowed: Keys that may change although they change training.
-        damaged: Checkpoints that `auto` must pass over, and why.
+        passed_over: Checkpoints that `auto` must pass over, and why.
         evaluations: What every evaluation of this run measures; see `evaluations_of`.
 
     Raises:
         ConfigError: As `choose_checkpoint`, a difference from the checkpoint is not allowed, or the
             checkpoint has done more steps than train.num_steps.
     """
-    checkpoint, damaged = choose_checkpoint(config, resume, opened, damaged)
+    checkpoint, passed_over = choose_checkpoint(config, resume, opened, passed_over)
     if checkpoint is None:
         return StartPoint(data=data, allowed=tuple(allowed), evaluations=evaluations)
     step, last = checkpoint.trainer_state.step, config.train.num_steps
@@ -297,7 +296,7 @@ def find_start_point(
         tuple(allowed),
         begins_branch(config.directory, checkpoint.path, checkpoint.lineage),
         resume == "auto",
-        damaged,
+        passed_over,
     )
 
 
@@ -433,7 +432,7 @@ def take_run(
     start_point = find_start_point(
         config, resume, start_point.checkpoint, data, allowed, evaluations=tuple(evaluations)
     )
-    _say_damaged(start_point)
+    _say_passed_over(start_point)
     if start_point.is_automatic and start_point.checkpoint is not None:
         say(*no_checkpoints(config.directory, start_point.checkpoint.path))
     made, changes = record_provenance(config.directory, reporter, start_point.checkpoint)
@@ -511,23 +510,23 @@ def _load(
         except DamagedCheckpoint as damage:
             if not start_point.is_automatic:
                 raise
-            damaged = (*start_point.damaged, (start_point.checkpoint.path, str(damage)))
-            start_point = on_main(topology, partial(_fall_back, config, start_point, damaged))
+            left_out = (*start_point.passed_over, (start_point.checkpoint.path, str(damage)))
+            start_point = on_main(topology, partial(_fall_back, config, start_point, left_out))
     return TrainerState(step=0, consumed_samples=0), start_point
 
 
-def _fall_back(config: RunConfig, before: StartPoint, damaged: Damaged) -> StartPoint:
+def _fall_back(config: RunConfig, before: StartPoint, passed_over: PassedOver) -> StartPoint:
     """Find where the run starts from when these checkpoints are passed over, and say so.
 
     Args:
         config: The run.
         before: Where it was to start from.
-        damaged: The checkpoints to pass over, and why.
+        passed_over: The checkpoints to pass over, and why.
     """
     start_point = find_start_point(
-        config, "auto", None, before.data, before.allowed, damaged, before.evaluations
+        config, "auto", None, before.data, before.allowed, passed_over, before.evaluations
     )
-    _say_damaged(start_point)
+    _say_passed_over(start_point)
     return dataclasses.replace(
         start_point,
         provenance=before.provenance,
@@ -535,12 +534,12 @@ def _fall_back(config: RunConfig, before: StartPoint, damaged: Damaged) -> Start
     )
 
 
-def _say_damaged(start_point: StartPoint) -> None:
-    """Print which newer checkpoints are damaged and how many steps are lost with them."""
-    for path, damage in start_point.damaged:
+def _say_passed_over(start_point: StartPoint) -> None:
+    """Print which newer checkpoints are passed over and how many steps are lost with them."""
+    for path, why in start_point.passed_over:
         lost = (checkpoint_step(path.name) or 0) - start_point.step
         say(
-            f"warning: {path} is damaged ({first_sentence(damage)}) and set aside; training goes "
+            f"warning: {path} is passed over ({first_sentence(why)}) and set aside; training goes "
             f"on from step {start_point.step}, {lost} steps are lost and trained again"
         )
 
@@ -550,9 +549,9 @@ def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) ->
     if start_point.checkpoint is None:
         return
     path, lineage = start_point.checkpoint.path, start_point.checkpoint.lineage
-    damaged = {damaged.name: first_sentence(why) for damaged, why in start_point.damaged}
+    passed_over = {each.name: first_sentence(why) for each, why in start_point.passed_over}
     with writing(config.directory):
-        folder = settle(config.directory, path, lineage, damaged, attempt)
+        folder = settle(config.directory, path, lineage, passed_over, attempt)
         bring_back_lines(config.directory, path, lineage.step)
     if folder is not None:
         names = ", ".join(sorted(found.name for found in folder.glob("step-*")))

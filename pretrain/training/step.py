@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.config import RunConfig, RunFailed
+from pretrain.config import Poisoned, RunConfig
 from pretrain.data.order import mask_samples, rank_samples
 from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
 from pretrain.optim.zero import ZeroOptimizer
@@ -227,9 +227,9 @@ class QueuedStep:
             included; `loss_nats` is the mean over the global batch, before the update.
 
         Raises:
-            RunFailed: The gradient norm is not finite, and the precision is not fp16, where the
-                loss scale is lowered and the update skipped; or the step was a spike, and
-                train.spike_policy is to stop.
+            Poisoned: The gradient norm is not finite, and the precision is not fp16, where the
+                loss scale is lowered and the update skipped.
+            RunFailed: The step was a spike, and train.spike_policy is to stop.
             Spike: The run has to go back to a checkpoint.
         """
         norm, loss, *numbers = self._readback.numbers()
@@ -239,7 +239,7 @@ class QueuedStep:
             seen = f"step {self._record['step']}: the gradient norm is {norm}"
             if self._spikes is not None and self._spikes.policy == "rollback":
                 raise Spike(seen, self._state)
-            raise RunFailed(
+            raise Poisoned(
                 f"{seen}. Resume from the last checkpoint with a lower optimizer.learning_rate, a "
                 "longer schedule.lr_warmup_steps or a smaller optimizer.clip_grad"
             )

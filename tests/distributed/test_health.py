@@ -69,15 +69,16 @@ def test_state_that_is_not_finite_is_never_saved(
     arguments = (config, step, processes - 1, name, kind, value)
     results = pools(processes).run(tasks.train_damaged, *arguments)
     assert results[-1]["damaged"]
-    assert {r["code"] for r in results} == {ExitCode.FAILED}
+    assert {r["code"] for r in results} == {ExitCode.POISONED}
     for result in results:
         assert result["error"].startswith(
-            f"after step {step} the optimizer's state is not finite: rank {processes - 1} ("
+            f"after step {step} the optimizer's state is not finite or too large to be true: "
+            f"rank {processes - 1} ("
         )
         assert f"{kind} of {name} ({value})" in result["error"]
         assert result["saved"] == ([] if step == 3 else ["step-00000003"])
     [attempt] = read_attempts(tmp_path / "run")
-    assert (attempt.ended.outcome, attempt.ended.code) == ("failed", 1)
+    assert (attempt.ended.outcome, attempt.ended.code) == ("poisoned", 83)
 
 
 GRADIENTS = [(1, "nan", 2), (2, "inf", 3), (3, "inf", 4), (2, "nan", 2), (3, "nan", 2)]
@@ -92,7 +93,7 @@ def test_a_gradient_that_is_not_finite_is_told_by_its_name(
     results = pools(2).run(tasks.train_with_a_bad_gradient, config, step, float(value))
     for result in results:
         assert result["error"].startswith(f"step {step}: the gradient norm is {value}. ")
-        assert result["code"] == ExitCode.FAILED
+        assert result["code"] == ExitCode.POISONED
         assert result["saved"] == ["step-00000003"] * (step > 3)
         assert result["unchanged"][step]
     records = read_metrics(RunPaths(tmp_path / "run").metrics)

@@ -15,6 +15,7 @@ import pytest
 
 from pretrain.config import ConfigError, NoSpace, RunFailed
 from pretrain.rundir import checkpoints, history
+from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, poisoned
 from pretrain.rundir.checkpoints import (
     Superseded,
     begin_partial,
@@ -352,22 +353,22 @@ with hold(Path(sys.argv[1])):
 
 
 def test_what_a_process_reads_is_passed_over_until_it_ends(tmp_path):
-    run = run_of(tmp_path, 2, 4, 6)
+    run = run_of(tmp_path, 2, 4, 6, 8)
     command = [sys.executable, "-c", HOLDER, str(checkpoint_directory(run, 2))]
     holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
-    newest, warn = checkpoint_directory(run, 6), WarnOnce()
+    newest, warn = checkpoint_directory(run, 8), WarnOnce()
     # Two readers at once, and one that has ended.
     with hold(checkpoint_directory(run, 2)), hold(checkpoint_directory(run, 4)):
         pass
     remove_old(run, newest, Policy(keep=1), warn)
-    assert names(complete_checkpoints(run)) == [2, 6]
+    assert names(complete_checkpoints(run)) == [2, 6, 8]
     holder.kill()
     holder.wait()
     holder.stdout.close()
     remove_old(run, newest, Policy(keep=1), warn)
-    assert names(complete_checkpoints(run)) == [6]
-    assert os.listdir(run / "checkpoints") == ["step-00000006"]
+    # The newest is on probation, so the one before it stays as well.
+    assert sorted(os.listdir(run / "checkpoints")) == ["step-00000006", "step-00000008"]
 
 
 def test_a_reader_that_comes_while_a_checkpoint_is_deleted_is_told(tmp_path):
@@ -408,14 +409,52 @@ def test_a_deletion_that_the_disk_refuses_warns_once(tmp_path, monkeypatch, capf
     assert names(complete_checkpoints(run)) == [2, 4, 6]
 
 
+# Of each attempt: the step and the line of the newest checkpoint when it began, and its exit code.
+FROM_4 = (4, "trunk", 83)
+
+
+@pytest.mark.parametrize(
+    ("steps", "ends", "code", "is_passed_over"),
+    [
+        ((2, 4), [FROM_4, FROM_4], None, True),
+        # The supervisor decides before it records how the last attempt ended.
+        ((2, 4), [FROM_4, (4, "trunk", None)], 83, True),
+        ((2, 4), [FROM_4, (4, "trunk", None)], None, False),
+        # Other failures say nothing about the checkpoint.
+        ((2, 4), [FROM_4, (4, "trunk", 1)], None, False),
+        # Another save proves it.
+        ((2, 4, 6), [FROM_4, FROM_4], None, False),
+        # Trained from step 2 again it is poisoned as well, so the cause is not in the checkpoint.
+        ((2, 4), [(4, "before", 83), (4, "before", 83), FROM_4, FROM_4], None, False),
+        # There is nothing to go back to.
+        ((4,), [FROM_4, FROM_4], None, False),
+    ],
+)
+def test_a_checkpoint_on_probation_is_poisoned_by_two_attempts(
+    tmp_path, steps, ends, code, is_passed_over
+):
+    run = run_of(tmp_path, *steps)
+    attempts = [
+        AttemptRecord(
+            number,
+            run,
+            Owner(checkpoint_step=step, checkpoint_id=f"{line}-{step}"),
+            ended=None if end is None else Ended(0.0, end, "poisoned", "", step),
+        )
+        for number, (step, line, end) in enumerate(ends, 1)
+    ]
+    expected = [checkpoint_directory(run, 4)] * is_passed_over
+    assert list(poisoned(run, attempts, code)) == expected
+
+
 def test_what_is_of_another_line_or_damaged_is_never_deleted(tmp_path):
-    run = run_of(tmp_path, 2, 4, 6)
+    run = run_of(tmp_path, 1, 2, 4, 6)
     write(checkpoint_directory(run, 3), 3, (Branch("other", 0),))
     write(checkpoint_directory(run, 5), 2)
     write(checkpoint_directory(run, 7), 7, (Branch("other", 0),))
     (checkpoint_directory(run, 2) / MANIFEST).write_text("{")
     remove_old(run, checkpoint_directory(run, 6), Policy(keep=1), WarnOnce())
-    assert names(complete_checkpoints(run)) == [2, 3, 5, 6, 7]
+    assert names(complete_checkpoints(run)) == [2, 3, 4, 5, 6, 7]
 
 
 # ---- retention -----------------------------------------------------------------------------------
@@ -438,7 +477,7 @@ def test_retention_keeps_what_it_must():
         if policy.keep is None:
             assert not gone
             continue
-        newest = set(sorted(steps)[-policy.keep :])
+        newest = set(sorted(steps)[-max(policy.keep, 2) :])
         regular = {s for s in steps if policy.keep_every and s % policy.keep_every == 0}
         finite = [s for s in steps if loss[s] is not None and loss[s] == loss[s]]
         best = set(sorted(finite, key=lambda s: (loss[s], -s))[: policy.keep_best])
