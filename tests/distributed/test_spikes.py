@@ -164,7 +164,7 @@ def test_a_run_goes_back_to_a_checkpoint_a_few_times_only(pools, tiny_data, tmp_
     directory = tmp_path / "run"
     config = _config(directory, tiny_data, {}, "rollback", spike_max_rollbacks=2)
     [result] = pools(1).run(tasks.train_on_bad_data, config, BAD[0], 10_000)
-    assert result["code"] == ExitCode.FAILED and result["saved"] == ["step-00000009"]
+    assert result["code"] == ExitCode.POISONED and result["saved"] == ["step-00000009"]
     assert (
         "has gone back to step 9 2 times already (train.spike_max_rollbacks = 2)"
         in (result["error"])
