@@ -142,12 +142,12 @@ def test_a_run_that_fails_is_reported_and_the_others_finish(whole: Whole) -> Non
         "none-32-s1234": "failed",
         "sinusoidal-32-s1234": "finished",
     }
-    assert "none-32-s1234: failed with exit code 1; the other runs go on" in whole.failed.err
-    assert whole.failed_runs["none-32-s1234"]["reason"].startswith("failed: rank 0 ended with")
+    assert "none-32-s1234: failed with exit code 83; the other runs go on" in whole.failed.err
+    assert whole.failed_runs["none-32-s1234"]["reason"].startswith("poisoned: rank 0 ended with")
     *_, head, _, alibi, none, sinusoidal, why, report = whole.failed.out.splitlines()
     assert head.startswith("run ") and report == "report: s/report/report.md"
     assert none.split() == ["none-32-s1234", "failed", "0/8", "-", "-"]
-    assert why.startswith("none-32-s1234: failed: rank 0")
+    assert why.startswith("none-32-s1234: poisoned: rank 0")
     for row, name in ((alibi, "alibi-32-s1234"), (sinusoidal, "sinusoidal-32-s1234")):
         assert row.split()[:3] == [name, "finished", "8/8"]
         assert row.count("(2,048 tokens)") == 2 and " at 32 " in row and " at 64 " in row
