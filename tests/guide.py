@@ -5,7 +5,6 @@ Above each block of the guide stands a comment that says what the tests make of 
     <!-- test: file NAME -->   it is written to the file NAME of the workspace
     <!-- test: run -->         it is run by bash, in the workspace
     <!-- test: run torture --> the same, by `make torture`
-    <!-- test: run lm_eval --> the same, where lm-eval is installed
     <!-- test: slurm -->       it is run on the tests' Slurm cluster
     <!-- test: read -->        not run, but its commands and options must exist
 """

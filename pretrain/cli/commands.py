@@ -316,7 +316,6 @@ def evaluate(
     max_tokens: Number = None,
     out: JsonFile = None,
     text: Annotated[list[str], typer.Option(metavar="FILE|PATTERN|URL")] = [],  # noqa: B006
-    harness: Annotated[str | None, typer.Option(metavar="FILE.yaml|FOLDER|TASK")] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Measure perplexity at several window lengths.
@@ -331,7 +330,6 @@ def evaluate(
       pretrain evaluate runs/demo/alibi runs/demo/sinusoidal --lengths 128,512,2048 \\
           --out runs/demo/report/curve.json
       pretrain evaluate runs/demo/alibi --text 'papers/*.txt'
-      pretrain evaluate runs/demo/alibi --harness tasks/hamlet.yaml --lengths 128,2048
 
     Args:
         lengths: Window lengths in tokens, as in 128,512,2048. Default: evaluation.lengths of the
@@ -344,19 +342,10 @@ def evaluate(
         out: Write the results to this file, and a CSV, plots and report.md beside it.
         text: Score this text in place of the validation split; can be repeated. Each file is one
             document. Needs the run alone, and no data set.
-        harness: Run these tasks of lm-evaluation-harness in place of all that, offline, on an
-            export of the checkpoint; an export that is missing is made. TASK names a task of the
-            export, such as pretrain_validation, or one of lm-eval's. --lengths bounds what the
-            model is given; default: the training length.
     """
     from pretrain.evaluation.command import evaluate_sources, text_data_set
 
     request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
-    if harness is not None:
-        from pretrain.huggingface.harness import evaluate_with_harness
-
-        evaluate_with_harness(sources, harness, request, overrides, out, text)
-        return
     if not text:
         evaluate_sources(sources, request, overrides, out)
         return

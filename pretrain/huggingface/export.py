@@ -144,8 +144,7 @@ def _export(
     report = compare_with_folder(config, opened, out, ids, tuple(PRECISIONS))
     with writing(out):
         add_precisions(out, config, report, is_text=stream is not None)
-        made_from = {"checkpoint": opened.lineage.id, "max_length": max_length}
-        record_files(out, made_from if report.passed else None)
+        record_files(out)
     print(report.format())
     return report.passed
 

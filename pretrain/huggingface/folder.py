@@ -30,38 +30,19 @@ MARKER = "pretrain.toml"
 """The run's resolved config. A folder that holds it is one of our exports and may be replaced."""
 
 FILES = "pretrain.files.json"
-"""The SHA-256 of every other file that the export wrote, and what it was made from."""
+"""The SHA-256 of every other file that the export wrote."""
 
 
-def record_files(folder: Path, made_from: Mapping[str, Any] | None = None) -> None:
+def record_files(folder: Path) -> None:
     """Write FILES into a finished export.
 
     Where it is there already, an export goes on writing into a folder that others may see by now:
     the files that it lists are recorded again, and no others.
-
-    Args:
-        folder: The export.
-        made_from: What it was made from, once it is proven to compute the same function: the id of
-            the checkpoint, and max_length in tokens.
     """
     names = read_json(folder / FILES).get("sha256") or _names(folder)
     digests = {name: _digest(folder / name) for name in names}
     # As all files of the folder, with the mode that the umask gives.
-    record = {"made_from": made_from, "sha256": digests}
-    (folder / FILES).write_text(json.dumps(record, indent=2) + "\n")
-
-
-def is_export_of(folder: Path, checkpoint: str, length: int) -> bool:
-    """Return True for an export of this checkpoint that passed its comparison, and is unchanged.
-
-    Args:
-        folder: Any folder.
-        checkpoint: The checkpoint's id.
-        length: The least number of tokens that it must accept.
-    """
-    made = read_json(folder / FILES).get("made_from") or {}
-    is_it = made.get("checkpoint") == checkpoint and made.get("max_length", 0) >= length
-    return is_it and not _faults(folder)
+    (folder / FILES).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
 
 
 def check_replaceable(out: Path) -> None:

@@ -203,7 +203,6 @@ evaluations/curve_<part>.<format> | pretrain report | a picture of one of severa
 evaluations/steps.<format> | pretrain report | perplexity over training steps
 evaluations/steps_<part>.<format> | pretrain report | the same of one of several texts
 evaluations/report.md | pretrain report | tables and findings
-exports/step-########/ | pretrain evaluate --harness | a checkpoint as a Hugging Face model
 """
 LAYOUT = tuple(Entry(*line.split(" | ")) for line in _ROWS.strip().splitlines())
 
@@ -225,7 +224,6 @@ class RunPaths:
         self.attempts = root / "attempts"
         self.jobs = root / "jobs.jsonl"
         self.logs = root / "logs"
-        self.exports = root / "exports"
         # What was submitted.
         self.launch = root / "launch"
         self.launch_config = self.launch / "config.toml"

@@ -18,8 +18,7 @@ from packaging.utils import canonicalize_name
 from tests.changed import ROOT, imports, module_name
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# For a program beside ours, in whose environment it is installed: neither imported nor pinned.
-EXTRAS = {k: v for k, v in PROJECT["optional-dependencies"].items() if k != "lm-eval"}
+EXTRAS = PROJECT["optional-dependencies"]
 STATED = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
 # Module -> the distributions that are installed with it.
 INSTALLED = packages_distributions()
@@ -36,8 +35,8 @@ PINNED = {canonicalize_name(Requirement(line).name) for line in LINES if line an
 # Debian 12's, and the first of each Python that is stated: a package says its oldest Python.
 PYTHONS = ["3.11.2", *(f"{python}.0" for python in STATED)]
 OURS = {"pretrain", "tests", "benchmarks", "docs"}
-# Imported where they are installed, and not needed: attention kernels, and a program of the tests.
-ALTERNATIVES = {"flash-attn", "lm-eval"}
+# Imported where they are installed, and not needed: attention kernels.
+ALTERNATIVES = {"flash-attn"}
 
 
 def requirements(*lines: str) -> set[str]:
