@@ -28,6 +28,7 @@ ENTRANCES = (
     "launcher/cli.py",
     "tests/conftest.py",
     "tests/end_to_end/commands.py",
+    "tests/end_to_end/forks.py",
     "tests/end_to_end/preload.py",
 )
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.end_to_end import forks
 from tests.end_to_end.commands import SERVER
 
 # Longest time without a result from any rank. A rank that waits in a collective for one that failed
@@ -123,6 +124,8 @@ def _work(pipe: Connection, rank: int, world_size: int, folder: str, cuda: bool)
     """
     warnings.simplefilter("ignore")
     os.environ |= {
+        # Without processes of its own, each of which would import torch.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
@@ -133,6 +136,7 @@ def _work(pipe: Connection, rank: int, world_size: int, folder: str, cuda: bool)
     # Before CUDA is asked for devices: it reads this variable once.
     if not cuda:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        forks.fork_programs()
     import torch
 
     # Ranks share the cores of one machine.

@@ -747,33 +747,3 @@ def initial_weights(config: RunConfig) -> dict[str, Tensor]:
     topology = initialize(config)
     chunks = build_model(config)
     return _assemble(chunks, lambda p: p, average_over=topology.layout.data)
-
-
-def measure_tasks(
-    config: RunConfig, state: dict[str, Tensor], cells: list[tuple[str, int]], samples: int
-) -> list[dict[str, Any]]:
-    """Measure long-context tasks on the validation split with given weights.
-
-    Args:
-        config: The run's config.
-        state: Full fp32 weights by global name.
-        cells: Tasks and lengths.
-        samples: Samples of each.
-
-    Returns:
-        The records, on every rank.
-    """
-    from pretrain.data.stream import open_stream
-    from pretrain.evaluation.tasks import Text, long_documents, make_cell, measure
-    from pretrain.evaluation.tasks_command import Scorer
-
-    topology, chunks = _build_model_with(config, state)
-    stream, trained = open_stream(config, "validation"), config.data.sequence_length
-    text = Text(stream, 1, long_documents(stream, 2 * trained))
-    scorer = Scorer(chunks, topology, stream.eos_id, config.evaluation.tokens_per_batch)
-    found = []
-    for task, length in cells:
-        cell = make_cell(task, text, length, samples, trained)
-        assert not isinstance(cell, str), cell
-        found += list(measure(cell, scorer))
-    return found

@@ -110,8 +110,10 @@ def test_blocks_of_the_text_against_dense(pools, tiny_data):
     assert low < one.loss_nats < high
 
 
-@pytest.mark.parametrize("layout", CASES)
-@pytest.mark.parametrize("tokens_per_batch", [1, 500])
+@pytest.mark.parametrize(
+    ("layout", "tokens_per_batch"),
+    [*((layout, 500) for layout in CASES), ("one", 1), ("tp2pp2sp", 1)],
+)
 def test_every_layout_and_batch_gives_the_same(pools, tiny_data, layout, tokens_per_batch):
     """Also beyond the training length (128 = 4 L), for batches of less or more than a window."""
     protocols = [

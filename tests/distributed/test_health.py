@@ -11,13 +11,12 @@ from pretrain.data.stream import TokenStream
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import ExitCode, RunPaths
-from tests.conftest import ALL_LAYOUTS, LAYOUTS, mark_torture, tiny_config
+from tests.conftest import ALL_LAYOUTS, LAYOUTS, tiny_config
 from tests.distributed import health_tasks as tasks
 
 NORM = "decoder.final_layernorm.weight"
 ROW_BIAS = "decoder.layers.1.mlp.linear_fc2.bias"
 SPLIT = "decoder.layers.0.mlp.linear_fc1.weight"
-LAST = "decoder.layers.3.mlp.linear_fc2.weight"
 TIED = "embedding.word_embeddings.weight"
 
 
@@ -33,30 +32,13 @@ def _config(directory, data, parallel, **train):
 
 
 # ---- what is not finite --------------------------------------------------------------------------
-POISONS = [
-    ("one", "master", float("nan"), 3),
-    ("one", "exp_avg_sq", float("inf"), 5),
-    ("one", "exp_avg", float("-inf"), 3),
-    ("dp2", "master", float("nan"), 5),
-    ("dp2", "exp_avg_sq", float("inf"), 3),
-    ("tp2", "master", float("nan"), 5),
-    ("tp2", "exp_avg_sq", float("inf"), 3),
-    ("zero3-dp2", "master", float("nan"), 5),
-    ("zero3-dp2", "exp_avg_sq", float("inf"), 3),
-    ("zero2-dp2", "exp_avg_sq", float("inf"), 5),
-]
-
-
 @pytest.mark.parametrize(
     ("layout", "kind", "value", "step"),
-    mark_torture(
-        POISONS,
-        {
-            case
-            for case in POISONS
-            if case[:2] in {("one", "master"), ("zero3-dp2", "exp_avg_sq"), ("tp2", "master")}
-        },
-    ),
+    [
+        ("one", "master", float("nan"), 3),
+        ("tp2", "master", float("nan"), 5),
+        ("zero3-dp2", "exp_avg_sq", float("inf"), 3),
+    ],
 )
 def test_state_that_is_not_finite_is_never_saved(
     pools, tiny_data, tmp_path, layout, kind, value, step
@@ -64,9 +46,7 @@ def test_state_that_is_not_finite_is_never_saved(
     """It comes into being after the last step before a save (3) and after the run's last (5)."""
     processes, parallel = ALL_LAYOUTS[layout]
     config = _config(tmp_path / "run", tiny_data, parallel)
-    # ZeRO 1 and 2 give the last rank the last parameters of a flat buffer, ZeRO 2 in model order.
-    name = LAST if layout == "zero2-dp2" else SPLIT
-    arguments = (config, step, processes - 1, name, kind, value)
+    arguments = (config, step, processes - 1, SPLIT, kind, value)
     results = pools(processes).run(tasks.train_damaged, *arguments)
     assert results[-1]["damaged"]
     assert {r["code"] for r in results} == {ExitCode.POISONED}
@@ -75,16 +55,13 @@ def test_state_that_is_not_finite_is_never_saved(
             f"after step {step} the optimizer's state is not finite or too large to be true: "
             f"rank {processes - 1} ("
         )
-        assert f"{kind} of {name} ({value})" in result["error"]
+        assert f"{kind} of {SPLIT} ({value})" in result["error"]
         assert result["saved"] == ([] if step == 3 else ["step-00000003"])
     [attempt] = read_attempts(tmp_path / "run")
     assert (attempt.ended.outcome, attempt.ended.code) == ("poisoned", 83)
 
 
-GRADIENTS = [(1, "nan", 2), (2, "inf", 3), (3, "inf", 4), (2, "nan", 2), (3, "nan", 2)]
-
-
-@pytest.mark.parametrize(("stage", "value", "step"), mark_torture(GRADIENTS, {*GRADIENTS[:3]}))
+@pytest.mark.parametrize(("stage", "value", "step"), [(1, "nan", 2), (2, "inf", 3), (3, "inf", 4)])
 def test_a_gradient_that_is_not_finite_is_told_by_its_name(
     pools, tiny_data, tmp_path, stage, value, step
 ):
@@ -105,20 +82,14 @@ NOBODY = "no majority among ranks 0 ("
 # Layout, parameter, what of it, the rank, and whom the message names.
 NUDGES = [
     ("dp2", NORM, "weight", 1, NOBODY),
-    ("zero2-dp2", SPLIT, "weight", 1, NOBODY),
     ("dp4", SPLIT, "weight", 2, "rank 2 ("),
-    ("tp2", NORM, "master", 1, NOBODY),
     ("tp2", ROW_BIAS, "exp_avg_sq", 0, NOBODY),
-    ("tp2sp", NORM, "weight", 1, NOBODY),
-    ("zero2-tp2sp-dp2", NORM, "weight", 3, "rank 3 ("),
     ("zero3-tp2sp-dp2", ROW_BIAS, "master", 3, "no majority among ranks 2 ("),
     ("pp2", TIED, "master", 1, NOBODY),
-    ("pp2", TIED, "weight", 0, NOBODY),
 ]
-CHOSEN = {NUDGES[number] for number in (0, 2, 3, 7, 8)}
 
 
-@pytest.mark.parametrize(("layout", "name", "kind", "rank", "who"), mark_torture(NUDGES, CHOSEN))
+@pytest.mark.parametrize(("layout", "name", "kind", "rank", "who"), NUDGES)
 def test_a_single_bit_on_a_single_rank_is_found_before_the_save(
     pools, tiny_data, tmp_path, layout, name, kind, rank, who
 ):
@@ -149,47 +120,29 @@ def test_a_copy_that_drifts_is_found_between_saves(pools, tiny_data, tmp_path):
     assert " more. Nothing is saved" in results[0]["error"] and results[0]["saved"] == []
 
 
-METHODS = {"alibi-trainable": {"method": "alibi", "trainable_slopes": True}, "t5": {"method": "t5"}}
-LAYOUTS_IN_ORDER = [
-    *LAYOUTS,
-    "tp2sp-dp2",
-    "pp2-dp2",
-    "zero2-tp2sp-dp2",
-    "zero3-tp2sp-dp2",
-    "zero3-dp2",
-]
-IN_ORDER = [
-    (layout, precision, method)
-    for layout in LAYOUTS_IN_ORDER
-    for precision in ("fp32", "bf16")
-    for method in ("alibi", *METHODS)
-]
-
-
 @pytest.mark.parametrize(
     ("layout", "precision", "method"),
-    mark_torture(
-        IN_ORDER,
-        {
-            (layout, "bf16", "alibi")
-            for layout in ("pp2vpp2", "tp2pp2sp", "pp2-dp2", "zero2-tp2sp-dp2", "zero3-dp2")
-        }
-        | {("zero3-tp2sp-dp2", "fp32", "t5")},
-    ),
+    [
+        ("pp2vpp2", "bf16", "alibi"),
+        ("tp2pp2sp", "bf16", "alibi"),
+        ("pp2-dp2", "bf16", "alibi"),
+        ("zero2-tp2sp-dp2", "bf16", "alibi"),
+        ("zero3-tp2sp-dp2", "fp32", "t5"),
+    ],
 )
 def test_ranks_that_are_in_order_are_left_alone(pools, layout, precision, method):
-    """Every layout, with what each position method shares among stages, after each of 4 steps."""
+    """Every layout, with what each position method shares among stages, after each of 2 steps."""
     processes, parallel = ALL_LAYOUTS[layout]
     config = tiny_config(
         parallel=parallel,
-        position=METHODS.get(method, {}),
+        position={"method": method},
         model={"hidden_dropout": 0.1},
         train={"precision": precision},
         batch={"micro_batch_size": 1},
     )
-    steps = list(torch.randint(0, 500, (4, 8, 33), generator=torch.Generator().manual_seed(5)))
+    steps = list(torch.randint(0, 500, (2, 8, 33), generator=torch.Generator().manual_seed(5)))
     compared = pools(processes).run(tasks.check_every_step, config, steps)
-    assert all(compared) or layout == "zero3-dp2", "nothing was compared"
+    assert all(compared), "nothing was compared"
 
 
 # ---- other data on one rank ----------------------------------------------------------------------

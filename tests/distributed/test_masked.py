@@ -13,7 +13,7 @@ from torch import Tensor
 from pretrain.config import RunConfig
 from pretrain.data.order import mask_samples, mask_text
 from pretrain.data.stream import open_stream
-from tests.conftest import LAYOUTS, mark_torture, tiny_config
+from tests.conftest import LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.distributed.test_parallel_equals_dense import TOLERANCE, assert_close_by_name
 from tests.reference.dense_gpt import DenseGPT, random_state
@@ -34,11 +34,10 @@ def masked_config(method: str, parallel: dict[str, Any], **sections: Any) -> Run
     return tiny_config(position=position, parallel=parallel, train=train, **sections)
 
 
-CASES = [(method, layout) for method in METHODS for layout in ("tp2pp2sp", "dp2", "pp2vpp2")]
-CORE = {(method, "tp2pp2sp") for method in METHODS} | {("alibi", "dp2"), ("alibi", "pp2vpp2")}
+CASES = [*((method, "tp2pp2sp") for method in METHODS), ("alibi", "dp2"), ("alibi", "pp2vpp2")]
 
 
-@pytest.mark.parametrize(("method", "layout"), mark_torture(CASES, CORE))
+@pytest.mark.parametrize(("method", "layout"), CASES)
 def test_loss_and_gradients_equal_the_dense_reference(pools, method, layout):
     """Loss and gradients of the chosen tokens, attention both ways, biases -slope |i - j|."""
     processes, parallel = LAYOUTS[layout]
@@ -105,8 +104,7 @@ def test_evaluation_scores_the_same_masked_tokens_at_every_length(pools, tiny_da
         assert result.block_tokens.sum() == 45
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_zero_trains_as_one_process_does(pools, tiny_data, tmp_path, zero):
+def test_zero_trains_as_one_process_does(pools, tiny_data, tmp_path):
     """Samples of two ranks, gathered in other micro batches, have the masks that they had."""
 
     def run(processes: int, **parallel: int) -> list[float]:
@@ -117,9 +115,9 @@ def test_zero_trains_as_one_process_does(pools, tiny_data, tmp_path, zero):
             run={"directory": str(tmp_path / f"{processes}")},
             batch={"micro_batch_size": 2 // processes * 2},
         )
-        return pools(processes).run(tasks.continue_run, config, "none", 4)[0]["losses"]
+        return pools(processes).run(tasks.continue_run, config, "none", 2)[0]["losses"]
 
-    assert run(2, zero_stage=zero) == pytest.approx(run(1), rel=2e-6)
+    assert run(2, zero_stage=3) == pytest.approx(run(1), rel=2e-6)
 
 
 def test_a_restart_on_another_layout_goes_on_with_the_same_masks(pools, tiny_data, tmp_path):
@@ -131,12 +129,12 @@ def test_a_restart_on_another_layout_goes_on_with_the_same_masks(pools, tiny_dat
             run={"directory": str(tmp_path / name)},
         )
 
-    whole = pools(1).run(tasks.continue_run, config("whole"), "none", 8)[0]
-    pools(2).run(tasks.continue_run, config("parts"), "none", 4)
+    whole = pools(1).run(tasks.continue_run, config("whole"), "none", 4)[0]
+    pools(2).run(tasks.continue_run, config("parts"), "none", 2)
     layout = {"pipeline_model_parallel_size": 2}
-    rest = pools(2).run(tasks.continue_run, config("parts", **layout), "auto", 8)[0]
-    assert rest["began"] == 4
-    assert rest["losses"] == pytest.approx(whole["losses"][4:], rel=1e-5)
+    rest = pools(2).run(tasks.continue_run, config("parts", **layout), "auto", 4)[0]
+    assert rest["began"] == 2
+    assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=1e-5)
 
 
 def test_a_tiny_run_learns_to_copy(pools, tmp_path):

@@ -10,11 +10,8 @@ import functools
 import pytest
 import torch
 
-from pretrain.checkpoint.load import load_global_state
-from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.optim.schedule import learning_rate
-from pretrain.rundir.checkpoints import find_checkpoint
-from tests.conftest import ALL_LAYOUTS, mark_torture, tiny_config
+from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.distributed.test_parallel_equals_dense import assert_close_by_name
 from tests.reference.dense_gpt import (
@@ -44,11 +41,8 @@ def _expected():
     return state, *train_dense(config, state, learnable_batches(STEPS), rates)
 
 
-CORE = {("dp2",), ("tp2pp2sp",), ("zero2-dp2",), ("zero3-dp2",)}
-
-
-@pytest.mark.parametrize(("layout",), mark_torture([(name,) for name in ALL_LAYOUTS], CORE))
-def test_twenty_steps_equal_fairseqs_formula(pools, layout):
+@pytest.mark.parametrize("layout", ["dp2", "zero3-dp2"])
+def test_steps_equal_fairseqs_formula(pools, layout):
     processes, parallel = ALL_LAYOUTS[layout]
     state, losses, norms, weights = _expected()
     config = tiny_config(parallel=parallel, **RECIPE)
@@ -61,24 +55,16 @@ def test_twenty_steps_equal_fairseqs_formula(pools, layout):
     assert_close_by_name(actual["weights"], weights, rtol=0, atol=5e-6)
 
 
-DROPPED = [(layout, r) for layout in ("tp2", "tp2sp", "dp2") for r in ("none", "full")]
-
-
 @pytest.mark.parametrize(
-    ("layout", "recompute"),
-    mark_torture(DROPPED, {("tp2", "none"), ("tp2", "full"), ("tp2sp", "full"), ("dp2", "none")}),
+    ("layout", "recompute"), [("tp2", "none"), ("tp2sp", "full"), ("dp2", "none")]
 )
 def test_activations_are_dropped_by_the_masks_of_each_rank(pools, layout, recompute):
     """The dense reference with the masks that the ranks' generators give: losses and updates."""
     processes, parallel = ALL_LAYOUTS[layout]
     data = 1 if layout.startswith("tp2") else 2
     model = {**RECIPE["model"], "activation_dropout": 0.3}
-    config = tiny_config(
-        parallel=parallel,
-        **{**RECIPE, "model": model},
-        batch={"micro_batch_size": 8 // data},
-        train={"recompute_granularity": recompute},
-    )
+    recipe = {**RECIPE, "model": model, "train": {"recompute_granularity": recompute}}
+    config = tiny_config(parallel=parallel, **recipe, batch={"micro_batch_size": 8 // data})
     state, given = random_state(config, seed=11), learnable_batches(3)
     masks = pools(processes).run(tasks.activation_masks, config, 3)[0]
     actual = pools(processes).run(tasks.train_steps, config, state, given)[0]
@@ -140,38 +126,3 @@ def test_without_dropout_the_layer_is_megatrons(pools):
         for config in (dropping, plain)
     )
     assert torch.equal(with_it, without)
-
-
-def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
-    """ZeRO 3 on two ranks -> tp2 x pp2 -> ZeRO 2 follows one undisturbed run."""
-
-    def config(name, parallel):
-        return tiny_config(
-            run={"directory": str(tmp_path / name)},
-            data={"directory": str(tiny_data)},
-            parallel=parallel,
-            **RECIPE,
-        )
-
-    expected = pools(2).run(tasks.continue_run, config("whole", {}), "auto", 9)[0]
-    losses = []
-    for layout, until in (("zero3-dp2", 3), ("tp2pp2sp", 6), ("zero2-dp2", 9)):
-        processes, parallel = ALL_LAYOUTS[layout]
-        moving = config("moving", parallel)
-        part = pools(processes).run(tasks.continue_run, moving, "auto", until)[0]
-        assert part["began"] == until - 3
-        losses += part["losses"]
-    assert losses == pytest.approx(expected["losses"], rel=1e-5)
-    whole, moved = (
-        open_checkpoint(find_checkpoint(tmp_path / name)) for name in ("whole", "moving")
-    )
-    assert whole.adam_steps == moved.adam_steps == 9
-    a, b = load_global_state(whole), load_global_state(moved)
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=5e-6)
-    # One moment: 8 bytes a parameter.
-    kinds = {name.partition("/")[0] for name in moved.index.tensors}
-    assert kinds == {"master", "momentum_buffer"}
-    tensors = sum(size for name, size in moved.files.items() if name.endswith(".safetensors"))
-    elements = sum(tensor.numel() for tensor in b.values())
-    assert 8 * elements <= tensors < 8 * elements + 32_768

@@ -1,4 +1,4 @@
-"""Twenty ZeRO steps in every layout equal those of a single process without any of it.
+"""Eight ZeRO steps in every layout equal those of a single process without any of it.
 
 The reference is a dense model, clipping by the global norm and torch.optim.AdamW.
 """
@@ -16,7 +16,7 @@ from tests.distributed import tasks
 from tests.distributed.test_parallel_equals_dense import assert_close_by_name
 from tests.reference.dense_gpt import learnable_batches, random_state, train_dense
 
-STEPS = 20
+STEPS = 8
 # The gradients of both sides differ by rounding (test_parallel_equals_dense.py). Adam divides by
 # the root of the second moment, so where a gradient is near zero the *direction* of an update is
 # rounding too: a weight may then be off by a share of the learning rate (1e-3) per step. Losses and
@@ -81,7 +81,7 @@ def _expected(method: str):
 
 
 @pytest.mark.parametrize(("method", "layout"), mark_torture(CASES, CORE))
-def test_twenty_steps_equal_adamw(pools, method, layout):
+def test_steps_equal_adamw(pools, method, layout):
     processes, parallel = ALL_LAYOUTS[layout]
     state, batches, losses, norms, weights = _expected(method)
     config = tiny_config(parallel=parallel, **METHODS[method])
@@ -93,10 +93,9 @@ def test_twenty_steps_equal_adamw(pools, method, layout):
     assert_close_by_name(actual["weights"], weights, **WEIGHT)
 
 
-@pytest.mark.parametrize(("layout",), mark_torture([("dp2",), ("tp2pp2sp",)], {("tp2pp2sp",)}))
-def test_recomputing_replays_the_same_dropout(pools, layout):
+def test_recomputing_replays_the_same_dropout(pools):
     """Recomputed activations give the same bits, so the same dropout masks were drawn again."""
-    processes, parallel = LAYOUTS[layout]
+    processes, parallel = LAYOUTS["tp2pp2sp"]
     state, batches, *_ = _expected("alibi")
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2}
     results = {}
@@ -104,24 +103,23 @@ def test_recomputing_replays_the_same_dropout(pools, layout):
         config = tiny_config(
             parallel=parallel, model=dropout, train={"recompute_granularity": granularity}
         )
-        results[granularity] = pools(processes).run(tasks.train_steps, config, state, batches[:4])[
+        results[granularity] = pools(processes).run(tasks.train_steps, config, state, batches[:2])[
             0
         ]["losses"]
     assert results["none"] == results["selective"] == results["full"]
     without = pools(processes).run(
-        tasks.train_steps, tiny_config(parallel=parallel), state, batches[:4]
+        tasks.train_steps, tiny_config(parallel=parallel), state, batches[:2]
     )[0]["losses"]
     assert results["none"] != without
 
 
-@pytest.mark.parametrize(("layout",), mark_torture([("dp2",), ("pp2",)], {("pp2",)}))
-def test_fp16_scales_its_loss(pools, layout):
+def test_fp16_scales_its_loss(pools):
     """The arithmetic is real fp16; only DeepSpeed's refusal of it on a CPU is lifted.
 
-    fp16 rounds to 11 bits, so losses stay within 1 % of fp32's. A scale of 2^30 overflows until it
+    fp16 rounds to 11 bits, so losses stay within 1 % of fp32's. A scale of 2^24 overflows until it
     has been halved often enough, and those steps must leave the weights alone.
     """
-    processes, parallel = LAYOUTS[layout]
+    processes, parallel = LAYOUTS["pp2"]
     state, batches, losses, *_ = _expected("alibi")
 
     def run(power: int, num_steps: int = STEPS):
@@ -134,7 +132,7 @@ def test_fp16_scales_its_loss(pools, layout):
         return pools(processes).run(*task, config, state, batches[:num_steps])[0]
 
     assert run(12)["losses"] == pytest.approx(losses, rel=1e-2)
-    skipped = [norm == float("inf") for norm in run(30)["norms"]]
+    skipped = [norm == float("inf") for norm in run(24)["norms"]]
     assert skipped[0] and not skipped[-1] and skipped == sorted(skipped, reverse=True)
     rounded = {name: weight.half().float() for name, weight in state.items()}
     assert_close_by_name(run(30, num_steps=1)["weights"], rounded, rtol=0, atol=0)
@@ -146,11 +144,7 @@ UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 @pytest.mark.parametrize(
     ("layout", "wire"),
-    mark_torture(
-        [(layout, wire) for layout in REDUCTION_LAYOUTS for wire in ("fp32", "bf16")],
-        {("single", "fp32"), ("dp4", "fp32"), ("dp4", "bf16"), ("pp2dp2", "fp32")}
-        | {("tp2dp2", "fp32"), ("tp2dp2", "bf16")},
-    ),
+    [("single", "fp32"), ("dp4", "fp32"), ("pp2dp2", "fp32"), ("tp2dp2", "bf16")],
 )
 def test_gradients_are_summed_over_ranks_in_fp32(pools, layout, wire):
     """The gradients of micro batches are added in fp32, and reducing them must keep that.
@@ -184,7 +178,10 @@ def test_between_nodes_gradients_travel_in_two_stages(pools):
         batch={"micro_batch_size": 1, "global_batch_size": 8},
     )
     state, batches, *_ = _expected("alibi")
-    ranks = pools(4).run(tasks.reduce_gradients_on_two_nodes, config, state, batches[0])
+    arguments = tasks.reduce_gradients_on_two_nodes, config, state, batches[0]
+    ranks = pools(4).run(*arguments)
+    # The groups can be made again, as by a program that trains two models.
+    assert pools(4).run(*arguments) == ranks
     bound = UNIT["bf16"] + 4 * UNIT["fp32"]
     for part in (part for rank in ranks for part in rank["parts"]):
         assert part["error"] <= bound * part["terms"], part
@@ -198,28 +195,9 @@ def test_between_nodes_gradients_travel_in_two_stages(pools):
         assert within[1] == 2 * between[1] > 0
 
 
-def test_the_groups_of_two_stages_can_be_made_again(pools):
-    """Tests split the same processes again and again; so may a program that trains two models."""
-    config = tiny_config(
-        train={"precision": "bf16"},
-        parallel={"gradient_reduce_dtype": "bf16"},
-        batch={"micro_batch_size": 1, "global_batch_size": 8},
-    )
-    state, batches, *_ = _expected("alibi")
-    run = functools.partial(
-        pools(4).run, tasks.reduce_gradients_on_two_nodes, config, state, batches[0]
-    )
-    first = run()
-    assert all(run() == first for _ in range(2))
-
-
 @pytest.mark.parametrize(
     ("layout", "method"),
-    mark_torture(
-        [(layout, method) for layout in ("tp2dp2", "tp2pp2sp", "tp2") for method in METHODS],
-        {("tp2", "alibi"), ("tp2", "alibi-trainable"), ("tp2pp2sp", "t5")}
-        | {("tp2", "learned-untied")},
-    ),
+    [("tp2", "alibi-trainable"), ("tp2pp2sp", "t5"), ("tp2", "learned-untied")],
 )
 def test_tensor_ranks_lay_out_their_buckets_alike(pools, layout, method):
     """Otherwise the sums of parameters that they all hold are taken in different orders.
@@ -247,7 +225,7 @@ def test_nodes_are_used_where_they_hold_consecutive_ranks(pools, hosts, expected
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    mark_torture([(2, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")], {(2, "fp16"), (3, "bf16")}),
+    [(2, "fp16"), (3, "bf16")],
 )
 def test_every_zero_stage_adds_up_in_fp32(pools, stage, precision):
     """DeepSpeed's reductions at stages 2 and 3 keep what those of stage 1 keep (tested above).
@@ -288,15 +266,7 @@ def test_a_wire_of_fp16_stays_within_its_own_rounding(pools):
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    mark_torture(
-        [
-            (layout, precision)
-            for layout in REDUCTION_LAYOUTS
-            if layout != "single"
-            for precision in ("fp32", "bf16")
-        ],
-        {("dp4", "fp32"), ("tp2dp2", "bf16"), ("pp2dp2", "fp32"), ("pp2vpp2dp2", "bf16")},
-    ),
+    [("dp4", "fp32"), ("tp2dp2", "bf16"), ("pp2vpp2dp2", "fp32")],
 )
 def test_overlapped_communication_changes_no_bit(pools, layout, precision):
     """Gradients travel within the last backward pass, weights during the next forward pass.
@@ -312,7 +282,7 @@ def test_overlapped_communication_changes_no_bit(pools, layout, precision):
     )
     state, batches, *_ = _expected("alibi")
     run = functools.partial(
-        pools(processes).run, tasks.train_and_watch_reductions, config, state, batches[:3]
+        pools(processes).run, tasks.train_and_watch_reductions, config, state, batches[:2]
     )
     overlapped, serial = run(True), run(False)
     for one, other in zip(overlapped, serial):
@@ -320,12 +290,12 @@ def test_overlapped_communication_changes_no_bit(pools, layout, precision):
         assert all(torch.equal(a, b) for a, b in zip(one["weights"], other["weights"], strict=True))
         early = one["num_buckets"] - one["num_late_buckets"]
         assert early > 4, "too few buckets to overlap anything"
-        # For each of the 3 steps.
-        assert one["sent_within_backward"] == 3 * early
-        assert one["sent_after_backward"] == 3 * one["num_late_buckets"]
+        # For each of the 2 steps.
+        assert one["sent_within_backward"] == 2 * early
+        assert one["sent_after_backward"] == 2 * one["num_late_buckets"]
         assert other["sent_within_backward"] == 0
         # Gathers that were still under way when the next forward pass began.
-        assert one["weights_awaited_in_forward"] == 2 * one["num_buckets"]
+        assert one["weights_awaited_in_forward"] == one["num_buckets"]
         assert other["weights_awaited_in_forward"] == 0
 
 

@@ -65,15 +65,14 @@ def train_with_own_metrics(config: RunConfig, odd_steps: tuple[int, ...]) -> str
     return said.getvalue()
 
 
-@pytest.mark.parametrize("policy", ["none", "skip"])
-def test_a_metric_of_ones_own_is_shown_everywhere(pools, tiny_data, tmp_path, policy):
+def test_a_metric_of_ones_own_is_shown_everywhere(pools, tiny_data, tmp_path):
     """In tensor 2 x pipeline 2: of the last stage, of every rank, and of one rank now and then."""
     processes, parallel = LAYOUTS["tp2pp2sp"]
     config = tiny_config(
         run={"directory": str(tmp_path / "run")},
         data={"directory": str(tiny_data)},
         parallel=parallel,
-        train={"num_steps": 7, "spike_policy": policy},
+        train={"num_steps": 7},
         evaluation={"interval_steps": 4},
         logging={"interval_steps": 2, "wandb": "offline", "tensorboard": True},
     )

@@ -12,11 +12,9 @@ from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Store
 from pretrain.rundir.checkpoints import checkpoint_directory, find_checkpoint
-from tests.conftest import ALL_LAYOUTS, LAYOUTS, mark_torture, tiny_config
+from tests.conftest import ALL_LAYOUTS, LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.end_to_end.commands import flip
-
-CASES = (*LAYOUTS, "zero2-dp2", "zero3-dp2")
 
 
 def _config(directory, data, parallel, **sections):
@@ -47,52 +45,35 @@ def _state(directory, step):
     return tensors
 
 
-# fp16 begins with a loss scale that overflows, so steps are skipped on both sides of the stop. T5's
-# table has a learning rate of its own here.
-SETTINGS = {
-    "t5": {"position": {"method": "t5"}, "optimizer": {"position_learning_rate_mult": 10.0}},
-    "bf16": {"train": {"precision": "bf16"}},
-    "fp16": {"train": {"precision": "fp16"}, "optimizer": {"initial_loss_scale_power": 21}},
-    "fp16-nag": {
-        "train": {"precision": "fp16"},
-        "optimizer": {"initial_loss_scale_power": 21, "name": "nag", "learning_rate": 0.05},
-    },
-    # Its masks alone: they follow from the step, too.
-    "activation dropout": {
-        "model": {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.2}
-    },
-}
+# fp16 begins with a loss scale that overflows, so steps are skipped on both sides of the stop.
+FP16 = {"train": {"precision": "fp16"}, "optimizer": {"initial_loss_scale_power": 21}}
 
 
-@pytest.mark.parametrize(
-    ("case",),
-    mark_torture(
-        [(case,) for case in (*CASES, *SETTINGS)],
-        {("tp2pp2sp",), ("pp2vpp2",), ("zero3-dp2",), ("fp16",), ("bf16",)},
-    ),
-)
+@pytest.mark.parametrize("case", ["tp2pp2sp", "pp2vpp2", "zero3-dp2", "fp16"])
 def test_same_layout_is_bit_for_bit(pools, tiny_data, tmp_path, case):
-    processes, parallel = ALL_LAYOUTS[case if case in CASES else "dp2"]
+    processes, parallel = ALL_LAYOUTS["dp2" if case == "fp16" else case]
     pool = pools(processes)
-    settings = SETTINGS.get(case, {})
+    settings = FP16 if case == "fp16" else {}
     whole = _config(tmp_path / "whole", tiny_data, parallel, **settings)
     parts = _config(tmp_path / "parts", tiny_data, parallel, **settings)
     task = [tasks.in_fp16_on_cpu] * ("fp16" in case) + [tasks.continue_run]
-    uninterrupted = pool.run(*task, whole, "auto", 6)[0]
-    first = pool.run(*task, parts, "auto", 3)[0]
-    second = pool.run(*task, parts, "auto", 6)[0]
-    assert (first["began"], second["began"]) == (0, 3)
+    half = 3 if "fp16" in case else 2
+    uninterrupted = pool.run(*task, whole, "auto", 2 * half)[0]
+    first = pool.run(*task, parts, "auto", half)[0]
+    second = pool.run(*task, parts, "auto", 2 * half)[0]
+    assert (first["began"], second["began"]) == (0, half)
     assert first["losses"] + second["losses"] == uninterrupted["losses"]
     assert first["norms"] + second["norms"] == uninterrupted["norms"]
-    assert second["samples"] == uninterrupted["samples"] == 48
-    opened = [open_checkpoint(checkpoint_directory(tmp_path / n, 6)) for n in ("whole", "parts")]
+    assert second["samples"] == uninterrupted["samples"] == 2 * half * 8
+    ends = [checkpoint_directory(tmp_path / name, 2 * half) for name in ("whole", "parts")]
+    opened = [open_checkpoint(end) for end in ends]
     assert opened[0].adam_steps == opened[1].adam_steps
     assert opened[0].loss_scaler_state == opened[1].loss_scaler_state
     if "fp16" in case:
         assert 0 < opened[0].adam_steps < 3, (
             "no overflow after the resume, or nothing but overflows"
         )
-    a, b = _state(tmp_path / "whole", 6), _state(tmp_path / "parts", 6)
+    a, b = _state(tmp_path / "whole", 2 * half), _state(tmp_path / "parts", 2 * half)
     different = [key for key in a if not torch.equal(a[key], b[key])]
     assert not different, f"differ: {different}"
 
@@ -101,7 +82,7 @@ def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
     """tp2 x pp2 -> dp2 -> tp2 follows one undisturbed run.
 
     There is no dropout, whose masks belong to a layout. Losses are means over 256 tokens of fp32
-    numbers; the layouts differ in the order of their sums, which AdamW carries on for nine steps
+    numbers; the layouts differ in the order of their sums, which AdamW carries on for six steps
     (test_optimizer.py).
     """
     off = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -109,13 +90,13 @@ def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
     def config(name, parallel):
         return _config(tmp_path / name, tiny_data, parallel, model=off)
 
-    expected = pools(2).run(tasks.continue_run, config("whole", {}), "auto", 9)[0]
+    expected = pools(2).run(tasks.continue_run, config("whole", {}), "auto", 6)[0]
     losses = []
-    for layout, until in (("tp2pp2sp", 3), ("dp2", 6), ("tp2", 9)):
+    for layout, until in (("tp2pp2sp", 2), ("dp2", 4), ("tp2", 6)):
         processes, parallel = LAYOUTS[layout]
         moving = config("moving", parallel)
         part = pools(processes).run(tasks.continue_run, moving, "auto", until)[0]
-        assert part["began"] == until - 3
+        assert part["began"] == until - 2
         losses += part["losses"]
     assert losses == pytest.approx(expected["losses"], rel=1e-5)
     a, b = (

@@ -20,17 +20,16 @@ from pretrain.checkpoint.listing import verify_checkpoint
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import RunConfig
 from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints
-from tests.conftest import ALL_LAYOUTS, mark_torture, tiny_config
-
-LAYOUTS = ("one", "dp2", "zero2-dp2", "zero3-dp2", "tp2", "pp2")
+from tests.conftest import ALL_LAYOUTS, tiny_config
 
 
-def _config(directory, data, parallel=None, interval=1, **checkpoint):
+def _config(directory, data, parallel=None, interval=1, steps=3, **checkpoint):
     return tiny_config(
         run={"directory": str(directory)},
         data={"directory": str(data)},
         parallel=parallel or {},
-        train={"num_steps": 5},
+        train={"num_steps": steps},
+        schedule={"lr_warmup_steps": 1},
         checkpoint={"interval_steps": interval, **checkpoint},
         evaluation={"interval_steps": 100, "max_tokens": 64},
     )
@@ -38,10 +37,7 @@ def _config(directory, data, parallel=None, interval=1, **checkpoint):
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    mark_torture(
-        [(layout, precision) for layout in LAYOUTS for precision in ("fp32", "bf16")],
-        {("dp2", "fp32"), ("zero3-dp2", "bf16")},
-    ),
+    [("dp2", "fp32"), ("zero3-dp2", "bf16")],
 )
 def test_the_same_bytes_as_without_training_beside(pools, tiny_data, tmp_path, layout, precision):
     """Every step is saved, and every copy begins only after the next step has."""
@@ -56,9 +52,13 @@ def test_the_same_bytes_as_without_training_beside(pools, tiny_data, tmp_path, l
 
     between = run("between")
     beside = run("beside", late=True)
-    assert between.pop("overlap") == 0 and beside.pop("overlap") == 4
-    assert len(between) == 5 * processes
+    assert between.pop("overlap") == 0 and beside.pop("overlap") == 2
+    assert len(between) == 3 * processes
     assert beside == between
+    lineages = [open_checkpoint(path).lineage for path in complete_checkpoints(tmp_path / "beside")]
+    assert [lineage.parent for lineage in lineages] == [None, *(x.id for x in lineages[:-1])]
+    assert len({lineage.id for lineage in lineages}) == 3
+    assert len({lineage.branches for lineage in lineages}) == 1
 
 
 def test_a_state_that_changes_while_it_is_copied_is_found_by_the_test_above(
@@ -85,7 +85,7 @@ def test_a_failure_beside_training_ends_all_ranks_soon(
     pools, tiny_data, tmp_path, how, rank, words
 ):
     """The save after step 2 fails; no rank gets to the save after step 4, nor to the end."""
-    config = _config(tmp_path / "run", tiny_data, interval=2)
+    config = _config(tmp_path / "run", tiny_data, interval=2, steps=5)
     results = pools(2).run(train_with_a_bad_writer, config, how, rank)
     assert words in results[0] and results == [results[0]] * 2
     found = complete_checkpoints(tmp_path / "run")
@@ -100,7 +100,7 @@ def test_signals_to_all_processes_of_a_job_do_not_end_a_write(pools, tiny_data, 
     config = _config(tmp_path / "run", tiny_data)
     results = pools(2).run(train_with_a_bad_writer, config, "signals", 0)
     assert results == ["", ""]
-    assert len(complete_checkpoints(tmp_path / "run")) == 5
+    assert len(complete_checkpoints(tmp_path / "run")) == 3
 
 
 def test_without_memory_for_the_copy_training_waits(pools, tiny_data, tmp_path):
@@ -115,15 +115,7 @@ def test_a_save_that_training_waits_for_is_published_before_training_goes_on(
 ):
     """One rank without memory for the copy is enough: none of them goes on."""
     config = _config(tmp_path / "run", tiny_data)
-    assert pools(2).run(published_before_the_next_save, config)[0] == [0, 1, 2, 3, 4]
-
-
-def test_each_checkpoint_names_the_one_before(pools, tiny_data, tmp_path):
-    pools(1).run(digests_of_saves, _config(tmp_path / "run", tiny_data))
-    lineages = [open_checkpoint(path).lineage for path in complete_checkpoints(tmp_path / "run")]
-    assert [lineage.parent for lineage in lineages] == [None, *(x.id for x in lineages[:-1])]
-    assert len({lineage.id for lineage in lineages}) == 5
-    assert len({lineage.branches for lineage in lineages}) == 1
+    assert pools(2).run(published_before_the_next_save, config)[0] == [0, 1, 2]
 
 
 # ---- tasks of the ranks --------------------------------------------------------------------------

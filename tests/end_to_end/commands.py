@@ -1,13 +1,12 @@
 """Run commands as a user types them, in a fresh process or in one forked from a warm server.
 
 Importing torch and Megatron takes seconds for each process, so the server has done the imports
-already. A forked command runs the same `main()` with its own arguments, environment and file
-descriptors, and ends in the same way. It shares nothing but the imported modules.
+already. A forked command, and what it starts of ours, becomes the same program with its own
+arguments, environment and file descriptors, and ends in the same way (tests/end_to_end/forks.py).
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -19,10 +18,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+
+from tests.end_to_end import forks
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 300
@@ -65,7 +65,7 @@ def started(
     return subprocess.Popen(
         list(command),
         cwd=ROOT,
-        env=os.environ | ON_CPU | dict(environment or {}),
+        env=_environment(environment),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -90,12 +90,103 @@ def ended(process: subprocess.Popen[str]) -> Done:
     return Done(process.returncode, out, err)
 
 
-def pretrain(*arguments: object, largest_file: int | None = None, cwd: Path = ROOT) -> Done:
-    """Run `pretrain` with these arguments in a forked process, in the directory `cwd`.
+class Running:
+    """A command line of Python's that is under way in a forked process, in a group of its own."""
 
-    Writing a file beyond `largest_file` bytes fails, as on a full disk.
-    """
-    return ranks(arguments, [{}], largest_file, cwd)[0]
+    def __init__(
+        self,
+        command: Sequence[object],
+        environment: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        *,
+        largest_file: int | None = None,
+        alone: bool = False,
+    ) -> None:
+        """Start it.
+
+        Args:
+            command: The words of the command line.
+            environment: Variables to add to this process's.
+            cwd: The directory that it starts in.
+            largest_file: Writing a file beyond so many bytes fails, as on a full disk.
+            alone: It has these variables and no others.
+        """
+        self.command = [str(word) for word in command]
+        self._folder = TemporaryDirectory()
+        self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
+        # What it has said may be asked for before it has begun.
+        for path in (self._out, self._err):
+            path.touch()
+        variables = dict(environment or {}) if alone else _environment(environment)
+        arguments = self.command, variables, (self._out, self._err), largest_file, cwd
+        self._process = SERVER.Process(target=_main, args=arguments)
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> None:
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.command, timeout)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def press_ctrl_c(self) -> None:
+        """Send SIGINT to the command and all processes of its group, as a terminal does."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def said(self) -> str:
+        """Return what it has written to stderr so far."""
+        return self._err.read_text(errors="backslashreplace")
+
+    def ended(self) -> Done:
+        """Wait for its end. After TIMEOUT_SECONDS, kill it and fail the test."""
+        self._process.join(TIMEOUT_SECONDS)
+        if self.poll() is None:
+            self._process.kill()
+            raise AssertionError(f"still running after {TIMEOUT_SECONDS} s: {self.said()}")
+        out = self._out.read_text(errors="backslashreplace")
+        return Done(self._process.exitcode or 0, out, self.said())
+
+
+def _main(
+    command: list[str],
+    environment: dict[str, str],
+    streams: tuple[Path, Path],
+    largest_file: int | None,
+    cwd: Path,
+) -> None:
+    """Become a command line of Python's that is started in `cwd`."""
+    os.setpgid(0, 0)
+    for descriptor, path in enumerate(streams, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_TRUNC), descriptor)
+    os.chdir(cwd)
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    forks.fork_programs()
+    forks.become(command, environment)
+
+
+def _environment(more: Mapping[str, str] | None) -> dict[str, str]:
+    return os.environ | ON_CPU | dict(more or {})
+
+
+def forked(
+    command: Sequence[object],
+    environment: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> Done:
+    """Run a command line of Python's in a forked process, and wait for it."""
+    return Running(command, environment, cwd).ended()
+
+
+def pretrain(*arguments: object, largest_file: int | None = None, cwd: Path = ROOT) -> Done:
+    """Run `pretrain` with these arguments in a forked process (see `Running`)."""
+    return Running([*PRETRAIN, *arguments], cwd=cwd, largest_file=largest_file).ended()
 
 
 def succeeded(done: Done) -> Done:
@@ -109,19 +200,20 @@ def succeeds(*arguments: object, cwd: Path = ROOT) -> Done:
     return succeeded(pretrain(*arguments, cwd=cwd))
 
 
+def launcher(arguments: Sequence[object], cwd: Path, environment: Mapping[str, str]) -> Done:
+    """Run `launcher` in a forked process, in `cwd`, with these variables and no others."""
+    return Running([*LAUNCHER, *arguments], environment, cwd, alone=True).ended()
+
+
 def ranks(
     arguments: Sequence[object],
     environments: Sequence[Mapping[str, str]],
-    largest_file: int | None = None,
-    cwd: Path = ROOT,
+    program: Sequence[str] = PRETRAIN,
 ) -> list[Done]:
     """Run `pretrain` with these arguments once in each environment, all at the same time."""
-    with TemporaryDirectory() as folder:
-        processes = [
-            _start(arguments, env, Path(folder) / str(rank), largest_file, cwd)
-            for rank, env in enumerate(environments)
-        ]
-        return [_end(process, Path(folder) / str(rank)) for rank, process in enumerate(processes)]
+    command = [*program, *arguments]
+    started_ranks = [Running(command, environment) for environment in environments]
+    return [rank.ended() for rank in started_ranks]
 
 
 def sets(*settings: str) -> list[str]:
@@ -133,23 +225,20 @@ def sets(*settings: str) -> list[str]:
 class Started(NamedTuple):
     """The running ranks of a command."""
 
-    processes: list[BaseProcess]
-    folder: Path
+    processes: list[Running]
 
     @property
     def process_ids(self) -> list[int]:
         """Return the process ids by rank, to send signals to."""
-        return [process.pid or 0 for process in self.processes]
+        return [process.pid for process in self.processes]
 
     def said(self, rank: int) -> str:
         """Return what a rank has written to stderr so far."""
-        return (self.folder / f"{rank}.err").read_text()
+        return self.processes[rank].said()
 
     def done(self) -> list[Done]:
         """Wait for all ranks to end."""
-        return [
-            _end(process, self.folder / str(rank)) for rank, process in enumerate(self.processes)
-        ]
+        return [process.ended() for process in self.processes]
 
 
 @contextmanager
@@ -157,77 +246,16 @@ def running_ranks(arguments: Sequence[object], world_size: int) -> Iterator[Star
     """Run `pretrain` with these arguments on `world_size` ranks; on exit, kill those left."""
     with TemporaryDirectory() as folder:
         rendezvous = {"WORLD_SIZE": str(world_size), "PRETRAIN_RENDEZVOUS": folder}
-        processes: list[BaseProcess] = []
+        processes: list[Running] = []
         try:
-            for rank in range(world_size):
-                environment = rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(_start(arguments, environment, Path(folder) / str(rank), None))
-            yield Started(processes, Path(folder))
+            for rank in map(str, range(world_size)):
+                environment = rendezvous | {"RANK": rank, "LOCAL_RANK": rank}
+                processes.append(Running([*PRETRAIN, *arguments], environment))
+            yield Started(processes)
         finally:
             for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-
-
-def launcher(arguments: Sequence[object], cwd: Path, environment: Mapping[str, str]) -> Done:
-    """Run `launcher` in a forked process, in `cwd`, with these variables and no others."""
-    with TemporaryDirectory() as folder:
-        output = Path(folder) / "0"
-        return _end(_start(arguments, environment, output, None, cwd, "launcher"), output)
-
-
-def _start(
-    arguments: Sequence[object],
-    environment: Mapping[str, str],
-    output: Path,
-    largest_file: int | None,
-    cwd: Path = ROOT,
-    program: str = "pretrain",
-) -> BaseProcess:
-    words = [program, *map(str, arguments)]
-    process = SERVER.Process(
-        target=_main, args=(words, dict(environment), str(output), largest_file, str(cwd))
-    )
-    process.start()
-    return process
-
-
-def _end(process: BaseProcess, output: Path) -> Done:
-    process.join(TIMEOUT_SECONDS)
-    if process.exitcode is None:
-        process.kill()
-        raise AssertionError(
-            f"still running after {TIMEOUT_SECONDS} s: {Path(f'{output}.err').read_text()}"
-        )
-    out, err = (
-        Path(f"{output}.{name}").read_text(errors="backslashreplace") for name in ("out", "err")
-    )
-    return Done(process.exitcode, out, err)
-
-
-def _main(
-    words: list[str],
-    environment: dict[str, str],
-    output: str,
-    largest_file: int | None,
-    cwd: str,
-) -> None:
-    """Become `pretrain` or `launcher` with its arguments, started in `cwd`."""
-    for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    os.chdir(cwd)
-    if words[0] == "launcher":
-        os.environ.clear()
-    os.environ |= environment
-    if largest_file is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    import torch
-
-    torch.set_num_threads(1)
-    sys.argv = words
-    main = {"pretrain": "pretrain.cli.main", "launcher": "pretrain.launcher.main"}[words[0]]
-    importlib.import_module(main).main()
+                process.send_signal(signal.SIGKILL)
+                process.ended()
 
 
 def wait_for(condition: Any, seconds: float = TIMEOUT_SECONDS) -> None:

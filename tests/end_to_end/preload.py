@@ -21,6 +21,7 @@ for name in (
     "pretrain.bench.training",
     "pretrain.evaluation.command",
     "pretrain.huggingface.export",
+    "tests.end_to_end.forks",
 ):
     try:
         importlib.import_module(name)

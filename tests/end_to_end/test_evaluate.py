@@ -62,12 +62,6 @@ def test_a_length_that_memory_cannot_carry_is_refused(refused, run):
     refused(["evaluate", run, *options], *words)
 
 
-def test_training_refuses_such_lengths_before_it_starts(refused, config, workspace):
-    settings = [f"run.directory={workspace}/runs/never", "evaluation.max_tokens=40"]
-    words = "evaluation.lengths = 64", "40 tokens that are scored", "evaluation.max_tokens"
-    refused(["train", config, *sets(*settings)], *words)
-
-
 def test_all_of_the_text_is_scored_unless_told_otherwise(run, tiny_data, tmp_path):
     """evaluation.max_tokens = 2048 of the config bounds the evaluations while training alone."""
     whole, part = tmp_path / "whole/curve.json", tmp_path / "part/curve.json"
@@ -121,20 +115,6 @@ def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
     shutil.copytree(run / STEP_4, alone)
     succeeds("evaluate", run / STEP_4, alone, *QUICK, "--out", out)
     assert [(r["run"], r["step"]) for r in curve(out)] == [(str(run), 4), (str(alone), 4)]
-
-
-def test_several_training_lengths_go_into_one_report(workspace, run, tmp_path):
-    short = workspace / "runs/short"
-    settings = [
-        f"run.directory={short}",
-        "data.sequence_length=16",
-        "train.num_steps=2",
-        "evaluation.lengths=[16]",
-    ]
-    succeeds("train", workspace / "run.toml", *sets(*settings))
-    succeeds("evaluate", run, short, *QUICK, "--out", tmp_path / "curve.json")
-    found = [(r["run"], r["train_length"]) for r in curve(tmp_path / "curve.json")]
-    assert found == [(str(run), 32), (str(short), 16)]
 
 
 # ---- which checkpoint ----------------------------------------------------------------------------
@@ -201,11 +181,7 @@ def test_protocols_that_coincide_are_measured_once(workspace, run, tmp_path):
     ("name", "content"),
     [
         ("curve.json", '{"my": "notes"}'),
-        ("curve.json", "not JSON at all"),
-        ("curve.csv", "date,price\n1,2\n"),
         ("curve.png", "my photo"),
-        ("report.md", "# My thesis\n"),
-        ("positions.csv", "x,y\n"),
     ],
 )
 def test_files_that_are_no_report_of_ours_are_not_overwritten(run, tmp_path, name, content):
@@ -215,10 +191,3 @@ def test_files_that_are_no_report_of_ours_are_not_overwritten(run, tmp_path, nam
     assert (tmp_path / name).read_text() == content and len(list(tmp_path.iterdir())) == 1
     # Before anything was scored.
     assert "perplexity" not in done.out
-
-
-def test_an_earlier_report_is_replaced(run, tmp_path):
-    out = tmp_path / "report/curve.json"
-    for _ in range(2):
-        succeeds("evaluate", run, *QUICK, "--out", out)
-    assert len(curve(out)) == 1

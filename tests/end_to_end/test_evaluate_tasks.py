@@ -81,10 +81,11 @@ def test_stock_transformers_gives_the_same(workspace, run, measured, tiny_data):
         assert ours["value"] == pytest.approx(theirs["value"], abs=1e-5), (ours, theirs)
 
 
-def test_two_processes_and_a_named_checkpoint_give_the_same(workspace, run, measured):
+def test_two_tensor_ranks_and_a_named_checkpoint_give_the_same(workspace, run, measured):
     checkpoint = run / "checkpoints/step-00000008"
     out = workspace / "tasks-of-two/tasks.json"
-    with running_ranks(["evaluate-tasks", checkpoint, *WORDS, "--out", out], 2) as ranks:
+    words = [*WORDS, "--out", out, "--set", "parallel.tensor_model_parallel_size=2"]
+    with running_ranks(["evaluate-tasks", checkpoint, *words], 2) as ranks:
         done = ranks.done()
     assert [each.code for each in done] == [0, 0], done
     assert done[1].out == ""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,22 +11,14 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain
-from tests.end_to_end.commands import ON_CPU, sets
+from tests.end_to_end.commands import forked, sets, succeeded, succeeds
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, *words: object, cwd: Path = ROOT) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *map(str, words)],
-        cwd=cwd,
-        env=os.environ | ON_CPU,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    command = [sys.executable, str(ROOT / "examples" / script), *map(str, words)]
+    return succeeded(forked(command, cwd=cwd)).out
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +46,7 @@ def test_an_export_is_measured_as_the_run_is(trained, tmp_path):
     assert len(re.findall(r"perplexity +[\d.]+ ", said)) == 3
 
     words = ["--text", text, "--lengths", "64,256", "--stride", "64", "--out", out]
-    command = [sys.executable, "-m", "pretrain", "evaluate", folder / "alibi", *words]
-    done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=os.environ | ON_CPU, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    succeeds("evaluate", folder / "alibi", *words)
     ours = json.loads(out.read_text())["records"]
     model = AutoModelForCausalLM.from_pretrained(folder / "hf")
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
@@ -120,7 +106,5 @@ def test_a_data_source_of_ones_own_is_built_and_looked_at(tmp_path):
     said = run("data_source.py", "data", "build", "configs/demo.toml", "--workers", 2, *settings)
     assert "30 documents" not in said and "29 documents" in said and "no text in the column" in said
     assert "b.csv" in said and "invalid start byte" in said
-    pretrain_alone = [sys.executable, "-m", "pretrain", "data", "show", "configs/demo.toml"]
-    words = [*pretrain_alone, *map(str, settings), "--set", "data.sequence_length=64"]
-    done = subprocess.run(words, cwd=ROOT, env=os.environ | ON_CPU, capture_output=True, text=True)
-    assert done.returncode == 0 and "a.csv at offset" in done.stdout, done.stderr
+    settings += ["--set", "data.sequence_length=64"]
+    assert "a.csv at offset" in succeeds("data", "show", "configs/demo.toml", *settings).out

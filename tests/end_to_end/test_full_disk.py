@@ -14,12 +14,11 @@ from pretrain.rundir.paths import ExitCode
 from tests.end_to_end.commands import (
     LAUNCHER,
     PRETRAIN,
-    ended,
+    Running,
     explained,
-    fresh,
+    forked,
     metrics,
     sets,
-    started,
     succeeded,
     succeeds,
     wait_for,
@@ -49,14 +48,14 @@ def test_a_full_disk_ends_the_run_once(config, disk):
     [saved] = complete_checkpoints(run)
     size = sum(path.stat().st_size for path in saved.iterdir())
     users = fill(disk, leave=size // 2)
-    done = fresh([*LAUNCHER, "local", str(config), "--nproc", "1", *settings])
+    done = forked([*LAUNCHER, "local", str(config), "--nproc", "1", *settings])
     explained(done, ExitCode.NO_SPACE, "a checkpoint takes", "are free", "Make room")
     assert done.err.count("a checkpoint takes") == 1 and "no space" in done.err, done.err
     [_, record] = read_attempts(run)
     assert record.ended and (record.ended.outcome, record.ended.code) == ("no_space", 82)
     assert os.listdir(run / "checkpoints") == [saved.name] and users.exists()
     users.unlink()
-    done = succeeded(fresh([*LAUNCHER, "local", str(config), "--nproc", "1", *settings]))
+    done = succeeded(forked([*LAUNCHER, "local", str(config), "--nproc", "1", *settings]))
     steps = [r["step"] for r in metrics(run) if "evaluation" not in r]
     assert steps == list(range(1, 9))
 
@@ -65,7 +64,7 @@ def test_a_disk_that_is_full_for_a_moment_does_not_end_training(config, disk):
     """Status and numbers cannot be written between two saves, and nothing is lost by it."""
     run = disk / "run"
     settings = words(f"run.directory={run}", "checkpoint.interval_steps=4000")
-    process = started([*PRETRAIN, "train", str(config), *settings, "--set", "train.num_steps=4000"])
+    process = Running([*PRETRAIN, "train", config, *settings, "--set", "train.num_steps=4000"])
     try:
         wait_for(lambda: (run / "metrics.jsonl").exists() and len(metrics_so_far(run)) > 5)
         users = fill(disk, leave=0)
@@ -77,7 +76,7 @@ def test_a_disk_that_is_full_for_a_moment_does_not_end_training(config, disk):
         wait_for(lambda: process.poll() is not None or len(metrics_so_far(run)) > after + 5)
         process.send_signal(signal.SIGTERM)
     finally:
-        done = ended(process)
+        done = process.ended()
     assert done.code == ExitCode.STOPPED, done.text
     assert done.err.count("status cannot be written") == 1
     assert done.err.count("cannot be written for now") == 1
@@ -89,7 +88,7 @@ def metrics_so_far(run: Path) -> list[bytes]:
     return (run / "metrics.jsonl").read_bytes().splitlines()
 
 
-def said(process: subprocess.Popen[str], run: Path, full_at: int) -> str:
+def said(process: Running, run: Path, full_at: int) -> str:
     """Return "warned" when the disk has refused the lines of steps for two seconds."""
     before = metrics_so_far(run)
     if process.poll() is None:
@@ -106,7 +105,7 @@ def test_a_rank_that_was_suspended_and_lost_the_run_publishes_nothing(workspace,
     settings = words(f"run.directory={run}", "checkpoint.interval_steps=1", "train.num_steps=4000")
     held = Attempt.begin(run)
     environment = {"PRETRAIN_ATTEMPT": str(held.directory)}
-    process = started([*PRETRAIN, "train", str(config), *settings], environment)
+    process = Running([*PRETRAIN, "train", config, *settings], environment)
     try:
         wait_for(lambda: len(complete_checkpoints(run)) > 1)
         process.send_signal(signal.SIGSTOP)
@@ -120,7 +119,7 @@ def test_a_rank_that_was_suspended_and_lost_the_run_publishes_nothing(workspace,
         lines = (run / "metrics.jsonl").read_bytes()
     finally:
         process.send_signal(signal.SIGCONT)
-        done = ended(process)
+        done = process.ended()
     explained(done, 1, held.directory, "attempt 2 has taken this run over", "publishes nothing")
     assert sorted(os.listdir(run / "checkpoints")) == before
     assert {p: p.stat().st_mtime_ns for p in manifests} == manifests

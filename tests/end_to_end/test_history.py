@@ -13,13 +13,12 @@ from pretrain.launcher.look import detail
 from pretrain.launcher.status import read_statuses
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.lineage import hold, read_lineage
-from tests.conftest import mark_torture
 from tests.end_to_end.commands import (
     LAUNCHER,
     Done,
     explained,
     flip,
-    fresh,
+    forked,
     metrics,
     pretrain,
     sets,
@@ -225,8 +224,6 @@ def weights_file(checkpoint: Path) -> Path:
 DAMAGE = {
     "weights": lambda checkpoint: flip(weights_file(checkpoint)),
     "manifest": lambda checkpoint: (checkpoint / "manifest.json").write_text("{"),
-    "no manifest": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
-    "state": lambda checkpoint: (checkpoint / "state.json").unlink(),
 }
 
 
@@ -265,25 +262,18 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(copy, train):
     assert steps(copy) == [2, 4, 6, 8] and not (copy / "abandoned").exists()
 
 
-@pytest.mark.parametrize("nproc", [2])
-def test_the_launcher_goes_on_from_the_checkpoint_before_a_damaged_one(copy, config, nproc):
+def test_the_launcher_goes_on_from_the_checkpoint_before_a_damaged_one(copy, config):
     flip(weights_file(step(copy, 8)))
     flip(weights_file(step(copy, 6)))
     settings = (*SHORT, f"run.directory={copy}", "train.num_steps=10")
     words = [w for s in settings for w in ("--set", s)]
-    done = succeeded(fresh([*LAUNCHER, "local", str(config), "--nproc", str(nproc), *words]))
+    done = succeeded(forked([*LAUNCHER, "local", config, "--nproc", 2, *words]))
     assert f"{step(copy, 8)} is passed" in done.text and f"{step(copy, 6)} is" in done.text
     assert "4 steps are lost" in done.text and steps(copy) == [2, 4, 6, 8, 10]
     assert len(list((copy / "abandoned/0001").glob("step-*"))) == 2
 
 
 # ---- steps and foreign files ---------------------------------------------------------------------
-def test_fewer_steps_than_are_done_are_refused(copy, train):
-    words = "train.num_steps = 6", step(copy, 8), "has done 8 steps already"
-    explained(train(settings=TO_6), 2, *words)
-    assert train().code == 0
-
-
 def test_foreign_things_named_like_a_save_are_left_alone(copy, train, tmp_path):
     (tmp_path / "kept").write_text("mine")
     folder = copy / "checkpoints"
@@ -340,15 +330,10 @@ def test_retention_keeps_the_last_the_best_every_nth_and_what_is_held(copy, trai
 TORN = {
     "half a line": b'{"step": 8, "loss_n',
     "NULs": b"\0" * 4096,
-    "not UTF-8": b'{"step": 8, "loss_nats": "\xff\xfe"',
-    "an empty line": b"\n\n",
-    "a number": b"17\n",
 }
 
 
-@pytest.mark.parametrize(
-    ("kind",), mark_torture([(kind,) for kind in TORN], {("half a line",), ("NULs",)})
-)
+@pytest.mark.parametrize("kind", TORN)
 def test_every_reader_passes_over_what_a_power_cut_left(copy, train, tmp_path, kind):
     with (copy / "metrics.jsonl").open("ab") as file:
         file.write(TORN[kind])
@@ -357,7 +342,7 @@ def test_every_reader_passes_over_what_a_power_cut_left(copy, train, tmp_path, k
         ["evaluate", copy, "--lengths", "32", "--max-tokens", "512"],
     ):
         succeeds(*command)
-    status = fresh([*LAUNCHER, "status", str(copy)])
+    status = forked([*LAUNCHER, "status", str(copy)])
     assert status.code == 0 and "8 of 8" in status.out, status.text
     succeeded(train(settings=("train.num_steps=9",)))
     assert trained_steps(copy) == list(range(1, 10))

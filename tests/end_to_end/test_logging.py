@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pretrain.training.metrics import PASS, TAGS
-from tests.end_to_end.commands import explained, fresh, metrics, sets, succeeds
+from tests.end_to_end.commands import explained, forked, metrics, sets, succeeds
 from tests.unit.test_metrics import wandb_history
 
 WITHOUT_WANDB = (
@@ -62,10 +62,10 @@ def test_a_run_without_wandb_trains_on_offline_and_is_refused_online(config, tmp
     run = tmp_path / "run"
     settings = sets(f"run.directory={run}", "train.num_steps=2", "logging.wandb=online")
     command = [sys.executable, "-c", WITHOUT_WANDB, "train", str(config), *settings]
-    explained(fresh(command), 2, "logging.wandb = online", "pip install 'pretrain[wandb]'")
+    explained(forked(command), 2, "logging.wandb = online", "pip install 'pretrain[wandb]'")
     assert not Path(run).exists()
     command[-1] = "logging.wandb=offline"
-    done = fresh(command)
+    done = forked(command)
     assert done.code == 0 and done.err.count("wandb: not installed") == 1, done.text
     assert [record["step"] for record in metrics(run) if "evaluation" not in record] == [1, 2]
     assert not (run / "wandb").exists()

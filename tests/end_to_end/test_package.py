@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS, Done, explained, succeeded
+from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS, Done, succeeded
 
 # What `pip` reads of a clone. Copied without caches, and with the links of pretrain/ as links.
 SOURCES = ("pretrain", "kernels", "launcher", "configs", "slurm")
@@ -192,15 +192,6 @@ def test_a_shipped_config_makes_a_job_on_a_shipped_site(installed, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_file_is_answered_with_the_command_that_lists_them(installed, tmp_path):
-    done = installed.run(["pretrain", "config", "configs/demo.toml"], tmp_path)
-    explained(done, 2, "configs/demo.toml: no such config file", "`pretrain config --list`")
-    [demo] = [path for path in listed(installed, tmp_path) if path.match("configs/demo.toml")]
-    submit = ["launcher", "submit", demo, "--site", "slurm/site.v100.toml", "--dry-run"]
-    done = installed.run(submit, tmp_path)
-    explained(done, 2, "slurm/site.v100.toml: no such site file", "`pretrain config --list`")
-
-
 def test_the_version_is_the_wheels(installed, tmp_path):
     done = installed.run(["pretrain", "--version"], tmp_path)
     assert done == (0, f"pretrain {installed.wheel.name.split('-')[1]}\n", "")
@@ -269,14 +260,3 @@ def test_our_folder_kernels_is_not_taken_for_hugging_faces(installed):
     """Without theirs, transformers finds our folder in the clone and must leave it alone."""
     code = "from transformers import BloomForCausalLM\nimport transformers.integrations.hub_kernels"
     succeeded(installed.run(["python", "-c", code], installed.clone))
-
-
-def test_the_installed_package_brings_no_kernels(installed, hugging_face_kernels, tmp_path):
-    done = installed.run(["python", "-c", "import kernels; print(kernels.__file__)"], tmp_path)
-    assert done == (0, f"{hugging_face_kernels}/__init__.py\n", "")
-
-
-def test_the_command_runs_from_the_clone_beside_hugging_faces(installed, hugging_face_kernels):
-    command = ["python", "-m", "pretrain", "config", "configs/demo.toml"]
-    done = installed.run(command, installed.clone)
-    assert done.code == 0 and "# parameters" in done.out, done.err

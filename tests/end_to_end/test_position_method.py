@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from pretrain.cli import main as cli
 from pretrain.config import RunConfig, load_config
 from pretrain.config.errors import Refusal
 from pretrain.plan.memory import Activations, attention_backend
@@ -79,31 +81,27 @@ def _registered() -> Iterator[None]:
     del METHODS["toy"]
 
 
-def main(*arguments: Any) -> None:
+def main() -> None:
     """Run a command in a process that imports this module for it, and with it the toy."""
     METHODS["toy"] = Toy
-    commands._main(*arguments)
+    cli.main()
 
 
 del METHODS["toy"]
+PROGRAM = [sys.executable, "-c", f"from {__name__} import main; main()"]
 
 
 def pretrain(*arguments: object, world_size: int = 1) -> Done:
     """Run `pretrain` on some ranks; return how rank 0 ended, after all did so well."""
     with TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(world_size):
-            environment = {}
-            if world_size > 1:
-                environment = {"WORLD_SIZE": str(world_size), "PRETRAIN_RENDEZVOUS": folder}
-                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            words, output = ["pretrain", *map(str, arguments)], f"{folder}/{rank}"
-            process = commands.SERVER.Process(
-                target=main, args=(words, environment, output, None, str(commands.ROOT))
-            )
-            process.start()
-            processes.append(process)
-        done = [commands._end(p, Path(f"{folder}/{rank}")) for rank, p in enumerate(processes)]
+        environments: list[dict[str, str]] = [{}]
+        if world_size > 1:
+            rendezvous = {"WORLD_SIZE": str(world_size), "PRETRAIN_RENDEZVOUS": folder}
+            environments = [
+                rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                for rank in range(world_size)
+            ]
+        done = commands.ranks(arguments, environments, program=PROGRAM)
     assert world_size == 1 or all(each.code == 0 for each in done), done
     return done[0]
 

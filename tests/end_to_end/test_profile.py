@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.commands import metrics, pretrain, running_ranks, sets, succeeded, succeeds
+from tests.end_to_end.commands import metrics, pretrain, running_ranks, sets, succeeded
 from tests.unit.test_rundir import undocumented
 
 PROFILED = "train.profile_steps=[3,4]"
@@ -54,17 +54,6 @@ def test_two_steps_of_rank_0_are_recorded_and_the_losses_are_the_same(config, tm
     products = [e for e in events(trace) if e["name"] in ("aten::mm", "aten::addmm")]
     assert len(products) >= 2 * 2 * 4 * 3
     assert all(any(a <= e["ts"] <= b for a, b in spans) for e in products)
-
-
-def test_a_run_that_goes_on_past_the_steps_records_nothing(config, tmp_path):
-    """Nor does one that is stopped within them lose what it has."""
-    run = tmp_path / "run"
-    settings = sets(f"run.directory={run}", PROFILED)
-    succeeds("train", config, *settings, "--set", "train.num_steps=4")
-    before = {path: path.stat().st_mtime_ns for path in (run / "profile").iterdir()}
-    done = pretrain("train", config, *settings, "--set", "train.num_steps=6")
-    assert done.code == 0 and "profile" not in done.err, done.text
-    assert {path: path.stat().st_mtime_ns for path in (run / "profile").iterdir()} == before
 
 
 def test_a_trace_that_the_disk_refuses_is_said_once_and_training_goes_on(config, tmp_path):

@@ -5,25 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import os
-import random
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.end_to_end.commands import (
-    ON_CPU,
-    PRETRAIN,
-    ROOT,
-    TIMEOUT_SECONDS,
-    Done,
-    succeeded,
-    wait_for,
-)
+from tests.end_to_end.commands import PRETRAIN, ROOT, Done, Running, succeeded, wait_for
 from tests.end_to_end.conftest import CONFIG
 
 STUDY = """
@@ -36,16 +24,6 @@ settings = ["recovery.max_restarts=0"]
 lengths = [16, 32, 64]
 stride = 16
 max_tokens = 2048
-"""
-FIELDS = """
-title = "Two methods at two lengths"
-directory = "s"
-config = "alibi.toml"
-methods = ["alibi", "sinusoidal"]
-training_lengths = [16, 32]
-
-[evaluation]
-max_tokens = 1024
 """
 LEARNING_RATES = {"alibi": "1e-3", "sinusoidal": "1e-3", "none": "1e30"}
 """Without positions, training diverges at once."""
@@ -66,26 +44,12 @@ class Desk:
         configs = ", ".join(f'"{method}.toml"' for method in methods)
         (self.folder / "study.toml").write_text(STUDY.format(configs=configs))
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*PRETRAIN, "study", "study.toml", *words],
-            cwd=self.folder,
-            env=os.environ | ON_CPU | {"PYTHONPATH": str(ROOT)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            process_group=0,
-        )
+    def start(self, *words: str, file: str = "study.toml") -> Running:
+        command = [*PRETRAIN, "study", file, *words]
+        return Running(command, {"PYTHONPATH": str(ROOT)}, self.folder)
 
-    def study(self, *words: str, timeout: float = TIMEOUT_SECONDS) -> Done:
-        process = self.start(*words)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            # What it runs ends with it.
-            process.kill()
-            raise
-        return Done(process.returncode, out, err)
+    def study(self, *words: str) -> Done:
+        return self.start(*words).ended()
 
     def attempts(self) -> dict[str, int]:
         """Return how many attempts each run has."""
@@ -175,13 +139,8 @@ def test_runs_of_eight_steps_decide_no_claim(whole: Whole) -> None:
     assert json.loads((folder / "unigram.json").read_text())["tokens"] == 2048
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("--report-only",), pytest.param((), marks=pytest.mark.torture)],
-    ids=["report", "train"],
-)
 def test_a_second_seed_leaves_finished_runs_where_they_are_and_in_the_report(
-    whole: Whole, tmp_path: Path, words: tuple[str, ...]
+    whole: Whole, tmp_path: Path
 ) -> None:
     """The same with a seed that was taken away again, whose run is named and kept."""
     shutil.copytree(whole.desk.folder / "s", tmp_path / "s")
@@ -192,12 +151,12 @@ def test_a_second_seed_leaves_finished_runs_where_they_are_and_in_the_report(
     file = tmp_path / "study.toml"
     text = file.read_text()
     file.write_text(text.replace("[evaluation]", "seeds = [7, 1234]\n\n[evaluation]", 1))
-    succeeded(desk.study(*words))
+    succeeded(desk.study("--report-only"))
     runs = desk.runs()
     finished = {name for name, run in runs.items() if run["state"] == "finished"}
     added = {"alibi-32-s7", "sinusoidal-32-s7"}
     assert runs.keys() == {"alibi-32-s1234", "sinusoidal-32-s1234"} | added
-    assert finished == runs.keys() - (added if words else set())
+    assert finished == runs.keys() - added
     assert {name: n for name, n in desk.attempts().items() if name not in added} == before
     shown = (tmp_path / "s/report/report.md").read_text()
     for name in runs:
@@ -216,20 +175,13 @@ def test_an_edited_study_file_mixes_no_experiments(whole: Whole, setting: str) -
     file = whole.desk.folder / "edited.toml"
     text = (whole.desk.folder / "study.toml").read_text()
     file.write_text(text.replace("recovery.max_restarts=0", setting))
-    done = subprocess.run(
-        [*PRETRAIN, "study", file.name],
-        cwd=whole.desk.folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2 and done.stdout == "", done.stdout + done.stderr
+    done = whole.desk.start(file=file.name).ended()
+    assert done.code == 2 and done.out == "", done.text
     key, _, value = setting.partition("=")
     for run in ("alibi-32-s1234", "sinusoidal-32-s1234"):
         line = f"edited.toml: {run}: {key} = {float(value):g}: s/runs/{run}/checkpoints/"
-        assert line in done.stderr
-    assert done.stderr.count("A study does not mix experiments") == 2
+        assert line in done.err
+    assert done.err.count("A study does not mix experiments") == 2
     assert (whole.desk.attempts(), whole.desk.evaluation()) == whole.after
 
 
@@ -241,10 +193,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_report(
     process = desk.start()
     metrics = tmp_path / "s/runs/alibi-32-s1234/metrics.jsonl"
     wait_for(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size))
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 80, out + err
-    assert err.endswith("stopped; go on with:\n  pretrain study study.toml\n"), err
+    process.press_ctrl_c()
+    done = process.ended()
+    assert done.code == 80, done.text
+    assert done.err.endswith("stopped; go on with:\n  pretrain study study.toml\n"), done.err
     assert {run["state"] for run in desk.runs().values()} == {"waiting"}
     # The whole study has a run that its file does not ask for any more, which its report names.
     left = "s/runs/none-32-s1234"
@@ -257,48 +209,6 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_report(
         "none-32-s1234": left_attempts,
     }
     assert_same(desk.report(), whole.desk.report())
-
-
-@pytest.fixture(scope="module")
-def reference(
-    tmp_path_factory: pytest.TempPathFactory, tiny_data: Path
-) -> tuple[dict[str, bytes], float]:
-    """The report of two methods at two lengths that nobody stopped, and the seconds it took."""
-    desk = Desk(tmp_path_factory.mktemp("reference"), tiny_data)
-    (desk.folder / "study.toml").write_text(FIELDS)
-    began = time.monotonic()
-    # Four trainings and an evaluation, on a machine that may do other things.
-    succeeded(desk.study(timeout=5 * TIMEOUT_SECONDS))
-    return desk.report(), time.monotonic() - began
-
-
-@pytest.mark.torture
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_study_stopped_at_random_gives_the_same_report(
-    reference: tuple[dict[str, bytes], float],
-    tmp_path: Path,
-    tiny_data: Path,
-    number: signal.Signals,
-    seed: int,
-) -> None:
-    """It is stopped again and again, by a signal to the process group, until it is finished."""
-    report, seconds = reference
-    desk, chance, stops = Desk(tmp_path, tiny_data), random.Random(seed), 0
-    (tmp_path / "study.toml").write_text(FIELDS)
-    while True:
-        process = desk.start()
-        try:
-            # Longer than a run takes, so that each start comes further than the one before.
-            out, err = process.communicate(timeout=chance.uniform(0.3, 0.6) * seconds)
-            break
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, number)
-            process.communicate(timeout=TIMEOUT_SECONDS)
-            stops += 1
-    assert process.returncode == 0 and stops, (stops, out, err)
-    assert_same(desk.report(), report)
 
 
 def assert_same(report: dict[str, bytes], expected: dict[str, bytes]) -> None:

@@ -17,7 +17,6 @@ from pretrain.kernels.flash.launch import Blocks, Schedule, attention_triton, vi
 from pretrain.kernels.reference import attention_reference, dropout_keep
 from pretrain.kernels.skipping import share_visited
 from pretrain.positions.alibi import alibi_slopes
-from tests.conftest import mark_torture
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +28,7 @@ CASES = {
     "whole tiles": (96, 96, 1, 2, 2, 16, True, "slopes", {}),
     "odd length, odd width": (97, 97, 1, 2, 2, 20, True, "slopes", {}),
     "shorter than a tile": (5, 5, 2, 2, 2, 32, True, "slopes", {}),
-    "grouped queries, two in a batch": (49, 49, 2, 2, 1, 16, True, "slopes", {}),
+    "grouped queries": (49, 49, 2, 2, 1, 16, True, "slopes", {}),
     "keys from before": (37, 131, 1, 4, 2, 16, True, "slopes", {}),
     "one query": (1, 77, 2, 2, 2, 16, True, "slopes", {}),
     "slice of 12 heads": (65, 65, 1, 2, 2, 16, True, (12, 7), {}),
@@ -137,36 +136,29 @@ def test_exact_forward_and_backward(case):
     assert_exact(make(*shape, torch.float32), torch.float32, **arguments)
 
 
-HALVES = ["odd length, odd width", "slopes with gradient", "table", "dropout", "symmetric"]
+HALVES = {
+    "odd length, odd width": torch.float16,
+    "slopes with gradient": torch.bfloat16,
+    "table": torch.bfloat16,
+    "dropout": torch.bfloat16,
+    "symmetric": torch.bfloat16,
+}
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    mark_torture(
-        [(case, dtype) for case in HALVES for dtype in (torch.bfloat16, torch.float16)],
-        {(case, torch.bfloat16) for case in HALVES}
-        | {("odd length, odd width", torch.float16), ("dropout", torch.float16)},
-    ),
-)
+@pytest.mark.parametrize(("case", "dtype"), HALVES.items())
 def test_half_precision_is_exact(case, dtype):
     *shape, arguments = CASES[case]
     assert_exact(make(*shape, dtype), dtype, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("causal", "dtype"),
-    mark_torture(
-        [(causal, dtype) for causal in (True, False) for dtype in (torch.bfloat16, torch.float16)],
-        {(True, torch.bfloat16), (False, torch.float16)},
-    ),
-)
+@pytest.mark.parametrize(("causal", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
 def test_gradients_of_slopes_do_not_suffer_from_the_rounded_output(causal, dtype):
     """Compare with fp64: the error is that of fp32 sums, far below plain torch's in this dtype.
 
     A delta made of the rounded output is off by half a unit of that dtype. Times the distance, it
     made these gradients up to 1.8 times as wrong as those of plain torch.
     """
-    made = make(128, 128, 1, 4, 4, 16, causal, "trained", dtype)
+    made = make(128, 128, 1, 2, 2, 16, causal, "trained", dtype)
     ours = triton(*made)[-1].double()
     exact, plain = (reference(*made, x)[-1] for x in (torch.float64, dtype))
     assert (ours - exact).norm() <= 0.01 * (plain - exact).norm()
@@ -180,8 +172,7 @@ def test_blocks_of_the_tables_are_exact(width, dtype):
     assert_exact(make(150, 190, 1, 1, 1, width, True, "slopes", dtype), dtype, schedule=None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_no_slope_and_the_largest(causal, dtype):
     """position.slopes may be 0 and 100, under which a query sees all keys alike or its own alone.
 
@@ -226,22 +217,20 @@ INPUTS = {
 }
 
 
-SHAPES = ("causal", "symmetric, grouped, keys from before")
+SHAPES = {"causal": (128, 128, 1), "symmetric, grouped": (32, 128, 2)}
+"""Queries, keys and heads, which share their keys and values."""
 
 
 @pytest.mark.parametrize(
     ("shape", "kind"),
-    mark_torture(
-        [(shape, kind) for shape in SHAPES for kind in INPUTS],
-        {(SHAPES[0], kind) for kind in INPUTS} | {(SHAPES[1], "scale 8"), (SHAPES[1], "giant key")},
-    ),
+    [*(("causal", kind) for kind in INPUTS), ("symmetric, grouped", "giant key")],
 )
 def test_skipping_visits_what_the_model_says_and_changes_nothing(kind, shape):
     causal = shape == "causal"
-    queries, keys, groups = (160, 160, 2) if causal else (64, 192, 1)
-    q, k, v, _, _ = make(queries, keys, 1, 2, groups, 16, causal, None, torch.float32)
+    queries, keys, heads = SHAPES[shape]
+    q, k, v, _, _ = make(queries, keys, 1, heads, 1, 16, causal, None, torch.float32)
     q, k, v = (x.detach().requires_grad_() for x in INPUTS[kind](q, k, v))
-    slopes = torch.tensor([2.0, 0.75], device=DEVICE)
+    slopes = torch.tensor([2.0, 0.75][:heads], device=DEVICE)
     tiles = {"query_tile": SMALL.forward.queries, "key_tile": SMALL.key_tile}
 
     tiles_visited, _ = visited_tiles(q, k, v, slopes, causal, schedule=SMALL)
@@ -287,13 +276,7 @@ def test_forward_and_backward_leave_out_the_same_tiles():
     assert gradients(False, v, nans)[0][queries].isnan().any()
 
 
-@pytest.mark.parametrize(
-    ("name", "giant"),
-    mark_torture(
-        [(name, giant) for name in ("q", "k", "v") for giant in (1e6, 1e9)],
-        {("q", 1e9), ("k", 1e6), ("v", 1e9)},
-    ),
-)
+@pytest.mark.parametrize(("name", "giant"), [("q", 1e9), ("k", 1e6), ("v", 1e9)])
 def test_no_bit_depends_on_a_later_token(name, giant):
     """Search over rare inputs: one giant row far back, and another in a later token.
 
@@ -301,11 +284,11 @@ def test_no_bit_depends_on_a_later_token(name, giant):
     and gradients of queries before it must not notice.
     """
     generator = torch.Generator().manual_seed(7)
-    q, k, v = (torch.randn(128, 1, 2, 16, generator=generator).to(DEVICE) for _ in range(3))
+    q, k, v = (torch.randn(128, 1, 1, 16, generator=generator).to(DEVICE) for _ in range(3))
     # The last tile of queries just skips the first tile of keys, whose weights are so large that a
     # giant value shows: it must be visited then, whatever a later value is.
     q *= 0.1
-    bias = ScoreBias(torch.tensor([0.37, 0.41], device=DEVICE), None, 0, True)
+    bias = ScoreBias(torch.tensor([0.37], device=DEVICE), None, 0, True)
     for far, token in (("v", 120), ("q", 125)):
         before = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
         before[far][30] *= giant
@@ -343,10 +326,10 @@ def test_a_query_skips_for_itself_in_a_tile_that_others_visit():
     assert (dk[:32] == 0).all() and (dv[:32] == 0).all()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_an_attention_sink_costs_one_tile(causal):
+def test_an_attention_sink_costs_one_tile():
     """A giant value at key 0 must be visited by every query; the tiles between stay skipped."""
-    q, k, v, _, _ = make(192, 192, 1, 1, 1, 16, causal, None, torch.float32)
+    causal = True
+    q, k, v, _, _ = make(128, 128, 1, 1, 1, 16, causal, None, torch.float32)
     q, k, v = (x.detach().clone().requires_grad_() for x in (q * 0.3, k, v))
     slopes = torch.tensor([0.9], device=DEVICE)
     without, _ = visited_tiles(q, k, v, slopes, causal, schedule=SMALL)
@@ -360,8 +343,7 @@ def test_an_attention_sink_costs_one_tile(causal):
         assert (x - y).abs().max() <= 2.0**-20 * y.abs().max(), name
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("name", "bad"), [("q", torch.nan), ("k", torch.inf), ("v", torch.nan)])
 def test_nan_propagates_through_skipped_tiles(name, bad):
     q, k, v, bias, _ = make(160, 160, 1, 2, 2, 16, True, None, torch.float32)
     bias = ScoreBias(torch.tensor([0.75, 0.5], device=DEVICE), None, 0, True)
@@ -383,13 +365,7 @@ def test_nan_propagates_through_skipped_tiles(name, bad):
     assert hit[seen].all() and not hit[: where // 32 * 32].any()
 
 
-@pytest.mark.parametrize(
-    ("case",),
-    mark_torture(
-        [("keys from before",), ("symmetric table",), ("dropout, symmetric, trained",)],
-        {("keys from before",), ("dropout, symmetric, trained",)},
-    ),
-)
+@pytest.mark.parametrize("case", ["grouped queries", "dropout, symmetric, trained"])
 def test_every_element_is_written_and_runs_agree_to_the_last_bit(case, monkeypatch):
     *shape, arguments = CASES[case]
     made = make(*shape, torch.float32)
@@ -411,7 +387,7 @@ def poison(x):
 def test_views_of_a_fused_projection_are_read_where_they_lie():
     """Megatron splits one tensor [S, B, heads, (q, k, v), D], so none of them is contiguous."""
     generator = torch.Generator().manual_seed(2)
-    fused = torch.randn(97, 2, 2, 3 * 16, generator=generator).to(DEVICE).requires_grad_()
+    fused = torch.randn(65, 2, 2, 3 * 16, generator=generator).to(DEVICE).requires_grad_()
     views = fused.split(16, dim=3)
     assert not any(x.is_contiguous() for x in views)
     bias = ScoreBias(alibi_slopes(2).to(DEVICE), None, 0, True)

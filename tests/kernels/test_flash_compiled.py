@@ -46,7 +46,6 @@ VARIANTS = {
 CORE = {
     ("default, width 128",),
     ("default, sm_80",),
-    ("symmetric, trained, dropout",),
     ("documents, table",),
 }
 
@@ -98,8 +97,7 @@ def test_kernels_compile_to_what_the_gpu_is_good_at(case, tmp_path):
             assert kernels[name]["wgmma"] > 0, f"{name} makes no use of wgmma"
 
 
-@pytest.mark.parametrize(("bias",), mark_torture([("slopes",), ("trained",)], {("trained",)}))
-def test_one_key_compiles_with_skipping(bias, tmp_path):
+def test_one_key_compiles_with_skipping(tmp_path):
     """Compile for arguments that are 1, of which Triton makes constants."""
-    kernels = compile_kernels(Variant(90, 64, bias=bias, length=1, heads=1), tmp_path)
+    kernels = compile_kernels(Variant(90, 64, bias="trained", length=1, heads=1), tmp_path)
     assert all(kernel["cubin"] > 0 for kernel in kernels.values())

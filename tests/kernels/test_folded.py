@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretrain.kernels import folded
@@ -214,59 +213,6 @@ def test_columns_are_made_once_and_follow_the_slopes():
         torch.autograd.grad(out.sum(), qkv)
 
 
-def test_columns_made_without_values_are_not_kept():
-    """Count a call under a fake mode, as `pretrain.plan` does, and then make it."""
-    (q, k, v), _ = make("one chunk", torch.float16)
-    # A length of its own, for which nothing is cached yet.
-    q, k, v, slopes = *(x.detach()[:83] for x in (q, k, v)), torch.full((8,), 0.3)
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(x) for x in (q, k, v, slopes)]
-        attention(*fakes[:3], slopes=fakes[3], backend="folded")
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        attention(*fakes[:3], slopes=slopes, backend="folded")
-    out = attention(q, k, v, slopes=slopes, backend="folded")
-    assert not isinstance(out, FakeTensor) and out.isfinite().all()
-    # Nor does a fake mode get what a real call kept.
-    with mode:
-        attention(*fakes[:3], slopes=fakes[3], backend="folded")
-
-
-@pytest.mark.parametrize("narrow", [True, False])
-def test_padded_values_change_nothing(narrow, monkeypatch):
-    """Compare width 12 with the reference, values padded as the two kinds of GPU kernels want."""
-    if narrow:
-        # Torch's kernel for CPUs takes values as wide as the keys only.
-        monkeypatch.setattr(folded, "sdpa_without_bias", wide_values(folded.sdpa_without_bias))
-    monkeypatch.setattr(folded, "_takes_narrow_values", lambda q: narrow)
-    monkeypatch.setitem(CASES, "width 12", (65, 65, 2, 12, 12, 12))
-    qkv, arguments = make("width 12", torch.float16)
-    exact = run(attention_reference, qkv, arguments)
-    plain = run(attention_reference, qkv, arguments, dtype=torch.float16)
-    ours = run(attention, qkv, arguments, backend="folded")
-    assert_as_good_as_plain_torch(ours, plain, exact, torch.float16)
-
-
-def wide_values(attend):
-    """Return `attend` for values that are narrower than the keys."""
-
-    def with_wide_values(q, k, v, scale, dropout_p):
-        assert v.shape[3] == 16
-        wide = torch.nn.functional.pad(v, (0, k.shape[3] - v.shape[3]))
-        return attend(q, k, wide, scale, dropout_p)[..., : v.shape[3]]
-
-    return with_wide_values
-
-
-def test_custom_scale():
-    (q, k, v), arguments = make("one chunk", torch.float16)
-    for scale in (0.1, 1.0):
-        exact = attention_reference(q.detach(), k, v, scale=scale, **arguments)
-        plain = attention_reference(q, k, v, scale=scale, dtype=torch.float16, **arguments)
-        ours = attention(q, k, v, scale=scale, backend="folded", **arguments)
-        bound = 2 * (plain.double() - exact).abs().max() + 4 * 2.0**-10
-        assert (ours.double() - exact).abs().max() <= bound
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -284,13 +230,6 @@ def test_what_cannot_be_folded_is_refused(change, message):
         arguments["slopes"].requires_grad_()
     with pytest.raises(ValueError, match=f"folded cannot serve: .*{message}"):
         attention(q, k, v, backend="folded", **(arguments | change))
-
-
-def test_more_keys_than_fp16_has_positions_are_refused():
-    q = torch.zeros(1, 1, 1, 8, dtype=torch.float16)
-    k = torch.zeros(folded.MAX_POSITION + 1, 1, 1, 8, dtype=torch.float16)
-    with pytest.raises(ValueError, match="60000 keys at most"):
-        attention(q, k, k, slopes=torch.ones(1), backend="folded")
 
 
 @pytest.mark.cuda

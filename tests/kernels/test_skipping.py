@@ -244,21 +244,6 @@ def test_share_is_that_of_the_closed_form(length):
         assert share[0, head] == pytest.approx(expected, abs=1e-12), head
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kind", ["scale 1", "scale 8", "giant key", "key against its query"])
-def test_no_slope_and_the_largest(kind, causal):
-    """position.slopes may be 0, which skips nothing, and up to 100, which sees one token."""
-    q, k, v = draw(kind, 512, 3)
-    slopes = torch.tensor([0.0, 100.0, 1e-7])
-    tiles = {"query_tile": 64, "key_tile": 64}
-    visits = visited_tiles(q, k, v, slopes, causal=causal, **tiles)
-    assert_skipping_changes_nothing(q, k, v, slopes, visits, causal=causal, **tiles)
-    if causal:
-        assert (first_tile(visits)[0, [0, 2]] == 0).all()
-    if kind == "scale 1":
-        assert visits.tiles_BHTK[0, 1].sum() == 8 if causal else True
-
-
 def test_what_is_never_skipped():
     q, k, v = draw("scale 0.1", 512, 4)
     # Keys far away score 0 and those of the last queries score high, so by the gap alone the former
@@ -309,25 +294,3 @@ def test_grouped_heads_have_the_keys_of_their_group():
     each = visited_tiles(q, *spread, slopes, query_tile=64, key_tile=64)
     assert torch.equal(first_tile(grouped), first_tile(each))
     assert not torch.equal(first_tile(grouped)[:, 1], first_tile(grouped)[:, 2])
-
-
-def test_share_counts_tiles():
-    tiles = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]).bool()[
-        None, None
-    ]
-    assert share_visited(tiles, 256, 256, 64, 64, causal=True) == (1 + 2 + 2 + 1) / 10
-    assert share_visited(tiles, 256, 256, 64, 64, causal=False) == 6 / 16
-
-
-@pytest.mark.parametrize("length", [1024, 4096])
-def test_an_attention_sink_costs_one_tile(length):
-    """Every query visits key 0 for its giant value, and nothing more than without it."""
-    q, k, v = draw("constant", length, 4, width=32)
-    slopes = torch.tensor([0.5, 0.25, 0.1, 0.05])
-    without = visited_tiles(q, k, v, slopes, **TILES).tiles_BHTK
-    v[0] *= 1e38
-    visits = visited_tiles(q, k, v, slopes, **TILES).tiles_BHTK
-    query_tile = torch.arange(length // 128)
-    assert visits[0, 0, :4, 0].all()
-    assert torch.equal(visits[..., 1:], without[..., 1:])
-    assert (visits.sum(dim=3) <= without.sum(dim=3) + 1).all() and len(query_tile) > 4
