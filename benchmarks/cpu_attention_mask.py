@@ -3,7 +3,7 @@
     python -m benchmarks.cpu_attention_mask [--out FILE]
 
 This is what chose the overlapping view and the block of queries in `pretrain.kernels.sdpa`. It
-takes about a minute, on one thread. `pretrain bench attention` compares whole backends instead.
+takes about a minute, on one thread.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import resource
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import pretrain.kernels.sdpa
+from benchmarks.turns import Way, rounds, summary, timed
 from pretrain.kernels.dispatch import attention
 from pretrain.positions.alibi import alibi_slopes
 
@@ -45,8 +44,6 @@ def main() -> None:
         f"one thread, fp32. {HEADS} heads, {TOKENS} tokens a call (batch x length). Milliseconds "
         "of processor time, which other work on the machine disturbs little, medians. "
         "`python -m benchmarks.cpu_attention_mask` makes this anew.",
-        # This must run first: the peak memory of a process never falls.
-        long_forward(),
         masks(),
         blocks(),
     ]
@@ -55,22 +52,6 @@ def main() -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-
-
-def long_forward(length: int = 32_768) -> str:
-    """Report time and memory of one forward at a length whose dense mask would take 32 GiB."""
-    q, k, v = make_qkv(length, 1, 16)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with torch.no_grad():
-        start = time.process_time()
-        attention(q, k, v, slopes=SLOPES)
-        seconds = time.process_time() - start
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    dense = HEADS * length**2 * 4 / 2**20
-    return (
-        f"One forward of {length} tokens, head width 16: {seconds:.1f} s, {peak:.0f} MiB more at "
-        f"its peak; an fp32 mask of [heads, length, length] alone would be {dense:.0f} MiB."
-    )
 
 
 def masks() -> str:
@@ -181,17 +162,18 @@ def compare(
     Returns:
         Median milliseconds of processor time of each.
     """
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 1):
-        for name, attend in ways.items():
+
+    def way(attend: Attend) -> Way:
+        def call() -> None:
             inputs = [x.detach().requires_grad_(backward) for x in qkv]
-            start = time.process_time()
             output = attend(*inputs).reshape(*qkv[0].shape[:2], -1)
             if backward:
                 torch.autograd.backward(output, output.detach())
-            if turn > 0:
-                times[name].append(1e3 * (time.process_time() - start))
-    return {name: statistics.median(t) for name, t in times.items()}
+
+        return timed(call, clock=time.process_time)
+
+    found = rounds({name: way(attend) for name, attend in ways.items()}, repeats)
+    return {row["way"]: row["ms"] for row in summary(list(found))}
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

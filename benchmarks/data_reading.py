@@ -1,4 +1,4 @@
-"""Measure random reads of tokens beside other readers, and opening at 10^9 samples.
+"""Measure random reads of tokens beside other readers, and how long a data set takes to open.
 
     python -m benchmarks.data_reading [millions of tokens, default 300] [directory]
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,16 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import DataLoader, RandomSampler
 
-from pretrain.data.manifest import (
-    CHECKSUMS,
-    MANIFEST,
-    CorpusRecord,
-    Layout,
-    Manifest,
-    Shard,
-    shard_name,
-)
+from benchmarks.turns import rounds, summary, timed
+from pretrain.data.blend import blend_of
+from pretrain.data.loader import batches
 from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.stream import TokenStream
 
@@ -57,48 +51,6 @@ def write_split(root: Path, documents: Iterable[np.ndarray]) -> None:
     )
 
 
-def write_sparse(root: Path, samples: int) -> None:
-    """Make a data set of so many samples whose files are holes: it opens, and reads as damaged."""
-    (root / "train").mkdir(parents=True)
-    (root / "tokenizer.model").write_bytes(b"")
-    layout, per_shard = Layout.of(VOCAB_SIZE, BLOCK), 2**26
-    number = -(-samples * LENGTH // per_shard)
-    shards = tuple(
-        Shard(
-            name=shard_name("text", i),
-            corpus="text",
-            task=i,
-            tokens=per_shard,
-            bytes=layout.shard_bytes(per_shard),
-            xxh3_128="0" * 32,
-        )
-        for i in range(number)
-    )
-    checksums = number * layout.pieces(per_shard) * 8
-    manifest = Manifest(
-        format_version=2,
-        split="train",
-        tokenizer="tokenizer.model",
-        tokenizer_sha256=hashlib.sha256(b"").hexdigest(),
-        vocab_size=VOCAB_SIZE,
-        eos_id=0,
-        dtype="uint16",
-        tokens_per_block=BLOCK,
-        tokens_per_shard=per_shard,
-        tokens=number * per_shard,
-        documents=1,
-        text_bytes=0,
-        checksums_bytes=checksums,
-        checksums_xxh3_128="0" * 32,
-        corpora=(CorpusRecord(name="text", tokens=number * per_shard, documents=1, text_bytes=0),),
-        shards=shards,
-    )
-    for name, size in [(CHECKSUMS, checksums), *((s.name, s.bytes) for s in shards)]:
-        with (root / "train" / name).open("wb") as file:
-            file.truncate(size)
-    (root / "train" / MANIFEST).write_text(manifest.text())
-
-
 Reader = Callable[[np.ndarray], Any]
 """Reads the batch of samples with these numbers."""
 
@@ -115,7 +67,25 @@ def readers(root: Path) -> dict[str, Reader]:
         starts = (ids * LENGTH).tolist()
         return np.stack([flat[i : i + LENGTH + 1].astype(np.int64) for i in starts])
 
-    found: dict[str, Reader] = {"ours, verified": ours, "numpy memmap": memmap}
+    steps = batches(
+        stream,
+        seed=0,
+        sequence_length=LENGTH,
+        global_batch_size=BATCH,
+        micro_batch_size=BATCH,
+        blend=blend_of(stream, LENGTH, {}, seed=0),
+        data_parallel_size=1,
+        num_workers=0,
+    )
+    samples = [flat[i : i + LENGTH + 1] for i in range(0, len(flat) - LENGTH, LENGTH)]
+    # A sampler of its own order, as the loader of training has one.
+    plain = iter(DataLoader(samples, BATCH, sampler=RandomSampler(samples, True, 2**40)))  # type: ignore[arg-type,type-var]  # a list is a data set
+    found: dict[str, Reader] = {
+        "ours, verified": ours,
+        "ours, the loader of training": lambda ids: next(steps),
+        "numpy memmap": memmap,
+        "torch DataLoader": lambda ids: next(plain),
+    }
     for name, make in {"Megatron GPTDataset": gpt_dataset, "webdataset": webdataset}.items():
         try:
             found[name] = make(root)
@@ -224,21 +194,25 @@ def main() -> None:
         write_others(root, parts)
         all_readers = readers(root)
         ids = np.random.default_rng(1).integers(0, millions * 1_000_000 // LENGTH - 1, SAMPLES)
-        rates: dict[str, list[float]] = {reader: [] for reader in all_readers}
-        for turn in range(TURNS + 1):
-            for reader, read in all_readers.items():
-                start = time.process_time()
+
+        def turn(read: Reader) -> Callable[[], None]:
+            def call() -> None:
                 for i in range(0, SAMPLES, BATCH):
                     read(ids[i : i + BATCH])
-                if turn:
-                    rates[reader].append(SAMPLES * LENGTH / (time.process_time() - start))
-        limit = statistics.median(rates["numpy memmap"])
-        for reader, found in rates.items():
-            rate = statistics.median(found)
-            print(f"warm  {reader:22} {rate / 1e6:8.1f}M tokens/s, memmap x {limit / rate:.2f}")
+
+            return call
+
+        ways = {
+            reader: timed(turn(read), clock=time.process_time)
+            for reader, read in all_readers.items()
+        }
+        found = {row["way"]: row["ms"] for row in summary(list(rounds(ways, TURNS)))}
+        for reader, ms in found.items():
+            rate, ratio = SAMPLES * LENGTH / ms / 1e3, ms / found["numpy memmap"]
+            print(f"warm  {reader:28} {rate:8.1f}M tokens/s, memmap x {ratio:.2f}")
         # Pages that are mapped stay in memory, so nobody may have the files open.
         names = list(all_readers)
-        del all_readers, read
+        del all_readers, ways
         for reader in names:
             drop(root)
             read = readers(root)[reader]
@@ -249,8 +223,6 @@ def main() -> None:
             took = time.perf_counter() - start
             print(f"cold  {reader:22} {COLD_SAMPLES * LENGTH / took / 1e6:8.2f}M tokens/s")
         print("open ", opening(root))
-        write_sparse(root / "sparse", 10**9)
-        print("open ", opening(root / "sparse"))
 
 
 if __name__ == "__main__":

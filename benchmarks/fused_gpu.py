@@ -4,7 +4,7 @@
 
 For each operation the first row is what the model does with `train.fusion = "off"`, and the row
 marked "model" what it does with "on". Beside them stand other ways to compute the same: Liger's
-fused linear cross-entropy and DeepSpeed's fused AdamW, where they are installed. A row gives the
+fused linear cross-entropy, where it is installed. A row gives the
 milliseconds of forward and backward (the median, and the range of the middle half of the turns),
 the peak of memory above the inputs, and the largest difference from the first row. Rows are written
 as they are measured.
@@ -16,16 +16,15 @@ every row runs.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 
+from benchmarks.turns import rounds, summary, timed
 from pretrain import platform
 
 HIDDEN, FFN, VOCABULARY = 2048, 8192, 50_304
@@ -34,8 +33,6 @@ PROBABILITY = 0.1
 REPEATS, WARM_UP_TURNS = 20, 3
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-PARAMETERS = 2**28 if CUDA else 2**20
-"""Weights of the AdamW rows, a fifth of the model's."""
 HEADER = (
     "| operation | way | ms | middle half | MiB at the peak | largest difference |\n"
     "|---|---|---:|---:|---:|---:|"
@@ -96,12 +93,9 @@ def _row(way: Way, expected: dict[str, list[Tensor]]) -> str:
         way: What to measure.
         expected: Results of the first way of each operation; this adds to it.
     """
-    try:
-        milliseconds, middle, mebibytes, results = measure(way.turn)
-    # A library may be too old, or its kernels may not compile; the other rows do not depend on it.
-    except Exception as error:
-        reason = " ".join(str(error).split())[:80]
-        return f"| {way.operation} | {way.name} | failed: {type(error).__name__}: {reason} | | | |"
+    row, mebibytes, results = measure(way.turn)
+    if isinstance(row["ms"], str):
+        return f"| {way.operation} | {way.name} | failed: {row['ms']} | | | |"
     reference = expected.setdefault(way.operation, results)
     errors = [
         float((x - y).abs().max() / y.abs().max().clamp(min=1e-30))
@@ -109,8 +103,8 @@ def _row(way: Way, expected: dict[str, list[Tensor]]) -> str:
     ]
     difference = "random masks" if way.is_random else f"{max(errors):.1e}"
     return (
-        f"| {way.operation} | {way.name} | {milliseconds:.3f} | {middle} | {mebibytes:,.0f} "
-        f"| {difference} |"
+        f"| {way.operation} | {way.name} | {row['ms']:.3f} | {row['middle half']} "
+        f"| {mebibytes:,.0f} | {difference} |"
     )
 
 
@@ -126,7 +120,6 @@ def all_ways(tokens: int) -> Iterator[Way]:
     yield from _layer_norm(tokens)
     yield from _loss(tokens)
     yield from _weight_gradient(tokens)
-    yield from _adamw()
 
 
 def _bias_gelu(tokens: int) -> Iterator[Way]:
@@ -225,43 +218,6 @@ def _weight_gradient(tokens: int) -> Iterator[Way]:
     yield Way(operation, "one product (model)", fused)
 
 
-def _adamw() -> Iterator[Way]:
-    """Yield ways to update PARAMETERS fp32 weights in 64 tensors."""
-    operation = f"AdamW, {PARAMETERS / 1e6:.0f}M weights"
-
-    def update(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Turn:
-        weights = [nn.Parameter(random(PARAMETERS // 64).float()) for _ in range(64)]
-        for weight in weights:
-            weight.grad = weight.detach().clone()
-        optimizer = build(weights)
-
-        def turn() -> list[Tensor]:
-            optimizer.step()
-            return [weights[0].detach()]
-
-        return turn
-
-    yield Way(operation, "torch, foreach", update(lambda w: torch.optim.AdamW(w, foreach=True)))
-    yield Way(operation, "torch, fused", update(lambda w: torch.optim.AdamW(w, fused=True)))
-    if CUDA:
-        from deepspeed.ops.adam import FusedAdam
-
-        # It compiles a CUDA extension, for which the machine needs nvcc.
-        yield Way(operation, "DeepSpeed's FusedAdam", _built_late(lambda: update(FusedAdam)))
-
-
-def _built_late(build: Callable[[], Turn]) -> Turn:
-    """Return a turn that is built at its first call, so that a failure is that of its row."""
-    turns: list[Turn] = []
-
-    def turn() -> list[Tensor]:
-        if not turns:
-            turns.append(build())
-        return turns[0]()
-
-    return turn
-
-
 def _differentiated(function: Callable[..., Tensor], inputs: list[Tensor]) -> Turn:
     """Return a turn of forward and backward; all inputs get gradients.
 
@@ -284,32 +240,22 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, generator=generator, device=DEVICE) * scale).to(DTYPE)
 
 
-def measure(turn: Turn) -> tuple[float, str, float, list[Tensor]]:
+def measure(turn: Turn) -> tuple[dict[str, Any], float, list[Tensor]]:
     """Time a turn.
 
     Returns:
-        Median milliseconds, the range of the middle half, peak MiB above what was allocated before
-        (0 on a CPU), and the results of the last turn in fp32.
+        Its row of `summary`, the peak of MiB above what was allocated before (0 on a CPU), and the
+        results of a turn in fp32.
     """
-    times: list[float] = []
-    before, peak, results = 0.0, 0.0, list[Tensor]()
-    # The first turns compile and warm up.
-    for number in range(REPEATS + WARM_UP_TURNS):
-        # The results of earlier turns would count as memory.
-        results = []
-        if CUDA:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        begin = time.perf_counter()
-        results = turn()
-        if CUDA:
-            torch.cuda.synchronize()
-            peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-        if number >= WARM_UP_TURNS:
-            times.append(1e3 * (time.perf_counter() - begin))
-    low, median, high = statistics.quantiles(times, n=4)
-    return median, f"{low:.3f} to {high:.3f}", peak, [x.float() for x in results]
+    before, peak = 0.0, 0.0
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    # The first turns compile and warm up. No results are kept, which would count as memory.
+    [row] = summary(list(rounds({"": timed(turn)}, REPEATS, WARM_UP_TURNS)))
+    if CUDA:
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return row, peak, [] if isinstance(row["ms"], str) else [x.float() for x in turn()]
 
 
 if __name__ == "__main__":

@@ -14,22 +14,19 @@ weight in every micro batch.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.turns import rounds, summary, timed
 from pretrain import platform
+from pretrain.bench.training import TrainingStep
 from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
-from pretrain.model.gpt import build_model
-from pretrain.optim.zero import ZeroOptimizer
 from pretrain.positions.alibi import alibi_slopes
-from pretrain.topology import Topology, initialize
-from pretrain.training.step import average_loss, forward_backward
+from pretrain.topology import initialize
 
 WARM_UP_STEPS = 3
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -104,29 +101,6 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-class FrameworkStep:
-    """The framework's model and optimizer, and their training step."""
-
-    def __init__(self, config: RunConfig, topology: Topology) -> None:
-        """Build model and optimizer.
-
-        Args:
-            config: The run.
-            topology: What `initialize` returned for a config of the same layout. Several models can
-                share it.
-        """
-        self.config, self.topology = config, topology
-        self.chunks = build_model(config)
-        self.optimizer = ZeroOptimizer(config, topology, self.chunks)
-
-    def __call__(self, tokens: Tensor) -> None:
-        """Take one optimizer step on token ids [sequences, S + 1]."""
-        batches = list(torch.split(tokens, self.config.batch.micro_batch_size))
-        losses = forward_backward(self.chunks, self.optimizer, batches)
-        self.optimizer.step(self.config.optimizer.learning_rate)
-        average_loss(losses, self.topology)
-
-
 def plain_step(config: RunConfig) -> Step:
     """Build the plain model and AdamW and return their training step."""
     model = PlainGPT(config).to(platform.device())
@@ -175,22 +149,15 @@ def measure(config: RunConfig, num_steps: int) -> dict[str, float]:
     Returns:
         Tokens per second of each, from the median time of a step.
     """
-    steps: dict[str, Step] = {
-        "framework": FrameworkStep(config, initialize(config)),
-        "plain torch": plain_step(config),
-    }
-    times: dict[str, list[float]] = {name: [] for name in steps}
     shape = (config.batch.global_batch_size, config.data.sequence_length + 1)
-    for number in range(num_steps + WARM_UP_STEPS):
-        tokens = torch.randint(0, config.data.vocab_size, shape)
-        for name, step in steps.items():
-            platform.synchronize()
-            begin = time.perf_counter()
-            step(tokens)
-            platform.synchronize()
-            if number >= WARM_UP_STEPS:
-                times[name].append(time.perf_counter() - begin)
-    return {name: config.tokens_per_step / statistics.median(t) for name, t in times.items()}
+    tokens = torch.randint(0, config.data.vocab_size, shape)
+    framework, plain = TrainingStep(config, initialize(config)), plain_step(config)
+    ways = {
+        "framework": timed(lambda: framework.take(tokens)),
+        "plain torch": timed(lambda: plain(tokens)),
+    }
+    found = summary(list(rounds(ways, num_steps, WARM_UP_STEPS)))
+    return {row["way"]: 1e3 * config.tokens_per_step / row["ms"] for row in found}
 
 
 def parse_arguments(arguments: list[str]) -> tuple[RunConfig, int]:

@@ -6,15 +6,15 @@ python -m benchmarks.gpu_day.memory --out RESULTS --recompute none
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu_day.results import Rows
 from benchmarks.gpu_day.sizes import CUDA, run_config
-from benchmarks.train_step import FrameworkStep
+from benchmarks.turns import timed
 from pretrain import platform
+from pretrain.bench.training import TrainingStep
 from pretrain.config import num_parameters
 from pretrain.topology import finish, initialize
 
@@ -33,7 +33,7 @@ def main() -> None:
     rows = Rows(arguments.out, f"{PART}-{arguments.recompute}")
     config = run_config(2**14, f"train.recompute_granularity={arguments.recompute}")
     topology = initialize(config)
-    step = FrameworkStep(config, topology)
+    step = TrainingStep(config, topology)
     length = config.data.sequence_length
     for sequences in SEQUENCES:
         if rows.has(sequences=sequences):
@@ -50,7 +50,7 @@ def main() -> None:
     finish()
 
 
-def _measure(step: FrameworkStep, sequences: int, length: int) -> dict[str, float]:
+def _measure(step: TrainingStep, sequences: int, length: int) -> dict[str, float]:
     """Take a step that allocates and one that is timed.
 
     Args:
@@ -62,15 +62,11 @@ def _measure(step: FrameworkStep, sequences: int, length: int) -> dict[str, floa
         Time and memory. On a CPU the memory is the peak of the process since it started.
     """
     tokens = torch.randint(0, step.config.data.vocab_size, (sequences, length + 1))
-    step(tokens)
+    step.take(tokens)
     gib = 2**30
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
-    platform.synchronize()
-    begin = time.perf_counter()
-    step(tokens)
-    platform.synchronize()
-    milliseconds = 1e3 * (time.perf_counter() - begin)
+    milliseconds = 1e3 * timed(lambda: step.take(tokens))()
     peak = platform.peak_memory_bytes()
     kept = torch.cuda.memory_allocated() if CUDA else 0
     return {

@@ -106,12 +106,7 @@ PARTS = (
         "attention-speed",
         "How fast is every attention kernel?",
         530,
-        (
-            _module("attention_speed"),
-            "--out",
-            "OUT/attention-speed.md",
-            *(("--seconds", "300") if CUDA else ("--seconds", "10", "--lengths", "512")),
-        ),
+        (_module("attention_speed"), "--out", "OUT"),
     ),
     Part(
         "fused",

@@ -12,11 +12,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu_day.attention_correctness import backends
 from benchmarks.gpu_day.results import Rows, markdown
 from benchmarks.gpu_day.sizes import CUDA, run_config
-from benchmarks.train_step import FrameworkStep
-from pretrain import platform
+from benchmarks.turns import Way, rounds, summary, timed
+from pretrain.bench.training import TrainingStep
+from pretrain.config import RunConfig
 from pretrain.model.attention import CoreAttention
 from pretrain.topology import finish, initialize
 
@@ -37,99 +35,64 @@ SECONDS = 240
 WARM_UP_ROUNDS = 2
 
 
-class Contestant(NamedTuple):
-    """One way to take a step."""
-
-    name: str
-    step: FrameworkStep
-    backend: str
-    """A value of model.attention_backend."""
-    context: Callable[[], Any]
-    """Entered around the step; chooses among torch's own kernels."""
-
-    def __call__(self, tokens: Tensor) -> float:
-        """Take a step and return its milliseconds."""
-        for chunk in self.step.chunks:
-            for module in chunk.modules():
-                if isinstance(module, CoreAttention):
-                    module.backend = self.backend
-        platform.synchronize()
-        begin = time.perf_counter()
-        with self.context():
-            self.step(tokens)
-        platform.synchronize()
-        return 1e3 * (time.perf_counter() - begin)
-
-
-def contestants() -> list[Contestant]:
+def ways(config: RunConfig, tokens: Tensor) -> dict[str, Way]:
     """Return who takes turns. Two models share the memory: one with ALiBi, one without a bias."""
-    config = run_config(TOKENS)
     topology = initialize(config)
-    alibi = FrameworkStep(config, topology)
-    sinusoidal = FrameworkStep(run_config(TOKENS, "position.method=sinusoidal"), topology)
-    none = contextlib.nullcontext
-    found = [Contestant(f"ALiBi, {name}", alibi, name, none) for name in backends()]
-    found.append(Contestant("sinusoidal, auto", sinusoidal, "auto", none))
-    kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-    for name, kernel in kernels.items():
+    alibi = TrainingStep(config, topology)
+    sinusoidal = TrainingStep(run_config(TOKENS, "position.method=sinusoidal"), topology)
 
-        def only(kernel: SDPBackend = kernel) -> Any:
-            return sdpa_kernel(kernel)
+    def way(step: TrainingStep, backend: str, kernel: SDPBackend | None = None) -> Way:
+        """Return steps with one model.attention_backend, and with one of torch's own kernels."""
 
-        found.append(Contestant(f"no bias, torch's {name}", sinusoidal, "sdpa", only))
-    return found
+        def take() -> None:
+            for chunk in step.chunks:
+                for module in chunk.modules():
+                    if isinstance(module, CoreAttention):
+                        module.backend = backend
+            with contextlib.nullcontext() if kernel is None else sdpa_kernel(kernel):
+                step.take(tokens)
+
+        return timed(take)
+
+    return {
+        **{f"ALiBi, {name}": way(alibi, name) for name in backends()},
+        "sinusoidal, auto": way(sinusoidal, "auto"),
+        "no bias, torch's flash": way(sinusoidal, "sdpa", SDPBackend.FLASH_ATTENTION),
+        "no bias, torch's cuDNN": way(sinusoidal, "sdpa", SDPBackend.CUDNN_ATTENTION),
+    }
 
 
 def main() -> None:
-    """Take rounds until the time is over; a row for each round, then one for each contestant."""
+    """Take rounds until the time is over; a row for each round, then one for each way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     # The log says which kernel "auto" takes.
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    rows = Rows(arguments.out, PART)
-    running = contestants()
-    config = running[0].step.config
+    rows, config = Rows(arguments.out, PART), run_config(TOKENS)
     shape = (config.batch.global_batch_size, config.data.sequence_length + 1)
     tokens = torch.randint(0, config.data.vocab_size, shape)
-    failures: dict[str, str] = {}
-    deadline, number = time.monotonic() + (SECONDS if CUDA else 0), -WARM_UP_ROUNDS
-    while time.monotonic() < deadline or number < 3:
-        round_ms: dict[str, float] = {}
-        for contestant in list(running):
-            try:
-                round_ms[contestant.name] = contestant(tokens)
-            # A kernel that is not there must not end the comparison of the others.
-            except (ValueError, RuntimeError, ImportError) as error:
-                failures[contestant.name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                running.remove(contestant)
-        if number >= 0:
-            rows.add({"round": number, **round_ms})
-        number += 1
+    found = []
+    for each in rounds(ways(config, tokens), 1000, WARM_UP_ROUNDS, SECONDS if CUDA else 0):
+        found.append(each)
+        rows.add({"round": len(found), **each})
     finish()
-    (arguments.out / f"{PART}.md").write_text(markdown(summary(list(rows), failures)) + "\n")
+    (arguments.out / f"{PART}.md").write_text(markdown(with_cost(summary(found))) + "\n")
 
 
-def summary(rounds: list[dict[str, Any]], failures: dict[str, str]) -> list[dict[str, Any]]:
-    """Return a row for each contestant: median, spread, and how much more than the best unbiased.
-
-    Args:
-        rounds: Milliseconds by contestant, of each round.
-        failures: Why a contestant has no times.
-    """
-    names = [name for name in rounds[-1] if name != "round"]
-    times = {name: [r[name] for r in rounds if name in r] for name in names}
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    unbiased = [ms for name, ms in medians.items() if not name.startswith("ALiBi")]
-    rows: list[dict[str, Any]] = []
-    for name, values in times.items():
-        low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-        row = {"contestant": name, "rounds": len(values), "ms": medians[name]}
-        row |= {"first quartile": low, "third quartile": high}
-        if unbiased:
-            row["over the best without bias"] = f"{medians[name] / min(unbiased) - 1:+.2%}"
-        rows.append(row)
-    return rows + [{"contestant": name, "ms": why} for name, why in failures.items()]
+def with_cost(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of `summary` with how much more each takes than the best without a bias."""
+    unbiased = [
+        row["ms"]
+        for row in found
+        if isinstance(row["ms"], float) and not row["way"].startswith("ALiBi")
+    ]
+    return [
+        {**row, "over the best without bias": f"{row['ms'] / min(unbiased) - 1:+.2%}"}
+        if unbiased and isinstance(row["ms"], float)
+        else row
+        for row in found
+    ]
 
 
 if __name__ == "__main__":

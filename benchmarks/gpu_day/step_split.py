@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import time
+import statistics
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from torch.profiler import ProfilerActivity
 from benchmarks.gpu_day.results import Rows
 from benchmarks.gpu_day.sizes import CUDA, run_config
 from benchmarks.gpu_day.training import predicted
-from benchmarks.train_step import FrameworkStep
+from benchmarks.turns import timed
 from pretrain import platform
+from pretrain.bench.training import TrainingStep
 from pretrain.plan.timing import Timing
 from pretrain.topology import finish, initialize
 
@@ -90,23 +91,16 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = Rows(arguments.out, arguments.part)
     config = run_config(arguments.tokens)
-    step = FrameworkStep(config, initialize(config))
-    shape = (config.batch.global_batch_size, config.data.sequence_length + 1)
-    tokens = torch.randint(0, config.data.vocab_size, shape)
+    step = TrainingStep(config, initialize(config))
     for _ in range(WARM_UP_STEPS):
-        step(tokens)
+        step.take()
     # The step's own time is taken without the profiler, which slows the host down.
-    platform.synchronize()
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        step(tokens)
-    platform.synchronize()
-    step_ms = 1e3 * (time.perf_counter() - begin) / STEPS
+    step_ms = 1e3 * statistics.mean(timed(step.take)() for _ in range(STEPS))
     # Operations of the host are left out on a GPU: they are many, and slow the host down.
     activity = ProfilerActivity.CUDA if CUDA else ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
         for _ in range(STEPS):
-            step(tokens)
+            step.take()
         platform.synchronize()
     for row in split(kernels(profiler.events()), step_ms):
         rows.add(_with_prediction(row, predicted(config)))

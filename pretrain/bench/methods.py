@@ -1,52 +1,265 @@
 """Measure what position methods cost beside each other: training, evaluation and generation.
 
-The contestants are methods and lengths. They take turns as `pretrain.bench.turns` says.
+The contestants are methods and lengths. They take turns round by round, and in the opposite order
+every second round, so that what else the machine does hits all of them alike. Numbers of runs at
+different times could not be compared. Ratios are therefore taken within a round.
+
+Each turn has new processes: memory is then that of one contestant alone, a GPU is empty when the
+next one begins, and no idle process of another contestant takes time from the one that is measured.
+Between turns nothing is kept but compiled kernels on the disk.
 """
 
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import statistics
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
+from tqdm import tqdm
 
 from pretrain import platform
-from pretrain.bench.training import WARM_UP_STEPS, Clock, TrainingStep
-from pretrain.bench.turns import Column, Key, Measured, contest, name_of, table, take_turn
-from pretrain.config import ConfigError, RunConfig
+from pretrain.bench.training import WARM_UP_STEPS, TrainingStep, synchronized
+from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.evaluation.perplexity import Evaluator
 from pretrain.evaluation.windows import Protocol, ScoredText
 from pretrain.model.forward import Decoder, cache_bytes, check_generation, greedy
 from pretrain.model.gpt import build_model
-from pretrain.topology import Topology
+from pretrain.topology import Process, Topology, initialize
 
-# ---- Measure what methods and training lengths cost beside each other, in one job ----
+BASELINE = "sinusoidal"
+"""The method that ratios are taken to, as in the paper's table of speed and memory."""
+
+Key = dict[str, Any]
+"""What a contestant is called in a result: {"method": "alibi", "train_length": 1024}."""
+Measured = dict[str, float]
+"""What a turn measured, by the names of a result's row."""
+Task = Callable[[RunConfig, Topology], tuple[str, Measured]]
+"""Measures on one rank, all ranks together; returns the device's name and what was measured."""
+
+
+# ---- Let contestants take turns, and show what they measured ----
+
+
+def contest(
+    contestants: Sequence[tuple[Key, Task, RunConfig]], rounds: int, nproc: int
+) -> dict[str, Any]:
+    """Let contestants take turns in processes of their own. Progress goes to stderr.
+
+    Args:
+        contestants: What each is called, does, and does it with.
+        rounds: How often each takes its turn.
+        nproc: Processes of each.
+
+    Returns:
+        {"device", "rounds", "rows": [{**key, name: values}], "failed": [{**key, "reason"}]}, with
+        the values of all rounds, each that of the slowest rank; of bytes (names that end in
+        "_bytes") the largest alone. A contestant that failed in any round has no row.
+
+    Raises:
+        RunFailed: All contestants failed.
+    """
+    taken: list[list[Measured]] = [[] for _ in contestants]
+    failed: dict[int, str] = {}
+    device = ""
+    for number in range(1, rounds + 1):
+        order = range(len(contestants)) if number % 2 else reversed(range(len(contestants)))
+        for contestant in order:
+            if contestant in failed:
+                continue
+            key, task, config = contestants[contestant]
+            try:
+                ranks = take_turn(task, config, nproc)
+            except RunFailed as error:
+                failed[contestant] = str(error)
+                said = f"failed: {error}"
+            else:
+                device = ranks[0][0]
+                turn = {
+                    name: (max if name.endswith("_bytes") else min)(each[name] for _, each in ranks)
+                    for name in ranks[0][1]
+                }
+                taken[contestant].append(turn)
+                said = ", ".join(f"{name} {value:,.0f}" for name, value in turn.items())
+            print(f"round {number} of {rounds}: {_named(key)}: {said}", file=sys.stderr, flush=True)
+    if len(failed) == len(contestants):
+        raise RunFailed("nothing could be measured:\n" + "\n".join(failed.values()))
+    rows = []
+    for number, (key, _, _) in enumerate(contestants):
+        if number not in failed:
+            values = {name: [turn[name] for turn in taken[number]] for name in taken[number][0]}
+            largest = {name: max(values[name]) for name in values if name.endswith("_bytes")}
+            rows.append({**key, **values, **largest})
+    reasons = [{**contestants[n][0], "reason": reason} for n, reason in failed.items()]
+    return {"device": f"{nproc} x {device}", "rounds": rounds, "rows": rows, "failed": reasons}
+
+
+def _named(key: Key) -> str:
+    """Return a contestant in words: "alibi, 1,024 tokens"."""
+    method, length = key.values()
+    return f"{method}, {length:,} tokens"
+
+
+class Column(NamedTuple):
+    """A column of a table, and beside a speed its ratio to that of the baseline."""
+
+    title: str
+    name: str
+    """Of the value in a row."""
+    form: str
+    """How the median of the rounds is shown."""
+    unit: int = 1
+    """What it is divided by."""
+    has_ratio: bool = True
+
+
+def table(result: dict[str, Any], about: str, columns: Sequence[Column]) -> str:
+    """Return a result as a Markdown table, with ratios to BASELINE at the same length.
+
+    A ratio is the median over the rounds of the ratio in a round, with the smallest and the largest
+    one; of a value that is one for all rounds it is one number.
+
+    Args:
+        result: What `contest` returned.
+        about: Words for the line above the table.
+        columns: The columns behind method and length.
+    """
+    # The second value of a row is its length.
+    length = list(result["rows"][0])[1]
+    baselines = {row[length]: row for row in result["rows"] if row["method"] == BASELINE}
+    titles = ["method", length.replace("_", " ")]
+    for column in columns:
+        titles += [column.title, "ratio"] if column.has_ratio else [column.title]
+    lines = [
+        f"{result['device']}{about}; medians of {result['rounds']} rounds in turn; ratios to "
+        f"{BASELINE} positions at the same length, with their range over the rounds",
+        "",
+        f"| {' | '.join(titles)} |",
+        "|---" + "|---:" * (len(titles) - 1) + "|",
+    ]
+    for row in result["rows"]:
+        cells = [row["method"], f"{row[length]:,}"]
+        for column in columns:
+            value = row[column.name]
+            value = statistics.median(value) if isinstance(value, list) else value
+            cells.append(column.form.format(value / column.unit))
+            if column.has_ratio:
+                other = baselines.get(row[length])
+                cells.append("-" if other is None else ratio(row, other, column.name))
+        lines.append(f"| {' | '.join(cells)} |")
+    for each in result["failed"]:
+        lines += ["", f"{each['method']}, {each[length]:,} tokens: failed: {each['reason']}"]
+    return "\n".join(lines)
+
+
+def ratio(row: dict[str, Any], baseline: dict[str, Any], name: str) -> str:
+    """Return a contestant's value as a multiple of the baseline's: median and range of rounds."""
+    own, other = row[name], baseline[name]
+    if not isinstance(own, list):
+        return f"{own / other:.3f}"
+    ratios = [a / b for a, b in zip(own, other, strict=True)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+ADDRESS = "127.0.0.1"
+"""All processes of a turn are on this machine."""
+
+
+def take_turn(
+    task: Callable[[RunConfig, Topology], Any], config: RunConfig, nproc: int
+) -> list[Any]:
+    """Call task(config, topology) in `nproc` new processes of this machine.
+
+    Without GPUs they are forked from a server that has imported everything, in a tenth of a second;
+    imports alone would take longer than what is measured. With GPUs each process imports for
+    itself, since a library that asks for the GPUs at import would leave forked ones without them.
+
+    Args:
+        task: A function of a module, since it is found by its name, or functools.partial of one.
+            Called on all ranks together; it, what it returns and `config` are pickled.
+        config: The run, whose layout the processes join in.
+        nproc: Number of processes, one for each GPU or a few on CPU cores.
+
+    Returns:
+        What the task returned on each rank.
+
+    Raises:
+        RunFailed: The task failed on a rank, or a process was killed. All have ended then.
+    """
+    module = getattr(task, "func", task).__module__
+    multiprocessing.set_forkserver_preload([__name__, module])
+    method = "spawn" if platform.has_cuda() else "forkserver"
+    with tempfile.TemporaryDirectory(prefix="turn-") as name:
+        folder = Path(name)
+        arguments = task, config, nproc, folder
+        try:
+            start_processes(_work, arguments, nproc, daemon=True, start_method=method)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            # The last line of a traceback.
+            raise RunFailed(
+                f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"
+            ) from None
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(nproc)]
+
+
+def _work(rank: int, task: Task, config: RunConfig, nproc: int, folder: Path) -> None:
+    """Do a task and write its result; for a process of a turn.
+
+    Args:
+        rank: This process.
+        task: The task.
+        config: The run.
+        nproc: Number of processes.
+        folder: Where results are written, and where rank 0 tells the others its port.
+    """
+    # Ctrl-C is for the process that started the turns, and this one ends with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Its own lock is one of the system's, which a process that leaves at once would leave behind.
+    tqdm.set_lock(threading.RLock())
+    torch.set_num_threads(max(1, torch.get_num_threads() // nproc))
+    place = Process(rank, nproc, rank, ADDRESS, 0, folder if nproc > 1 else None)
+    result = task(config, initialize(config, place))
+    (folder / str(rank)).write_bytes(pickle.dumps(result))
+    # Ranks leave together: one that has gone breaks a collective of the others.
+    dist.barrier()
+    # An ordinary exit would take seconds to unload the imported libraries.
+    os._exit(0)
+
+
+# ---- Training and evaluation: `pretrain bench methods`, and a study's efficiency ----
 
 
 STEPS = 5
 """Training steps that are timed in a turn, after WARM_UP_STEPS."""
 PASSES = 4
 """Forward passes of each rank that are timed in a turn, after one that warms up."""
-BASELINE = "sinusoidal"
-"""The method that ratios are taken to, as in the paper's table of speed and memory."""
 TRAINING, EVALUATION = "train_tokens_per_second", "evaluation_tokens_per_second"
 MEMORY = "peak_memory_bytes"
-
-
-Task = Callable[[RunConfig, Topology], tuple[str, Measured]]
-"""Measures on one rank, all ranks together; returns the device's name and what was measured."""
 
 
 def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, Any]:
     """Time training and evaluation of several configs in turns, and measure their memory.
 
-    Each turn has new processes, builds the model and its optimizer, and takes a few real training
-    steps and a real evaluation at the training length, on random tokens. Progress goes to stderr.
+    Each turn builds the model and its optimizer, and takes a few real training steps and a real
+    evaluation at the training length, on random tokens.
 
     Args:
         configs: The contestants, one for each method and training length. All must take equally
@@ -55,11 +268,9 @@ def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, 
         nproc: Processes of each contestant.
 
     Returns:
-        {"device", "rounds", "rows": [{"method", "train_length", "train_tokens_per_second",
-        "evaluation_tokens_per_second", "peak_memory_bytes"}], "failed": [{"method", "train_length",
-        "reason"}]}: the speeds are lists with one value for each round, of the whole job; the
-        memory is the largest of any process of the contestant while it trained. A contestant that
-        failed in any round has no row.
+        As `contest`, of "method" and "train_length": "train_tokens_per_second",
+        "evaluation_tokens_per_second" of the whole job, and "peak_memory_bytes", the largest of any
+        process while it trained.
 
     Raises:
         ConfigError: Two configs are the same contestant, or take different numbers of tokens a
@@ -67,46 +278,7 @@ def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, 
         RunFailed: All contestants failed.
     """
     check_contestants(configs, nproc)
-    return _measured(
-        [(_key(config), measure_turn, config) for config in configs],
-        rounds,
-        nproc,
-        lambda t: f"{t[TRAINING]:,.0f} tokens/s in training, {t[EVALUATION]:,.0f} in evaluation",
-    )
-
-
-def _measured(
-    contestants: Sequence[tuple[Key, Task, RunConfig]],
-    rounds: int,
-    nproc: int,
-    said: Callable[[Measured], str],
-) -> dict[str, Any]:
-    """Let contestants take turns in processes of their own, and put together what they measured.
-
-    Args:
-        contestants: What each is called, does, and does it with.
-        rounds: How often each takes its turn.
-        nproc: Processes of each.
-        said: What to print of a turn.
-
-    Returns:
-        As `contest`, and "device". The slowest rank counts, and the one with the most bytes.
-    """
-    device = ""
-
-    def one(number: int) -> Measured:
-        nonlocal device
-        _, task, config = contestants[number]
-        ranks = take_turn(task, config, nproc)
-        device = ranks[0][0]
-        measured = [each for _, each in ranks]
-        return {
-            name: (max if name.endswith("_bytes") else min)(each[name] for each in measured)
-            for name in measured[0]
-        }
-
-    result = contest([key for key, _, _ in contestants], rounds, one, said)
-    return {"device": f"{nproc} x {device}", **result}
+    return contest([(_key(config), measure_turn, config) for config in configs], rounds, nproc)
 
 
 def check_contestants(configs: Sequence[RunConfig], nproc: int) -> None:
@@ -117,34 +289,31 @@ def check_contestants(configs: Sequence[RunConfig], nproc: int) -> None:
     """
     seen = set()
     for config in configs:
-        name = name_of(_key(config))
+        name = _named(_key(config))
         if name in seen:
             raise ConfigError(f"{name}: given twice. Measure each method and length once")
         seen.add(name)
         config.layout(nproc)
     tokens = {config.tokens_per_step: config for config in configs}
     if len(tokens) > 1:
-        said = ", ".join(f"{name_of(_key(c))} takes {n:,}" for n, c in tokens.items())
+        said = ", ".join(f"{_named(_key(c))} takes {n:,}" for n, c in tokens.items())
         raise ConfigError(
             f"tokens a step: {said}. Set batch.global_batch_size so that all take equally many"
         )
 
 
+def _key(config: RunConfig) -> Key:
+    return {"method": config.position_name, "train_length": config.data.sequence_length}
+
+
 def efficiency_table(result: dict[str, Any]) -> str:
-    """Return what `measure` returned as a Markdown table, with ratios to sinusoidal positions."""
-    baselines = {r["train_length"]: r for r in result["rows"] if r["method"] == BASELINE}
-    return table(
-        result,
-        f"{result['device']}; medians of {result['rounds']} rounds in turn; ratios to {BASELINE} "
-        "positions of the same length, with their range over the rounds",
-        ["method", "train_length"],
-        [
-            Column("training, tokens/s", TRAINING, "{:,.0f}", ratio=True),
-            Column("evaluation, tokens/s", EVALUATION, "{:,.0f}", ratio=True),
-            Column("peak memory in training", MEMORY, "{:,.0f} MiB", 2**20, ratio=True),
-        ],
-        lambda row: baselines.get(row["train_length"]),
+    """Return what `measure` returned as a Markdown table."""
+    columns = (
+        Column("training, tokens/s", TRAINING, "{:,.0f}"),
+        Column("evaluation, tokens/s", EVALUATION, "{:,.0f}"),
+        Column("peak memory in training", MEMORY, "{:,.0f} MiB", 2**20),
     )
+    return table(result, "", columns)
 
 
 class RandomText(ScoredText):
@@ -179,7 +348,6 @@ def measure_turn(config: RunConfig, topology: Topology) -> tuple[str, Measured]:
     layout = topology.layout
     windows = max(1, config.evaluation.tokens_per_batch // length)
     tokens = windows * length * layout.data * layout.pipeline * layout.virtual
-    seconds = []
     for passes in (1, PASSES):
         evaluator = Evaluator(
             training.chunks,
@@ -190,10 +358,10 @@ def measure_turn(config: RunConfig, topology: Topology) -> tuple[str, Measured]:
         )
         begin = _together()
         evaluator.evaluate(protocol)
-        seconds.append(_together() - begin)
+        evaluation_seconds = _together() - begin
     return platform.device_name(), {
         TRAINING: STEPS * config.tokens_per_step / train_seconds,
-        EVALUATION: PASSES * tokens / seconds[-1],
+        EVALUATION: PASSES * tokens / evaluation_seconds,
         MEMORY: peak,
     }
 
@@ -205,8 +373,7 @@ def _together() -> float:
     return time.perf_counter()
 
 
-def _key(config: RunConfig) -> Key:
-    return {"method": config.position_name, "train_length": config.data.sequence_length}
+# ---- Generation: `pretrain bench generate` ----
 
 
 WARM_UP_TOKENS = 4
@@ -232,7 +399,7 @@ class Sizes:
 def measure_inference(
     configs: Sequence[RunConfig], sizes: Sequence[Sizes], rounds: int, nproc: int
 ) -> dict[str, Any]:
-    """Time prompts and generated tokens of each config at each length, in turns. Prints progress.
+    """Time prompts and generated tokens of each config at each length, in turns.
 
     The weights are random, and so are the prompts: neither changes the speed.
 
@@ -243,11 +410,9 @@ def measure_inference(
         nproc: Tensor-parallel processes of each.
 
     Returns:
-        {"device", "rounds", "batch_size", "new_tokens", "rows": [{"method", "length",
-        "prefill_tokens_per_second", "decode_tokens_per_second", "cache_bytes",
-        "peak_memory_bytes"}], "failed": [{"method", "length", "reason"}]}: speeds are lists with
-        one value for each round and count the tokens of all sequences; bytes are those of one
-        process.
+        As `contest`, of "method" and "length", with "batch_size" and "new_tokens":
+        "prefill_tokens_per_second" and "decode_tokens_per_second" of all sequences together,
+        "cache_bytes" and "peak_memory_bytes" of one process.
 
     Raises:
         ConfigError: A config cannot generate so many tokens, or not on so many processes.
@@ -272,32 +437,23 @@ def measure_inference(
         for each in sizes
         for config in configs
     ]
-    result = _measured(
-        contestants,
-        rounds,
-        nproc,
-        lambda t: f"{t[PREFILL]:,.0f} tokens/s of the prompt, {t[DECODE]:,.1f} generated",
-    )
     own = {"batch_size": sizes[0].batch_size, "new_tokens": sizes[0].new_tokens}
-    return own | result
+    return own | contest(contestants, rounds, nproc)
 
 
 def inference_table(result: dict[str, Any]) -> str:
-    """Return what `measure_inference` returned as a Markdown table, with ratios to sinusoidal."""
-    baselines = {row["length"]: row for row in result["rows"] if row["method"] == BASELINE}
+    """Return what `measure_inference` returned as a Markdown table."""
+    columns = (
+        Column("prompt, tokens/s", PREFILL, "{:,.1f}"),
+        Column("generated, tokens/s", DECODE, "{:,.1f}"),
+        Column("cache, bytes a process", CACHE, "{:,.0f}", has_ratio=False),
+        Column("peak memory", MEMORY, "{:,.0f} MiB", 2**20, has_ratio=False),
+    )
     return table(
         result,
-        f"{result['device']}, {result['batch_size']} sequences at once, {result['new_tokens']} "
-        f"tokens generated behind each prompt; medians of {result['rounds']} rounds in turn; "
-        f"ratios to {BASELINE} positions at the same length, with their range over the rounds",
-        ["method", "length"],
-        [
-            Column("prompt, tokens/s", PREFILL, "{:,.1f}", ratio=True),
-            Column("generated, tokens/s", DECODE, "{:,.1f}", ratio=True),
-            Column("cache, bytes a process", CACHE, "{:,}"),
-            Column("peak memory", MEMORY, "{:,.0f} MiB", 2**20),
-        ],
-        lambda row: baselines.get(row["length"]),
+        f", {result['batch_size']} sequences at once, {result['new_tokens']} tokens generated "
+        "behind each prompt",
+        columns,
     )
 
 
@@ -321,16 +477,14 @@ def generation_turn(config: RunConfig, topology: Topology, sizes: Sizes) -> tupl
     prefill = decode = 0.0
     for _ in range(REPEATS):
         decoder.reset()
-        begin = Clock.now()
+        begin = synchronized()
         first = greedy(decoder, prompt, 1, vocabulary)
-        middle = Clock.now()
+        middle = synchronized()
         greedy(decoder, first, sizes.new_tokens - 1, vocabulary)
-        prefill, decode = prefill + middle - begin, decode + Clock.now() - middle
-    expected = cache_bytes(config, sizes.batch_size, sizes.length + sizes.new_tokens)
-    assert decoder.allocated_bytes() == expected
+        prefill, decode = prefill + middle - begin, decode + synchronized() - middle
     return platform.device_name(), {
         PREFILL: REPEATS * sizes.batch_size * sizes.length / prefill,
         DECODE: REPEATS * sizes.batch_size * (sizes.new_tokens - 1) / decode,
-        CACHE: expected,
+        CACHE: cache_bytes(config, sizes.batch_size, sizes.length + sizes.new_tokens),
         MEMORY: platform.peak_memory_bytes(),
     }

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from pretrain.optim.zero import ZeroOptimizer
 from pretrain.topology import Topology, finish
 from pretrain.topology import initialize as initialize_topology
 from pretrain.training.step import average_loss, forward_backward
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # The first steps allocate memory, compile kernels and create Adam's state.
 WARM_UP_STEPS = 3
@@ -48,41 +45,49 @@ def bench_training(
     """
     topology = initialize_topology(config)
     training = TrainingStep(config, topology)
-    optimizer, clock = training.optimizer, Clock()
-    for number in range(WARM_UP_STEPS + steps):
-        if number == WARM_UP_STEPS:
-            clock.times.clear()
-        begin = clock.now()
-        micro_batches = clock.timed("data", next)(training.batches)
-        losses = clock.timed("forward and backward", forward_backward)(
-            training.chunks, optimizer, micro_batches, training.eos_id
-        )
-        # What is left of the reduction after the backward pass, in which it began.
-        clock.timed("gradient reduction", optimizer.reduce_gradients)()
-        clock.timed("optimizer step", optimizer.update)(config.optimizer.learning_rate)
-        average_loss(losses, topology)
-        clock.add("step", clock.now() - begin)
-    optimizer.wait_for_weights()
-    medians = {name: statistics.median(times) for name, times in clock.times.items()}
-    rate = config.tokens_per_step / medians["step"]
-    result = {
-        **medians,
-        "tokens_per_second": rate,
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(WARM_UP_STEPS + steps):
+        begin = last = synchronized()
+        for name in training.parts():
+            now = synchronized()
+            times[name].append(now - last)
+            last = now
+        times["step"].append(synchronized() - begin)
+    training.optimizer.wait_for_weights()
+    seconds = {name: statistics.median(each[WARM_UP_STEPS:]) for name, each in times.items()}
+    totals = {
+        "tokens_per_second": config.tokens_per_step / seconds["step"],
         "peak_memory_bytes": float(platform.peak_memory_bytes()),
     }
     if topology.is_main:
-        print(_table(config, steps, topology.layout.world_size, medians))
+        world_size = topology.layout.world_size
+        print(_table(config, steps, world_size, seconds, totals))
         if json_file is not None:
-            _write(json_file, config, steps, topology.layout.world_size, result)
+            content = {
+                "device": platform.device_name(),
+                "world_size": world_size,
+                "steps": steps,
+                **totals,
+                "seconds": seconds,
+                "config": config.model_dump(mode="json", exclude_none=True),
+            }
+            with writing(json_file):
+                json_file.write_text(json.dumps(content, indent=1) + "\n")
     finish()
-    return result
+    return {**seconds, **totals}
 
 
 class TrainingStep:
     """A model, its optimizer and random tokens, for training steps without a run's directory."""
 
     def __init__(self, config: RunConfig, topology: Topology) -> None:
-        """Build the model and its optimizer. All ranks together."""
+        """Build the model and its optimizer. All ranks together.
+
+        Args:
+            config: The run.
+            topology: What `initialize` returned for a config of the same layout. Several models can
+                share it.
+        """
         self.config, self.topology = config, topology
         self.chunks = build_model(config)
         self.optimizer = ZeroOptimizer(config, topology, self.chunks)
@@ -91,65 +96,36 @@ class TrainingStep:
         # the mask costs, and not what it saves where documents are short.
         self.eos_id = 0 if config.data.per_document_attention else None
 
-    def take(self) -> None:
-        """Take one optimizer step, and wait for its loss. All ranks together."""
-        losses = forward_backward(self.chunks, self.optimizer, next(self.batches), self.eos_id)
-        self.optimizer.step(self.config.optimizer.learning_rate)
+    def parts(self, tokens: Tensor | None = None) -> Iterator[str]:
+        """Take one optimizer step, and yield each part's name behind it. All ranks together.
+
+        Args:
+            tokens: Token ids [sequences, S + 1]; random ones if None.
+        """
+        if tokens is None:
+            micro_batches = next(self.batches)
+        else:
+            micro_batches = list(torch.split(tokens, self.config.batch.micro_batch_size))
+        yield "data"
+        losses = forward_backward(self.chunks, self.optimizer, micro_batches, self.eos_id)
+        yield "forward and backward"
+        # What is left of the reduction after the backward pass, in which it began.
+        self.optimizer.reduce_gradients()
+        yield "gradient reduction"
+        self.optimizer.update(self.config.optimizer.learning_rate)
+        yield "optimizer step"
         average_loss(losses, self.topology)
 
-
-def _write(
-    path: Path, config: RunConfig, steps: int, world_size: int, result: dict[str, float]
-) -> None:
-    """Write a measurement, with all that it depends on.
-
-    Args:
-        path: Where to write.
-        config: The run.
-        steps: Number of measured steps.
-        world_size: Number of processes, one per device.
-        result: What `bench_training` returns.
-    """
-    totals = ("tokens_per_second", "peak_memory_bytes")
-    content = {
-        "device": platform.device_name(),
-        "world_size": world_size,
-        "steps": steps,
-        **{name: result[name] for name in totals},
-        "seconds": {name: value for name, value in result.items() if name not in totals},
-        "config": config.model_dump(mode="json", exclude_none=True),
-    }
-    with writing(path):
-        path.write_text(json.dumps(content, indent=1) + "\n")
+    def take(self, tokens: Tensor | None = None) -> None:
+        """Take one optimizer step, and wait for its loss; `tokens` as for `parts`."""
+        for _ in self.parts(tokens):
+            pass
 
 
-class Clock:
-    """Collect how long named parts take, waiting for the device before every reading."""
-
-    def __init__(self) -> None:
-        self.times: dict[str, list[float]] = {}
-        """Seconds of every call, by the part's name."""
-
-    @staticmethod
-    def now() -> float:
-        """Return the time in seconds once the device has done everything it was given."""
-        platform.synchronize()
-        return time.perf_counter()
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add one duration under `name`."""
-        self.times.setdefault(name, []).append(seconds)
-
-    def timed(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
-        """Return `function` so wrapped that the duration of every call is added under `name`."""
-
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            begin = self.now()
-            result = function(*args, **kwargs)
-            self.add(name, self.now() - begin)
-            return result
-
-        return call
+def synchronized() -> float:
+    """Return the time in seconds once the device has done everything it was given."""
+    platform.synchronize()
+    return time.perf_counter()
 
 
 def random_batches(config: RunConfig, num_microbatches: int) -> Iterator[list[Tensor]]:
@@ -170,18 +146,24 @@ def random_batches(config: RunConfig, num_microbatches: int) -> Iterator[list[Te
         yield [tokens() for _ in range(num_microbatches)]
 
 
-def _table(config: RunConfig, steps: int, world_size: int, medians: dict[str, float]) -> str:
+def _table(
+    config: RunConfig,
+    steps: int,
+    world_size: int,
+    seconds: dict[str, float],
+    totals: dict[str, float],
+) -> str:
     """Return the lines that the command prints.
 
     Args:
         config: The run.
         steps: Number of measured steps.
         world_size: Number of processes, one per device.
-        medians: Seconds of "step" and of its parts.
+        seconds: Medians of "step" and of its parts.
+        totals: Speed and memory, as `bench_training` returns them.
     """
+    device, rate = platform.device_name(), totals["tokens_per_second"]
     length = config.data.sequence_length
-    device = platform.device_name()
-    rate = config.tokens_per_step / medians["step"]
     lines = [
         f"{num_parameters(config):,} parameters, {config.position.method}, L = {length}, "
         f"{config.train.precision}, {world_size} x {device}; medians of {steps} steps",
@@ -193,8 +175,7 @@ def _table(config: RunConfig, steps: int, world_size: int, medians: dict[str, fl
         tflops = flops * rate / world_size / 1e12
         mfu = f", MFU {model_flops_utilization(rate / world_size, flops, peak):.1%}" if peak else ""
         lines.append(f"{'TFLOP/s a device':<22}{tflops:>12.3f}  ({name} counted{mfu})")
-    for name, seconds in medians.items():
-        share = seconds / medians["step"]
-        lines.append(f"{name:<22}{seconds * 1e3:>9.2f} ms  {share:>6.1%}")
-    lines.append(f"{'peak memory':<22}{platform.peak_memory_bytes() / 2**20:>9,.0f} MiB")
+    for name, value in seconds.items():
+        lines.append(f"{name:<22}{value * 1e3:>9.2f} ms  {value / seconds['step']:>6.1%}")
+    lines.append(f"{'peak memory':<22}{totals['peak_memory_bytes'] / 2**20:>9,.0f} MiB")
     return "\n".join(lines)

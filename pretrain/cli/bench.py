@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,18 +34,17 @@ def with_lengths(
         ConfigError: The config is wrong, or a length does not divide the tokens of a step or of a
             micro batch.
     """
+    # First the config by itself, so that a wrong value is named as such.
+    given = load_config(file, overrides)
     options = {
         "--methods": (methods, "position.method"),
         "--lengths": (lengths, "data.sequence_length"),
     }
-    # First the config by itself, so that a wrong value is named as such.
-    given = load_config(file, overrides)
     check_beside(overrides, options)
     own = given.data.sequence_length
-    chosen = parse_lengths(lengths) if lengths is not None else [own]
     configs = []
-    for method in names(methods) if methods is not None else [given.position.method]:
-        for length in chosen:
+    for method in (methods or given.position.method).split(","):
+        for length in parse_lengths(lengths) if lengths else [own]:
             settings = [f"position.method={method}", f"data.sequence_length={length}"]
             for key in ("global_batch_size", "micro_batch_size"):
                 tokens = getattr(given.batch, key) * own
@@ -58,25 +56,16 @@ def with_lengths(
                     )
                 settings.append(f"batch.{key}={tokens // length}")
             configs.append(load_config(file, [*overrides, *settings]))
+            if configs[-1].position.method != method:
+                # An empty name would remove the key, and measure its default.
+                raise ConfigError(f"--methods {methods}: {method!r} is not a position method")
     return configs
 
 
-def names(methods: str) -> list[str]:
-    """Return the names of --methods, each once."""
-    parsed = list(dict.fromkeys(methods.split(",")))
-    # An empty value would remove the key, and measure its default in place of what was asked.
-    if not all(parsed):
-        raise ConfigError(
-            f"--methods {methods}: expected values of position.method separated by commas, as in "
-            "--methods alibi,sinusoidal"
-        )
-    return parsed
-
-
 def parse_lengths(lengths: str) -> list[int]:
-    """Return the numbers of --lengths, each once."""
+    """Return the numbers of --lengths."""
     try:
-        parsed = list(dict.fromkeys(int(length) for length in lengths.split(",")))
+        parsed = [int(length) for length in lengths.split(",")]
     except ValueError:
         parsed = [0]
     if min(parsed) < 1:
@@ -228,92 +217,6 @@ def bench_step(
 
     counted, table = bench_step_counts(run)
     _show(table, counted, out)
-
-
-@bench.command("data")
-def bench_data(
-    config: Config,
-    overrides: Overrides = [],  # noqa: B006
-    tokens: Count = 100_000_000,
-    rounds: Count = 5,
-    seconds: Annotated[float, typer.Option(min=0.01, max=3600)] = 1.0,
-    directory: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
-    out: OutFile = None,
-) -> None:
-    """Time the loader beside a plain memmap, torch's DataLoader and webdataset, in turns.
-
-    Each delivers the batches of one data-parallel rank, in random order, from files of random
-    tokens, so no data set is needed. Prints tokens/s with nothing else to do, ratios to the memmap,
-    and how long a training step of 10 ms waits for its batch. The files stay in the page cache:
-    this measures the code and not the disk.
-
-    \b
-    Example:
-      pretrain bench data configs/demo.toml --set data.sequence_length=1024 --out data.json
-
-    Args:
-        tokens: Random tokens to write and read.
-        rounds: How often each loader takes its turn.
-        seconds: How long a loader reads in a turn.
-        directory: Where to write; all is removed again. Default: the place of temporary files.
-        out: Also write what was measured, as JSON.
-    """
-    run = load_config(config, overrides)
-    _check_folder(out)
-    from pretrain.bench.data import loading_table, measure_loading
-
-    result = measure_loading(run, tokens, rounds, seconds, directory)
-    _show(loading_table(result), result, out)
-
-
-@bench.command("attention")
-def bench_attention(
-    lengths: str | None = None,
-    seconds: Annotated[float, typer.Option(min=1)] = 400,
-    out: OutFile = None,
-) -> None:
-    """Time every attention kernel that this machine has, side by side; without a GPU, the CPU's.
-
-    Example: pretrain bench attention --lengths 1024,16384 --out attention.md
-
-    Args:
-        lengths: Tokens, comma-separated, the most important first; 512 to 65536.
-        seconds: How long it may take in all, compilation included.
-        out: Also write each row there, as Markdown.
-    """
-    chosen = parse_lengths(lengths) if lengths else None
-    from pretrain.bench import attention as attention_bench
-
-    with writing(out) if out is not None else contextlib.nullcontext():
-        attention_bench.bench_attention(chosen, seconds, out)
-
-
-@bench.command("checkpoint")
-def bench_checkpoint(
-    config: Config,
-    overrides: Overrides = [],  # noqa: B006
-    rounds: Count = 5,
-    directory: Annotated[Path, typer.Option(metavar="DIR")] = Path(),
-) -> None:
-    """Time saves and loads beside torch.distributed.checkpoint and plain files.
-
-    Saves and loads the optimizer's state of the config's model, with digests of every byte, then
-    the same tensors with torch's own format, which has none, then as many bytes as plain files.
-    Also prints how long training stands still during a save, with and without
-    checkpoint.asynchronous.
-
-    \b
-    Example:
-      pretrain bench checkpoint configs/demo.toml --directory /scratch
-
-    Args:
-        rounds: How often each contestant takes its turn.
-        directory: Where to write; all is removed again.
-    """
-    run = load_config(config, overrides)
-    from pretrain.bench.checkpoint import bench_checkpoint as measure
-
-    measure(run, rounds, directory)
 
 
 def _check_folder(out: Path | None) -> None:

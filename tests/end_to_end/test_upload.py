@@ -49,17 +49,6 @@ def test_an_empty_node_goes_on_from_the_store_bit_for_bit(config, workspace):
     assert [s.step for s in Store(f"file://{store}").checkpoints()] == [2, 4, 6, 8]
 
 
-def test_the_benchmark_runs_on_two_ranks_and_leaves_nothing(config, workspace):
-    place = workspace / "bench"
-    words = ["bench", "checkpoint", config, "--rounds", "1", "--directory", place]
-    with running_ranks(words, 2) as started:
-        done = started.done()
-    assert [each.code for each in done] == [0, 0], done[0].err
-    for row in ("torch.distributed.checkpoint", "plain files", "training stands still"):
-        assert row in done[0].out and row not in done[1].out
-    assert list(place.iterdir()) == []
-
-
 def test_a_store_that_refuses_warns_and_training_ends_well(config, workspace):
     run, blocked = workspace / "refused", workspace / "blocked"
     blocked.write_text("a file where the store's folder would be")

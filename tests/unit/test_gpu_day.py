@@ -12,10 +12,11 @@ import pytest
 from benchmarks.gpu_day import __main__ as gpu_day
 from benchmarks.gpu_day.attention_correctness import QUANTITIES, compare
 from benchmarks.gpu_day.parts import Part
-from benchmarks.gpu_day.positions import summary as compare_positions
+from benchmarks.gpu_day.positions import with_cost
 from benchmarks.gpu_day.results import Rows, state
 from benchmarks.gpu_day.sizes import CONFIG
 from benchmarks.gpu_day.step_split import CLASSES, LINES, OTHER, STEPS, classify, split
+from benchmarks.turns import rounds, summary
 from pretrain.config import load_config
 from pretrain.plan.command import read_target
 from pretrain.plan.memory import stages_of
@@ -152,15 +153,25 @@ def test_every_line_of_the_model_belongs_to_one_class():
     assert {*LINES} <= {*CLASSES, OTHER, "no kernel at all"}
 
 
-def test_the_cost_of_alibi_is_that_over_the_best_without_bias():
-    rounds = [
-        {"round": n, "ALiBi, auto": 101.0 + n, "sinusoidal, auto": 110.0, "no bias, x": 100.0 + n}
-        for n in range(3)
-    ]
-    rows = compare_positions(rounds, {"ALiBi, flash4": "ImportError: none"})
-    over = {row["contestant"]: row.get("over the best without bias") for row in rows}
-    assert over["ALiBi, auto"] == "+0.99%" and over["no bias, x"] == "+0.00%"
-    assert rows[-1] == {"contestant": "ALiBi, flash4", "ms": "ImportError: none"}
+def test_ways_take_turns_and_alibi_is_compared_with_the_best_without_bias():
+    order = []
+
+    def way(name, seconds):
+        def call():
+            order.append(name)
+            if seconds is None:
+                raise ImportError("none\nhere")
+            return seconds
+
+        return call
+
+    times = {"ALiBi, auto": 0.101, "sinusoidal, auto": 0.11, "no bias": 0.1, "ALiBi, flash4": None}
+    found = list(rounds({name: way(name, each) for name, each in times.items()}, 3, warm_up=1))
+    assert order == [*times, *[*times][:3] * 3] and len(found) == 3
+    rows = {row["way"]: row for row in with_cost(summary(found))}
+    assert rows["ALiBi, auto"]["over the best without bias"] == "+1.00%"
+    assert rows["no bias"]["over the best without bias"] == "+0.00%"
+    assert rows["ALiBi, flash4"] == {"way": "ALiBi, flash4", "ms": "ImportError: none here"}
 
 
 def test_an_error_is_measured_against_what_plain_torch_may_have():
