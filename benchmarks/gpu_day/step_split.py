@@ -45,12 +45,11 @@ LINES = {
     "matrix products": ("matrix products",),
     "attention": ("attention",),
     OTHER: ("elementwise in layers", "cross-entropy", "gradient accumulation"),
-    "optimizer": ("optimizer, whole model", "optimizer, own shard"),
+    "optimizer": ("optimizer",),
     "no kernel at all": (
         "gaps between kernels",
         "waiting for the host",
-        "optimizer, host",
-        "synchronisation and log",
+        "optimizer, host and log",
     ),
 }
 """Lines of the model that a class of kernels stands for."""

@@ -13,9 +13,9 @@ from benchmarks.gpu_day.sizes import device_name, run_config
 from pretrain.bench.training import bench_training
 from pretrain.config import RunConfig
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
-from pretrain.plan.hardware import GPU_TYPES, NETWORKS
+from pretrain.plan.command import read_target
 from pretrain.plan.memory import stages_of
-from pretrain.plan.timing import Target, Timing, time_of_step
+from pretrain.plan.timing import GPU_TYPES, Timing, time_of_step
 
 SECONDS = 60
 """About how long the steps that are timed take together, where the model knows the GPU."""
@@ -25,8 +25,7 @@ def predicted(config: RunConfig) -> Timing | None:
     """Return the time of a step on this GPU by pretrain.plan.timing, or None if it has none."""
     for name, device in GPU_TYPES.items():
         if device.name == device_name():
-            layout = config.layout(1)
-            target = Target(1, name, device, NETWORKS[device.network])
+            layout, target = config.layout(1), read_target(1, name)
             return time_of_step(config, layout, stages_of(config, layout), target)
     return None
 
@@ -61,7 +60,8 @@ def main() -> None:
             row[name] = f"{mfu:.1%}"
     if step is not None:
         row["predicted step, ms"] = step.milliseconds
-        row["predicted MFU, causal half"] = f"{step.mfu(config, causal=True):.1%}"
+        device = next(each for each in GPU_TYPES.values() if each.name == device_name())
+        row["predicted MFU, causal half"] = f"{step.mfu(config, device, causal=True):.1%}"
     rows.add(row)
 
 

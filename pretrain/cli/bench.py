@@ -185,11 +185,7 @@ def bench_generate(
 
 
 @bench.command("step")
-def bench_step(
-    config: Config,
-    overrides: Overrides = [],  # noqa: B006
-    out: OutFile = None,
-) -> None:
+def bench_step(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
     """Count what one optimizer step costs, without a GPU, data or memory for the model.
 
     Prints kernel launches, bytes read and written, every collective and every time the host waits
@@ -207,16 +203,12 @@ def bench_step(
 
     \b
     Example:
-      pretrain bench step configs/cc100_roberta/alibi_1024.toml --out step.json
-
-    Args:
-        out: Also write everything that was counted.
+      pretrain bench step configs/cc100_roberta/alibi_1024.toml
     """
     run = load_config(config, overrides)
     from pretrain.plan.simulation import bench_step_counts
 
-    counted, table = bench_step_counts(run)
-    _show(table, counted, out)
+    print(bench_step_counts(run))
 
 
 def _check_folder(out: Path | None) -> None:

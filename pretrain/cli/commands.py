@@ -504,9 +504,9 @@ def import_(
 @app.command()
 def plan(
     config: Config,
-    gpus: Annotated[int, typer.Option(metavar="N")],
+    gpus: Annotated[int, typer.Option(metavar="N", min=1)],
     gpu_type: Annotated[str, typer.Option(metavar="TYPE")],
-    network: Annotated[str | None, typer.Option(metavar="NAME|GBIT")] = None,
+    network: Annotated[float | None, typer.Option(metavar="GBIT", min=0.01)] = None,
     out: OutFile = None,
     calibrate: OutFile = None,
     overrides: Overrides = [],  # noqa: B006
@@ -515,8 +515,8 @@ def plan(
 
     Computes, for each legal layout (tensor, pipeline and virtual pipeline size, sequence
     parallelism, ZeRO stage, recomputation, micro-batch size), the memory of a GPU and the time of a
-    step by part, tokens/s, MFU and GPU-hours. Prints the fastest that fit, why the others fall out,
-    and every assumption. Needs no GPU and runs nothing.
+    step by part, tokens/s, MFU and GPU-hours. Prints the fastest that fit, why others are not
+    legal, and the speeds that it assumes. Needs no GPU and runs nothing.
 
     \b
     Example:
@@ -527,17 +527,15 @@ def plan(
     Args:
         gpus: GPUs of the whole job.
         gpu_type: v100-32, a100-80, h100 or h200.
-        network: Links of a node: 8x400, 8x200, 8x100 or 4xedr, or Gbit/s of all of them in one
-            direction. Default: what nodes with such GPUs usually have.
-        out: Write the best layout as a config on top of CONFIG.
+        network: Gbit/s of all links of a node together in one direction, as 3200 for 8 x 400.
+            Default: what nodes with such GPUs usually have.
+        out: Write the run in the best layout as a config of its own.
         calibrate: Scale the assumed speeds by a measurement: pretrain bench train --out FILE.
     """
     check_beside(overrides, {"--gpus": (gpus, "parallel.world_size")})
-    from pretrain.plan.command import load_for_plan, plan_run, read_target
+    from pretrain.plan.command import plan_run, read_target
 
-    run, refusal = load_for_plan(Path(config), overrides)
-    target = read_target(gpus, gpu_type, network, calibrate)
-    print(plan_run(run, Path(config), target, out, refusal))
+    print(plan_run(config, overrides, read_target(gpus, gpu_type, network, calibrate), out))
 
 
 @app.command()

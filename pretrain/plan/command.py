@@ -1,427 +1,551 @@
-"""`pretrain plan`: choose a layout for a number of GPUs, and write it down."""
+"""`pretrain plan`: find the fastest layout of a run on a number of GPUs, and write it down."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import tomli_w
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
-from pretrain.config import ConfigError, RunConfig, load_config, num_parameters, rules, writing
-from pretrain.config.load import overridden
-from pretrain.config.schema import BatchSection, ParallelSection
-from pretrain.config.toml import expand_paths, read_layers
-from pretrain.plan.hardware import GPU_TYPES, INPUTS, NETWORKS, TITLES, Device, Network, network_of
-from pretrain.plan.memory import Activations, Memory
-from pretrain.plan.search import Plan, Planned, make_plan, read_calibration
-from pretrain.plan.timing import PARTS, USABLE, Target
-
-# ---- source ----
-# Read the config that is planned, also one whose own layout is refused: the plan finds another.
-
-
-SMALLEST = (
-    "parallel.tensor_model_parallel_size=1",
-    "parallel.pipeline_model_parallel_size=1",
-    "parallel.virtual_pipeline_model_parallel_size=",
-    "parallel.sequence_parallel=false",
-    "parallel.zero_stage=1",
-    "parallel.world_size=",
-    "batch.micro_batch_size=1",
+from pretrain.config import (
+    ConfigError,
+    Layout,
+    RunConfig,
+    dump_config,
+    load_config,
+    num_parameters,
+    parse_config,
+    rules,
+    writing,
 )
-"""Overrides of all that a plan chooses and a rule may refuse. They are legal where anything is."""
+from pretrain.plan.memory import (
+    WIDEST_HEAD,
+    Memory,
+    Stage,
+    attention_backend,
+    memory_of_rank,
+    stages_of,
+    zero_stage,
+)
+from pretrain.plan.timing import (
+    GATHER,
+    GPU_TYPES,
+    GPUS_PER_NODE,
+    PARTS,
+    USABLE,
+    Device,
+    Network,
+    Scale,
+    Target,
+    Timing,
+    time_of_step,
+)
+
+# ---- List the layouts in which a number of GPUs can share a run ----
+# Which of them are legal is decided by the rules of `pretrain.config`, not here.
 
 
-def load_for_plan(path: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, str | None]:
-    """Return a run to plan, and why its own layout is refused; None if it is not.
+LARGEST_MICRO_BATCH = 64
+"""Sequences. A GPU's multiprocessors are busy long before."""
+RECOMPUTE = ("none", "selective", "full")
+ZERO_STAGES = (1, 2, 3)
 
-    The layout of a run whose own one is refused is the smallest instead.
+
+def candidates(
+    config: RunConfig, gpus: int, refused: Counter[str]
+) -> Iterator[tuple[RunConfig, Layout]]:
+    """Yield the run in every legal layout that `gpus` GPUs can share it in.
+
+    Tensor-parallel ranks stay in one node. What is not enumerated is taken from the config.
 
     Args:
-        path: The config file.
-        overrides: As for `load_config`.
+        config: The run.
+        gpus: Number of GPUs.
+        refused: Counts the others by the rule that refuses them: the first line of its message,
+            with N for numbers.
+    """
+    for keys in _parallel_keys(config, gpus):
+        parallel = config.parallel.model_copy(update={**keys, "world_size": gpus})
+        data = gpus // (keys["tensor_model_parallel_size"] * keys["pipeline_model_parallel_size"])
+        if keys["zero_stage"] > 1 and data == 1:
+            # There is nothing to shard, and every stage is stage 1.
+            continue
+        own = config.batch.micro_batch_size
+        share, rest = divmod(config.batch.global_batch_size, data)
+        sizes = [n for n in sorted({*range(1, LARGEST_MICRO_BATCH + 1), own}) if share % n == 0]
+        # Without any size that fits, the rules say why with the size of the config.
+        for size in sizes if not rest and share else [own]:
+            batch = config.batch.model_copy(update={"micro_batch_size": size})
+            run = config.model_copy(update={"parallel": parallel, "batch": batch})
+            try:
+                rules.check(run)
+                layout = run.layout(gpus)
+            except ConfigError as error:
+                refused[re.sub(r"\d[\d,.]*", "N", str(error).splitlines()[0])] += 1
+                continue
+            for recompute in RECOMPUTE:
+                train = run.train.model_copy(update={"recompute_granularity": recompute})
+                yield run.model_copy(update={"train": train}), layout
+
+
+def _parallel_keys(config: RunConfig, gpus: int) -> Iterator[dict[str, Any]]:
+    """Yield every combination of sizes, legal or not."""
+    # Of several nodes, each holds whole groups of tensor-parallel ranks.
+    for tensor in _divisors(min(gpus, GPUS_PER_NODE)):
+        for pipeline in _divisors(gpus // tensor):
+            most = config.model.num_layers // pipeline
+            for virtual in [None, *range(2, most + 1)] if pipeline > 1 else [None]:
+                for sequence in (False, True) if tensor > 1 else (False,):
+                    for zero in ZERO_STAGES:
+                        yield {
+                            "tensor_model_parallel_size": tensor,
+                            "pipeline_model_parallel_size": pipeline,
+                            "virtual_pipeline_model_parallel_size": virtual,
+                            "sequence_parallel": sequence,
+                            "zero_stage": zero,
+                        }
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number, the smallest first."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+# ---- Find the fastest that fits ----
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Hold a run in one layout, with its memory and its time."""
+
+    config: RunConfig
+    layout: Layout
+    memory: Memory
+    """Of the rank that needs most."""
+    timing: Timing
+
+    @property
+    def memory_is_bound(self) -> bool:
+        """True if the run needs no more memory than planned, and maybe less.
+
+        Of ZeRO 2 and 3 the buffers are taken at their full size, all at once.
+        """
+        return zero_stage(self.config, self.layout) > 1
+
+    @property
+    def name(self) -> str:
+        """The layout in a few letters, as "TP 2 PP 4 VPP 2 SP DP 16 ZeRO 1"."""
+        p = self.config.parallel
+        words = [f"TP {p.tensor_model_parallel_size} PP {p.pipeline_model_parallel_size}"]
+        if p.virtual_pipeline_model_parallel_size:
+            words.append(f"VPP {p.virtual_pipeline_model_parallel_size}")
+        if p.sequence_parallel:
+            words.append("SP")
+        return " ".join([*words, f"DP {self.layout.data} ZeRO {p.zero_stage}"])
+
+    def hours(self) -> float:
+        """Return the GPU-hours of the whole run, without evaluations and checkpoints."""
+        seconds = self.config.planned_tokens / self.timing.tokens_per_second
+        return seconds * self.timing.gpus / 3600
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hold all layouts of a run."""
+
+    fits: list[Planned]
+    """Those that fit, the fastest first."""
+    too_large: list[Planned]
+    """Those that do not, the nearest miss first."""
+    refused: Counter[str]
+    """Combinations that are not legal, by rule."""
+
+    def best_of_layouts(self) -> list[Planned]:
+        """Return the fastest micro batch and recomputation of each layout, the fastest first."""
+        best: dict[str, Planned] = {}
+        for each in self.fits:
+            best.setdefault(each.name, each)
+        return list(best.values())
+
+
+def check_target(config: RunConfig, target: Target) -> None:
+    """Refuse what the plan's arithmetic does not describe, or the GPUs cannot do.
+
+    Args:
+        config: The run.
+        target: The GPUs.
 
     Raises:
-        ConfigError: The config is refused for something that no layout can mend.
+        ConfigError: With the key and the remedy.
     """
-    try:
-        return load_config(path, overrides), None
-    except ConfigError as error:
-        refusal = error
-    values = overridden(read_layers(path).values, overrides)
-    try:
-        # What is no layout at all, such as a size of 0, is a mistake to be told.
-        ParallelSection.model_validate(values.get("parallel", {}))
-        BatchSection.model_validate(values.get("batch", {}))
-    except ValidationError:
-        raise refusal from None
-    return load_config(path, [*overrides, *SMALLEST]), str(refusal)
-
-
-def values_of_file(path: Path) -> dict[str, Any]:
-    """Return the values that a config file and its bases say, legal or not.
-
-    Defaults are among them, unless a value has the wrong type or a key is missing.
-
-    Args:
-        path: The config file.
-    """
-    values = read_layers(path).values
-    try:
-        return RunConfig.model_validate(expand_paths(values)).model_dump(
-            mode="json", exclude_none=True
+    gpu, is_modern, precision = target.gpu_type, target.device.is_modern, config.train.precision
+    wanted, taken = config.model.attention_backend, attention_backend(config, is_modern)
+    if target.gpus > GPUS_PER_NODE and target.gpus % GPUS_PER_NODE:
+        below = target.gpus // GPUS_PER_NODE * GPUS_PER_NODE
+        raise ConfigError(
+            f"--gpus {target.gpus}: not a multiple of the {GPUS_PER_NODE} GPUs of a node. Choose "
+            f"{below} or {below + GPUS_PER_NODE}"
         )
-    except (ConfigError, ValidationError):
-        return values
+    if config.is_masked:
+        raise ConfigError(
+            'train.objective = "masked": attention looks both ways, and `pretrain plan` counts '
+            "that of a causal mask. Plan with --set train.objective=next_token for a lower bound"
+        )
+    if config.model.adaptive_cutoffs is not None:
+        raise ConfigError(
+            f"model.adaptive_cutoffs = {list(config.model.adaptive_cutoffs)}: how many tokens a "
+            "tail computes is up to the text, so `pretrain plan` has no time for it. `pretrain "
+            "bench train` times steps"
+        )
+    if precision != "fp16" and not (is_modern and precision == "bf16"):
+        raise ConfigError(
+            f"train.precision = {precision}: the speeds of `pretrain plan` on a {gpu} are those of "
+            f"other products. Plan with --set train.precision={'bf16' if is_modern else 'fp16'}"
+        )
+    masks = config.data.per_document_attention and taken == "sdpa"
+    is_wide = is_modern and config.head_dim > WIDEST_HEAD and config.position.bias != "none"
+    if wanted not in ("auto", taken) or masks or is_wide:
+        raise ConfigError(
+            f"model.attention_backend = {wanted}: `pretrain plan` does not know memory and time of "
+            f"this attention on a {gpu}. Plan with model.attention_backend=auto, heads of a width "
+            f"up to {WIDEST_HEAD}, and without data.per_document_attention where there is no Triton"
+        )
 
 
-# ---- Show a plan: the best layouts, memory and time by part, what falls out, what was assumed ----
-
-
-ROWS = 10
-"""Layouts in the table."""
-MISSES = 3
-"""Layouts that do not fit of which the table says by how much."""
-
-
-def to_table(
-    config: RunConfig,
-    target: Target,
-    plan: Plan,
-    refusal: str | None = None,
-) -> str:
-    """Return the text that `pretrain plan` prints.
+def make_plan(config: RunConfig, target: Target) -> Plan:
+    """Return every layout of a run with memory and time.
 
     Args:
-        config: The run as it is configured.
+        config: The run.
         target: The GPUs and their network.
-        plan: Its layouts.
-        refusal: Why the configured layout is refused; `config` has another one then.
+
+    Raises:
+        ConfigError: The run cannot be planned, or no layout is legal.
     """
-    parts = [
-        _head(config, target),
-        *_best(target, plan),
-        *_details(config, target, plan, refusal),
-        *_reasons(target, plan),
-        *_assumptions(config, target),
-    ]
-    return "\n".join(parts)
+    check_target(config, target)
+    refused: Counter[str] = Counter()
+    fits: list[Planned] = []
+    too_large: list[Planned] = []
+    stages: dict[str, list[Stage]] = {}
+    for run, layout in candidates(config, target.gpus, refused):
+        key = str(run.parallel)
+        if key not in stages:
+            stages[key] = stages_of(run, layout)
+        each = planned(run, layout, stages[key], target)
+        (fits if each.memory.total <= target.usable_bytes else too_large).append(each)
+    if not fits and not too_large:
+        reasons = "\n".join(refused)
+        raise ConfigError(f"--gpus {target.gpus}: no layout is legal, because\n{reasons}")
+    fits.sort(key=_order)
+    too_large.sort(key=lambda each: each.memory.total)
+    return Plan(fits, too_large, refused)
 
 
-def layout_name(each: Planned) -> str:
-    """Return a layout in a few letters, as "TP 2 PP 4 VPP 2 SP ZeRO 1"."""
-    p = each.config.parallel
-    words = [f"TP {p.tensor_model_parallel_size} PP {p.pipeline_model_parallel_size}"]
-    if p.virtual_pipeline_model_parallel_size:
-        words.append(f"VPP {p.virtual_pipeline_model_parallel_size}")
-    if p.sequence_parallel:
-        words.append("SP")
-    return " ".join([*words, f"DP {each.layout.data} ZeRO {p.zero_stage}"])
+def _order(each: Planned) -> tuple[float, int, int]:
+    """Return what layouts are sorted by: time, then the least recomputation, then memory.
+
+    Where the host sets the pace, what a GPU computes again costs no time in the model.
+    """
+    recompute = RECOMPUTE.index(each.config.train.recompute_granularity)
+    return each.timing.milliseconds, recompute, each.memory.total
 
 
-def _head(config: RunConfig, target: Target) -> str:
-    """Return the lines that say what is planned."""
-    return (
-        f"{num_parameters(config):,} parameters, {config.position.method}, "
-        f"L = {config.data.sequence_length}, {config.train.precision}; "
-        f"{config.tokens_per_step:,} tokens a step, {config.train.num_steps:,} steps, "
-        f"{config.planned_tokens:,} tokens\n"
-        f"{target.gpus} x {target.device.name}, {target.usable_bytes / 1e9:.1f} GB of each usable; "
-        f"links of a node: {target.network.name}"
-    )
+def planned(config: RunConfig, layout: Layout, stages: Sequence[Stage], target: Target) -> Planned:
+    """Return the memory and the time of a run in one layout.
+
+    Args:
+        config: The run, with the layout's keys.
+        layout: Its layout.
+        stages: Its pipeline stages, one of each kind.
+        target: The GPUs and their network.
+    """
+    is_modern = target.device.is_modern
+    memories = [memory_of_rank(config, layout, stage, is_modern) for stage in stages]
+    largest = max(memories, key=lambda memory: memory.total)
+    return Planned(config, layout, largest, time_of_step(config, layout, stages, target))
 
 
-def _best(target: Target, plan: Plan) -> Iterator[str]:
-    """Yield the table of the best layouts: for each its fastest micro batch and recomputation."""
-    best = plan.best_of_groups()
-    if not best:
-        yield "\nNo layout fits. The nearest misses are below"
-        return
-    shown = best[:ROWS]
-    width = max(len(layout_name(each)) for each in shown)
-    columns = [f"{name:>{max(7, len(name) + 1)}}" for name in PARTS]
-    yield (
-        f"\n{'layout':<{width}}  micro  recompute     GB {'step ms':>8}{''.join(columns)}"
-        f"{'tokens/s':>12}  MFU all  causal  GPU-hours"
-    )
-    for each in shown:
-        times = "".join(f"{each.timing.part(n):>{max(7, len(n) + 1)}.0f}" for n in PARTS)
-        mfu = [each.timing.mfu(each.config, target.device, causal) for causal in (False, True)]
-        yield (
-            f"{layout_name(each):<{width}}  {each.config.batch.micro_batch_size:>5}  "
-            f"{each.config.train.recompute_granularity:<9}{_gigabytes(each):>7} "
-            f"{each.timing.milliseconds:>8.0f}{times}{each.timing.tokens_per_second:>12,.0f}  "
-            f"{mfu[0]:>7.1%}  {mfu[1]:>6.1%}  {each.hours(target.gpus):>9,.0f}"
-        )
-    if len(best) > len(shown):
-        yield f"and {len(best) - len(shown)} slower layouts that fit"
-
-
-def _gigabytes(each: Planned) -> str:
-    """Return the memory of the fullest rank; with <= where it is a bound."""
-    return f"{'<=' if each.memory_is_bound else ''}{each.memory.total / 1e9:.1f}"
-
-
-def _details(config: RunConfig, target: Target, plan: Plan, refusal: str | None) -> Iterator[str]:
-    """Yield memory by part of the best layout and of the config's own."""
-    every = [*plan.fits, *plan.too_large] if refusal is None else []
-    own = [each for each in every if _is_configured(each, config)]
-    named = [("best", each) for each in plan.fits[:1]] + [("as configured", each) for each in own]
-    if named:
-        columns = [field.name for field in fields(Memory)]
-        yield "\nGB of the fullest rank   " + "".join(f"{c:>13}" for c in columns) + "        total"
-    for name, each in named:
-        name += ", at most" * each.memory_is_bound
-        values = [getattr(each.memory, field.name) for field in fields(Memory)]
-        cells = "".join(f"{value / 1e9:>13.2f}" for value in (*values, each.memory.total))
-        yield f"{name:<25}{cells}"
-    for each in own:
-        verdict = "" if each in plan.fits[:1] else _compared(each, plan)
-        mfu = each.timing.mfu(each.config, target.device, causal=False)
-        yield (
-            f"\nAs configured ({layout_name(each)}, micro batches of "
-            f"{each.config.batch.micro_batch_size}): {each.timing.milliseconds:.0f} ms a step, MFU "
-            f"{mfu:.1%}, {each.hours(target.gpus):,.0f} GPU-hours{verdict}"
-        )
-    if not own:
-        yield f"\nAs configured: {_why_not_own(config, target, refusal)}"
-
-
-def _is_configured(each: Planned, config: RunConfig) -> bool:
-    """Return True for the layout, micro batch and recomputation of the config itself."""
-    parallel = config.parallel.model_copy(update={"world_size": each.layout.world_size})
-    return (each.config.parallel, each.config.batch, each.config.train) == (
-        parallel,
-        config.batch,
-        config.train,
-    )
-
-
-def _why_not_own(config: RunConfig, target: Target, refusal: str | None) -> str:
-    """Return why the config's own layout is not among those that were planned."""
-    if refusal is not None:
-        return f"not a legal layout. {refusal.splitlines()[0]}"
-    parallel = config.parallel.model_copy(update={"world_size": target.gpus})
-    try:
-        rules.check(config.model_copy(update={"parallel": parallel}))
-    except ConfigError as error:
-        return f"not a legal layout of so many GPUs. {str(error).splitlines()[0]}"
-    return (
-        "not planned. What is: tensor-parallel ranks within a node, and ZeRO 2 and 3 where there "
-        "are several data-parallel ranks"
-    )
-
-
-def _compared(each: Planned, plan: Plan) -> str:
-    """Return how a layout compares with the best one."""
-    if each in plan.too_large:
-        return ". It does not fit"
-    ratio = each.timing.milliseconds / plan.fits[0].timing.milliseconds
-    return f", {ratio:.2f} x the best one's time"
-
-
-def _reasons(target: Target, plan: Plan) -> Iterator[str]:
-    """Yield how many combinations fall out for each reason, and the nearest misses."""
-    total = sum(plan.reasons().values())
-    yield f"\n{len(plan.fits):,} combinations fit, and {total:,} do not{':' * (total > 0)}"
-    for reason, count in plan.reasons().most_common():
-        yield f"{count:>7,}  {reason}"
-    fastest = plan.fits[0].timing.milliseconds if plan.fits else float("inf")
-    faster = [each for each in plan.too_large if each.timing.milliseconds < fastest]
-    for each in (faster or plan.too_large)[:MISSES]:
-        missing = each.memory.total - target.usable_bytes
-        speed = f"{each.timing.milliseconds:.0f} ms a step"
-        yield (
-            f"nearest miss: {layout_name(each)}, micro batches of "
-            f"{each.config.batch.micro_batch_size}, recompute "
-            f"{each.config.train.recompute_granularity}: {'at most ' * each.memory_is_bound}"
-            f"{missing / 1e9:.1f} GB too much ({speed})"
-        )
-
-
-def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
-    """Yield every number that is taken for granted, with its origin."""
-    device, network = target.device, target.network
-    has_mask = Activations(config, target.is_modern).uses_mask
-    yield "\nAssumed:"
-    for name, title in TITLES.items():
-        value, origin = getattr(device, name), device.origins[name]
-        if name == "attention_tflops":
-            if has_mask:
-                value = device.masked_tflops
-                origin = "assumed, with a mask in memory and products in fp32"
-            value = "{:g}, {:g}".format(*value)
-        yield f"  {title}: {value} ({origin})"
-    origin = device.origins["memory_bytes"]
-    yield f"  memory of a GPU, GB: {device.memory_bytes / 1e9:.1f} ({origin})"
-    yield (
-        f"  links of a node {network.node_gb_per_second:g} GB/s each way, of which "
-        f"{network.efficiency:.0%} is achieved; a ring step takes {network.between_nodes_us:g} us "
-        f"between nodes and {network.within_node_us:g} us within one (assumed)"
-    )
-    for name, row in INPUTS.items():
-        yield f"  {name}: {row.of(not target.is_modern):g} ({row.origin})"
-    yield (
-        f"  bytes per parameter of the shard that the update itself moves: "
-        f"{config.optimizer.update_bytes} (counted, {config.optimizer.name})"
-    )
-    yield (
-        f"  {USABLE:.0%} of a GPU's memory is usable; CUDA, NCCL and fragmentation take "
-        f"{Memory.overhead / 1e9:g} GB (assumed). GB with <=, of ZeRO 2 and 3, are bounds: all of "
-        "DeepSpeed's buffers at their full size at once"
-    )
-    yield (
-        "  nodes of 8 GPUs, within which tensor-parallel ranks stay. Not counted: ranks that wait "
-        "for the slowest one, other jobs on the network, loading of data, checkpoints. "
-        "Communication hides behind the passes at ZeRO 1; at ZeRO 2 and 3 gradients are reduced "
-        "in every micro batch, and nothing hides them"
-    )
-    scale = target.scale
-    if (scale.compute, scale.optimizer) != (1.0, 1.0):
-        yield (
-            f"  calibrated: times of matrix products, attention and elementwise work x "
-            f"{scale.compute:.3f}, of the optimizer x {scale.optimizer:.3f} (measured)"
-        )
-
-
-SLOWEST, FASTEST = 0.01, 1e6
-"""Gbit/s of a node's links that are believed."""
+# ---- The words of the command line ----
 
 
 def read_target(
-    gpus: int, gpu_type: str, network: str | None, calibration: Path | None = None
+    gpus: int, gpu_type: str, network: float | None = None, calibration: Path | None = None
 ) -> Target:
     """Return what a run is planned for, from the words of the command line.
 
     Args:
         gpus: Number of GPUs.
         gpu_type: One of GPU_TYPES.
-        network: One of NETWORKS, or Gbit/s of a node each way; None: what the GPU usually has.
+        network: Gbit/s of a node each way, all its links together; None: what nodes with such GPUs
+            usually have.
         calibration: A result of `pretrain bench train --out`, or None.
 
     Raises:
-        ConfigError: A word is not known.
+        ConfigError: The type is not known, or the calibration is of no use.
     """
     device = GPU_TYPES.get(gpu_type.lower())
     if device is None:
         raise ConfigError(f"--gpu-type {gpu_type}: not known. Choose one of {', '.join(GPU_TYPES)}")
-    target = Target(gpus, gpu_type.lower(), device, _network(network, device))
+    target = Target(gpus, gpu_type.lower(), device, Network(network or device.network_gbit))
     if calibration is None:
         return target
     return replace(target, scale=read_calibration(calibration, target))
 
 
-def _network(text: str | None, device: Device) -> Network:
-    """Return the links of a node that `text` names."""
-    if text is None:
-        return NETWORKS[device.network]
-    if text in NETWORKS:
-        return NETWORKS[text]
+PASSES, REDUCTION, OPTIMIZER = "forward and backward", "gradient reduction", "optimizer step"
+"""Parts of a step in a measurement. What reduces gradients while the backward pass runs is in the
+first, and what is left of it afterwards in the second."""
+
+
+class _Result(BaseModel):
+    """What is needed of a result of `pretrain bench train`."""
+
+    device: str
+    config: dict[str, Any]
+    world_size: int = Field(gt=0)
+    seconds: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+
+
+def read_calibration(path: Path, target: Target) -> Scale:
+    """Return the factors with which the model's time of the measured run is the measured one.
+
+    The measured passes are compared with all that the model has in them, communication and the
+    reduction of gradients included; the optimizer's step with the optimizer's lines and the gather
+    of weights, for which a measurement waits. The factors are on computing alone.
+
+    Args:
+        path: What `pretrain bench train --out` wrote.
+        target: The GPU that is planned for, on which the measurement must have been made, and its
+            links.
+
+    Raises:
+        ConfigError: The file is not such a result, or of another device.
+    """
     try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not SLOWEST <= rate <= FASTEST:
-        names = ", ".join(f"{name} ({each.name})" for name, each in NETWORKS.items())
+        measured = _Result.model_validate_json(path.read_bytes(), strict=True)
+        seconds = [measured.seconds[name] for name in (PASSES, REDUCTION, OPTIMIZER)]
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValidationError, KeyError):
         raise ConfigError(
-            f"--network {text}: not known. Choose one of {names}, or a number of Gbit/s from "
-            f"{SLOWEST:g} to {FASTEST:g}: all links of a node together, in one direction"
+            f"{path}: not a result of a measurement. Make one with `pretrain bench train CONFIG "
+            "--out FILE` on the planned GPU"
+        ) from None
+    config: RunConfig = parse_config(measured.config, str(path))
+    # The plan's speeds are those of 16-bit products and of fused attention.
+    if (
+        measured.device != target.device.name
+        or config.train.precision == "fp32"
+        or config.model.attention_backend == "reference"
+    ):
+        raise ConfigError(
+            f"{path}: measured on {measured.device} in {config.train.precision} with attention "
+            f"{config.model.attention_backend}. Calibrate with a measurement on "
+            f"{target.device.name} in 16 bit, with model.attention_backend = auto"
         )
-    return network_of(rate)
+    layout = config.layout(measured.world_size)
+    stages = stages_of(config, layout)
+
+    def modelled(scale: Scale) -> tuple[float, float]:
+        """Return the model's passes and optimizer step in milliseconds."""
+        scaled = replace(target, scale=scale)
+        return parts(time_of_step(config, layout, stages, scaled, waits=True), config, layout)
+
+    passes, step = 1e3 * (seconds[0] + seconds[1]), 1e3 * seconds[2]
+    compute = _factor(path, PASSES, passes, lambda x: modelled(Scale(compute=x))[0])
+    return Scale(compute, _factor(path, OPTIMIZER, step, lambda x: modelled(Scale(compute, x))[1]))
+
+
+def parts(timing: Timing, config: RunConfig, layout: Layout) -> tuple[float, float]:
+    """Return the milliseconds of a step that a measurement has in the passes and in the optimizer.
+
+    Args:
+        timing: The modelled step, in which the host waits for the device after each part.
+        config: The measured run.
+        layout: Its layout.
+    """
+    optimizer = timing.part("optimizer")
+    if zero_stage(config, layout) < 3:
+        # ZeRO 3 gathers weights in the passes.
+        optimizer += timing.lines.get(GATHER, 0.0)
+    return timing.milliseconds - optimizer, optimizer
+
+
+def _factor(path: Path, name: str, measured: float, modelled: Callable[[float], float]) -> float:
+    """Return the factor on computing, up to 1,024, with which the model takes what was measured.
+
+    Args:
+        path: The measurement.
+        name: The measured part.
+        measured: Its milliseconds.
+        modelled: Milliseconds of the model by factor. They rise with it, and less than in
+            proportion, as communication hides behind computing.
+
+    Raises:
+        ConfigError: Communication alone takes longer in the model.
+    """
+    low, high = 0.0, 1024.0
+    if not modelled(low) < measured < modelled(high):
+        raise ConfigError(
+            f"{path}: {name} took {measured:.1f} ms, and the model has {modelled(low):.1f} ms for "
+            "communication alone. Calibrate with a measurement on one node, or say with "
+            "--network how fast its links are"
+        )
+    for _ in range(64):
+        middle = (low + high) / 2
+        low, high = (middle, high) if modelled(middle) < measured else (low, middle)
+    return high
+
+
+# ---- Show a plan, and write its best layout ----
+
+
+ROWS = 10
+"""Layouts in the table."""
 
 
 def plan_run(
-    config: RunConfig,
-    source: Path,
-    target: Target,
-    overlay: Path | None,
-    refusal: str | None = None,
+    source: Path, overrides: Sequence[str], target: Target, out: Path | None = None
 ) -> str:
-    """Return the text of the plan, and write the best layout if asked to.
+    """Return the text of the plan of a run, and write the best layout if asked to.
 
     Args:
-        config: The run.
-        source: The file that it was read from.
+        source: The config file.
+        overrides: As for `load_config`.
         target: What it is planned for.
-        overlay: Where to write the best layout as a config that builds on `source`, or None.
-        refusal: Why the layout of `source` itself is refused, or None if it is not.
+        out: Where to write the run in the best layout as a config of its own, or None.
 
     Raises:
         ConfigError: The run cannot be planned, or nothing fits that could be written.
     """
+    config = load_config(source, overrides)
     # Before the work of a plan.
-    if overlay is not None and os.path.lexists(overlay):
-        raise ConfigError(
-            f"--out {overlay}: exists, and is not replaced. Remove it first, or choose another name"
-        )
+    if out is not None and os.path.lexists(out):
+        raise ConfigError(f"--out {out}: exists, and is not replaced. Choose another name")
     plan = make_plan(config, target)
-    text = to_table(config, target, plan, refusal)
-    if overlay is None:
+    text = to_table(config, target, plan)
+    if out is None:
         return text
     if not plan.fits:
         raise ConfigError(
-            f"--out {overlay}: no layout fits into {target.usable_bytes / 1e9:.1f} GB. Plan for "
+            f"--out {out}: no layout fits into {target.usable_bytes / 1e9:.1f} GB. Plan for "
             "more GPUs, or for larger ones"
         )
-    write_overlay(overlay, source, plan.fits[0])
-    return f"{text}\n\n{overlay}: {layout_name(plan.fits[0])}, on top of {source}"
+    best = plan.fits[0]
+    with writing(out), out.open("x") as file:
+        file.write(f"# {source} in the layout of `pretrain plan`: {best.name}.\n")
+        file.write(dump_config(best.config))
+    return f"{text}\n\n{out}: {source} as {best.name}"
 
 
-def write_overlay(path: Path, source: Path, best: Planned) -> None:
-    """Write a config that builds on another one and is the planned run.
-
-    Args:
-        path: Where to write.
-        source: The config to build on.
-        best: The planned run.
-
-    Raises:
-        ConfigError: There is a file already, or no overlay of `source` is the planned run.
-    """
-    base = os.path.relpath(source.resolve(), path.resolve().parent)
-    wanted = best.config.model_dump(mode="json", exclude_none=True)
-    changed, removed = _different(values_of_file(source), wanted)
-    values = {"base": base, **({"remove": removed} if removed else {}), **changed}
-    text = f"# Written by `pretrain plan`: {layout_name(best)}.\n{tomli_w.dumps(values)}"
-    with writing(path), path.open("x") as file:
-        file.write(text)
-    try:
-        if load_config(path) != best.config:
-            raise ConfigError(
-                f"--out {path}: no overlay of {source} is the planned run. Write its values "
-                "into a config of your own: the table names the layout"
-            )
-    except ConfigError:
-        path.unlink()
-        raise
-
-
-def _different(
-    base: dict[str, Any], wanted: dict[str, Any], prefix: str = ""
-) -> tuple[dict[str, Any], list[str]]:
-    """Return what an overlay says to turn the tables of a base into others.
+def to_table(config: RunConfig, target: Target, plan: Plan) -> str:
+    """Return the text that `pretrain plan` prints.
 
     Args:
-        base: The tables of the base.
-        wanted: Those wanted.
-        prefix: Name of the table with a dot at its end, within the whole.
-
-    Returns:
-        (values that differ, dotted keys of the base to remove)
+        config: The run as it is configured.
+        target: The GPUs and their network.
+        plan: Its layouts.
     """
-    changed: dict[str, Any] = {}
-    removed = [f"{prefix}{key}" for key in base if key not in wanted]
-    for key, value in wanted.items():
-        before = base.get(key)
-        if isinstance(value, dict) and isinstance(before, dict):
-            inner, gone = _different(before, value, f"{prefix}{key}.")
-            removed += gone
-            if inner:
-                changed[key] = inner
-        elif key not in base or before != value:
-            changed[key] = value
-    return changed, removed
+    return "\n".join(
+        [
+            f"{num_parameters(config):,} parameters, {config.position.method}, "
+            f"L = {config.data.sequence_length}, {config.train.precision}; "
+            f"{config.tokens_per_step:,} tokens a step, {config.train.num_steps:,} steps, "
+            f"{config.planned_tokens:,} tokens",
+            f"{target.gpus} x {target.device.name}, {target.usable_bytes / 1e9:.1f} GB of each "
+            f"usable; links of a node: {target.network.gbit_per_second:g} Gbit/s",
+            *_layouts(target, plan),
+            *_own(config, target, plan),
+            *_assumptions(target),
+        ]
+    )
+
+
+def _layouts(target: Target, plan: Plan) -> Iterator[str]:
+    """Yield the table of the best layouts, and how many others there are."""
+    best = plan.best_of_layouts()
+    if not best:
+        miss = plan.too_large[0]
+        yield (
+            f"\nNo layout fits. The nearest miss, {miss.name} in micro batches of "
+            f"{miss.config.batch.micro_batch_size}, is "
+            f"{(miss.memory.total - target.usable_bytes) / 1e9:.1f} GB too large"
+        )
+    else:
+        width = max(len(each.name) for each in best[:ROWS])
+        columns = "".join(f"{name:>{max(7, len(name) + 1)}}" for name in PARTS)
+        yield (
+            f"\n{'layout':<{width}}  micro  recompute     GB {'step ms':>8}{columns}"
+            f"{'tokens/s':>12}  MFU all  causal  GPU-hours"
+        )
+    for each in best[:ROWS]:
+        times = "".join(f"{each.timing.part(n):>{max(7, len(n) + 1)}.0f}" for n in PARTS)
+        mfu = [each.timing.mfu(each.config, target.device, causal) for causal in (False, True)]
+        size = f"{'<=' * each.memory_is_bound}{each.memory.total / 1e9:.1f}"
+        yield (
+            f"{each.name:<{width}}  {each.config.batch.micro_batch_size:>5}  "
+            f"{each.config.train.recompute_granularity:<9}{size:>7} "
+            f"{each.timing.milliseconds:>8.0f}{times}{each.timing.tokens_per_second:>12,.0f}  "
+            f"{mfu[0]:>7.1%}  {mfu[1]:>6.1%}  {each.hours():>9,.0f}"
+        )
+    yield (
+        f"\n{len(plan.fits):,} combinations fit in {len(best):,} layouts, "
+        f"{len(plan.too_large):,} do not fit, {plan.refused.total():,} are not legal"
+    )
+    for reason, count in plan.refused.most_common():
+        yield f"{count:>7,}  not legal: {reason}"
+
+
+def _own(config: RunConfig, target: Target, plan: Plan) -> Iterator[str]:
+    """Yield memory by part of the best layout and of the config's own, and the time of its own."""
+    parallel = config.parallel.model_copy(update={"world_size": target.gpus})
+    wanted = config.model_copy(update={"parallel": parallel})
+    own = [each for each in (*plan.fits, *plan.too_large) if each.config == wanted]
+    columns = [field.name for field in fields(Memory)]
+    yield "\nGB of the fullest rank   " + "".join(f"{c:>13}" for c in columns) + "        total"
+    named = zip(["best", "as configured"][not plan.fits :], [*plan.fits[:1], *own])
+    for name, each in named:
+        values = [getattr(each.memory, column) for column in columns]
+        cells = "".join(f"{value / 1e9:>13.2f}" for value in (*values, each.memory.total))
+        yield f"{name + ', at most' * each.memory_is_bound:<25}{cells}"
+    for each in own:
+        mfu = each.timing.mfu(config, target.device, causal=False)
+        yield (
+            f"\nAs configured ({each.name}, micro batches of "
+            f"{config.batch.micro_batch_size}): {each.timing.milliseconds:.0f} ms a step, MFU "
+            f"{mfu:.1%}, {each.hours():,.0f} GPU-hours{'. Does not fit' * (each in plan.too_large)}"
+        )
+
+
+def _assumptions(target: Target) -> Iterator[str]:
+    """Yield what is taken for granted."""
+    device, network, scale = target.device, target.network, target.scale
+    attention = device.attention_tflops
+    yield (
+        f"\nAssumed ({Device.__module__} has the origin of every number):\n"
+        f"  {device.peak_tflops:g} TFLOP/s, of which matrix products reach "
+        f"{device.gemm_fraction:g}; attention {attention[0]:g} forward and {attention[1]:g} "
+        f"backward, of the causal half, without a mask in memory; memory "
+        f"{device.memory_tb_per_second:g} TB/s; {device.launch_gap_us:g} us between two kernels, "
+        f"{device.host_us:g} us of the host for each; NVLink {device.nvlink_gb_per_second:g} GB/s\n"
+        f"  links of a node {network.gbit_per_second / 8:g} GB/s each way, of which "
+        f"{network.efficiency:.0%} is achieved; a ring step takes {network.between_nodes_us:g} us "
+        f"between nodes and {network.within_node_us:g} us within one\n"
+        f"  {USABLE:.0%} of a GPU's {device.memory_bytes / 1e9:.1f} GB is usable; CUDA, NCCL and "
+        f"fragmentation take {Memory.overhead / 1e9:g} GB. GB with <=, of ZeRO 2 and 3, are "
+        "bounds: all of DeepSpeed's buffers at their full size at once\n"
+        f"  nodes of {GPUS_PER_NODE} GPUs, within which tensor-parallel ranks stay. Not counted: "
+        "ranks that wait for the slowest one, other jobs on the network, loading of data, "
+        "checkpoints. Communication hides behind the passes at ZeRO 1; at ZeRO 2 and 3 gradients "
+        "are reduced in every micro batch, and nothing hides them"
+    )
+    if scale != Scale():
+        yield (
+            f"  calibrated: times of matrix products, attention and elementwise work x "
+            f"{scale.compute:.3f}, of the optimizer x {scale.optimizer:.3f} (measured)"
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from pretrain.config import Layout, RunConfig, num_parameters
 from pretrain.config.tensors import TIED, ModelTensor, stage_tensors, widths
@@ -24,22 +24,14 @@ State = tuple[tuple[int, ...], int]
 """Micro batches of each chunk that wait for their backward pass, and the chunk whose turn it is."""
 
 
-def states(layout: Layout, stage: int) -> frozenset[State]:
+@lru_cache(maxsize=4096)
+def states(pipeline: int, virtual: int, stage: int, count: int) -> frozenset[State]:
     """Return what waits on a stage when a backward pass begins, each combination once.
 
-    Args:
-        layout: The layout of the run.
-        stage: The pipeline stage, from 0.
+    Arguments as for `passes`.
     """
     # Afterwards each forward pass follows a backward pass of the same chunk.
-    enough = 3 * layout.pipeline if layout.virtual > 1 else layout.pipeline + 1
-    count = min(layout.num_microbatches, enough)
-    return _states(layout.pipeline, layout.virtual, stage, count)
-
-
-@lru_cache(maxsize=4096)
-def _states(pipeline: int, virtual: int, stage: int, count: int) -> frozenset[State]:
-    """Return the states of a stage in a step of `count` micro batches."""
+    count = min(count, 3 * pipeline if virtual > 1 else pipeline + 1)
     waiting = [0] * virtual
     found = set()
     for is_forward, chunk in passes(pipeline, virtual, stage, count):
@@ -139,10 +131,6 @@ class Stage:
     """From 0."""
     buckets: tuple[FlatBucket, ...]
     """Those of each of its ranks."""
-    partial: int
-    """Elements of which each tensor rank has the gradient of its part of the sequence."""
-    shared: tuple[int, ...]
-    """Elements of each parameter that all stages share."""
     parameters: int
     """Of each of its ranks."""
     count: int = 1
@@ -167,8 +155,6 @@ def stage_of(config: RunConfig, layout: Layout, number: int) -> Stage:
     return Stage(
         number,
         tuple(buckets_of_rank(config, layout, number)),
-        partial=sum(w.of_rank(layout.tensor) for w in weights if w.is_partial),
-        shared=tuple(w.of_rank(layout.tensor) for w in weights if w.name.startswith(OWN)),
         parameters=sum(w.of_rank(layout.tensor) for w in weights),
     )
 
@@ -267,58 +253,39 @@ def attention_backend(config: RunConfig, is_modern: bool) -> str:
     return "sdpa"
 
 
-@dataclass(frozen=True)
 class Activations:
     """The tensors of one micro batch in the chunks of a rank. All are in bytes."""
 
-    config: RunConfig
-    is_modern: bool
-    """The GPU has bf16, a Triton kernel for attention, and fused operations by torch.compile."""
+    def __init__(self, config: RunConfig, is_modern: bool) -> None:
+        """Describe a run.
 
-    @cached_property
-    def item(self) -> int:
+        Args:
+            config: The run, with the layout's keys.
+            is_modern: The GPU has bf16, a Triton kernel for attention, and fused operations by
+                torch.compile.
+        """
+        parallel, hidden = config.parallel, config.model.hidden_size
+        self.config, self.is_modern = config, is_modern
+        self.item = ITEM[config.train.precision]
         """Bytes of a number in the training precision."""
-        return ITEM[self.config.train.precision]
-
-    @cached_property
-    def tokens(self) -> int:
+        self.tokens = config.batch.micro_batch_size * config.data.sequence_length
         """T, tokens of a micro batch."""
-        return self.config.batch.micro_batch_size * self.config.data.sequence_length
-
-    @cached_property
-    def tensor(self) -> int:
+        self.tensor = parallel.tensor_model_parallel_size
         """t, the tensor-parallel size."""
-        return self.config.parallel.tensor_model_parallel_size
-
-    @cached_property
-    def stream_tokens(self) -> int:
+        self.stream_tokens = self.tokens // (self.tensor if parallel.sequence_parallel else 1)
         """Tokens of which this rank holds norms and residual stream."""
-        return self.tokens // (self.tensor if self.config.parallel.sequence_parallel else 1)
-
-    @cached_property
-    def stream(self) -> int:
+        self.stream = self.stream_tokens * hidden * self.item
         """One tensor of the residual stream."""
-        return self.stream_tokens * self.config.model.hidden_size * self.item
-
-    @cached_property
-    def whole(self) -> int:
+        self.whole = self.tokens * hidden * self.item
         """One tensor of the width d for all tokens, whatever the sequence parallelism."""
-        return self.tokens * self.config.model.hidden_size * self.item
-
-    @cached_property
-    def inner(self) -> int:
+        self.inner = self.tokens * widths(config).ffn * self.item
         """The output of the first product of the MLP."""
-        return self.tokens * widths(self.config).ffn * self.item
-
-    @property
-    def has_fused_loss(self) -> bool:
-        """True if the loss keeps no second copy of the logits: `train.fusion` on a GPU."""
-        return self.config.train.fusion != "off"
-
-    @property
-    def accumulates_in_products(self) -> bool:
-        """True if weight gradients are added to fp32 by the product itself."""
-        return self.has_fused_loss and self.is_modern and self.config.parallel.zero_stage == 1
+        self.has_fused_loss = config.train.fusion != "off"
+        """The loss keeps no second copy of the logits: `train.fusion` on a GPU."""
+        self.accumulates_in_products = (
+            self.has_fused_loss and is_modern and parallel.zero_stage == 1
+        )
+        """Weight gradients are added to fp32 by the product itself."""
 
     def layer(self) -> int:
         """Return what a layer keeps, by train.recompute_granularity."""
@@ -517,11 +484,6 @@ class Memory:
         """Sum of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
-    @property
-    def state(self) -> int:
-        """Bytes that a rank holds between two steps."""
-        return self.weights + self.gradients + self.optimizer
-
 
 def memory_of_rank(config: RunConfig, layout: Layout, stage: Stage, is_modern: bool) -> Memory:
     """Return the memory of a rank of a pipeline stage.
@@ -532,7 +494,8 @@ def memory_of_rank(config: RunConfig, layout: Layout, stage: Stage, is_modern: b
         stage: The pipeline stage.
         is_modern: As in `Activations`.
     """
-    kept = peak(config, layout, stage.number, is_modern)
+    moments = _moments(config, layout, stage.number, is_modern)
+    kept, logits, buffers = max(moments, key=sum)
     weights, gradients, wire, optimizer = _state(config, layout, stage)
     activations = Activations(config, is_modern)
     return Memory(
@@ -540,9 +503,9 @@ def memory_of_rank(config: RunConfig, layout: Layout, stage: Stage, is_modern: b
         gradients=gradients,
         wire=wire,
         optimizer=optimizer,
-        activations=kept.activations,
-        logits=kept.logits,
-        buffers=kept.buffers + activations.persistent(),
+        activations=kept,
+        logits=logits,
+        buffers=buffers + activations.persistent(),
     )
 
 
@@ -576,40 +539,20 @@ def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, i
     return item * padded // data + live, 4 * padded // data, wire, optimizer
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Hold the bytes that a step needs beside the state, at one moment."""
-
-    activations: int
-    logits: int
-    buffers: int
-
-    @property
-    def total(self) -> int:
-        """Sum of the parts."""
-        return self.activations + self.logits + self.buffers
-
-
-def peak(config: RunConfig, layout: Layout, stage: int, is_modern: bool) -> Kept:
-    """Return what a rank holds when a step holds most.
+def _moments(
+    config: RunConfig, layout: Layout, stage: int, is_modern: bool
+) -> set[tuple[int, int, int]]:
+    """Return what a rank holds beside the state at the beginning of each backward pass and in it.
 
     Args:
         config: The run.
         layout: Its layout.
         stage: The pipeline stage, from 0.
         is_modern: As in `Activations`.
+
+    Returns:
+        (activations, logits, buffers) in bytes of each moment.
     """
-    return max(_moments(config, layout, stage, is_modern), key=lambda moment: moment.total)
-
-
-def most_kept(config: RunConfig, layout: Layout, stage: int, is_modern: bool) -> int:
-    """Return the most that waits for a backward pass when one begins; arguments as for `peak`."""
-    moments = _moments(config, layout, stage, is_modern)
-    return max(moment.total for moment in moments if not moment.buffers)
-
-
-def _moments(config: RunConfig, layout: Layout, stage: int, is_modern: bool) -> list[Kept]:
-    """Return what a rank holds at the beginning of each backward pass and within it."""
     a = Activations(config, is_modern)
     chunks = chunk_layers(config, stage)
     last = len(config.layers_per_chunk) - 1
@@ -627,7 +570,7 @@ def _moments(config: RunConfig, layout: Layout, stage: int, is_modern: bool) -> 
     in_loss = a.loss_buffers(is_tied_here)
     in_embedding = a.embedding() + a.embedding_weight() + a.whole
     found: set[tuple[int, int, int]] = set()
-    for waiting, chunk in states(layout, stage):
+    for waiting, chunk in states(layout.pipeline, layout.virtual, stage, layout.num_microbatches):
         number, _ = chunks[chunk]
         has_loss = number == last
         kept = received + sum(n * each for n, each in zip(waiting, size))
@@ -642,7 +585,7 @@ def _moments(config: RunConfig, layout: Layout, stage: int, is_modern: bool) -> 
             found.add((kept, logits, of_layers - a.stream))
         if number == 0:
             found.add((kept - size[chunk], logits, in_embedding))
-    return [Kept(*moment) for moment in found]
+    return found
 
 
 def _exchanged(layout: Layout, stage: int) -> int:

@@ -12,7 +12,7 @@ import inspect
 import math
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ParamSpec, TypeVar
 
@@ -83,9 +83,6 @@ NO_KERNEL = _names(
     "_version _pin_memory detach_ t_ transpose_ squeeze_ unsqueeze_ as_strided_"
 )
 """Operators that allocate or change metadata, besides views, which torch marks itself."""
-
-ALLOCATES = _names("empty empty_like empty_strided new_empty new_empty_strided empty_permuted")
-"""Operators whose result is uninitialised memory."""
 
 SYNCHRONISES = _names("nonzero masked_select equal _unique2 unique_dim is_nonzero")
 """Operators that make the host wait for the device, because their result's shape or value depends
@@ -198,7 +195,7 @@ def _extent(tensor: Tensor) -> int:
 
 def bytes_moved(
     function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> tuple[int, int]:
+) -> int:
     """Return the bytes that an operator reads and writes.
 
     Args:
@@ -222,11 +219,11 @@ def bytes_moved(
         if not is_written or not (name in WRITE_ONLY or argument.kwarg_only):
             read.extend(tensors_in(value))
     if name in READS_ROWS:
-        return num_bytes(written) + num_bytes(read[1:]), num_bytes(written)
+        return 2 * num_bytes(written) + num_bytes(read[1:])
     if name in WRITES_ROWS:
         values = num_bytes(read[-1:])
-        return num_bytes(read[1:]) + (0 if name == "scatter_" else values), values
-    return num_bytes(read), num_bytes(written)
+        return num_bytes(read[1:]) + (values if name == "scatter_" else 2 * values)
+    return num_bytes(read) + num_bytes(written)
 
 
 def _new_results(function: OpOverload, result: Any) -> list[Any]:
@@ -269,25 +266,13 @@ class Kernels:
     """The cost of some kernels together."""
 
     launches: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
+    bytes_moved: int = 0
+    """Bytes read and written."""
 
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes read and written."""
-        return self.bytes_read + self.bytes_written
-
-    def add(self, launches: int, bytes_read: int, bytes_written: int) -> None:
-        """Add the cost of further kernels.
-
-        Args:
-            launches: Kernel launches.
-            bytes_read: Bytes that they read.
-            bytes_written: Bytes that they write.
-        """
+    def add(self, launches: int, num_bytes: int) -> None:
+        """Add the cost of further kernels."""
         self.launches += launches
-        self.bytes_read += bytes_read
-        self.bytes_written += bytes_written
+        self.bytes_moved += num_bytes
 
 
 @dataclass
@@ -308,8 +293,8 @@ class Collective:
     """When it was issued."""
     asynchronous: bool
     """False if the caller had the stream wait for it at once."""
-    hidden_behind: Kernels | None = None
-    """Kernels launched after it was issued and before the caller waited for it, except those of the
+    hidden_behind: int | None = None
+    """Launches of kernels after it was issued and before the caller waited for it, but those of the
     gradient reduction itself. None if nobody has waited, or if the processes are real, where waits
     are not seen."""
     awaited_in: Phase | None = None
@@ -331,8 +316,7 @@ class Collective:
     @property
     def is_exposed(self) -> bool:
         """True if nothing was launched that it could hide behind."""
-        hidden_behind = self.hidden_behind
-        return not self.asynchronous or (hidden_behind is not None and not hidden_behind.launches)
+        return not self.asynchronous or self.hidden_behind == 0
 
 
 @dataclass
@@ -359,7 +343,7 @@ class StepCounts:
         result = Kernels()
         for (its_phase, its_kind, its_name), cost in self.kernels.items():
             if phase in (None, its_phase) and kind in (None, its_kind) and name in (None, its_name):
-                result.add(cost.launches, cost.bytes_read, cost.bytes_written)
+                result.add(cost.launches, cost.bytes_moved)
         return result
 
 
@@ -399,11 +383,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         self._handles: list[Any] = []
         self._phases = [Phase.OTHER]
         self._paused = 0
-        self._cover = Kernels()
+        self.cover = 0
+        """Launches so far that a collective could hide behind."""
         self._functions = _FunctionCounter(self)
-        # Storages that were allocated and not written yet, by address. A kernel that torch's
-        # dispatcher does not know must write what it is given of them.
-        self._uninitialised: set[int] = set()
 
     @property
     def phase(self) -> Phase:
@@ -445,40 +427,26 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
             self._paused -= 1
 
     def kernel(
-        self, kind: OpClass, name: str, read: Sequence[Tensor], written: Sequence[Tensor]
+        self,
+        kind: OpClass,
+        name: str,
+        read: Iterable[Tensor],
+        written: Iterable[Tensor] = (),
     ) -> None:
         """Count one kernel that is launched past torch's dispatcher.
 
         Args:
             kind: Class of the kernel.
             name: Name of the kernel.
-            read: The tensors that it reads.
+            read: The tensors that it reads, or all of which nobody says if they are written.
             written: The tensors that it writes.
         """
-        self._uninitialised.difference_update(map(_address, written))
-        self._add(kind, name, 1, num_bytes(read), num_bytes(written))
-
-    def launch(self, kind: OpClass, name: str, tensors: list[Tensor]) -> None:
-        """Count one kernel of which nobody says what it writes, such as one of Triton's.
-
-        Args:
-            kind: Class of the kernel.
-            name: Name of the kernel.
-            tensors: Its tensor arguments. It writes those whose memory nobody has written yet, and
-                reads the others.
-        """
-        written = [t for t in tensors if _address(t) in self._uninitialised]
-        read = [t for t in tensors if _address(t) not in self._uninitialised]
-        self.kernel(kind, name, read, written)
+        self._add(kind, name, 1, num_bytes(read) + num_bytes(written))
 
     def synchronised(self, cause: str) -> None:
         """Count one wait of the host for the device, and note the function that asked for it."""
         if not self._paused:
             self.counts.synchronisations[self.phase, f"{cause} in {_caller()}"] += 1
-
-    def cover(self) -> Kernels:
-        """Return all kernels so far that a collective could hide behind."""
-        return replace(self._cover)
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy of a host's tensor on the device, without counting the copy."""
@@ -527,37 +495,20 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
             return result
         if name in SYNCHRONISES:
             self.synchronised(name)
-        self._note_memory(func, name, args, outputs)
         if launches_kernel(func) and any(t.numel() for t in (*outputs, *inputs)):
             moved = bytes_moved(func, args, kwargs, result)
-            launches = num_launches(func, args)
-            self._add(op_class(func), name, launches, *moved)
+            self._add(op_class(func), name, num_launches(func, args), moved)
         return result
 
-    def _add(
-        self, kind: OpClass, name: str, launches: int, bytes_read: int, bytes_written: int
-    ) -> None:
+    def _add(self, kind: OpClass, name: str, launches: int, moved: int) -> None:
         """Count kernels in the current phase."""
         if self._paused:
             return
         phase = self.phase
-        cost = self.counts.kernels.setdefault((phase, kind, name), Kernels())
-        cost.add(launches, bytes_read, bytes_written)
+        self.counts.kernels.setdefault((phase, kind, name), Kernels()).add(launches, moved)
         # What a reduction does itself (casts, sums of what has arrived) hides no other one.
         if phase != Phase.GRADIENT_REDUCTION:
-            self._cover.add(launches, bytes_read, bytes_written)
-
-    def _note_memory(
-        self, function: OpOverload, name: str, args: tuple[Any, ...], outputs: list[Tensor]
-    ) -> None:
-        """Keep `_uninitialised` up to date after an operator."""
-        if function.is_view:
-            return
-        addresses = set(map(_address, outputs))
-        if name in ALLOCATES:
-            self._uninitialised |= addresses
-        else:
-            self._uninitialised -= addresses
+            self.cover += launches
 
     def _collective(
         self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -662,11 +613,6 @@ def _is_on_host(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_on_host", False)
 
 
-def _address(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _nothing(tensor: Tensor) -> bool | int | float:
     """Return the zero of a tensor's dtype, in place of a value that a simulation does not have."""
     if tensor.dtype == torch.bool:
@@ -702,21 +648,16 @@ def _describe(function: OpOverload, args: tuple[Any, ...], phase: Phase) -> Coll
 
 def group_name(group: dist.ProcessGroup) -> str:
     """Return what a process group is for; see `Collective.group`."""
-    if group is dist.group.WORLD:
-        return "world"
     known = {
         "data": parallel_state.get_data_parallel_group(),
         "tensor": parallel_state.get_tensor_model_parallel_group(),
         "pipeline": parallel_state.get_pipeline_model_parallel_group(),
         "embedding": parallel_state.get_embedding_group(check_initialized=False),
         "model": parallel_state.get_model_parallel_group(),
+        "world": dist.group.WORLD,
     }
-    for name, candidate in known.items():
-        if candidate is group:
-            return name
+    ranks = dist.get_process_group_ranks
+    found = [name for name, each in known.items() if each is group]
     # DeepSpeed and Megatron make further groups of the same ranks.
-    ranks = dist.get_process_group_ranks(group)
-    for name, candidate in known.items():
-        if candidate is not None and dist.get_process_group_ranks(candidate) == ranks:
-            return name
-    return str(ranks)
+    found += [name for name, each in known.items() if each and ranks(each) == ranks(group)]
+    return found[0] if found else str(ranks(group))

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -43,7 +43,6 @@ from pretrain.optim.zero import ZeroOptimizer
 from pretrain.plan.operators import (
     Collective,
     Counter,
-    Kernels,
     OpClass,
     Phase,
     StepCounts,
@@ -54,37 +53,11 @@ from pretrain.training import loop, step
 from pretrain.training.reporter import AttemptReporter, Requests
 from pretrain.training.start import Run, StartPoint
 
-# ---- Show what a step costs: as a table for people, and as JSON for other programs ----
+# ---- Show what a step costs ----
 
 
 PASSES = (Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN_PASSES)
 """The phases that are repeated for every micro batch."""
-
-
-def to_json(config: RunConfig, layout: Layout, counts: dict[int, StepCounts]) -> dict[str, Any]:
-    """Return everything that was counted, by pipeline stage, as JSON values."""
-    return {
-        "config": config.model_dump(mode="json", exclude_none=True),
-        "layout": asdict(layout),
-        "stages": [
-            {
-                "pipeline_stage": stage,
-                "kernels": [
-                    {"phase": phase, "class": kind, "operator": name, **asdict(cost)}
-                    for (phase, kind, name), cost in sorted(each.kernels.items())
-                ],
-                "collectives": [
-                    {**asdict(call), "wire_bytes": call.wire_bytes, "exposed": call.is_exposed}
-                    for call in each.collectives
-                ],
-                "synchronisations": [
-                    {"phase": phase, "cause": cause, "times": times}
-                    for (phase, cause), times in sorted(each.synchronisations.items())
-                ],
-            }
-            for stage, each in counts.items()
-        ],
-    }
 
 
 def to_table(config: RunConfig, layout: Layout, counts: dict[int, StepCounts]) -> str:
@@ -104,33 +77,26 @@ def to_table(config: RunConfig, layout: Layout, counts: dict[int, StepCounts]) -
         f"{layout.num_microbatches} micro batches of {config.batch.micro_batch_size} sequences",
     ]
     for stage, each in counts.items():
-        lines += ["", f"One rank of pipeline stage {stage}, one step", *_kernel_lines(each)]
-        lines += _micro_batch_lines(each, layout.num_microbatches)
-        lines += ["", *_collective_lines(each.collectives), "", *_synchronisation_lines(each)]
+        lines += ["", f"One rank of pipeline stage {stage}, one step"]
+        parts = [(phase, kind, each.total(phase, kind)) for phase in Phase for kind in OpClass]
+        rows = [
+            *((str(phase), str(kind), cost) for phase, kind, cost in parts if cost.launches),
+            ("step", "all", each.total()),
+        ]
+        lines += columns(
+            [("phase", "class", "launches", "moved")]
+            + [(a, b, f"{cost.launches:,}", size(cost.bytes_moved)) for a, b, cost in rows],
+            right=[2, 3],
+        )
+        passes = [each.total(phase) for phase in PASSES]
+        launches = sum(cost.launches for cost in passes) / layout.num_microbatches
+        moved = sum(cost.bytes_moved for cost in passes) // layout.num_microbatches
+        lines += [f"a micro batch: {launches:,.0f} launches, {size(moved)} read and written", ""]
+        lines += [*_collective_lines(each.collectives), ""]
+        waits = sorted(each.synchronisations.items())
+        lines.append(f"the host waits for the device {each.synchronisations.total()} times")
+        lines += [f"  {phase}: {times} x {cause}" for (phase, cause), times in waits]
     return "\n".join(lines)
-
-
-def _kernel_lines(counts: StepCounts) -> list[str]:
-    """Return the table of kernels by phase and class, with a sum for each phase and for all."""
-    rows: list[tuple[str, str, Kernels]] = []
-    for phase in Phase:
-        of_phase = [(kind.value, counts.total(phase, kind)) for kind in OpClass]
-        if (total := counts.total(phase)).launches:
-            rows.append((phase, "all", total))
-            rows += [("", kind, cost) for kind, cost in of_phase if cost.launches]
-    rows.append(("step", "all", counts.total()))
-    cells = [
-        (phase, kind, f"{cost.launches:,}", size(cost.bytes_read), size(cost.bytes_written))
-        for phase, kind, cost in rows
-    ]
-    return columns([("phase", "class", "launches", "read", "written"), *cells], right=[2, 3, 4])
-
-
-def _micro_batch_lines(counts: StepCounts, num_microbatches: int) -> list[str]:
-    """Return the mean cost of a micro batch."""
-    launches = sum(counts.total(phase).launches for phase in PASSES) / num_microbatches
-    moved = sum(counts.total(phase).bytes_moved for phase in PASSES) / num_microbatches
-    return [f"a micro batch: {launches:,.0f} launches, {size(int(moved))} read and written"]
 
 
 def _collective_lines(collectives: Iterable[Collective]) -> list[str]:
@@ -151,16 +117,6 @@ def _collective_lines(collectives: Iterable[Collective]) -> list[str]:
     ]
     header = ("phase", "collective", "group", "dtype", "calls", "bytes", "sent", "exposed")
     return columns([header, *cells], right=range(4, len(header))) if rows else ["no collectives"]
-
-
-def _synchronisation_lines(counts: StepCounts) -> list[str]:
-    """Return how often the host waits for the device, and why."""
-    total = sum(counts.synchronisations.values())
-    causes = [
-        f"{phase}: {times} x {cause}"
-        for (phase, cause), times in sorted(counts.synchronisations.items())
-    ]
-    return [f"the host waits for the device {total} times", *(f"  {cause}" for cause in causes)]
 
 
 CAPABILITY = (9, 0)
@@ -204,16 +160,11 @@ class _Handle(Work):
     def __init__(self, counter: Counter, record: Collective) -> None:
         super().__init__()
         self.counter, self.record = counter, record
-        self.issued_at = counter.cover()
+        self.issued_at = counter.cover
 
     def wait(self, *timeout: Any) -> bool:
         if self.record.hidden_behind is None:
-            now, then = self.counter.cover(), self.issued_at
-            self.record.hidden_behind = Kernels(
-                now.launches - then.launches,
-                now.bytes_read - then.bytes_read,
-                now.bytes_written - then.bytes_written,
-            )
+            self.record.hidden_behind = self.counter.cover - self.issued_at
             self.record.awaited_in = self.counter.phase
         return True
 
@@ -261,7 +212,7 @@ def _record_launch(counter: Counter, kernel: Any, *args: Any, **kwargs: Any) -> 
     ours = function.__module__.startswith("pretrain.kernels")
     kind = OpClass.ATTENTION if ours else OpClass.ELEMENTWISE
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    counter.launch(kind, function.__name__.strip("_"), tensors)
+    counter.kernel(kind, function.__name__.strip("_"), tensors)
 
 
 def _apply(
@@ -431,10 +382,9 @@ def count_run(config: RunConfig) -> dict[int, StepCounts]:
     return counts
 
 
-def bench_step_counts(config: RunConfig) -> tuple[dict[str, Any], str]:
-    """Count a step and return the counts as JSON values, and the table to print."""
-    layout, counts = config.layout(planned_world_size(config)), count_run(config)
-    return to_json(config, layout, counts), to_table(config, layout, counts)
+def bench_step_counts(config: RunConfig) -> str:
+    """Count a step and return the table to print."""
+    return to_table(config, config.layout(planned_world_size(config)), count_run(config))
 
 
 def planned_world_size(config: RunConfig) -> int:
@@ -468,8 +418,11 @@ def count_step(config: RunConfig, topology: Topology, counter: Counter) -> StepC
         # Which token ends a document changes no count.
         eos_id=0 if config.data.per_document_attention else None,
     )
+    shape = (config.batch.micro_batch_size, config.data.sequence_length + 1)
+    with counter.paused():
+        tokens = torch.ones(shape, dtype=torch.int64, device="cpu")
+    batches = itertools.repeat([tokens] * topology.layout.num_microbatches)
     with _markers(counter, optimizer):
-        batches = _token_batches(config, topology.layout.num_microbatches, counter)
         first = loop.queue_step(run, batches, platform.Moment())
         counter.counts = counts = StepCounts()
         second = loop.queue_step(run, batches, first.end)
@@ -477,19 +430,6 @@ def count_step(config: RunConfig, topology: Topology, counter: Counter) -> StepC
         counter.counts = StepCounts()
         loop.queue_step(run, batches, second.end)
     return counts
-
-
-def _token_batches(
-    config: RunConfig, num_microbatches: int, counter: Counter
-) -> Iterator[list[Tensor]]:
-    """Yield a step's micro batches of token ids, int64 [B, S + 1], without end."""
-    shape = (config.batch.micro_batch_size, config.data.sequence_length + 1)
-    while True:
-        with counter.paused():
-            batches = [
-                torch.ones(shape, dtype=torch.int64, device="cpu") for _ in range(num_microbatches)
-            ]
-        yield batches
 
 
 @contextlib.contextmanager

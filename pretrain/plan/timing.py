@@ -1,128 +1,384 @@
-"""Put the pipeline stages of a step together: its time by part, and what follows for the run."""
+"""Compute the time of a training step from the speeds of a GPU, of its links, and counted costs.
+
+Every number says where it comes from. "counted": a tool counted it in a run. "closed form": it
+follows from the code that is named. "measured": on such a device. "published": a paper or a data
+sheet says so. "assumed": nobody has looked yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from pretrain.config import Layout, RunConfig
 from pretrain.config.tensors import widths
-from pretrain.model.flops import flops_per_token
-from pretrain.plan.hardware import (
-    BESIDE,
-    BUCKETS,
-    CUT,
-    DEEPSPEED,
-    DEEPSPEED_ONE_RANK,
-    DEEPSPEED_WHOLE_MODEL,
-    ELEMENTWISE,
-    FIRST_SUM,
-    FIRST_SUM_FP16,
-    GPUS_PER_NODE,
-    HOST,
-    INPUTS,
-    JOINED,
-    LATER_SUM,
-    LATER_SUM_FP16,
-    LAUNCHES,
-    LOG,
-    LOGIT,
-    LOST,
-    ROTATED,
-    ROTATION,
-    ROTATION_LAUNCHES,
-    UNSCALED,
-    Device,
-    Network,
-    Scale,
+from pretrain.model.flops import (
+    flops_per_token,
+    model_flops_utilization,
+    peak_tflops_per_second,
 )
-from pretrain.plan.memory import ITEM, Activations, Stage, chunk_layers
+from pretrain.plan.memory import Activations, Stage, chunk_layers, zero_stage
 
-# ---- step time ----
-# The time of one training step as a sum of lines, each a class of work that can be measured.
-#
-# Times are those of one rank of one pipeline stage, in milliseconds.
+# ---- GPUs ----
 
 
-Lines = dict[str, float]
-"""Milliseconds by class of work."""
+GPUS_PER_NODE = 8
 
-SPLIT = frozenset(
-    {
-        "bias of qkv",
-        "bias and GELU, forward",
-        "GELU, backward",
-        "gradients of biases",
-        "columns of ALiBi in q, k and v",
-    }
+
+@dataclass(frozen=True)
+class Device:
+    """The speeds that one GPU achieves."""
+
+    name: str
+    """As torch.cuda.get_device_name() reports it; `pretrain.model.flops` knows its peak."""
+    gemm_fraction: float
+    """Part of the peak that a product reaches with all multiprocessors busy and a large K."""
+    multiprocessors: int
+    tile: tuple[int, int]
+    """Rows and columns of the output that one thread block of a matrix product computes."""
+    tile_overhead: int
+    """Start and end of a tile, in steps of the inner dimension K that take as long."""
+    memory_tb_per_second: float
+    """Bytes read and written per second by elementwise kernels."""
+    attention_tflops: tuple[float, float]
+    """Forward and backward; of the causal half alone, at 1,024 tokens."""
+    masked_tflops: tuple[float, float]
+    """The same with a mask in memory and products in fp32. Assumed."""
+    launch_gap_us: float
+    """Time between the end of one kernel and the start of the next one in the same stream."""
+    host_us: float
+    """Time that the host needs for each launch, through autograd."""
+    nvlink_gb_per_second: float
+    """What a GPU sends to the others of its node in a collective, in one direction."""
+    memory_bytes: int
+    """What CUDA reports as the memory of the device."""
+    network_gbit: float
+    """Gbit/s of the links that nodes with this GPU usually have, all together, in one direction."""
+
+    @property
+    def is_modern(self) -> bool:
+        """False if it has no bf16, trains in fp16 and has no compiled kernels: a V100."""
+        return "V100" not in self.name
+
+    @cached_property
+    def peak_tflops(self) -> float:
+        """Dense 16-bit peak in TFLOP/s, from `pretrain.model.flops`."""
+        peak = peak_tflops_per_second(self.name)
+        assert peak is not None, self.name
+        return peak
+
+    def gemm_ms(self, rows: int, inner: int, columns: int) -> float:
+        """Return the time of a product [rows, inner] x [inner, columns].
+
+        The multiprocessors compute the output tile by tile, in waves of one tile each. All tiles
+        take equally long, also those at the edge that are partly empty, and so do all waves, also
+        the last one, which leaves multiprocessors idle.
+        """
+        tiles = math.ceil(rows / self.tile[0]) * math.ceil(columns / self.tile[1])
+        waves = math.ceil(tiles / self.multiprocessors)
+        flops_of_wave = (
+            2 * self.multiprocessors * self.tile[0] * self.tile[1] * (inner + self.tile_overhead)
+        )
+        return 1e3 * waves * flops_of_wave / (self.peak_tflops * 1e12 * self.gemm_fraction)
+
+    def memory_ms(self, num_bytes: float) -> float:
+        """Return the time in which elementwise kernels read and write `num_bytes`."""
+        return 1e3 * num_bytes / (self.memory_tb_per_second * 1e12)
+
+
+# Peaks and multiprocessors are published. What is not named below is assumed.
+H200 = Device(
+    name="NVIDIA H200",
+    # So that 8192 x 8192 x 8192 comes to 780 TFLOP/s; measured: 769 to 798 on random data.
+    gemm_fraction=0.83,
+    multiprocessors=132,
+    # That of cuBLAS's large kernels for Hopper.
+    tile=(128, 256),
+    tile_overhead=160,
+    # Measured: a copy moves 4.3. Data sheet: 4.8.
+    memory_tb_per_second=4.0,
+    # Published for FlashAttention-3 on an H100, D = 128.
+    attention_tflops=(423.0, 182.0),
+    masked_tflops=(200.0, 110.0),
+    launch_gap_us=1.5,
+    host_us=6.0,
+    # 0.80 of the data sheet's 450.
+    nvlink_gb_per_second=360.0,
+    # Of the data sheet's 141 GB.
+    memory_bytes=int(139.8 * 2**30),
+    # 8 x 400 Gbit/s.
+    network_gbit=3200,
 )
-"""Rows of ELEMENTWISE that tensor-parallel ranks divide among them. Of the gradients of biases it
-is seven ninths."""
+V100 = replace(
+    H200,
+    name="Tesla V100-SXM2-32GB",
+    gemm_fraction=0.75,
+    multiprocessors=80,
+    # Data sheet: 0.9.
+    memory_tb_per_second=0.78,
+    # Memory-efficient attention in fp16 without a mask.
+    attention_tflops=(40.0, 30.0),
+    masked_tflops=(6.0, 6.0),
+    launch_gap_us=2.0,
+    host_us=8.0,
+    # 0.73 of the data sheet's 150.
+    nvlink_gb_per_second=110.0,
+    # Of the data sheet's 32 GB.
+    memory_bytes=int(31.7 * 2**30),
+    # 4 x EDR.
+    network_gbit=400,
+)
+H100 = replace(
+    H200,
+    name="NVIDIA H100 80GB HBM3",
+    # 0.83 of the data sheet's 3.35, as on an H200, which has the same multiprocessors.
+    memory_tb_per_second=2.8,
+    memory_bytes=int(79.1 * 2**30),
+)
+A100 = replace(
+    H200,
+    name="NVIDIA A100-SXM4-80GB",
+    multiprocessors=108,
+    # 0.83 of the data sheet's 2.04, as on an H200.
+    memory_tb_per_second=1.7,
+    attention_tflops=(130.0, 100.0),
+    masked_tflops=(100.0, 70.0),
+    # 0.80 of the data sheet's 300.
+    nvlink_gb_per_second=240.0,
+    memory_bytes=int(79.1 * 2**30),
+    network_gbit=1600,
+)
+GPU_TYPES = {"v100-32": V100, "a100-80": A100, "h100": H100, "h200": H200}
+"""GPUs by the names that `pretrain plan --gpu-type` takes."""
 
+
+# ---- Links between them ----
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links between nodes of eight GPUs each. Inside a node they are NVLink, and faster."""
+
+    gbit_per_second: float
+    """All links of a node together, in one direction."""
+    efficiency: float = 0.80
+    """Part of it that a collective of large buckets achieves. Assumed, as the latencies are."""
+    between_nodes_us: float = 7.0
+    """Latency of a step of a ring to another node."""
+    within_node_us: float = 1.5
+    """Latency of a step of a ring within a node."""
+
+    def ring_ms(
+        self,
+        num_bytes: float,
+        ranks: int,
+        collectives: int = 1,
+        ranks_per_node: int = GPUS_PER_NODE,
+    ) -> float:
+        """Return the time of a reduce-scatter or an all-gather; an all-reduce takes twice that.
+
+        Each chunk passes through every node once, so a node sends and receives num_bytes x
+        (ranks - 1) / ranks. The ring's latency comes on top for each collective.
+
+        Args:
+            num_bytes: Bytes of the whole tensor.
+            ranks: Ranks of the group.
+            collectives: Number of calls that it is split into.
+            ranks_per_node: Ranks of the group on each node.
+        """
+        if ranks == 1:
+            return 0.0
+        nodes = ranks // ranks_per_node
+        steps_us = nodes * self.between_nodes_us + (ranks - 1 - nodes) * self.within_node_us
+        return self._links_ms(num_bytes * (ranks - 1) / ranks) + 1e-3 * collectives * steps_us
+
+    def all_to_all_ms(self, num_bytes: float, ranks: int, collectives: int = 1) -> float:
+        """Return the time in which every rank sends every other its part, unsummed.
+
+        Nothing is added up on the way: each of a node's ranks sends all that other nodes own.
+
+        Args:
+            num_bytes: Bytes of the whole tensor, which every rank holds.
+            ranks: Ranks of the group, GPUS_PER_NODE on each node.
+            collectives: Number of calls that it is split into.
+        """
+        sent = GPUS_PER_NODE * num_bytes * (ranks - GPUS_PER_NODE) / ranks
+        latency_us = ranks // GPUS_PER_NODE * self.between_nodes_us
+        return self._links_ms(sent) + 1e-3 * collectives * latency_us
+
+    def _links_ms(self, num_bytes: float) -> float:
+        """Return the time in which all links of a node together send `num_bytes`."""
+        return 1e3 * num_bytes / (self.gbit_per_second / 8 * 1e9 * self.efficiency)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Hold factors on the assumed times, from a measurement (`pretrain plan --calibrate`)."""
+
+    compute: float = 1.0
+    """On matrix products, attention and elementwise work."""
+    optimizer: float = 1.0
+    """On the optimizer's step."""
+
+
+# ---- What a step costs on every GPU of a kind: bytes, elements and launches ----
+
+
+class Costs(NamedTuple):
+    """Elements are of the width d = hidden_size, moved per layer and token, forward and backward.
+
+    They were counted by `pretrain bench step` in bf16, unless something else is said.
+    """
+
+    stream: float
+    """Elements of norms and residual stream: norms forward 4 and backward 10 (closed form: dx reads
+    2 and writes 1, dw and db read 2; as one operator, which reads each once, they were counted as
+    6), two bias-dropout-adds 6 (V100: two additions each, 10), two sums of residual gradients 6."""
+    mlp: float
+    """Elements of bias and GELU: forward 8, one kernel on 4 d (V100: two, 16), backward 12."""
+    biases: float
+    """Elements of biases: an addition to qkv 6, and the gradients of all biases 9."""
+    columns: float
+    """Elements of ALiBi's columns in q, k and v: pad, cat and cut."""
+    logit: float
+    """Bytes per logit, loss forward and backward: read twice and written once in 16 bit; on a V100
+    in pieces, not compiled."""
+    first_sum: float
+    """Bytes per parameter to accumulate a gradient in the first micro batch: the product writes
+    fp32, and the tied embedding's other gradient is written and added (0.9). V100: a copy to
+    fp32. ZeRO 2 and 3: closed form of deepspeed/runtime/engine.py and bf16_optimizer.py."""
+    later_sum: float
+    """The same in later ones: the product reads and writes fp32. V100: an addition in fp32."""
+    launches: float
+    """Kernel launches per layer: 1,066 a micro batch of 25 layers; V100: 1,610."""
+    update: float = 10
+    """Bytes per parameter of the shard in the optimizer step, beside the update: norm 4, cast 6."""
+    host_ms: float = 0.5
+    """Host time of the optimizer step. Assumed; measured of DeepSpeed's."""
+
+
+MODERN = Costs(
+    stream=26, mlp=20, biases=15, columns=0, logit=6, first_sum=4.9, later_sum=8.9, launches=42.6
+)
+OF_V100 = Costs(
+    stream=30, mlp=28, biases=15, columns=18.65, logit=48, first_sum=6, later_sum=10, launches=64.4
+)
+"""There torch.compile generates nothing and no product adds to fp32."""
+DEEPSPEED = {"first_sum": 18.0, "later_sum": 18.0, "update": 44.0, "host_ms": 13.0}
+"""At ZeRO 2 and 3, where DeepSpeed sums gradients and takes the step."""
+DEEPSPEED_WHOLE_MODEL = 44.0
+"""Bytes per parameter of the whole model that its step moves: flatten 8, divide 8, copy back 8,
+norm 4, clip 8, zero twice 8."""
+LOG_MS = 0.1
+"""Host synchronisations and the log. Assumed, for one wait (counted), which the next step's queue
+hides."""
+BUCKETS = 40
+"""Buckets of gradients. Counted (pretrain/optim/buckets.py)."""
+ROTATED, ROTATION, CUT = 20.4, 6, 2
+"""Elements moved per channel of queries and keys by Megatron's rotation: per rotated channel, per
+channel in any case, and where a part is rotated."""
+ROTATION_LAUNCHES = 38
+"""Kernel launches per layer of a rotation."""
+JOINED = 2
+"""Elements moved per channel of queries, keys and values without a bias: their gradients are put
+together, which our kernels need not."""
+LOST = 0.12
+"""Part of compute lost while a collective runs beside it. Assumed: 16 of 132 multiprocessors."""
 LIVE_WEIGHTS = 1_000_000_000
 """Gathered weights that ZeRO 3 keeps for the backward pass (DeepSpeed's default of
 stage3_max_live_parameters)."""
 
 
+# ---- What is planned for, and the time of a step ----
+
+
+USABLE = 0.95
+"""Part of a GPU's memory that may be planned for. Assumed: a start with other lengths of text, or
+another version of a library, should not fail at the last gigabyte."""
+
+
 @dataclass(frozen=True)
-class Step:
-    """One training step of one pipeline stage, on all ranks of a data-parallel group.
+class Target:
+    """Say for which GPUs, links and measured speeds a run is planned."""
 
-    The layout is that of config.parallel.
-    """
-
-    config: RunConfig
+    gpus: int
+    gpu_type: str
     device: Device
-    tokens: int
-    """Tokens of one rank in a step."""
-    micro_batch_tokens: int
-    ranks: int
     network: Network
-    stage: int
-    """The pipeline stage."""
-    parameters: int
-    """Of each of its ranks."""
-    tail: float
-    """Part of all bytes in what is last to reduce."""
-    scale: Scale
-    """Factors on the times of computing."""
-    waits: bool = False
-    """True if the host waits for the device after each part of a step, as `pretrain bench train`
-    does: then the gather of weights hides behind nothing."""
+    scale: Scale = Scale()
 
     @property
-    def tensor(self) -> int:
-        """The tensor-parallel size."""
-        return self.config.parallel.tensor_model_parallel_size
+    def usable_bytes(self) -> int:
+        """Memory of a GPU that may be planned for."""
+        return int(USABLE * self.device.memory_bytes)
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of this stage."""
-        return sum(layers for _, layers in chunk_layers(self.config, self.stage))
 
-    @property
-    def has_output(self) -> bool:
-        """True on the stage that computes the logits."""
-        return self.stage == self.config.parallel.pipeline_model_parallel_size - 1
+Lines = dict[str, float]
+"""Milliseconds by class of work that can be measured."""
+TENSOR, SENDS = "tensor-parallel communication, exposed", "sends between stages"
+REDUCTION, GATHER = "reduction of gradients, exposed", "gather of weights, exposed"
+COLUMN = {
+    "matrix products": "GEMM",
+    "attention": "attention",
+    "elementwise in layers": "elementwise",
+    "cross-entropy": "elementwise",
+    "gradient accumulation": "elementwise",
+    "gaps between kernels": "elementwise",
+    "waiting for the host": "elementwise",
+    TENSOR: "communication",
+    SENDS: "communication",
+    REDUCTION: "communication",
+    GATHER: "communication",
+    "compute slowed by hidden communication": "communication",
+    "pipeline bubble": "bubble",
+    "optimizer": "optimizer",
+    "optimizer, host and log": "optimizer",
+}
+"""Every line, and its column in the plan's table."""
+PARTS = tuple(dict.fromkeys(COLUMN.values()))
 
-    def input(self, name: str) -> float:
-        """Return the value of INPUTS on this device and at this ZeRO stage."""
-        if self.config.parallel.zero_stage > 1 and name in DEEPSPEED:
-            return DEEPSPEED[name]
-        return INPUTS[name].of(self.device.is_v100)
 
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro batches that a rank accumulates."""
-        return self.tokens // self.micro_batch_tokens
+class Step:
+    """One training step of one pipeline stage, on all ranks of a data-parallel group."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        stage: Stage,
+        target: Target,
+        waits: bool = False,
+    ) -> None:
+        """Describe a step.
+
+        Args:
+            config: The run, with the layout's keys.
+            layout: Its layout.
+            stage: The pipeline stage.
+            target: The GPUs, their links and measured speeds.
+            waits: The host waits for the device after each part of a step, as `pretrain bench
+                train` does: then the gather of weights hides behind nothing.
+        """
+        self.config, self.layout, self.stage, self.target = config, layout, stage, target
+        self.waits, self.device = waits, target.device
+        self.tokens = config.batch.micro_batch_size * config.data.sequence_length
+        """Tokens of a micro batch."""
+        self.num_layers = sum(layers for _, layers in chunk_layers(config, stage.number))
+        self.has_output = stage.number == layout.pipeline - 1
+        """This stage computes the logits."""
+        self.zero = zero_stage(config, layout)
+        """The ZeRO stage that the run takes."""
+        costs = MODERN if self.device.is_modern else OF_V100
+        self.costs = costs._replace(**DEEPSPEED) if self.zero > 1 else costs
 
     @cached_property
     def gemm_ms(self) -> tuple[float, float]:
         """The time of all matrix products of a micro batch: forward, backward."""
-        tokens, gemm = self.micro_batch_tokens, self.device.gemm_ms
-        m, tensor = self.config.model, self.tensor
+        tokens, gemm = self.tokens, self.device.gemm_ms
+        m, tensor = self.config.model, self.layout.tensor
         heads = m.num_attention_heads + 2 * self.config.num_query_groups
         ffn, hidden = self.config.ffn_hidden_size // tensor, m.hidden_size
         # Inner dimension and columns of a token's products, and how many there are of each.
@@ -143,16 +399,16 @@ class Step:
             backward += sum(count * gemm(tokens, k, n) for k, n, count in layers)
         return forward, backward
 
+    @cached_property
     def attention_ms(self) -> tuple[float, float]:
-        """Return the time of attention of a micro batch: forward, backward.
+        """The time of attention of a micro batch: forward, backward.
 
         The two products of the forward pass cost 4 L d per token and layer, of which the causal
         half is counted; the backward pass has five.
         """
         m, length = self.config.model, self.config.data.sequence_length
-        width = m.hidden_size // self.tensor
-        flops = 2 * length * width * self.num_layers * self.micro_batch_tokens
-        has_mask = Activations(self.config, not self.device.is_v100).uses_mask
+        flops = 2 * length * m.hidden_size // self.layout.tensor * self.num_layers * self.tokens
+        has_mask = Activations(self.config, self.device.is_modern).uses_mask
         rates = self.device.masked_tflops if has_mask else self.device.attention_tflops
         forward, backward = 1e3 * flops / (rates[0] * 1e12), 1e3 * 2.5 * flops / (rates[1] * 1e12)
         recomputed = self.config.train.recompute_granularity != "none"
@@ -160,125 +416,105 @@ class Step:
 
     def elements(self) -> float:
         """Return the elements of width d that a layer moves per token, forward and backward."""
-        m = self.config.model
+        m, position, costs = self.config.model, self.config.position, self.costs
         # Of the norms and the residual stream this rank may compute a part of the tokens alone.
-        stream_share = 1 / self.tensor if self.config.parallel.sequence_parallel else 1.0
-        total = 0.0
-        for name, row in ELEMENTWISE.items():
-            value = row.of(self.device.is_v100)
-            if "bias of qkv" in name or "of biases" in name:
-                value *= m.use_bias
-            if "ALiBi" in name:
-                value *= self.config.position.bias == "slopes"
-            if "GELU" in name:
-                value *= self.config.ffn_hidden_size / (4 * m.hidden_size)
-            total += value * (1 / self.tensor if name in SPLIT else stream_share)
-        total += self._position_elements() / m.hidden_size
+        total = costs.stream / (self.layout.tensor if self.config.parallel.sequence_parallel else 1)
+        # Tensor-parallel ranks divide the rest; of the gradients of biases it is seven ninths.
+        divided = costs.mlp * self.config.ffn_hidden_size / (4 * m.hidden_size)
+        divided += costs.biases * m.use_bias + costs.columns * (position.bias == "slopes")
+        width = widths(self.config)
+        pair, channels = width.query + width.key, 0.0
+        if position.bias == "none":
+            channels += JOINED * (pair + width.key)
+        if share := position.rotated_channels(self.config) / self.config.head_dim:
+            channels += (ROTATED * share + ROTATION + CUT * (share < 1)) * pair
+        total += divided / self.layout.tensor + channels / m.hidden_size
         # The forward pass is about two fifths of it.
         recomputed = self.config.train.recompute_granularity == "full"
         return total * (1.4 if recomputed else 1.0)
 
-    def _position_elements(self) -> float:
-        """Return the elements that a layer moves per token for its positions, on this rank."""
-        position, width = self.config.position, widths(self.config)
-        pair = width.query + width.key
-        total = 0.0
-        if position.bias == "none":
-            total += self.input(JOINED) * (pair + width.key)
-        if share := position.rotated_channels(self.config) / self.config.head_dim:
-            cut = self.input(CUT) * (share < 1)
-            total += (self.input(ROTATED) * share + self.input(ROTATION) + cut) * pair
-        return total
-
     @cached_property
     def compute_lines(self) -> Lines:
         """The lines that do not depend on other ranks, for the whole step."""
-        m, memory_ms = self.config.model, self.device.memory_ms
-        count, tokens = self.num_micro_batches, self.tokens
+        m, memory_ms, costs = self.config.model, self.device.memory_ms, self.costs
+        count = self.layout.num_microbatches
+        tokens = count * self.tokens
         # Two bytes an element.
-        elements = self.elements() * m.hidden_size
-        logits = self.config.padded_vocab_size // self.tensor * tokens * self.has_output
-        # fp16 on a V100 has no product that adds to fp32.
-        is_v100 = self.device.is_v100
-        first, later = (FIRST_SUM_FP16, LATER_SUM_FP16) if is_v100 else (FIRST_SUM, LATER_SUM)
-        accumulated = self.input(first) + (count - 1) * self.input(later)
-        launches = self.input(LAUNCHES)
+        moved = 2 * self.elements() * m.hidden_size * self.num_layers * tokens
+        logits = self.config.padded_vocab_size // self.layout.tensor * tokens * self.has_output
+        accumulated = costs.first_sum + (count - 1) * costs.later_sum
+        launches = costs.launches
         if self.config.position.rotated_channels(self.config):
-            launches += self.input(ROTATION_LAUNCHES)
-        launches *= self.num_layers
+            launches += ROTATION_LAUNCHES
+        launches *= self.num_layers * count
         if self.config.train.recompute_granularity == "full":
             launches *= 4 / 3
         lines = {
             "matrix products": count * sum(self.gemm_ms),
-            "attention": count * sum(self.attention_ms()),
-            "elementwise in layers": memory_ms(2 * elements * self.num_layers * tokens),
-            "cross-entropy": memory_ms(self.input(LOGIT) * logits),
-            "gradient accumulation": memory_ms(accumulated * self.parameters),
-            "gaps between kernels": count * launches * self.device.launch_gap_us / 1e3,
+            "attention": count * sum(self.attention_ms),
+            "elementwise in layers": memory_ms(moved),
+            "cross-entropy": memory_ms(costs.logit * logits),
+            "gradient accumulation": memory_ms(accumulated * self.stage.parameters),
+            "gaps between kernels": launches * self.device.launch_gap_us / 1e3,
         }
-        host = count * launches * self.device.host_us / 1e3
+        host = launches * self.device.host_us / 1e3
         lines["waiting for the host"] = max(0.0, host - sum(lines.values()))
-        return {name: ms * self.scale.compute for name, ms in lines.items()}
+        return {name: ms * self.target.scale.compute for name, ms in lines.items()}
 
     def optimizer_lines(self) -> Lines:
         """Return the lines of the optimizer step, without communication."""
-        memory_ms, parameters = self.device.memory_ms, self.parameters
-        whole = 0.0
-        if self.config.parallel.zero_stage > 1:
-            whole = DEEPSPEED_ONE_RANK if self.ranks == 1 else DEEPSPEED_WHOLE_MODEL
-        shard = self.input(BESIDE) + self.config.optimizer.update_bytes
-        lines = {
-            "optimizer, whole model": memory_ms(whole * parameters),
-            "optimizer, own shard": memory_ms(shard * parameters / self.ranks),
-        }
+        shard = self.costs.update + self.config.optimizer.update_bytes
+        moved = shard * self.stage.parameters / self.layout.data
+        if self.zero > 1:
+            moved += DEEPSPEED_WHOLE_MODEL * self.stage.parameters
+        update = self.device.memory_ms(moved)
         # The host runs ahead of the device and waits for it at the norm.
-        lines["optimizer, host"] = max(0.0, self.input(HOST) - sum(lines.values()))
-        lines["synchronisation and log"] = self.input(LOG)
-        return {name: ms * self.scale.optimizer for name, ms in lines.items()}
+        host = max(0.0, self.costs.host_ms - update) + LOG_MS
+        scale = self.target.scale.optimizer
+        return {"optimizer": update * scale, "optimizer, host and log": host * scale}
 
     def communication_lines(self) -> Lines:
-        """Return the lines of communication: what is not hidden, and what hiding costs."""
-        if self.ranks == 1:
+        """Return the lines of data-parallel communication: what shows, and what hiding costs."""
+        if self.layout.data == 1:
             return {}
-        reduce = self.reduction_ms()
-        gather = self.ring_ms(2 * self.parameters, int(self.input(BUCKETS)))
+        parameters, tail = self.stage.parameters, self.stage.tail
+        reduce, gather = self.reduction_ms(), self.ring_ms(2 * parameters)
         forward, backward = self.passes_ms()
-        zero, count = self.config.parallel.zero_stage, self.num_micro_batches
-        if zero > 1:
+        if self.zero > 1:
+            count = self.layout.num_microbatches
             # Gradients are reduced in every micro batch.
-            if zero == 3:
+            if self.zero == 3:
                 # What DeepSpeed does not keep until the backward pass is gathered a second time.
-                again = max(0.0, 1 - LIVE_WEIGHTS / self.parameters)
+                again = max(0.0, 1 - LIVE_WEIGHTS / parameters)
                 exposed = max(0.0, gather - forward) + max(0.0, again * gather - backward)
                 gather = count * exposed
-            return {
-                "reduction of gradients, exposed": count * reduce,
-                "gather of weights, exposed": gather,
-            }
+            return {REDUCTION: count * reduce, GATHER: gather}
         # The last bucket to reduce and the first to gather hold the tied embedding, whose gradient
         # is the last to be complete and whose weight is the first to be used.
-        exposed_reduce = max(self.tail * reduce, reduce - backward)
-        exposed_gather = gather if self.waits else max(self.tail * gather, gather - forward)
+        exposed_reduce = max(tail * reduce, reduce - backward)
+        exposed_gather = gather if self.waits else max(tail * gather, gather - forward)
         hidden = reduce + gather - exposed_reduce - exposed_gather
         return {
-            "reduction of gradients, exposed": exposed_reduce,
-            "gather of weights, exposed": exposed_gather,
-            "compute slowed by hidden communication": self.input(LOST) * hidden,
+            REDUCTION: exposed_reduce,
+            GATHER: exposed_gather,
+            "compute slowed by hidden communication": LOST * hidden,
         }
 
-    def ring_ms(self, num_bytes: float, collectives: int) -> float:
+    def ring_ms(self, num_bytes: float) -> float:
         """Return the time of a reduce-scatter or an all-gather over the data-parallel ranks.
 
         The tensor-parallel ranks of a node have a group each, and share its links.
 
         Args:
             num_bytes: Bytes of the whole tensor of each group.
-            collectives: Number of calls that it is split into.
         """
-        if self.ranks * self.tensor <= GPUS_PER_NODE:
-            return self.nvlink_ms(num_bytes, self.ranks, collectives)
-        return self.network.ring_ms(
-            num_bytes * self.tensor, self.ranks, collectives, GPUS_PER_NODE // self.tensor
+        if self.layout.data * self.layout.tensor <= GPUS_PER_NODE:
+            return self.nvlink_ms(num_bytes, self.layout.data, BUCKETS)
+        return self.target.network.ring_ms(
+            num_bytes * self.layout.tensor,
+            self.layout.data,
+            BUCKETS,
+            GPUS_PER_NODE // self.layout.tensor,
         )
 
     def nvlink_ms(self, num_bytes: float, ranks: int, collectives: int) -> float:
@@ -290,7 +526,7 @@ class Step:
             collectives: Number of calls.
         """
         sent = num_bytes * (ranks - 1) / ranks
-        latency = 1e-3 * collectives * (ranks - 1) * self.network.within_node_us
+        latency = 1e-3 * collectives * (ranks - 1) * self.target.network.within_node_us
         return 1e3 * sent / (self.device.nvlink_gb_per_second * 1e9) + latency
 
     def reduction_ms(self) -> float:
@@ -298,214 +534,117 @@ class Step:
 
         In 16 bit it has two stages: a ring in fp32 within nodes, then all-to-all between nodes.
         """
-        buckets = int(self.input(BUCKETS))
+        parameters = self.stage.parameters
         in_fp32 = self.config.parallel.gradient_reduce_dtype == "fp32"
-        if in_fp32 or self.ranks * self.tensor <= GPUS_PER_NODE:
-            return self.ring_ms(4 * self.parameters, buckets)
-        within = 4 * self.parameters * (GPUS_PER_NODE - 1) / GPUS_PER_NODE
+        if in_fp32 or self.layout.data * self.layout.tensor <= GPUS_PER_NODE:
+            return self.ring_ms(4 * parameters)
+        within = 4 * parameters * (GPUS_PER_NODE - 1) / GPUS_PER_NODE
         within_ms = 1e3 * within / (self.device.nvlink_gb_per_second * 1e9)
         # Each rank then has an eighth of its node's sums.
-        share = 2 * self.parameters / GPUS_PER_NODE
-        return within_ms + self.tensor * self.network.all_to_all_ms(share, self.ranks, buckets)
+        share = 2 * parameters / GPUS_PER_NODE
+        network = self.target.network
+        return within_ms + self.layout.tensor * network.all_to_all_ms(
+            share, self.layout.data, BUCKETS
+        )
 
     def passes_ms(self) -> tuple[float, float]:
         """Return the time of the forward and the backward pass of one micro batch.
 
         What is not a matrix product or attention is divided as those are.
         """
-        (gemm_forward, gemm_backward), attention = self.gemm_ms, self.attention_ms()
-        forward, backward = gemm_forward + attention[0], gemm_backward + attention[1]
-        whole = sum(self.compute_lines.values()) / self.num_micro_batches
+        forward, backward = (
+            gemm + attention for gemm, attention in zip(self.gemm_ms, self.attention_ms)
+        )
+        whole = sum(self.compute_lines.values()) / self.layout.num_microbatches
         return whole * forward / (forward + backward), whole * backward / (forward + backward)
 
+    def model_parallel_lines(self) -> Lines:
+        """Return the exposed communication between tensor-parallel ranks and between stages.
+
+        Tensor-parallel ranks are in one node.
+        """
+        lines: Lines = {}
+        if self.layout.tensor > 1:
+            sent, calls = exposed_in_tensor_group(
+                self.config, self.layout, self.stage.number, self.device.is_modern
+            )
+            lines[TENSOR] = self.nvlink_ms(sent, self.layout.tensor, calls)
+        if self.layout.pipeline > 1:
+            network, rate = self.target.network, self.device.nvlink_gb_per_second
+            latency = network.within_node_us
+            if self.layout.world_size > GPUS_PER_NODE <= self.layout.tensor * self.layout.data:
+                # All GPUs of a node send at once.
+                rate = network.gbit_per_second / 8 * network.efficiency / GPUS_PER_NODE
+                latency = network.between_nodes_us
+            sent, calls = sent_to_stages(self.config, self.layout, self.stage.number)
+            lines[SENDS] = 1e3 * sent / (rate * 1e9) + 1e-3 * calls * latency
+        return lines
+
     def lines(self) -> Lines:
-        """Return all lines of the step."""
-        return {**self.compute_lines, **self.optimizer_lines(), **self.communication_lines()}
+        """Return all lines of the step but the bubble."""
+        return {
+            **self.compute_lines,
+            **self.optimizer_lines(),
+            **self.communication_lines(),
+            **self.model_parallel_lines(),
+        }
 
 
-# ---- List the collectives of a step at ZeRO 1, as `pretrain bench step` counts them ----
-# Counted are those of one rank of a pipeline stage; a test compares every row with the counter. Of
-# ZeRO 2 and 3, whose calls are DeepSpeed's, the model of time knows the bytes alone.
+# ---- What ranks of the same data-parallel number send each other ----
+# A test compares both with what `pretrain bench step` counts.
 
 
-LOSS_BYTES = 40
-"""Loss, votes on requests and the vote on new metrics, in fp64 (`pretrain.training.step`)."""
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+def exposed_in_tensor_group(
+    config: RunConfig, layout: Layout, stage: int, is_modern: bool
+) -> tuple[int, int]:
+    """Return the bytes that tensor-parallel ranks exchange while nothing else runs, and the calls.
 
-
-class Messages(NamedTuple):
-    """Calls of one collective that are alike."""
-
-    name: str
-    """As in `pretrain.plan.operators.Collective`; "send" and "recv" between pipeline stages."""
-    group: str
-    """"tensor", "pipeline", "embedding", "data" or "world"."""
-    dtype: str
-    calls: int
-    num_bytes: int
-    """Of all calls together, as `Collective` counts them."""
-    is_hidden: bool = False
-    """True if matrix products run meanwhile."""
-
-
-def messages(config: RunConfig, layout: Layout, stage: Stage, is_modern: bool) -> list[Messages]:
-    """Return the collectives of a step on one rank of a stage, those of single ranks left out.
+    Bytes are those of the whole tensors, twice for an all-reduce, which sends everything twice.
+    What is exchanged while matrix products run costs nothing.
 
     Args:
-        config: The run, at ZeRO 1.
+        config: The run.
         layout: Its layout.
         stage: The pipeline stage.
         is_modern: As in `Activations`.
     """
-    found = [
-        *_tensor(config, layout, stage, is_modern),
-        *_pipeline(config, layout, stage, is_modern),
-        *_shared(config, layout, stage),
-        *_data(config, layout, stage),
-    ]
-    return [each for each in found if each.calls]
-
-
-def _chunks(config: RunConfig, stage: Stage) -> tuple[int, bool, bool]:
-    """Return the layers of a stage, and if it has the embedding and the output layer."""
-    numbers = chunk_layers(config, stage.number)
-    last = len(config.layers_per_chunk) - 1
-    return (
-        sum(layers for _, layers in numbers),
-        any(number == 0 for number, _ in numbers),
-        any(number == last for number, _ in numbers),
-    )
-
-
-def _tensor(config: RunConfig, layout: Layout, stage: Stage, is_modern: bool) -> Iterator[Messages]:
-    """Yield what tensor-parallel ranks send in the passes."""
-    if layout.tensor == 1:
-        return
-    a, dtype = Activations(config, is_modern), DTYPES[config.train.precision]
-    layers, has_embedding, has_output = _chunks(config, stage)
-    micro = layout.num_microbatches
+    a = Activations(config, is_modern)
+    numbers = chunk_layers(config, stage)
+    layers = sum(each for _, each in numbers)
+    has_embedding, has_output = stage == 0, stage == layout.pipeline - 1
     forward = 2 if config.train.recompute_granularity == "full" else 1
-
-    def many(name: str, times: int, is_hidden: bool = False) -> Messages:
-        """Return messages of all tokens, `times` for each micro batch."""
-        return Messages(name, "tensor", dtype, times * micro, times * micro * a.whole, is_hidden)
-
     if config.parallel.sequence_parallel:
         # Megatron adds positions before it splits the sequence.
-        adds_positions = config.position.adds_to_embeddings
-        yield many("allreduce", has_embedding * adds_positions)
-        scattered = 2 * layers * forward + has_embedding * (not adds_positions)
-        yield many("reduce_scatter_base", scattered)
-        yield many("allgather_base", 2 * layers * forward + has_output)
-        # Gradients of outputs, which the products wait for, and inputs for the weights' gradients.
-        yield many("allgather_base", 2 * layers + has_embedding)
-        # The fused loss keeps what it has gathered.
-        again = 2 * layers + (has_output and not a.has_fused_loss)
-        yield many("allgather_base", again, is_hidden=True)
-        yield many("reduce_scatter_base", 2 * layers + has_output, is_hidden=True)
+        summed = has_embedding * config.position.adds_to_embeddings
+        # Forward: inputs are gathered and outputs scattered. Backward: gradients of outputs, which
+        # the products wait for.
+        calls = 4 * layers * forward + has_embedding * (not summed) + has_output
+        calls += 2 * layers + has_embedding
     else:
-        yield many("allreduce", 2 * layers * forward + has_embedding)
-        yield many("allreduce", 2 * layers + has_output, is_hidden=True)
+        summed, calls = 2 * layers * forward + has_embedding, 0
+    sent = (2 * summed + calls) * a.whole
+    calls += summed
     if has_output:
         # Maximum, sum of exponentials and the label's logit of each token; Megatron's loss sends
         # the last two apart.
-        count = micro * (2 if a.has_fused_loss else 3)
-        yield Messages("allreduce", "tensor", "float32", count, micro * 3 * 4 * a.tokens)
+        sent += 2 * 3 * 4 * a.tokens
+        calls += 2 if a.has_fused_loss else 3
+    return sent * layout.num_microbatches, calls * layout.num_microbatches
 
 
-def _pipeline(
-    config: RunConfig, layout: Layout, stage: Stage, is_modern: bool
-) -> Iterator[Messages]:
-    """Yield what neighbouring stages send: activations forward, gradients backward."""
-    if layout.pipeline == 1:
-        return
-    a, dtype = Activations(config, is_modern), DTYPES[config.train.precision]
-    chunks = [number for number, _ in chunk_layers(config, stage.number)]
+def sent_to_stages(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
+    """Return the bytes and calls in which a stage sends activations and gradients on.
+
+    Args:
+        config: The run.
+        layout: Its layout.
+        stage: The pipeline stage.
+    """
     last = len(config.layers_per_chunk) - 1
-    # A chunk sends to the next one and to the one before, and receives as often.
-    times = sum((number > 0) + (number < last) for number in chunks) * layout.num_microbatches
-    for name in ("send", "recv"):
-        yield Messages(name, "pipeline", dtype, times, times * a.stream)
-
-
-def _shared(config: RunConfig, layout: Layout, stage: Stage) -> Iterator[Messages]:
-    """Yield the sums of gradients that several model-parallel ranks hold parts of."""
-    if layout.tensor > 1 and stage.partial:
-        yield Messages("allreduce", "tensor", "float32", 1, 4 * stage.partial)
-    if layout.pipeline > 1:
-        for elements in stage.shared:
-            yield Messages("allreduce", "pipeline", "float32", 1, 4 * elements)
-        if config.model.tie_word_embeddings and stage.number in (0, layout.pipeline - 1):
-            rows = config.padded_vocab_size // layout.tensor
-            size = 4 * rows * config.model.hidden_size
-            yield Messages("allreduce", "embedding", "float32", 1, size)
-
-
-def _data(config: RunConfig, layout: Layout, stage: Stage) -> Iterator[Messages]:
-    """Yield what data-parallel ranks send on one node, and the sums over all ranks."""
-    if layout.world_size > 1:
-        # The squared norm; and the loss with what is logged beside it.
-        yield Messages("allreduce", "world", "float64", 2, 8 + LOSS_BYTES)
-    if layout.data == 1:
-        return
-    wire = config.parallel.gradient_reduce_dtype
-    name, size = ("reduce_scatter_base", 4) if wire == "fp32" else ("alltoall_base", 2)
-    padded, calls = sum(b.num_elements for b in stage.buckets), len(stage.buckets)
-    yield Messages(name, "data", DTYPES[wire], calls, size * padded, is_hidden=True)
-    item, dtype = ITEM[config.train.precision], DTYPES[config.train.precision]
-    yield Messages("allgather_base", "data", dtype, calls, item * padded, is_hidden=True)
-
-
-PARTS = {
-    "GEMM": ("matrix products",),
-    "attention": ("attention",),
-    "elementwise": (
-        "elementwise in layers",
-        "cross-entropy",
-        "gradient accumulation",
-        "gaps between kernels",
-        "waiting for the host",
-    ),
-    "communication": (
-        "tensor-parallel communication, exposed",
-        "sends between stages",
-        "reduction of gradients, exposed",
-        "gather of weights, exposed",
-        "compute slowed by hidden communication",
-    ),
-    "bubble": ("pipeline bubble",),
-    "optimizer": (
-        "optimizer, whole model",
-        "optimizer, own shard",
-        "optimizer, host",
-        "synchronisation and log",
-    ),
-}
-"""The columns of the plan's table, and the lines of a step in each."""
-USABLE = 0.95
-"""Part of a GPU's memory that may be planned for. Assumed: a start with other lengths of text, or
-another version of a library, should not fail at the last gigabyte."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """Say for which GPUs, links and measured speeds a run is planned."""
-
-    gpus: int
-    gpu_type: str
-    device: Device
-    network: Network
-    scale: Scale = UNSCALED
-
-    @property
-    def is_modern(self) -> bool:
-        """True unless the GPU is older than compute capability 8.0."""
-        return not self.device.is_v100
-
-    @property
-    def usable_bytes(self) -> int:
-        """Memory of a GPU that may be planned for."""
-        return int(USABLE * self.device.memory_bytes)
+    # A chunk sends to the next one and to the one before.
+    times = sum((n > 0) + (n < last) for n, _ in chunk_layers(config, stage))
+    calls = times * layout.num_microbatches
+    return calls * Activations(config, True).stream, calls
 
 
 @dataclass(frozen=True)
@@ -530,7 +669,7 @@ class Timing:
 
     def part(self, name: str) -> float:
         """Return the milliseconds of one of PARTS."""
-        return sum(self.lines.get(line, 0.0) for line in PARTS[name])
+        return sum(ms for line, ms in self.lines.items() if COLUMN[line] == name)
 
     def mfu(self, config: RunConfig, device: Device, causal: bool) -> float:
         """Return the model FLOPs utilization, in 0..1.
@@ -541,8 +680,9 @@ class Timing:
             causal: Count the causal half of attention only.
         """
         flops = flops_per_token(config, config.data.sequence_length, causal=causal)
-        rate = self.tokens_per_second / self.gpus
-        return rate * flops / (device.peak_tflops * 1e12)
+        return model_flops_utilization(
+            self.tokens_per_second / self.gpus, flops, device.peak_tflops
+        )
 
 
 def time_of_step(
@@ -564,92 +704,13 @@ def time_of_step(
         target: The GPUs, their links and measured speeds.
         waits: As in `Step`.
     """
-    steps = [replace(stage_step(config, layout, stage, target), waits=waits) for stage in stages]
-    times = [
-        step.lines() | _model_parallel_lines(step, layout, stage)
-        for step, stage in zip(steps, stages)
-    ]
-    slowest: Lines = max(times, key=lambda each: sum(each.values()))
-    lines = dict(slowest)
+    times = [Step(config, layout, stage, target, waits).lines() for stage in stages]
+    lines: Lines = dict(max(times, key=lambda each: sum(each.values())))
     if layout.pipeline > 1:
-        passes = [sum(each.get(name, 0.0) for name in _REPEATED) for each in times]
+        # What every micro batch has a part of.
+        columns = ("GEMM", "attention", "elementwise")
+        repeated = {TENSOR, *(name for name in COLUMN if COLUMN[name] in columns)}
+        passes = [sum(ms for name, ms in each.items() if name in repeated) for each in times]
         others = sum(p * stage.count for p, stage in zip(passes, stages)) - max(passes)
         lines["pipeline bubble"] = others / layout.num_microbatches / layout.virtual
     return Timing(lines, config.tokens_per_step, layout.world_size)
-
-
-_REPEATED = (
-    *PARTS["GEMM"],
-    *PARTS["attention"],
-    *PARTS["elementwise"],
-    "tensor-parallel communication, exposed",
-)
-"""The lines that every micro batch has a part of."""
-
-
-def stage_step(config: RunConfig, layout: Layout, stage: Stage, target: Target) -> Step:
-    """Return the step of one pipeline stage.
-
-    Args:
-        config: The run, with the layout's keys.
-        layout: Its layout.
-        stage: The pipeline stage.
-        target: The GPUs, their links and measured speeds.
-    """
-    micro = config.batch.micro_batch_size * config.data.sequence_length
-    return Step(
-        config,
-        target.device,
-        tokens=micro * layout.num_microbatches,
-        micro_batch_tokens=micro,
-        ranks=layout.data,
-        network=target.network,
-        stage=stage.number,
-        parameters=stage.parameters,
-        tail=stage.tail,
-        scale=target.scale,
-    )
-
-
-def _model_parallel_lines(step: Step, layout: Layout, stage: Stage) -> Lines:
-    """Return the exposed communication between the tensor-parallel ranks and the stages of a step.
-
-    Tensor-parallel ranks are in one node. What is hidden costs nothing here.
-
-    Args:
-        step: The step of the stage.
-        layout: The layout.
-        stage: The pipeline stage.
-    """
-    tensor = sends = 0.0
-    for each in messages(step.config, layout, stage, not step.device.is_v100):
-        if each.group == "tensor" and not each.is_hidden:
-            # An all-reduce sends everything twice.
-            times = 2 if each.name == "allreduce" else 1
-            tensor += times * step.nvlink_ms(each.num_bytes, layout.tensor, each.calls)
-        elif each.name == "send":
-            sends += _sends_ms(step, layout, each)
-    lines: Lines = {}
-    if layout.tensor > 1:
-        lines["tensor-parallel communication, exposed"] = tensor
-    if layout.pipeline > 1:
-        lines["sends between stages"] = sends
-    return lines
-
-
-def _sends_ms(step: Step, layout: Layout, sends: Messages) -> float:
-    """Return the time in which a stage sends its activations and gradients on.
-
-    Args:
-        step: The step of the stage.
-        layout: The layout.
-        sends: What it sends.
-    """
-    network = step.network
-    if layout.world_size <= GPUS_PER_NODE or layout.tensor * layout.data < GPUS_PER_NODE:
-        rate, latency = step.device.nvlink_gb_per_second, network.within_node_us
-    else:
-        # All GPUs of a node send at once.
-        rate = network.node_gb_per_second * network.efficiency / GPUS_PER_NODE
-        latency = network.between_nodes_us
-    return 1e3 * sends.num_bytes / (rate * 1e9) + 1e-3 * sends.calls * latency

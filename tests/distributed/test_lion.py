@@ -11,10 +11,8 @@ from pretrain.checkpoint.tensors import show_source
 from pretrain.config import ConfigError, dump_config, load_config, parse_config
 from pretrain.config.trajectory import differences
 from pretrain.optim.schedule import learning_rate
-from pretrain.plan.hardware import FAST, H200
+from pretrain.plan.command import planned, read_target
 from pretrain.plan.memory import stages_of
-from pretrain.plan.search import planned
-from pretrain.plan.timing import Target
 from pretrain.rundir.checkpoints import find_checkpoint
 from tests.conftest import ALL_LAYOUTS, TINY, tiny_config
 from tests.distributed import tasks
@@ -118,7 +116,7 @@ def test_its_keys_are_its_own_and_its_costs_are_planned(tmp_path):
     ):
         tiny_config(optimizer={**LION, "adam_beta1": 0.5})
     assert {"optimizer.name", "optimizer.lion_beta1"} <= {d.key for d in differences(lion, adamw)}
-    target = Target(8, "h200", H200, FAST)
+    target = read_target(8, "h200")
     found = {}
     for name in ("lion", "nag", "adamw"):
         tables = {**TINY, "optimizer": {**TINY["optimizer"], "name": name}}

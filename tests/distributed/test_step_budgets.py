@@ -417,7 +417,7 @@ def test_an_added_copy_and_an_added_collective_are_seen(monkeypatch):
     after = counted.__wrapped__("dp4", "bf16")[1][0]
     clones = [each.total(Phase.GRADIENT_REDUCTION, name="clone") for each in (before, after)]
     assert clones[1].launches - clones[0].launches == 1
-    assert clones[1].bytes_read - clones[0].bytes_read == 4000
+    assert clones[1].bytes_moved - clones[0].bytes_moved == 2 * 4000
     [new] = set(lines([after])) - set(lines([before]))
     assert new == "gradient reduction: allreduce, world 4, float32, 1 calls, 1 exposed"
 
@@ -471,7 +471,7 @@ def count_real_step(config: RunConfig) -> dict[str, Any]:
         config: The run; its layout must fit the number of ranks.
 
     Returns:
-        "kernels": (launches, bytes read, bytes written) by (phase, class, operator);
+        "kernels": (launches, bytes) by (phase, class, operator);
         "collectives": (phase, name, group, group size, dtype, bytes, asynchronous), in order;
         "synchronisations": times by (phase, cause).
     """
@@ -491,10 +491,7 @@ def count_real_step(config: RunConfig) -> dict[str, Any]:
 def as_plain(counts: Any) -> dict[str, Any]:
     """Return the parts of StepCounts that real ranks and simulated ones have in common."""
     return {
-        "kernels": {
-            key: (cost.launches, cost.bytes_read, cost.bytes_written)
-            for key, cost in counts.kernels.items()
-        },
+        "kernels": {key: (cost.launches, cost.bytes_moved) for key, cost in counts.kernels.items()},
         "collectives": [
             (c.phase, c.name, c.group, c.group_size, c.dtype, c.num_bytes, c.asynchronous)
             for c in counts.collectives

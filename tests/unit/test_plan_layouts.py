@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
 
 from pretrain.config import RunConfig, load_config, num_parameters, num_parameters_of_rank
 from pretrain.config.tensors import ModelTensor, model_tensors, stage_tensors
+from pretrain.plan.command import candidates
 from pretrain.plan.memory import Stage, stage_of, stages_of
-from pretrain.plan.search import Refused, candidates
 
 PATH = "configs/cc100_roberta/alibi_1024.toml"
 KEYS = {
@@ -173,7 +174,7 @@ def elements(stage: Stage) -> int:
 def test_layouts_are_those_that_load():
     """Every layout of 16 GPUs loads from a file with its keys, and none is listed twice."""
     config = load_config(PATH)
-    refused: Refused = {}
+    refused: Counter[str] = Counter()
     seen = set()
     for run, layout in candidates(config, 16, refused):
         assert layout == run.layout(16)
@@ -196,8 +197,7 @@ def test_layouts_are_those_that_load():
                 settings["parallel.virtual_pipeline_model_parallel_size"] = virtual
             assert load_config(PATH, [f"{k}={v}" for k, v in settings.items()]) == run
     assert len(seen) > 300
-    assert any("zero_stage: ZeRO N does not work with pipeline stages" in r for r in refused)
-    assert all(" = " in line for lines in refused.values() for line in lines)
+    assert any("ZeRO N does not work with pipeline stages" in rule for rule in refused)
 
 
 def test_tensor_parallel_ranks_stay_in_a_node():
@@ -206,5 +206,5 @@ def test_tensor_parallel_ranks_stay_in_a_node():
     shape = ["model.ffn_hidden_size=6144", "batch.global_batch_size=1536", "parallel.world_size="]
     config = load_config(PATH, [*heads, *shape])
     for gpus, sizes in ((24, {1, 2, 4, 8}), (6, {1, 2, 3, 6})):
-        found = {layout.tensor for _, layout in candidates(config, gpus, {})}
+        found = {layout.tensor for _, layout in candidates(config, gpus, Counter())}
         assert found == sizes

@@ -8,13 +8,21 @@ import pytest
 from pretrain.config import load_config, num_parameters
 from pretrain.model.flops import flops_per_token
 from pretrain.plan.command import read_target
-from pretrain.plan.hardware import FAST, H200, INPUTS, LAUNCHES, NETWORKS, Network
 from pretrain.plan.memory import stages_of
-from pretrain.plan.timing import Target, Timing, stage_step, time_of_step
+from pretrain.plan.timing import (
+    BUCKETS,
+    H200,
+    MODERN,
+    Network,
+    Step,
+    Target,
+    Timing,
+    time_of_step,
+)
 
 PAGE = Path(__file__).parents[2] / "docs/performance.md"
 CONFIG = Path(__file__).parents[2] / "configs/cc100_roberta/alibi_1024.toml"
-EDR = NETWORKS["4xedr"]
+FAST, EDR = Network(3200), Network(400)
 PERFECT = replace(
     H200,
     gemm_fraction=1.0,
@@ -36,7 +44,7 @@ def step(gpus=1, device=H200, network=FAST, *settings):
     config = load_config(CONFIG, [*ON_H200, *batch, *settings])
     layout = config.layout(gpus)
     [stage] = stages_of(config, layout)
-    return stage_step(config, layout, stage, Target(gpus, "h200", device, network))
+    return Step(config, layout, stage, Target(gpus, "h200", device, network))
 
 
 def test_the_page_shows_what_the_model_computes():
@@ -44,10 +52,10 @@ def test_the_page_shows_what_the_model_computes():
     cases = [
         (1, "h200", None, [*ON_H200, "batch.global_batch_size=16"]),
         (1, "h200", None, [*ON_H200, "batch.global_batch_size=64"]),
-        (128, "h200", "8x400", ON_H200),
-        (128, "h200", "4xedr", ON_H200),
-        (128, "h200", "4xedr", [*ON_H200, "parallel.gradient_reduce_dtype=bf16"]),
-        (128, "v100-32", "4xedr", []),
+        (128, "h200", 3200, ON_H200),
+        (128, "h200", 400, ON_H200),
+        (128, "h200", 400, [*ON_H200, "parallel.gradient_reduce_dtype=bf16"]),
+        (128, "v100-32", 400, []),
     ]
     columns: list[tuple[Timing, list[float]]] = []
     for gpus, gpu_type, network, settings in cases:
@@ -86,7 +94,7 @@ def test_tiles_that_fill_the_device_once_waste_nothing_and_one_more_costs_a_wave
 
 
 def test_a_ring_sends_all_but_one_part():
-    ideal = Network("ideal", 100.0, 1.0, between_nodes_us=0.0, within_node_us=0.0)
+    ideal = Network(800, 1.0, between_nodes_us=0.0, within_node_us=0.0)
     assert ideal.ring_ms(100e9, 8) == pytest.approx(1e3 * 7 / 8)
     assert ideal.ring_ms(100e9, 128) == pytest.approx(1e3 * 127 / 128)
     assert ideal.ring_ms(100e9, 1) == 0
@@ -96,7 +104,7 @@ def test_a_ring_sends_all_but_one_part():
 
 def test_bytes_between_nodes_are_those_of_a_simulated_exchange():
     """Count what leaves a node, for two nodes of eight ranks that own one element each."""
-    ideal = Network("ideal", 1.0, 1.0, between_nodes_us=0.0, within_node_us=0.0)
+    ideal = Network(8, 1.0, between_nodes_us=0.0, within_node_us=0.0)
     ranks, elements = 16, 16
     crossing = [(a, b) for a in range(8) for b in range(8, ranks)]
     # All-to-all: every rank of a node sends one unsummed element to every rank of the other.
@@ -115,25 +123,25 @@ def test_what_is_hidden_fits_behind_the_pass_that_hides_it(network, wire):
     lines, (forward, backward) = one.communication_lines(), one.passes_ms()
     # The last bucket is the tied embedding.
     embedding = one.config.padded_vocab_size * one.config.model.hidden_size
-    assert one.tail == pytest.approx(embedding / num_parameters(one.config), rel=1e-2)
-    gather = network.ring_ms(2 * one.parameters, 128, 40)
+    assert one.stage.tail == pytest.approx(embedding / num_parameters(one.config), rel=1e-2)
+    gather = network.ring_ms(2 * one.stage.parameters, 128, BUCKETS)
     for line, whole, window in (
         ("reduction of gradients, exposed", one.reduction_ms(), backward),
         ("gather of weights, exposed", gather, forward),
     ):
-        assert one.tail * whole <= lines[line] <= whole
+        assert one.stage.tail * whole <= lines[line] <= whole
         assert whole - lines[line] <= window
 
 
 def test_passes_add_up_to_the_compute_of_a_micro_batch():
     one = step()
     whole = sum(one.compute_lines.values())
-    assert one.num_micro_batches * sum(one.passes_ms()) == pytest.approx(whole)
+    assert one.layout.num_microbatches * sum(one.passes_ms()) == pytest.approx(whole)
 
 
 def test_a_slow_host_sets_the_pace():
     slow = replace(H200, host_us=200.0)
     lines = step(device=slow).compute_lines
-    launches = 25 * INPUTS[LAUNCHES].value
+    launches = 25 * MODERN.launches
     assert lines["waiting for the host"] > 0
     assert sum(lines.values()) == pytest.approx(2 * launches * slow.host_us / 1e3)
