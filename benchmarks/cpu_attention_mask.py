@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import pretrain.kernels.sdpa
+from benchmarks.gpu_day.results import markdown
 from benchmarks.turns import Way, rounds, summary, timed
 from pretrain.kernels.dispatch import attention
 from pretrain.positions.alibi import alibi_slopes
@@ -66,28 +67,18 @@ def masks() -> str:
                 "ours": partial(attention, slopes=SLOPES),
                 "dense [1, H, S, S]": partial(fused, attn_mask=mask),
                 "dense [B, H, S, S]": partial(fused, attn_mask=full),
-                "dense, q k v copied": partial(fused, copy=True, attn_mask=mask),
                 "one overlapping view": whole_view,
                 "causal, no bias": partial(fused, is_causal=True),
             }
             for backward in (False, True):
                 times = compare(ways, make_qkv(length, batch, width), backward, repeats=3)
-                ratio = times["dense [1, H, S, S]"] / times["ours"]
-                what = "forward + backward" if backward else "forward"
-                rows.append(
-                    [
-                        str(width),
-                        str(length),
-                        what,
-                        *(f"{t:.1f}" for t in times.values()),
-                        f"{ratio:.2f}",
-                    ]
-                )
-    title = (
+                row = {"width": width, "length": length, "backward": backward, **times}
+                rows.append(row | {"dense / ours": times["dense [1, H, S, S]"] / times["ours"]})
+    return (
         "## Ways to give the mask\n\n"
         "Dense masks are made beforehand, outside the clock; ours is made in every call.\n\n"
+        + markdown(rows)
     )
-    return title + table(["width", "length", "", *ways, "dense / ours"], rows)
 
 
 def blocks() -> str:
@@ -104,11 +95,11 @@ def blocks() -> str:
     ways = {f"{size} queries": with_block(size) for size in sizes}
     for length in (512, 2048, 4096):
         times = compare(ways, make_qkv(length, TOKENS // length, 64), backward=True, repeats=3)
-        rows.append([str(length), *(f"{t:.1f}" for t in times.values())])
+        rows.append({"length": length, **times})
     pretrain.kernels.sdpa.QUERY_BLOCK = chosen
     return (
         f"## Queries at a time (head width 64, forward + backward; {chosen} is used)\n\n"
-        + table(["length", *ways], rows)
+        + markdown(rows)
     )
 
 
@@ -124,19 +115,16 @@ def dense_mask(length: int) -> Tensor:
     return (-SLOPES[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)[None]
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, copy: bool = False, **options: Any) -> Tensor:
+def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Call torch's fused attention.
 
     Args:
         q: Queries, [S, B, H, D].
         k: Keys, the same.
         v: Values, the same.
-        copy: Copy them to [B, H, S, D] first, in place of a view.
         **options: Further arguments of `scaled_dot_product_attention`.
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    if copy:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3)
 
 
@@ -174,12 +162,6 @@ def compare(
 
     found = rounds({name: way(attend) for name, attend in ways.items()}, repeats)
     return {row["way"]: row["ms"] for row in summary(list(found))}
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [header, ["---:"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Hugging Face runs batches on one thread too.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import pydoc_data.topics
 import random
@@ -33,7 +32,6 @@ from pretrain.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 ROUNDS = 5
 VOCAB_SIZE = 32_000
 DOCUMENT_CHARACTERS = 2_500
-GPT2_EXPRESSION = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
 
@@ -63,33 +61,6 @@ def byte_level(texts: list[str]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def tiktoken_encoding(tokenizer: tokenizers.Tokenizer) -> Encode | None:
-    """Return tiktoken's encoding with the same vocabulary; None where it is not installed."""
-    try:
-        import tiktoken
-    except ImportError:
-        return None
-    vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
-    to_byte = {character: number for number, character in enumerate(_byte_characters())}
-    ranks = {
-        bytes(to_byte[c] for c in piece): number
-        for piece, number in vocabulary.items()
-        if piece != "<|endoftext|>"
-    }
-    special = {"<|endoftext|>": 0}
-    encoding = tiktoken.Encoding(
-        "own", pat_str=GPT2_EXPRESSION, mergeable_ranks=ranks, special_tokens=special
-    )
-    return lambda texts: [encoding.encode_ordinary(text) for text in texts]
-
-
-def _byte_characters() -> list[str]:
-    """Return the character that a byte-level vocabulary writes for each byte."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = iter(range(256, 512))
-    return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
-
-
 def contenders(folder: Path, texts: list[str]) -> dict[str, dict[str, Encode]]:
     """Return vocabulary -> name -> function; the first of each vocabulary is the plain library."""
     model = folder / "tokenizer.model"
@@ -109,8 +80,6 @@ def contenders(folder: Path, texts: list[str]) -> dict[str, dict[str, Encode]]:
             "ours": _one_by_one(load_tokenizer(folder / "tokenizer.json")),
         },
     }
-    if (encode := tiktoken_encoding(plain)) is not None:
-        found["byte-level BPE (GPT-2's)"]["tiktoken"] = encode
     return found
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 
+from benchmarks.gpu_day.results import markdown
 from benchmarks.turns import rounds, summary, timed
 from pretrain import platform
 
@@ -33,10 +34,6 @@ PROBABILITY = 0.1
 REPEATS, WARM_UP_TURNS = 20, 3
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-HEADER = (
-    "| operation | way | ms | middle half | MiB at the peak | largest difference |\n"
-    "|---|---|---:|---:|---:|---:|"
-)
 Turn = Callable[[], list[Tensor]]
 """One forward and backward pass, or one update. It returns what is compared."""
 
@@ -61,19 +58,18 @@ def main() -> None:
     arguments = parser.parse_args()
     _start_megatron()
     name = torch.cuda.get_device_name() if CUDA else "no GPU: on the CPU, memory is not measured"
-    lines = [
-        f"# Operations beside attention, on {name}\n",
-        f"torch {torch.__version__}, {DTYPE}, {arguments.tokens} tokens; hidden {HIDDEN}, "
-        f"FFN {FFN}, vocabulary {VOCABULARY}; forward and backward.\n",
-        HEADER,
-    ]
-    print("\n".join(lines), flush=True)
+    head = (
+        f"# Operations beside attention, on {name}\n\ntorch {torch.__version__}, {DTYPE}, "
+        f"{arguments.tokens} tokens; hidden {HIDDEN}, FFN {FFN}, vocabulary {VOCABULARY}; forward "
+        "and backward.\n\n"
+    )
+    rows: list[dict[str, Any]] = []
     expected: dict[str, list[Tensor]] = {}
     for way in all_ways(arguments.tokens):
-        lines.append(_row(way, expected))
-        print(lines[-1], flush=True)
+        rows.append(_row(way, expected))
+        print(rows[-1], flush=True)
         if arguments.out is not None:
-            arguments.out.write_text("\n".join(lines) + "\n")
+            arguments.out.write_text(f"{head}{markdown(rows)}\n")
 
 
 def _start_megatron() -> None:
@@ -86,7 +82,7 @@ def _start_megatron() -> None:
     parallel_state.initialize_model_parallel()
 
 
-def _row(way: Way, expected: dict[str, list[Tensor]]) -> str:
+def _row(way: Way, expected: dict[str, list[Tensor]]) -> dict[str, Any]:
     """Measure a way and return its row of the table.
 
     Args:
@@ -94,18 +90,14 @@ def _row(way: Way, expected: dict[str, list[Tensor]]) -> str:
         expected: Results of the first way of each operation; this adds to it.
     """
     row, mebibytes, results = measure(way.turn)
-    if isinstance(row["ms"], str):
-        return f"| {way.operation} | {way.name} | failed: {row['ms']} | | | |"
-    reference = expected.setdefault(way.operation, results)
-    errors = [
-        float((x - y).abs().max() / y.abs().max().clamp(min=1e-30))
-        for x, y in zip(results, reference)
-    ]
-    difference = "random masks" if way.is_random else f"{max(errors):.1e}"
-    return (
-        f"| {way.operation} | {way.name} | {row['ms']:.3f} | {row['middle half']} "
-        f"| {mebibytes:,.0f} | {difference} |"
-    )
+    row = {"operation": way.operation, **row, "way": way.name, "MiB at the peak": mebibytes}
+    if results and not way.is_random:
+        reference = expected.setdefault(way.operation, results)
+        row["largest difference"] = max(
+            float((x - y).abs().max() / y.abs().max().clamp(min=1e-30))
+            for x, y in zip(results, reference)
+        )
+    return row
 
 
 def all_ways(tokens: int) -> Iterator[Way]:

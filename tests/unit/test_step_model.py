@@ -133,12 +133,6 @@ def test_what_is_hidden_fits_behind_the_pass_that_hides_it(network, wire):
         assert whole - lines[line] <= window
 
 
-def test_passes_add_up_to_the_compute_of_a_micro_batch():
-    one = step()
-    whole = sum(one.compute_lines.values())
-    assert one.layout.num_microbatches * sum(one.passes_ms()) == pytest.approx(whole)
-
-
 def test_a_slow_host_sets_the_pace():
     slow = replace(H200, host_us=200.0)
     lines = step(device=slow).compute_lines
