@@ -131,6 +131,8 @@ class Stage:
     """From 0."""
     buckets: tuple[FlatBucket, ...]
     """Those of each of its ranks."""
+    partial: int
+    """Elements of which each tensor rank has the gradient of its part of the sequence."""
     parameters: int
     """Of each of its ranks."""
     count: int = 1
@@ -155,6 +157,7 @@ def stage_of(config: RunConfig, layout: Layout, number: int) -> Stage:
     return Stage(
         number,
         tuple(buckets_of_rank(config, layout, number)),
+        partial=sum(w.of_rank(layout.tensor) for w in weights if w.is_partial),
         parameters=sum(w.of_rank(layout.tensor) for w in weights),
     )
 

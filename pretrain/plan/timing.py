@@ -565,10 +565,10 @@ class Step:
         """
         lines: Lines = {}
         if self.layout.tensor > 1:
-            sent, calls = exposed_in_tensor_group(
-                self.config, self.layout, self.stage.number, self.device.is_modern
+            sent, rings = exposed_in_tensor_group(
+                self.config, self.layout, self.stage, self.device.is_modern
             )
-            lines[TENSOR] = self.nvlink_ms(sent, self.layout.tensor, calls)
+            lines[TENSOR] = self.nvlink_ms(sent, self.layout.tensor, rings)
         if self.layout.pipeline > 1:
             network, rate = self.target.network, self.device.nvlink_gb_per_second
             latency = network.within_node_us
@@ -595,11 +595,11 @@ class Step:
 
 
 def exposed_in_tensor_group(
-    config: RunConfig, layout: Layout, stage: int, is_modern: bool
+    config: RunConfig, layout: Layout, stage: Stage, is_modern: bool
 ) -> tuple[int, int]:
-    """Return the bytes that tensor-parallel ranks exchange while nothing else runs, and the calls.
+    """Return the bytes that tensor-parallel ranks exchange while nothing else runs, and the rings.
 
-    Bytes are those of the whole tensors, twice for an all-reduce, which sends everything twice.
+    Bytes are those of whole tensors. A gather or a scatter is a ring, and an all-reduce is two.
     What is exchanged while matrix products run costs nothing.
 
     Args:
@@ -609,27 +609,28 @@ def exposed_in_tensor_group(
         is_modern: As in `Activations`.
     """
     a = Activations(config, is_modern)
-    numbers = chunk_layers(config, stage)
-    layers = sum(each for _, each in numbers)
-    has_embedding, has_output = stage == 0, stage == layout.pipeline - 1
+    layers = sum(each for _, each in chunk_layers(config, stage.number))
+    has_embedding, has_output = stage.number == 0, stage.number == layout.pipeline - 1
     forward = 2 if config.train.recompute_granularity == "full" else 1
     if config.parallel.sequence_parallel:
         # Megatron adds positions before it splits the sequence.
         summed = has_embedding * config.position.adds_to_embeddings
         # Forward: inputs are gathered and outputs scattered. Backward: gradients of outputs, which
         # the products wait for.
-        calls = 4 * layers * forward + has_embedding * (not summed) + has_output
-        calls += 2 * layers + has_embedding
+        rings = 4 * layers * forward + has_embedding * (not summed) + has_output
+        rings += 2 * layers + has_embedding
     else:
-        summed, calls = 2 * layers * forward + has_embedding, 0
-    sent = (2 * summed + calls) * a.whole
-    calls += summed
+        summed, rings = 2 * layers * forward + has_embedding, 0
+    rings += 2 * summed
+    sent = rings * a.whole
     if has_output:
         # Maximum, sum of exponentials and the label's logit of each token; Megatron's loss sends
         # the last two apart.
         sent += 2 * 3 * 4 * a.tokens
-        calls += 2 if a.has_fused_loss else 3
-    return sent * layout.num_microbatches, calls * layout.num_microbatches
+        rings += 2 * (2 if a.has_fused_loss else 3)
+    sent, rings = sent * layout.num_microbatches, rings * layout.num_microbatches
+    # Once a step the gradients of which each rank has its part of the sequence's.
+    return sent + 2 * 4 * stage.partial, rings + 2 * (stage.partial > 0)
 
 
 def sent_to_stages(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:

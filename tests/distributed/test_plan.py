@@ -8,7 +8,6 @@ import pytest
 
 from pretrain.config import RunConfig
 from pretrain.plan.memory import memory_of_rank, stage_of
-from pretrain.plan.operators import Phase
 from pretrain.plan.simulation import count_run
 from pretrain.plan.timing import exposed_in_tensor_group, sent_to_stages
 from tests.conftest import tiny_config
@@ -57,23 +56,22 @@ FURTHER: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def compare(config: RunConfig, counts: dict[int, Any]) -> None:
-    """Compare calls and bytes of each stage with those that the plan's time is made of."""
+    """Compare bytes and rings of each stage with those that the plan's time is made of."""
     assert config.parallel.world_size is not None
     layout = config.layout(config.parallel.world_size)
     for stage, of_stage in counts.items():
         found = {"tensor": [0, 0], "pipeline": [0, 0]}
         for each in of_stage.collectives:
-            is_sum = each.name == "allreduce"
-            # Once a step, of gradients that each rank has for its part of the sequence.
-            if each.phase == Phase.GRADIENT_REDUCTION or each.name == "recv":
-                continue
+            rings = 2 if each.name == "allreduce" else 1
             # Megatron's sends name their group in one direction only.
-            group = "pipeline" if each.name == "send" else each.group
-            if each.group_size > 1 and group in found and (each.name == "send" or each.is_exposed):
-                found[group][0] += (2 if is_sum else 1) * each.num_bytes
-                found[group][1] += 1
+            is_sent = each.name == "send"
+            if each.group_size > 1 and (is_sent or (each.group == "tensor" and each.is_exposed)):
+                totals = found["pipeline" if is_sent else "tensor"]
+                totals[0] += rings * each.num_bytes
+                totals[1] += rings
         if layout.tensor > 1:
-            planned = exposed_in_tensor_group(config, layout, stage, is_modern=True)
+            of_rank = stage_of(config, layout, stage)
+            planned = exposed_in_tensor_group(config, layout, of_rank, is_modern=True)
             assert [*planned] == found["tensor"]
         if layout.pipeline > 1:
             assert [*sent_to_stages(config, layout, stage)] == found["pipeline"]

