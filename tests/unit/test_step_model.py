@@ -11,7 +11,6 @@ from pretrain.plan.command import read_target
 from pretrain.plan.memory import stages_of
 from pretrain.plan.timing import (
     H200,
-    MODERN,
     Network,
     Step,
     Target,
@@ -113,11 +112,3 @@ def test_bytes_between_nodes_are_those_of_a_simulated_exchange():
     assert ideal.all_to_all_ms(2 * elements / 8, ranks) == pytest.approx(1e3 * 2 * 8 / 1e9)
     # A ring crosses the border between the nodes once in each of its 15 steps.
     assert ideal.ring_ms(4 * elements, ranks) == pytest.approx(1e3 * 4 * 15 / 1e9)
-
-
-def test_a_slow_host_sets_the_pace():
-    slow = replace(H200, host_us=200.0)
-    lines = step(device=slow).compute_lines
-    launches = 25 * MODERN.launches
-    assert lines["waiting for the host"] > 0
-    assert sum(lines.values()) == pytest.approx(2 * launches * slow.host_us / 1e3)
