@@ -706,7 +706,8 @@ def time_of_step(
         waits: As in `Step`.
     """
     times = [Step(config, layout, stage, target, waits).lines() for stage in stages]
-    lines: Lines = dict(max(times, key=lambda each: sum(each.values())))
+    slowest: Lines = max(times, key=lambda each: sum(each.values()))
+    lines = dict(slowest)
     if layout.pipeline > 1:
         # What every micro batch has a part of.
         columns = ("GEMM", "attention", "elementwise")
