@@ -267,8 +267,10 @@ OF_V100 = Costs(
     stream=30, mlp=28, biases=15, columns=18.65, logit=48, first_sum=6, later_sum=10, launches=64.4
 )
 """There torch.compile generates nothing and no product adds to fp32."""
-DEEPSPEED = {"first_sum": 18.0, "later_sum": 18.0, "update": 44.0, "host_ms": 13.0}
-"""At ZeRO 2 and 3, where DeepSpeed sums gradients and takes the step."""
+DEEPSPEED = {"update": 44.0, "host_ms": 13.0}
+DEEPSPEED_SUMS = {"first_sum": 18.0, "later_sum": 18.0}
+"""At ZeRO 2 and 3, where DeepSpeed takes the step and sums gradients. On a V100 the sums are taken
+as at ZeRO 1."""
 DEEPSPEED_WHOLE_MODEL = 44.0
 """Bytes per parameter of the whole model that its step moves: flatten 8, divide 8, copy back 8,
 norm 4, clip 8, zero twice 8."""
@@ -371,8 +373,10 @@ class Step:
         """This stage computes the logits."""
         self.zero = zero_stage(config, layout)
         """The ZeRO stage that the run takes."""
-        costs = MODERN if self.device.is_modern else OF_V100
-        self.costs = costs._replace(**DEEPSPEED) if self.zero > 1 else costs
+        self.costs = MODERN if self.device.is_modern else OF_V100
+        if self.zero > 1:
+            sums = DEEPSPEED_SUMS if self.device.is_modern else {}
+            self.costs = self.costs._replace(**DEEPSPEED, **sums)
 
     @cached_property
     def gemm_ms(self) -> tuple[float, float]:
