@@ -187,7 +187,7 @@ def export_model(
     from pretrain.huggingface.export import export_source
 
     given = _overrides(settings)
-    if not export_source(Path(source), Path(directory), None, max_length, overrides=given):
+    if not export_source(Path(source), Path(directory), max_length, overrides=given):
         raise RunFailed(f"{directory}: the exported model does not compute the same function")
     return Path(directory)
 

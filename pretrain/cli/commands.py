@@ -435,7 +435,6 @@ def report(
 def export(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT")],
-    curve: JsonFile = None,
     max_length: Annotated[int | None, typer.Option(metavar="TOKENS")] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
@@ -446,9 +445,8 @@ def export(
     When it fails, the exit code is 1. Its perplexity in bf16 and fp16 is measured too, printed and
     written on the model card.
 
-    The folder also gets a model card, which names license, languages and data sets as [export] of
-    the run's config or --set says, and the first documents of the validation text as a task for
-    lm-eval (export.task_bytes). An earlier export in OUT is replaced if nobody has changed it.
+    The folder also gets a model card, with the run's own evaluation of this checkpoint, which names
+    license, languages and data sets as [export] of the run's config or --set says.
 
     \b
     Example:
@@ -457,14 +455,12 @@ def export(
 
     Args:
         out: Directory to write the Hugging Face model to.
-        curve: Length curve for the model card, as `pretrain evaluate --out` writes it. Default: the
-            run's last evaluation.
         max_length: Longest sequence that the export accepts; MPT and OPT fail beyond it. Default:
             16 training lengths, or the longest that the run evaluates.
     """
     from pretrain.huggingface.export import export_source
 
-    if not export_source(source, out, curve, max_length, overrides=overrides):
+    if not export_source(source, out, max_length, overrides=overrides):
         raise typer.Exit(ExitCode.FAILED)
 
 

@@ -643,11 +643,6 @@ class ExportSection(Section):
     """Data sets that the model was trained on, by their names on the Hub: ["org/name"]. The first
     also names the text that perplexities were measured on; a part of it was held out."""
 
-    task_bytes: int = Field(default=2**20, ge=0)
-    """The most bytes of validation text, taken from its first documents, that are put beside the
-    model as a task for lm-eval. Set 0 for text that must not be published: then none of it is in
-    the folder or in the model card."""
-
 
 # ---- Define the config's keys about the model: [model] and [position]. See `schema` ----
 

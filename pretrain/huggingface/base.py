@@ -9,14 +9,12 @@ tables too.
 
 from __future__ import annotations
 
-import importlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from pretrain.config import ConfigError, RunConfig
+from pretrain.config import RunConfig
 from pretrain.config.errors import Refusal
 
 if TYPE_CHECKING:
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     Read = Callable[[str], Tensor]
     """A class's name of a tensor -> the tensor, in fp32."""
 
+CODE = Path(__file__).with_name("modeling_slopes.py")
+"""What a folder brings along whose class is none of transformers."""
 EMBEDDING, FINAL_NORM = "embedding.word_embeddings", "decoder.final_layernorm"
 EMBEDDING_NORM, OUTPUT = "embedding.word_embeddings_layernorm", "output_layer"
 _WITHOUT_BIAS = (EMBEDDING, "embedding.position_embeddings", OUTPUT)
@@ -196,7 +196,8 @@ class Stored:
 
     def restore(self, config: RunConfig, parts: list[Tensor]) -> Tensor:
         """Return our tensor, of what the class stores under the names `theirs`."""
-        return _divided(self.arrangement.restore(config, parts), self.factor)
+        tensor = self.arrangement.restore(config, parts)
+        return tensor if self.factor == 1.0 else tensor / self.factor
 
 
 # ---- A class -------------------------------------------------------------------------------------
@@ -227,17 +228,15 @@ class HuggingFaceClass:
     """True if the class computes no position beyond."""
     has_bias: ClassVar[bool] = True
     """True if linear layers and LayerNorms have biases, which are zeros if our model has none."""
-    has_16_bit: ClassVar[bool] = True
-    """True if the class computes the model in bf16 and fp16 too."""
-    promise: ClassVar[str] = "{name} in fp32, bf16 and fp16, for up to {length:,} tokens"
-    """What `pretrain config` says of a run that is exported so."""
+    precisions: ClassVar[str] = "fp32, bf16 and fp16"
+    """In which the class computes the model, as `pretrain config` says it."""
+    advice: ClassVar[str] = ""
+    """What it also says of a run that is exported so; `{stock}` stands for the stock class."""
     vllm: ClassVar[tuple[Ours, ...]] = ()
     """What vLLM computes otherwise than transformers, or refuses."""
-    code: ClassVar[str] = ""
-    """Module and class that the folder brings along: for 16 bit, if the stock class fails there; or
-    for what no stock class computes."""
     stock: ClassVar[str] = ""
-    """Of a class of ours: name of the stock class that it is otherwise. Stock loaders refuse it."""
+    """Of a class of `modeling_slopes`, which the folder brings along: name of the stock class that
+    it is otherwise. Stock loaders refuse it."""
     settings_tensors: ClassVar[Mapping[str, str]] = {}
     """Our tensors that stand in config.json -> their keys."""
 
@@ -316,13 +315,9 @@ class HuggingFaceClass:
         found = self.config_class(**special, **self.settings(config, max_length, state))
         found.architectures = [self.name]
         found.dtype = torch.float32
-        if self.code:
-            # Stock loaders take their own class; with trust_remote_code=True they take this one.
-            found.auto_map = {"AutoModelForCausalLM": self.code}
-            if self.stock:
-                module = self.code.partition(".")[0]
-                own = {"AutoConfig": f"{module}.{self.config_class.__name__}"}
-                found.auto_map = own | found.auto_map
+        if self.stock:
+            own = {"AutoConfig": self.config_class, "AutoModelForCausalLM": self.code_class}
+            found.auto_map = {k: f"{CODE.stem}.{each.__name__}" for k, each in own.items()}
         return found
 
     # -- settings, backwards --
@@ -386,16 +381,16 @@ class HuggingFaceClass:
         That would run what somebody may have changed, and leave another copy in the user's cache
         (HF_MODULES_CACHE).
         """
-        module, _, name = self.code.partition(".")
         # Imported here, since transformers' modelling code takes seconds to load.
-        return getattr(importlib.import_module(f"pretrain.huggingface.{module}"), name)
+        from pretrain.huggingface import modeling_slopes
 
-    def load(self, folder: Path, *, with_code: bool = False, **options: Any) -> Any:
+        return getattr(modeling_slopes, self.name)
+
+    def load(self, folder: Path, **options: Any) -> Any:
         """Return what from_pretrained does for a folder, with no code of the folder's run.
 
         Args:
             folder: The folder.
-            with_code: Load the class that an export brings along, where it also has a stock one.
             options: Those of from_pretrained.
         """
         from transformers import AutoModelForCausalLM
@@ -403,34 +398,10 @@ class HuggingFaceClass:
 
         # Loading takes seconds, and a progress bar would fill a log file.
         disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
-        if with_code or self.stock:
-            return self.code_class.from_pretrained(folder, local_files_only=True, **options)
-        options["trust_remote_code"] = False
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
-
-    def shapes(self, settings: Any) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor of a transformers model; a tied output layer has none.
-
-        The model is built on the meta device, which needs no memory.
-        """
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        build = self.code_class if self.stock else AutoModelForCausalLM.from_config
-        with torch.device("meta"):
-            model = build(settings)
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        if settings.tie_word_embeddings:
-            del shapes[f"{self.modules[OUTPUT]}.weight"]
-        return shapes
-
-    def code_files(self) -> list[Path]:
-        """Return the files that a folder brings along: the module, and neighbours it imports."""
-        if not self.code:
-            return []
-        module = Path(__file__).with_name(f"{self.code.partition('.')[0]}.py")
-        neighbours = re.findall(r"^from \.(\w+) import", module.read_text(), re.MULTILINE)
-        return [module, *(module.with_name(f"{name}.py") for name in neighbours)]
+        kind = self.code_class if self.stock else AutoModelForCausalLM
+        return kind.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **options
+        )
 
     # -- tensors, both ways --
     def factors(self, config: RunConfig, embedding: Tensor) -> Factors:
@@ -497,34 +468,16 @@ class HuggingFaceClass:
             config: The run's resolved config.
             state: Full fp32 tensors by global name.
             max_length: Longest sequence in tokens, which sizes a table of positions.
-
-        Raises:
-            ConfigError: A tensor that the config needs is missing, one is left over, or the
-                embeddings have another shape.
         """
-        # Tensors are taken out of `rest` as they are converted, so that none can be forgotten.
-        rest = {name: tensor for name, tensor in state.items() if name not in self.settings_tensors}
-        embedding = _take(dict(rest), f"{EMBEDDING}.weight")
-        shape = config.padded_vocab_size, config.model.hidden_size
-        if embedding.shape != shape:
-            raise ConfigError(
-                f"{EMBEDDING}.weight: has shape {tuple(embedding.shape)}, but the config asks for "
-                f"{shape}. Are these another run's weights?"
-            )
-        factors = self.factors(config, embedding)
+        tensor = state[f"{EMBEDDING}.weight"]
+        factors = self.factors(config, tensor)
         out = self.extra(config, factors, max_length)
-        tensor = embedding
         for stored in self.stored_tensors(config, factors):
             # A bias that our model does not have follows its weight.
             absent = tensor.new_zeros(tensor.shape[0])
-            tensor = absent if stored.is_absent else _take(rest, stored.name)
+            tensor = absent if stored.is_absent else state[stored.name]
             for name, part in zip(stored.theirs, stored.export(config, tensor), strict=True):
                 out[name] = part.float().contiguous()
-        if rest:
-            raise ConfigError(
-                f"the weights hold tensors that the config does not have: "
-                f"{', '.join(sorted(rest)[:5])}. Are these another run's weights?"
-            )
         return out
 
     def restore(
@@ -539,25 +492,13 @@ class HuggingFaceClass:
                 used where they still are what the class stores. Their factor is no power of two
                 (sqrt(hidden_size): of two neighbouring numbers, both may round to the same
                 product), or the product leaves fp32's normal range.
-
-        Raises:
-            ConfigError: The config has no biases, and one of the class's is not zero.
         """
         for stored in self.stored_tensors(config, self.stored_factors(config, read)):
-            parts = [read(name) for name in stored.theirs]
             if stored.is_absent:
-                if any(part.count_nonzero() for part in parts):
-                    raise ConfigError(
-                        f"{stored.theirs[0]}: is not zero, but model.use_bias = false. The weights "
-                        "were changed after the export"
-                    )
                 continue
-            original = originals.get(stored.name)
+            parts = [read(name) for name in stored.theirs]
             tensor = stored.restore(config, parts).contiguous()
-            if original is not None and (original.shape, original.dtype) == (
-                tensor.shape,
-                tensor.dtype,
-            ):
+            if (original := originals.get(stored.name)) is not None:
                 again = stored.export(config, original)
                 tensor = original if all(map(same_bits, again, parts)) else tensor
             yield stored.name, tensor
@@ -574,29 +515,3 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def _times(tensor: Tensor, factor: float) -> Tensor:
     """Return the product with `factor`; the tensor itself for 1, which keeps a NaN's bits."""
     return tensor if factor == 1.0 else tensor * factor
-
-
-def _divided(product: Tensor, factor: float) -> Tensor:
-    """Return a tensor whose product with `factor` is `product`, where there is one, else nearby."""
-    import torch
-
-    if factor == 1.0:
-        return product
-    quotient = product / factor
-    # The quotient is rounded. Its product almost always is the one again, but for sqrt(2048) and
-    # 0x1.6a09e8 only the product of its neighbour is.
-    for direction in (-torch.inf, torch.inf):
-        neighbour = torch.nextafter(quotient, torch.full_like(quotient, direction))
-        is_it = (quotient * factor != product) & (neighbour * factor == product)
-        quotient = torch.where(is_it, neighbour, quotient)
-    return quotient
-
-
-def _take(rest: dict[str, Tensor], name: str) -> Tensor:
-    """Remove a tensor from `rest` and return it; raise ConfigError if it is missing."""
-    if name not in rest:
-        raise ConfigError(
-            f"{name}: missing from the weights, but the config needs it. Are these another run's "
-            "weights?"
-        )
-    return rest.pop(name)

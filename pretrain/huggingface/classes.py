@@ -180,13 +180,11 @@ class Bloom(HuggingFaceClass):
     length_key = "seq_length"
     # BloomAttention adds the biases m j of absolute positions j to its scores in the dtype of the
     # weights. In bf16, which has 8 bits, 256 m and 257 m are one number.
-    has_16_bit = False
-    promise = (
-        "{name} in fp32, for up to {length:,} tokens. In bf16 and fp16 stock transformers rounds "
-        "its ALiBi biases too much; trust_remote_code=True loads a class in the folder that does "
-        "not"
+    precisions = "fp32"
+    advice = (
+        ". In bf16 and fp16 it rounds its ALiBi biases too much: for those train with "
+        'model.hidden_act = "gelu" and model.use_bias = false (MptForCausalLM)'
     )
-    code = "modeling_bloom_fp32_scores.BloomFp32ScoresForCausalLM"
     vllm = (
         Ours("model.hidden_act", "gelu", "its Bloom computes exact GELU, not the tanh one"),
         Ours(
@@ -198,9 +196,9 @@ class Bloom(HuggingFaceClass):
 
     def note(self, config: RunConfig, settings: Any) -> str:
         own = """\
-Stock transformers adds Bloom's ALiBi biases in the dtype of the weights, which in bfloat16 and
-float16 rounds them too much. To load it in 16 bit, give `trust_remote_code=True`: this folder
-brings along a class that computes scores and biases in float32."""
+Load it in float32: Bloom adds its ALiBi biases in the dtype of the weights, which in bfloat16 and
+float16 rounds them too much. A model with exact GELU and without biases is exported as MPT, which
+does not."""
         return own if config.model.embedding_layernorm else f"{_NEUTRAL}\n\n{own}"
 
     def settings(
@@ -327,7 +325,7 @@ Sequences can be at most as many tokens long as `max_seq_len` in config.json say
 raised there."""
 
 
-# ---- Bloom and MPT with other slopes (modeling_bloom_slopes.py, modeling_mpt_slopes.py) ----------
+# ---- Bloom and MPT with other slopes (modeling_slopes.py) ----------------------------------------
 def _slopes(values: Sequence[float]) -> Sequence[float]:
     if not values or not all(0 <= slope <= MAX_SLOPE for slope in values):
         raise ValueError
@@ -338,11 +336,10 @@ class _WithSlopes(HuggingFaceClass):
     """A class in the folder, which is a stock class but for ALiBi's slopes."""
 
     heads_key: str
-    promise = (
-        f"{HuggingFaceClass.promise}: a class in the folder, which is {{stock}} with these slopes. "
-        "It is loaded with trust_remote_code=True, and stock loaders refuse the folder"
+    advice = (
+        ": a class in the folder, which is {stock} with these slopes. It is loaded with "
+        "trust_remote_code=True, and stock loaders refuse the folder"
     )
-    has_16_bit = True
     settings_tensors: ClassVar = {SLOPES: "slopes"}
 
     def settings(
@@ -361,7 +358,7 @@ class _WithSlopes(HuggingFaceClass):
         return f"""\
 The slopes of ALiBi are those in `slopes` of config.json{trained}: {slopes}. Stock
 {self.stock} would compute others, so stock loaders refuse this folder, and the class that it
-brings along has to be allowed with `trust_remote_code=True`. Its scores and biases are in float32.
+brings along has to be allowed with `trust_remote_code=True`.
 """
 
 
@@ -375,20 +372,17 @@ class BloomSlopes(_WithSlopes, Bloom):
     model_type = "bloom_slopes"
     name = "BloomSlopesForCausalLM"
     stock = Bloom.name
-    code = "modeling_bloom_slopes.BloomSlopesForCausalLM"
     rows = _with_slopes(Bloom.rows)
     heads_key = "n_head"
 
     def note(self, config: RunConfig, settings: Any) -> str:
-        own = super().note(config, settings)
-        return own if config.model.embedding_layernorm else f"{own}\n{_NEUTRAL}"
+        return f"{super().note(config, settings)}\n{Bloom.note(self, config, settings)}"
 
 
 class MptSlopes(_WithSlopes, Mpt):
     model_type = "mpt_slopes"
     name = "MptSlopesForCausalLM"
     stock = Mpt.name
-    code = "modeling_mpt_slopes.MptSlopesForCausalLM"
     rows = _with_slopes(Mpt.rows)
     heads_key = "n_heads"
 
@@ -559,27 +553,14 @@ def class_of(config: RunConfig) -> HuggingFaceClass:
     # The one with the least in its way, stock classes first: min() takes the first of equals. A
     # model with ALiBi, tanh GELU and no biases is a Bloom with biases of 0, for example.
     found = min(candidates, key=lambda each: len(list(each.refusals(config))))
-    refusals = [_with_remedy(config, found, *pair) for pair in found.refusals(config)]
+    refusals = []
+    for row, refusal in found.refusals(config):
+        wanted = row.wanted(config)
+        shown = wanted if isinstance(wanted, str) else json.dumps(wanted)
+        refusals.append(refusal._replace(remedy=refusal.remedy or f"Train with {shown}"))
     if refusals:
         raise ConfigError("\n".join(str(refusal) for refusal in refusals))
     return found
-
-
-def _with_remedy(
-    config: RunConfig, refusing: HuggingFaceClass, row: Ours, refusal: Refusal
-) -> Refusal:
-    """Return a refusal with what to do: train with what the class has, or for another class."""
-    if refusal.remedy:
-        return refusal
-    elsewhere = [
-        f"with {' or '.join(each.positions)} ({each.name})"
-        for each in CLASSES.values()
-        if not each.stock and not {*each.positions} & {*refusing.positions}
-        if all(other.ours != row.ours for other, _ in each.refusals(config))
-    ]
-    wanted = row.wanted(config)
-    shown = wanted if isinstance(wanted, str) else json.dumps(wanted)
-    return refusal._replace(remedy=f"Train {', or '.join([f'with {shown}', *elsewhere])}")
 
 
 def export_length(config: RunConfig) -> int:
@@ -607,14 +588,6 @@ def describe_export(config: RunConfig, obstacles: Sequence[str] = ()) -> Iterato
     if reasons or found is None:
         yield from (f"none: {reason}" for reason in reasons)
         return
-    length = export_length(config)
-    yield found.promise.format(name=found.name, length=length, stock=found.stock)
+    advice = found.advice.format(stock=found.stock)
+    yield f"{found.name} in {found.precisions}, for up to {export_length(config):,} tokens{advice}"
     yield from (f"not in vLLM: {reason}" for reason in found.vllm_reasons(config))
-    for other in CLASSES.values():
-        if not found.has_16_bit and other.has_16_bit and not other.stock:
-            rows = [row for row, _ in other.refusals(config)]
-            if config.position.method in other.positions:
-                said = " and ".join(
-                    f"{row.ours} = {json.dumps(row.wanted(config))}" for row in rows
-                )
-                yield f"with {said} it would be {other.name}, in fp32, bf16 and fp16"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pretrain import platform, topology
+from pretrain import topology
 from pretrain.checkpoint.load import load_global_state, load_weights
 from pretrain.checkpoint.manifest import (
     Checkpoint,
@@ -22,15 +21,13 @@ from pretrain.checkpoint.manifest import (
     with_data_set,
 )
 from pretrain.checkpoint.save import tokenizer_of
-from pretrain.config import ConfigError, RunConfig, in_bytes, writing
+from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.run import is_url
 from pretrain.data.manifest import MANIFEST, OtherFormat
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.evaluation.records import read_records
-from pretrain.huggingface.card import TEXT, ExportExtras, describe, validation_documents
 from pretrain.huggingface.classes import EXPORT_REACH, export_length
-from pretrain.huggingface.folder import record_files, to_huggingface
-from pretrain.huggingface.parity import PRECISIONS, ParityReport, add_precisions, check_parity
+from pretrain.huggingface.folder import add_precisions, to_huggingface
+from pretrain.huggingface.parity import PRECISIONS, ParityReport, check_parity
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import checkpoint_step, find_checkpoint
@@ -46,19 +43,13 @@ the memory and the time of exporting a large model."""
 
 
 def export_source(
-    source: Path,
-    out: Path,
-    curve: Path | None,
-    max_length: int | None = None,
-    *,
-    overrides: Sequence[str] = (),
+    source: Path, out: Path, max_length: int | None = None, *, overrides: Sequence[str] = ()
 ) -> bool:
     """Export a checkpoint, compare the export with the trained model and print the comparison.
 
     Args:
         source: Run directory (its newest checkpoint is exported) or checkpoint directory.
         out: Hugging Face folder to write.
-        curve: curve.json for the model card; None takes the run's last evaluation while training.
         max_length: Longest sequence in tokens that the export accepts; None takes 16 training
             lengths, or the longest that the run evaluates.
         overrides: `section.key=value` settings of [export], or of where the data set is.
@@ -67,8 +58,8 @@ def export_source(
         True if the exported model computes the same function.
 
     Raises:
-        ConfigError: No transformers class can hold the model, a weight is not finite, or the
-            checkpoint, the data or the curve is missing or damaged.
+        ConfigError: No transformers class can hold the model, or the checkpoint or the data is
+            missing or damaged.
     """
     checkpoint = find_checkpoint(source)
     if out.resolve().is_relative_to(checkpoint.resolve()):
@@ -76,8 +67,7 @@ def export_source(
         raise ConfigError(f"{out}: lies in the checkpoint {checkpoint}. Name a directory elsewhere")
     _check_overrides(overrides)
     with hold(checkpoint):
-        opened = open_checkpoint(checkpoint)
-        return _export(opened, out, curve, max_length, overrides)
+        return _export(open_checkpoint(checkpoint), out, max_length, overrides)
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -96,11 +86,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _export(
-    opened: Checkpoint,
-    out: Path,
-    curve: Path | None,
-    max_length: int | None,
-    overrides: Sequence[str],
+    opened: Checkpoint, out: Path, max_length: int | None, overrides: Sequence[str]
 ) -> bool:
     """Export an opened checkpoint and print the comparison; see `export_source`."""
     checkpoint = opened.path
@@ -120,31 +106,19 @@ def _export(
         "Training steps": f"{state.step:,}",
         "Training tokens": f"{trained_tokens(config, state, opened.origin.changes):,}",
     }
-    documents: tuple[str, ...] = ()
-    if stream is not None and config.export.task_bytes:
-        documents = validation_documents(stream, tokenizer, config.export.task_bytes)
-    weights = load_global_state(opened)
-    check_finite(weights, checkpoint)
     name = to_huggingface(
         config,
-        weights,
+        load_global_state(opened),
         tokenizer.path,
         out,
         max_length=max_length,
-        extras=ExportExtras(
-            curve=_curve(config, checkpoint, curve),
-            facts=facts,
-            documents=documents,
-        ),
+        curve=_curve(config, checkpoint),
+        facts=facts,
     )
     print(f"{checkpoint} -> {out} ({name})")
-    if documents:
-        # Said because publishing the folder also publishes this text.
-        print(f"{out / TEXT}: {describe(documents)} of validation text (export.task_bytes)")
     report = compare_with_folder(config, opened, out, ids, tuple(PRECISIONS))
     with writing(out):
         add_precisions(out, config, report, is_text=stream is not None)
-        record_files(out)
     print(report.format())
     return report.passed
 
@@ -157,51 +131,22 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
         max_length: What the user asks for; None takes the default.
 
     Raises:
-        ConfigError: It is shorter than the training length, a learned table does not reach it, or
-            no memory holds it.
+        ConfigError: It is shorter than the training length, or not that of a learned table.
     """
     if max_length is None:
         return export_length(config)
-    length = config.data.sequence_length
+    length, rows = config.data.sequence_length, config.position.table_end(config)
     if max_length < length:
         raise ConfigError(
             f"--max-length {max_length}: shorter than data.sequence_length = {length}, at which "
             "the model was trained. Give at least that"
         )
-    if (rows := config.position.table_end(config)) is not None and max_length != rows:
+    if rows is not None and max_length != rows:
         raise ConfigError(
             f"--max-length {max_length}: the trained table of positions has {rows} rows. Leave "
             "the option out"
         )
-    needed = max_length * config.position.export_bytes_a_position(config)
-    free = platform.available_memory()
-    if needed > free:
-        raise ConfigError(
-            f"--max-length {max_length}: with {config.position.method} positions an export takes "
-            f"about {in_bytes(needed)} of memory for them, and {in_bytes(free)} are "
-            "free. Choose a shorter length"
-        )
     return max_length
-
-
-def check_finite(weights: Mapping[str, Tensor], checkpoint: Path) -> None:
-    """Check that all weights are finite: no model with a NaN computes anything.
-
-    Args:
-        weights: Full tensors by global name.
-        checkpoint: Where they come from.
-
-    Raises:
-        ConfigError: Some are not; names the first tensor and how many elements it is.
-    """
-    for name, tensor in weights.items():
-        bad = tensor[~tensor.isfinite()]
-        if bad.numel():
-            raise ConfigError(
-                f"{checkpoint}: {bad.numel()} of the {tensor.numel()} elements of {name} are not "
-                f"finite (the first is {float(bad[0])}). Training had failed when it was saved. "
-                "Export an earlier checkpoint, and train on from there (--resume)"
-            )
 
 
 def compare_with_folder(
@@ -290,50 +235,18 @@ def _comparison_ids(config: RunConfig, stream: TokenStream | None, max_length: i
     return [torch.randint(config.data.vocab_size, s, generator=generator) for s in shapes]
 
 
-def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict[str, Any]]:
-    """Return the evaluation records for the model card.
+def _curve(config: RunConfig, checkpoint: Path) -> list[dict[str, Any]]:
+    """Return the run's own evaluations of a checkpoint, for the model card; none without them.
 
     Args:
         config: The checkpoint's config.
         checkpoint: Checkpoint that is exported.
-        curve: A curve.json, of which the records of this method and checkpoint are taken; None
-            takes the evaluation after the checkpoint's step in the run's metrics.jsonl.
-
-    Returns:
-        Records of this checkpoint's position method; none where it has not been evaluated.
-
-    Raises:
-        ConfigError: `curve` is not a curve.json, or has nothing of this checkpoint.
     """
-    method = config.position.method
-    if curve is not None:
-        try:
-            records = read_records(curve)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--curve {curve}: not a curve.json that `pretrain evaluate --out` wrote ({error})"
-            ) from None
-        # RUN/evaluations/curve.json has all checkpoints of one run, other reports several runs. A
-        # single checkpoint of this name is taken whatever its path: the run may have been moved.
-        records = [
-            record
-            for record in records
-            if record["method"] == method and Path(record["checkpoint"]).name == checkpoint.name
-        ]
-        if len({record["checkpoint"] for record in records}) > 1:
-            path = os.path.realpath(checkpoint)
-            records = [r for r in records if os.path.realpath(r["checkpoint"]) == path]
-        if not records:
-            raise ConfigError(
-                f"--curve {curve}: has no records of {checkpoint}, of method {method}. Give the "
-                "report in which it was evaluated, or leave --curve out"
-            )
-        return records
     # RUN/checkpoints/step-########. A copy elsewhere has no run whose numbers would be its own, and
     # of the run's evaluations only the one after this very step is of these weights.
     step = checkpoint_step(checkpoint.name)
     if step is None or checkpoint.absolute().parent.name != "checkpoints":
         return []
     metrics = RunPaths(checkpoint.absolute().parents[1]).metrics
-    common = {"method": method, "checkpoint": str(checkpoint)}
+    common = {"method": config.position.method, "checkpoint": str(checkpoint)}
     return [{**common, **record} for record in evaluation_records(metrics, step)]

@@ -1,4 +1,4 @@
-"""Convert a checkpoint's weights to a folder that `transformers` loads.
+"""Write a model as a folder that `transformers` loads, with all that lies beside its weights.
 
 The folder holds the weights (safetensors), the config and generation config, the tokenizer, a model
 card, and the run's resolved config as pretrain.toml.
@@ -6,104 +6,158 @@ card, and the run's resolved config as pretrain.toml.
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from pretrain.config import ConfigError, RunConfig, dump_config, writing
+from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters, writing
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.base import JSON, MODEL, PROBES
-from pretrain.huggingface.base import HuggingFaceClass, same_bits
-from pretrain.huggingface.card import ExportExtras, write_card
+from pretrain.evaluation.curves import Table
+from pretrain.huggingface.base import CODE, HuggingFaceClass, same_bits
 from pretrain.huggingface.classes import class_of
-from pretrain.rundir.files import new_directory, read_json
-
-# ---- Remember which files an export wrote, so that the next one replaces nothing else ----
-
+from pretrain.huggingface.parity import ParityReport
+from pretrain.rundir.files import new_directory
 
 MARKER = "pretrain.toml"
-"""The run's resolved config. A folder that holds it is one of our exports and may be replaced."""
+"""The run's resolved config. A folder that holds it is one of our exports."""
+ORIGINALS = "pretrain.originals"
+"""Those weights, by global name, that cannot be restored bit for bit from what the class stores.
 
-FILES = "pretrain.files.json"
-"""The SHA-256 of every other file that the export wrote."""
-
-
-def record_files(folder: Path) -> None:
-    """Write FILES into a finished export.
-
-    Where it is there already, an export goes on writing into a folder that others may see by now:
-    the files that it lists are recorded again, and no others.
-    """
-    names = read_json(folder / FILES).get("sha256") or _names(folder)
-    digests = {name: _digest(folder / name) for name in names}
-    # As all files of the folder, with the mode that the umask gives.
-    (folder / FILES).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
+A safetensors file, which must not be named so: vLLM takes every *.safetensors of a folder for the
+model's (default_loader.py), and fails on names that the class does not have.
+"""
+CARD = "README.md"
+_NO_FACTS: Mapping[str, str] = {}
 
 
-def check_replaceable(out: Path) -> None:
-    """Check that a new export may take the place of whatever is at `out`.
-
-    That is so for nothing at all, an empty folder, and an export that is as it was written.
+def check_new(out: Path) -> None:
+    """Check that a folder may be made: nothing that somebody has written is replaced.
 
     Raises:
-        ConfigError: It is something else, or the export holds files that it did not write, or that
-            were changed since. Names them.
+        ConfigError: Something is there already that is not an empty folder.
     """
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not (out / MARKER).is_file():
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(
-            f"{out}: already exists and is not an earlier export (it has no {MARKER}). Choose "
-            "another folder"
-        )
-    faults = _faults(out)
-    if faults:
-        shown = ", ".join(faults[:5]) + (f" and {len(faults) - 5} more" if faults[5:] else "")
-        raise ConfigError(
-            f"{out}: an earlier export, but a new one would also delete {shown}. Move that "
-            "elsewhere, or choose another folder"
+            f"{out}: already exists and is not an empty folder. Remove it, or choose another"
         )
 
 
-def _faults(out: Path) -> list[str]:
-    """Return the files of an export that it did not write, or that were changed since."""
-    # Empty if the list is missing or damaged.
-    written = read_json(out / FILES).get("sha256") or {}
-    faults = []
-    for name in _names(out):
-        if name == FILES:
-            continue
-        if name not in written:
-            faults.append(f"{name} (not written by it)")
-        elif _digest(out / name) != written[name]:
-            faults.append(f"{name} (changed since)")
-    return faults
+# ---- The folder ----------------------------------------------------------------------------------
+def to_huggingface(
+    config: RunConfig,
+    state: Mapping[str, Tensor],
+    tokenizer_path: str | Path,
+    out_dir: str | Path,
+    *,
+    max_length: int,
+    curve: Sequence[Mapping[str, Any]] = (),
+    facts: Mapping[str, str] = _NO_FACTS,
+) -> str:
+    """Write a model to `out_dir` for AutoModelForCausalLM and AutoTokenizer.
+
+    The folder appears whole or not at all.
+
+    Args:
+        config: The run's resolved config.
+        state: Full fp32 tensors by global name, as a checkpoint holds them.
+        tokenizer_path: File of the tokenizer that the run's data was made with.
+        out_dir: Folder to write.
+        max_length: Longest sequence in tokens that the export must accept. OPT and MPT have such a
+            limit; the other classes only record it. A learned position table has its own.
+        curve: Evaluation records for the model card, as `pretrain evaluate` makes them. Empty
+            leaves the table of perplexities out.
+        facts: Name -> value of further rows in the model card's table of properties.
+
+    Returns:
+        The name of the transformers class, such as "BloomForCausalLM".
+
+    Raises:
+        ConfigError: No transformers class can hold the model, the tokenizer cannot be exported or
+            does not fit the model, or `out_dir` exists and is not an empty folder.
+        RunFailed: The folder cannot be written, for example because the disk is full.
+    """
+    target, out = class_of(config), Path(out_dir).absolute()
+    max_length = config.position.table_end(config) or max_length
+    check_new(out)
+    tensors = target.convert(config, state, max_length)
+    tokenizer = load_tokenizer(tokenizer_path)
+    settings = target.transformers_config(config, max_length, special_ids(tokenizer), state)
+    again = target.restore(config, tensors.__getitem__, {})
+    originals = {n: state[n].contiguous() for n, t in again if not same_bits(t, state[n])}
+    with writing(out), new_directory(out) as folder:
+        eos = _write(folder, settings, tensors, tokenizer, max_length)
+        if target.stock:
+            (folder / CODE.name).write_bytes(CODE.read_bytes())
+        write_card(folder, config, target, settings, eos, curve, facts)
+        # For `pretrain import`, whose result is then the run's model to the last bit.
+        if originals:
+            _save(originals, folder / ORIGINALS)
+        (folder / ORIGINAL_TOKENIZERS[tokenizer.file_name]).write_bytes(tokenizer.content)
+        (folder / MARKER).write_text(dump_config(config), encoding="utf-8")
+    return target.name
 
 
-def _names(folder: Path) -> list[str]:
-    """Return the paths below a folder of all that is no folder, and of empty folders, sorted."""
-    found = [
-        path
-        for path in folder.rglob("*")
-        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
-    ]
-    return sorted(str(path.relative_to(folder)) for path in found)
+def _write(
+    directory: Path,
+    settings: Any,
+    tensors: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    max_length: int,
+) -> str:
+    """Write weights, config, generation config and tokenizer, and check the tokenizer.
+
+    Args:
+        directory: Existing folder to write to.
+        settings: The transformers config.
+        tensors: Weights by their names in the transformers class.
+        tokenizer: The run's tokenizer.
+        max_length: Longest sequence in tokens, for the tokenizer.
+
+    Returns:
+        The name of the token that ends a document.
+
+    Raises:
+        ConfigError: The tokenizer has more pieces than the model has embeddings.
+        OSError: A file cannot be written.
+    """
+    from transformers import GenerationConfig
+
+    stock = fast_tokenizer(tokenizer, max_length=max_length)
+    if tokenizer.vocab_size > settings.vocab_size:
+        raise ConfigError(
+            f"{tokenizer.path}: has {tokenizer.vocab_size} pieces, but the model has "
+            f"{settings.vocab_size} embeddings. Is this another run's tokenizer?"
+        )
+    settings.save_pretrained(directory)
+    _save(tensors, directory / "model.safetensors")
+    # The ids alone, as published base models have it. A limit of new tokens here would overrule the
+    # max_length that programs such as lm-eval pass, and a max_length would make every call that
+    # passes max_new_tokens warn that both are set.
+    generation = GenerationConfig(**special_ids(tokenizer))  # type: ignore[no-untyped-call]  # untyped in transformers
+    generation.save_pretrained(directory)
+    stock.save_pretrained(directory)
+    check_same_ids(tokenizer, directory, settings)
+    return str(stock.eos_token)
 
 
-def _digest(path: Path) -> str:
-    """Return the hex SHA-256 of a file; "" for what is none or cannot be read."""
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file into the export's folder, which holds config.json already."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     try:
-        if not path.is_file() or path.is_symlink():
-            return ""
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return ""
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # safetensors reports a full disk as an error of its own, which is not an OSError.
+        raise OSError(str(error)) from error
+    # safetensors makes its file readable by the owner only. In a shared folder it needs the mode
+    # that the umask gives to every other file.
+    os.chmod(path, path.with_name("config.json").stat().st_mode)
 
 
 # ---- Put a tokenizer into a Hugging Face folder, where `AutoTokenizer` gives the same ids ----
@@ -217,139 +271,196 @@ def _declared(tokenizer: Tokenizer) -> set[int]:
     return set(special_ids(tokenizer).values()) | ({unknown} if unknown is not None else set())
 
 
-ORIGINALS = "pretrain.originals"
-"""Those weights, by global name, that cannot be restored bit for bit from what the class stores.
-
-A safetensors file, which must not be named so: vLLM takes every *.safetensors of a folder for the
-model's (default_loader.py), and fails on names that the class does not have.
-"""
-
-_NOTHING_ELSE = ExportExtras()
-
-
-def to_huggingface(
+# ---- The model card ------------------------------------------------------------------------------
+def write_card(
+    folder: Path,
     config: RunConfig,
-    state: Mapping[str, Tensor],
-    tokenizer_path: str | Path,
-    out_dir: str | Path,
-    *,
-    max_length: int,
-    extras: ExportExtras = _NOTHING_ELSE,
-) -> str:
-    """Write a model to `out_dir` for AutoModelForCausalLM and AutoTokenizer.
+    target: HuggingFaceClass,
+    settings: Any,
+    eos: str,
+    curve: Sequence[Mapping[str, Any]] = (),
+    facts: Mapping[str, str] = _NO_FACTS,
+) -> None:
+    """Write the model card, with the metadata block that the Hub reads.
 
-    The folder appears whole or not at all, and replaces an earlier export that nobody has changed.
+    Args:
+        folder: The export.
+        config: The run's resolved config.
+        target: Class that the model was exported as.
+        settings: Its transformers config.
+        eos: Name of the token that ends a document.
+        curve: As for `to_huggingface`.
+        facts: As for `to_huggingface`.
+    """
+    # Imported here: only an export needs it.
+    import jinja2
+
+    method, m = config.position.method, config.model
+    length = config.data.sequence_length
+    longest = getattr(settings, target.length_key)
+    rows = {
+        "Class": f"`{target.name}`",
+        "Position method": method,
+        "Parameters": f"{num_parameters(config):,}",
+        "Layers, hidden size, heads": f"{m.num_layers}, {m.hidden_size}, {m.num_attention_heads}",
+        "Training length": f"{length} tokens",
+        "Exported for": f"up to {longest} tokens",
+        "Vocabulary": f"{config.data.vocab_size:,} pieces, padded to {config.padded_vocab_size:,}",
+        **facts,
+    }
+    if config.data.per_document_attention:
+        rows["Documents"] = (
+            "each was trained on as if it stood alone, so give the model one at a time"
+        )
+    values = {
+        "metadata": metadata(config, curve),
+        "title": config.position.title or method,
+        "about": config.position.about,
+        "length": length,
+        "rows": rows,
+        "own": target.stock,
+        "note": target.note(config, settings).rstrip(),
+        "eos": eos,
+        "curve": curve_table(curve),
+        "intervals": any(_interval(record) for record in curve),
+    }
+    template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
+    environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True)
+    text = environment.from_string(template).render(values)
+    (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def add_precisions(
+    folder: Path, config: RunConfig, report: ParityReport, *, is_text: bool = True
+) -> None:
+    """Write on the model card of an export in which precisions it may be loaded, as was measured.
+
+    Args:
+        folder: The export, with its card.
+        config: The run's config.
+        report: The comparison of the export with the trained model.
+        is_text: False if they were compared on random tokens.
+    """
+    # Those of random tokens are far above any text's, and say nothing of how good the model is.
+    random = "random tokens, because the run's data was not at hand"
+    what = "a piece of validation text" if is_text else random
+    title = f"The weights are float32. Perplexity of {what}, by the trained model and this folder"
+    lines = [
+        "## Precision",
+        "",
+        report.table(title).markdown(),
+        "",
+        "Whether it is the trained model when it is loaded so:",
+        "",
+        *(f"- {verdict}" for verdict in report.verdicts()),
+        *(f"- vLLM: {reason}." for reason in class_of(config).vllm_reasons(config)),
+        "",
+    ]
+    with (folder / CARD).open("a", encoding="utf-8") as card:
+        card.write("\n" + "\n".join(lines))
+
+
+def metadata(config: RunConfig, curve: Sequence[Mapping[str, Any]]) -> str:
+    """Return the metadata that the Hub reads, as YAML: with perplexities as a model-index.
 
     Args:
         config: The run's resolved config.
-        state: Full fp32 tensors by global name, as a checkpoint holds them.
-        tokenizer_path: File of the tokenizer that the run's data was made with.
-        out_dir: Folder to write.
-        max_length: Longest sequence in tokens that the export must accept. OPT and MPT have such a
-            limit; the other classes only record it. A learned position table has its own.
-        extras: What else the export holds.
-
-    Returns:
-        The name of the transformers class, such as "BloomForCausalLM".
-
-    Raises:
-        ConfigError: No transformers class can hold the model, `state` does not have the names and
-            shapes of the config, the tokenizer cannot be exported or does not fit the model, or
-            `out_dir` exists and is not an earlier export, or holds more than that wrote.
-        RunFailed: The folder cannot be written, for example because the disk is full.
+        curve: Evaluation records. Those that are not finite are left out.
     """
-    target, out = class_of(config), Path(out_dir).absolute()
-    max_length = config.position.table_end(config) or max_length
-    check_replaceable(out)
-    tensors = target.convert(config, state, max_length)
-    tokenizer = load_tokenizer(tokenizer_path)
-    settings = target.transformers_config(config, max_length, special_ids(tokenizer), state)
-    _check_complete(target, settings, tensors)
-    again = target.restore(config, tensors.__getitem__, {})
-    originals = {n: state[n].contiguous() for n, t in again if not same_bits(t, state[n])}
-    with writing(out), new_directory(out, replace=True) as folder:
-        eos = _write(folder, settings, tensors, tokenizer, max_length)
-        for source in target.code_files():
-            (folder / source.name).write_bytes(source.read_bytes())
-        write_card(folder, config, target, settings, extras, eos)
-        # For `pretrain import`, whose result is then the run's model to the last bit.
-        if originals:
-            _save(originals, folder / ORIGINALS)
-        (folder / ORIGINAL_TOKENIZERS[tokenizer.file_name]).write_bytes(tokenizer.content)
-        (folder / MARKER).write_text(dump_config(config), encoding="utf-8")
-        record_files(folder)
-    return target.name
+    from huggingface_hub import ModelCardData
+
+    results = [result for record in curve for result in _results(config, record)]
+    data = ModelCardData(
+        language=list(config.export.language) or None,
+        license=config.export.license,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=[config.position.method],
+        datasets=list(config.export.datasets) or None,
+        model_name=Path(config.run.directory).name or "model",
+        eval_results=results or None,
+    )
+    if not results:
+        # It names a model for its results only.
+        data.model_name = None
+    return data.to_yaml().strip()
 
 
-def _check_complete(target: HuggingFaceClass, settings: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError unless the tensors are exactly those of the transformers model.
-
-    from_pretrained would fill a missing tensor with random values and only warn.
-    """
-    theirs = target.shapes(settings)
-    ours = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    wrong = sorted(n for n in theirs.keys() | ours.keys() if theirs.get(n) != ours.get(n))
-    if wrong:
-        raise ConfigError(
-            f"{len(wrong)} tensors do not fit {target.name}. The first is {wrong[0]}: the class "
-            f"has shape {theirs.get(wrong[0])}, the weights have {ours.get(wrong[0])}. Are these "
-            "another run's weights?"
-        )
-
-
-def _write(
-    directory: Path,
-    settings: Any,
-    tensors: dict[str, Tensor],
-    tokenizer: Tokenizer,
-    max_length: int,
-) -> str:
-    """Write weights, config, generation config and tokenizer, and check the tokenizer.
+def _results(config: RunConfig, record: Mapping[str, Any]) -> list[Any]:
+    """Return the entries of the model-index that one evaluation record makes.
 
     Args:
-        directory: Existing folder to write to.
-        settings: The transformers config.
-        tensors: Weights by their names in the transformers class.
-        tokenizer: The run's tokenizer.
-        max_length: Longest sequence in tokens, for the tokenizer.
-
-    Returns:
-        The name of the token that ends a document.
-
-    Raises:
-        ConfigError: The tokenizer has more pieces than the model has embeddings.
-        OSError: A file cannot be written.
+        config: The run's resolved config.
+        record: The record.
     """
-    from transformers import GenerationConfig
+    from huggingface_hub import EvalResult
 
-    stock = fast_tokenizer(tokenizer, max_length=max_length)
-    if tokenizer.vocab_size > settings.vocab_size:
-        raise ConfigError(
-            f"{tokenizer.path}: has {tokenizer.vocab_size} pieces, but the model has "
-            f"{settings.vocab_size} embeddings. Is this another run's tokenizer?"
+    datasets, length = config.export.datasets, record["length"]
+    keys = ("protocol", "stride", "length", "tokens", "tokenizer", "validation")
+    found = []
+    for key, title in (("perplexity", "Perplexity per token"), ("bits_per_byte", "Bits per byte")):
+        value = record.get(key)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            continue
+        found.append(
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=datasets[0] if datasets else "text",
+                dataset_name=f"{datasets[0]}, held-out part" if datasets else "validation text",
+                dataset_split="validation",
+                metric_type=key,
+                metric_value=value,
+                metric_name=f"{title} in windows of {length} tokens, {record['protocol']}",
+                metric_args={k: record[k] for k in keys if record.get(k) is not None},
+            )
         )
-    settings.save_pretrained(directory)
-    _save(tensors, directory / "model.safetensors")
-    # The ids alone, as published base models have it. A limit of new tokens here would overrule the
-    # max_length that programs such as lm-eval pass, and a max_length would make every call that
-    # passes max_new_tokens warn that both are set.
-    generation = GenerationConfig(**special_ids(tokenizer))  # type: ignore[no-untyped-call]  # untyped in transformers
-    generation.save_pretrained(directory)
-    stock.save_pretrained(directory)
-    check_same_ids(tokenizer, directory, settings)
-    return str(stock.eos_token)
+    return found
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file into the export's folder, which holds config.json already."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of perplexities: a row for each length, a column for each curve.
 
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        # safetensors reports a full disk as an error of its own, which is not an OSError.
-        raise OSError(str(error)) from error
-    # safetensors makes its file readable by the owner only. In a shared folder it needs the mode
-    # that the umask gives to every other file.
-    os.chmod(path, path.with_name("config.json").stat().st_mode)
+    Columns are in the order in which their first records appear. The last says how many tokens the
+    numbers of a row stand on.
+    """
+    if not curve:
+        return ""
+    cells = {(_column(r), r["length"]): _cell(r) for r in curve}
+    titles = list(dict.fromkeys(column for column, _ in cells))
+    rows = []
+    for length in sorted({r["length"] for r in curve}):
+        scored = dict.fromkeys(f"{r['tokens']:,}" for r in curve if r["length"] == length)
+        found = [cells.get((title, length), "") for title in titles]
+        rows.append([f"{length:,}", *found, " / ".join(scored)])
+    title = "Perplexity of the validation text, read in windows of so many tokens"
+    return Table(title, ["tokens", *titles, "tokens scored"], rows, names=0).markdown()
+
+
+def _cell(record: Mapping[str, Any]) -> str:
+    """Return a record's perplexity, with its confidence interval where that is known."""
+    perplexity = record["perplexity"]
+    # metrics.jsonl has null for what is not finite.
+    if perplexity is None or not math.isfinite(perplexity):
+        return "not finite"
+    return f"{perplexity:.2f}{_interval(record)}"
+
+
+def _interval(record: Mapping[str, Any]) -> str:
+    """Return the confidence interval of a record's perplexity in brackets; "" where it is unknown.
+
+    That is so where the text has too few blocks.
+    """
+    ends = [record.get(key) for key in ("loss_low", "loss_high")]
+    finite = [math.exp(end) for end in ends if isinstance(end, int | float) and end < 700]
+    return f" ({finite[0]:.2f} to {finite[1]:.2f})" if len(finite) == 2 else ""
+
+
+def _column(record: Mapping[str, Any]) -> str:
+    """Return the title of a record's column: method, protocol and, if it slides, the stride.
+
+    A nonoverlapping window's stride is its length, so there it would give each row its own column.
+    """
+    title = f"{record['method']}, {record['protocol']}"
+    if record["protocol"] == "sliding":
+        return f"{title}, stride {record['stride']}"
+    return title

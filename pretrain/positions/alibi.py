@@ -160,10 +160,6 @@ class Alibi(PositionMethod):
         slopes = self.slopes_of(config.model.num_attention_heads)[heads]
         return {"slopes": torch.tensor(slopes, dtype=torch.float32, device=device)}
 
-    def export_bytes_a_position(self, config: RunConfig) -> int:
-        # MPT makes the biases of all positions in each forward pass, and slices them.
-        return 12 * config.model.num_attention_heads
-
 
 def published_slopes(num_heads: int) -> tuple[float, ...]:
     """Return the published slopes of all heads of a model, each in (0, 1).

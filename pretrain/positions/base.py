@@ -179,10 +179,6 @@ class PositionMethod(ChosenSection):
         """
         return f"no stock transformers decoder computes {self.method} positions"
 
-    def export_bytes_a_position(self, config: RunConfig) -> int:
-        """Return the memory that its class takes for each position it reaches, when it is made."""
-        return 0
-
 
 METHODS: dict[str, type[PositionMethod]] = PositionMethod.REGISTERED
 """Value of position.method -> its class. A subclass of PositionMethod enters itself."""

@@ -47,10 +47,6 @@ class Sinusoidal(PositionMethod):
     def embedded(self, config: RunConfig, positions: Tensor) -> Tensor:
         return sinusoidal_table(positions, config.model.hidden_size, self.sinusoidal_table)
 
-    def export_bytes_a_position(self, config: RunConfig) -> int:
-        # Angles and their sines and cosines in fp64, and the table in fp32, twice.
-        return 24 * config.model.hidden_size
-
 
 def sinusoidal_table(positions: Tensor, hidden_size: int, form: SinusoidalForm) -> Tensor:
     """Return what sinusoidal positions add to the embeddings, [..., hidden_size] in fp64.

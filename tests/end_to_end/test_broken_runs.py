@@ -136,16 +136,15 @@ def test_a_full_disk_while_training(workspace, config):
 
 def test_a_full_disk_while_exporting(run, tmp_path):
     out = tmp_path / "hf"
-    succeeds("export", run, out)
-    before = contents(tmp_path)
     explained(
         pretrain("export", run, out, largest_file=20_000),
         1,
         f"{out}: cannot be written",
         "File too large",
     )
-    # The earlier export is still there, whole.
-    assert contents(tmp_path) == before
+    assert list(tmp_path.iterdir()) == []
+    succeeds("export", run, out)
+    before = contents(tmp_path)
     explained(
         pretrain("export", run, out / "config.json/hf"),
         1,
@@ -199,23 +198,9 @@ def test_what_has_no_stock_class_is_not_exported(refused, workspace, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_no_export(refused, workspace, run, tmp_path):
+def test_an_export_replaces_nothing(refused, run, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    refused(
-        ["export", run, tmp_path],
-        f"{tmp_path}: already exists and is not an earlier export",
-        "Choose another folder",
-    )
-    refused(
-        ["export", run, tmp_path / "notes.txt"],
-        "already exists and is not an earlier export",
-        "Choose another folder",
-    )
-    curve = ["--curve", tmp_path / "notes.txt"]
-    refused(
-        ["export", run, tmp_path / "hf", *curve],
-        f"--curve {tmp_path}/notes.txt: not a curve.json",
-        "evaluate --out",
-    )
+    for there in (tmp_path, tmp_path / "notes.txt"):
+        refused(["export", run, there], f"{there}: already exists and is not an empty folder")
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -294,9 +294,8 @@ def test_evaluate(tmp_path, whole):
 def test_export(whole, exported):
     folder, said = exported
     lines = said.splitlines()
-    assert lines.pop(1).startswith(f"{folder}/validation.jsonl: the first ")
     assert lines[0] == f"{whole[0]}/checkpoints/step-00000200 -> {folder} (MptForCausalLM)"
-    assert lines[-1] == "MptForCausalLM in stock transformers computes the same function"
+    assert lines[-1] == "MptForCausalLM computes the same function"
     assert [line.split()[0] for line in lines[4:-1]] == ["fp32"] * 2 + ["bf16"] * 2 + [
         "fp16"
     ] * 2 + ["fp32:", "bf16:", "fp16:"]

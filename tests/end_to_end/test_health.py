@@ -44,18 +44,6 @@ from pretrain.optim import optimizers
 
 optimizers.LARGEST_WEIGHT = 1e38
 """
-POISONED_EXPORT = """
-from pretrain.huggingface import export as command
-
-def poisoned(checkpoint):
-    weights = load(checkpoint)
-    weights["decoder.layers.1.mlp.linear_fc1.weight"][3, 2] = float("nan")
-    return weights
-
-load, command.load_global_state = command.load_global_state, poisoned
-from pretrain.cli.main import main
-main()
-"""
 
 
 def _program(step: int, kind: str, value: str) -> list[str]:
@@ -115,10 +103,3 @@ def test_a_checkpoint_that_poisons_two_attempts_is_passed_over(poisoned_run, wor
     )
     listed = succeeds("checkpoint", "list", run)
     assert f"abandoned/{folder.name}" in listed.out and "poisoned" in listed.out
-
-
-def test_a_model_with_a_nan_is_not_exported(run, tmp_path):
-    command = [sys.executable, "-c", POISONED_EXPORT, "export", str(run), str(tmp_path / "hf")]
-    words = "1 of the 4096 elements of decoder.layers.1.mlp.linear_fc1.weight are not finite"
-    explained(forked(command), 2, words, "Export an earlier checkpoint")
-    assert not (tmp_path / "hf").exists()

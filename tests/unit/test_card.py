@@ -1,23 +1,15 @@
-"""Test the model card and what lies beside it: metadata, table, prompt, the task for lm-eval."""
+"""Test the model card: what the Hub reads, and the table of perplexities."""
 
 from __future__ import annotations
 
-import json
 import math
 
 import huggingface_hub
-import numpy as np
 import pytest
-import yaml
 
 from pretrain.config import RunConfig
-from pretrain.huggingface.card import (
-    ExportExtras,
-    prompt_of,
-    validation_documents,
-    write_card,
-)
 from pretrain.huggingface.classes import CLASSES
+from pretrain.huggingface.folder import write_card
 from tests.conftest import tiny_config
 
 RECORD = {
@@ -50,7 +42,7 @@ def card_of(tmp_path):
     def card(config: RunConfig, **extras: object) -> str:
         found = CLASSES["gpt_neox"]
         settings = found.config_class(max_position_embeddings=2048)
-        write_card(tmp_path, config, found, settings, ExportExtras(**extras), "</s>")
+        write_card(tmp_path, config, found, settings, "</s>", **extras)
         return (tmp_path / "README.md").read_text()
 
     return card
@@ -101,59 +93,3 @@ def test_the_table_says_how_many_tokens_were_scored(card_of):
         "In brackets: the 95 % confidence interval",
     ):
         assert row in card
-
-
-def test_the_prompt_is_of_the_validation_text(card_of):
-    card = card_of(tiny_config(), documents=(" \n", 'A "quoted"\nstart, of the text and more'))
-    assert 'tokenizer("A \\"quoted\\" start, of the text"' in card
-    assert "the first 2 documents, 40 bytes" in card
-    assert 'tokenizer("The"' in card_of(tiny_config())
-    assert len(prompt_of(["\u4eac" * 500])) == 60
-    assert "`</s>`" in card
-
-
-class Letters:
-    """A tokenizer of one id a letter."""
-
-    def decode(self, ids: np.ndarray) -> str:
-        return "".join(chr(i) for i in ids)
-
-
-class Stream:
-    """A split in memory."""
-
-    eos_id = 0
-
-    def __init__(self, text: str) -> None:
-        self.ids = np.array([0 if c == "|" else ord(c) for c in text])
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        assert start + count <= len(self.ids)
-        return self.ids[start : start + count]
-
-
-@pytest.mark.parametrize("at_once", [3, 1000])
-def test_the_documents_beside_the_model(at_once, tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrain.huggingface.card._TOKENS_AT_ONCE", at_once)
-    for text, most, expected in (
-        ("abcdef|gh|ijkl|", 100, ("abcdef", "gh", "ijkl")),
-        ("abcdef|gh|ijkl", 100, ("abcdef", "gh", "ijkl")),
-        ("abcdef|gh|ijkl|", 11, ("abcdef", "gh")),
-        ("abcdef||  |ijkl|", 12, ("abcdef", "ijkl")),
-        ("abcdef|gh|", 4, ("abcd",)),
-        # Cut where a character ends.
-        ("\u00e9\u00e9\u00e9|", 5, ("\u00e9\u00e9",)),
-    ):
-        assert validation_documents(Stream(text), Letters(), most) == expected, (text, most)
-
-
-def test_the_task_beside_the_model(tmp_path, card_of):
-    card_of(tiny_config(), documents=('a "b"\n', "\u4eac"))
-    lines = (tmp_path / "validation.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == [{"text": 'a "b"\n'}, {"text": "\u4eac"}]
-    task = yaml.safe_load((tmp_path / "validation.yaml").read_text())
-    assert task["dataset_kwargs"]["data_files"] == {"validation": "validation.jsonl"}
-    assert task["doc_to_target"] == "{{text}}"

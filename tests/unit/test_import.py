@@ -8,13 +8,11 @@ without biases, OPT with learned positions, Pythia with parallel residuals and p
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,12 +25,11 @@ from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluation.command import evaluate_sources
-from pretrain.huggingface.base import StackQkv, _divided, _times, same_bits
+from pretrain.huggingface.base import StackQkv, same_bits
 from pretrain.huggingface.folder import MARKER, ORIGINALS, to_huggingface
 from pretrain.huggingface.import_model import import_folder
 from pretrain.rundir.checkpoints import find_checkpoint
 from tests.reference.dense_gpt import random_state
-from tests.unit.test_dense_gpt import make_config
 from tests.unit.test_export import MODELS, SLOPES, state_of, tokenizer_path
 
 __all__ = ["tokenizer_path"]
@@ -92,7 +89,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "opt": opt,
     "pythia": gpt_neox,
     "neox_20b_activation": lambda: gpt_neox(hidden_act="gelu_fast", rotary_emb_base=500),
-    "neox_sequential": lambda: gpt_neox(use_parallel_residual=False, rotary_pct=1.0),
 }
 
 
@@ -222,9 +218,9 @@ def test_the_parity_check_sees_another_model(imported, tmp_path, monkeypatch, ca
     right = StackQkv.restore
     wrong = lambda self, config, parts: right(self, config, [parts[0].roll(48, 0)])  # noqa: E731
     monkeypatch.setattr(StackQkv, "restore", wrong)
-    with pytest.raises(RunFailed, match="does not compute what stock transformers computes"):
+    with pytest.raises(RunFailed, match="does not compute what transformers computes"):
         import_folder(folder, tmp_path / "run")
-    assert "DIFFERS from our model" in capsys.readouterr().out
+    assert "DIFFERS" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -273,10 +269,9 @@ def test_weights_that_were_changed_after_the_export(tmp_path, tokenizer_path):
         got, 1.5 * state["embedding.word_embeddings.weight"], rtol=1e-6, atol=0
     )
     table = "model.decoder.embed_positions.weight"
-    tensors[table] = tensors[table] + 0.01
+    tensors[table] = tensors[table] * 1.1
     save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=f"{table} is not what the export stored. Remove .*toml"):
-        import_folder(tmp_path / "hf", tmp_path / "other")
+    refused(tmp_path / "hf", tmp_path / "other")
     # Without the run's config it is an OPT like any other.
     (tmp_path / "hf" / MARKER).unlink()
     import_folder(tmp_path / "hf", tmp_path / "other")
@@ -284,33 +279,24 @@ def test_weights_that_were_changed_after_the_export(tmp_path, tokenizer_path):
     assert same_bits(got, tensors[table][2:].contiguous())
 
 
-def test_a_factor_is_undone_where_division_alone_would_not():
-    """A number whose product lies just above a power of two, below which floats are denser."""
-    factor = math.sqrt(2048)
-    product = _times(torch.tensor([float.fromhex("0x1.6a09e8p0")]), factor)
-    assert product / factor * factor != product
-    assert _times(_divided(product, factor), factor) == product
+def refused(folder: Path, out: Path, *overrides: str) -> None:
+    """Import something that transformers computes otherwise than the run's config has it."""
+    with pytest.raises(RunFailed, match="does not compute what transformers computes"):
+        import_folder(folder, out, overrides)
+    assert not out.exists()
 
 
-def test_a_bias_that_the_exported_model_does_not_have(tmp_path, tokenizer_path):
-    config = MODELS["bloom_no_bias"][1]
-    to_huggingface(config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=256)
-    tensors(lambda t: t["transformer.ln_f.bias"].__setitem__(3, 1e-9))(tmp_path / "hf")
-    message = "ln_f.bias: is not zero, but model.use_bias = false. The weights were changed"
-    with pytest.raises(ConfigError, match=message):
-        import_folder(tmp_path / "hf", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_marker_of_another_model_is_refused(tmp_path, tokenizer_path):
-    config = MODELS["neox"][1]
-    to_huggingface(config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=256)
-    path = tmp_path / "hf/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_parallel_residual": True}))
-    message = "use_parallel_residual = True, but pretrain.toml describes a model with False"
-    with pytest.raises(ConfigError, match=message):
-        import_folder(tmp_path / "hf", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+def test_what_the_run_s_config_does_not_say_is_refused(tmp_path, tokenizer_path):
+    """A bias that the exported model does not have, and another order of the block."""
+    no_bias, neox = MODELS["bloom_no_bias"][1], MODELS["neox"][1]
+    for config, folder in ((no_bias, tmp_path / "bias"), (neox, tmp_path / "order")):
+        to_huggingface(config, random_state(config, 0), tokenizer_path, folder, max_length=256)
+    tensors(lambda t: t["transformer.h.0.input_layernorm.bias"].__setitem__(3, 0.1))(
+        tmp_path / "bias"
+    )
+    settings(use_parallel_residual=True)(tmp_path / "order")
+    for name in ("bias", "order"):
+        refused(tmp_path / name, tmp_path / "run")
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -323,7 +309,6 @@ UNSUPPORTED = {
         lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=32),
         "do_layer_norm_before = false: .*word_embed_proj_dim = 32: ",
     ),
-    "galactica": (lambda: opt(enable_bias=False), "enable_bias = false: "),
     "clip": (
         lambda: mpt(attn_config={"clip_qkv": 6.0}),
         "attn_config.clip_qkv = 6.0: our queries, keys and values are not clipped",
@@ -363,7 +348,7 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
         path = folder / "model.safetensors"
         found = load_file(path)
         change(found)
-        save_file(found, path)
+        save_file(found, path, {"format": "pt"})
 
     return damage
 
@@ -391,26 +376,16 @@ class _Touch:
         return Path.touch, (self.path,)
 
 
-NORM, UP = "transformer.ln_f.weight", "transformer.h.1.mlp.dense_h_to_4h.weight"
+UP = "transformer.h.1.mlp.dense_h_to_4h.weight"
 LOAD = "transformers cannot load the weights: "
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no_config": (renamed("config.json", "c"), "config.json: cannot be read .*No such file"),
     "other_class": (settings(model_type="llama"), "model_type = 'llama': cannot be .* bloom"),
     "string": (settings(n_layer="2"), "config.json: transformers cannot read it: .*n_layer"),
-    "deep": (settings(n_layer=10**9), "1000000000 layers are more than"),
-    "quantised": (settings(quantization_config={"bits": 4}), "quantization_config: the weights"),
     "no_weights": (renamed("model.safetensors", "w"), f"{LOAD}OSError"),
-    "missing": (tensors(lambda t: t.pop(UP)), f"1 tensors are missing .* the first is {UP}"),
-    "extra": (tensors(lambda t: t.update(x=torch.ones(2))), "1 tensors are not of .* first is x"),
-    "shape": (
-        tensors(lambda t: t.update({UP: t[UP].T.contiguous()})),
-        rf"1 tensors are of another shape .* {UP}",
-    ),
-    "nan": (tensors(lambda t: t[NORM].__setitem__(3, np.nan)), f"{NORM} holds a NaN or an inf"),
-    "untied_output": (
-        tensors(lambda t: t.update({"lm_head.weight": torch.ones(512, 48)})),
-        "lm_head.weight is not the embedding, but tie_word_embeddings = true",
-    ),
+    "missing": (tensors(lambda t: t.pop(UP)), f"missing for the model .*: {UP}"),
+    "extra": (tensors(lambda t: t.update(x=torch.ones(2))), "unexpected for the model .*: x"),
+    "shape": (tensors(lambda t: t.update({UP: t[UP].T.contiguous()})), f"{LOAD}.*"),
     "truncated": (truncate, f"{LOAD}SafetensorError"),
     "pickle": (malicious, f"{LOAD}UnpicklingError: Weights only load failed"),
 }
@@ -446,28 +421,11 @@ def test_an_out_that_holds_something_is_refused(imported, tmp_path):
 def test_overrides_change_the_run_and_not_the_model(imported, tmp_path):
     folder = imported("bloom")[1]
     out = tmp_path / "run"
-    for override, message in {
-        "model.layernorm_epsilon=1e-6": "model.layernorm_epsilon = 1e-06: an import gives it",
-        "position.method=rotary": "position.method = rotary: an import gives it the value alibi",
-        "run.directory=elsewhere": "run.directory = elsewhere: an import gives it the value",
-        "data.vocab_size=600": "padded = 1024: an import gives it the value 512",
-        "train.steps=3": "train.steps: no such key",
-    }.items():
-        with pytest.raises(ConfigError, match=message):
-            import_folder(folder, out, [override])
-    assert not out.exists()
+    refused(folder, out, "model.layernorm_epsilon=1e-3")
+    with pytest.raises(ConfigError, match=r"train\.steps: no such key"):
+        import_folder(folder, out, ["train.steps=3"])
     overrides = ["train.num_steps=7", "data.vocab_size=400", "model.attention_dropout=0.1"]
     import_folder(folder, out, overrides)
     config = load_config(out / "config.toml")
     assert (config.train.num_steps, config.model.attention_dropout) == (7, 0.1)
     assert (config.data.vocab_size, config.padded_vocab_size) == (400, 512)
-
-
-def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path, tokenizer_path):
-    config = make_config("rotary")
-    to_huggingface(config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=64)
-    marker = tmp_path / "hf" / MARKER
-    marker.write_text(marker.read_text().replace("vocab_size = 500", "vocab_size = 490"))
-    with pytest.raises(ConfigError, match=r"tokenizer.model: has 500 pieces, but data.vocab_size"):
-        import_folder(tmp_path / "hf", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
