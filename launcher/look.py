@@ -19,7 +19,7 @@ from typing import IO
 from tqdm import tqdm
 
 from pretrain.config import ConfigError
-from pretrain.config.display import columns
+from pretrain.config.errors import columns
 from pretrain.launcher import slurm, terminal
 from pretrain.launcher.status import (
     PARTS,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from pretrain.config import ConfigError, NoSpace, RunConfig, free_bytes, in_bytes, writing
-from pretrain.config.architectures import is_supported, not_supported
+from pretrain.config.errors import is_supported, not_supported
 from pretrain.config.tensors import checkpoint_bytes, num_parameters_of_rank
 from pretrain.launcher import slurm
 from pretrain.launcher.supervise import Signals, signals_blocked

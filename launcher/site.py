@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError
 from typer import Option
 
 from pretrain.config import ConfigError
+from pretrain.config.load import read_toml
 from pretrain.config.schema import Section
-from pretrain.config.toml import read_toml
 from pretrain.launcher.slurm import (
     OUR_OPTIONS,
     SRUN_OPTIONS,

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters, writing
-from pretrain.config.architectures import is_supported, not_supported
+from pretrain.config.errors import is_supported, not_supported
 from pretrain.launcher import slurm
 from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest
 from pretrain.launcher.status import check_run, read_statuses

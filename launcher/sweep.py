@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ from pydantic import BaseModel
 
 from pretrain.config import ConfigError, RunConfig, RunFailed, load_config
 from pretrain.config.load import key_of
-from pretrain.config.toml import parse_toml
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
 from pretrain.launcher.look import STOPPED_BY_USER, print_stopped, table
@@ -167,7 +167,7 @@ def split_values(text: str, argument: str) -> list[str]:
     """
     # The text is read as a TOML array, since TOML knows where a value ends.
     try:
-        values = [_toml(value) for value in parse_toml(f"values = [{text}]")["values"]]
+        values = [_toml(value) for value in tomllib.loads(f"values = [{text}]")["values"]]
     except ValueError:
         if re.search(r"[\[\]{}\"']", text):
             raise ConfigError(

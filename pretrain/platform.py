@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 
 from pretrain.config import ConfigError, writing
-from pretrain.config.architectures import is_supported, not_supported
+from pretrain.config.errors import is_supported, not_supported
 from pretrain.rundir.files import from_json, parse_json
 from pretrain.rundir.trust import check_own_directory, check_place
 

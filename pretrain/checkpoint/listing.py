@@ -13,7 +13,7 @@ from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint, FileRecor
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Rounds, Store, split_checkpoint
 from pretrain.config import ConfigError, RunFailed, load_config, writing
-from pretrain.config.display import columns, moment, size
+from pretrain.config.errors import columns, moment, size
 from pretrain.rundir.checkpoints import (
     MANIFEST,
     abandoned_checkpoints,

@@ -17,7 +17,7 @@ from pretrain.checkpoint.load import load_global_state, read_tensor
 from pretrain.checkpoint.manifest import MASTER, Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunFailed, dump_config, writing
 from pretrain.config.describe import describe
-from pretrain.config.display import columns, moment, size
+from pretrain.config.errors import columns, moment, size
 from pretrain.config.trajectory import data_differences, differences
 from pretrain.optim.optimizers import meaning
 from pretrain.rundir.checkpoints import MANIFEST, find_checkpoint

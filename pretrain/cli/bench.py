@@ -10,7 +10,6 @@ import typer
 
 from pretrain.config import ConfigError, RunConfig, load_config, writing
 from pretrain.config.arguments import Commands, Config, Count, Numbers, OutFile, Overrides
-from pretrain.config.load import check_beside
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import RunPaths
 
@@ -36,11 +35,6 @@ def with_lengths(
     """
     # First the config by itself, so that a wrong value is named as such.
     given = load_config(file, overrides)
-    options = {
-        "--methods": (methods, "position.method"),
-        "--lengths": (lengths, "data.sequence_length"),
-    }
-    check_beside(overrides, options)
     own = given.data.sequence_length
     configs = []
     for method in (methods or given.position.method).split(","):

@@ -26,7 +26,6 @@ from pretrain.config import (
     RunConfig,
     dump_config,
     load_config,
-    load_with_origins,
     writing,
 )
 from pretrain.config.arguments import (
@@ -44,9 +43,8 @@ from pretrain.config.arguments import (
     print_and_exit,
     version_flag,
 )
-from pretrain.config.load import check_beside
+from pretrain.config.load import list_shipped
 from pretrain.config.schema import WORDS
-from pretrain.config.toml import list_shipped
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.rundir.paths import ExitCode
 from pretrain.training.reporter import Requests
@@ -94,9 +92,8 @@ def config(
 ) -> None:
     """Check a config and print it in full.
 
-    Prints every key with its value and where that comes from (a file, --set or the default), then
-    the parameter count, the layout, and what the trained model will export as and in which
-    precisions, or why it cannot be exported.
+    Prints every key with its value, then the parameter count, the layout, and what the trained
+    model will export as and in which precisions, or why it cannot be exported.
 
     A config may build on another one: base = "other.toml" at its top, relative to its own folder.
 
@@ -111,16 +108,15 @@ def config(
     Args:
         list_files: List the configs and example sites that are installed with this package.
     """
-    from pretrain.config.describe import describe, with_origins
+    from pretrain.config.describe import describe
     from pretrain.huggingface.classes import describe_export
 
-    run, origins = load_with_origins(config, overrides)
+    run = load_config(config, overrides)
     # The fewest processes that can hold the model. A batch that fits none of them fits no number.
     parallel = run.parallel
     if parallel.world_size is None:
         run.layout(parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-    print(with_origins(dump_config(run), origins))
-    print()
+    print(dump_config(run))
     print(describe(run, describe_export(run, tokenizer_obstacles(run))))
 
 
@@ -349,7 +345,7 @@ def evaluate(
     if not text:
         evaluate_sources(sources, request, overrides, out)
         return
-    with text_data_set(sources, text, overrides) as folder:
+    with text_data_set(sources, text) as folder:
         evaluate_sources(sources, request, [*overrides, f"data.directory={folder}"], out)
 
 
@@ -528,7 +524,6 @@ def plan(
         out: Write the run in the best layout as a config of its own.
         calibrate: Scale the assumed speeds by a measurement: pretrain bench train --out FILE.
     """
-    check_beside(overrides, {"--gpus": (gpus, "parallel.world_size")})
     from pretrain.plan.command import plan_run, read_target
 
     print(plan_run(config, overrides, read_target(gpus, gpu_type, network, calibrate), out))

@@ -24,8 +24,7 @@ from pretrain.config.errors import (
 )
 
 if TYPE_CHECKING:
-    from pretrain.config.evaluation import EvaluationRequest
-    from pretrain.config.load import dump_config, load_config, load_with_origins, parse_config
+    from pretrain.config.load import EvaluationRequest, dump_config, load_config, parse_config
     from pretrain.config.run import Layout, RunConfig
     from pretrain.config.tensors import num_parameters, num_parameters_of_rank
 
@@ -43,7 +42,6 @@ __all__ = [
     "free_bytes",
     "in_bytes",
     "load_config",
-    "load_with_origins",
     "num_parameters",
     "num_parameters_of_rank",
     "parse_config",
@@ -51,12 +49,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EvaluationRequest": "evaluation",
+    "EvaluationRequest": "load",
     "Layout": "run",
     "RunConfig": "run",
     "dump_config": "load",
     "load_config": "load",
-    "load_with_origins": "load",
     "num_parameters": "tensors",
     "num_parameters_of_rank": "tensors",
     "parse_config": "load",

@@ -19,8 +19,6 @@ from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type
 
 import typer
 
-from pretrain.config.load import check_overrides
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -105,7 +103,6 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUE",
-        callback=check_overrides,
         help="Override a value of the config, as in --set train.num_steps=100; with nothing after "
         "the =, remove the key, which brings its default back. Can be repeated.",
     ),

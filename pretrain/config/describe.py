@@ -1,43 +1,11 @@
-"""Describe a run: where each value of its config comes from, its size and length, its layout."""
+"""Describe a run: its size, its length, its layout, what it exports as."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 
 from pretrain.config.run import RunConfig
 from pretrain.config.tensors import num_parameters, num_parameters_of_rank
-
-COMMENT_COLUMN = 48
-"""Column in which the origins stand, beside values that are shorter."""
-
-
-def with_origins(text: str, origins: Mapping[str, str]) -> str:
-    """Return a resolved config with a comment behind each value: where it comes from.
-
-    The text stays a config file, which loads back as the same config.
-
-    Args:
-        text: What `dump_config` returned.
-        origins: Dotted key -> its origin, as `load_with_origins` returns them.
-    """
-    return "\n".join(_commented(text.rstrip("\n").split("\n"), origins))
-
-
-def _commented(lines: list[str], origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield the lines of a dumped config with the comments."""
-    section = ""
-    for line in lines:
-        if header := re.fullmatch(r"\[(.+)\]", line):
-            section = header[1]
-        # The version stands above the sections. The elements of a list stand below its key, each on
-        # an indented line of its own.
-        if section and (pair := re.match(r"([A-Za-z0-9_-]+) = ", line)):
-            origin = origins[f"{section}.{pair[1]}"]
-            # No control character may stand in a comment, and a file's name may hold some.
-            origin = origin if origin.isprintable() else ascii(origin)
-            line = f"{line:<{COMMENT_COLUMN}} # {origin}"
-        yield line
 
 
 def describe(config: RunConfig, export: Iterable[str] = ()) -> str:

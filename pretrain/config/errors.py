@@ -1,4 +1,6 @@
-"""Define the errors that end a command without a traceback: wrong input, and a failed run.
+"""Say to people what happened: the errors that end a command, and tables, sizes and times.
+
+An error ends a command without a traceback: wrong input, or a failed run.
 
 `pretrain` and `launcher` print the message of any of them as `error: ...` lines; the exit code is 2
 for a ConfigError, 1 for a RunFailed, 81 for a Diverged, 82 for a NoSpace and 83 for a Poisoned
@@ -10,7 +12,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -123,3 +127,74 @@ class Refusal(NamedTuple):
         # As TOML spells it, so that a user finds it in the file.
         value = str(self.value).lower() if isinstance(self.value, bool) else self.value
         return f"{self.key} = {value}: {self.reason}. {self.remedy}"
+
+
+# ---- Tables, sizes and times ---------------------------------------------------------------------
+def columns(rows: Sequence[Sequence[str]], right: Collection[int], gap: str = "  ") -> list[str]:
+    """Return the lines of a table.
+
+    Args:
+        rows: The cells of each row, as many in each, the head first.
+        right: Numbers of the columns that are aligned to the right.
+        gap: What stands between two columns.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        gap.join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def size(count: int) -> str:
+    """Return a number of bytes for people: 4212 -> "4.2 kB"."""
+    return in_bytes(count).partition(" (")[0]
+
+
+def moment(at: float) -> str:
+    """Return Unix seconds as local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+# ---- Whether a build of torch has code for a GPU -------------------------------------------------
+def is_supported(architectures: Sequence[str], capability: Sequence[int]) -> bool:
+    """Return True if a build of torch runs on a GPU.
+
+    Machine code (sm_80) runs on GPUs of the same major version and at least its minor one, PTX
+    (compute_80) on all later ones. A suffix, as in sm_90a, ties code to exactly that GPU.
+
+    Args:
+        architectures: What the build contains, as torch.cuda.get_arch_list() returns it.
+        capability: The GPU's compute capability, major and minor.
+    """
+    if len(capability) != 2:
+        return False
+    major, minor = capability
+    for name in architectures:
+        if not (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name)):
+            continue
+        kind, built, suffix = match[1], (int(match[2]), int(match[3])), match[4]
+        if suffix == "a":
+            runs = built == (major, minor)
+        elif kind == "sm" or suffix:
+            runs = built[0] == major and built[1] <= minor
+        else:
+            runs = built <= (major, minor)
+        if runs:
+            return True
+    return False
+
+
+def not_supported(gpu: str, capability: Sequence[int], architectures: Sequence[str]) -> str:
+    """Return the words that say that a build of torch has no code for a GPU.
+
+    Args:
+        gpu: What to call the GPU.
+        capability: Its compute capability, major and minor.
+        architectures: What the build contains, as torch.cuda.get_arch_list() returns it.
+    """
+    built = ", ".join(architectures) or "no GPU"
+    number = ".".join(str(part) for part in capability)
+    return f"{gpu} has compute capability {number}, and torch is built for {built}"

@@ -1,13 +1,21 @@
-"""Load a run's config from TOML, apply `--set` overrides, check it, and write it back as TOML."""
+"""Load a run's config: TOML files that build on each other, `--set`, the checks; and write it back.
+
+The example configs and site files that are installed with the package are found here as well.
+`pretrain/configs` and `pretrain/slurm` lie beside the code. In a clone they are links to the
+folders of those names at its root; in an installed wheel they are folders in site-packages, where
+users do not look for them.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
-import types
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import ValidationError
@@ -15,61 +23,180 @@ from pydantic.fields import FieldInfo
 
 from pretrain.config import rules
 from pretrain.config.errors import ConfigError
-from pretrain.config.run import RunConfig
-from pretrain.config.schema import FOREIGN_KEY, Section
-from pretrain.config.toml import (
-    expand_paths,
-    leaves,
-    parse_toml,
-    read_layers,
-    with_version,
-    without_version,
-)
+from pretrain.config.run import PROTOCOLS, RunConfig
+from pretrain.config.schema import Section
 
-# ---- Name the keys of a config, and guess which one was meant by a name that is none ----
+CONFIG_VERSION = 1
+"""The version of the files that `dump_config` writes, as they state it. It is raised when a key's
+meaning changes, or the value of a key that they lack, so that such a file would be read as another
+run. What a person writes needs no version."""
+_VERSION, _BASE = "config_version", "base"
+"""The keys at the top of a file that are no sections of a run's config."""
 
 
+# ---- Files ---------------------------------------------------------------------------------------
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the values of a TOML file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not UTF-8 or not TOML.
+        RecursionError: Its brackets are a thousand deep.
+    """
+    return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+
+
+def read_values(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read a config file, laid over the base that it names: `base = "other.toml"` at its top.
+
+    Tables are merged key by key at every depth, any other value replaces the base's.
+
+    Args:
+        path: The file.
+        above: The files that build on it, of which the last one names it as its base.
+
+    Returns:
+        Section -> its keys and values, as tomllib returns them.
+
+    Raises:
+        ConfigError: A file is missing or is no TOML, or the bases form a circle.
+    """
+    asked = f", the base of {above[-1]}" if above else ""
+    if os.path.realpath(path) in map(os.path.realpath, above):
+        raise ConfigError(f"{path}{asked}: builds on itself. Remove one of these bases")
+    try:
+        values = read_toml(path)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: no such config file{asked}. `pretrain config --list` shows the configs that "
+            "are installed with this package; a base is looked for from the folder of its file"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a readable config file{asked}: {error}") from None
+    values = without_version(values, path)
+    base = values.pop(_BASE, None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: {_BASE} = {base!r}: expected the name of one config file")
+    return merged(
+        read_values(path.parent / expand_path(f"{path}: {_BASE}", base), (*above, path)), values
+    )
+
+
+def merged(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table laid over another: tables key by key, any other value replaces the base's."""
+    result = dict(base)
+    for key, value in overlay.items():
+        below = result.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            value = merged(below, value)
+        result[key] = value
+    return result
+
+
+def without_version(values: Mapping[str, Any], file: Path | str) -> dict[str, Any]:
+    """Return the content of a file without its version, which it may state.
+
+    Raises:
+        ConfigError: It is another one.
+    """
+    found = values.get(_VERSION, CONFIG_VERSION)
+    # In Python true and 1.0 equal 1, too.
+    if type(found) is not int or found != CONFIG_VERSION:
+        raise ConfigError(
+            f"{file}: {_VERSION} = {found!r}: this version of pretrain reads {CONFIG_VERSION}. Use "
+            "the version that wrote the file"
+        )
+    return {key: value for key, value in values.items() if key != _VERSION}
+
+
+# ---- Paths ---------------------------------------------------------------------------------------
+# ~ and $VARIABLE are expanded once, when a config is read, so what a run records of itself is the
+# place that it had: a variable may have another value on another node or for another user. The
+# paths that come out hold no variable any more, so reading a recorded config again changes nothing.
+#
+# The environment is read here because a user has written the variable's name into the config. No
+# other module of this package reads it.
+PATHS = {
+    "run": ("directory",),
+    "data": ("directory", "paths", "validation_paths", "tokenizer"),
+    "checkpoint": ("upload_to",),
+}
+"""The keys by section that hold paths or URLs. data.cache_directory is not among them: it may lie
+on a disk of the node's own, so it is expanded by the process that uses it."""
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([^{}]*)\})")
+"""$NAME or ${NAME}. Any other dollar stays as it is."""
+
+
+def expand_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a config with ~ and variables expanded in every path.
+
+    Args:
+        values: Section -> its keys and values, which have not been checked yet: what is no path is
+            left as it is.
+
+    Raises:
+        ConfigError: A variable or a home directory in a path does not exist.
+    """
+    result = dict(values)
+    for section, names in PATHS.items():
+        if isinstance(keys := result.get(section), dict):
+            result[section] = _expanded(section, keys, names)
+    data = result.get("data")
+    if isinstance(data, dict) and isinstance(corpora := data.get("corpora"), dict):
+        data["corpora"] = {
+            name: _expanded(f"data.corpora.{name}", corpus, ("paths",))
+            if isinstance(corpus, dict)
+            else corpus
+            for name, corpus in corpora.items()
+        }
+    return result
+
+
+def expand_path(key: str, path: str) -> str:
+    """Return a path with ~ and variables expanded.
+
+    Args:
+        key: Where it stands, for the message.
+        path: A path, a pattern or a URL.
+
+    Raises:
+        ConfigError: A variable or a home directory in it does not exist.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        # An empty one would turn $SCRATCH/runs into /runs.
+        if not (found := os.environ.get(name, "")):
+            raise ConfigError(
+                f"{key} = {path}: the variable {name} is not set. Set it (export {name}=...), or "
+                "write the path without it"
+            )
+        return found
+
+    expanded = os.path.expanduser(_VARIABLE.sub(value, path))
+    if expanded.startswith("~"):
+        raise ConfigError(f"{key} = {path}: there is no such home directory")
+    return expanded
+
+
+def _expanded(section: str, keys: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Return a section's keys with those of these names expanded."""
+    return keys | {n: _each(f"{section}.{n}", keys[n]) for n in names if n in keys}
+
+
+def _each(key: str, value: Any) -> Any:
+    """Return a value with every text in it expanded."""
+    if isinstance(value, str):
+        return expand_path(key, value)
+    return [_each(key, part) for part in value] if isinstance(value, list | tuple) else value
+
+
+# ---- Keys ----------------------------------------------------------------------------------------
 def section_keys() -> dict[str, list[str]]:
     """Return the names of all keys by section, in the order of the config file."""
     return {name: list(section_fields(name)) for name in RunConfig.model_fields}
-
-
-def is_text(section: str, name: str) -> bool:
-    """Return True if every value of a key is a text, so that "2024" can only mean the word."""
-    field = section_fields(section).get(name) if section in RunConfig.model_fields else None
-    return field is not None and all(kind is str for kind in _kinds(field.annotation))
-
-
-def is_needed(location: Sequence[int | str]) -> bool:
-    """Return True for the location of a config's key that has no default."""
-    section, name = (*map(str, location), "", "")[:2]
-    field = section_fields(section).get(name) if section in RunConfig.model_fields else None
-    return field is not None and field.is_required()
-
-
-def suggestion(location: list[str]) -> str:
-    """Return the end of the message about an unknown key: what was probably meant.
-
-    The same name in another section comes first (a key under the wrong header), then a similar name
-    in the section.
-    """
-    sections, name = section_keys(), location[-1]
-    elsewhere = [f"{s}.{name}" for s, keys in sections.items() if name in keys]
-    if len(location) == 1:
-        near = _near(name, [*sections, "base", "remove"], 0.6) + elsewhere
-        return f", did you mean {near[0]}?" if near else f"; sections are {', '.join(sections)}"
-    section = location[0]
-    if name in ("base", "remove"):
-        return f"; {name} stands at the top of a file, before its first section"
-    near = elsewhere + [f"{section}.{key}" for key in _near(name, sections[section], 0.5)]
-    if near:
-        return f", did you mean {near[0]}?"
-    return f"; [{section}] has {', '.join(sections[section])}"
-
-
-def _near(name: str, names: list[str], cutoff: float) -> list[str]:
-    """Return the most similar of some names, in lower case; an empty list if none is similar."""
-    return difflib.get_close_matches(name.lower(), names, 1, cutoff)
 
 
 def section_fields(section: str) -> dict[str, FieldInfo]:
@@ -94,23 +221,24 @@ def section_models(section: str) -> list[type[Section]]:
     raise KeyError(section)
 
 
-def _kinds(annotation: Any) -> set[Any]:
-    """Return the types that a value may have, without None; of a Literal those of its values."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return {kind for part in get_args(annotation) for kind in _kinds(part)}
-    if get_origin(annotation) is Literal:
-        return {type(value) for value in get_args(annotation)}
-    return set() if annotation is type(None) else {annotation}
+def suggestion(*location: str) -> str:
+    """Return the end of the message about an unknown key: what was probably meant.
+
+    The same name in another section comes first, as of a key under the wrong header.
+    """
+    keys, (section, *_, name) = section_keys(), (*location[:1], location[-1])
+    meant = [f"{other}.{name}" for other, names in keys.items() if name in names]
+    among = [*keys, _BASE]
+    if len(location) > 1:
+        among = [f"{section}.{key}" for key in keys.get(section, ())]
+    meant += difflib.get_close_matches(".".join(location).lower(), among, 1)
+    return f", did you mean {meant[0]}?" if meant else f"; there are {', '.join(among)}"
 
 
-# ---- overrides ----
-# Read `--set section.key=value`: what is typed is the value, and nothing typed removes the key.
-#
+# ---- --set section.key=value ---------------------------------------------------------------------
 # The value is TOML. A shell takes away the quotes that TOML wants around a text, so what is not
 # TOML is a text as well, without the space around it. Every value of a key that holds texts alone
-# is one, even "2024" and "none".
-
-
+# is one, even "2024" and "none". Nothing behind the = removes the key.
 def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return the sections of a config with overrides applied, the first one first.
 
@@ -121,119 +249,47 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
     Raises:
         ConfigError: An override is malformed, or removes a key that does not exist.
     """
-    result = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
+    result = dict(values)
     for override in overrides:
-        _apply(result, override)
+        section, name = key_of(override).split(".", 1)
+        text = override.partition("=")[2].strip()
+        # A misspelled key would be removed without any effect, and the one that is meant stay.
+        if not text and name not in section_keys().get(section, ()):
+            raise ConfigError(
+                f"--set {override}: {section}.{name}: no such key{suggestion(section, name)}"
+            )
+        table = result.get(section)
+        rest = {k: v for k, v in table.items() if k != name} if isinstance(table, dict) else {}
+        result[section] = rest | ({name: _value(section, name, text)} if text else {})
     return result
-
-
-def check_overrides(overrides: Sequence[str]) -> list[str]:
-    """Check the options of one command line, and return them.
-
-    Raises:
-        ConfigError: One is malformed, or two are about one key: the command would name two runs.
-    """
-    seen: dict[str, str] = {}
-    for override in overrides:
-        key = key_of(override)
-        if key in seen:
-            raise ConfigError(
-                f"--set {override}: {key} is given twice, before as --set {seen[key]}. Leave one "
-                "of the two out"
-            )
-        seen[key] = override
-    return list(overrides)
-
-
-def check_beside(overrides: Sequence[str], options: Mapping[str, tuple[object, str]]) -> None:
-    """Check that no option of a command is given beside a --set of the key that it sets.
-
-    Args:
-        overrides: The options --set of the command.
-        options: "--name" -> its value, None where it is not given; and the key.
-
-    Raises:
-        ConfigError: A key is set by both, so that it is not known which of the two is meant.
-    """
-    # A key that is removed, as in `--set key=`, says nothing that the option could contradict.
-    settings = {key_of(override): override for override in overrides if override[-1:] != "="}
-    for option, (value, key) in options.items():
-        if value is not None and key in settings:
-            raise ConfigError(
-                f"--set {settings[key]}: {option} {value} says what {key} is, too. Give one of the "
-                "two"
-            )
-
-
-def check_unread(overrides: Sequence[str], unread: Mapping[str, str]) -> None:
-    """Check that no --set is about a key that a command does not read.
-
-    Args:
-        overrides: The options --set of the command.
-        unread: Key -> why it is not read, and what to do; "{value}" stands for what is set.
-
-    Raises:
-        ConfigError: One is; it would have no effect.
-    """
-    for override in overrides:
-        section, name, value = _split(override)
-        if why := unread.get(f"{section}.{name}"):
-            raise ConfigError(f"--set {override}: {why.format(value=value)}")
 
 
 def key_of(override: str) -> str:
     """Return the key that an override is about, as "section.key"."""
-    section, name, _ = _split(override)
-    return f"{section}.{name}"
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    """Apply one "section.key=value" to the sections in place."""
-    section, name, text = _split(override)
-    if not isinstance(values.setdefault(section, {}), dict):
-        raise ConfigError(f"--set {override}: {section} is a value in the config, not a section")
-    if text:
-        values[section][name] = _value(section, name, text)
-        return
-    # A misspelled key would be removed without any effect, and the one that is meant would stay.
-    if section not in section_keys():
-        raise ConfigError(f"--set {override}: {section}: no such key{suggestion([section])}")
-    if name not in section_keys()[section]:
-        raise ConfigError(
-            f"--set {override}: {section}.{name}: no such key{suggestion([section, name])}"
-        )
-    values[section].pop(name, None)
-
-
-def _split(override: str) -> tuple[str, str, str]:
-    """Return section, name and text of an override, without the space around them."""
-    key, separator, text = override.partition("=")
+    key, separator, _ = override.partition("=")
     section, dot, name = (part.strip() for part in key.partition("."))
     if not (separator and dot and section and name):
         raise ConfigError(
             f"--set {override}: expected section.key=value, as in --set train.num_steps=100, or "
             "section.key= to remove the key"
         )
-    return section, name, text.strip()
+    return f"{section}.{name}"
 
 
 def _value(section: str, name: str, text: str) -> Any:
     """Return the value that a text stands for."""
     try:
-        # In brackets, a comment, a comma or another line at its end is an error, or a second value.
-        values = parse_toml(f"values = [{text}]")["values"]
+        # In brackets, a comment or another line at its end is an error.
+        [value] = tomllib.loads(f"values = [{text}]")["values"]
     # An integer of more than 4,300 digits is a ValueError, deep brackets are the other one.
     except (ValueError, RecursionError):
         return text
-    if len(values) != 1 or text.endswith(","):
-        return text
-    return text if is_text(section, name) and not isinstance(values[0], str) else values[0]
+    field = section_fields(section).get(name) if section in RunConfig.model_fields else None
+    is_text = field is not None and field.annotation in (str, str | None)
+    return text if is_text and not isinstance(value, str) else value
 
 
-SET, GIVEN, DEFAULT = "--set", "the command", "default"
-"""Where a value may come from, beside a file: --set, sections that the caller gives, the schema."""
-
-
+# ---- A run ---------------------------------------------------------------------------------------
 def load_config(
     path: str | Path,
     overrides: Sequence[str] = (),
@@ -242,7 +298,7 @@ def load_config(
     """Read a TOML file and the bases that it names, apply overrides and check the result.
 
     Args:
-        path: The config file. `pretrain.config.toml` says how it builds on a base.
+        path: The config file.
         overrides: "section.key=value" as after `--set`; of several on one key the last one wins.
             The value is TOML, or a plain word, which needs no quotes. "section.key=" removes the
             key, which brings its default back.
@@ -253,56 +309,9 @@ def load_config(
 
     Raises:
         ConfigError: When the file or a base of it cannot be read, or the run cannot work. The
-            message names the file in which the value stands, the key, the value and the remedy.
+            message names the file, the key, the value and the remedy.
     """
-    return load_with_origins(path, overrides, sections)[0]
-
-
-def load_with_origins(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    sections: Mapping[str, dict[str, Any]] | None = None,
-) -> tuple[RunConfig, dict[str, str]]:
-    """Load a config as `load_config` does, and say where each of its values comes from.
-
-    Args:
-        path: As for `load_config`.
-        overrides: As for `load_config`.
-        sections: As for `load_config`.
-
-    Returns:
-        The config; and the dotted key of every value that `dump_config` writes -> the file that it
-        stands in, "--set" or "default".
-
-    Raises:
-        ConfigError: As for `load_config`.
-    """
-    layered = read_layers(Path(path))
-    values = overridden(layered.values | dict(sections or {}), overrides)
-    elsewhere = {key_of(override): SET for override in overrides}
-    elsewhere |= {key: GIVEN for key in sections or {}}
-
-    def origin(key: str) -> str:
-        """Return where a key of the merged values comes from; the file for what is nowhere."""
-        for other, where in elsewhere.items():
-            if key == other or key.startswith(f"{other}."):
-                return where
-        return layered.where(key) or str(path)
-
-    def place(key: str) -> str:
-        """Return what a message about a key begins with."""
-        file = origin(key)
-        if file == SET:
-            return f"{path}: --set "
-        if file in (GIVEN, str(path)):
-            return f"{path}: "
-        return f"{file} (a base of {path}): "
-
-    config = _checked(values, place)
-    given = {key for key, _ in leaves(values)}
-    # An empty table has a header and no value.
-    found = [key for key, value in leaves(_dumped(config)) if value != {}]
-    return config, {key: origin(key) if key in given else DEFAULT for key in found}
+    return parse_config(read_values(Path(path)) | dict(sections or {}), str(path), overrides)
 
 
 def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -316,37 +325,17 @@ def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] =
     Raises:
         ConfigError: When a key or value is not valid, or the run cannot work.
     """
-    given = {key_of(override) for override in overrides}
-
-    def place(key: str) -> str:
-        """Return what a message about a key begins with."""
-        is_given = any(key == other or key.startswith(f"{other}.") for other in given)
-        return f"{origin}: --set " if is_given else f"{origin}: "
-
-    return _checked(overridden(without_version(values, origin), overrides), place)
-
-
-def _checked(values: dict[str, Any], place: Callable[[str], str]) -> RunConfig:
-    """Build and check a config.
-
-    Args:
-        values: Section name -> its keys and values.
-        place: Returns what a message about a key begins with: where the key stands, and ": ".
-    """
+    values = overridden(without_version(values, origin), overrides)
     try:
-        values = expand_paths(values)
-        config = RunConfig.model_validate(values)
+        config = RunConfig.model_validate(expand_paths(values))
         rules.check(config)
     except ValidationError as error:
         # A misspelled key is the reason why another one is missing, so it comes first.
         errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-        lines = [(_key_of(e, values), explain(e)) for e in errors]
-        raise ConfigError("\n".join(f"{place(key)}{line}" for key, line in lines)) from None
+        raise ConfigError("\n".join(f"{origin}: {explain(e)}" for e in errors)) from None
     except ConfigError as error:
-        # Each line of a rule begins with its key: "section.key = value: reason".
-        refused = str(error).splitlines()
-        lines = [(line.partition(" = ")[0], line) for line in refused]
-        raise ConfigError("\n".join(f"{place(key)}{line}" for key, line in lines)) from None
+        lines = str(error).splitlines()
+        raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
     return config
 
 
@@ -356,75 +345,171 @@ def dump_config(config: RunConfig) -> str:
     Keys whose value is None are left out, since TOML has no null. `load_config` reads the text back
     as an equal config.
     """
-    return tomli_w.dumps(with_version(_dumped(config)))
+    sections = config.model_dump(mode="json", exclude_none=True)
+    return tomli_w.dumps({_VERSION: CONFIG_VERSION, **sections})
 
 
-def _dumped(config: RunConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude_none=True)
-
-
-def _key_of(error: Any, values: Mapping[str, Any]) -> str:
-    """Return the key that a pydantic error is about, without what follows it in the location.
-
-    That is the index in a list, or which of several types was tried.
-    """
-    location = [str(part) for part in error["loc"]]
-    inner: Any = values
-    for depth, part in enumerate(location):
-        if not isinstance(inner, dict) or part not in inner:
-            # A key that is missing stands nowhere, whatever stands beside it.
-            return ".".join(location[: depth + 1] if isinstance(inner, dict) else location[:depth])
-        inner = inner[part]
-    return ".".join(location)
-
-
-def explain(error: Any, *, has_set: bool = True) -> str:
-    """Return a pydantic error (`ErrorDetails`) as a line: the key, its value, what is expected.
-
-    Args:
-        error: The error.
-        has_set: Whether a value may also be given by --set, which is so in configs of runs alone.
-    """
+def explain(error: Any) -> str:
+    """Return a pydantic error (`ErrorDetails`) as a line: the key, its value, what is expected."""
     location = [str(part) for part in error["loc"]]
     # lengths[1] is the second element of a list.
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
-    key = "".join(parts).removeprefix(".")
+    key, text = "".join(parts).removeprefix("."), error["msg"]
     if error["type"] == "extra_forbidden":
-        return f"{key}: no such key{suggestion(location)}"
+        return f"{key}: no such key{suggestion(*location)}"
     if error["type"] == "missing":
-        where = "in the file or with --set" if has_set else "in the file"
-        return f"{key}: missing, and it has no default. Set it {where}"
-    got, text = error["input"], error["msg"]
-    if error["type"] == FOREIGN_KEY:
-        return f"{key} = {got!r}: {text}"
-    if error["type"] == "string_too_short":
-        return f"{key} = {got!r}: is empty. Set a value that is not"
-    if error["type"] == "too_short":
-        return f"{key} = {got!r}: an empty list. Name at least one value, or remove the key"
-    text = text.replace("a valid tuple", "a list")
-    said = f"{text[:1].lower()}{text[1:]} (got {type(got).__name__})"
-    return f"{key} = {got!r}: {said}{_remedy(error, key, has_set)}"
+        return f"{key}: missing, and it has no default. Set it"
+    got = error["input"]
+    return f"{key} = {got!r}: {text[:1].lower()}{text[1:]} (got {type(got).__name__})"
 
 
-HINTS = {
-    "bool_type": "Write true or false",
-    "int_type": "Write all of its digits, without quotes, a unit or a comma: 50000 or 50_000",
-    "float_type": "Write all of its digits, without quotes, a unit or a comma: 0.003 or 3e-3",
-    "tuple_type": 'Write a list: [64, 256] or ["a.txt", "b.txt"]',
-}
-"""How to write a value, by the kind of pydantic's error."""
+# ---- What an evaluation shall measure ------------------------------------------------------------
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """The options of an evaluation.
+
+    Lengths and stride that are None are those of the run's config. `pretrain evaluate` takes them
+    on its command line, and the launcher passes them on to the evaluation job of every checkpoint.
+    """
+
+    lengths: tuple[int, ...] | None
+    """Window lengths in tokens."""
+
+    protocols: tuple[str, ...]
+    """Names out of PROTOCOLS."""
+
+    stride: int | None
+    """Tokens by which a sliding window moves on, which is also how many of its predictions are
+    scored."""
+
+    max_tokens: int | None
+    """The most tokens of the validation stream to score; None scores all of them, whatever the
+    run's config says about the evaluations in its training loop."""
+
+    @staticmethod
+    def parse(
+        lengths: str | None, protocols: str, stride: int | None, max_tokens: int | None
+    ) -> EvaluationRequest:
+        """Build a request from the values of the command-line options.
+
+        Args:
+            lengths: --lengths, for example "128,256,512"; None when the option is not given.
+            protocols: --protocols, for example "nonoverlapping,sliding".
+            stride: --stride in tokens.
+            max_tokens: --max-tokens.
+
+        Raises:
+            ConfigError: When a value is not valid. The message names the option.
+        """
+        try:
+            parsed = tuple(int(n) for n in lengths.split(",")) if lengths is not None else None
+        except ValueError:
+            raise ConfigError(
+                f"--lengths {lengths}: expected numbers of tokens separated by commas, "
+                "as in --lengths 128,256,512"
+            ) from None
+        names = tuple(protocols.split(","))
+        if unknown := {*names} - {*PROTOCOLS}:
+            raise ConfigError(
+                f"--protocols {unknown.pop()}: unknown protocol. Choose {' or '.join(PROTOCOLS)}, "
+                "or both separated by a comma"
+            )
+        given = {"--lengths": parsed, "--stride": stride, "--max-tokens": max_tokens}
+        for option, value in given.items():
+            least = min(value) if isinstance(value, tuple) else value
+            if least is not None and least < 1:
+                raise ConfigError(f"{option} {least}: expected 1 or more tokens")
+        if parsed and stride is not None and stride > min(parsed):
+            raise ConfigError(
+                f"--stride {stride}: longer than the shortest window of --lengths, {min(parsed)} "
+                f"tokens, so that windows would leave tokens out. Choose {min(parsed)} or less"
+            )
+        if parsed and max_tokens is not None and max(parsed) > max_tokens:
+            raise ConfigError(
+                f"--lengths {max(parsed)}: more than the {max_tokens:,} tokens of --max-tokens, so "
+                "not one window could be scored. Raise --max-tokens, or choose shorter lengths"
+            )
+        return EvaluationRequest(parsed, names, stride, max_tokens)
+
+    def options(self) -> list[str]:
+        """Return the command-line arguments from which `parse` builds this request again."""
+        options = ["--protocols", ",".join(self.protocols)]
+        if self.lengths is not None:
+            options += ["--lengths", ",".join(map(str, self.lengths))]
+        for option, value in (("--stride", self.stride), ("--max-tokens", self.max_tokens)):
+            options += [option, str(value)] if value is not None else []
+        return options
+
+    def applied_to(self, config: RunConfig, origin: str) -> RunConfig:
+        """Return a run's config with this request in its [evaluation], checked like any other.
+
+        `evaluation.max_tokens` of the run bounds the evaluations in its training loop and is
+        dropped: what the command scores is all of the text, or what --max-tokens says.
+
+        Args:
+            config: The run's config.
+            origin: The file that it comes from, for messages.
+
+        Raises:
+            ConfigError: The run's model cannot be evaluated so, for example at a length beyond its
+                position embeddings.
+        """
+        values = config.model_dump(mode="json", exclude_none=True)
+        section = values["evaluation"]
+        section.pop("max_tokens", None)
+        if self.lengths is not None:
+            section["lengths"] = list(self.lengths)
+        if self.shortened_stride(config) is not None:
+            # Without the key, the stride is the shortest of the new lengths.
+            del section["stride"]
+        asked = {"stride": self.stride, "max_tokens": self.max_tokens}
+        section |= {key: value for key, value in asked.items() if value is not None}
+        return parse_config(values, origin)
+
+    def shortened_stride(self, config: RunConfig) -> int | None:
+        """Return the stride in place of the run's own, where that is longer than --lengths allow.
+
+        None where the run's own stays, or --stride names one.
+        """
+        own = config.evaluation.stride
+        if self.lengths is None or self.stride is not None or own is None:
+            return None
+        shortest = min(self.lengths)
+        return shortest if own > shortest else None
 
 
-def _remedy(error: Any, key: str, has_set: bool) -> str:
-    """Return how to write a value that is refused, if that can be guessed."""
-    kind, got = error["type"], error["input"]
-    if isinstance(got, str) and got.lower() in ("none", "null", "nil", "~"):
-        if is_needed(error["loc"]):
-            return ". The key is needed: set a value"
-        nothing = f"write nothing: --set {key}=" if has_set else "leave its line out"
-        return f". To remove the key, {nothing}"
-    if kind == "literal_error" and isinstance(got, str):
-        allowed = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        if near := _near(got, allowed, 0.6):
-            return f'. Did you mean "{near[0]}"?'
-    return f". {HINTS[kind]}" if kind in HINTS else ""
+# ---- What is installed with the package ----------------------------------------------------------
+PACKAGE = Path(__file__).parents[1]
+
+
+def shipped() -> dict[str, list[Path]]:
+    """Return the TOML files that are installed with the package, by what they are for."""
+    # In a clone the package's folders are links. Resolved, the paths are those at the clone's root.
+    files = [path.resolve() for path in sorted((PACKAGE / "configs").rglob("*.toml"))]
+    configs = [path for path in files if path.parent.name != "studies"]
+    # A whole config names run.directory, which no two runs share, so no base has one.
+    runs = [path for path in configs if "directory" in read_values(path).get("run", {})]
+    return {
+        "Configs, for `pretrain` and `launcher` as CONFIG:": runs,
+        'Parts of them, for `base = "FILE"` in a config of your own:': [
+            path for path in configs if path not in runs
+        ],
+        "Studies, for `pretrain study` as STUDY:": [path for path in files if path not in configs],
+        "Example sites, for `launcher submit --site`; copy one and set your cluster's values:": [
+            path.resolve() for path in sorted((PACKAGE / "slurm").glob("site.*.toml"))
+        ],
+    }
+
+
+def list_shipped() -> str:
+    """Return what `pretrain config --list` prints: every file, and its first line, a comment."""
+    return "\n\n".join("\n".join(_listed(title, paths)) for title, paths in shipped().items())
+
+
+def _listed(title: str, paths: list[Path]) -> Iterator[str]:
+    """Yield two lines for each file, so that a long path never breaks a table."""
+    yield title
+    for path in paths:
+        here = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        yield f"  {here}"
+        yield f"      {path.read_text().partition(chr(10))[0].removeprefix('#').strip()}"

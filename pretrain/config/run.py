@@ -35,6 +35,13 @@ from pretrain.optim.optimizers import AnyOptimizer
 from pretrain.positions.alibi import Alibi
 from pretrain.positions.base import Position
 
+PROTOCOLS = ("nonoverlapping", "sliding")
+MASKED = "masked"
+"""What records call the protocol of a model that predicts masked tokens: windows that do not
+overlap, of whose tokens those of fixed masks are predicted, from both sides. It has a name of its
+own, so that no table or plot puts these perplexities beside those of a language model."""
+
+
 # ---- Compute the batch size of a step while it is ramped up, in Megatron's arithmetic ----
 
 
@@ -315,3 +322,8 @@ class RunConfig(Section):
 def is_url(directory: str | Path) -> bool:
     """Return True for what fsspec reads, such as s3://bucket/data, and False for a local path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", str(directory)) is not None
+
+
+def recorded_protocol(config: RunConfig, name: str) -> str:
+    """Return what the records of a run call a protocol that is asked for by a name of PROTOCOLS."""
+    return MASKED if config.is_masked and name == "nonoverlapping" else name

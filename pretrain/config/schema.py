@@ -9,7 +9,7 @@ Other sections stand beside this file: the model's in `model_schema`, the data's
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -18,9 +18,6 @@ from pydantic import (
     PositiveInt,
     StringConstraints,
     ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -58,10 +55,6 @@ Free = Annotated[_T, Effect.FREE]
 Outcome = Annotated[_T, Effect.OUTCOME]
 
 
-MAX_INTEGER = 2**53 - 1
-"""torch takes no seed beyond 2**64 either."""
-
-
 class Section(BaseModel):
     """Base of every TOML section: immutable, and strict about unknown keys and about types.
 
@@ -78,20 +71,6 @@ class Section(BaseModel):
 
     EFFECT: ClassVar[Effect | None] = None
     """What a change of a key means that says nothing of its own."""
-
-    @field_validator("*")
-    @classmethod
-    def _check_size(cls, value: Any) -> Any:
-        """Refuse integers that a run's records, which are JSON, would not hold for every reader."""
-        numbers = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(each, int) and abs(each) > MAX_INTEGER for each in numbers):
-            message = f"larger than {MAX_INTEGER}, the largest integer that JSON keeps exactly"
-            raise PydanticCustomError("too_large", "{message}", {"message": message})
-        return value
-
-
-FOREIGN_KEY: Final = "foreign_key"
-"""The type of the error of a key that another class of the section has."""
 
 
 class ChosenSection(Section):
@@ -150,25 +129,11 @@ class ChosenSection(Section):
             f"{', '.join(homes)}"
         )
         # Braces would be read as the fields of a template.
-        kind = PydanticCustomError(FOREIGN_KEY, "{message}", {"message": message})
+        kind = PydanticCustomError("foreign_key", "{message}", {"message": message})
         return InitErrorDetails(type=kind, loc=(key,), input=value)
 
 
-def _auto_or_positive(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Validate a value of several types, with one message where pydantic has one for each type."""
-    try:
-        return validate(value)
-    except ValidationError:
-        raise PydanticCustomError(
-            "auto_or_positive", "input should be 'auto' or a finite number greater than 0"
-        ) from None
-
-
-AutoOrPositive = Annotated[
-    Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)],
-    WrapValidator(_auto_or_positive),
-]
-"""The word "auto", or a number greater than 0."""
+Positive = Annotated[float, Field(gt=0)]
 
 
 class RunSection(Section):
@@ -384,7 +349,7 @@ class EvaluationSection(Section):
     so that curves stay comparable. The last step is evaluated in any case. Default: 0.02, or no
     bound if interval_steps is set."""
 
-    lengths: tuple[int, ...] | None = Field(default=None, min_length=1, strict=False)
+    lengths: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1, strict=False)
     """Window lengths in tokens. None may be longer than the text that is scored. Default: 1, 2, 4,
     8 and 16 times data.sequence_length, as far as the text and, for position.method = "learned",
     the table reach."""
@@ -467,6 +432,10 @@ LEAST_PIECES: dict[str | None, int] = {WORDS: 5, None: 260}
 that is trained on the text: 256 byte pieces, three control pieces and the text's characters."""
 
 
+_CorpusName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]{0,63}$")]
+"""It is part of file names."""
+
+
 class CorpusSection(Section):
     """[data.corpora.NAME]: one of several corpora that a data set is blended from."""
 
@@ -525,7 +494,7 @@ class DataSection(Section):
     webdataset: the extension of the sample's member, default "txt"."""
 
     # The shares decide which samples follow. The paths are as free as data.paths.
-    corpora: Trajectory[dict[str, CorpusSection]] = Field(default={}, strict=False)
+    corpora: Trajectory[dict[_CorpusName, CorpusSection]] = Field(default={}, strict=False)
     """Several corpora in place of source, paths and text_field, one table each:
     [data.corpora.cc_news]. Training blends them; `pretrain data stats` shows the shares."""
 
@@ -699,7 +668,7 @@ class ModelSection(Section):
     """adaptive_cutoffs: dropout probability of the softmax's input and of its tails' projections
     (fairseq: --adaptive-softmax-dropout; 0.2 for WikiText-103)."""
 
-    embedding_scale: AutoOrPositive = "auto"
+    embedding_scale: Literal["auto"] | Positive = "auto"
     """Factor on the word embeddings, the same for every position method. auto: sqrt(hidden_size),
     as in "Attention Is All You Need", fairseq and the code of "Train Short, Test Long"; but 1 with
     model.embedding_layernorm. Set 1 for embeddings as in GPT-2."""

@@ -52,8 +52,6 @@ class Difference:
     """Of data: what differs."""
     directory: str = ""
     """Of data: where it lies."""
-    note: str = ""
-    """What else to know about it."""
 
     def line(self) -> str:
         """Return it as a line for people: key, both values, and why it may differ."""
@@ -61,8 +59,7 @@ class Difference:
         why = "may change"
         if self.effect is TRAJECTORY:
             why = f"changes training, allowed by --allow-changed {self.key}"
-        note = f"; {self.note}" if self.note else ""
-        return f"{what} = {self._shown(self.before)} -> {self._shown(self.after)}  ({why}{note})"
+        return f"{what} = {self._shown(self.before)} -> {self._shown(self.after)}  ({why})"
 
     def refusal(self, checkpoint: object) -> str:
         """Return the message that refuses it.
@@ -119,7 +116,7 @@ def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
             if old != new and not _follows(key, before, after):
                 effect = effect_of(key)
                 effect = FREE if effect is CONTENT else effect
-                found.append(Difference(key, old, new, effect, note=_note(key, after)))
+                found.append(Difference(key, old, new, effect))
     return found
 
 
@@ -198,24 +195,13 @@ def check_allowed(keys: Sequence[str]) -> None:
     for key in keys:
         section, _, name = key.partition(".")
         given = f"--allow-changed {key}: "
-        if not name:
-            raise ConfigError(
-                f"{given}expected section.key, as in --allow-changed optimizer.learning_rate"
-            )
-        if section not in section_keys():
-            raise ConfigError(f"{given}no such section{suggestion([section])}")
-        if name not in section_keys()[section]:
-            raise ConfigError(f"{given}no such key{suggestion([section, name])}")
+        if name not in section_keys().get(section, ()):
+            raise ConfigError(f"{given}no such key{suggestion(section, name)}")
         effect = effect_of(key)
         if effect is FIXED:
-            why = (
-                "a checkpoint has the moments of one optimizer"
-                if key == "optimizer.name"
-                else "the weights of a checkpoint would not fit, or the model would compute "
-                "another function"
-            )
             raise ConfigError(
-                f"{given}cannot be changed: {why}. Train anew in another run.directory"
+                f"{given}cannot be changed: the weights or moments of a checkpoint would not fit, "
+                "or the model would compute another function. Train anew in another run.directory"
             )
         if effect in (FREE, Effect.OUTCOME):
             raise ConfigError(f"{given}may change without this option. Leave it out")
@@ -277,10 +263,3 @@ def _follows(key: str, before: RunConfig, after: RunConfig) -> bool:
     section, _, name = key.partition(".")
     spelled = [getattr(getattr(config, section), name, None) for config in (before, after)]
     return key in _DERIVED and spelled[0] == spelled[1]
-
-
-def _note(key: str, after: RunConfig) -> str:
-    """Return what else a user should know about the change of a key."""
-    if key == "train.num_steps" and after.schedule.lr_decay_style != "constant":
-        return "the learning rate decays towards the new last step"
-    return ""

@@ -17,8 +17,8 @@ import fsspec
 import xxhash
 
 from pretrain.config import ConfigError, RunFailed, writing
+from pretrain.config.load import expand_path
 from pretrain.config.run import is_url
-from pretrain.config.toml import expand_path
 from pretrain.data.manifest import rebuild_advice
 from pretrain.rundir.files import PARTIAL
 

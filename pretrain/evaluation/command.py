@@ -31,8 +31,7 @@ from pretrain.checkpoint.manifest import (
 )
 from pretrain.checkpoint.save import tokenizer_of
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
-from pretrain.config.evaluation import MASKED
-from pretrain.config.load import check_beside, check_unread
+from pretrain.config.run import MASKED
 from pretrain.config.trajectory import TRAINING, settings_hash
 from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.sources import Corpus, Piece, Task, find, read
@@ -128,22 +127,6 @@ def open_validation(checkpoint: Checkpoint, config: RunConfig) -> TokenStream:
     return stream
 
 
-def _check_overrides(request: EvaluationRequest, overrides: Sequence[str]) -> None:
-    """Check that no --set says what an option of the command says, or another value of it."""
-    lengths = ",".join(map(str, request.lengths)) if request.lengths else None
-    given = {
-        "--lengths": (lengths, "evaluation.lengths"),
-        "--stride": (request.stride, "evaluation.stride"),
-    }
-    check_beside(overrides, given)
-    training = "is about the evaluations while training. For this one give"
-    unread = {
-        "evaluation.max_tokens": f"{training} --max-tokens {{value}}",
-        "evaluation.protocols": f"{training} --protocols",
-    }
-    check_unread(overrides, unread)
-
-
 def evaluate_sources(
     sources: list[Path], request: EvaluationRequest, overrides: list[str], out: Path | None
 ) -> list[dict[str, Any]]:
@@ -164,7 +147,6 @@ def evaluate_sources(
             written to `out`.
     """
     # The input is checked before the process group starts, which takes seconds.
-    _check_overrides(request, overrides)
     jobs = [_prepare(source, request, overrides) for source in sources]
     check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:
@@ -410,9 +392,7 @@ TOKENS_PER_BLOCK = 2**16
 
 
 @contextlib.contextmanager
-def text_data_set(
-    sources: Sequence[Path], patterns: Sequence[str], overrides: Sequence[str]
-) -> Iterator[str]:
+def text_data_set(sources: Sequence[Path], patterns: Sequence[str]) -> Iterator[str]:
     """Yield the directory of a data set of text files, which is removed at the end.
 
     Each file is a document, and ends with the end-of-document token.
@@ -420,13 +400,10 @@ def text_data_set(
     Args:
         sources: Run or checkpoint directories, whose own tokenizer makes the tokens.
         patterns: Names of text files, glob patterns, or URLs.
-        overrides: The options --set of the command.
 
     Raises:
-        ConfigError: A file cannot be read or is no text, or the sources have several tokenizers, or
-            another data set is set.
+        ConfigError: A file cannot be read or is no text, or the sources have several tokenizers.
     """
-    check_beside(overrides, {"--text": (patterns[0], "data.directory")})
     tokenizer = _tokenizer_of(sources)
     with tempfile.TemporaryDirectory(prefix="pretrain-text-") as folder:
         _write_text(Path(folder), tokenizer, patterns)

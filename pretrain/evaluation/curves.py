@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain.config.display import columns
+from pretrain.config.errors import columns
 from pretrain.evaluation.records import PositionLosses, Record, bounded_exp, grouped, read_table
 
 PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"

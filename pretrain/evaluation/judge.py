@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from pretrain.config.evaluation import MASKED
+from pretrain.config.run import MASKED
 from pretrain.evaluation.curves import (
     Curve,
     Part,

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.config import ConfigError
-from pretrain.config.evaluation import MASKED
+from pretrain.config.run import MASKED
 
 Record = Mapping[str, Any]
 """One evaluation of one checkpoint, with the keys of FIELDS."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError
-from pretrain.config.evaluation import MASKED
+from pretrain.config.run import MASKED
 from pretrain.evaluation.curves import (
     POSITION_FIELDS,
     Positions,

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config import ConfigError
-from pretrain.config.load import check_beside, check_unread
 from pretrain.evaluation.command import Opened, is_main, measure_all, open_source, say
 from pretrain.evaluation.perplexity import deal
 from pretrain.evaluation.tasks import (
@@ -47,15 +46,6 @@ from pretrain.topology import Topology
 
 SEED = 1234
 """Seed of all that is drawn, so that every checkpoint is asked the same."""
-UNREAD = {
-    "train.fusion": "the tasks are scored without fusion, since a fused loss has no logits to tell "
-    "the accuracy from. Leave it out",
-    **dict.fromkeys(
-        ("evaluation.max_tokens", "evaluation.protocols", "evaluation.stride"),
-        "the tasks do not score the text in windows. Leave it out",
-    ),
-}
-"""Keys that --set may not be about, because they would have no effect, and why."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +76,6 @@ def evaluate_tasks(
             another tokenizer, or the report cannot be written to `out`.
     """
     # All of it is checked before the process group starts, which takes seconds.
-    lengths = ",".join(map(str, request.lengths)) if request.lengths else None
-    check_beside(overrides, {"--lengths": (lengths, "evaluation.lengths")})
-    check_unread(overrides, UNREAD)
     plans = [_plan(source, request, overrides) for source in sources]
     if out is not None:
         check_out(out)

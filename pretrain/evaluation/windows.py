@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.config.evaluation import MASKED, PROTOCOLS
+from pretrain.config.run import MASKED, PROTOCOLS
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.base import DICTIONARY

@@ -36,7 +36,7 @@ from torch._subclasses import FakeTensorMode
 from pretrain import platform
 from pretrain.checkpoint.manifest import TrainerState
 from pretrain.config import ConfigError, Layout, RunConfig, num_parameters
-from pretrain.config.display import columns, size
+from pretrain.config.errors import columns, size
 from pretrain.model import forward, loss
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer

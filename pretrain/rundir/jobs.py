@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, load_config, writing
-from pretrain.config.evaluation import recorded_protocol
-from pretrain.config.run import is_url
+from pretrain.config.run import is_url, recorded_protocol
 from pretrain.config.trajectory import check_differences, differences
 from pretrain.rundir.attempts import is_finished, is_idle, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.config import ConfigError
-from pretrain.config.evaluation import MASKED
+from pretrain.config.run import MASKED
 from pretrain.data.stream import TokenStream
 from pretrain.evaluation.curves import Binned, Curve, make_curves, number, read_positions
 from pretrain.evaluation.judge import Evidence, Gap, Row, Unigram

@@ -10,9 +10,8 @@ import tomli_w
 from pydantic import Field, PositiveInt, ValidationError
 
 from pretrain.config import ConfigError, EvaluationRequest
-from pretrain.config.load import check_overrides, explain, key_of
+from pretrain.config.load import expand_path, explain, key_of, read_toml
 from pretrain.config.schema import Section
-from pretrain.config.toml import expand_path, read_toml
 
 FIELDS = ("config", "methods", "training_lengths", "tokens_per_step")
 """Keys that make runs of one config, and have no meaning beside `configs`."""
@@ -139,7 +138,7 @@ def parse_study(values: dict[str, Any], path: Path) -> StudyFile:
 def _explain(error: Any) -> str:
     """Return a pydantic error as a line; for an unknown key, with the study key that is meant."""
     if error["type"] != "extra_forbidden":
-        return explain(error, has_set=False)
+        return explain(error)
     *sections, name = map(str, error["loc"])
     parts: dict[str, type[Section]] = {
         "evaluation": StudyEvaluation,
@@ -200,10 +199,6 @@ def _problem(study: StudyFile) -> str:
 
 def _setting_problem(study: StudyFile) -> str:
     """Return what is wrong with `settings`; empty when nothing is."""
-    try:
-        check_overrides(study.settings)
-    except ConfigError as error:
-        return f"settings: {error}"
     own = {"run.directory": "directory"}
     if not study.configs:
         own |= {

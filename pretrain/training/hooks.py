@@ -17,7 +17,7 @@ from pretrain import platform
 from pretrain.checkpoint.save import Saver
 from pretrain.checkpoint.store import Uploader
 from pretrain.config import RunConfig, num_parameters
-from pretrain.config.evaluation import recorded_protocol
+from pretrain.config.run import recorded_protocol
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.evaluation.perplexity import Evaluator, check_memory
 from pretrain.evaluation.records import HASH_DIGITS

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from pretrain.config import (
     num_parameters,
     parse_config,
 )
-from pretrain.config.toml import leaves, read_layers, shipped_configs
+from pretrain.config.load import shipped
 from pretrain.positions.base import all_keys
 from pretrain.study.runs import resolve
 from pretrain.study.schema import load_study_file
@@ -127,6 +128,15 @@ def config_of(run: str) -> RunConfig:
     return studied(family)[run] if family in OF_A_STUDY else load_config(path_of(run))
 
 
+def leaves(table: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the dotted key and the value of everything in a table that is no table with keys."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 @functools.cache
 def values(run: str) -> dict[str, object]:
     """Every value of a resolved run by its dotted key; of other position methods the defaults."""
@@ -135,28 +145,25 @@ def values(run: str) -> dict[str, object]:
 
 
 # ---- every file ----------------------------------------------------------------------------------
-def test_the_families_hold_what_is_listed_here_and_their_bases():
-    runs = {file.path for file in shipped_configs() if not file.is_base} - {CONFIGS / "demo.toml"}
-    assert runs == {path_of(run) for run in RUNS}
+RUN_FILES, BASE_FILES, *_ = shipped().values()
+
+
+def test_the_families_hold_what_is_listed_here():
+    assert {*RUN_FILES} - {CONFIGS / "demo.toml"} == {path_of(run) for run in RUNS}
     for family in OF_A_STUDY:
         assert list(studied(family)) and set(studied(family)) == {
             r for r in RUNS if r.startswith(family)
         }
-    bases = {file.path for file in shipped_configs() if file.is_base}
-    named = {file for run in RUNS for file in read_layers(path_of(run)).files[1:]}
-    assert bases == named - runs
 
 
-@pytest.mark.parametrize("file", shipped_configs(), ids=lambda f: str(f.path.relative_to(CONFIGS)))
-def test_every_shipped_config_resolves_and_a_base_is_no_run(file):
-    if file.is_base:
+def test_every_shipped_config_resolves_and_a_base_is_no_run():
+    for path in BASE_FILES:
         with pytest.raises(ConfigError, match=r"run\.directory: missing"):
-            load_config(file.path)
-        return
-    config = load_config(file.path)
-    config.layout(config.parallel.world_size or 2)
-    again = parse_config(tomllib.loads(dump_config(config)), "again")
-    assert again == config
+            load_config(path)
+    for path in RUN_FILES:
+        config = load_config(path)
+        config.layout(config.parallel.world_size or 2)
+        assert parse_config(tomllib.loads(dump_config(config)), "again") == config
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -62,7 +62,7 @@ READS_ENVIRONMENT = (
     # Which of an array's jobs this one is, Slurm says there alone.
     "pretrain/data/build/__main__.py",
     # $VARIABLE in a path, which the user wrote; nothing is read that no config names.
-    "pretrain/config/toml.py",
+    "pretrain/config/load.py",
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 LAUNCHER_FLOOR = {room: number for number, rooms in enumerate(LAUNCHER_FLOORS) for room in rooms}

@@ -25,7 +25,6 @@ RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
 from pretrain.config import dump_config, load_config
-from pretrain.config.load import check_overrides
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.lock import Attempt
@@ -35,7 +34,7 @@ signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 words = sys.argv[2:]
 settings = [w for before, w in zip(words, words[1:]) if before == "--set"]
 # As `pretrain train` does with the options of its command line.
-config = load_config(words[0], check_overrides(settings))
+config = load_config(words[0], settings)
 rank, run, last = int(os.environ["RANK"]), config.directory, config.train.num_steps
 attempt = Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]))
 step = newest_checkpoint_step(run) or 0

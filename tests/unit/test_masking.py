@@ -7,7 +7,7 @@ import pytest
 
 from pretrain.config import ConfigError
 from pretrain.config.describe import describe
-from pretrain.config.evaluation import recorded_protocol
+from pretrain.config.run import recorded_protocol
 from pretrain.config.trajectory import differences, settings_hash
 from pretrain.data.order import SHARE, mask_samples, mask_text, num_chosen
 from pretrain.evaluation.report import combine, write_report

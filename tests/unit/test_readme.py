@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.config.toml import shipped_configs
+from pretrain.config.load import shipped
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-SHIPPED = [file.path for file in shipped_configs() if not file.is_base]
+SHIPPED = next(iter(shipped().values()))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 
 from pretrain import platform
 from pretrain.config import ConfigError
-from pretrain.config.architectures import is_supported
+from pretrain.config.errors import is_supported
 from pretrain.launcher.site import Site, parse_site
 from pretrain.launcher.submit import check_build
 
