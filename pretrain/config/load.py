@@ -360,7 +360,8 @@ def explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key}: missing, and it has no default. Set it"
     got = error["input"]
-    return f"{key} = {got!r}: {text[:1].lower()}{text[1:]} (got {type(got).__name__})"
+    kind = f" (got {type(got).__name__})" if "valid" in text else ""
+    return f"{key} = {got!r}: {text[:1].lower()}{text[1:]}{kind}"
 
 
 # ---- What an evaluation shall measure ------------------------------------------------------------

@@ -454,7 +454,7 @@ def test_a_variable_in_a_base(tmp_path, monkeypatch):
         ("base = 3\n", "base = 3: expected the name of one config file"),
         ('base = "none.toml"\n', "none.toml: no such config file, the base of "),
         ('base = "mine.toml"\n', "mine.toml: builds on itself"),
-        ('base = "link.toml"\n', "mine.toml: builds on itself"),
+        ('base = "link.toml"\n', "link.toml: builds on itself"),
         ('base = "$NOT_SET_ANYWHERE/a.toml"\n', "the variable NOT_SET_ANYWHERE is not set"),
         ('base = "bad.toml"\n', "bad.toml: not a readable config file, the base of"),
     ],

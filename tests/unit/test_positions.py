@@ -116,7 +116,7 @@ def test_a_section_has_the_keys_of_its_method() -> None:
     with pytest.raises(ConfigError) as error:
         parse_config(TINY, "tiny", ["position.method=t5", "position.rotary_base=500000"])
     assert str(error.value) == (
-        'tiny: --set position.rotary_base = 500000: position.method = "t5" has the keys '
+        'tiny: position.rotary_base = 500000: position.method = "t5" has the keys '
         "relative_attention_num_buckets, relative_attention_max_distance and not this one. Remove "
         'it, or set position.method = "rotary"'
     )

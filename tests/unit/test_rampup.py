@@ -70,9 +70,9 @@ def test_the_tokens_of_a_run_are_counted_with_its_ramp():
 @pytest.mark.parametrize(
     ("rampup", "says"),
     [
-        ([16, 4, 100], "begins with 16 sequences, not less than batch.global_batch_size = 16"),
-        ([20, 4, 100], "begins with 20 sequences, not less than"),
-        ([4, 5, 100], "increments of 5 do not lead from 4 to batch.global_batch_size = 16"),
+        ([16, 4, 100], "increments of 4 do not lead from 16 up to batch.global_batch_size = 16"),
+        ([20, 4, 100], "increments of 4 do not lead from 20 up to"),
+        ([4, 5, 100], "increments of 5 do not lead from 4 up to batch.global_batch_size = 16"),
         ([2, 2, 100], "= 2: not divisible by batch.micro_batch_size = 2 x 2 data-parallel ranks"),
         ([4, 6, 100], "= 6: not divisible by batch.micro_batch_size = 2 x 2 data-parallel ranks"),
         ([4, 4], "batch.rampup_batch_size"),

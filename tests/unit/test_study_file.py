@@ -144,7 +144,7 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
         ({"methods": '["alibo"]'}, "", "position.method = 'alibo'"),
         ({"training_lengths": "[100]"}, "", "= 100: does not divide the 4,096 tokens of tokens_"),
         ({"settings": '["run.directory=x"]'}, "", '"run.directory=x": directory says this'),
-        ({"settings": '["train.num_steps"]'}, "", "settings: --set train.num_steps: expected"),
+        ({"settings": '["train.num_steps"]'}, "", "--set train.num_steps: expected"),
         ({"settings": '["run.seed=1"]', "seeds": "[1]"}, "", "seeds says this"),
         ({"published": '"wikitext103"'}, "", "published = wikitext103: its perplexities are of w"),
         ({"metods": "[]"}, "", "metods: no such key, did you mean methods?"),
