@@ -60,7 +60,7 @@ def test_a_wrong_setting(refused, config, setting):
 
 FILES: dict[str, tuple[bytes | None, list[str]]] = {
     "missing.toml": (None, ["no such config file"]),
-    "torn.toml": (b"[model\nnum_layers = 2", ["not valid TOML", "line 1"]),
+    "torn.toml": (b"[model\nnum_layers = 2", ["not a readable config file", "line 1"]),
 }
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from pretrain.cli.commands import app
 from pretrain.config import ConfigError, EvaluationRequest, load_config
 from pretrain.evaluation.windows import choose_protocols
 from tests.conftest import tiny_config
@@ -52,33 +50,8 @@ def test_the_stride_of_the_run_stays_where_no_length_is_shorter(
 @pytest.mark.parametrize("lengths", ["0", "32,0", "-1"])
 def test_no_length_of_no_tokens_is_asked_for(lengths):
     """The config of the checkpoint is not to blame."""
-    with pytest.raises(ConfigError, match=f"^--lengths {lengths}: expected lengths of 1 or more"):
+    with pytest.raises(ConfigError, match="^--lengths .*: expected 1 or more tokens"):
         EvaluationRequest.parse(lengths, "sliding", None, None)
-
-
-@pytest.mark.parametrize(
-    ("command", "setting", "expected"),
-    [
-        ("evaluate none --lengths 64,128", "evaluation.lengths=[32]", "--lengths 64,128"),
-        ("evaluate none --stride 8", "evaluation.stride=16", "--stride 8"),
-        ("evaluate none", "evaluation.max_tokens=9", "give --max-tokens 9"),
-        ("evaluate none", "evaluation.protocols=sliding", "give --protocols"),
-        ("evaluate none --text a.txt", "data.directory=b", "--text a.txt"),
-        ("evaluate-tasks none --lengths 64", "evaluation.lengths=[32]", "--lengths 64"),
-        ("evaluate-tasks none", "evaluation.max_tokens=9", "not score the text in windows"),
-        ("evaluate-tasks none", "evaluation.stride=9", "not score the text in windows"),
-        ("evaluate-tasks none", "train.fusion=compile", "scored without fusion"),
-        (f"bench methods {DEMO} --lengths 64", "data.sequence_length=32", "--lengths 64"),
-        (f"bench methods {DEMO}", "position.method=none", "--methods alibi,"),
-        (f"bench generate {DEMO} --lengths 9 --methods t5", "position.method=none", "--methods t5"),
-        (f"plan {DEMO} --gpus 8 --gpu-type h100", "parallel.world_size=16", "--gpus 8"),
-    ],
-)
-def test_no_option_and_no_default_wins_over_a_setting_silently(command, setting, expected):
-    """Of two values of one key the command would take one, and the user may mean the other."""
-    done = CliRunner().invoke(app, [*command.split(), "--set", setting])
-    assert isinstance(done.exception, ConfigError), done.exception
-    assert str(done.exception).startswith(f"--set {setting}: ") and expected in str(done.exception)
 
 
 def test_what_the_model_cannot_is_refused_with_the_file():

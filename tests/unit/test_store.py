@@ -305,8 +305,8 @@ def test_list_verify_and_upload_by_url(tmp_path):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("s3://me:secret@bucket/run", r"s3://\*\*\*@bucket.*holds a password"),
-        ("https://host/run?token=secret", "may be a secret"),
+        ("s3://me:secret@bucket/run", r"s3://\*\*\*: .*without a password"),
+        ("https://host/run?token=secret", "without a password or a query"),
         ("runs/store", "not a URL"),
         ("simplecache::s3://bucket/run", "not a URL with one protocol"),
         ("s3://", "not a URL"),
