@@ -50,7 +50,7 @@ def test_the_stride_of_the_run_stays_where_no_length_is_shorter(
 @pytest.mark.parametrize("lengths", ["0", "32,0", "-1"])
 def test_no_length_of_no_tokens_is_asked_for(lengths):
     """The config of the checkpoint is not to blame."""
-    with pytest.raises(ConfigError, match="^--lengths .*: expected 1 or more tokens"):
+    with pytest.raises(ConfigError, match=r"^--lengths .*: expected 1 or more tokens"):
         EvaluationRequest.parse(lengths, "sliding", None, None)
 
 
