@@ -16,9 +16,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from pretrain.cli import leave
 from pretrain.cli.bench import bench
 from pretrain.cli.checkpoint import checkpoint
-from pretrain.cli.exits import leave
 from pretrain.cli.preflight import preflight
 from pretrain.config import (
     ConfigError,
@@ -571,21 +571,3 @@ def study(
         print_plan(file, nproc)
         return
     raise typer.Exit(run_study(file, Request(nproc or 1, site, report_only)))
-
-
-# ---- what belongs to the launcher ----
-
-
-def _name_the_launcher(name: str) -> None:
-    """Have `pretrain NAME` say that `launcher NAME` is meant."""
-
-    @app.command(name, hidden=True, context_settings={"ignore_unknown_options": True})
-    def refuse(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-        raise ConfigError(
-            f"pretrain {name}: no such command. `{shlex.join(['launcher', name, *(words or [])])}` "
-            "is one"
-        )
-
-
-for _name in ("local", "submit", "run", "sweep", "status", "logs", "cancel", "requeue"):
-    _name_the_launcher(_name)

@@ -24,8 +24,8 @@ def main() -> None:
     # Megatron and DeepSpeed warn about optional packages at import, a screenful for every process.
     warnings.simplefilter("ignore")
     # Not above: they take most of the command's start, in which Ctrl-C would print a traceback.
+    from pretrain.cli import leave
     from pretrain.cli.commands import app
-    from pretrain.cli.exits import leave
     from pretrain.config import NO_SPACE_ERRORS, ConfigError, RunFailed
     from pretrain.config.arguments import expand_home
     from pretrain.rundir.paths import ExitCode, exit_code_of

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pretrain.cli.exits import leave
+from pretrain.cli import leave
 
 TICK_SECONDS = 1.0
 """Time between two signs of life."""

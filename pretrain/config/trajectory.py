@@ -17,7 +17,7 @@ from typing import Any
 from pretrain.config.errors import ConfigError
 from pretrain.config.load import section_keys, section_models, suggestion
 from pretrain.config.run import RunConfig
-from pretrain.config.schema import Effect, Section
+from pretrain.config.schema import Effect
 from pretrain.positions.base import all_keys
 
 FIXED, TRAJECTORY, CONTENT, FREE = Effect.FIXED, Effect.TRAJECTORY, Effect.CONTENT, Effect.FREE
@@ -88,21 +88,17 @@ class Difference:
 
 
 def effect_of(key: str) -> Effect:
-    """Return what a change of "section.key" does."""
-    section, _, name = key.partition(".")
-    return field_effect(next(m for m in section_models(section) if name in m.model_fields), name)
-
-
-def field_effect(section: type[Section], name: str) -> Effect:
-    """Return what a change of a section's key does, as the key or else the section says.
+    """Return what a change of "section.key" does, as the key or else its section says.
 
     Raises:
         TypeError: Neither says it.
     """
-    own = [each for each in section.model_fields[name].metadata if isinstance(each, Effect)]
-    effect = own[0] if own else section.EFFECT
+    section, _, name = key.partition(".")
+    model = next(each for each in section_models(section) if name in each.model_fields)
+    own = [each for each in model.model_fields[name].metadata if isinstance(each, Effect)]
+    effect = own[0] if own else model.EFFECT
     if effect is None:
-        raise TypeError(f"{section.__name__}.{name}: say what its change means, as in Free[int]")
+        raise TypeError(f"{key}: say what its change means, as in Free[int]")
     return effect
 
 

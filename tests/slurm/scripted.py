@@ -77,7 +77,7 @@ while True:
             phase('ending')
             write(attempt + '/done', '')
     if os.path.exists(attempt + '/done'):
-        # As pretrain/cli/exits.py: while Python ends in order it has no handlers.
+        # As pretrain/cli/__init__.py: while Python ends in order it has no handlers.
         sys.stdout.flush()
         os._exit((75 if asked[0] == signal.SIGUSR1 else 80) if asked else 0)
 """

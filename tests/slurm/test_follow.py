@@ -65,7 +65,7 @@ if rank == 0:
     (run / f"checkpoints/step-{{step:08d}}/manifest.json").touch()
     attempt.phase("ending", step, saved=step)
 codes = {{signal.SIGUSR1: ExitCode.RESTART, signal.SIGTERM: ExitCode.STOPPED}}
-# As pretrain/cli/exits.py: while Python ends in order it has no handlers, and a second signal
+# As pretrain/cli/__init__.py: while Python ends in order it has no handlers, and a second signal
 # kills it.
 sys.stdout.flush()
 os._exit(codes[received[0]] if received else 0)

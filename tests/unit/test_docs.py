@@ -98,40 +98,6 @@ def test_every_file_that_the_recipes_name_exists() -> None:
     assert [file for file in sorted(named) if not (ROOT / file).exists()] == []
 
 
-def test_wrong_names_and_links_are_found(tmp_path: Path) -> None:
-    (tmp_path / "code.py").write_text(
-        "from os import path\n"
-        "LIMIT = 1\n"
-        "class Run:\n"
-        "    step: int\n"
-        "    def save(self): pass\n"
-        "def train(): pass\n"
-    )
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A page: one\n"
-        "[`train`](code.py) [`Run`](code.py) [`Run.save`](code.py) [`Run.step`](code.py)\n"
-        "[`LIMIT`](code.py) [here](#a-page-one) [site](https://example.org/nothing.py)\n"
-        "`./code.py::LIMIT`\n"
-    )
-    assert problems(page) == []
-    page.write_text(
-        "[`trian`](code.py) [`Run.load`](code.py) [`train.save`](code.py) [`path`](code.py)\n"
-        "`./gone.py::train` ![a\npicture](gone.png) [there](#nowhere) `./code.py::LIMITS`\n"
-        "```\n[in a code block](gone.md)\n```\n"
-    )
-    assert sorted(problems(page)) == [
-        "#nowhere: no such heading",
-        "./code.py: does not define LIMITS",
-        "./gone.py: no such file",
-        "code.py: does not define Run.load",
-        "code.py: does not define path",
-        "code.py: does not define train.save",
-        "code.py: does not define trian",
-        "gone.png: no such file",
-    ]
-
-
 # ---- the guide's commands ------------------------------------------------------------------------
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line_{block.line}")
 def test_every_command_and_option_of_the_guide_exists(block: Block) -> None:
@@ -145,15 +111,3 @@ def test_every_command_and_option_of_the_guide_exists(block: Block) -> None:
 
 def test_every_block_of_the_guide_is_read() -> None:
     assert len(BLOCKS) == GUIDE.read_text().count("\n```") // 2 > 0
-
-
-def test_a_command_or_an_option_that_does_not_exist_is_found() -> None:
-    for line in (
-        "pretrain trian small.toml",
-        "pretrain train small.toml --stpes 3",
-        "launcher submit",
-        "torchrun --nproc-per-node 8 -m pretrain evaluate runs/a --lenghts 3",
-        "rm -rf runs",
-    ):
-        with pytest.raises(AssertionError):
-            check_words(line.split())

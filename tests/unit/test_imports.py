@@ -180,12 +180,8 @@ def write(root: Path, file: str, code: str) -> None:
     ("file", "code", "target"),
     [
         ("pretrain/model/gpt.py", "from pretrain.training.loop import run", "pretrain.training"),
-        ("pretrain/model/gpt.py", "from pretrain.data import order", "pretrain.data"),
         ("pretrain/config/load.py", "def f():\n    import pretrain.platform", "pretrain.platform"),
-        ("pretrain/optim/zero.py", "from pretrain import training", "pretrain.training"),
         ("pretrain/optim/zero.py", "from ..checkpoint import a, b", "pretrain.checkpoint"),
-        ("pretrain/topology.py", "import pretrain.launcher.cli", "pretrain.launcher.cli"),
-        ("pretrain/topology.py", "import launcher.cli", "launcher.cli, not pretrain.launcher.cli"),
         ("launcher/cli.py", "from pretrain.platform import device", "pretrain.platform"),
         ("launcher/ranks.py", "from pretrain.launcher import submit", "pretrain.launcher.submit"),
         ("pretrain/__init__.py", "from pretrain.config import RunConfig", "pretrain.config"),
@@ -195,27 +191,6 @@ def test_a_way_up_is_found(tmp_path, file, code, target):
     write(tmp_path, file, code)
     [found] = wrong_imports(tmp_path)
     assert found.startswith(file) and found.endswith(f" imports {target}")
-
-
-@pytest.mark.parametrize("file", ["pretrain/attic/box.py", "launcher/attic.py"])
-def test_a_new_room_is_found(tmp_path, file):
-    write(tmp_path, file, "")
-    assert "a new room" in wrong_imports(tmp_path)[0]
-
-
-@pytest.mark.parametrize(
-    ("file", "code"),
-    [
-        ("pretrain/training/hooks.py", "from pretrain.evaluation import a\nfrom ..config import b"),
-        ("pretrain/cli/commands.py", "import os\nimport torch\nfrom pretrain.training import run"),
-        ("pretrain/__init__.py", "if TYPE_CHECKING:\n    from pretrain.config import RunConfig"),
-        ("launcher/cli.py", "from pretrain.launcher import ranks\nimport pretrain.config"),
-        ("pretrain/model/gpt.py", "from . import positions\nfrom .positions import make"),
-    ],
-)
-def test_a_way_down_is_allowed(tmp_path, file, code):
-    write(tmp_path, file, code)
-    assert wrong_imports(tmp_path) == []
 
 
 def test_a_circle_is_found(tmp_path):

@@ -184,14 +184,3 @@ def test_a_new_run_does_not_move_into_the_directory_of_a_data_set(path, tmp_path
     # A run that lies there already goes on.
     (inside / "attempts" / "0001").mkdir(parents=True)
     check_goes_on(load_config(path, [f"run.directory={inside}"]))
-
-
-@pytest.mark.parametrize("name", ["local", "status"])
-def test_a_command_of_the_launcher_is_named(name: str) -> None:
-    from typer.testing import CliRunner
-
-    from pretrain.cli.commands import app
-
-    ended = CliRunner().invoke(app, [name, "runs/a b", "--nproc", "2"])
-    assert isinstance(ended.exception, ConfigError)
-    assert f"`launcher {name} 'runs/a b' --nproc 2`" in str(ended.exception)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pydantic import Field
 
 from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.load import section_keys
-from pretrain.config.schema import Effect, Fixed, Section, Trajectory
+from pretrain.config.schema import Effect
 from pretrain.config.trajectory import (
     allow_options,
     check_allowed,
@@ -18,29 +17,12 @@ from pretrain.config.trajectory import (
     data_differences,
     differences,
     effect_of,
-    field_effect,
     settings_hash,
 )
 from tests.conftest import tiny_config
 
 DEMO = Path(__file__).parents[2] / "configs/demo.toml"
 KEYS = [f"{section}.{name}" for section, names in section_keys().items() for name in names]
-
-
-def test_a_key_says_itself_what_its_change_does():
-    class ToySection(Section):
-        EFFECT = Effect.FREE
-        width: Fixed[int] = Field(default=1, gt=0)
-        rate: Trajectory[float | None] = None
-        color: str = "red"
-
-    class Forgetful(Section):
-        width: int = 1
-
-    effects = [field_effect(ToySection, name) for name in ToySection.model_fields]
-    assert effects == [Effect.FIXED, Effect.TRAJECTORY, Effect.FREE]
-    with pytest.raises(TypeError, match=r"Forgetful\.width"):
-        field_effect(Forgetful, "width")
 
 
 @pytest.mark.parametrize("key", KEYS)
