@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pretrain.kernels import folded, sdpa
 from pretrain.kernels.call import Call, ScoreBias, describe_call
-from pretrain.kernels.reference import attention_reference
 
 # ---- The choice of an attention backend, as a function of the call's description alone ----
 
@@ -41,40 +40,23 @@ def choose_backend(call: Call) -> Choice:
     Raises:
         ValueError: No kernel can serve it.
     """
+    names: tuple[str, ...] = ("triton", "folded", "sdpa")
     if not call.is_cuda:
-        return Choice("sdpa", _cpu_reason(call))
-    refusal = sdpa.refusal(call)
-    if refusal is not None:
-        # The other backends serve neither of these either.
-        raise ValueError(
-            f"attention in {call.dtype_name} on this GPU: {refusal}. Choose fp32 or fp16, or the "
-            "backend reference, which is slow"
-        )
-    if call.bias == "none" and not call.documents:
-        return Choice("sdpa", _unbiased_reason(call))
-    triton = _triton_refusal(call)
-    if triton is None:
-        return Choice("triton", _triton_reason(call))
-    folding = folded.refusal(call)
-    if folding is None:
-        return Choice(
-            "folded",
-            f"ALiBi stands in extra columns of q and k, exact in {call.dtype_name}, so that "
-            f"torch's fused kernel needs no mask, and the Triton kernel cannot serve, {triton}; "
-            + _products(call),
-        )
-    if call.bias == "none":
-        return Choice(
-            "sdpa",
-            f"with a mask by document in blocks; {_products(call)}{_padding(call)}. The Triton "
-            f"kernel cannot serve, {triton}",
-        )
-    cast = "" if call.dtype == torch.float32 else f" q, k and v are cast from {call.dtype_name},"
-    return Choice(
-        "sdpa",
-        f"with a float mask in blocks; slow:{cast} products are in fp32{_padding(call)}. The "
-        f"Triton kernel cannot serve, {triton}; folding cannot, {folding}",
-    )
+        names = ("sdpa",)
+        reason = "torch's kernel for CPUs, with the bias in an fp32 mask in blocks"
+    elif call.bias == "none" and not call.documents:
+        names = ("sdpa",)
+        reason = "torch's fused kernel, since nothing is added to the scores"
+    else:
+        reason = f"products of {call.dtype_name} numbers are added in fp32"
+    for name in names:
+        refusal = REFUSALS[name](call)
+        if refusal is None:
+            if name == "sdpa" and call.is_cuda and call.bias != "none":
+                reason += "; slow, with a float mask in blocks and q, k and v in fp32"
+            return Choice(name, reason)
+        reason += f"; {name} cannot serve, {refusal}"
+    raise ValueError(f"attention in {call.dtype_name} on this GPU: {refusal}. Choose fp32 or fp16")
 
 
 def _triton_refusal(call: Call) -> str | None:
@@ -97,50 +79,6 @@ def _triton_refusal(call: Call) -> str | None:
     return None
 
 
-def _triton_reason(call: Call) -> str:
-    """Return the reason for the Triton kernel, which has everything but q k^T v inside."""
-    documents = "it hides other documents' keys inside the kernel; " if call.documents else ""
-    if call.bias == "none":
-        return documents + _products(call)
-    return f"it makes the bias inside the kernel; {documents}{_products(call)}, bias in fp32"
-
-
-def _products(call: Call) -> str:
-    """Return in which dtypes a fused kernel on a GPU multiplies and adds."""
-    return f"products of {call.dtype_name} numbers are added in fp32"
-
-
-def _padding(call: Call) -> str:
-    """Return what `sdpa` on a GPU says of heads that it pads, or nothing if it pads none."""
-    width = sdpa.aligned(call.head_dim)
-    if width == call.head_dim:
-        return ""
-    return f", heads of width {call.head_dim} are padded to {width}"
-
-
-def _cpu_reason(call: Call) -> str:
-    whole = call.num_queries == call.num_keys or not call.causal
-    if call.bias == "none" and whole and not call.documents:
-        return f"torch's kernel for CPUs, which needs no mask here; q, k and v in {call.dtype_name}"
-    return (
-        f"torch's kernel for CPUs with an fp32 mask in blocks; q, k and v in {call.dtype_name}; no "
-        "other backend serves a CPU"
-    )
-
-
-def _unbiased_reason(call: Call) -> str:
-    """Return the reason for torch's own kernel where nothing is added to the scores."""
-    if not call.is_half or call.older_than(8, 0) or call.head_dim > 256:
-        kernel = "memory-efficient kernel"
-    else:
-        kernel = "fastest fused kernel (cuDNN or flash)"
-    return (
-        f"nothing is added to the scores, so torch's {kernel} needs no mask; "
-        f"{_products(call)}{_padding(call)}. Its backward pass may add in an order that varies; "
-        "backend triton never does"
-    )
-
-
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head.
 
 
@@ -148,7 +86,6 @@ REFUSALS: dict[str, Callable[[Call], str | None]] = {
     "triton": _triton_refusal,
     "folded": folded.refusal,
     "sdpa": sdpa.refusal,
-    "reference": lambda call: None,
 }
 """Each backend and the reason why it cannot serve a call, or None if it can."""
 
@@ -189,9 +126,8 @@ def attention(
         scale: Factor of the products q k^T, not of the bias; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped, from torch's default generator of the
             device.
-        backend: "triton", "folded", "sdpa" or "reference", which then serves or fails; or "auto",
-            which chooses one (`pretrain.kernels.dispatch`) and logs the choice and its
-            reason once per process.
+        backend: "triton", "folded" or "sdpa", which then serves or fails; or "auto", which chooses
+            one (`choose_backend`) and logs the choice and its reason once per process.
         skip: For "triton": skip tiles of keys too far away to matter
             (`pretrain.kernels.skipping`). True at any length, False never, None where it pays.
 
@@ -223,20 +159,7 @@ def attention(
         return attention_triton(*arguments, skip, document_starts=document_starts)
     if backend == "folded":
         return folded.attention_folded(*arguments)
-    if backend == "sdpa":
-        return sdpa.attention_sdpa(*arguments, document_starts)
-    return attention_reference(
-        q_SBHD,
-        k_SBGD,
-        v_SBGD,
-        slopes=slopes,
-        relative_attention_bias=relative_attention_bias,
-        relative_attention_max_distance=relative_attention_max_distance,
-        causal=causal,
-        document_starts=document_starts,
-        scale=scale,
-        dropout_p=dropout_p,
-    ).to(q_SBHD.dtype)
+    return sdpa.attention_sdpa(*arguments, document_starts)
 
 
 @cache
@@ -256,24 +179,18 @@ def _check_arguments(
 ) -> None:
     """Raise ValueError if the arguments of `attention` do not fit each other."""
     q, k, v = (tuple(x.shape) for x in (q_SBHD, k_SBGD, v_SBGD))
-    four_dimensions = len(q) == len(k) == 4
+    kinds = {(x.dtype, x.device) for x in (q_SBHD, k_SBGD, v_SBGD)}
     if (
-        not four_dimensions
+        not len(q) == len(k) == 4
         or k != v
         or (q[1], q[3]) != (k[1], k[3])
         or q_SBHD.numel() * k_SBGD.numel() == 0
+        or q[2] % k[2]
+        or len(kinds) > 1
     ):
         raise ValueError(
-            f"q {q}, k {k}, v {v}: expected [S, B, H, D], none empty, k and v alike, "
-            "B and D those of q"
-        )
-    kinds = [(x.dtype, x.device) for x in (q_SBHD, k_SBGD, v_SBGD)]
-    if kinds[0] != kinds[1] or kinds[0] != kinds[2]:
-        found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
-        raise ValueError(f"q, k and v are {found}: they must have one dtype and one device")
-    if q[2] % k[2]:
-        raise ValueError(
-            f"{q[2]} query heads on {k[2]} key heads: query heads must be a multiple of key heads"
+            f"q {q}, k {k}, v {v} of {kinds}: expected [S, B, H, D] of one dtype on one device, "
+            "none empty, k and v alike, B and D those of q, query heads a multiple of key heads"
         )
     if causal and q[0] > k[0]:
         raise ValueError(

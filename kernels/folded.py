@@ -28,8 +28,8 @@ fp16 or bf16 numbers is exact in fp32, in which the kernels add (tensor cores in
 key is far from c, and adding to a large number costs absolute precision. Hence c is the middle of
 the queries, and at most QUERY_CHUNK queries are served by a call: near the diagonal, where weights
 are large, |j - c| is at most QUERY_CHUNK / 2. The extra columns are the last ones, since kernels
-add in the order of the columns: the sum q . k is complete before anything large is added to it. See
-`score_error_bound`.
+add in the order of the columns: the sum q . k is complete before anything large is added to it.
+tests/kernels/test_folded.py has the bound.
 """
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head,
@@ -48,8 +48,8 @@ from pretrain.kernels.call import NO_DOCUMENTS, Call, ScoreBias
 from pretrain.kernels.sdpa import ALIGNMENT, aligned, only_fused, sdpa_without_bias
 
 QUERY_CHUNK = 2048
-"""Most queries that one call serves. It bounds the rounding error of steep heads (see
-`score_error_bound`); training lengths up to this take one call."""
+"""Most queries that one call serves. It bounds the rounding error of steep heads
+(tests/kernels/test_folded.py has the bound); training lengths up to this take one call."""
 SLOPE_PARTS = 3
 """Numbers of the dtype of q that add up to one slope."""
 POSITION_BASES = {torch.float16: 2**6, torch.bfloat16: 2**8}
@@ -231,42 +231,6 @@ def key_columns(num_keys: int, centre: int, dtype: torch.dtype, device: torch.de
     # multiples of 2^-24.
     parts = [both_SE.double() / factor**part for part in range(SLOPE_PARTS)]
     return torch.cat(parts, dim=1).to(dtype)
-
-
-def score_error_bound(
-    slope: float,
-    scale: float,
-    width: int,
-    dtype: torch.dtype,
-    distance: int,
-    largest_product: float,
-) -> float:
-    """Return a bound on the error of the difference of two scores of a row, in nats.
-
-    A score is a sum of n = D + E exact products. Adding n numbers in fp32, in any order, errs by at
-    most (n - 1) u times the sum of their sizes, u = 2^-24 (Higham, "Accuracy and Stability of
-    Numerical Algorithms", 2nd edition, section 4.2, to first order in u). Tensor cores may cut off
-    where fp32 rounds, which makes it 2^-23. The sizes of the extra products sum to
-    slope (|j - c| + base) / scale, and those of later parts of the slope are below 2^-7 of it. What
-    the parts of the slope leave out changes the slope by 2^-24 (bf16) or 2^-33 (fp16) of itself,
-    which errs in proportion to the distance of the two keys.
-
-    Args:
-        slope: Slope of the head.
-        scale: Factor of the products q k^T.
-        width: Width of a head, D.
-        dtype: Dtype of q: fp16 or bf16.
-        distance: Largest distance between the query and either key.
-        largest_product: Largest sum over the columns of |q_d k_d|.
-
-    Returns:
-        The bound. It assumes that all roundings go one way and are of the whole sum; errors that
-        occur are 200 times smaller and below 1.1e-4 nats (tests/kernels/test_folded.py).
-    """
-    furthest = distance + QUERY_CHUNK // 2
-    sizes = scale * largest_product + slope * (furthest + POSITION_BASES[dtype]) * (1 + 2.0**-7)
-    sums = 2 * (width + 2 * SLOPE_PARTS) * 2.0**-23 * sizes
-    return sums + slope * distance * 2.0 ** -(24 if dtype == torch.bfloat16 else 33)
 
 
 def _takes_narrow_values(q_SBHD: Tensor) -> bool:

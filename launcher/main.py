@@ -6,7 +6,7 @@ import io
 import os
 import sys
 
-from pretrain.interrupt import CODE, leave_on_ctrl_c, raise_on_ctrl_c
+from pretrain.startup import CODE, leave_on_ctrl_c, raise_on_ctrl_c
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pretrain.lean_imports import install
+from pretrain.startup import install
 
 if TYPE_CHECKING:
     from pretrain.config import ConfigError, RunConfig, RunFailed

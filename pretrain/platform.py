@@ -11,7 +11,6 @@ import contextlib
 import functools
 import getpass
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -22,8 +21,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +31,7 @@ from numpy.typing import NDArray
 
 from pretrain.config import ConfigError, writing
 from pretrain.config.errors import is_supported, not_supported
-from pretrain.rundir.files import from_json, parse_json
 from pretrain.rundir.trust import check_own_directory, check_place
-
-# ---- Tell which GPU a rank uses, and find ranks that share one ----
-
-
-MOST_SHARED_NAMED = 3
-"""GPUs that a message names; the rest are counted."""
 
 
 def device_index(local_rank: int, num_visible: int) -> int:
@@ -48,66 +39,13 @@ def device_index(local_rank: int, num_visible: int) -> int:
 
     Where all processes of a node see all its GPUs, that is the local rank. With one GPU bound to
     each (srun --gpus-per-task=1, --gpu-bind=single:1) every process sees one, whose number is 0.
-    That each has a GPU of its own is checked by the GPUs' ids; see `shared_gpus`.
+    NCCL refuses two ranks on one GPU.
 
     Args:
         local_rank: Number of the process on its machine.
         num_visible: Number of GPUs that it can see, at least 1.
     """
     return local_rank % num_visible
-
-
-@dataclass(frozen=True)
-class Device:
-    """The device of one rank, as the rank sees it."""
-
-    host: str
-    uuid: str
-    """The GPU's id, which no other GPU has; empty on the CPU."""
-    visible: str | None
-    """CUDA_VISIBLE_DEVICES of the rank's process; None where it is not set."""
-
-    def to_json(self) -> str:
-        """Return the device as text for the other ranks."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def of_json(text: str) -> Device:
-        """Return the device that `to_json` described."""
-        device = from_json(Device, parse_json(text))
-        assert device is not None, text
-        return device
-
-
-def shared_gpus(devices: Sequence[Device]) -> str:
-    """Return a message about ranks that use one GPU together, or "" if each has its own.
-
-    Args:
-        devices: The device of each rank, by rank.
-    """
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, device in enumerate(devices):
-        if device.uuid:
-            ranks.setdefault((device.host, device.uuid), []).append(rank)
-    shared = [(gpu, users) for gpu, users in ranks.items() if len(users) > 1]
-    if not shared:
-        return ""
-    found = [
-        f"{uuid} on {host} is used by "
-        + " and ".join(f"rank {r} (CUDA_VISIBLE_DEVICES {_value(devices[r])})" for r in users)
-        for (host, uuid), users in shared[:MOST_SHARED_NAMED]
-    ]
-    if len(shared) > MOST_SHARED_NAMED:
-        found.append(f"and {len(shared) - MOST_SHARED_NAMED} more GPUs")
-    return (
-        f"two ranks cannot use one GPU: {'; '.join(found)}. Start one rank per GPU of a node: srun "
-        "with --ntasks-per-node and --gpus-per-node of the same number, or with --gpus-per-task=1. "
-        "CUDA_VISIBLE_DEVICES= runs on the CPU"
-    )
-
-
-def _value(device: Device) -> str:
-    return "not set" if device.visible is None else f"= {device.visible}"
 
 
 # ---- Keep the directories of compiled kernels private to the user ----
@@ -280,14 +218,10 @@ def can_compile() -> bool:
 def can_accumulate_products() -> bool:
     """Return True if one operation can add a product of 16-bit matrices to an fp32 matrix.
 
-    On a GPU that is `torch.addmm` with `out_dtype`. It accepts the fp32 matrix since torch 2.10
-    (pytorch pull request 167931), and Liger-Kernel uses it from compute capability 8.0 on
-    (liger_kernel/ops/fused_linear_cross_entropy.py).
+    On a GPU that is `torch.addmm` with `out_dtype`, which Liger-Kernel uses from compute capability
+    8.0 on (liger_kernel/ops/fused_linear_cross_entropy.py).
     """
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    return not has_cuda() or (
-        (major, minor) >= (2, 10) and torch.cuda.get_device_capability() >= (8, 0)
-    )
+    return not has_cuda() or torch.cuda.get_device_capability() >= (8, 0)
 
 
 # ---- Measure the memory of this process and the memory that it can still allocate ----
@@ -313,8 +247,8 @@ def free_memory() -> int:
 def available_memory() -> int:
     """Return the bytes of host memory that can be allocated.
 
-    The least of the machine's, of what the cgroups of this process have left (those of a container
-    or of a Slurm job), and of what `ulimit -v` leaves.
+    The least of the machine's and of what the cgroups of this process have left (those of a
+    container or of a Slurm job).
     """
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     with contextlib.suppress(OSError):
@@ -322,11 +256,6 @@ def available_memory() -> int:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        with contextlib.suppress(OSError):
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            available = min(available, limit - pages * os.sysconf("SC_PAGE_SIZE"))
     return max(0, min([available, *_cgroup_memory()]))
 
 
@@ -476,18 +405,6 @@ def _select_device(local_rank: int) -> None:
     # deepspeed/runtime/engine.py requires it and takes it for the number of the GPU. srun does not
     # set it.
     os.environ["LOCAL_RANK"] = str(local_rank)
-
-
-def own_device(host: str) -> Device:
-    """Describe this process's device for the other ranks.
-
-    Args:
-        host: The name of this process's node.
-    """
-    uuid = ""
-    if has_cuda():
-        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return Device(host, uuid, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def seed_generators(seed: int, tensor_parallel_rank: int) -> None:

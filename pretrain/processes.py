@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from pretrain.rundir.paths import ExitCode
 
@@ -66,20 +65,13 @@ class Processes:
                 signal.signal(number, handler)
             self._busy = False
 
-    def run(
-        self,
-        commands: Sequence[Sequence[str]],
-        directory: Path | None = None,
-        output: IO[bytes] | None = None,
-    ) -> int:
+    def run(self, commands: Sequence[Sequence[str]]) -> int:
         """Run commands at the same time until all have ended.
 
         When one fails, the others are ended as well: they wait for it and would never end.
 
         Args:
             commands: The arguments of each.
-            directory: Where they are started; here by default.
-            output: A file for what they print; by default they print where this process does.
 
         Returns:
             0, or the exit code of the one that failed first; 128 + n for signal n.
@@ -99,10 +91,7 @@ class Processes:
                 # which passes it on once.
                 process = subprocess.Popen(
                     command,
-                    cwd=directory,
                     stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
                     process_group=0,
                     preexec_fn=bind,
                 )

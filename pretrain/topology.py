@@ -26,10 +26,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import itertools
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -52,7 +50,6 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from pretrain import platform
 from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, writing
-from pretrain.platform import Device, shared_gpus
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.files import from_json, parse_json, replace_file
 from pretrain.rundir.jobs import job_id_of
@@ -60,10 +57,9 @@ from pretrain.rundir.jobs import job_id_of
 # ---- rendezvous ----
 # Let the ranks of a run find each other: rank 0 listens on a free port and publishes it in a file.
 #
-# The system chooses the port, so it cannot be taken already, as one that is derived from a job's
-# number can. Rank 0 writes address and port to rendezvous.json, in a directory that all ranks see.
-# The other ranks look for the file. All then hand in a card, and rank 0 judges the cards together.
-# So whatever is missing is named here, before NCCL or gloo begin to wait.
+# The system chooses the port, so it cannot be taken already. Rank 0 writes address and port to
+# rendezvous.json, in a directory that all ranks see, and the other ranks look for the file. All
+# then say that they are there, so that whoever is missing is named before NCCL or gloo wait.
 #
 # What ranks share from then on is a TCPStore of torch: rank 0's process serves keys and values.
 
@@ -81,8 +77,6 @@ LONGEST_PAUSE_SECONDS = 2.0
 PAUSE_FACTOR = 1.5
 CONNECT_SECONDS = 60.0
 """The longest time to connect to rank 0 once it has published, which it does while it listens."""
-VERDICT_SECONDS = 10.0
-"""How long rank 0 waits for the others to read why the run cannot start."""
 MOST_RANKS_NAMED = 8
 
 
@@ -138,7 +132,7 @@ class Process:
         listens.
 
         Raises:
-            ConfigError: if the nodes of a Slurm job step are not known.
+            ConfigError: if a step of srun that was started by hand does not say where to meet.
         """
         env = os.environ
         fixed = env.get("MASTER_PORT")
@@ -156,32 +150,34 @@ class Process:
             )
         # srun. A job step of one task is a run of one process.
         if "SLURM_PROCID" in env and (num_tasks := _num_slurm_tasks()) > 1:
+            if directory is None and ("MASTER_ADDR" not in env or fixed is None):
+                raise ConfigError(
+                    "MASTER_ADDR, MASTER_PORT: a step of srun needs both, the name of the first "
+                    "node and a free port on it. `launcher submit` needs neither"
+                )
             return Process(
                 int(env["SLURM_PROCID"]),
                 num_tasks,
                 int(env.get("SLURM_LOCALID", 0)),
-                env.get("MASTER_ADDR") or (_slurm_name() if directory else _first_slurmhost_name()),
-                0 if directory else int(fixed or _slurm_port()),
+                env.get("MASTER_ADDR") or _slurm_name(),
+                int(fixed or 0),
                 directory,
                 _slurm_start(),
             )
         return Process(0, 1, 0, "127.0.0.1", 0)
 
 
-def meet(peer: Process, card: str, judge: Callable[[list[str]], str], seconds: float) -> Store:
-    """Find the other processes, and let rank 0 judge what each says of itself. All call it.
+def meet(peer: Process, seconds: float) -> Store:
+    """Find the other processes. All call it.
 
     Args:
         peer: This process.
-        card: What this process says of itself.
-        judge: Given the cards by rank, returns what is wrong with them, or "". Called on rank 0.
         seconds: How long to wait for the others.
 
     Returns:
         The store that all processes share. It is closed when nothing refers to it any more.
 
     Raises:
-        ConfigError: On all ranks: `judge` found something wrong.
         RunFailed: A process did not come in time, or rank 0 cannot be reached.
     """
     if peer.directory is None:
@@ -190,8 +186,26 @@ def meet(peer: Process, card: str, judge: Callable[[list[str]], str], seconds: f
         store = _publish(peer, peer.directory, seconds)
     else:
         store = _find(peer, peer.directory, seconds)
+    present = PrefixStore("present", store)
+    ranks = [str(rank) for rank in range(peer.world_size)]
+
+    def absent() -> list[str]:
+        present.set(ranks[peer.rank], "")
+        try:
+            present.wait(ranks, datetime.timedelta(seconds=seconds))
+        except DistError:
+            return [rank for rank in ranks if not present.check([rank])]
+        return []
+
     try:
-        _hand_in(PrefixStore("cards", store), peer, card, judge, seconds)
+        answers = f"{host_name()}: rank 0 no longer answers. Its output says why"
+        if missing := _within(seconds + CONNECT_SECONDS, absent, answers):
+            more = len(missing) - MOST_RANKS_NAMED
+            named = ", ".join(missing[:MOST_RANKS_NAMED]) + f" and {more} more" * (more > 0)
+            raise RunFailed(
+                f"of {peer.world_size} ranks these did not come within {seconds:.0f} s: {named}. "
+                "Their output says why, or where they hang"
+            )
     finally:
         if peer.directory is not None and peer.rank == 0:
             # All have read it, or the start failed. What does not lie there cannot be taken for the
@@ -226,7 +240,6 @@ def _find(peer: Process, directory: Path, seconds: float) -> Store:
     """Wait until rank 0 has published where it listens, and connect to it; for the other ranks."""
     place = _wait_for_place(directory, peer, seconds)
     where = f"rank 0 at {place.address}:{place.port} (published in {directory / FILE})"
-    _check_reachable(place, peer, where)
 
     def connect() -> Store:
         store = TCPStore(
@@ -240,11 +253,15 @@ def _find(peer: Process, directory: Path, seconds: float) -> Store:
             raise RunFailed(f"{host_name()}: {where} is another run's. Start the run again")
         return PrefixStore(place.nonce, store)
 
-    return _within(CONNECT_SECONDS, connect, f"{host_name()}: {where} does not answer")
+    complaint = (
+        f"{host_name()}: {where} does not answer. Its output says if it has ended; every node must "
+        "resolve that name, and MASTER_ADDR on rank 0 sets another one"
+    )
+    return _within(CONNECT_SECONDS, connect, complaint)
 
 
 def _join_at_port(peer: Process, seconds: float) -> Store:
-    """Join the other ranks at a port that the user, torchrun or the job's number has fixed."""
+    """Join the other ranks at a port that the user or torchrun has fixed."""
     timeout = datetime.timedelta(seconds=seconds)
     url = f"tcp://{peer.address}:{peer.port}"
 
@@ -253,42 +270,13 @@ def _join_at_port(peer: Process, seconds: float) -> Store:
         store, _, _ = next(rendezvous(url, peer.rank, peer.world_size, timeout=timeout))
         return cast(Store, store)
 
-    try:
-        return _within(
-            seconds + CONNECT_SECONDS,
-            join,
-            f"{host_name()}: no answer at {peer.address}:{peer.port}, where rank 0 should listen. "
-            "Another program may have that port. Set MASTER_PORT to a free one on all ranks",
-        )
-    except RunFailed as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise RunFailed(
-            f"port {peer.port} of {host_name()} is taken by another program, and rank 0 was to "
-            "listen there. Set MASTER_PORT to a free one on all ranks; `launcher submit` and "
-            "`launcher local` need no fixed port"
-        ) from None
-
-
-def _hand_in(
-    store: Store, peer: Process, card: str, judge: Callable[[list[str]], str], seconds: float
-) -> None:
-    """Hand in this rank's card and wait for rank 0's verdict over all cards; see `meet`."""
-    if not peer.rank:
-        store.set(_card(0), card)
-        verdict = _judge(store, peer.world_size, judge, seconds)
-        _announce(store, peer.world_size, verdict)
-    else:
-        # Twice the time, because rank 0 waits as long for the last rank and may have begun later.
-        verdict = _within(
-            2 * seconds,
-            lambda: _ask(store, peer.rank, card, 2 * seconds),
-            f"{host_name()}: rank 0 no longer answers. Its output says why",
-        )
-    if verdict["missing"]:
-        raise RunFailed(verdict["missing"])
-    if verdict["wrong"]:
-        raise ConfigError(verdict["wrong"])
+    return _within(
+        seconds + CONNECT_SECONDS,
+        join,
+        f"{host_name()}: no answer at {peer.address}:{peer.port}, where rank 0 should listen. "
+        "Another program may have that port. Set MASTER_PORT to a free one on all ranks; "
+        "`launcher submit` and `launcher local` need no fixed port",
+    )
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -324,8 +312,6 @@ def _look(directory: Path, peer: Process) -> tuple[Place | None, str]:
     try:
         with open(os.open(FILE, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb") as file:
             place = from_json(Place, parse_json(file.read()))
-    except FileNotFoundError:
-        return None, "there is no such file"
     except OSError as error:
         # Also a file that the server replaced in this moment.
         return None, f"it cannot be read: {error.strerror}"
@@ -336,35 +322,6 @@ def _look(directory: Path, peer: Process) -> tuple[Place | None, str]:
     if place.start != peer.start:
         return None, f"it is of another start, {place.start!r}; this one is {peer.start!r}"
     return place, ""
-
-
-# ---- the connection ------------------------------------------------------------------------------
-def _check_reachable(place: Place, peer: Process, where: str) -> None:
-    """Connect to rank 0 once and hang up.
-
-    TCPStore by itself tries for as long as its timeout, prints pages of C++ stacks, and does not
-    say which of these it was.
-    """
-    deadline, pause = time.monotonic() + CONNECT_SECONDS, FIRST_PAUSE_SECONDS
-    while True:
-        try:
-            socket.create_connection((place.address, place.port), CONNECT_SECONDS).close()
-            return
-        except ConnectionRefusedError:
-            raise RunFailed(
-                f"{host_name()}: {where} does not listen any more. Rank 0 has ended (its output "
-                f"says why), or {place.address} is another machine for {host_name()}"
-            ) from None
-        # UnicodeError: a name that cannot be a host's.
-        except (OSError, UnicodeError) as error:
-            if time.monotonic() > deadline:
-                raise RunFailed(
-                    f"{host_name()}: {where} cannot be reached ({error}). Every node must resolve "
-                    "that name, and no firewall may stand between them. MASTER_ADDR on rank 0 sets "
-                    "another name"
-                ) from None
-        time.sleep(pause)
-        pause = min(LONGEST_PAUSE_SECONDS, pause * PAUSE_FACTOR)
 
 
 def _within(seconds: float, function: Callable[[], T], complaint: str) -> T:
@@ -404,56 +361,9 @@ def _within(seconds: float, function: Callable[[], T], complaint: str) -> T:
     raise error
 
 
-# ---- cards and verdict ---------------------------------------------------------------------------
-def _card(rank: int) -> str:
-    return f"card/{rank}"
-
-
-def _judge(
-    store: Store, world_size: int, judge: Callable[[list[str]], str], seconds: float
-) -> dict[str, str]:
-    """Wait for all cards, and return what is missing or wrong: the two keys of a verdict."""
-    cards = [_card(rank) for rank in range(world_size)]
-    try:
-        store.wait(cards, datetime.timedelta(seconds=seconds))
-    except DistError:
-        absent = [rank for rank, card in enumerate(cards) if not store.check([card])]
-        named = ", ".join(map(str, absent[:MOST_RANKS_NAMED]))
-        more = f" and {len(absent) - MOST_RANKS_NAMED} more" * (len(absent) > MOST_RANKS_NAMED)
-        return {
-            "missing": f"of {world_size} ranks these did not come within {seconds:.0f} s: "
-            f"{named}{more}. Their output says why, or where they hang",
-            "wrong": "",
-        }
-    return {"missing": "", "wrong": judge([card.decode() for card in store.multi_get(cards)])}
-
-
-def _announce(store: Store, world_size: int, verdict: dict[str, str]) -> None:
-    """Publish the verdict; when the run cannot start, wait until the others have read it."""
-    store.set("verdict", json.dumps(verdict))
-    if any(verdict.values()):
-        # This process is about to end, and its store with it.
-        read = [f"read/{rank}" for rank in range(1, world_size) if store.check([_card(rank)])]
-        with contextlib.suppress(DistError):
-            store.wait(read, datetime.timedelta(seconds=VERDICT_SECONDS))
-
-
-def _ask(store: Store, rank: int, card: str, seconds: float) -> dict[str, str]:
-    """Hand in a card and return rank 0's verdict."""
-    store.set(_card(rank), card)
-    store.wait(["verdict"], datetime.timedelta(seconds=seconds))
-    verdict: dict[str, str] = json.loads(store.get("verdict"))
-    if any(verdict.values()):
-        store.set(f"read/{rank}", "")
-    return verdict
-
-
 # Long enough for a slow file system at a barrier. The launcher's watchdog handles processes that
 # hang.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=15)
-SLURM_PORTS = range(15_000, 32_000)
-STEP_STRIDE = 997
-"""Between the ports of two steps of a job: jobs have consecutive numbers, and so have steps."""
 
 
 def _slurm_name() -> str:
@@ -467,22 +377,6 @@ def _slurm_name() -> str:
             socket.getaddrinfo(node, None)
             return node
     return host_name()
-
-
-def _first_slurmhost_name() -> str:
-    """Return the first node of this Slurm job step, or else of the job: that of rank 0."""
-    env = os.environ
-    return first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
-
-
-def _slurm_port() -> int:
-    """Return the port of a job step that was started by hand, without a directory to publish in.
-
-    Derived from job and step, so that two of them on one node seldom get the same; below the ports
-    that Linux gives to outgoing connections (from 32768 on).
-    """
-    job, step = (int(os.environ.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return SLURM_PORTS[(job + STEP_STRIDE * step) % len(SLURM_PORTS)]
 
 
 def _slurm_start() -> str:
@@ -520,23 +414,6 @@ def owner() -> Owner:
         num_processes=num_processes,
         nodes=env.get("SLURM_JOB_NODELIST", ""),
     )
-
-
-def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: "gpu003" for "gpu[003-007,12],login1".
-
-    Parsed here rather than by `scontrol show hostnames`, which a container may not have.
-
-    Raises:
-        ConfigError: if the list names no host.
-    """
-    match = re.match(r"([^\[,]+)(?:\[([^\]]+)\]([^,]*))?", nodes)
-    if not match:
-        raise ConfigError(
-            f"SLURM_JOB_NODELIST = {nodes!r}: names no host for rank 0. Set MASTER_ADDR to its name"
-        )
-    prefix, ranges, suffix = match.groups()
-    return prefix + (re.split("[-,]", ranges)[0] + (suffix or "") if ranges else "")
 
 
 @dataclass(frozen=True)
@@ -579,7 +456,7 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
 
     Raises:
         ConfigError: if the number of processes does not fit the config, if torch was not built for
-            the device, if that cannot train in its precision, or if two processes use one GPU.
+            the device, or if that cannot train in its precision.
         RunFailed: if the processes do not find each other.
     """
     process = process or Process.from_environment()
@@ -624,13 +501,10 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
 
 
 def _meet(process: Process, startup_seconds: float) -> dist.Store:  # type: ignore[name-defined]
-    """Find the other processes, each with a device of its own; return the store they share."""
+    """Find the other processes, and return the store that they share."""
     # Half of the limit after which the watchdog ends a start, so that the error is printed first.
     seconds = min(COLLECTIVE_TIMEOUT.total_seconds(), startup_seconds / 2)
-    card = platform.own_device(host_name()).to_json()
-    store = meet(
-        process, card, lambda cards: shared_gpus([Device.of_json(c) for c in cards]), seconds
-    )
+    store = meet(process, seconds)
     store.set_timeout(COLLECTIVE_TIMEOUT)
     # The name under which init_process_group puts a store that it makes itself.
     return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
@@ -659,59 +533,21 @@ def on_main(topology: Topology, function: Callable[[], T]) -> T:
     return cast(T, outcome[0])
 
 
-def ranks_per_node(group: dist.ProcessGroup) -> int:
-    """Return the number of a group's ranks on each node, the same for all groups of its kind.
-
-    All processes call this together, each with its own group, such as the data-parallel one. The
-    number is 1 unless every node holds equally many ranks of each group, with consecutive numbers.
-    """
-    everyone: list[tuple[str, tuple[int, ...]]] = [("", ())] * dist.get_world_size()
-    own = host_name(), tuple(dist.get_process_group_ranks(group))
+def gather(own: T) -> list[T]:
+    """Return what every rank passes, in the order of ranks. All ranks together."""
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    groups = {ranks for _, ranks in everyone}
-    sizes = {_block_size([everyone[rank][0] for rank in ranks]) for ranks in groups}
-    return sizes.pop() if len(sizes) == 1 else 1
+    return everyone
 
 
 def ranks_here() -> int:
     """Return the number of ranks on this node. All processes call this together."""
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_name())
-    return hosts.count(host_name())
-
-
-def _block_size(hosts: list[str]) -> int:
-    """Return n if the hosts of consecutive ranks come in blocks of n, each host once; else 1."""
-    sizes = [len(list(block)) for _, block in itertools.groupby(hosts)]
-    is_regular = len(set(sizes)) == 1 and len(sizes) == len(set(hosts))
-    return sizes[0] if is_regular else 1
+    return gather(host_name()).count(host_name())
 
 
 def host_name() -> str:
     """Return the name of this process's node."""
     return socket.gethostname()
-
-
-def make_groups(wanted: list[list[int]]) -> list[dist.ProcessGroup]:
-    """Make process groups, which are closed together with Megatron's.
-
-    All processes call this together, each with the groups that it belongs to.
-
-    Args:
-        wanted: The ranks, among all processes, of each group that this process belongs to.
-    """
-    from megatron.core import parallel_state
-
-    everyones: list[list[list[int]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyones, wanted)
-    # Every process makes every group, in one order. The alternative, in which members alone take
-    # part (use_local_synchronization), names a group by its ranks. A group that is made a second
-    # time then meets the first one's keys in the store, and can hang.
-    distinct = sorted({tuple(ranks) for groups in everyones for ranks in groups})
-    made = {ranks: dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT) for ranks in distinct}
-    own = [made[tuple(ranks)] for ranks in wanted]
-    parallel_state._global_process_group_list.extend(own)
-    return own
 
 
 def finish() -> None:

@@ -22,7 +22,7 @@ from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint, FileRecor
 from pretrain.checkpoint.index import ITEM_BYTES, Chunk
 from pretrain.checkpoint.manifest import MASTER, Checkpoint, TrainerState, remedy
 from pretrain.config import ConfigError
-from pretrain.model.parameters import Named, named_parameters
+from pretrain.model.gpt import Named, named_parameters
 from pretrain.optim.zero import Fragment, ZeroOptimizer
 
 SLAB_BYTES = 32 << 20

@@ -87,7 +87,7 @@ class TrainerState:
     consumed_samples: int
     """Sequences trained on or passed over: where the order of the data stands (data/order.py)."""
     spikes: dict[str, list[float]] | None = None
-    """What a spike policy has seen and done (pretrain/training/spikes.py); None without one."""
+    """What a spike policy has seen (pretrain/optim/health.py); None without one."""
     segment: Segment | None = None
     """The present blend of the corpora, and what each had consumed when it began; None before the
     first start."""

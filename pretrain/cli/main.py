@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 
-from pretrain.interrupt import leave_on_ctrl_c, raise_on_ctrl_c
+from pretrain.startup import leave_on_ctrl_c, raise_on_ctrl_c
 
 
 def main() -> None:

@@ -51,10 +51,8 @@ def describe(config: RunConfig, export: Iterable[str] = ()) -> str:
 
 
 def _evaluations(config: RunConfig) -> str:
-    """Return when a run is evaluated while it trains, and in how much of its time."""
-    share = config.evaluation_time_share
-    bound = f", in at most {100 * share:.3g} % of the time" if share is not None else ""
-    return f"every {config.evaluation_interval_steps:,} steps{bound}, and after the last one"
+    """Return when a run is evaluated while it trains."""
+    return f"every {config.evaluation_interval_steps:,} steps, and after the last one"
 
 
 def _layout(config: RunConfig) -> str:

@@ -17,7 +17,7 @@ from pretrain.config.schema import LEAST_PIECES, WORDS
 if TYPE_CHECKING:
     from pretrain.config.run import RunConfig
 
-DOCUMENT_BACKENDS = ("auto", "triton", "sdpa", "reference")
+DOCUMENT_BACKENDS = ("auto", "triton", "sdpa")
 """Values of model.attention_backend that serve data.per_document_attention."""
 
 
@@ -152,22 +152,6 @@ def _pipeline(c: RunConfig) -> Iterator[Refusal]:
     """Check that every pipeline chunk has a layer, and what ZeRO works with."""
     p = c.parallel
     pp, vpp = p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size
-    sent = p.gradient_reduce_dtype
-    if sent != "fp32" and p.zero_stage > 1:
-        yield Refusal(
-            "parallel.gradient_reduce_dtype",
-            sent,
-            f"at ZeRO {p.zero_stage} DeepSpeed would also add up in it, over all ranks",
-            'Set parallel.gradient_reduce_dtype = "fp32", or parallel.zero_stage = 1',
-        )
-    if sent == "fp16" and c.train.precision != "fp16":
-        yield Refusal(
-            "parallel.gradient_reduce_dtype",
-            sent,
-            f"gradients of train.precision = {c.train.precision} are not scaled to the range of "
-            "fp16",
-            'Choose "fp32" or "bf16"',
-        )
     if pp > 1 and p.zero_stage > 1:
         yield Refusal(
             "parallel.zero_stage",
@@ -196,7 +180,7 @@ def _pipeline(c: RunConfig) -> Iterator[Refusal]:
             c.train.spike_policy,
             f"at ZeRO {p.zero_stage} DeepSpeed measures the gradient norm and updates the "
             "weights in one call, so that no update can be left out",
-            'Choose "rollback" or "stop", or set parallel.zero_stage = 1',
+            'Choose "stop", or set parallel.zero_stage = 1',
         )
 
 

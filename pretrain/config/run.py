@@ -253,16 +253,6 @@ class RunConfig(Section):
         return self.evaluation.interval_steps or 1000
 
     @property
-    def evaluation_time_share(self) -> float | None:
-        """Return the bound of the evaluations' time, as a share of the steps'; None for no bound.
-
-        A user who sets an interval means it.
-        """
-        given = self.evaluation.max_time_share
-        is_free = given is None and self.evaluation.interval_steps is None
-        return 0.02 if is_free else given
-
-    @property
     def evaluation_stride(self) -> int:
         """Return the stride of sliding windows, in tokens."""
         # There are no lengths where a learned table is shorter than the training length. The rules

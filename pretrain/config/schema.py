@@ -179,12 +179,6 @@ class ParallelSection(Section):
     3 also the weights. Each saves memory and communicates more; 2 and 3 do not work with pipeline
     stages."""
 
-    gradient_reduce_dtype: Trajectory[Literal["fp32", "bf16", "fp16"]] = "fp32"
-    """Data type in which gradients travel between the nodes of the data-parallel ranks, or between
-    the ranks of a single node; they are added up in fp32 in any case. bf16 and fp16 halve the
-    traffic of a slow network, and round the sum of each node once. Need zero_stage = 1, and fp16
-    needs train.precision = "fp16", whose loss is scaled."""
-
     world_size: Free[int | None] = Field(default=None, gt=0)
     """Number of processes (one per GPU) that the run is planned for; a start with another number is
     refused. Default: any number that the layout and the batch allow."""
@@ -278,15 +272,13 @@ class TrainSection(Section):
 
     profile_steps: Free[tuple[PositiveInt, PositiveInt] | None] = Field(default=None, strict=False)
     """[first, last]: steps (the first step is 1) that torch's profiler records on rank 0. Writes a
-    trace to RUN/profile, which https://ui.perfetto.dev opens, and on a GPU a snapshot of its
-    memory, for https://pytorch.org/memory_viz. Recorded steps are slower, and a trace of many is
-    large: two or three say enough. Losses do not change. Default: none."""
+    trace to RUN/profile, which https://ui.perfetto.dev opens. Recorded steps are slower, and a
+    trace of many is large: two or three say enough. Losses do not change. Default: none."""
 
-    spike_policy: Trajectory[Literal["none", "skip", "rollback", "stop"]] = "none"
+    spike_policy: Trajectory[Literal["none", "skip", "stop"]] = "none"
     """What follows a step whose loss or gradient norm is a spike. none: nothing. skip: its update
-    is left out and training goes on, as OLMo does; needs zero_stage = 1. rollback: the run goes
-    back to its newest checkpoint and on with the data that follows the spike, as PaLM's authors
-    did. stop: the run fails, and nothing after the spike is saved."""
+    is left out and training goes on, as OLMo does; needs zero_stage = 1. stop: the run fails, and
+    nothing after the spike is saved."""
 
     spike_threshold: Trajectory[float] = Field(default=6.0, gt=0, allow_inf_nan=False)
     """Standard deviations above the mean of the last spike_window_steps steps from which on a loss
@@ -295,9 +287,6 @@ class TrainSection(Section):
     spike_window_steps: Trajectory[int] = Field(default=128, ge=2)
     """Steps by which a step is judged. Until half of them have been seen, and at least 20 (or all,
     if there are fewer), no step is a spike."""
-
-    spike_max_rollbacks: Trajectory[int] = Field(default=3, gt=0)
-    """rollback: times in a row that the run goes back to one checkpoint; after that it fails."""
 
 
 class CheckpointSection(Section):
@@ -339,15 +328,7 @@ class EvaluationSection(Section):
 
     interval_steps: int | None = Field(default=None, gt=0)
     """Steps from one evaluation in the training loop to the next. The last step is always
-    evaluated. Default: 1000, where max_time_share allows; an interval that is set is kept, unless
-    max_time_share is set too."""
-
-    max_time_share: float | None = Field(default=None, gt=0, le=1)
-    """The most time that evaluations in the training loop may take, as a share of the time of its
-    steps: 0.02 is 2 %. Both are measured. An evaluation that would exceed it is left out, the log
-    says so, and the next one is due interval_steps later. Every evaluation scores the same tokens,
-    so that curves stay comparable. The last step is evaluated in any case. Default: 0.02, or no
-    bound if interval_steps is set."""
+    evaluated. Default: 1000."""
 
     lengths: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1, strict=False)
     """Window lengths in tokens. None may be longer than the text that is scored. Default: 1, 2, 4,
@@ -720,7 +701,7 @@ class ModelSection(Section):
     result."""
 
     # How the same scores are computed.
-    attention_backend: Free[Literal["auto", "triton", "folded", "sdpa", "reference"]] = "auto"
+    attention_backend: Free[Literal["auto", "triton", "folded", "sdpa"]] = "auto"
     """The attention kernel. auto takes the fastest that can serve the model on this device and logs
     which, why, and in which dtype it multiplies; any other value is used or is an error, never
     replaced. Change it to compare kernels or to rule one out."""

@@ -2,7 +2,7 @@
 
 The parameter count, the bytes of checkpoints and exports, and the weights that `pretrain plan`
 gives to each rank follow from this list. Names, shapes and order are those that Megatron's modules
-have under `pretrain.model.parameters.named_parameters`; the tests compare both on ranks of many
+have under `pretrain.model.gpt.named_parameters`; the tests compare both on ranks of many
 layouts. No torch: the launcher sizes its checks with it.
 """
 

@@ -154,9 +154,6 @@ def _score_bytes(config: RunConfig, rows: int, length: int, heads: int) -> int:
         heads: Attention heads on this rank.
     """
     backend = config.model.attention_backend
-    if backend == "reference":
-        # Scores, weights and the products between them, in fp64.
-        return 3 * rows * heads * length**2 * 8
     if backend == "sdpa" and config.position.bias != "none" and platform.has_cuda():
         # The float mask of a block of queries, and q, k and v in fp32. Where "auto" has no better
         # kernel either, which is rare, a GPU's own error says that its memory was not enough.

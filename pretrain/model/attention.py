@@ -1,4 +1,4 @@
-"""Attention for Megatron's TransformerLayer.
+"""Attention for Megatron's TransformerLayer, and the position method of a rank.
 
 Core attention asks the position method what to add to the scores, and calls
 `pretrain.kernels.dispatch.attention` to compute the result. Self-attention is Megatron's, except
@@ -14,17 +14,114 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
-from pretrain.model.positions import Positions
+from pretrain.positions.base import OWN, Rope
+
+
+class Positions(nn.Module):
+    """The position method of the model, for the heads of this tensor-parallel rank.
+
+    One instance is shared by all layers and chunks of the rank.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        self.config, self.method = config, config.position
+        tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+        count = config.model.num_attention_heads // tensor_size
+        first = parallel_state.get_tensor_model_parallel_rank() * count
+        self.heads = slice(first, first + count)
+        for name, (_, *rest) in self.method.tensors(config).items():
+            if name.startswith(OWN):
+                part = _per_head_parameter(torch.empty(count, *rest))
+                self.register_parameter(name.removeprefix(OWN), part)
+        # Plain tensors and no buffers: casting the module to bf16 would round a buffer.
+        self._fixed: dict[torch.device, dict[str, Any]] = {}
+
+    @property
+    def megatron_type(self) -> str:
+        """GPTModel's position_embedding_type."""
+        if self.method.rope() is not None:
+            return "rope"
+        # Makes GPTModel create a position table, which `embedding_table` may replace.
+        return "learned_absolute" if self.method.adds_to_embeddings else "none"
+
+    @property
+    def rope(self) -> Rope:
+        """GPTModel's rotary_base and rotary_percent, which it wants without a rotation, too."""
+        return self.method.rope() or Rope(10_000, 1.0)
+
+    def embedding_table(self) -> nn.Module | None:
+        """Return the module that replaces Megatron's learned position table.
+
+        It maps position ids [B, S] to what is added to the embeddings, [B, S, hidden]. None keeps
+        what Megatron has built.
+        """
+        added = self.method.embedded(self.config, torch.zeros(1, 1, dtype=torch.int64))
+        return None if added is None else AddedPositions(self.config)
+
+    def queries_and_keys(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys as the scores see them, beside Megatron's rotation.
+
+        Args:
+            query: [queries, B, heads, D].
+            key: [keys, B, groups, D].
+        """
+        return self.method.queries_and_keys(self.config, query, key)
+
+    def score_terms(self, device: torch.device) -> dict[str, Any]:
+        """Return what is added to the attention scores of this rank's heads.
+
+        Args:
+            device: The device of the queries.
+
+        Returns:
+            Keyword arguments of `pretrain.kernels.dispatch.attention`.
+        """
+        # By attribute, because that is when ZeRO 3 gathers a parameter which it has divided.
+        if own := {name: getattr(self, name) for name in self._parameters}:
+            return self.method.score_terms(self.config, self.heads, own, device)
+        if device not in self._fixed:
+            found = self.method.score_terms(self.config, self.heads, {}, device)
+            self._fixed[device] = found
+        return self._fixed[device]
+
+
+class AddedPositions(nn.Module):
+    """Map position ids [B, S] to what the method adds to the embeddings, [B, S, hidden]."""
+
+    dtype_marker: Tensor
+    """An empty buffer. It is cast with the model, so its dtype is the dtype of the embeddings."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("dtype_marker", torch.empty(0), persistent=False)
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        added = self.config.position.embedded(self.config, position_ids)
+        assert added is not None
+        return added.to(self.dtype_marker.dtype)
+
+
+def _per_head_parameter(tensor: Tensor) -> nn.Parameter:
+    """Return a parameter whose dimension 0 is this rank's heads.
+
+    It is marked as sharded in the way that Megatron marks its own parameters.
+    """
+    parameter = nn.Parameter(tensor)
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    return parameter
 
 
 class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # Megatron ships no types
@@ -268,104 +365,67 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
     if not layers:
         return
     query, key, value = _random_inputs(config)
-    terms = _expected_terms(config, chunks[0])
-    starts = _document_starts(config)
-    seen: dict[str, Any] = {"document_starts": starts, "causal": not config.is_masked}
-    actual = _attend(config, layers[0], query, key, value, starts)
-    query, key = config.position.queries_and_keys(config, query, key)
-    expected = attention_reference(query, key, value, **terms, **seen).float()
-    without_terms = attention_reference(query, key, value, **seen).float()
-    actual = actual.view(expected.shape).float()
-    error, tolerance = float((actual - expected).abs().max()), TOLERANCE[config.train.precision]
-    # Written with "not", so that a NaN fails.
-    if not error <= tolerance:
-        is_absent = terms and float((actual - without_terms).abs().max()) <= tolerance
-        raise RunFailed(
-            f"position.method = {config.position.method}: attention differs from the dense "
-            f"reference by {error:.2g}, and rounding explains at most {tolerance:.0e}"
-            + (": the bias is absent" if is_absent else "")
-        )
-
-
-def _attend(
-    config: RunConfig,
-    core: CoreAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor | None,
-) -> Tensor:
-    """Return what a layer's core attention computes without dropout.
-
-    Args:
-        config: The run's config.
-        core: The layer's core attention.
-        query: [S, B, heads, D].
-        key: [S, B, groups, D].
-        value: [S, B, groups, D].
-        starts: Where each token's document begins, int32 [B, S], or None.
-
-    Returns:
-        [S, B, heads * D].
-
-    Raises:
-        ConfigError: if model.attention_backend cannot serve, be it with dropout or without.
-    """
-    training = core.training
+    starts = None
+    if config.data.per_document_attention:
+        # Two documents of unequal lengths.
+        index = torch.arange(LENGTH, dtype=torch.int32, device=platform.device())
+        starts = torch.where(index < LENGTH // 3, 0, LENGTH // 3)[None].int()
+    core, training = layers[0], layers[0].training
     try:
         # Some backends have no dropout. The call with dropout is made only to see it refused.
         if core.dropout:
             core.train()(query, key, value, starts)
-        out: Tensor = core.eval()(query, key, value, starts)
-        return out
-    except ValueError as error:
+        actual = core.eval()(query, key, value, starts)
+    except ValueError as refusal:
         raise ConfigError(
-            f"model.attention_backend = {config.model.attention_backend}: {error}"
+            f"model.attention_backend = {config.model.attention_backend}: {refusal}"
         ) from None
-    finally:
-        core.train(training)
+    core.train(training)
+    query, key = config.position.queries_and_keys(config, query, key)
+    expected = attention_reference(
+        query,
+        key,
+        value,
+        **_expected_terms(config, chunks[0].position),
+        document_starts=starts,
+        causal=not config.is_masked,
+    ).float()
+    error = float((actual.view(expected.shape).float() - expected).abs().max())
+    tolerance = TOLERANCE[config.train.precision]
+    # Written with "not", so that a NaN fails.
+    if not error <= tolerance:
+        raise RunFailed(
+            f"position.method = {config.position.method}: attention differs from the dense "
+            f"reference by {error:.2g}, and rounding explains at most {tolerance:.0e}"
+        )
 
 
-def _random_inputs(config: RunConfig) -> tuple[Tensor, Tensor, Tensor]:
+def _random_inputs(config: RunConfig) -> tuple[Tensor, ...]:
     """Return random query [S, 1, heads, D], key and value [S, 1, groups, D] for this rank."""
     tensor_size = parallel_state.get_tensor_model_parallel_world_size()
     generator = torch.Generator().manual_seed(0)
     heads = config.model.num_attention_heads // tensor_size
     groups = config.num_query_groups // tensor_size
-    query, key, value = (
+    return tuple(
         torch.randn(LENGTH, 1, count, config.head_dim, generator=generator).to(
             platform.device(), platform.DTYPES[config.train.precision]
         )
         for count in (heads, groups, groups)
     )
-    return query, key, value
 
 
-def _document_starts(config: RunConfig) -> Tensor | None:
-    """Return the starts of two documents of unequal lengths if the run parts them, int32 [1, S]."""
-    if not config.data.per_document_attention:
-        return None
-    index = torch.arange(LENGTH, dtype=torch.int32, device=platform.device())
-    first = LENGTH // 3
-    return torch.where(index < first, 0, first)[None].int()
-
-
-def _expected_terms(config: RunConfig, chunk: GPTModel) -> dict[str, Any]:
+def _expected_terms(config: RunConfig, position: Positions) -> dict[str, Any]:
     """Return the keyword arguments of the reference: what should be added to this rank's scores.
 
     Terms that are not learned are derived for all heads here and then sliced, since what is being
     checked is that the rank adds those of its heads. Learned ones have no other source than the
     model.
     """
-    if dict(chunk.position.named_parameters()):
-        learned: dict[str, Any] = chunk.position.score_terms(platform.device())
-        return learned
-    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
-    num_heads = config.model.num_attention_heads
-    count = num_heads // tensor_size
-    first = parallel_state.get_tensor_model_parallel_rank() * count
-    whole = config.position.score_terms(config, slice(0, num_heads), {}, platform.device())
+    if list(position.parameters()):
+        return position.score_terms(platform.device())
+    every_head = slice(0, config.model.num_attention_heads)
+    whole = config.position.score_terms(config, every_head, {}, platform.device())
     return {
-        name: term[first : first + count] if isinstance(term, Tensor) else term
+        name: term[position.heads] if isinstance(term, Tensor) else term
         for name, term in whole.items()
     }

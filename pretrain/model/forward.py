@@ -224,22 +224,11 @@ def check_generation(config: RunConfig, length: int) -> None:
             'train.objective = "masked": the model looks both ways, so it predicts no next token. '
             'Set "next_token"'
         )
-    if config.model.adaptive_cutoffs is not None:
+    if config.parallel.pipeline_model_parallel_size > 1 or config.parallel.sequence_parallel:
         raise ConfigError(
-            f"model.adaptive_cutoffs = {list(config.model.adaptive_cutoffs)}: generation computes "
-            "logits of all words, which an adaptive softmax avoids. Remove the key"
-        )
-    if config.parallel.pipeline_model_parallel_size > 1:
-        raise ConfigError(
-            "parallel.pipeline_model_parallel_size = "
-            f"{config.parallel.pipeline_model_parallel_size}: generation runs without pipeline "
-            "stages, which would wait for each other at every token. Set 1, and split the model by "
-            "parallel.tensor_model_parallel_size"
-        )
-    if config.parallel.sequence_parallel:
-        raise ConfigError(
-            "parallel.sequence_parallel = true: a single new token cannot be split along the "
-            "sequence. Set false for generation; the layout does not change what is computed"
+            "parallel.pipeline_model_parallel_size, parallel.sequence_parallel: a new token alone "
+            "can be split neither over pipeline stages nor along the sequence. Set 1 and false for "
+            "generation, and split the model by parallel.tensor_model_parallel_size"
         )
     last = config.position.table_end(config)
     if last is not None and length > last:
@@ -289,17 +278,8 @@ class Decoder:
 
         Returns:
             fp32 [B, V], the same on every rank.
-
-        Raises:
-            ValueError: The cache has no room for so many tokens, or was made for fewer sequences.
         """
         begin, count = self.context.sequence_len_offset, tokens.shape[1]
-        rows, room = self.context.max_batch_size, self.context.max_sequence_length
-        if len(tokens) > rows or begin + count > room:
-            raise ValueError(
-                f"{len(tokens)} x {count} tokens after {begin}: the cache is for {rows} sequences "
-                f"of {room} tokens"
-            )
         positions = torch.arange(begin, begin + count, device=tokens.device).expand_as(tokens)
         logits: Tensor = self.chunk(
             tokens,

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -36,16 +35,19 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.config import RunConfig
+from pretrain.config.tensors import TIED
 from pretrain.model import adaptive
-from pretrain.model.attention import CoreAttention, SelfAttention
+from pretrain.model.attention import CoreAttention, Positions, SelfAttention
 from pretrain.model.loss import FusedLossLayer, FusedLossModel
-from pretrain.model.parameters import Named, named_parameters
-from pretrain.model.positions import Positions
 
 # ---- Decide which operations of the model are fused, from `train.fusion` and the device ----
 # Three parts of the model beside attention have a fused form:
@@ -81,21 +83,18 @@ class Fusion:
 
 
 def choose_fusion(config: RunConfig) -> Fusion:
-    """Return what is fused in this process, and log it once.
+    """Return what is fused in this process.
 
     A CPU is left alone by default: compilation costs tens of seconds at every start, and the
     results of runs that were started before the fusions existed stay the same to the last bit.
     """
     is_gpu, can_compile, can_accumulate_products = _abilities()
     wanted = config.train.fusion == "on" or (config.train.fusion == "auto" and is_gpu)
-    fusion = Fusion(
+    return Fusion(
         compiled=wanted and can_compile,
         loss=wanted,
         weight_gradients=wanted and can_accumulate_products,
     )
-    if wanted:
-        _log_once(_describe(config, fusion))
-    return fusion
 
 
 def _abilities() -> tuple[bool, bool, bool]:
@@ -104,25 +103,6 @@ def _abilities() -> tuple[bool, bool, bool]:
     A counted step answers for the GPU that it simulates (`pretrain.plan.simulation`).
     """
     return platform.has_cuda(), platform.can_compile(), platform.can_accumulate_products()
-
-
-def _describe(config: RunConfig, fusion: Fusion) -> str:
-    """Return a line for the log that says what is fused, and what is not although it was wanted."""
-    is_fused = {
-        "loss": fusion.loss,
-        "weight gradients": fusion.weight_gradients,
-        "bias-dropout-residual": fusion.compiled,
-        "bias-GELU": fusion.bias_gelu(config),
-    }
-    parts = ", ".join(name for name, fused in is_fused.items() if fused)
-    missing = "" if fusion.compiled else "; torch.compile cannot generate code for this device"
-    return f"fused operations: {parts} (train.fusion = {config.train.fusion}{missing})"
-
-
-@cache
-def _log_once(message: str) -> None:
-    """Log a message the first time it occurs in this process."""
-    logging.getLogger("pretrain.model").info(message)
 
 
 # ---- mlp ----
@@ -447,7 +427,7 @@ def _mark_sharded_weights(model: GPTModel) -> None:
 
     Megatron marks only weights that it initialises itself
     (megatron/core/tensor_parallel/layers.py), and perform_initialization is off.
-    `pretrain.model.parameters` reads the marks.
+    `pretrain.model.gpt` reads the marks.
     """
     for module in model.modules():
         if (
@@ -458,6 +438,122 @@ def _mark_sharded_weights(model: GPTModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)
+
+
+# ---- Name every parameter of this rank, and say which part of it this rank holds ----
+# The global name and shape of a parameter are those that it has in the unsharded model on one
+# process. Checkpoints, initial weights and tests address parameters by global name, so none of them
+# depends on the layout (tensor x pipeline x data). Global names are Megatron's local names, except
+# for two:
+#
+#     local name                             global name
+#     decoder.layers.0.* of a later chunk    decoder.layers.6.* (Megatron numbers layers per chunk)
+#     output_layer.weight, if tied           embedding.word_embeddings.weight
+#
+# How parameters are spread over tensor ranks and pipeline stages, and where they are copies:
+#
+#     parameter                            tensor ranks   pipeline stages     copies
+#     linear_qkv, linear_fc1 weight, bias  split, dim 0   the layer's         none
+#     linear_proj, linear_fc2 weight       split, dim 1   the layer's         none
+#     linear_proj, linear_fc2 bias; norms  replicated     the layer's         tensor rank > 0
+#     word_embeddings (vocabulary)         split, dim 0   first; last, if     last stage, if tied
+#                                                         tied
+#     output_layer, untied (vocabulary)    split, dim 0   last                none
+#     position_embeddings (learned);       replicated     first               tensor rank > 0
+#     word_embeddings_layernorm
+#     word_embeddings.* and output_layer.* whole          the only one    none
+#     of an adaptive softmax
+#     position.* (heads of slopes, table)  split, dim 0   every               stage > 0
+#
+# Data-parallel ranks hold the same parameters as each other. ZeRO's partitioning among them is the
+# business of `pretrain.optim`. Of all ranks of one data-parallel replica, exactly one holds any
+# given element of the model with `is_copy` False; that rank saves it.
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter of this rank with its global name, and the part of the global tensor it holds."""
+
+    name: str
+    """The global name."""
+
+    parameter: nn.Parameter
+
+    shape: tuple[int, ...]
+    """Shape of this tensor rank's part."""
+
+    global_shape: tuple[int, ...]
+    """Shape in the unsharded model."""
+
+    offset: tuple[int, ...]
+    """Index in the global tensor at which this rank's part starts."""
+
+    is_copy: bool
+    """True if another tensor rank or pipeline stage holds the same values and saves them."""
+
+    def slice_of(self, full: Tensor) -> Tensor:
+        """Return this rank's part of a full tensor, as a view of it."""
+        for axis, (start, size) in enumerate(zip(self.offset, self.shape)):
+            full = full.narrow(axis, start, size)
+        return full
+
+
+def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
+    """Yield every parameter of this rank once, in the order of its chunks.
+
+    Not for a model under ZeRO 3, whose parameters have given up their shapes: ask the optimizer,
+    which lists them before (`ZeroOptimizer.parameters`).
+    """
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+    seen: set[int] = set()
+    for chunk in chunks:
+        for local_name, parameter in chunk.named_parameters():
+            # The position method is one module, registered in every chunk of this rank.
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = _global_name(local_name, chunk)
+            shape = tuple(parameter.shape)
+            global_shape, offset = list(shape), [0] * len(shape)
+            sharded = getattr(parameter, "tensor_model_parallel", False)
+            # Megatron marks a sharded parameter with the dimension that it splits evenly.
+            if sharded:
+                axis = parameter.partition_dim
+                offset[axis] = tensor_rank * shape[axis]
+                global_shape[axis] *= tensor_size
+            copy = (not sharded and tensor_rank > 0) or is_pipeline_copy(parameter, name)
+            yield Named(name, parameter, shape, tuple(global_shape), tuple(offset), copy)
+
+
+def is_pipeline_copy(parameter: nn.Parameter, name: str) -> bool:
+    """Return True if this stage repeats a parameter that another pipeline stage owns.
+
+    This concerns the tied output layer, which repeats the embedding of the first stage, and the
+    parameters of the position method, which every stage holds.
+
+    Args:
+        parameter: The parameter.
+        name: Its global name.
+    """
+    # Set by Megatron on the last stage when PP > 1 (megatron/core/models/common/language_module/
+    # language_module.py, setup_embeddings_and_output_layer).
+    tied_output = getattr(parameter, "shared", False)
+    repeated = name.startswith("position.") and not parallel_state.is_pipeline_first_stage(
+        ignore_virtual=True
+    )
+    return tied_output or repeated
+
+
+def _global_name(name: str, chunk: GPTModel) -> str:
+    """Return the global name of a parameter that Megatron calls `name` in `chunk`."""
+    if name.startswith("decoder.layers."):
+        number, rest = name.removeprefix("decoder.layers.").split(".", 1)
+        offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
+        return f"decoder.layers.{int(number) + offset}.{rest}"
+    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return TIED
+    return name
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from pretrain.lean_imports import compile_when_called
+from pretrain.startup import compile_when_called
 
 # ---- Add the weight gradients of linear layers to fp32 buffers in the matrix product itself ----
 # Without this, a backward pass writes each weight's gradient in the training precision, rounded,

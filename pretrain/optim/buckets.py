@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from pretrain.config import RunConfig
 from pretrain.config.tensors import TIED
-from pretrain.model.parameters import Named
-from pretrain.optim.cutting import Piece, Settings, cut
+from pretrain.model.gpt import Named
+from pretrain.optim import Piece, Settings, cut
 
 # ---- gradients ----
 # Sums of gradients over tensor and pipeline ranks, which neither autograd nor ZeRO computes.
@@ -183,7 +183,8 @@ def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]
             [members[number].parameter for number in part],
             *pieces[part[0]].settings,
             is_late=pieces[part[0]].is_late,
-            is_copy=_is_copy([members[number] for number in part]),
+            # All are copies or none is, since they are of one kind.
+            is_copy=members[part[0]].is_copy,
         )
         for part in cut(pieces)
     ]
@@ -213,12 +214,6 @@ def _settings(config: RunConfig, named: Named) -> Settings:
     if named.name.startswith("position."):
         return 0.0, config.position.learning_rate_mult(config)
     return config.optimizer.weight_decay if len(named.global_shape) == 2 else 0.0, 1.0
-
-
-def _is_copy(members: list[Named]) -> bool:
-    """Return True if the members are copies: all are or none is, since they are of one kind."""
-    [is_copy] = {named.is_copy for named in members}
-    return is_copy
 
 
 # ---- Gather updated weights from the data-parallel ranks while the next forward pass begins ----

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config.tensors import TIED
-from pretrain.model.parameters import Named
+from pretrain.model.gpt import Named
 from pretrain.optim.zero import flat_masters, read_fragments
 
 if TYPE_CHECKING:
@@ -137,6 +137,9 @@ class SpikeDetector:
             self.state[:-1] = torch.tensor(values, dtype=torch.float64)
 
 
+LARGEST_WEIGHT = 1e6
+"""The magnitude of an fp32 master beyond which a model does not work: fp16 ends at 65,504. Moments
+may be of any finite size."""
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integers as which its bits are summed."""
 
@@ -164,7 +167,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def state_is_plausible(optimizer: ZeroOptimizer) -> Tensor:
-    """Return if no master or moment of this rank is beyond its limit, or nan.
+    """Return if all moments of this rank are finite, and no master is beyond LARGEST_WEIGHT.
 
     Returns:
         A boolean scalar on the device.
@@ -175,11 +178,15 @@ def state_is_plausible(optimizer: ZeroOptimizer) -> Tensor:
         # The optimizer makes its moments at the first update.
         for name, buffer in zip(names, _state_of(optimizer, flat)):
             buffers.append(buffer)
-            limits.append(optimizer.limits[name])
+            limits.append(_limit(name))
     # The largest magnitude: a Euclidean norm overflows where every element is finite.
     largest = torch.stack(torch._foreach_norm(buffers, math.inf))
     # A nan is not below anything.
     return (largest <= platform.to_device(torch.tensor(limits))).all()
+
+
+def _limit(kind: str) -> float:
+    return LARGEST_WEIGHT if kind == "master" else torch.finfo(torch.float32).max
 
 
 def implausible_state(optimizer: ZeroOptimizer) -> list[str]:
@@ -187,7 +194,7 @@ def implausible_state(optimizer: ZeroOptimizer) -> list[str]:
     found = []
     for fragment in read_fragments(optimizer):
         for kind, values in fragment.tensors.items():
-            bad = values[~(values.abs() <= optimizer.limits[kind])]
+            bad = values[~(values.abs() <= _limit(kind))]
             if bad.numel():
                 found.append(f"{kind} of {fragment.named.name} ({float(bad[0])})")
     return found

@@ -26,13 +26,7 @@ from pretrain.config.schema import ChosenSection, Effect, Fixed, Free
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-LARGEST = float.fromhex("0x1.fffffep+127")
-"""The largest fp32 number."""
-LARGEST_WEIGHT = 1e6
-"""The magnitude of an fp32 weight beyond which a model does not work: fp16 ends at 65,504."""
-SLACK = 1e6
-"""How far beyond its bound a moment may lie before it counts as wrong."""
+    from pretrain.config import RunConfig
 
 
 @dataclass
@@ -92,27 +86,6 @@ class Optimizer(ChosenSection):
     moments: ClassVar[dict[str, str]]
     """What is kept of each parameter beside its fp32 master, fp32 too: the name in a checkpoint,
     torch's where torch has the optimizer -> what it is, in the plural, for people."""
-
-    def moment_bounds(self) -> dict[str, float]:
-        """Return the largest magnitude that each of `moments` can reach, where there is a bound.
-
-        No element of a clipped gradient is larger than clip_grad, the bound of its norm.
-        """
-        return {}
-
-    def limits(self) -> dict[str, float]:
-        """Return the magnitude beyond which a master or a moment cannot come from training.
-
-        Bounds hold for one clip_grad, which may have been another one before, and are rounded; a
-        factor of SLACK covers both. A flipped high bit of an exponent changes a number by 2^64 or
-        more. Without clipping any finite moment may be right.
-
-        Returns:
-            By the names in a checkpoint.
-        """
-        bounds = self.moment_bounds() if 0 < self.clip_grad < math.inf else {}
-        limits = {name: SLACK * bounds.get(name, math.inf) for name in self.moments}
-        return {"master": LARGEST_WEIGHT} | {n: min(each, LARGEST) for n, each in limits.items()}
 
     def formula(self, shard: Shard) -> None:
         """Make one update, with gradients that are scaled already; leaving out is done around it.
@@ -177,10 +150,6 @@ class AdamW(Optimizer):
 
     moments: ClassVar = {"exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
-    def moment_bounds(self) -> dict[str, float]:
-        """Means of clipped gradients and of their squares are no larger than the largest one."""
-        return {"exp_avg": self.clip_grad, "exp_avg_sq": self.clip_grad**2}
-
     def update(self, shard: Shard) -> None:
         """Launch torch's fused kernel, as torch.optim.AdamW does."""
         import torch
@@ -229,10 +198,6 @@ class NAG(Optimizer):
     """nag: decay of the sum of the gradients. The default is fairseq's."""
 
     moments: ClassVar = {"momentum_buffer": "momentum"}
-
-    def moment_bounds(self) -> dict[str, float]:
-        """The buffer is a geometric sum of clipped gradients."""
-        return {"momentum_buffer": self.clip_grad / (1 - self.momentum)}
 
     def update(self, shard: Shard) -> None:
         """Decay the weights, and launch torch's fused kernel."""
@@ -288,3 +253,50 @@ def meaning(kind: str) -> str:
     for optimizer in OPTIMIZERS.values():
         known |= optimizer.moments
     return known.get(kind, kind)
+
+
+# ---- The learning rate, a pure function of the step: a resumed run needs no scheduler state ----
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """Return the learning rate of one optimizer step, that of Megatron's and Hugging Face's too.
+
+    They set the rate from the number of updates that are done, before the first update and after
+    each one (megatron/core/optimizer_param_scheduler.py, transformers.get_scheduler; so does
+    fairseq). The first update therefore takes the rate of 0 updates done, and the last one that of
+    train.num_steps - 1: schedule.min_learning_rate would be reached by the update after it.
+
+    The warm-up is linear: the first update has the rate lr_warmup_init, and the one after
+    lr_warmup_steps updates the peak. Without a warm-up the first update has the peak. From there
+    the rate falls:
+
+    - `linear`: along a straight line.
+    - `cosine`: along half a cosine wave (Loshchilov and Hutter 2017, equation 5).
+    - `warmup_stable_decay`: it stays at the peak, then falls along a straight line over the
+      last lr_wsd_decay_steps steps, the first of which still has the peak.
+    - `constant`: it does not fall; min_learning_rate is not used.
+
+    Megatron counts samples, and here steps count, also while batch.rampup_batch_size grows. A step
+    whose update was skipped counts as well.
+
+    Args:
+        config: The run; its [schedule], optimizer.learning_rate (the peak) and train.num_steps.
+        step: The step about to be taken, counted from 0: the updates done.
+    """
+    schedule, peak = config.schedule, config.optimizer.learning_rate
+    if step < schedule.lr_warmup_steps:
+        first = schedule.lr_warmup_init
+        return first + (peak - first) * step / schedule.lr_warmup_steps
+    if schedule.lr_decay_style == "constant":
+        return peak
+    end = config.train.num_steps
+    begin = schedule.lr_warmup_steps
+    if schedule.lr_decay_style == "warmup_stable_decay":
+        begin = end - schedule.lr_wsd_decay_steps
+    progress = max(step - begin, 0) / (end - begin)
+    if schedule.lr_decay_style == "cosine":
+        share_of_peak = (1 + math.cos(math.pi * progress)) / 2
+    else:
+        share_of_peak = 1 - progress
+    minimum = schedule.min_learning_rate
+    return minimum + (peak - minimum) * share_of_peak

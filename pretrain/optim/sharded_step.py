@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,166 +20,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from pretrain import platform
 from pretrain.model.loss import accumulate_in_layers, mark_stale, take_stale
 from pretrain.optim.buckets import Bucket, WeightGather, finalize_gradients
-from pretrain.topology import make_groups, ranks_per_node
-
-# ---- wire ----
-# Sum a bucket's gradients over the data-parallel ranks, each of which receives its own part.
-#
-# In fp32 that is a reduce-scatter. In 16 bit it is not: a reduce-scatter adds up in the data type
-# that it sends, and would round once for each rank. So unsummed parts have to travel, and each rank
-# adds up, in fp32, what the others send it (`sum_pieces`).
-#
-# What crosses between nodes decides the time. A reduce-scatter has added up the gradients of a node
-# before they leave it, whereas unsummed parts leave for each rank of the node. Over several nodes
-# the sum is therefore taken in two stages: a reduce-scatter in fp32 within the node, then 16 bit
-# between ranks of equal number in their nodes. For 1.36B parameters on 16 nodes of 8, a node sends
-# 2.55 GB, where the reduce-scatter in fp32 sends 5.41 GB and a single exchange in 16 bit would send
-# 20.43 GB (docs/performance.md).
-
-
-Wait = Callable[[], None]
-"""Waits until this rank's part of a bucket holds the sums."""
-
-
-class Wire(Protocol):
-    """A way to sum gradients over the ranks of a group."""
-
-    def start(self, flat: Tensor) -> Wait:
-        """Start to sum a bucket.
-
-        Args:
-            flat: This rank's gradients, fp32 [elements], a multiple of the number of ranks. The
-                part with this rank's number takes the sums; the others are undefined afterwards.
-        """
-
-
-def make_wire(group: dist.ProcessGroup, dtype: torch.dtype) -> Wire:
-    """Return the way in which gradients travel. All processes together.
-
-    Args:
-        group: The data-parallel ranks.
-        dtype: The data type in which gradients travel, between nodes if there are several.
-    """
-    if dtype == torch.float32:
-        return ReduceScatter(group)
-    per_node = ranks_per_node(group)
-    if per_node in (1, group.size()):
-        return Exchange(group, dtype)
-    return TwoStages(group, dtype, per_node)
-
-
-def own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of a flat tensor, as a view."""
-    return flat.view(group.size(), -1)[group.rank()]
-
-
-class ReduceScatter:
-    """Sums in fp32, on the way."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def start(self, flat: Tensor) -> Wait:
-        """Start to sum a bucket (`Wire.start`)."""
-        work = dist.reduce_scatter_tensor(
-            own_part(flat, self._group), flat, group=self._group, async_op=True
-        )
-        return lambda: _wait(work)
-
-
-class Exchange:
-    """Sends every rank its part in 16 bit; sums in fp32 on arrival."""
-
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-        self._group, self._dtype = group, dtype
-
-    def start(self, flat: Tensor) -> Wait:
-        """Start to sum a bucket (`Wire.start`)."""
-        return self.start_into(flat, own_part(flat, self._group))
-
-    def start_into(self, parts: Tensor, out: Tensor) -> Wait:
-        """Start to send parts and to sum those received.
-
-        Args:
-            parts: One part for each rank, fp32, any shape.
-            out: Takes the sum of the parts that are for this rank, fp32 [elements].
-        """
-        sent = parts.to(self._dtype)
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
-
-        def wait() -> None:
-            _wait(work)
-            sum_pieces(received.view(self._group.size(), -1), out)
-
-        return wait
-
-
-class TwoStages:
-    """Sums in fp32 within a node, and exchanges the nodes' sums in 16 bit.
-
-    Rank r of the group is rank r % per_node of node r // per_node.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, per_node: int) -> None:
-        """Make the groups of the two stages. All processes together.
-
-        Args:
-            group: The data-parallel ranks.
-            dtype: The data type between nodes.
-            per_node: Ranks on a node.
-        """
-        self._group, self._per_node = group, per_node
-        self._num_nodes = group.size() // per_node
-        ranks = dist.get_process_group_ranks(group)
-        node, self._number = divmod(group.rank(), per_node)
-        first = node * per_node
-        self._node_group, peers = make_groups(
-            [ranks[first : first + per_node], ranks[self._number :: per_node]]
-        )
-        self._exchange = Exchange(peers, dtype)
-
-    def start(self, flat: Tensor) -> Wait:
-        """Start to sum a bucket (`Wire.start`)."""
-        # The second stage waits for the first, which the backward pass must not do.
-        with platform.beside():
-            # From [nodes, ranks of a node, part] to [ranks of a node, nodes, part]: the rank with a
-            # number receives what the ranks with its number need, on all nodes.
-            by_number = flat.view(self._num_nodes, self._per_node, -1).transpose(0, 1).contiguous()
-            of_node = by_number[self._number]
-            _wait(
-                dist.reduce_scatter_tensor(
-                    of_node.view(-1), by_number.view(-1), group=self._node_group, async_op=True
-                )
-            )
-            return self._exchange.start_into(of_node, own_part(flat, self._group))
-
-
-def sum_pieces(pieces: Tensor, out: Tensor) -> None:
-    """Sum what the ranks have sent, in fp32.
-
-    Each piece has been rounded once to the data type of the wire, whose unit roundoff u is 2^-8 for
-    bf16 and 2^-11 for fp16, and a sum of n terms in fp32 adds at most (n - 1) 2^-24. An element of
-    the result is therefore off by at most (u + n 2^-24) times the sum of the terms' magnitudes
-    (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 4.2). A ring in bf16 would
-    round every partial sum and reach n u.
-
-    Args:
-        pieces: One piece per rank, [ranks, elements], in the data type of the wire.
-        out: Takes the sums, fp32 [elements].
-    """
-    torch.sum(pieces, dim=0, dtype=torch.float32, out=out)
-
-
-def _wait(work: dist.Work | None) -> None:
-    """Wait for a collective; on a GPU, have the present queue wait for it."""
-    # None stands for a rank outside of the group, which does not occur here.
-    assert work is not None
-    work.wait()
-
 
 # ---- reduction ----
 # Add up gradients in fp32, and sum them over the data-parallel ranks while the backward pass runs.
@@ -189,12 +31,17 @@ def _wait(work: dist.Work | None) -> None:
 # batch, a bucket whose gradients are complete is sent at once, so that the network works while the
 # backward pass goes on. Each rank receives only its own part of a bucket, which is all that its
 # share of the optimizer needs: a rank sends (n - 1) / n of the bucket, where an all-reduce would
-# send twice that. How it travels is said in pretrain/optim/sharded_step.py.
+# send twice that. A reduce-scatter adds up in the data type that it sends, hence fp32.
 #
 # DeepSpeed's own reduction cannot be used here. Its hooks follow `engine.backward`, which
 # Megatron's schedules do not call, and at stage 1 it all-reduces after the backward pass
 # (deepspeed/runtime/ engine.py, `allreduce_gradients`). Megatron's needs buckets of its own
 # (pretrain/optim/buckets.py).
+
+
+def own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of a flat tensor, as a view."""
+    return flat.view(group.size(), -1)[group.rank()]
 
 
 class GradientReducer:
@@ -209,7 +56,6 @@ class GradientReducer:
         buckets: list[Bucket],
         flat_weights: list[Tensor],
         group: dist.ProcessGroup,
-        wire_dtype: torch.dtype,
         overlap: bool = True,
     ) -> None:
         """Allocate the gradients, and register a hook on every parameter.
@@ -219,12 +65,10 @@ class GradientReducer:
             flat_weights: The flat weights of each bucket, [padded elements]; gradients are laid out
                 like them. Each length is a multiple of the group's size.
             group: The data-parallel ranks.
-            wire_dtype: Data type in which gradients are sent. Sums are taken in fp32 in any case.
             overlap: Send a bucket as soon as it is complete. False sends all buckets in `finish`.
         """
         self._group, self._is_alone = group, group.size() == 1
         self._overlap = overlap and not self._is_alone
-        self._wire = None if self._is_alone else make_wire(group, wire_dtype)
         self._buckets = [_FlatBucket(b, weights) for b, weights in zip(buckets, flat_weights)]
         self._num_microbatches = 0
         self._num_sent = 0
@@ -274,9 +118,9 @@ class GradientReducer:
             self._send(bucket)
         self._num_sent = len(self._buckets)
         for bucket in self._buckets:
-            assert bucket.wait is not None
-            bucket.wait()
-            bucket.wait = None
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.work = None
 
     def _accumulate(self, bucket: _FlatBucket, slot: _Slot, _: Tensor) -> None:
         """Add the gradient that the backward pass has just computed to the sum in fp32."""
@@ -313,8 +157,10 @@ class GradientReducer:
 
     def _send(self, bucket: _FlatBucket) -> None:
         """Start the reduction of one bucket."""
-        assert self._wire is not None
-        bucket.wait = self._wire.start(bucket.gradients)
+        own = own_part(bucket.gradients, self._group)
+        bucket.work = dist.reduce_scatter_tensor(
+            own, bucket.gradients, group=self._group, async_op=True
+        )
 
 
 @dataclass
@@ -343,8 +189,8 @@ class _FlatBucket:
             start += parameter.numel()
         self.num_complete = 0
         """Parameters whose gradients are complete."""
-        self.wait: Wait | None = None
-        """Waits for the reduction that is under way."""
+        self.work: dist.Work | None = None
+        """The reduction that is under way."""
 
 
 Veto = Callable[[Tensor], Tensor]
@@ -361,7 +207,6 @@ class ShardedStep:
         buckets: list[Bucket],
         *,
         clip_grad: float,
-        wire_dtype: torch.dtype,
         add_in_layers: bool,
         overlap: bool,
     ) -> None:
@@ -372,7 +217,6 @@ class ShardedStep:
             chunks: This rank's model chunks.
             buckets: The buckets.
             clip_grad: Largest global gradient norm; 0 turns clipping off.
-            wire_dtype: Data type in which gradients are sent.
             add_in_layers: Let linear layers add their weights' gradients to the sums themselves.
             overlap: Communicate while the model computes.
         """
@@ -383,7 +227,7 @@ class ShardedStep:
         partitions = zero.parallel_partitioned_bit16_groups
         self._weights: list[Tensor] = [parts[group.rank()] for parts in partitions]
         flat_weights = zero.bit16_groups_flat
-        self._reducer = GradientReducer(buckets, flat_weights, group, wire_dtype, overlap)
+        self._reducer = GradientReducer(buckets, flat_weights, group, overlap)
         if add_in_layers:
             accumulate_in_layers(chunks)
         self._gather = WeightGather(chunks, buckets, flat_weights, group, overlap)

@@ -31,10 +31,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from pretrain import platform
 from pretrain.config import RunConfig, num_parameters
-from pretrain.model.gpt import choose_fusion
-from pretrain.model.parameters import Named, named_parameters
+from pretrain.model.gpt import Named, choose_fusion, named_parameters
 from pretrain.optim.buckets import (
     Bucket,
     plan_buckets,
@@ -53,14 +51,6 @@ from pretrain.topology import Topology
 # each parameter, which range of it this rank keeps and where. The buffers' names are those of
 # deepspeed 0.19 (deepspeed/runtime/zero/stage_1_and_2.py and stage3.py).
 
-
-MASTER_BUFFERS = (
-    # ZeRO 3.
-    "fp32_partitioned_groups_flat",
-    # ZeRO 1 and 2.
-    "single_partition_of_fp32_groups",
-)
-"""Attributes under which DeepSpeed's optimizers keep one flat fp32 master tensor per group."""
 
 LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What changes while training in DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16)."""
@@ -108,63 +98,11 @@ def read_fragments(optimizer: ZeroOptimizer) -> Iterator[Fragment]:
             yield Fragment(named, *found)
 
 
-def adam_steps(optimizer: ZeroOptimizer) -> int:
-    """Return the number of updates made so far; fp16 skips those that overflow."""
-    states = [optimizer.zero.optimizer.state[flat] for flat in flat_masters(optimizer)]
-    steps = {int(state["step"]) for state in states if "step" in state}
-    assert len(steps) <= 1, f"the optimizer's groups disagree on their steps: {steps}"
-    return steps.pop() if steps else 0
-
-
-def set_adam_steps(optimizer: ZeroOptimizer, steps: int) -> None:
-    """Set the number of updates made so far, which Adam's bias correction depends on.
-
-    The name is that of the entry of checkpoints; every optimizer counts its updates.
-    """
-    for flat in flat_masters(optimizer):
-        # On the device, where the fused kernel of AdamW reads it.
-        step = torch.tensor(float(steps), device=flat.device)
-        optimizer.zero.optimizer.state[flat]["step"] = step
-
-
-def loss_scaler_state(optimizer: ZeroOptimizer) -> dict[str, float] | None:
-    """Return the dynamic loss scaler's fields in fp16, None otherwise."""
-    if not optimizer.is_fp16:
-        return None
-    scaler = optimizer.zero.loss_scaler
-    return {field: getattr(scaler, field) for field in LOSS_SCALER_FIELDS}
-
-
-def set_loss_scaler_state(optimizer: ZeroOptimizer, state: dict[str, float]) -> None:
-    """Set the fields that `loss_scaler_state` returned."""
-    for field, value in state.items():
-        setattr(optimizer.zero.loss_scaler, field, value)
-
-
-def copy_masters_to_partitions(optimizer: ZeroOptimizer) -> None:
-    """Overwrite ZeRO 3's partitions of the model weights with the masters, cast to their dtype.
-
-    ZeRO 3 keeps both: the masters for Adam, and partitions in the model's dtype, which it gathers
-    before a layer runs.
-    """
-    for fragment in read_fragments(optimizer):
-        master = fragment.tensors["master"]
-        partition = _deepspeed_attributes(fragment.named).ds_tensor
-        partition.data.view(-1)[: master.numel()].copy_(master)
-
-
-def _deepspeed_attributes(named: Named) -> Any:
-    """Return the parameter without its type, to read what DeepSpeed has attached to it."""
-    return cast(Any, named.parameter)
-
-
 def flat_masters(optimizer: ZeroOptimizer) -> list[Tensor]:
     """Return one flat fp32 master tensor per parameter group; Adam's state is keyed by them."""
-    for name in MASTER_BUFFERS:
-        if hasattr(optimizer.zero, name):
-            return list(getattr(optimizer.zero, name))
-    kind = type(optimizer.zero).__name__
-    raise RuntimeError(f"{kind} has none of {', '.join(MASTER_BUFFERS)}: another DeepSpeed version")
+    if optimizer.stage == 3:
+        return list(optimizer.zero.fp32_partitioned_groups_flat)
+    return list(optimizer.zero.single_partition_of_fp32_groups)
 
 
 def _stage12_range(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[str, Tensor]] | None:
@@ -174,7 +112,7 @@ def _stage12_range(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[st
     bounds. `_hp_mapping` (deepspeed/utils/tensor_fragment.py) holds the overlap with a parameter:
     its address in the rank's buffer (`hp`) and in the parameter (`lp`).
     """
-    mapping = _deepspeed_attributes(named)._hp_mapping
+    mapping = cast(Any, named.parameter)._hp_mapping
     if mapping is None:
         return None
     flat = flat_masters(optimizer)[mapping.param_group_index]
@@ -193,7 +131,7 @@ def _stage3_range(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[str
     ZeRO 3 cuts every parameter into equal parts, one per data-parallel rank, and pads the last
     ones (deepspeed/runtime/zero/partition_parameters.py, `_partition_param`).
     """
-    parameter = _deepspeed_attributes(named)
+    parameter = cast(Any, named.parameter)
     size = parameter.ds_tensor.numel()
     start = dist.get_rank(parallel_state.get_data_parallel_group()) * size
     count = min(size, parameter.ds_numel - start)
@@ -231,13 +169,11 @@ class ZeroOptimizer:
                 measurements, gives the same bits.
         """
         self.stage = _stage(config, topology)
-        self.before_change: Callable[[], None] = _nothing
+        self.before_change: Callable[[], None] = lambda: None
         """Called before the state changes. A save that still copies the state waits here."""
         self.is_fp16 = config.train.precision == "fp16"
         self.moments = config.moments
         """What the optimizer keeps of each parameter beside the master, by torch's names."""
-        self.limits = config.optimizer.limits()
-        """Magnitudes beyond which a master or a moment cannot come from training."""
         # Listed before DeepSpeed is given the model: afterwards ZeRO 3's parameters are empty.
         self.parameters: list[Named] = list(named_parameters(chunks))
         if self.stage == 1:
@@ -248,7 +184,6 @@ class ZeroOptimizer:
             reduce_sequence_parallel_on_accumulation(chunks)
         self.engine = _build_engine(config, topology, chunks, buckets)
         self._sharded_step: ShardedStep | None = None
-        self._gradients_hold_nan = False
         if self.stage == 1:
             self._sharded_step = ShardedStep(
                 self.zero,
@@ -256,11 +191,8 @@ class ZeroOptimizer:
                 buckets,
                 clip_grad=config.optimizer.clip_grad,
                 add_in_layers=choose_fusion(config).weight_gradients,
-                wire_dtype=platform.DTYPES[config.parallel.gradient_reduce_dtype],
                 overlap=overlap,
             )
-        elif not self.is_fp16:
-            self._tell_nan_from_overflow()
         if self.is_fp16:
             # Megatron's schedule multiplies the loss by `grad_scale_func` before the backward
             # pass. DeepSpeed must then not insist on scaling it: its engine raises unless
@@ -305,7 +237,12 @@ class ZeroOptimizer:
         them in place, then call `load_state`.
         """
         fragments = list(read_fragments(self))
-        return OptimizerState(fragments, adam_steps(self), loss_scaler_state(self))
+        # Updates made so far; fp16 skips those that overflow.
+        [steps] = {int(self.zero.optimizer.state[flat]["step"]) for flat in flat_masters(self)}
+        scaler = None
+        if self.is_fp16:
+            scaler = {each: getattr(self.zero.loss_scaler, each) for each in LOSS_SCALER_FIELDS}
+        return OptimizerState(fragments, steps, scaler)
 
     def load_state(self, adam_steps: int, loss_scaler: dict[str, float] | None) -> None:
         """Complete a load after the tensors of `state` have been filled. All ranks together.
@@ -317,15 +254,24 @@ class ZeroOptimizer:
             adam_steps: Number of updates made when the state was saved.
             loss_scaler: The saved loss scaler's fields; ignored unless this run trains in fp16.
         """
-        set_adam_steps(self, adam_steps)
+        for flat in flat_masters(self):
+            # On the device, where the fused kernel of AdamW reads it.
+            step = torch.tensor(float(adam_steps), device=flat.device)
+            self.zero.optimizer.state[flat]["step"] = step
         if self._sharded_step is not None:
             self._sharded_step.refresh_weights()
         elif self.partitions_weights:
-            copy_masters_to_partitions(self)
+            # ZeRO 3 keeps the masters for Adam, and partitions in the model's dtype, which it
+            # gathers before a layer runs.
+            for fragment in read_fragments(self):
+                master = fragment.tensors["master"]
+                partition = cast(Any, fragment.named.parameter).ds_tensor
+                partition.data.view(-1)[: master.numel()].copy_(master)
         else:
             self.zero.update_lp_params()
         if self.is_fp16 and loss_scaler:
-            set_loss_scaler_state(self, loss_scaler)
+            for field, value in loss_scaler.items():
+                setattr(self.zero.loss_scaler, field, value)
 
     def begin_step(self, num_microbatches: int) -> None:
         """Prepare for the backward passes of a step.
@@ -361,10 +307,8 @@ class ZeroOptimizer:
         if self._sharded_step is None:
             assert veto is None, "refused by pretrain/config/rules.py"
             self.engine.step()
-            seen = float(self.engine.get_global_grad_norm())
-            if not math.isfinite(seen) and self._gradients_hold_nan:
-                seen = math.nan
-            return torch.tensor(seen, dtype=torch.float64)
+            # DeepSpeed reports the norm of gradients that hold a NaN as infinite, too.
+            return torch.tensor(float(self.engine.get_global_grad_norm()), dtype=torch.float64)
         norm = self._sharded_step.update(self.loss_scale or 1.0, veto)
         if self.is_fp16:
             # The scale of the next step's loss depends on this one's overflow, so here the host
@@ -385,34 +329,10 @@ class ZeroOptimizer:
         self.reduce_gradients()
         return self.update(learning_rate, veto)
 
-    def _tell_nan_from_overflow(self) -> None:
-        """Have DeepSpeed's step of ZeRO 2 and 3 note if gradients that are not finite hold a NaN.
-
-        It reports the norm of both as infinite and drops the gradients (deepspeed/runtime/zero/
-        stage_1_and_2.py and stage3.py, `step`). Between the two it calls `_update_scale`, on all
-        ranks with the same answer.
-        """
-        update_scale = self.zero._update_scale
-
-        def noting(has_overflow: bool) -> None:
-            update_scale(has_overflow)
-            self._gradients_hold_nan = False
-            if has_overflow:
-                own = [g for each in self.zero.averaged_gradients.values() for g in each or ()]
-                found = torch.stack([g.isnan().any() for g in own if g is not None]).any().float()
-                dist.all_reduce(found, op=dist.ReduceOp.MAX)
-                self._gradients_hold_nan = bool(found)
-
-        self.zero._update_scale = noting
-
     def _scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the dynamic loss scale."""
         scaled: Tensor = loss * self.zero.loss_scale
         return scaled
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _stage(config: RunConfig, topology: Topology) -> int:
@@ -498,6 +418,10 @@ def _build_engine(
     # `platform.prepare` has set.
     import deepspeed
 
+    groups = [
+        {"params": b.parameters, "weight_decay": b.weight_decay, "lr_mult": b.lr_mult}
+        for b in buckets
+    ]
     # The bf16 optimizer prints the memory in use for every group (deepspeed/runtime/
     # bf16_optimizer.py calls `see_memory_usage` with force=True).
     with contextlib.redirect_stdout(io.StringIO()):
@@ -505,7 +429,7 @@ def _build_engine(
             # Several chunks are wrapped only so that the engine finds their parameters: a
             # ModuleList has no forward, and at stage 1 the engine's is never called.
             model=chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks),
-            optimizer=_build_optimizer(config, buckets),
+            optimizer=FlatOptimizer(config.optimizer, groups),
             config=deepspeed_config(config, topology),
             mpu=_ModelParallelUnit(),
             dist_init_required=False,
@@ -557,15 +481,6 @@ class FlatOptimizer(torch.optim.Optimizer):
                     self.found_inf,
                 )
                 self._optimizer.update(shard)
-
-
-def _build_optimizer(config: RunConfig, buckets: list[Bucket]) -> FlatOptimizer:
-    """Return the optimizer of one process, with a parameter group for each bucket."""
-    groups = [
-        {"params": b.parameters, "weight_decay": b.weight_decay, "lr_mult": b.lr_mult}
-        for b in buckets
-    ]
-    return FlatOptimizer(config.optimizer, groups)
 
 
 class _ModelParallelUnit:

@@ -337,16 +337,11 @@ def read_calibration(path: Path, target: Target) -> Scale:
             "--out FILE` on the planned GPU"
         ) from None
     config: RunConfig = parse_config(measured.config, str(path))
-    # The plan's speeds are those of 16-bit products and of fused attention.
-    if (
-        measured.device != target.device.name
-        or config.train.precision == "fp32"
-        or config.model.attention_backend == "reference"
-    ):
+    # The plan's speeds are those of 16-bit products.
+    if measured.device != target.device.name or config.train.precision == "fp32":
         raise ConfigError(
-            f"{path}: measured on {measured.device} in {config.train.precision} with attention "
-            f"{config.model.attention_backend}. Calibrate with a measurement on "
-            f"{target.device.name} in 16 bit, with model.attention_backend = auto"
+            f"{path}: measured on {measured.device} in {config.train.precision}. Calibrate with a "
+            f"measurement on {target.device.name} in 16 bit"
         )
     layout = config.layout(measured.world_size)
     stages = stages_of(config, layout)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from pretrain.config import Layout, RunConfig, num_parameters
 from pretrain.config.tensors import TIED, ModelTensor, stage_tensors, widths
-from pretrain.optim.cutting import Piece, Settings, cut
+from pretrain.optim import Piece, Settings, cut
 from pretrain.positions.base import OWN
 
 # ---- The order in which a pipeline stage runs its micro batches, as Megatron's schedules do ----
@@ -526,11 +526,7 @@ def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, i
     optimizer = config.state_bytes * padded // data + 4 * len(stage.buckets)
     zero = zero_stage(config, layout)
     if zero == 1:
-        wire = 0
-        if data > 1 and config.parallel.gradient_reduce_dtype != "fp32":
-            # What is sent and what is received, of every bucket, until all have been summed.
-            wire = 2 * 2 * padded
-        return item * padded, 4 * padded, wire, optimizer
+        return item * padded, 4 * padded, 0, optimizer
     buffer = min(ZERO_BUCKET, num_parameters(config))
     if zero == 2:
         # The buffer in the precision of the model, and its cast to fp32.

@@ -154,7 +154,6 @@ wandb_run_id | rank 0 | the id under which W&B continues the run
 wandb/ | wandb | what W&B keeps on disk
 tensorboard/ | TensorBoard | event files
 profile/step-########-########.rank<rank>.json.gz | rank 0 | trace of train.profile_steps
-profile/step-########-########.rank<rank>.pickle | rank 0 | on a GPU, its memory in these steps
 checkpoints/step-########/ | all ranks | a checkpoint; it appears under this name when complete
 checkpoints/step-########/manifest.json | rank 0 | ids, size and hash of each file; written last
 checkpoints/step-########/state.json | rank 0 | step, samples, optimizer scalars, data, changes

@@ -1,7 +1,6 @@
 """Record what a run is made with: code, versions, machine and command line, for each attempt.
 
 Rank 0 writes attempts/####/provenance.json when an attempt begins, and every checkpoint carries it.
-A start prints what has changed since the last one.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from pretrain.rundir.attempts import Owner
-from pretrain.rundir.files import Json, from_json, read_bytes, read_json, replace_json
-from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
+from pretrain.rundir.files import Json, from_json, read_bytes, replace_json
 from pretrain.rundir.trust import redacted
 
 # ---- Find out which source code is running: the commit, and how it was changed since ----
@@ -276,32 +274,6 @@ def _packages() -> dict[str, str]:
 def write_provenance(attempt: Path, provenance: Provenance) -> None:
     """Write attempts/####/provenance.json. Raises OSError when the disk refuses."""
     replace_json(attempt / PROVENANCE, provenance.to_json(), indent=1)
-
-
-def last_provenance(run: Path, before: int | None = None) -> tuple[str, Provenance] | None:
-    """Return the newest attempt that recorded its provenance, as "attempt N", and that.
-
-    Args:
-        run: The run's directory.
-        before: Only attempts with a smaller number.
-    """
-    for number in sorted(attempt_numbers(RunPaths(run).attempts), reverse=True):
-        if before is None or number < before:
-            found = Provenance.of_json(read_json(attempt_directory(run, number) / PROVENANCE))
-            if found is not None:
-                return f"attempt {number}", found
-    return None
-
-
-def provenance_changes(before: Provenance, after: Provenance) -> list[str]:
-    """Return a line for each fact that changed; none where nothing did."""
-    old, new = before.facts(), after.facts()
-    names = [*new, *(name for name in old if name not in new)]
-    return [
-        printable(f"{name} = {old.get(name) or 'none'} -> {new.get(name) or 'none'}")
-        for name in names
-        if old.get(name) != new.get(name)
-    ]
 
 
 def printable(text: str) -> str:

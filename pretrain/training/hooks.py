@@ -9,166 +9,56 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from pretrain import platform
 from pretrain.checkpoint.save import Saver
 from pretrain.checkpoint.store import Uploader
-from pretrain.config import RunConfig, num_parameters
+from pretrain.config import Diverged, Poisoned, num_parameters
 from pretrain.config.run import recorded_protocol
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.evaluation.perplexity import Evaluator, check_memory
 from pretrain.evaluation.records import HASH_DIGITS
 from pretrain.evaluation.windows import Protocol, ScoredText
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
-from pretrain.rundir.checkpoints import check_room, checkpoint_directory
-from pretrain.rundir.files import say
-from pretrain.rundir.metrics import CHANGED, EVALUATION, Record, is_evaluation, read_metrics
+from pretrain.optim.health import (
+    Copies,
+    checksum,
+    find_copies,
+    implausible_state,
+    state_is_plausible,
+    update_counts,
+)
+from pretrain.rundir.checkpoints import check_room, checkpoint_step
+from pretrain.rundir.files import make_directory, say
+from pretrain.rundir.history import saving_then_stopping
+from pretrain.rundir.metrics import CHANGED, EVALUATION, Record
 from pretrain.rundir.paths import Phase, RunPaths
-from pretrain.topology import on_main
-from pretrain.training.health import check_health
+from pretrain.topology import gather, host_name
 from pretrain.training.metrics import PASS, MetricsWriter
-from pretrain.training.profile import ProfileHook
 from pretrain.training.reporter import Interrupted
 from pretrain.training.start import Run, is_evaluated_after
 from pretrain.training.step import Hook, agree
 from pretrain.training.upload import Patience
 
-# ---- time share ----
-# Bound the time of the evaluations in the training loop by a share of the time of training.
-#
-# An evaluation scores the same tokens whenever it is done, so that the points of a curve, and the
-# curves of several runs, stay comparable. What adapts is how often: an evaluation that would take
-# too much is left out, and the next one is due an interval later.
-#
-# The decision follows from the run's metrics.jsonl alone, which holds the seconds of every step and
-# every evaluation. A restart therefore decides as the run did before.
-
-
-SECONDS, SHARE = "evaluation_seconds", "evaluation_time_share"
-"""Keys of an evaluation's record: what this protocol and length took, and what all evaluations of
-the run so far have taken, as a share of the seconds in training steps."""
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Seconds that a run has spent up to a step."""
-
-    training: float = 0.0
-    """In training steps; steps that were lost and taken again count once."""
-    evaluations: float = 0.0
-    """In evaluations."""
-    newest: float | None = None
-    """In the newest evaluation, all lengths together; None before the first one."""
-    samples: int = 0
-    """Sequences of the training steps."""
-
-    @staticmethod
-    def of(path: Path, step: int) -> Spent:
-        """Add up the records of a metrics.jsonl.
-
-        Args:
-            path: The file; a missing one is empty.
-            step: The last step that counts.
-        """
-        training, evaluations, samples = 0.0, {0: 0.0}, 0
-        for record in read_metrics(path):
-            number = record["step"]
-            if number > step:
-                continue
-            if is_evaluation(record):
-                seconds = evaluations.get(number, 0.0) + _number(record, SECONDS)
-                evaluations[number] = seconds
-            training += _number(record, "step_seconds")
-            samples += int(_number(record, "global_batch_size"))
-        newest = evaluations[max(evaluations)]
-        return Spent(training, sum(evaluations.values()), newest or None, samples)
-
-    def share(self, further: float = 0.0) -> float:
-        """Return the share of the training steps' seconds that evaluations have taken.
-
-        Args:
-            further: Seconds of an evaluation to add.
-        """
-        total = self.evaluations + further
-        return total / self.training if self.training else float(total > 0)
-
-    def next_evaluation(
-        self, config: RunConfig, protocols: Sequence[Protocol], tokens: int
-    ) -> float:
-        """Return the seconds that another evaluation will take: as many as the newest one.
-
-        Before the first one they are estimated from the training steps. A forward pass has a third
-        of the operations of a step, and as many tokens pass through the model as the windows hold.
-
-        Args:
-            config: The run.
-            protocols: What is measured.
-            tokens: Tokens that are scored.
-        """
-        if self.newest is not None:
-            return self.newest
-        length = config.data.sequence_length
-        trained = self.samples * length * flops_per_token(config, length, causal=False)
-        flops = 0.0
-        for protocol in protocols:
-            _, stride, window = protocol.key
-            passing = tokens * window / stride
-            flops += passing * flops_per_token(config, window, causal=False) / 3
-        return self.training * flops / trained if trained else 0.0
-
-
-def refusal(
-    config: RunConfig, protocols: Sequence[Protocol], tokens: int, step: int, spent: Spent
-) -> str | None:
-    """Return why the evaluation after a step is left out, or None if it may be done.
-
-    The last step is always evaluated.
-
-    Args:
-        config: The run.
-        protocols: What is measured.
-        tokens: Tokens that are scored.
-        step: The step.
-        spent: What the run has spent up to it.
-    """
-    limit = config.evaluation_time_share
-    if limit is None or step >= config.train.num_steps:
-        return None
-    needed = spent.next_evaluation(config, protocols, tokens)
-    share = spent.share(needed)
-    if share <= limit:
-        return None
-    return (
-        f"evaluation after step {step} left out: with its {needed:.3g} s, evaluations would take "
-        f"{share:.2%} of the {spent.training:.3g} s of training so far "
-        f"(evaluation.max_time_share = {limit:g}). The last step is evaluated in any case; a lower "
-        "evaluation.max_tokens leaves time for more"
-    )
-
-
-def _number(record: Record, key: str) -> float:
-    """Return a value of a record, or 0 where it is missing or damaged."""
-    value = record.get(key)
-    return value if isinstance(value, int | float) and 0 <= value < float("inf") else 0.0
-
-
-# ---- The hook that evaluates a run while it trains ----
+VIEWER = "https://ui.perfetto.dev"
+"""Shows a trace in the browser, and sends it nowhere."""
+SECONDS = "evaluation_seconds"
+"""Key of an evaluation's record: what this protocol and length took."""
 
 
 class EvaluationHook(Hook):
-    """Measure perplexity at several lengths, every evaluation.interval_steps and at the end.
-
-    An evaluation between may be left out, where evaluation.max_time_share bounds their time.
-    """
+    """Measure perplexity at several lengths, every evaluation.interval_steps and at the end."""
 
     def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
         config, text = run.config.evaluation, run.validation_stream
         self.writer = writer
-        self.clock = time.perf_counter
-        self.metrics = RunPaths(run.config.directory).metrics
         # Checked at the start, because the first evaluation may be thousands of steps later.
         check_memory(run.config, run.topology, run.start_point.evaluations)
         self.evaluator = Evaluator(
@@ -203,7 +93,7 @@ class EvaluationHook(Hook):
     def _evaluate(self, run: Run, pending: Sequence[Protocol]) -> None:
         """Evaluate and write all of `pending`, or nothing if the ranks agree to stop meanwhile."""
         step = run.state.step
-        if not pending or run.requests.agreed or self._is_left_out(run):
+        if not pending or run.requests.agreed:
             return
 
         def before_pass() -> None:
@@ -217,14 +107,13 @@ class EvaluationHook(Hook):
         with run.reporter.during(Phase.EVALUATING, step), contextlib.suppress(Interrupted):
             results, seconds = [], []
             for protocol in pending:
-                begin = self.clock()
+                begin = time.perf_counter()
                 results.append(self.evaluator.evaluate(protocol, before_pass=before_pass))
-                seconds.append(self.clock() - begin)
+                seconds.append(time.perf_counter() - begin)
             if self.writer is not None:
-                share = Spent.of(self.metrics, step).share(sum(seconds))
                 self.writer.evaluation(
                     [
-                        {"step": step, **self.common, **result.record(), SECONDS: own, SHARE: share}
+                        {"step": step, **self.common, **result.record(), SECONDS: own}
                         for result, own in zip(results, seconds)
                     ]
                 )
@@ -239,25 +128,6 @@ class EvaluationHook(Hook):
                         run.origin, validation_loss_nats=result.loss_nats
                     )
 
-    def _is_left_out(self, run: Run) -> bool:
-        """Return True if the time for an evaluation is not there, alike on all ranks.
-
-        Rank 0 decides, which has the metrics, and says so.
-        """
-        if run.config.evaluation_time_share is None:
-            return False
-        step, tokens = run.state.step, self.evaluator.text.tokens
-        protocols = run.start_point.evaluations
-
-        def why() -> str | None:
-            spent = Spent.of(self.metrics, step)
-            return refusal(run.config, protocols, tokens, step, spent)
-
-        reason = on_main(run.topology, why)
-        if reason is not None and run.topology.is_main:
-            say(reason)
-        return reason is not None
-
 
 def make_hooks(run: Run) -> list[Hook]:
     """Return a run's hooks in the order in which they are called.
@@ -269,7 +139,7 @@ def make_hooks(run: Run) -> list[Hook]:
     tokenizer = load_tokenizer(run.validation_stream.tokenizer_path)
     writer = None
     if run.topology.is_main:
-        writer = MetricsWriter(run.config, run.config.directory, run.state.step, run.origin.changes)
+        writer = MetricsWriter(run.config, run.config.directory, run.state.step)
     saver = CheckpointHook(run, writer, tokenizer)
     return [
         # First, so that what follows the last step that it records is not in the trace.
@@ -280,6 +150,60 @@ def make_hooks(run: Run) -> list[Hook]:
         saver,
         UploadHook(run),
     ]
+
+
+class ProfileHook(Hook):
+    """Record the steps of train.profile_steps with torch.profiler, on rank 0.
+
+    The trace shows every operation of the host and every kernel of the device on one time line, and
+    what was allocated. It does not change what is computed, and a disk that is full ends no run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._first, self._last = run.config.train.profile_steps or (0, 0)
+        self._profiler: torch.profiler.profile | None = None
+
+    def is_due(self, run: Run) -> bool:
+        """Return True around the steps, so that they are recorded whole; alike on all ranks."""
+        return self._last > 0 and run.state.step in (self._first - 1, self._last)
+
+    def before_step(self, run: Run) -> None:
+        """Begin to record before the first of the steps, and mark where each other one begins."""
+        if self._profiler is not None:
+            self._profiler.step()
+        elif run.topology.is_main and run.state.step + 1 == self._first:
+            self._profiler = torch.profiler.profile(
+                # Each step is a span of the trace.
+                schedule=lambda step: torch.profiler.ProfilerAction.RECORD,
+                record_shapes=True,
+                profile_memory=True,
+            )
+            self._profiler.start()
+
+    def between_steps(self, run: Run) -> None:
+        """Write what was recorded after the last of the steps."""
+        if run.state.step == self._last:
+            self.at_end(run)
+
+    def at_end(self, run: Run) -> None:
+        """Write what was recorded, if the run was stopped within the steps."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        # A gloo collective that ends after the recording writes its end into memory that torch has
+        # freed, and the process dies of it (torch 2.13.0). For the same reason a failed run, whose
+        # messages may still be on their way, writes nothing.
+        run.optimizer.wait_for_weights()
+        platform.synchronize()
+        profiler.stop()
+        folder = RunPaths(run.config.directory).profile
+        path = folder / f"step-{self._first:08d}-{run.state.step:08d}.rank0.json.gz"
+        try:
+            make_directory(folder)
+            profiler.export_chrome_trace(str(path))
+            say(f"profile of steps {self._first} to {run.state.step}: {path}; open it at {VIEWER}")
+        except OSError as error:
+            run.reporter.warn("profile", f"{path}: no profile ({error}); training goes on")
 
 
 class LoggingHook(Hook):
@@ -323,17 +247,137 @@ class LoggingHook(Hook):
             record[f"{PASS}{corpus}"] = number
         self.writer.step(record)
 
-    def after_rollback(self, run: Run) -> None:
-        """Drop the records of the steps that are taken again."""
-        if self.writer is not None:
-            self.writer.go_back(run.state.step)
-        # `go_back` has dropped the record of the changes, which still hold.
-        self.at_start(run)
-
     def close(self) -> None:
         """Close the writer, which the evaluation hook shares."""
         if self.writer is not None:
             self.writer.close()
+
+
+# ---- Stop a run whose state is poisoned, or whose ranks no longer train the same model ----
+# The ranks compare checksums of all that they must hold alike (pretrain/optim/health.py) and of
+# their counters, and see that masters and moments are finite. In the usual case that is one kernel
+# for each tensor, one small all-reduce for each group of ranks and one for all, and one wait of the
+# host. Only when something is wrong do the ranks exchange what it is.
+
+
+MOST_LINES = 5
+"""Parameters that a message names; of the others it says how many there are."""
+COUNTERS = ("steps done", "samples consumed", "fewest updates", "most updates", "loss window")
+"""What all ranks count alike."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The findings of a check on this rank, on the device."""
+
+    copies: list[Copies]
+    checksums: list[Tensor]
+    """Of each of `copies`, int64 [tensors]."""
+    differs: list[Tensor]
+    """Of each of `copies`, a boolean [tensors]: the ranks of the group hold different values."""
+    counters: Tensor
+    """int64 [COUNTERS]"""
+    verdict: Tensor
+    """int64 [2], the same on all ranks: 1 if some state is implausible, 1 if ranks differ."""
+
+
+def check_health(run: Run) -> None:
+    """Check that the state is finite on all ranks, and equal where it must be. All together.
+
+    Raises:
+        Poisoned: On every rank, if a master or a moment of one is not finite, or too large to be
+            true.
+        Diverged: On every rank, if ranks hold different values of what must be equal.
+    """
+    findings = inspect(run)
+    poisoned, differs = platform.Readback(findings.verdict).numbers()
+    if poisoned:
+        raise Poisoned(_explain_poison(run))
+    if differs:
+        raise Diverged(_explain_difference(run, findings))
+
+
+@torch.no_grad()
+def inspect(run: Run) -> Findings:
+    """Queue a check on the device, without waiting for it. All ranks together."""
+    run.optimizer.wait_for_weights()
+    copies = find_copies(run.optimizer)
+    checksums = [each.checksums() for each in copies]
+    differs = [_differs(sums, each.group) for sums, each in zip(checksums, copies)]
+    counters = _counters(run)
+    flags = [any_.any() for any_ in differs]
+    poisoned = ~state_is_plausible(run.optimizer)
+    flag = torch.stack(flags).any() if flags else torch.zeros_like(poisoned)
+    # One message for all ranks: the flags, and the counters' largest and smallest values.
+    message = torch.cat([torch.stack([poisoned, flag]).long(), counters, -counters])
+    dist.all_reduce(message, op=dist.ReduceOp.MAX)
+    poison, difference, bounds = message[0], message[1], message[2:].view(2, -1)
+    unequal = (bounds[0] + bounds[1]).ne(0).any().long()
+    verdict = torch.stack([poison, difference | unequal])
+    return Findings(copies, checksums, differs, counters, verdict)
+
+
+def _differs(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return where the ranks of a group hold different values; boolean, shaped like `values`."""
+    # The smallest is the negative of the largest negative, which saves a second reduction.
+    bounds = torch.stack([values, -values])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    return (bounds[0] + bounds[1]).ne(0)
+
+
+def _counters(run: Run) -> Tensor:
+    """Return what all ranks count alike, int64 [COUNTERS], on the device."""
+    state = run.state
+    host = platform.to_device(torch.tensor([state.step, state.consumed_samples]))
+    seen = None if run.spikes is None else run.spikes.state
+    window = torch.zeros_like(host[:1]) if seen is None else checksum(seen)[None]
+    return torch.cat([host, update_counts(run.optimizer), window])
+
+
+def _explain_poison(run: Run) -> str:
+    """Return the message about state that is not finite. All ranks together."""
+    everyone = gather((dist.get_rank(), host_name(), implausible_state(run.optimizer)))
+    lines = [f"rank {rank} ({host}): {name}" for rank, host, names in everyone for name in names]
+    return (
+        f"after step {run.state.step} the optimizer's state is not finite or too large to be true: "
+        f"{_some(lines)}. Nothing "
+        "is saved. Start again from the last checkpoint, which was checked. If it happens again at "
+        "the same step, lower optimizer.learning_rate; if always on one host, leave that host out"
+    )
+
+
+def _explain_difference(run: Run, findings: Findings) -> str:
+    """Return the message that says what differs, and on which ranks. All ranks together."""
+    mine: dict[tuple[tuple[int, ...], str], int] = {}
+    for copies, sums, differs in zip(findings.copies, findings.checksums, findings.differs):
+        ranks = tuple(dist.get_process_group_ranks(copies.group))
+        rows = zip(copies.tensors, sums.tolist(), differs.tolist())
+        mine |= {(ranks, name): value for name, value, is_odd in rows if is_odd}
+    everyone = tuple(range(dist.get_world_size()))
+    mine |= {(everyone, n): v for n, v in zip(COUNTERS, findings.counters.tolist())}
+    gathered = gather((host_name(), mine))
+    lines = []
+    for ranks, name in dict.fromkeys(key for _, items in gathered for key in items):
+        by_rank = {rank: gathered[rank][1][ranks, name] for rank in ranks}
+        [(common, count), *others] = Counter(by_rank.values()).most_common()
+        has_majority = 2 * count > len(by_rank)
+        odd = [rank for rank, value in by_rank.items() if value != common or not has_majority]
+        named = ", ".join(f"{rank} ({gathered[rank][0]})" for rank in odd)
+        if others and has_majority:
+            lines.append(f"{name}: ranks {named} differ from the others")
+        elif others:
+            lines.append(f"{name}: no majority among ranks {named}")
+    return (
+        f"after step {run.state.step} ranks differ in what must be equal. {_some(lines)}. Nothing "
+        "is saved. Start again from the last checkpoint, before which the ranks were equal. If it "
+        "is always the same host, suspect its memory or GPU and leave it out"
+    )
+
+
+def _some(lines: list[str]) -> str:
+    """Return the first lines in one, and how many there are beyond."""
+    more = len(lines) - MOST_LINES
+    return "; ".join(lines[:MOST_LINES]) + (f"; and {more} more" if more > 0 else "")
 
 
 class HealthHook(Hook):
@@ -376,6 +420,15 @@ class CheckpointHook(Hook):
         )
         run.requests.has_problem = lambda: self.saver.has_problem
 
+        def on_interrupt() -> str:
+            """Return what a user is told who presses Ctrl-C; a terminal sends it to every rank."""
+            began_with = run.start_point.checkpoint
+            before = checkpoint_step(began_with.path.name) if began_with is not None else None
+            line = saving_then_stopping(run.state.step, self.saved_step or before)
+            return line if run.topology.is_main else ""
+
+        run.requests.on_interrupt = on_interrupt
+
     def at_start(self, run: Run) -> None:
         """Save a run that is stopped before its first step, unless it has that step on disk.
 
@@ -414,6 +467,10 @@ class CheckpointHook(Hook):
             with run.reporter.during(Phase.SAVING, step, saved=self.saved_step):
                 self.saver.finish()
 
+    def at_end(self, run: Run) -> None:
+        """Leave Ctrl-C to Python again: everything is saved."""
+        run.requests.on_interrupt = None
+
     def close(self) -> None:
         """End the process that writes."""
         self.saver.close()
@@ -427,17 +484,6 @@ class CheckpointHook(Hook):
     def _is_last(self, run: Run) -> bool:
         """Return True if the processes end after this step: its checkpoint is waited for."""
         return bool(run.requests.agreed) or run.state.step >= run.config.train.num_steps
-
-    def before_rollback(self, run: Run) -> None:
-        """Wait for the save under way: its checkpoint is the newest."""
-        self.saver.finish()
-
-    def newest_checkpoint(self, run: Run) -> Path | None:
-        """Return the checkpoint that this process saved last, or else the one it began with."""
-        if self.saved_step:
-            return checkpoint_directory(run.config.directory, self.saved_step)
-        began_with = run.start_point.checkpoint
-        return began_with.path if began_with is not None else None
 
     def _save(self, run: Run) -> None:
         """Save the run at its present step, once."""

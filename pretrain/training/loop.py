@@ -16,19 +16,23 @@ from pretrain.config import RunConfig, dump_config, writing
 from pretrain.config.trajectory import describe_differences
 from pretrain.data.loader import batches
 from pretrain.model.forward import Batch
-from pretrain.optim.schedule import learning_rate
-from pretrain.rundir.checkpoints import checkpoint_step
+from pretrain.optim.optimizers import learning_rate
 from pretrain.rundir.files import replace_file, say
-from pretrain.rundir.history import saving_then_stopping
 from pretrain.rundir.metrics import collecting
 from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import Topology, on_main, supervised_attempt
-from pretrain.training.health import check_same_data, roll_back
 from pretrain.training.hooks import make_hooks
 from pretrain.training.metrics import check_wandb
 from pretrain.training.reporter import EXIT_CODES, AttemptReporter, Requests
-from pretrain.training.spikes import Spike
-from pretrain.training.start import Run, StartPoint, evaluations_of, load_run, prepare, take_run
+from pretrain.training.start import (
+    Run,
+    StartPoint,
+    check_same_data,
+    evaluations_of,
+    load_run,
+    prepare,
+    take_run,
+)
 from pretrain.training.step import (
     Hook,
     QueuedStep,
@@ -95,14 +99,6 @@ def train(
 def _train_steps(run: Run) -> None:
     """Take steps and call the hooks until the run is finished or all ranks agree to stop."""
     hooks = make_hooks(run)
-
-    def on_interrupt() -> str:
-        """Return what a user is told who presses Ctrl-C; a terminal sends it to every rank."""
-        newest = next(filter(None, (hook.newest_checkpoint(run) for hook in hooks)), None)
-        saved = checkpoint_step(newest.name) if newest is not None else None
-        return saving_then_stopping(run.state.step, saved) if run.topology.is_main else ""
-
-    run.requests.on_interrupt = on_interrupt
     try:
         # From here on the lines of metrics.jsonl are this attempt's (rundir.attempts.steps_done).
         run.reporter.phase(Phase.TRAINING, run.state.step)
@@ -110,36 +106,24 @@ def _train_steps(run: Run) -> None:
         agree(run.requests)
         for hook in hooks:
             hook.at_start(run)
-        is_over = False
-        while not is_over:
-            try:
-                _train_from_here(run, hooks)
-                is_over = True
-            except Spike as spike:
-                roll_back(run, spike, hooks)
+        with contextlib.closing(step_batches(run)) as steps:
+            _take_steps(run, hooks, steps)
         # No message may still be on its way when the processes go their own ways after this.
         run.optimizer.wait_for_weights()
         for hook in hooks:
             hook.at_end(run)
-        run.requests.on_interrupt = None
         run.reporter.phase(Phase.ENDING, run.state.step)
     finally:
         for hook in hooks:
             hook.close()
 
 
-def _train_from_here(run: Run, hooks: Sequence[Hook]) -> None:
-    """Take steps from where the run stands, up to its end, an agreement to stop, or a `Spike`.
+def _take_steps(run: Run, hooks: Sequence[Hook], steps: Iterator[list[Tensor]]) -> None:
+    """Take steps from where the run stands, up to its end or an agreement to stop.
 
     A step's numbers are read and logged when the next step has been queued, so that the device does
     not wait for it. They are read at once where a hook is due, which needs the step to be over.
     """
-    with contextlib.closing(step_batches(run)) as steps:
-        _take_steps(run, hooks, steps)
-
-
-def _take_steps(run: Run, hooks: Sequence[Hook], steps: Iterator[list[Tensor]]) -> None:
-    """Take steps on these batches, as `_train_from_here` does."""
     begin, unread = platform.Moment(), None
     while run.state.step < run.config.train.num_steps and not run.requests.agreed:
         for hook in hooks:
@@ -199,8 +183,6 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
         record["position_learning_rate"] = rate * mult
     if run.optimizer.loss_scale is not None:
         record["loss_scale"] = run.optimizer.loss_scale
-    if run.spikes is not None:
-        record |= run.spikes.record(step + 1)
     return QueuedStep(run, norm, total, begin, record)
 
 
@@ -236,26 +218,16 @@ def _outlook(config: RunConfig, topology: Topology, start_point: StartPoint) -> 
         return f"{directory}: already at step {step} of {last}; nothing to train"
     layout = topology.layout
     sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
-    differences = _differences(config, start_point)
+    found, checkpoint = start_point.differences, start_point.checkpoint
+    differences = ""
+    if found and checkpoint is not None:
+        differences = f"\n{describe_differences(found, config.directory, checkpoint.path)}"
     if step >= last:
         return (
             f"{directory}: at step {step} of {last}, whose evaluation is left; {sizes}{differences}"
         )
     begin = f"going on from step {step}" if step else "from scratch"
     return f"{directory}: {begin}, to step {last}; {sizes}{differences}"
-
-
-def _differences(config: RunConfig, start_point: StartPoint) -> str:
-    """Return the lines about all that differs from the checkpoint, and from the last start.
-
-    Empty when nothing does.
-    """
-    found, checkpoint = start_point.differences, start_point.checkpoint
-    lines = []
-    if found and checkpoint is not None:
-        lines.append(describe_differences(found, config.directory, checkpoint.path))
-    lines += start_point.provenance_changes
-    return "".join(f"\n{line}" for line in lines)
 
 
 def _finished(step: int) -> str:

@@ -10,25 +10,20 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
-import os
 import re
-import sys
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from pretrain import platform
-from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
 from pretrain.config import ConfigError, RunConfig
 from pretrain.rundir.files import make_directory, replace_file, say
 from pretrain.rundir.metrics import (
@@ -38,16 +33,10 @@ from pretrain.rundir.metrics import (
     MetricsFile,
     Record,
     Reduction,
-    is_change,
-    is_evaluation,
-    read_metrics,
 )
 from pretrain.rundir.metrics import record_metric as record_metric
 from pretrain.rundir.paths import RunPaths
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+from pretrain.topology import gather
 
 # ---- Reduce what `record_metric` was given in a step over all ranks ----
 # Ranks may record different names: a pipeline stage knows the numbers of its own layers. A
@@ -97,9 +86,8 @@ class StepMetrics:
 
     def agree(self) -> dict[str, Reduction]:
         """Exchange the names, and return those that all ranks know now. All ranks together."""
-        found: list[dict[str, Reduction]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, self._seen)
-        for name, reduction in sorted(item for each in found for item in each.items()):
+        known = [item for each in gather(self._seen) for item in each.items()]
+        for name, reduction in sorted(known):
             if self._agreed.setdefault(name, reduction) != reduction:
                 raise ValueError(f"record_metric({name!r}): ranks record it by several reductions")
         self._seen = dict(self._agreed)
@@ -202,56 +190,6 @@ def _on_device(values: list[float | Tensor]) -> bool:
     return any(isinstance(value, Tensor) for value in values)
 
 
-# ---- Draw the figure that an evaluation in the training loop sends to W&B and TensorBoard ----
-
-
-def length_picture(records: Sequence[Record], train_length: int) -> NDArray[np.uint8]:
-    """Return the figure of `length_curve` as pixels [height, width, RGB].
-
-    W&B and TensorBoard both take figures as well, but by way of matplotlib.pyplot, which chooses a
-    backend by what is installed and shown on this machine.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(length_curve(records, train_length))
-    canvas.draw()  # type: ignore[no-untyped-call]  # matplotlib declares no types here
-    pixels = np.array(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
-    return pixels[:, :, :3]
-
-
-def length_curve(records: Sequence[Record], train_length: int) -> Figure:
-    """Return a figure of perplexity by window length, a curve for each protocol.
-
-    Args:
-        records: One evaluation; a perplexity that is not finite leaves a gap.
-        train_length: Training length L in tokens, which is marked.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
-
-    figure = Figure(figsize=(7, 4.2), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
-    by_protocol: dict[str, dict[int, float]] = {}
-    for record in records:
-        value = record["perplexity"]
-        drawn = value if isinstance(value, float) and math.isfinite(value) else math.nan
-        by_protocol.setdefault(record["protocol"], {})[record["length"]] = drawn
-    for protocol, points in by_protocol.items():
-        lengths = sorted(points)
-        axes.plot(lengths, [points[n] for n in lengths], marker="o", linewidth=2, label=protocol)
-    axes.set_xscale("log", base=2)
-    ticks = sorted({record["length"] for record in records})
-    axes.set_xticks(ticks, [f"{n}\n{n / train_length:.3g} L" for n in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.axvline(train_length, color="#888888", linewidth=1.2, linestyle=":")
-    axes.set_title(f"after step {records[0]['step']}")
-    axes.set_xlabel("Evaluation length (tokens, and in training lengths L)")
-    axes.set_ylabel("Perplexity")
-    axes.grid(True, color="#e4e4e4", linewidth=0.8)
-    axes.legend(frameon=False)
-    return figure
-
-
 # ---- tags ----
 # Name a run's numbers as W&B and TensorBoard show them: in groups, with axes to draw them over.
 #
@@ -279,17 +217,12 @@ TAGS = {
     "peak_memory_bytes": "health/peak_memory_bytes",
     "loss_scale": "health/loss_scale",
     "skipped_updates": "health/skipped_updates",
-    "rollbacks": "health/rollbacks",
-    "rolled_back_from_step": "health/rolled_back_from_step",
 }
 """Key of a step's record -> tag."""
 GROUPS = ("train", "throughput", "health", "data", "eval")
 """What the tags begin with."""
-STEP, TOKENS, SECONDS = "step", "tokens", "elapsed_seconds"
-"""The axes: steps done, tokens trained on, and seconds in training steps, all since step 0 whatever
-the number of starts. Saves, evaluations, and steps that were lost and taken again do not count."""
-FIGURE = "eval/length_curve"
-"""The tag of the figure of perplexity by length."""
+STEP = "step"
+"""The axis of every chart: steps done since step 0, whatever the number of starts."""
 
 
 def step_tags(record: Record) -> Record:
@@ -326,42 +259,6 @@ def evaluation_tags(records: Sequence[Record]) -> Record:
     }
 
 
-class Axes:
-    """Follows how far training has come, in tokens and in seconds."""
-
-    def __init__(self, path: Path, config: RunConfig, changes: Sequence[Change]) -> None:
-        """Begin where a metrics.jsonl ends.
-
-        Args:
-            path: The file, which holds the steps that were kept.
-            config: The run's config.
-            changes: What was changed on the way; a step may have had other lengths before.
-        """
-        self._path, self._config, self._changes = path, config, changes
-        self.read()
-
-    def read(self) -> None:
-        """Read the file again, after records were dropped from it."""
-        self._tokens, self._seconds = 0, 0.0
-        for record in read_metrics(self._path):
-            if not is_evaluation(record) and not is_change(record):
-                self.step(record)
-
-    def step(self, record: Record) -> None:
-        """Go on by one step."""
-        seconds, samples = record.get("step_seconds"), record.get("consumed_samples")
-        # A file may be damaged.
-        if isinstance(seconds, int | float):
-            self._seconds += seconds
-        if isinstance(samples, int):
-            state = TrainerState(record["step"], samples)
-            self._tokens = trained_tokens(self._config, state, self._changes)
-
-    def values(self) -> Record:
-        """Return the axes' present values, but for the step."""
-        return {TOKENS: self._tokens, SECONDS: self._seconds}
-
-
 # ---- Send a run's numbers to Weights & Biases, whose package `wandb` need not be installed ----
 
 
@@ -390,20 +287,6 @@ def check_wandb(config: RunConfig) -> None:
         )
 
 
-def settings() -> Any:
-    """Return wandb's settings for whatever of ours is sent: silent, and with bounded waits."""
-    import wandb
-
-    return wandb.Settings(
-        silent=True,
-        # Capturing the terminal would break the progress bar.
-        console="off",
-        init_timeout=INIT_SECONDS,
-        login_timeout=INIT_SECONDS,
-        finish_timeout=FINISH_SECONDS,
-    )
-
-
 class Destination:
     """Takes the records of steps and evaluations, until it is closed."""
 
@@ -413,9 +296,6 @@ class Destination:
     def evaluation(self, records: list[Record]) -> None:
         """Take the records of one evaluation."""
 
-    def go_back(self, step: int) -> None:
-        """Hear that the steps after `step` will be taken again. What was shown of them stays."""
-
     def close(self) -> None:
         """Write out what is buffered."""
 
@@ -423,12 +303,11 @@ class Destination:
 class Wandb(Destination):
     """Weights & Biases. The run directory holds the id, so a resumed run continues its curves."""
 
-    def __init__(self, config: RunConfig, run_directory: Path, axes: Axes) -> None:
+    def __init__(self, config: RunConfig, run_directory: Path) -> None:
         # Importing wandb takes about a second, which a run that does not use it should not pay.
         import wandb
 
         mode = config.logging.wandb
-        self._axes, self._train_length = axes, config.data.sequence_length
         self._run = wandb.init(
             project=config.logging.wandb_project,
             name=run_directory.name,
@@ -437,28 +316,27 @@ class Wandb(Destination):
             mode=mode,
             resume="allow" if mode == "online" else None,
             config=config.model_dump(mode="json"),
-            settings=settings(),
+            settings=wandb.Settings(
+                silent=True,
+                # Capturing the terminal would break the lines of the console.
+                console="off",
+                init_timeout=INIT_SECONDS,
+                login_timeout=INIT_SECONDS,
+                finish_timeout=FINISH_SECONDS,
+            ),
         )
         # The x axis is our own step. wandb's must only grow, and a resume may go back a few steps.
-        # All three are in every row, so that a chart can be drawn over each.
-        for axis in (STEP, TOKENS, SECONDS):
-            self._run.define_metric(axis)
+        self._run.define_metric(STEP)
         for group in GROUPS:
             self._run.define_metric(f"{group}/*", step_metric=STEP)
         if mode == "online":
             say(f"wandb: {self._run.url}")
 
     def step(self, record: Record) -> None:
-        self._log(record["step"], step_tags(record))
+        self._run.log({STEP: record[STEP], **step_tags(record)})
 
     def evaluation(self, records: list[Record]) -> None:
-        import wandb
-
-        figure = wandb.Image(length_picture(records, self._train_length))
-        self._log(records[0]["step"], {**evaluation_tags(records), FIGURE: figure})
-
-    def _log(self, step: int, values: Record) -> None:
-        self._run.log({STEP: step, **self._axes.values(), **values})
+        self._run.log({STEP: records[0][STEP], **evaluation_tags(records)})
 
     def close(self) -> None:
         self._run.finish()
@@ -489,13 +367,7 @@ class MetricsWriter:
     once on stderr and never stop a run.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_directory: Path,
-        resume_step: int,
-        changes: Sequence[Change] = (),
-    ) -> None:
+    def __init__(self, config: RunConfig, run_directory: Path, resume_step: int) -> None:
         """Open every destination.
 
         Args:
@@ -503,12 +375,9 @@ class MetricsWriter:
             run_directory: Where the files go. Made when missing.
             resume_step: Steps done; 0 for a fresh start. What an earlier attempt wrote about later
                 steps is dropped, because they are made again.
-            changes: What `--allow-changed` has changed so far.
         """
         make_directory(run_directory)
-        self._path = RunPaths(run_directory).metrics
-        self._file = MetricsFile(self._path, resume_step)
-        self._axes = axes = Axes(self._path, config, changes)
+        self._file = MetricsFile(RunPaths(run_directory).metrics, resume_step)
         self.destinations: dict[str, Destination] = {}
         """What is written to beside metrics.jsonl and has not failed."""
         if config.logging.wandb != "disabled" and not is_installed():
@@ -517,20 +386,15 @@ class MetricsWriter:
                 f'number. Install it with {INSTALL}, or set logging.wandb = "disabled"'
             )
         elif config.logging.wandb != "disabled":
-            self._open("wandb", lambda: Wandb(config, run_directory, axes))
+            self._open("wandb", lambda: Wandb(config, run_directory))
         if config.logging.tensorboard:
-            length = config.data.sequence_length
-            self._open("TensorBoard", lambda: TensorBoard(run_directory, resume_step, axes, length))
-        # The console comes last: its progress bar starts after whatever the others had to say.
+            self._open("TensorBoard", lambda: TensorBoard(run_directory, resume_step))
         num_steps, interval = config.train.num_steps, config.logging.interval_steps
-        self.destinations["console"] = (
-            ProgressBar(num_steps, resume_step) if _can_show_bar() else Lines(num_steps, interval)
-        )
+        self.destinations["console"] = Console(num_steps, interval)
 
     def step(self, record: Record) -> None:
         """Write the record of one training step."""
         self._file.write(record)
-        self._axes.step(record)
         self._each(lambda destination: destination.step(record))
 
     def evaluation(self, records: list[Record]) -> None:
@@ -542,13 +406,6 @@ class MetricsWriter:
     def changed(self, record: Record) -> None:
         """Write the record of changed keys to metrics.jsonl; the others hold numbers alone."""
         self._file.write(record)
-
-    def go_back(self, step: int) -> None:
-        """Drop the records of the steps after `step`, which are taken again."""
-        self._file.close()
-        self._file = MetricsFile(self._path, step)
-        self._each(lambda destination: destination.go_back(step))
-        self._axes.read()
 
     def flush(self) -> None:
         """Flush metrics.jsonl to the disk. Raises RunFailed when the disk refuses."""
@@ -564,8 +421,7 @@ class MetricsWriter:
             self.destinations[name] = make()
 
     def _each(self, act: Callable[[Destination], None]) -> None:
-        # In reverse: the progress bar must end before wandb prints and waits for its uploads.
-        for name, destination in reversed(list(self.destinations.items())):
+        for name, destination in list(self.destinations.items()):
             with self._guarded(name):
                 act(destination)
 
@@ -586,84 +442,30 @@ class MetricsWriter:
 class TensorBoard(Destination):
     """TensorBoard event files. A resume purges the steps that will be made again."""
 
-    def __init__(
-        self, run_directory: Path, resume_step: int, axes: Axes, train_length: int
-    ) -> None:
-        """Open a file.
-
-        Args:
-            run_directory: The run's directory.
-            resume_step: Steps done.
-            axes: How far training has come, which is written as well.
-            train_length: Training length L in tokens.
-        """
-        self._run_directory, self._axes, self._train_length = run_directory, axes, train_length
-        self._open(resume_step)
-
-    def step(self, record: Record) -> None:
-        self._add({**step_tags(record), **self._axes.values()}, record["step"])
-
-    def evaluation(self, records: list[Record]) -> None:
-        step = records[0]["step"]
-        self._add(evaluation_tags(records), step)
-        picture = length_picture(records, self._train_length)
-        self._writer.add_image(FIGURE, picture, step, dataformats="HWC")
-
-    def go_back(self, step: int) -> None:
-        self._writer.close()
-        self._open(step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def _open(self, step: int) -> None:
-        """Open a file in which everything after `step` is written again."""
+    def __init__(self, run_directory: Path, resume_step: int) -> None:
         # Slow to import, and tensorboard may not be installed.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(
-            log_dir=str(RunPaths(self._run_directory).tensorboard), purge_step=step + 1
+            log_dir=str(RunPaths(run_directory).tensorboard), purge_step=resume_step + 1
         )
+
+    def step(self, record: Record) -> None:
+        self._add(step_tags(record), record[STEP])
+
+    def evaluation(self, records: list[Record]) -> None:
+        self._add(evaluation_tags(records), records[0][STEP])
 
     def _add(self, scalars: Record, step: int) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, global_step=step)
 
-
-def _can_show_bar() -> bool:
-    """Return True if stderr is a terminal on which tqdm can draw a bar."""
-    # A terminal without a width, as under `docker run -t`, shows nothing of a bar.
-    return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-
-
-class ProgressBar(Destination):
-    """A tqdm bar on a terminal's stderr."""
-
-    def __init__(self, num_steps: int, resume_step: int) -> None:
-        self._bar = tqdm(
-            total=num_steps, initial=resume_step, unit="step", dynamic_ncols=True, file=sys.stderr
-        )
-
-    def step(self, record: Record) -> None:
-        for line in _pass_lines(record):
-            self._bar.write(line, file=sys.stderr)
-        self._bar.set_postfix_str(_numbers(record), refresh=False)
-        self._bar.update(1)
-
-    def evaluation(self, records: list[Record]) -> None:
-        for line in _evaluation_lines(records):
-            self._bar.write(line, file=sys.stderr)
-
-    def go_back(self, step: int) -> None:
-        self._bar.n = step
-        self._bar.refresh()
-
     def close(self) -> None:
-        self._bar.close()
+        self._writer.close()
 
 
-class Lines(Destination):
-    """A plain line on stderr for the first step and every `interval` steps, for logs."""
+class Console(Destination):
+    """A line on stderr for the first step, every `interval` steps, and each evaluation."""
 
     def __init__(self, num_steps: int, interval: int) -> None:
         self._num_steps, self._interval = num_steps, interval
@@ -704,10 +506,8 @@ def _data_wait(record: Record) -> str:
 
 def _pass_lines(record: Record) -> list[str]:
     """Return a line for each corpus that begins another pass in a step."""
-    ordinals = {2: "its second pass", 3: "its third pass"}
     return [
-        f"step {record['step']}: corpus {key.removeprefix(PASS)} begins "
-        f"{ordinals.get(number, f'pass {number}')}"
+        f"step {record['step']}: corpus {key.removeprefix(PASS)} begins pass {number}"
         for key, number in record.items()
         if key.startswith(PASS)
     ]

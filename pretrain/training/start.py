@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,14 @@ from pretrain.checkpoint.manifest import (
 )
 from pretrain.checkpoint.store import is_url
 from pretrain.config import ConfigError, RunConfig, writing
-from pretrain.config.trajectory import Difference
+from pretrain.config.trajectory import DIGITS, Difference
 from pretrain.data.blend import Blend, segment_of
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluation.windows import Protocol, choose_protocols
 from pretrain.model.attention import check_positions
 from pretrain.model.gpt import build_model
+from pretrain.optim.health import SpikeDetector
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.platform import device_name, versions
 from pretrain.rundir.attempts import Owner, poisoned, read_attempts
@@ -56,15 +57,12 @@ from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.provenance import (
     PROVENANCE,
     Provenance,
-    last_provenance,
-    provenance_changes,
     write_provenance,
 )
-from pretrain.topology import Topology, on_main, owner, supervised_attempt
+from pretrain.topology import Topology, gather, host_name, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
 from pretrain.training.metrics import StepMetrics
 from pretrain.training.reporter import AttemptReporter, Requests
-from pretrain.training.spikes import SpikeWatch
 
 # ---- Choose the checkpoint that a run goes on from ----
 
@@ -141,24 +139,8 @@ def first_sentence(damage: str) -> str:
     return damage.partition(". ")[0]
 
 
-# ---- provenance ----
-# Record at its start what an attempt is made with, and say what changed since the last one.
-
-
-def record_provenance(
-    run: Path, reporter: AttemptReporter, checkpoint: Checkpoint | None
-) -> tuple[Provenance, tuple[str, ...]]:
-    """Write attempts/####/provenance.json and compare it with the last start's. Rank 0 alone.
-
-    Args:
-        run: The run's directory.
-        reporter: Holds the attempt.
-        checkpoint: The checkpoint to resume from. It is compared with if this run has no earlier
-            attempt that recorded anything.
-
-    Returns:
-        The record, and the lines that say what changed; none where nothing did.
-    """
+def record_provenance(reporter: AttemptReporter) -> Provenance:
+    """Write attempts/####/provenance.json: what this attempt is made with. Rank 0 alone."""
     attempt = reporter.attempt
     assert attempt is not None
     made = Provenance.here(Owner.read(attempt), sys.argv, versions(), device_name())
@@ -167,13 +149,7 @@ def record_provenance(
     except OSError as error:
         why = f"{attempt}: {PROVENANCE} cannot be written ({error.strerror}); training goes on"
         reporter.warn("provenance", why)
-    before = last_provenance(run, int(attempt.name))
-    if before is None and checkpoint is not None and checkpoint.origin.provenance is not None:
-        before = str(checkpoint.path), checkpoint.origin.provenance
-    changes = provenance_changes(before[1], made) if before else []
-    if before is None or not changes:
-        return made, ()
-    return made, (f"{run}: what differs from {before[0]}:", *(f"  {c}" for c in changes))
+    return made
 
 
 # ---- start point ----
@@ -193,8 +169,7 @@ class StartPoint:
     evaluations: tuple[Protocol, ...] = ()
     """What every evaluation of this run measures."""
     pending_evaluations: tuple[Protocol, ...] = ()
-    """Evaluations due after `step` that this run has not completed. They may have been left out on
-    purpose (`pretrain.training.hooks`), which is decided again, and alike."""
+    """Evaluations due after `step` that this run has not completed."""
     saved_step: int | None = 0
     """The step of which this run has a checkpoint: 0 from scratch (there is nothing to save), None
     when the checkpoint belongs to another run."""
@@ -212,8 +187,6 @@ class StartPoint:
     """Newer checkpoints that are not gone on from, and why."""
     provenance: Provenance | None = None
     """What this attempt is made with; None if there is nothing left to do."""
-    provenance_changes: tuple[str, ...] = ()
-    """Lines that say what of it changed since the last start."""
 
     def origin(self) -> Origin:
         """Return what the next save records about where its state comes from."""
@@ -314,10 +287,7 @@ def evaluations_of(
 
 
 def is_evaluated_after(config: RunConfig, step: int) -> bool:
-    """Return True every evaluation.interval_steps steps and after the last step.
-
-    In between, `pretrain.training.hooks` may leave an evaluation out.
-    """
+    """Return True every evaluation.interval_steps steps and after the last step."""
     last = config.train.num_steps
     return 0 < step <= last and (step % config.evaluation_interval_steps == 0 or step == last)
 
@@ -343,7 +313,7 @@ class Run:
     reporter: AttemptReporter
     origin: Origin = field(default_factory=Origin)
     """What the next save records about where its state comes from."""
-    spikes: SpikeWatch | None = None
+    spikes: SpikeDetector | None = None
     """Judges every step by train.spike_policy; None if that is "none"."""
     eos_id: int | None = None
     """End-of-document token, if data.per_document_attention; else None."""
@@ -383,6 +353,32 @@ def prepare(
     if checkpoint is not None:
         check_training(config, data_hashes(streams), checkpoint, allowed)
     return streams, initialize_topology(config), checkpoint
+
+
+def check_same_data(data: Mapping[str, str], directory: str) -> None:
+    """Check that all ranks read the same data. All ranks together, before anything is written.
+
+    Each node may have a data set of its own in the same place. Pipeline stages would then train on
+    the inputs of one and the targets of another, and no loss would tell.
+
+    Args:
+        data: The hashes of this rank's data; see `data_hashes` in checkpoint/manifest.py.
+        directory: This rank's data.directory.
+
+    Raises:
+        ConfigError: On every rank, if the hashes differ.
+    """
+    gathered = gather((host_name(), directory, dict(data)))
+    host, first, expected = gathered[0]
+    for rank, (other, found, hashes) in enumerate(gathered):
+        if differs := [name for name in expected if hashes[name] != expected[name]]:
+            name = differs[0]
+            raise ConfigError(
+                f"data.directory = {found} on rank {rank} ({other}): the SHA-256 for {name} is "
+                f"{hashes[name][:DIGITS]}..., that of {first} on rank 0 ({host}) is "
+                f"{expected[name][:DIGITS]}.... Copy one data set to every node, or put it where "
+                "all nodes see it"
+            )
 
 
 def take_run(
@@ -435,8 +431,7 @@ def take_run(
     _say_passed_over(start_point)
     if start_point.is_automatic and start_point.checkpoint is not None:
         say(*no_checkpoints(config.directory, start_point.checkpoint.path))
-    made, changes = record_provenance(config.directory, reporter, start_point.checkpoint)
-    return dataclasses.replace(start_point, provenance=made, provenance_changes=changes)
+    return dataclasses.replace(start_point, provenance=record_provenance(reporter))
 
 
 def load_run(
@@ -462,9 +457,11 @@ def load_run(
         RunFailed: Attention does not add the positions that the config asks for.
     """
     if topology.is_main:
-        # The log lines that say which attention backend was chosen, and what is fused.
-        _show_log("pretrain.kernels")
-        _show_log("pretrain.model")
+        # The line that says which attention backend was chosen; Python drops the level INFO.
+        log = logging.getLogger("pretrain.kernels")
+        if not log.handlers:
+            log.addHandler(logging.StreamHandler())
+            log.setLevel(logging.INFO)
     chunks = build_model(config)
     check_positions(config, chunks)
     optimizer = ZeroOptimizer(config, topology, chunks)
@@ -483,9 +480,19 @@ def load_run(
         requests,
         reporter,
         start_point.origin(),
-        None if config.train.spike_policy == "none" else SpikeWatch(config, state.spikes),
+        _spike_detector(config, state),
         streams[0].eos_id if config.data.per_document_attention else None,
     )
+
+
+def _spike_detector(config: RunConfig, state: TrainerState) -> SpikeDetector | None:
+    """Return what judges every step, with what the checkpoint holds of it."""
+    train = config.train
+    if train.spike_policy == "none":
+        return None
+    detector = SpikeDetector(train.spike_threshold, train.spike_window_steps)
+    detector.load(state.spikes)
+    return detector
 
 
 def _load(
@@ -527,11 +534,7 @@ def _fall_back(config: RunConfig, before: StartPoint, passed_over: PassedOver) -
         config, "auto", None, before.data, before.allowed, passed_over, before.evaluations
     )
     _say_passed_over(start_point)
-    return dataclasses.replace(
-        start_point,
-        provenance=before.provenance,
-        provenance_changes=before.provenance_changes,
-    )
+    return dataclasses.replace(start_point, provenance=before.provenance)
 
 
 def _say_passed_over(start_point: StartPoint) -> None:
@@ -559,11 +562,3 @@ def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) ->
             f"{config.directory}: {names} moved to {folder}, because training goes on from step "
             f"{start_point.step}"
         )
-
-
-def _show_log(name: str) -> None:
-    """Print a logger's lines of level INFO, which Python drops otherwise."""
-    logger = logging.getLogger(name)
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
-        logger.setLevel(logging.INFO)

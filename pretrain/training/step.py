@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,14 +13,13 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.config import Poisoned, RunConfig
+from pretrain.config import Poisoned, RunConfig, RunFailed
 from pretrain.data.order import mask_samples, rank_samples
 from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.metrics import Record
 from pretrain.topology import Topology
 from pretrain.training.reporter import NUM_VOTES, Requests
-from pretrain.training.spikes import Spike
 from pretrain.training.start import Run
 
 # ---- The interface of what the loop calls around its steps ----
@@ -52,16 +50,6 @@ class Hook:
 
     def between_steps(self, run: Run) -> None:
         """Act with no step under way. Called on all hooks as soon as one of them is due."""
-
-    def before_rollback(self, run: Run) -> None:
-        """Finish what is under way: the run goes back to its newest checkpoint next."""
-
-    def newest_checkpoint(self, run: Run) -> Path | None:
-        """Return the newest checkpoint of the run as it stands, from the hook that saves."""
-        return None
-
-    def after_rollback(self, run: Run) -> None:
-        """Forget the steps after `run.state.step`, which are taken again."""
 
     def at_end(self, run: Run) -> None:
         """Act after the last step of a run that is finished or stopped, and not of a failed one."""
@@ -168,15 +156,20 @@ def update(run: Run, losses: list[Tensor], learning_rate: float) -> tuple[Tensor
         votes = [*run.requests.votes(), float(run.metrics.has_new())]
         return _sum_over_ranks(losses, run.topology, votes)
 
-    if run.spikes is None:
+    spikes = run.spikes
+    if spikes is None:
         norm = run.optimizer.step(learning_rate)
         return norm, average()
     # The loss first: it may decide if there is an update.
     total = average()
-    veto = run.spikes.veto(total[0])
-    norm = run.optimizer.step(learning_rate, veto)
-    if veto is None:
-        run.spikes.detector.observe(total[0], norm.to(total), skips=False)
+    if run.config.train.spike_policy == "skip":
+        loss = total[0]
+        norm = run.optimizer.step(
+            learning_rate, lambda norm: spikes.observe(loss, norm, skips=True)
+        )
+    else:
+        norm = run.optimizer.step(learning_rate)
+        spikes.observe(total[0], norm.to(total), skips=False)
     return norm, total
 
 
@@ -205,13 +198,12 @@ class QueuedStep:
             begin: When the step began.
             record: What is already known.
         """
-        self._requests, self._precision = run.requests, run.config.train.precision
+        self._requests, self._train = run.requests, run.config.train
         self._begin, self._record = begin, record
-        self._spikes, self._state = run.spikes, run.state
         self._metrics = run.metrics.take()
         numbers = [norm.to(total).view(1), total, *self._metrics.numbers]
         if run.spikes is not None:
-            numbers.append(run.spikes.numbers())
+            numbers.append(run.spikes.summary)
         self._readback = platform.Readback(torch.cat(numbers))
 
     @property
@@ -230,24 +222,29 @@ class QueuedStep:
             Poisoned: The gradient norm is not finite, and the precision is not fp16, where the
                 loss scale is lowered and the update skipped.
             RunFailed: The step was a spike, and train.spike_policy is to stop.
-            Spike: The run has to go back to a checkpoint.
         """
         norm, loss, *numbers = self._readback.numbers()
         votes, (num_lacking, *numbers) = numbers[:NUM_VOTES], numbers[NUM_VOTES:]
         recorded, judged = numbers[: self._metrics.size], numbers[self._metrics.size :]
-        if not math.isfinite(norm) and self._precision != "fp16":
-            seen = f"step {self._record['step']}: the gradient norm is {norm}"
-            if self._spikes is not None and self._spikes.policy == "rollback":
-                raise Spike(seen, self._state)
+        if not math.isfinite(norm) and self._train.precision != "fp16":
             raise Poisoned(
-                f"{seen}. Resume from the last checkpoint with a lower optimizer.learning_rate, a "
-                "longer schedule.lr_warmup_steps or a smaller optimizer.clip_grad"
+                f"step {self._record['step']}: the gradient norm is {norm}. Resume from the last "
+                "checkpoint with a lower optimizer.learning_rate, a longer "
+                "schedule.lr_warmup_steps or a smaller optimizer.clip_grad"
             )
         measured = {"loss_nats": loss, "gradient_norm": norm}
-        if self._spikes is not None:
-            self._spikes.judge(self._state, loss, norm, judged)
-            if self._spikes.policy == "skip":
-                measured["skipped_updates"] = int(judged[-1])
+        if judged:
+            is_spike, loss_limit, norm_limit, num_skipped = judged
+            if self._train.spike_policy == "skip":
+                measured["skipped_updates"] = int(num_skipped)
+            elif is_spike:
+                raise RunFailed(
+                    f"step {self._record['step']}: a spike, with a loss of {loss:.4g} nats (limit "
+                    f"{loss_limit:.4g}) and a gradient norm of {norm:.4g} (limit {norm_limit:.4g})"
+                    ". Nothing after it is saved. Resume from the last checkpoint with a lower "
+                    'optimizer.learning_rate, with train.spike_policy = "skip", or, if it was no '
+                    "spike, with a higher train.spike_threshold"
+                )
         self._requests.settle(votes)
         measured["step_seconds"] = self.end.seconds_since(self._begin)
         metrics = self._metrics.record(recorded, is_lacking=num_lacking > 0)

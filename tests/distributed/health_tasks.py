@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config import RunConfig
-from tests.distributed.tasks import loaded_run
 
 
 @contextlib.contextmanager
@@ -173,7 +172,7 @@ def check_every_step(config: RunConfig, steps: list[Tensor]) -> int:
     Returns:
         The number of tensors that this rank has compared.
     """
-    from pretrain.training.health import check_health, inspect
+    from pretrain.training.hooks import check_health, inspect
     from pretrain.training.loop import queue_step
 
     run = build_run(config)
@@ -196,11 +195,11 @@ def build_run(config: RunConfig) -> Any:
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.topology import initialize
     from pretrain.training.reporter import AttemptReporter, Requests
-    from pretrain.training.spikes import SpikeWatch
-    from pretrain.training.start import Run, StartPoint
+    from pretrain.training.start import Run, StartPoint, _spike_detector
 
     topology = initialize(config)
     chunks = build_model(config)
+    state = TrainerState(step=0, consumed_samples=0)
     return Run(
         config=config,
         topology=topology,
@@ -208,11 +207,11 @@ def build_run(config: RunConfig) -> Any:
         optimizer=ZeroOptimizer(config, topology, chunks),
         training_stream=None,  # type: ignore[arg-type]  # not read
         validation_stream=None,  # type: ignore[arg-type]  # not read
-        state=TrainerState(step=0, consumed_samples=0),
+        state=state,
         start_point=StartPoint(),
         requests=Requests(),
         reporter=AttemptReporter(),
-        spikes=None if config.train.spike_policy == "none" else SpikeWatch(config, None),
+        spikes=_spike_detector(config, state),
     )
 
 
@@ -255,25 +254,6 @@ def train_on_bad_data(
     """
     with bad_data(first, last), unchanged_by_steps() as unchanged:
         return {**outcome(config, resume), "unchanged": unchanged}
-
-
-def losses_from(config: RunConfig, resume: str, consumed_samples: int, steps: int) -> list[float]:
-    """Resume a checkpoint at another place of the data, and return the losses of its next steps.
-
-    Args:
-        config: The run's config.
-        resume: Path of the checkpoint.
-        consumed_samples: Samples consumed before the first step.
-        steps: Number of steps.
-    """
-    import dataclasses
-
-    from pretrain.training.loop import queue_step, step_batches
-
-    run = loaded_run(config, resume)
-    run.state = dataclasses.replace(run.state, consumed_samples=consumed_samples)
-    batches = step_batches(run)
-    return [queue_step(run, batches, platform.Moment()).read()["loss_nats"] for _ in range(steps)]
 
 
 def train_on_own_data(config: RunConfig, directories: list[str]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from torch import Tensor
 from pretrain import platform
 from pretrain.config import RunConfig
 from pretrain.topology import Topology, initialize
-from tests.conftest import tiny_config
 
 
 def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> dict[str, Any] | None:
@@ -67,8 +66,7 @@ def embeddings(config: RunConfig, tokens: Tensor) -> dict[str, Tensor]:
     Returns:
         "output": [B, S, hidden], and the initial weights by global name.
     """
-    from pretrain.model.gpt import build_model
-    from pretrain.model.parameters import named_parameters
+    from pretrain.model.gpt import build_model, named_parameters
 
     initialize(config)
     chunks = build_model(config)
@@ -93,7 +91,7 @@ def train_steps(
         On rank 0 {"losses", "norms": per step, "weights": full fp32 tensors by global name}; None
         elsewhere.
     """
-    from pretrain.optim.schedule import learning_rate
+    from pretrain.optim.optimizers import learning_rate
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.training.step import average_loss, forward_backward, seed_step
 
@@ -213,8 +211,7 @@ def full_tensors(optimizer: Any, kind: str) -> dict[str, Tensor]:
 
 def _build_model_with(config: RunConfig, state: dict[str, Tensor]) -> tuple[Topology, list[Any]]:
     """Set up the layout, build this rank's chunks, and fill them with slices of full weights."""
-    from pretrain.model.gpt import build_model
-    from pretrain.model.parameters import named_parameters
+    from pretrain.model.gpt import build_model, named_parameters
 
     topology = initialize(config)
     chunks = build_model(config)
@@ -265,7 +262,7 @@ def _assemble(chunks: list[Any], value: Any, average_over: int) -> dict[str, Ten
     """
     from megatron.core import parallel_state
 
-    from pretrain.model.parameters import named_parameters
+    from pretrain.model.gpt import named_parameters
 
     group = parallel_state.get_data_parallel_group()
     mine = []
@@ -537,7 +534,7 @@ def train_and_watch_reductions(
     from collections import Counter
 
     from pretrain.optim.buckets import WeightGather
-    from pretrain.optim.schedule import learning_rate
+    from pretrain.optim.optimizers import learning_rate
     from pretrain.optim.sharded_step import GradientReducer
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.training.step import average_loss, forward_backward
@@ -583,39 +580,6 @@ def train_and_watch_reductions(
             for key in ("sent_within_backward", "sent_after_backward", "weights_awaited_in_forward")
         },
     }
-
-
-def errors_of_sums_over_128_ranks(shared: float) -> dict[str, float]:
-    """Sum 128 ranks' gradients as the reducer does, and as other reductions do, beside fp64.
-
-    Args:
-        shared: Part of every rank's gradient that all ranks have in common, in [0, 1]; the rest is
-            noise of the rank's own.
-
-    Returns:
-        The norm of the error over the norm of the sum, by the way of summing, and "within bound":
-        1.0 if every element of the reducer's sum keeps to the bound that `sum_pieces` states.
-    """
-    from pretrain.optim.sharded_step import sum_pieces
-
-    ranks, elements = 128, 20_000
-    generator = torch.Generator().manual_seed(3)
-    common = torch.randn(elements, generator=generator)
-    noise = torch.randn(ranks, elements, generator=generator)
-    # Gradients of different parameters differ by orders of magnitude.
-    size = torch.exp(2 * torch.randn(elements, generator=generator))
-    gradients = (shared * common + (1 - shared) * noise) * size
-    exact = gradients.double().sum(0)
-    sums = {"fp32": torch.zeros(elements), "bf16 ring": torch.zeros(elements)}
-    for gradient in gradients:
-        sums["fp32"] += gradient
-        sums["bf16 ring"] = (sums["bf16 ring"].bfloat16() + gradient.bfloat16()).float()
-    sums["bf16 wire"] = torch.empty(elements)
-    sum_pieces(gradients.bfloat16(), out=sums["bf16 wire"])
-    error = (sums["bf16 wire"].double() - exact).abs()
-    bound = (2.0**-8 + ranks * 2.0**-24) * gradients.double().abs().sum(0)
-    errors = {way: float((s.double() - exact).norm() / exact.norm()) for way, s in sums.items()}
-    return {**errors, "within bound": float((error <= bound).all())}
 
 
 def order_of_events(config: RunConfig) -> list[tuple[str, int]]:
@@ -678,59 +642,9 @@ def gradients_seen_by_adam(
     return full if topology.is_main else None
 
 
-def reduce_gradients_on_two_nodes(
-    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
-) -> dict[str, Any]:
-    """Run `reduce_gradients` on 4 ranks as if they stood on two nodes, and watch what is sent.
-
-    Args:
-        config: As in `reduce_gradients`.
-        state: As in `reduce_gradients`.
-        tokens: As in `reduce_gradients`.
-
-    Returns:
-        "parts": what `reduce_gradients` returns; "sent": {(collective, ranks, dtype)} -> elements.
-    """
-    from collections import Counter
-
-    from pretrain import topology
-
-    sent: Counter[tuple[str, tuple[int, ...], str]] = Counter()
-
-    def counted(name: str) -> Callable[..., Any]:
-        original = getattr(dist, name)
-
-        def call(output: Tensor, given: Tensor, group: Any = None, **kwargs: Any) -> Any:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            sent[name, ranks, str(given.dtype)] += given.numel()
-            return original(output, given, group=group, **kwargs)
-
-        return call
-
-    node = f"node{topology.Process.from_environment().rank // 2}"
-    names = ("reduce_scatter_tensor", "all_to_all_single")
-    with (
-        patch.object(topology, "host_name", lambda: node),
-        patch.multiple(dist, **{name: counted(name) for name in names}),
-    ):
-        parts = reduce_gradients(config, state, tokens)
-    return {"parts": parts, "sent": dict(sent)}
-
-
-def ranks_per_node(hosts: list[str]) -> int:
-    """Return what the topology says about nodes of these names, one for each rank."""
-    from pretrain import topology
-
-    platform.prepare(0)
-    topology.initialize(tiny_config())
-    with patch.object(topology, "host_name", lambda: hosts[dist.get_rank()]):
-        return topology.ranks_per_node(dist.group.WORLD)
-
-
 def bucket_layout(config: RunConfig) -> tuple[int, list[list[str]]]:
     """Return this rank's pipeline stage and the names in each of its buckets, in order."""
-    from pretrain.model.gpt import build_model
-    from pretrain.model.parameters import named_parameters
+    from pretrain.model.gpt import build_model, named_parameters
     from pretrain.optim.buckets import plan_buckets
 
     topology = initialize(config)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pretrain.config import RunConfig, num_parameters
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.windows import Protocol
-from pretrain.optim.schedule import learning_rate
+from pretrain.optim.optimizers import learning_rate
 from pretrain.rundir.checkpoints import checkpoint_directory
 from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks

@@ -164,9 +164,8 @@ def gradients_in_main_grad(
         On rank 0 the full gradients by global name; None elsewhere.
     """
     from pretrain.model.forward import run_schedule
-    from pretrain.model.gpt import choose_fusion
+    from pretrain.model.gpt import choose_fusion, named_parameters
     from pretrain.model.loss import accumulate_in_layers
-    from pretrain.model.parameters import named_parameters
     from pretrain.optim.buckets import finalize_gradients, gradient
     from pretrain.training.step import _mean_loss
 

@@ -63,13 +63,6 @@ def test_greedy_generation_takes_the_most_probable_token(pools, method):
     assert found.tolist() == text[:, PROMPT:].tolist()
 
 
-def test_a_full_cache_takes_no_more_tokens(pools):
-    config = variant_config("alibi", 1)
-    tokens = torch.zeros(2, 8, dtype=torch.int64)
-    (said,) = pools(1).run(overfill, config, random_state(config, seed=3), tokens)
-    assert said == "2 x 1 tokens after 8: the cache is for 2 sequences of 8 tokens"
-
-
 # ---- tasks of the ranks --------------------------------------------------------------------------
 def decode(config: RunConfig, state: dict[str, Tensor], tokens: Tensor, prompt: int) -> Any:
     """Feed `prompt` tokens at once, three more at once, and each of the others alone.
@@ -93,15 +86,3 @@ def generate(config: RunConfig, state: dict[str, Tensor], prompt: Tensor, count:
     _, (chunk,) = _build_model_with(config, state)
     decoder = Decoder(chunk, len(prompt), prompt.shape[1] + count)
     return greedy(decoder, prompt, count, config.data.vocab_size)
-
-
-def overfill(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> str:
-    """Return what is said of more tokens than the cache has room for."""
-    _, (chunk,) = _build_model_with(config, state)
-    decoder = Decoder(chunk, len(tokens), tokens.shape[1])
-    decoder.feed(tokens)
-    try:
-        decoder.feed(tokens[:, :1])
-    except ValueError as error:
-        return str(error)
-    return ""

@@ -10,7 +10,7 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.tensors import show_source
 from pretrain.config import ConfigError, dump_config, load_config, parse_config
 from pretrain.config.trajectory import differences
-from pretrain.optim.schedule import learning_rate
+from pretrain.optim.optimizers import learning_rate
 from pretrain.plan.command import planned, read_target
 from pretrain.plan.memory import stages_of
 from pretrain.rundir.checkpoints import find_checkpoint

@@ -235,7 +235,7 @@ def train_on_rows(config: RunConfig, text: Any) -> list[float]:
         The losses in nats.
     """
     from pretrain.model.gpt import build_model
-    from pretrain.optim.schedule import learning_rate
+    from pretrain.optim.optimizers import learning_rate
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.topology import initialize
     from pretrain.training.step import average_loss, forward_backward, masked_batches

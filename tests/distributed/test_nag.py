@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 
-from pretrain.optim.schedule import learning_rate
+from pretrain.optim.optimizers import learning_rate
 from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.distributed.test_parallel_equals_dense import assert_close_by_name

@@ -55,13 +55,6 @@ def test_default_lengths_stop_where_the_text_ends_and_say_so(workspace, run, tmp
     assert "256, 512 left out" in done.text and "200 tokens" in done.text
 
 
-def test_a_length_that_memory_cannot_carry_is_refused(refused, run):
-    """The reference attention would store 1,649 GB of scores."""
-    options = ["--lengths", "131072", "--set", "model.attention_backend=reference"]
-    words = "length 131072: ", "1649.", " GB (", "on each process", "are free", "shorter length"
-    refused(["evaluate", run, *options], *words)
-
-
 def test_all_of_the_text_is_scored_unless_told_otherwise(run, tiny_data, tmp_path):
     """evaluation.max_tokens = 2048 of the config bounds the evaluations while training alone."""
     whole, part = tmp_path / "whole/curve.json", tmp_path / "part/curve.json"

@@ -40,9 +40,9 @@ from pretrain.cli.main import main
 main()
 """
 UNBOUNDED = """
-from pretrain.optim import optimizers
+from pretrain.optim import health
 
-optimizers.LARGEST_WEIGHT = 1e38
+health.LARGEST_WEIGHT = 1e38
 """
 
 
@@ -55,8 +55,7 @@ def _program(step: int, kind: str, value: str) -> list[str]:
     ("step", "kind", "value"),
     [
         (8, "master", 'float("nan")'),
-        # What bit 30 makes of 1.4e-6.
-        (8, "exp_avg_sq", "4.9e32"),
+        (4, "exp_avg_sq", 'float("inf")'),
     ],
 )
 def test_poisoned_state_ends_the_command_with_83(workspace, config, step, kind, value):

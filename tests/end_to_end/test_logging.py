@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pretrain.training.metrics import PASS, TAGS
@@ -42,20 +41,12 @@ def test_wandb_and_tensorboard_have_the_numbers_of_the_run_after_a_resume(config
             found = {event.step: event.value for event in events.Scalars(tag)}
             # TensorBoard stores single precision.
             assert found == {step: float(np.float32(value)) for step, value in expected.items()}
-    assert [row["tokens"] for row in rows] == [step * 8 * 32 for step in range(1, 9)]
-    seconds = np.cumsum([record["step_seconds"] for record in steps])
-    assert [row["elapsed_seconds"] for row in rows] == pytest.approx(list(seconds), rel=1e-12)
-    evaluated = [
-        row
-        for row in wandb_history(run)
-        if "eval/length_curve" in row or any(key.startswith("eval/") for key in row)
-    ]
+    evaluated = [row for row in wandb_history(run) if any(key.startswith("eval/") for key in row)]
     assert [row["step"] for row in evaluated] == [4, 8]
     last = [record for record in records if "evaluation" in record][-2:]
     assert {record["length"]: record["perplexity"] for record in last} == {
         length: evaluated[-1][f"eval/perplexity_nonoverlapping/{length}"] for length in (32, 64)
     }
-    assert [event.step for event in events.Images("eval/length_curve")] == [4, 8]
 
 
 def test_a_run_without_wandb_trains_on_offline_and_is_refused_online(config, tmp_path):

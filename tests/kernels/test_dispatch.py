@@ -216,18 +216,14 @@ def test_memory_grows_with_the_length_not_its_square():
 
 def test_dropout_replays_and_keeps_the_mean():
     (q, k, _), arguments = make("odd lengths, several blocks", torch.float32)
-    ones = torch.ones_like(k)
-    for backend in ("sdpa", "reference"):
-        outputs = []
-        for seed in (5, 5, 6):
-            torch.manual_seed(seed)
-            outputs.append(
-                attention(q, k, ones, dropout_p=0.25, backend=backend, **arguments).detach()
-            )
-        assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
-        # Every row of weights sums to 1 on average. There are 331 * 8 rows, each with a standard
-        # deviation of at most sqrt(p / (1 - p)) = 0.58; 5 sigma are allowed.
-        assert abs(outputs[0].mean() - 1) < 5 * 0.58 / (331 * 8) ** 0.5
+    ones, outputs = torch.ones_like(k), []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        outputs.append(attention(q, k, ones, dropout_p=0.25, backend="sdpa", **arguments).detach())
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
+    # Every row of weights sums to 1 on average. There are 331 * 8 rows, each with a standard
+    # deviation of at most sqrt(p / (1 - p)) = 0.58; 5 sigma are allowed.
+    assert abs(outputs[0].mean() - 1) < 5 * 0.58 / (331 * 8) ** 0.5
 
 
 def test_choice_is_logged_once_with_its_reason(caplog):
@@ -238,20 +234,17 @@ def test_choice_is_logged_once_with_its_reason(caplog):
             attention(q, k, v, **arguments)
     messages = [record.getMessage() for record in caplog.records]
     assert messages == [
-        "attention through sdpa: torch's kernel for CPUs with an fp32 mask in blocks; "
-        "q, k and v in fp32; no other backend serves a CPU"
+        "attention through sdpa: torch's kernel for CPUs, with the bias in an fp32 mask in blocks"
     ]
 
 
 def test_forced_backend_serves_or_refuses():
     (q, k, v), arguments = make("one block", torch.float32)
-    exact = attention_reference(q, k, v, **arguments)
-    assert torch.equal(attention(q, k, v, backend="reference", **arguments), exact.float())
     with pytest.raises(ValueError, match="folded cannot serve: "):
         attention(q, k, v, backend="folded", **arguments)
     with pytest.raises(
         ValueError,
-        match="'flash': there are auto, triton, folded, sdpa, reference",
+        match="'flash': there are auto, triton, folded, sdpa",
     ):
         attention(q, k, v, backend="flash", **arguments)
 
@@ -267,7 +260,7 @@ def test_forced_backend_serves_or_refuses():
         ),
         ({"relative_attention_bias": torch.zeros(32, 8)}, "expected \\[8 heads, num_buckets\\]"),
         ({"dropout_p": 1.0}, "dropout_p = 1.0"),
-        ({"k": torch.zeros(5, 2, 3, 16)}, "8 query heads on 3 key heads"),
+        ({"k": torch.zeros(5, 2, 3, 16)}, "a multiple of key heads"),
         ({"k": torch.zeros(4, 2, 8, 16)}, "5 queries on 4 keys"),
         ({"k": torch.zeros(0, 2, 8, 16)}, "none empty"),
         ({"k": torch.zeros(5, 1, 8, 16)}, "B and D those of q"),

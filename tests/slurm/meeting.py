@@ -4,8 +4,7 @@
 
 Each start is a process of its own, forked from one that has imported torch, and meets in
 FOLDER/<start>. What came of it is written to FOLDER/<start>/said-<rank>: "met", or the error. WHAT
-is what rank 0 does: "meet", "die before" or "die after" publishing. With "by hand" as WHAT, ranks
-meet without a directory.
+is what rank 0 does: "meet", "die before" or "die after" publishing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def main(folder: Path, num_starts: int, what: str = "meet", seconds: float = 60)
         if child := os.fork():
             os.waitpid(child, 0)
             continue
-        os.environ["PRETRAIN_RENDEZVOUS"] = "" if what == "by hand" else str(directory)
+        os.environ["PRETRAIN_RENDEZVOUS"] = str(directory)
         rank = Process.from_environment().rank
         try:
             said = one_start(what, seconds)
@@ -45,7 +44,7 @@ def one_start(what: str, seconds: float) -> str:
         if what == "die after" and process.directory:
             topology._publish(process, process.directory, seconds)
         os._exit(1)
-    store = meet(process, "", lambda cards: "", seconds)
+    store = meet(process, seconds)
     store.add("met", 1)
     # The store is rank 0's, so that has to stay until the last one has used it.
     while process.rank == 0 and store.add("met", 0) < process.world_size:

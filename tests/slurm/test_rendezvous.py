@@ -7,7 +7,6 @@ port that this process takes is taken on every node.
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.platform import Device, device_index, shared_gpus
+from pretrain.platform import device_index
 from tests.end_to_end.commands import ROOT
 from tests.slurm.cluster import Cluster
 
@@ -103,17 +102,8 @@ def check_starts(held: Allocation, steps: int, starts: int) -> None:
 
 
 def test_ranks_meet_although_the_port_of_the_job_is_taken(cluster: Cluster, tmp_path: Path) -> None:
-    with allocation(cluster, tmp_path, *TWO_NODES) as held:
-        with listener(port_of_job(held.job_id)):
-            check_starts(held, steps=1, starts=3)
-        # Without a directory the port follows from job and step, and the error names it.
-        port = 15_000 + (int(held.job_id) + 997) % 17_000
-        with listener(port):
-            [said] = held.step(*ONE_EACH, what="by hand", seconds=2)
-        assert re.match(rf"RunFailed: port {port} of n\d+ is taken by another program", said[0])
-        assert f":{port}, where rank 0 should listen" in said[1]
-        # The next step has another port.
-        assert held.step(*ONE_EACH, what="by hand") == [{0: "met", 1: "met"}]
+    with allocation(cluster, tmp_path, *TWO_NODES) as held, listener(port_of_job(held.job_id)):
+        check_starts(held, steps=1, starts=3)
 
 
 @pytest.mark.torture
@@ -139,14 +129,16 @@ def test_a_rank_0_that_dies_ends_the_others_with_an_error(cluster: Cluster, tmp_
         [before] = held.step(*ONE_EACH, what="die before", seconds=2)
         [after] = held.step(*ONE_EACH, what="die after", seconds=20)
     assert before.keys() == after.keys() == {1}
-    assert "rendezvous.json: rank 1 on n" in before[1] and "(there is no such file)" in before[1]
-    # At once where the port is closed; a rank that was connecting loses its connection.
-    words = ("Rank 0 has ended", "rank 0 no longer answers", "does not answer")
+    assert (
+        "rendezvous.json: rank 1 on n" in before[1]
+        and "it cannot be read: No such file" in before[1]
+    )
+    words = ("rank 0 no longer answers", "does not answer")
     assert any(word in after[1] for word in words), after
 
 
 # What each rank says. The tests' GPUs have a number and nothing else.
-SAYS = "echo $SLURM_PROCID $SLURM_LOCALID $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"
+SAYS = "echo $SLURM_PROCID $SLURM_LOCALID $CUDA_VISIBLE_DEVICES"
 
 
 def test_every_rank_has_a_gpu_of_its_own_however_slurm_binds_them(
@@ -154,16 +146,16 @@ def test_every_rank_has_a_gpu_of_its_own_however_slurm_binds_them(
 ) -> None:
     ranks = ("--nodes=2", "--ntasks-per-node=4")
 
-    def devices(*options: str) -> list[Device]:
-        """Return the GPU that each rank would use, by the function with which it chooses."""
+    def devices(*options: str) -> list[tuple[str, str]]:
+        """Return what each rank sees, and the GPU of it that it would use."""
         command = ("srun", *ranks, "--gpus-per-node=4", *options, "sh", "-c", SAYS)
         done = cluster.run(*command, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         found = []
         for line in sorted(done.stdout.splitlines(), key=lambda line: int(line.split()[0])):
-            _, local_rank, node, visible = line.split()
+            _, local_rank, visible = line.split()
             gpus = visible.split(",")
-            found.append(Device(node, gpus[device_index(int(local_rank), len(gpus))], visible))
+            found.append((visible, gpus[device_index(int(local_rank), len(gpus))]))
         return found
 
     for option, visible in {
@@ -173,10 +165,5 @@ def test_every_rank_has_a_gpu_of_its_own_however_slurm_binds_them(
         "--gpu-bind=map_gpu:0,1,2,3": ["0", "1", "2", "3"],
     }.items():
         found = devices(option)
-        assert [device.visible for device in found] == visible * 2, option
-        assert [device.uuid for device in found] == ["0", "1", "2", "3"] * 2, option
-        assert shared_gpus(found) == "", option
-    # Bound wrongly: all ranks of a node to its first two GPUs.
-    message = shared_gpus(devices("--gpu-bind=map_gpu:0,1,0,1"))
-    words = r"0 on n\d+ is used by rank 0 \(CUDA_VISIBLE_DEVICES = 0\) and rank 2 \(CUDA"
-    assert re.search(words, message) and "and 1 more GPUs" in message, message
+        assert [seen for seen, _ in found] == visible * 2, option
+        assert [gpu for _, gpu in found] == ["0", "1", "2", "3"] * 2, option

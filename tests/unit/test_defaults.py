@@ -50,7 +50,7 @@ BASES = {
     "trained slopes": shipped("demo", "position.trainable_slopes=true"),
     "masked": shipped("demo", "train.objective=masked"),
     "zero 2": shipped("demo", "parallel.zero_stage=2"),
-    "fp16": shipped("demo", "train.precision=fp16", "parallel.gradient_reduce_dtype=fp16"),
+    "fp16": shipped("demo", "train.precision=fp16"),
     "embedding layernorm": shipped("demo", "model.embedding_layernorm=true"),
     "adaptive, nag, words": shipped("wikitext103/alibi_512", "position.method=rotary"),
     "1.3B": shipped("cc100_roberta/h100/sinusoidal_512"),

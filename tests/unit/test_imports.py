@@ -14,9 +14,8 @@ from tests.changed import LINKED, ROOT, imports, module_name
 
 # A room may import rooms of a lower floor, itself, and what is listed for it in BESIDE.
 FLOORS = [
-    {"pretrain.lean_imports"},
+    {"pretrain.startup"},
     {"pretrain"},
-    {"pretrain.interrupt"},
     {"pretrain.kernels", "pretrain.config"},
     {"pretrain.positions"},
     {"pretrain.rundir"},
@@ -41,7 +40,7 @@ APART = {
 }  # its classes are the sections [optimizer] of a config
 # The launcher has floors of its own, and of ours uses LAUNCHER_USES alone.
 LAUNCHER = "pretrain.launcher"
-LAUNCHER_USES = {"pretrain.config", "pretrain.rundir", "pretrain.interrupt", "pretrain.processes"}
+LAUNCHER_USES = {"pretrain.config", "pretrain.rundir", "pretrain.startup", "pretrain.processes"}
 LAUNCHER_FLOORS = [
     {f"{LAUNCHER}.{name}" for name in names.split()}
     for names in (

@@ -6,15 +6,10 @@ import numpy as np
 import pytest
 
 from pretrain.config import ConfigError
-from pretrain.config.describe import describe
 from pretrain.config.run import recorded_protocol
-from pretrain.config.trajectory import differences, settings_hash
 from pretrain.data.order import SHARE, mask_samples, mask_text, num_chosen
-from pretrain.evaluation.report import combine, write_report
 from pretrain.evaluation.windows import Protocol, Window, choose_protocols
-from pretrain.huggingface.classes import describe_export
 from tests.conftest import tiny_config
-from tests.unit.report_records import make_record
 
 MASK = 500
 
@@ -132,16 +127,6 @@ def test_what_needs_a_causal_mask_is_refused(sections, expected):
         masked(**sections)
 
 
-def test_it_is_another_model_than_a_language_model():
-    before, after = tiny_config(), masked()
-    assert [d.key for d in differences(before, after)] == ["train.objective"]
-    assert differences(before, after)[0].effect == "fixed"
-    assert settings_hash(before, "data") != settings_hash(after, "data")
-    assert "predicts masked tokens" in describe(after)
-    reason = "none: train.objective = masked: no transformers class looks both ways"
-    assert any(line.startswith(reason) for line in describe_export(after))
-
-
 def test_records_are_of_a_protocol_of_their_own():
     """No table or plot puts them beside perplexities of next tokens."""
     config = masked()
@@ -155,19 +140,3 @@ def test_records_are_of_a_protocol_of_their_own():
     ]
     with pytest.raises(ConfigError, match="Choose the protocol nonoverlapping"):
         choose_protocols(config, ["sliding"], 2048, 4096)
-
-
-def test_no_report_has_masked_and_next_tokens(tmp_path):
-    paths = {}
-    for protocol in ("nonoverlapping", "masked"):
-        record = make_record("alibi", protocol, train_length=32, length=32, run=protocol)
-        paths[protocol] = tmp_path / protocol / "curve.json"
-        write_report(paths[protocol], [record])
-    both = "predicts masked tokens, and .*nonoverlapping.* next ones .* Make a report of each"
-    with pytest.raises(ConfigError, match=both):
-        combine(list(paths.values()), None)
-    assert "masked" in combine([paths["masked"]], None)
-    text = (tmp_path / "masked/report.md").read_text()
-    assert "masked" in text
-    assert "These models predict masked tokens" in text
-    assert "the paper" not in text

@@ -4,43 +4,28 @@ What a whole run sends, also after a resume, is in tests/end_to_end/test_logging
 metrics.jsonl survives a crash in tests/unit/test_rundir.py.
 """
 
-import importlib
-import importlib.util
 import json
 import math
 import os
-import pty
 import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from pretrain.checkpoint.manifest import Change, Origin
 from pretrain.config import RunConfig, load_config
-from pretrain.training.hooks import LoggingHook
 from pretrain.training.metrics import (
     GROUPS,
     TAGS,
-    Axes,
-    Lines,
+    Console,
     MetricsWriter,
-    is_installed,
-    length_curve,
     step_tags,
 )
 from tests.end_to_end.commands import wait_for
 
 ROOT = Path(__file__).parents[2]
-LENGTH = 128
 
 
 def make_config(*overrides: str) -> RunConfig:
@@ -94,9 +79,9 @@ def test_numbers_that_json_lacks_become_null_with_a_note(tmp_path):
 
 # ---- console -------------------------------------------------------------------------------------
 def test_a_plain_line_at_the_start_every_interval_and_at_the_end(capsys):
-    lines = Lines(num_steps=125, interval=10)
+    console = Console(num_steps=125, interval=10)
     for step in range(101, 126):
-        lines.step(step_record(step))
+        console.step(step_record(step))
     numbers = "loss 4.812  lr 1.9e-03  grad 0.81  21.3k tokens/s"
     assert capsys.readouterr().err.splitlines() == [
         f"step 101/125  {numbers}  (the first is the slowest)",
@@ -107,7 +92,7 @@ def test_a_plain_line_at_the_start_every_interval_and_at_the_end(capsys):
 
 
 def test_an_evaluation_is_a_line_a_protocol(capsys):
-    Lines(120, 10).evaluation(evaluation_records(100))
+    Console(120, 10).evaluation(evaluation_records(100))
     assert capsys.readouterr().err.splitlines() == [
         "evaluation after step 100, nonoverlapping, 16,384 tokens, perplexity at  "
         "128: 183.10  256: 182.55",
@@ -132,77 +117,10 @@ writer.close()
     return [sys.executable, "-c", code]
 
 
-def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines(tmp_path):
-    command = writing_program(tmp_path)
-    piped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    # The first step and every tenth one.
-    assert len(piped.stderr.splitlines()) == 13 and piped.stdout == ""
-    for columns, has_bar in ((120, True), (0, False)):
-        shown = stderr_on_a_terminal(command, columns)
-        assert ("120/120 [" in shown) == has_bar and ("step 10/120  loss" in shown) != has_bar
-    assert len(read(tmp_path / "metrics.jsonl")) == 120
-
-
-def stderr_on_a_terminal(command: list[str], columns: int) -> str:
-    master, terminal = pty.openpty()
-    termios.tcsetwinsize(terminal, (24, columns))
-    process = subprocess.Popen(command, cwd=ROOT, stderr=terminal)
-    os.close(terminal)
-    shown = b""
-    try:
-        while block := os.read(master, 65_536):
-            shown += block
-    except OSError:  # Linux: everything is read and the other side is closed
-        os.close(master)
-    assert process.wait() == 0
-    return shown.decode()
-
-
-# ---- TensorBoard ---------------------------------------------------------------------------------
-def test_axes_go_on_where_the_kept_steps_end(tmp_path):
-    """Steps 4 and 5 are lost and taken again, and step 6 after a rollback; none counts twice."""
-    config = make_config("logging.tensorboard=true")
-    for first, last in ((1, 5), (4, 6)):
-        writer = MetricsWriter(config, tmp_path, first - 1)
-        for step in range(first, last + 1):
-            writer.step(step_record(step, consumed_samples=32 * step))
-        writer.close()
-    writer = MetricsWriter(config, tmp_path, 6)
-    writer.go_back(5)
-    writer.step(step_record(6, consumed_samples=32 * 6))
-    writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    for tag, each in (("elapsed_seconds", 0.5), ("tokens", 32.0 * LENGTH)):
-        found = {event.step: event.value for event in events.Scalars(tag)}
-        assert found == {step: each * step for step in range(1, 7)}
-
-
-def test_tokens_follow_a_training_length_that_was_changed(tmp_path):
-    """10 steps of 32 x 64 tokens, and 2 of 32 x 128."""
-    change = Change(10, "data.sequence_length", 64, 128, 320)
-    axes = Axes(tmp_path / "metrics.jsonl", make_config(), (change,))
-    for step in range(1, 13):
-        axes.step(step_record(step, consumed_samples=32 * step))
-    assert axes.values()["tokens"] == 10 * 32 * 64 + 2 * 32 * 128
-
-
 def test_every_tag_is_in_a_group():
     tags = step_tags(step_record(1, begun_pass_of_books=2))
     assert {tag.partition("/")[0] for tag in [*TAGS.values(), *tags]} <= set(GROUPS)
     assert len(set(TAGS.values())) == len(TAGS) and tags["data/begun_pass_of_books"] == 2
-
-
-def test_the_figure_has_a_curve_for_each_protocol_and_a_gap_for_infinity():
-    records = evaluation_records(7)
-    records[1]["perplexity"] = math.inf
-    figure = length_curve(records, LENGTH)
-    [axes] = figure.axes
-    curves = {line.get_label(): line.get_xydata().tolist() for line in axes.lines[:2]}
-    assert curves["sliding"] == [[128.0, 181.0]]
-    assert curves["nonoverlapping"][0] == [128.0, 183.1]
-    assert math.isnan(curves["nonoverlapping"][1][1])
-    assert axes.get_title() == "after step 7"
 
 
 # ---- wandb ---------------------------------------------------------------------------------------
@@ -252,7 +170,7 @@ def wandb_history(directory: Path) -> list[dict]:
     return rows
 
 
-def test_wandb_has_groups_three_axes_and_a_figure_and_a_resume_is_the_same_run(tmp_path):
+def test_wandb_has_groups_and_an_axis_and_a_resume_is_the_same_run(tmp_path):
     for first in (1, 3):
         time.sleep(1)  # wandb names an offline run's folder by the second
         writer = MetricsWriter(make_config("logging.wandb=offline"), tmp_path, first - 1)
@@ -268,26 +186,11 @@ def test_wandb_has_groups_three_axes_and_a_figure_and_a_resume_is_the_same_run(t
         if record.WhichOneof("record_type") == "metric":
             axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
     groups = {f"{group}/*": "step" for group in GROUPS}
-    assert axes == {"step": "", "tokens": "", "elapsed_seconds": ""} | groups
+    assert axes == {"step": ""} | groups
     rows = wandb_history(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 2, 3, 4, 4]
-    for row in rows:
-        assert row["tokens"] == row["step"] * 32 * LENGTH
-        assert row["elapsed_seconds"] == row["step"] * 0.5
     assert rows[0]["train/loss"] == 4.8123 and "loss_nats" not in rows[0]
     assert rows[2]["eval/perplexity_nonoverlapping/256"] == 182.55
-    pictures = tmp_path.glob("wandb/offline-run-*/files/media/images/eval/length_curve*.png")
-    assert all(Image.open(picture).size[0] > 500 for picture in pictures)
-
-
-def test_a_folder_named_wandb_is_not_the_package(tmp_path, monkeypatch):
-    """As below a run's directory, which somebody may be in."""
-    assert is_installed()
-    (tmp_path / "wandb").mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    importlib.invalidate_caches()
-    assert importlib.util.find_spec("wandb") is not None and not is_installed()
 
 
 def test_wandb_without_a_key_is_said_once_and_the_run_goes_on(tmp_path):
@@ -305,19 +208,8 @@ def test_wandb_without_a_key_is_said_once_and_the_run_goes_on(tmp_path):
 
 
 # ---- failures ------------------------------------------------------------------------------------
-def test_tensorboard_that_cannot_write_is_said_once_and_the_run_goes_on(tmp_path, capsys):
-    (tmp_path / "tensorboard").write_text("in the way")
-    writer = MetricsWriter(make_config("logging.tensorboard=true"), tmp_path, 0)
-    writer.step(step_record(1))
-    writer.step(step_record(2))
-    writer.close()
-    said = capsys.readouterr().err
-    assert said.count("TensorBoard: FileExistsError") == 1 and "continuing without it" in said
-    assert len(read(tmp_path / "metrics.jsonl")) == 2
-
-
 def test_a_destination_that_fails_later_is_left_alone(tmp_path, capsys):
-    class Closed(Lines):
+    class Closed(Console):
         calls = closed = 0
 
         def step(self, record):
@@ -339,47 +231,6 @@ def test_a_destination_that_fails_later_is_left_alone(tmp_path, capsys):
     )
 
 
-def test_a_user_who_stops_the_run_is_not_held_up(tmp_path):
-    class Interrupted(Lines):
-        def step(self, record):
-            raise KeyboardInterrupt
-
-    writer = MetricsWriter(make_config(), tmp_path, 0)
-    writer.destinations = {"any": Interrupted(1, 1)}
-    with pytest.raises(KeyboardInterrupt):
-        writer.step(step_record(1))
-
-
-def test_a_rollback_keeps_what_was_allowed_to_change_at_its_step(tmp_path):
-    changes = (
-        Change(4, "optimizer.learning_rate", 1e-3, 5e-4, 32),
-        Change(2, "run.seed", 1, 2, 16),
-    )
-    state = SimpleNamespace(step=4)
-    config = make_config("logging.wandb=disabled", "logging.tensorboard=false")
-    run = SimpleNamespace(state=state, origin=Origin(changes=changes), config=config, blend=None)
-    writer = MetricsWriter(config, tmp_path, 4)
-    hook = LoggingHook(run, writer)
-    hook.at_start(run)
-    writer.step(step_record(5))
-    hook.after_rollback(run)
-    writer.step(step_record(5))
-    hook.close()
-    records = read(tmp_path / "metrics.jsonl")
-    assert [record["step"] for record in records] == [4, 5]
-    assert records[0]["changed"] == {"optimizer.learning_rate": [1e-3, 5e-4]}
-
-
-def test_a_wait_for_data_is_shown_from_a_twentieth_of_a_step_on(tmp_path, capsys):
-    writer = MetricsWriter(make_config("logging.interval_steps=1"), tmp_path, 0)
-    for step, waited in enumerate((0.024, 0.026, 0.4), 1):
-        writer.step(step_record(step, data_wait_seconds=waited))
-    writer.close()
-    lines = capsys.readouterr().err.splitlines()
-    assert ["data wait" in line for line in lines] == [False, True, True]
-    assert "data wait 5%" in lines[1] and "data wait 80%" in lines[2]
-
-
 def test_the_end_of_a_corpus_is_said_at_its_step(tmp_path, capsys):
     """Although the log shows the first step and every tenth one alone."""
     writer = MetricsWriter(make_config(), tmp_path, 0)
@@ -390,7 +241,7 @@ def test_the_end_of_a_corpus_is_said_at_its_step(tmp_path, capsys):
     writer.step(step_record(7, begun_pass_of_books=3, begun_pass_of_news=12))
     writer.close()
     assert capsys.readouterr().err.splitlines() == [
-        "step 3: corpus books begins its second pass",
-        "step 7: corpus books begins its third pass",
+        "step 3: corpus books begins pass 2",
+        "step 7: corpus books begins pass 3",
         "step 7: corpus news begins pass 12",
     ]

@@ -100,7 +100,7 @@ SECONDS = {"forward and backward": 1e-3, "gradient reduction": 0.0, "optimizer s
         ({"seconds": SECONDS | {"forward and backward": float("inf")}}, "not a result"),
         ({"seconds": {"forward and backward": 1, "optimizer step": 1}}, "not a result"),
         ({"seconds": SECONDS | {"optimizer step": 0}}, "for communication alone"),
-        ({"precision": "fp32"}, "in fp32 with attention auto"),
+        ({"precision": "fp32"}, "in fp32. Calibrate with a measurement on"),
     ],
 )
 def test_an_impossible_measurement_is_refused(tmp_path, change, says):

@@ -90,8 +90,7 @@ def built_rank(config: RunConfig, rank: int) -> Built:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from pretrain import platform
-    from pretrain.model.gpt import build_model
-    from pretrain.model.parameters import named_parameters
+    from pretrain.model.gpt import build_model, named_parameters
     from pretrain.optim.buckets import plan_buckets
     from pretrain.topology import Process, finish, initialize
 

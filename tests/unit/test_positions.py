@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, dump_config, parse_config
-from pretrain.config.trajectory import differences
 from pretrain.positions import METHODS
 from tests.conftest import TINY, tiny_config
 
@@ -68,22 +67,6 @@ def test_no_room_compares_the_name_of_a_method() -> None:
         for line in comparisons(ast.parse(path.read_text()))
     ]
     assert not found, "ask config.position instead"
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        'config.position.method == "alibi"',
-        'method in ("alibi", "t5")',
-        'config.position.method != "none"',
-        '{"alibi": 1, "t5": 2}.get(method)',
-        "isinstance(config.position, Rotary)",
-        'match method:\n    case "learned":\n        pass',
-    ],
-)
-def test_a_comparison_is_found(code: str) -> None:
-    assert list(comparisons(ast.parse(code)))
-    assert not list(comparisons(ast.parse('recompute == "none" and position.bias == "slopes"')))
 
 
 @pytest.mark.parametrize("first", ["pretrain.positions", "pretrain.config", "pretrain.model"])
@@ -148,11 +131,3 @@ def test_a_default_of_another_method_changes_nothing() -> None:
     found = tiny_config(position=written)
     assert found == tiny_config(position={"method": "t5"})
     assert "rotary_base" not in dump_config(found)
-
-
-def test_of_two_methods_the_name_differs_and_keys_that_say_more() -> None:
-    alibi, rotary = tiny_config(), tiny_config(position={"method": "rotary"})
-    assert [each.key for each in differences(alibi, rotary)] == ["position.method"]
-    slow = tiny_config(position={"method": "rotary", "rotary_base": 500_000})
-    found = {each.key: (each.before, each.after) for each in differences(alibi, slow)}
-    assert found["position.rotary_base"] == (10_000, 500_000) and len(found) == 2

@@ -15,13 +15,10 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.tensors import show_source
 from pretrain.rundir import provenance
 from pretrain.rundir.attempts import Owner
-from pretrain.rundir.lock import Attempt
 from pretrain.rundir.provenance import (
     PROVENANCE,
     Provenance,
     Source,
-    last_provenance,
-    provenance_changes,
     read_source,
     write_provenance,
 )
@@ -237,46 +234,6 @@ def test_odd_words_make_no_damaged_checkpoint(tmp_path, monkeypatch):
     assert r"caf\xe9.toml" in show_source(saved.path)
     os.rmdir(latin)
     assert Provenance.here(Owner.here(), words, {}, "cpu").directory == ""
-
-
-def test_what_changed_is_a_line_each_and_nothing_is_none():
-    before = made(commit="a" * 40, dirty=False, diff_sha256=None, nodes="gpu[1-2]")
-    assert provenance_changes(before, before) == []
-    versions = before.versions | {"torch": "9.9", "nccl": "2.27"}
-    after = made(
-        at=before.at + 5,
-        commit="b" * 40,
-        dirty=True,
-        diff_sha256="c" * 64,
-        versions=versions,
-        nodes="gpu[3-4]",
-        num_processes=16,
-        slurm_job_id="8",
-        command=["pretrain", "train", "b.toml"],
-    )
-    assert provenance_changes(before, after) == [
-        f"code = {'a' * 12} -> {'b' * 12} and changes {'c' * 12}",
-        f"torch = {before.versions['torch']} -> 9.9",
-        "nccl = none -> 2.27",
-        "nodes = gpu[1-2] -> gpu[3-4]",
-        "processes = 2 -> 16",
-    ]
-    assert "nccl = 2.27 -> none" in provenance_changes(after, before)
-    odd = made(nodes="a\x1b]0;b\n")
-    assert provenance_changes(before, odd)[-1].endswith(r"-> a\x1b]0;b\n")
-
-
-def test_the_last_start_is_the_newest_that_recorded_it(tmp_path):
-    assert last_provenance(tmp_path) is None
-    for number in (1, 2, 3):
-        attempt = Attempt.begin(tmp_path)
-        if number != 2:
-            write_provenance(attempt.directory, made(at=float(number)))
-        attempt.end("failed", 1, "", 0)
-    assert last_provenance(tmp_path) == ("attempt 3", made(at=3.0))
-    which, before = last_provenance(tmp_path, before=3)
-    assert (which, before.at) == ("attempt 1", 1.0)
-    assert last_provenance(tmp_path, before=1) is None
 
 
 def test_secrets_are_left_out_of_the_command_line():

@@ -20,18 +20,14 @@ from typing import Any
 import pytest
 
 from pretrain import topology
-from pretrain.config import ConfigError, RunFailed
-from pretrain.platform import Device, device_index, shared_gpus
+from pretrain.config import RunFailed
+from pretrain.platform import device_index
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import LAYOUT
 from pretrain.topology import FILE, Process, meet
 from tests.end_to_end.commands import wait_for
 
 FORK = multiprocessing.get_context("fork")
-
-
-def nothing_wrong(cards: list[str]) -> str:
-    return ""
 
 
 def peer(
@@ -73,7 +69,7 @@ class Ranks:
 def _call(function: Callable[[], Any], sender: Any) -> None:
     try:
         sender.send(function())
-    except (RunFailed, ConfigError) as error:
+    except RunFailed as error:
         sender.send(error)
     sender.close()
     # As `leave` does: a rank ends in the middle, whatever its threads do.
@@ -99,7 +95,7 @@ def ranks_that_meet(world_size: int, **options: Any) -> list[Callable[[], int]]:
 
     def rank(number: int) -> Callable[[], int]:
         def call() -> int:
-            store = meet(peer(number, world_size, **options), "", nothing_wrong, 30)
+            store = meet(peer(number, world_size, **options), 30)
             store.add("met", 1)
             # The store is rank 0's, so that has to stay until the last one has used it.
             while not number and store.add("met", 0) < world_size:
@@ -131,7 +127,7 @@ def test_what_rank_0_publishes(tmp_path):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "there is no such file"),
+        (None, "it cannot be read: No such file or directory"),
         ("", "it is damaged"),
         ('{"address": "127.0.0.1", "port": 65536, "nonce": "a", "start": "7.0.0"}', "damaged"),
         ('{"address": "127.0.0.1", "port": "80", "nonce": "a", "start": "7.0.0"}', "damaged"),
@@ -145,7 +141,7 @@ def test_what_is_no_address_of_this_start_is_not_used(tmp_path, content, why):
     if content is not None:
         replace_file(tmp_path / FILE, content)
     with pytest.raises(RunFailed) as failed:
-        meet(peer(1, 2, tmp_path, "7.1.0"), "", nothing_wrong, 0.2)
+        meet(peer(1, 2, tmp_path, "7.1.0"), 0.2)
     message = str(failed.value)
     assert why in message and f"{tmp_path / FILE}: rank 1 on {socket.gethostname()}" in message
     assert "not on a file system" in message
@@ -153,14 +149,14 @@ def test_what_is_no_address_of_this_start_is_not_used(tmp_path, content, why):
 
 def test_a_directory_that_this_node_does_not_see(tmp_path):
     with pytest.raises(RunFailed, match="the directory cannot be opened: No such file"):
-        meet(peer(1, 2, tmp_path / "none"), "", nothing_wrong, 0.2)
+        meet(peer(1, 2, tmp_path / "none"), 0.2)
 
 
 def test_a_link_is_not_followed(tmp_path):
     replace_file(tmp_path / "real", '{"address": "a", "port": 80, "nonce": "a", "start": ""}')
     (tmp_path / FILE).symlink_to("real")
     with pytest.raises(RunFailed, match="it cannot be read"):
-        meet(peer(1, 2, tmp_path), "", nothing_wrong, 0.2)
+        meet(peer(1, 2, tmp_path), 0.2)
 
 
 def test_the_address_of_an_earlier_start_is_passed_over_while_it_stands_there(tmp_path):
@@ -190,18 +186,10 @@ def publish_and_wait(directory: Path) -> Callable[[], None]:
 
 def other_rank(directory: Path, seconds: float = 20) -> Callable[[], str]:
     def rank_1() -> str:
-        meet(peer(1, 2, directory), "", nothing_wrong, seconds)
+        meet(peer(1, 2, directory), seconds)
         return "met"
 
     return rank_1
-
-
-def test_a_rank_0_that_died_after_publishing_is_named_at_once(tmp_path):
-    with running(publish_and_wait(tmp_path)) as first:
-        wait_for(lambda: (tmp_path / FILE).exists())
-        first.kill()
-    [error] = run(other_rank(tmp_path, 900))
-    assert "does not listen any more. Rank 0 has ended (its output says why)" in str(error)
 
 
 def test_a_rank_0_that_is_stopped_holds_nobody_longer_than_the_limit(tmp_path, monkeypatch):
@@ -210,7 +198,7 @@ def test_a_rank_0_that_is_stopped_holds_nobody_longer_than_the_limit(tmp_path, m
         wait_for(lambda: (tmp_path / FILE).exists())
         os.kill(first.processes[0].pid, signal.SIGSTOP)
         [error] = run(other_rank(tmp_path))
-    assert "does not answer (nothing for 1 s)" in str(error)
+    assert "does not answer" in str(error) and "(nothing for 1 s)" in str(error)
 
 
 @contextmanager
@@ -228,7 +216,7 @@ def test_another_run_s_store_at_the_port_is_refused(tmp_path):
     place = json.loads((tmp_path / "other" / FILE).read_text()) | {"nonce": "of this run"}
     replace_file(tmp_path / FILE, json.dumps(place))
     with pytest.raises(RunFailed, match="is another run's"):
-        meet(peer(1, 2, tmp_path), "", nothing_wrong, 5)
+        meet(peer(1, 2, tmp_path), 5)
     assert store.num_keys() > 0
 
 
@@ -237,17 +225,18 @@ def test_a_name_that_does_not_resolve_is_named(tmp_path, monkeypatch):
     place = {"address": "no.such.host.invalid", "port": 80, "nonce": "a", "start": ""}
     replace_file(tmp_path / FILE, json.dumps(place))
     with pytest.raises(RunFailed) as failed:
-        meet(peer(1, 2, tmp_path), "", nothing_wrong, 5)
+        meet(peer(1, 2, tmp_path), 5)
     assert "rank 0 at no.such.host.invalid:80" in str(failed.value)
-    assert "Every node must resolve that name" in str(failed.value)
+    assert "every node must resolve that name" in str(failed.value)
 
 
 def test_ranks_that_do_not_come_are_named_on_all(tmp_path):
     def rank(number: int) -> Callable[[], Any]:
-        return lambda: meet(peer(number, 12, tmp_path), "", nothing_wrong, 2)
+        return lambda: meet(peer(number, 12, tmp_path), 2)
 
     first, second = run(rank(0), rank(7))
-    assert str(first) == str(second) and isinstance(second, RunFailed)
+    # The other one may find that rank 0, which has the store, is gone.
+    assert isinstance(first, RunFailed) and isinstance(second, RunFailed)
     assert "of 12 ranks these did not come within 2 s: 1, 2, 3, 4, 5, 6, 8, 9 and 2" in str(first)
 
 
@@ -256,12 +245,12 @@ def test_a_fixed_port_that_is_taken_is_named(monkeypatch):
     monkeypatch.setattr(topology, "CONNECT_SECONDS", 1.0)
 
     def rank(number: int, port: int) -> Callable[[], Any]:
-        return lambda: meet(peer(number, 2, None, port=port), "", nothing_wrong, 1)
+        return lambda: meet(peer(number, 2, None, port=port), 1)
 
     with listener() as port:
         first, second = run(rank(0, port), rank(1, port))
-    assert f"port {port} of {socket.gethostname()} is taken by another program" in str(first)
-    assert f"no answer at 127.0.0.1:{port}" in str(second) and "MASTER_PORT" in str(second)
+    for error in (first, second):
+        assert f"no answer at 127.0.0.1:{port}" in str(error) and "MASTER_PORT" in str(error)
 
 
 def test_ranks_meet_at_a_fixed_port():
@@ -278,7 +267,6 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "2",
-    "SLURM_JOB_NODELIST": "gpu[003-004]",
     "SLURMD_NODENAME": "localhost",
 }
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
@@ -287,7 +275,6 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        (SLURM, ("gpu003", 15_000 + (4711 + 2 * 997) % 17_000, None, "4711.2.0")),
         (
             SLURM | {"PRETRAIN_RENDEZVOUS": "/run/attempts/0001", "SLURM_RESTART_COUNT": "1"},
             ("localhost", 0, Path("/run/attempts/0001"), "4711.2.1"),
@@ -301,8 +288,8 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
             ("ib0", 0, Path("/r"), "4711.2.0"),
         ),
         (
-            SLURM | {"PRETRAIN_RENDEZVOUS": "/r", "MASTER_PORT": "5"},
-            ("gpu003", 5, None, "4711.2.0"),
+            SLURM | {"MASTER_ADDR": "n1", "MASTER_PORT": "5", "PRETRAIN_RENDEZVOUS": "/r"},
+            ("n1", 5, None, "4711.2.0"),
         ),
         (TORCHRUN, ("127.0.0.1", 29500, None, "")),
         (
@@ -325,55 +312,12 @@ def test_where_the_ranks_meet(monkeypatch, variables, expected):
 
 
 # ---- devices -------------------------------------------------------------------------------------
-def gpus(*bound: tuple[str, str, str]) -> list[Device]:
-    """The devices of ranks from (host, uuid, CUDA_VISIBLE_DEVICES), through what ranks send."""
-    return [Device.of_json(Device(*each).to_json()) for each in bound]
-
-
 @pytest.mark.parametrize(
     ("num_visible", "expected"),
     [(8, [0, 1, 2, 3, 4, 5, 6, 7]), (1, [0] * 8), (4, [0, 1, 2, 3] * 2), (2, [0, 1] * 4)],
 )
 def test_a_process_takes_the_gpu_of_its_local_rank_among_those_it_sees(num_visible, expected):
     assert [device_index(rank, num_visible) for rank in range(8)] == expected
-
-
-@pytest.mark.parametrize(
-    "devices",
-    [
-        gpus(*(("n1", f"GPU-{r}", "0,1,2,3") for r in range(4))),
-        gpus(*((f"n{r // 2}", f"GPU-{r}", str(r % 2)) for r in range(4))),
-        # In another virtual machine a GPU may have the same id.
-        gpus(("n1", "GPU-0", "0"), ("n2", "GPU-0", "0")),
-        gpus(("n1", "", ""), ("n1", "", "")),
-    ],
-    ids=["all visible", "one visible", "two hosts", "on the CPU"],
-)
-def test_a_gpu_for_each_rank_is_right(devices):
-    assert shared_gpus(devices) == ""
-
-
-def test_ranks_that_share_a_gpu_are_named():
-    devices = gpus(("n1", "GPU-a", "0"), ("n1", "GPU-b", "1"), ("n1", "GPU-a", "0,1"))
-    message = shared_gpus([*devices, Device("n2", "GPU-c", None), Device("n2", "GPU-c", None)])
-    assert (
-        "GPU-a on n1 is used by rank 0 (CUDA_VISIBLE_DEVICES = 0) and rank 2 (CUDA_VISIBLE_DEVICES "
-        "= 0,1); GPU-c on n2 is used by rank 3 (CUDA_VISIBLE_DEVICES not set) and rank 4" in message
-    )
-    assert "GPU-b" not in message and "--gpus-per-task=1" in message
-
-
-def test_a_wrong_binding_is_refused_on_all_ranks_with_one_message(tmp_path):
-    def judge(cards: list[str]) -> str:
-        return shared_gpus([Device.of_json(card) for card in cards])
-
-    def rank(number: int) -> Callable[[], Any]:
-        card = Device("n1", "GPU-a", "0").to_json()
-        return lambda: meet(peer(number, 3, tmp_path), card, judge, 30)
-
-    errors = run(rank(0), rank(1), rank(2))
-    assert {type(error) for error in errors} == {ConfigError}
-    assert len({str(error) for error in errors}) == 1 and "rank 2 (CUDA_V" in str(errors[0])
 
 
 def test_deepspeed_is_told_the_number_of_the_visible_gpu(monkeypatch):

@@ -1,4 +1,4 @@
-"""The learning rate against Megatron's and transformers' own schedulers, and hand numbers."""
+"""The learning rate against Megatron's own scheduler, and hand numbers."""
 
 import math
 import random
@@ -6,10 +6,9 @@ import random
 import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from transformers import get_scheduler
 
 from pretrain.config import RunConfig, load_config, parse_config
-from pretrain.optim.schedule import learning_rate
+from pretrain.optim.optimizers import learning_rate
 
 # Relative to the peak of 1: a dozen double-precision operations, 1e-16 each.
 ROUND_OFF = 1e-12
@@ -101,18 +100,6 @@ def test_the_rates_are_those_of_megatrons_scheduler(style):
         assert rates(config) == pytest.approx(
             megatron_rates(config), rel=ROUND_OFF, abs=ROUND_OFF
         ), (config.schedule, config.train.num_steps)
-
-
-@pytest.mark.parametrize("style", ["linear", "cosine"])
-def test_the_rates_are_those_of_transformers(style):
-    generator = random.Random(style)
-    for _ in range(50):
-        config = random_config(style, generator)
-        steps, warmup = config.train.num_steps, config.schedule.lr_warmup_steps
-        # Its schedules end at 0.
-        config = make_config(style, steps, warmup)
-        expected = stepped(lambda o, w=warmup, n=steps: get_scheduler(style, o, w, n), steps)
-        assert rates(config) == pytest.approx(expected, rel=ROUND_OFF, abs=ROUND_OFF)
 
 
 def fairseq_rate(updates: int) -> float:

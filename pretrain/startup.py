@@ -1,9 +1,14 @@
-"""Import Megatron-core and DeepSpeed without the compiler and wandb, which most runs do not need.
+"""What happens before anything slow is imported: Ctrl-C ends a command quietly, imports are lean.
 
-Both decorate functions with torch.compile, which loads torch._inductor and torch._dynamo on the
-spot, whether or not the function is ever called; Megatron's inference engine loads wandb. Here each
-is loaded where a process first uses it. A command that only reads a model then imports 2,600
-modules, not 3,800, and takes 3.5 CPU seconds to start, not 6.1 (Megatron-core 0.16, torch 2.13).
+Python would print a traceback on Ctrl-C while a command starts, most of which is imports, and while
+it ends. This file imports nothing of ours and nothing slow, so that commands can call it before all
+else.
+
+Megatron-core and DeepSpeed decorate functions with torch.compile, which loads torch._inductor and
+torch._dynamo on the spot, whether or not the function is ever called; Megatron's inference engine
+loads wandb. Here each is loaded where a process first uses it. A command that only reads a model
+then imports 2,600 modules, not 3,800, and takes 3.5 CPU seconds to start, not 6.1 (Megatron-core
+0.16, torch 2.13).
 """
 
 from __future__ import annotations
@@ -11,13 +16,48 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
+
+CODE = 130
+"""The exit code of a command that Ctrl-C ends, as shells have it."""
+
+
+def leave_on_ctrl_c() -> None:
+    """End the process at once on Ctrl-C from now on, with nothing done by it yet or any more.
+
+    Where Ctrl-C is ignored, as in a shell's background job, it stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def raise_on_ctrl_c(recorded: list[int]) -> None:
+    """Raise KeyboardInterrupt on Ctrl-C from now on, and append to `recorded`.
+
+    Libraries turn a KeyboardInterrupt into errors of their own; the list knows better.
+    """
+
+    def record(number: int, frame: FrameType | None) -> None:
+        recorded.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, record)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    # Not print: what is interrupted may be in the middle of it.
+    os.write(2, b"interrupted\n")
+    os._exit(CODE)
+
 
 MODULES = ("megatron.core", "deepspeed.runtime.zero.muon.original_muon")
 """Modules that decorate with torch.compile, or import wandb, when they are imported."""
@@ -64,7 +104,7 @@ class _Withheld(Loader):
     """Fail to import a module that was found: a search alone must not raise an exception."""
 
     def exec_module(self, module: ModuleType) -> None:
-        raise ModuleNotFoundError("withheld by pretrain.lean_imports", name=module.__name__)
+        raise ModuleNotFoundError("withheld by pretrain.startup", name=module.__name__)
 
 
 @contextlib.contextmanager
