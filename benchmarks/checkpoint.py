@@ -25,8 +25,7 @@ from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
 from pretrain.checkpoint.save import Saver
 from pretrain.config import load_config
-from pretrain.rundir.checkpoints import checkpoint_directory
-from pretrain.rundir.lineage import Branch, new_id
+from pretrain.rundir.checkpoints import Branch, checkpoint_directory, new_id
 from pretrain.topology import finish, initialize
 
 

@@ -21,10 +21,15 @@ from pretrain.launcher.status import (
 )
 from pretrain.launcher.supervise import Repeater
 from pretrain.launcher.terminal import plain
-from pretrain.rundir.attempts import AttemptRecord, Progress, is_finished, read_attempts
+from pretrain.rundir.attempts import (
+    HEARTBEAT_SECONDS,
+    AttemptRecord,
+    Progress,
+    is_finished,
+    read_attempts,
+)
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
-from pretrain.rundir.lock import HEARTBEAT_SECONDS
 from pretrain.rundir.paths import STARTED_AGAIN, ExitCode, JobKind, RunPaths, in_words
 from pretrain.rundir.trust import check_trusted, read_trusted
 

@@ -6,7 +6,7 @@ training, an evaluation job at its end, and `launcher evaluate-checkpoints`. So 
 one of them missed is found by the next.
 
 Two jobs for one checkpoint do no harm. A job claims its checkpoint as an attempt claims a run
-(pretrain.rundir.lock), only one succeeds, and its result appears whole in one move as
+(pretrain.rundir.attempts), only one succeeds, and its result appears whole in one move as
 RUN/evaluations/step-########.
 """
 
@@ -35,7 +35,7 @@ from pretrain.launcher.site import Site
 from pretrain.launcher.submit import check_time
 from pretrain.launcher.supervise import Ranks, Signals, job_is_over, job_owner, job_signals
 from pretrain.launcher.terminal import say
-from pretrain.rundir.attempts import Owner
+from pretrain.rundir.attempts import HEARTBEAT_SECONDS, Attempt, JobIsOver, Owner, RunBusy, unknown
 from pretrain.rundir.checkpoints import (
     checkpoint_step,
     checkpoints_awaiting_evaluation,
@@ -48,7 +48,6 @@ from pretrain.rundir.files import (
     replace_file,
 )
 from pretrain.rundir.jobs import JobRecord, append_job, job_id_of, read_jobs
-from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt, JobIsOver, RunBusy, unknown
 from pretrain.rundir.paths import ExitCode, JobKind, Outcome, RunPaths, check_version
 from pretrain.rundir.trust import check_trusted, read_trusted
 

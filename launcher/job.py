@@ -41,6 +41,8 @@ from pretrain.launcher.supervise import (
 )
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import (
+    HEARTBEAT_SECONDS,
+    Attempt,
     AttemptRecord,
     is_finished,
     last_heartbeat,
@@ -48,7 +50,6 @@ from pretrain.rundir.attempts import (
     read_attempts,
 )
 from pretrain.rundir.jobs import LaunchRecord, already_done, is_done, read_launch
-from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
 from pretrain.rundir.paths import (
     ExitCode,
     Outcome,

@@ -31,11 +31,10 @@ from pretrain.config.tensors import checkpoint_bytes, num_parameters_of_rank
 from pretrain.launcher import slurm
 from pretrain.launcher.supervise import Signals, signals_blocked
 from pretrain.launcher.terminal import say
-from pretrain.rundir.attempts import PREFLIGHT, Preflight
+from pretrain.rundir.attempts import HEARTBEAT_SECONDS, PREFLIGHT, Attempt, Preflight
 from pretrain.rundir.checkpoints import check_room
 from pretrain.rundir.files import Json, from_json, parse_json, replace_json
 from pretrain.rundir.jobs import LaunchRecord
-from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
 from pretrain.rundir.paths import RunPaths
 
 # ---- Keep what the processes of a preflight say, line by line, as srun passes it on ----

@@ -22,11 +22,10 @@ from pretrain.launcher import slurm, terminal
 from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor, signals_blocked
 from pretrain.launcher.terminal import RankOutput, say
 from pretrain.processes import dies_with_parent
-from pretrain.rundir.attempts import Owner
+from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
 from pretrain.rundir.files import make_directory, open_own, replace_file
 from pretrain.rundir.jobs import LocalLaunch, write_local_launch
-from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import ExitCode, RunPaths, check_apart, claim_version
 from pretrain.rundir.trust import check_trusted
 

@@ -22,6 +22,7 @@ from pretrain.launcher import slurm
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import (
+    LEASE_SECONDS,
     PROGRESS,
     AttemptRecord,
     Suspension,
@@ -34,11 +35,10 @@ from pretrain.rundir.checkpoints import (
     checkpoint_step,
     headless_checkpoints,
     newest_checkpoint_step,
-    read_abandoned,
 )
 from pretrain.rundir.files import MAX_NUMBER, read_text
+from pretrain.rundir.history import read_abandoned
 from pretrain.rundir.jobs import JobRecord, read_jobs
-from pretrain.rundir.lock import LEASE_SECONDS
 from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
 from pretrain.rundir.paths import (
     RUN_MARKS,

@@ -48,8 +48,12 @@ from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.launcher import slurm
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import (
+    HEARTBEAT_SECONDS,
+    LOOKS,
     PROGRESS,
+    PROGRESS_SECONDS,
     WAITING,
+    Attempt,
     AttemptRecord,
     Owner,
     Progress,
@@ -67,7 +71,6 @@ from pretrain.rundir.checkpoints import (
 )
 from pretrain.rundir.files import read_text, replace_json
 from pretrain.rundir.history import saving_then_stopping
-from pretrain.rundir.lock import HEARTBEAT_SECONDS, LOOKS, PROGRESS_SECONDS, Attempt
 from pretrain.rundir.paths import (
     STARTED_AGAIN,
     WORK,
@@ -282,7 +285,7 @@ def _seconds() -> float:
 # Ranks that hang in a collective operation cannot report it themselves, so the check is made
 # outside of them. Rank 0 replaces the file `progress` in the attempt's directory while it works,
 # ten times within recovery.hang_seconds or every ten seconds
-# (`pretrain.rundir.lock.Attempt.progress`).
+# (`pretrain.rundir.attempts.Attempt.progress`).
 
 
 WORKING = (Phase.TRAINING, Phase.EVALUATING)

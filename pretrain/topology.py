@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 FILE = "rendezvous.json"
 """The file in which rank 0 publishes where it listens, until all ranks have come;
-`rundir.paths.LAYOUT` has a row for it."""
+docs/run_directory.md has a row for it."""
 FILE_MODE = 0o600
 """For the user alone: whoever knows address and port can talk to the ranks."""
 FIRST_PAUSE_SECONDS = 0.05

@@ -18,9 +18,15 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint, FileRecord, global_boxes
-from pretrain.checkpoint.index import ITEM_BYTES, Chunk
-from pretrain.checkpoint.manifest import MASTER, Checkpoint, TrainerState, remedy
+from pretrain.checkpoint.format import (
+    ITEM_BYTES,
+    BlockReader,
+    Chunk,
+    DamagedCheckpoint,
+    FileRecord,
+    global_boxes,
+)
+from pretrain.checkpoint.manifest import MASTER, REMEDY, Checkpoint, TrainerState
 from pretrain.config import ConfigError
 from pretrain.model.gpt import Named, named_parameters
 from pretrain.optim.zero import Fragment, ZeroOptimizer
@@ -94,13 +100,6 @@ def load_global_state(checkpoint: Checkpoint, kind: str = MASTER) -> dict[str, T
     return tensors
 
 
-def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Return a global tensor, "<kind>/<parameter>", in fp32; raise as `load_global_state`."""
-    values = torch.empty(checkpoint.index.tensors[name].shape)
-    read_into(checkpoint, [Target(name, (0,) * values.dim(), values)])
-    return values
-
-
 def read_into(checkpoint: Checkpoint, targets: Iterable[Target]) -> None:
     """Fill the targets in this process alone.
 
@@ -124,7 +123,7 @@ def read_into(checkpoint: Checkpoint, targets: Iterable[Target]) -> None:
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             list(pool.map(lambda task: _read_file(checkpoint.path, *task), tasks))
     except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(f"{error}. {remedy(checkpoint.path)}") from None
+        raise DamagedCheckpoint(f"{error}. {REMEDY}") from None
 
 
 # ---- on all ranks --------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A checkpoint's manifest: which files belong to it, and proof that each is as it was written.
 
 manifest.json lists every file with its size, and the SHA-256 of the small ones; index.json holds
-the digests of the large ones, block by block (pretrain/checkpoint/index.py). The manifest is
+the digests of the large ones, block by block (pretrain/checkpoint/format.py). The manifest is
 written last, so a checkpoint that has one was written completely. It holds a checksum of itself.
 
 `open_checkpoint` verifies and parses the small files once; everything that is asked about a
@@ -32,16 +32,17 @@ from pydantic import (
     model_validator,
 )
 
-from pretrain.checkpoint.blocks import (
+from pretrain.checkpoint.format import (
     CONFIG,
+    FILE_NAME,
     FORMAT,
     INDEX,
     REQUIRED,
     STATE,
     DamagedCheckpoint,
+    Index,
     checksum,
 )
-from pretrain.checkpoint.index import FILE_NAME, Index
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
 from pretrain.config.run import is_url
 from pretrain.config.schema import Effect
@@ -59,9 +60,8 @@ from pretrain.data.blend import Segment
 from pretrain.data.manifest import MANIFEST as DATA_MANIFEST
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizers.base import TOKENIZER_FILES
-from pretrain.rundir.checkpoints import MANIFEST, check_name, earlier_checkpoints, run_of
+from pretrain.rundir.checkpoints import MANIFEST, Branch, Lineage, Name, Natural, check_name, run_of
 from pretrain.rundir.files import parse_json
-from pretrain.rundir.lineage import Branch, Lineage, Natural
 from pretrain.rundir.provenance import Provenance
 
 # ---- content ----
@@ -74,7 +74,6 @@ from pretrain.rundir.provenance import Provenance
 MASTER = "master"
 """The fp32 weights; of every parameter they are saved, and the moments of `RunConfig.moments`."""
 
-Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -137,18 +136,13 @@ class FileEntry(Strict):
     sha256: Sha256 | None = None
 
 
-class BranchEntry(Strict):
-    id: Id
-    since: Natural
-
-
 class Manifest(Strict):
     """The content of manifest.json."""
 
     format: Literal[2]
-    id: Id
-    parent: Id | None
-    branches: tuple[BranchEntry, ...] = Field(min_length=1)
+    id: Name
+    parent: Name | None
+    branches: tuple[Branch, ...] = Field(min_length=1)
     step: Natural
     validation_loss_nats: float | None
     files: dict[str, FileEntry]
@@ -156,8 +150,7 @@ class Manifest(Strict):
 
     @property
     def lineage(self) -> Lineage:
-        branches = tuple(Branch(branch.id, branch.since) for branch in self.branches)
-        return Lineage(self.id, self.step, self.parent, branches)
+        return Lineage(self.id, self.step, self.parent, self.branches)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -271,7 +264,7 @@ def state_content(
         "loss_scaler": loss_scaler_state,
         "data": origin.data,
         "changes": [dataclasses.asdict(change) for change in origin.changes],
-        "provenance": None if origin.provenance is None else origin.provenance.to_json(),
+        "provenance": origin.provenance and dataclasses.asdict(origin.provenance),
     }
 
 
@@ -492,8 +485,12 @@ def _read(checkpoint: Path, name: str, size: int, sha256: str) -> bytes:
     return content
 
 
+REMEDY = "The checkpoint is damaged: go on from an earlier one"
+"""The end of a message about damage."""
+
+
 def _damaged(path: Path, reason: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{path}: {reason}. {remedy(path.parent)}")
+    return DamagedCheckpoint(f"{path}: {reason}. {REMEDY}")
 
 
 def _first(error: Exception) -> str:
@@ -503,20 +500,6 @@ def _first(error: Exception) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     return f"{where}: {first['msg']}" if where else first["msg"]
-
-
-def remedy(checkpoint: Path) -> str:
-    """Return the end of a message: what can be done instead of using a damaged checkpoint."""
-    earlier = earlier_checkpoints(checkpoint)
-    if not earlier:
-        return (
-            "The checkpoint is damaged, and there is no earlier one: train anew in another "
-            "run.directory"
-        )
-    return (
-        f"The checkpoint is damaged. The one before it is {earlier[-1]} (to train on from there, "
-        "--resume it)"
-    )
 
 
 # ---- data set ----
@@ -542,11 +525,14 @@ def with_data_set(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
     Raises:
         NoDataSet: There is none at either place.
     """
-    given = config.data.directory
-    if is_url(given) or os.path.isabs(given) or given != checkpoint.config.data.directory:
+    given, named = config.data.directory, Path(os.path.normpath(checkpoint.config.run.directory))
+    run = run_of(checkpoint.path)
+    is_own = given == checkpoint.config.data.directory and not is_url(given)
+    if run is None or not is_own or os.path.isabs(given) or named.is_absolute():
         return config
-    root = _started_in(checkpoint)
-    if root is None or root == Path.cwd():
+    depth = len(named.parts)
+    found = [p for p in (run.absolute(), run.resolve()) if p.parts[-depth:] == named.parts]
+    if not found or (root := found[0].parents[depth - 1]) == Path.cwd():
         # If there is none, opening it raises the error that says so.
         return config
     for place in (str(root / given), given):
@@ -554,25 +540,9 @@ def with_data_set(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
             data = config.data.model_copy(update={"directory": place})
             return config.model_copy(update={"data": data})
     raise NoDataSet(
-        f"data.directory = {given}: there is no built data set at {root / given}, nor at "
+        f"data.directory = {given}: no built data set at {root / given}, nor at "
         f"{os.path.abspath(given)}. Give its place with --set data.directory=PATH"
     )
-
-
-def _started_in(checkpoint: Checkpoint) -> Path | None:
-    """Return the directory from which run.directory leads to the checkpoint's run; None for none.
-
-    There is none for a checkpoint that was copied out of its run, for an absolute run.directory,
-    and for a run that was renamed.
-    """
-    run, named = run_of(checkpoint.path), os.path.normpath(checkpoint.config.run.directory)
-    if run is None or os.path.isabs(named) or named.startswith(os.pardir):
-        return None
-    parts = Path(named).parts
-    for found in (Path(os.path.abspath(run)), run.resolve()):
-        if found.parts[-len(parts) :] == parts:
-            return Path(*found.parts[: -len(parts)])
-    return None
 
 
 # ---- Compare config and data with a checkpoint: what may differ to train on, and to evaluate ----

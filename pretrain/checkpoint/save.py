@@ -20,8 +20,14 @@ import torch
 import torch.distributed as dist
 
 from pretrain import platform
-from pretrain.checkpoint.blocks import DamagedCheckpoint, global_boxes
-from pretrain.checkpoint.index import Part, Piece, Values, write_part
+from pretrain.checkpoint.format import (
+    DamagedCheckpoint,
+    Part,
+    Piece,
+    Values,
+    global_boxes,
+    write_part,
+)
 from pretrain.checkpoint.manifest import (
     MASTER,
     Checkpoint,
@@ -40,10 +46,10 @@ from pretrain.rundir.checkpoints import (
     begin_partial,
     check_still_holds,
     checkpoint_directory,
+    new_id,
     writing_as_holder,
 )
 from pretrain.rundir.files import replace_file, say
-from pretrain.rundir.lineage import new_id
 from pretrain.rundir.metrics import WarnOnce
 from pretrain.topology import Process, Topology, on_main, ranks_here
 
@@ -285,21 +291,18 @@ class Saver:
         dist.all_gather_object(lacking, (needed, available) if memory is None else None)
         needs = next(filter(None, lacking), None)
         if needs is not None:
-            self._say_that_training_waits(*needs)
+            if self._topology.is_main:
+                needed_gb, available_gb = (count / 1e9 for count in needs)
+                say(
+                    f"checkpoint.asynchronous: a copy of the state needs {needed_gb:.1f} GB of "
+                    f"memory on each node, {available_gb:.1f} GB are available; training waits for "
+                    "its saves"
+                )
             self._writer.close()
             return None
         assert memory is not None
         self._pinned = memory if platform.pin(memory) else None
         return memory
-
-    def _say_that_training_waits(self, needed: int, available: int) -> None:
-        """Say on rank 0 why saves do not go on beside training."""
-        if self._topology.is_main:
-            say(
-                f"checkpoint.asynchronous: a copy of the state needs {needed / 1e9:.1f} GB of "
-                f"memory on each node, {available / 1e9:.1f} GB are available; training waits for "
-                "its saves"
-            )
 
     def _begin_beside(self, part: Part, tensors: list[torch.Tensor], memory: torch.Tensor) -> None:
         """Copy the state beside training, and have the writing process write the copy.

@@ -26,28 +26,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.blocks import (
+from pretrain.checkpoint.format import (
     INDEX,
     PIECE_BYTES,
     BlockReader,
     BlockWriter,
     DamagedCheckpoint,
     FileRecord,
+    Index,
     digest,
 )
-from pretrain.checkpoint.index import Index
 from pretrain.checkpoint.manifest import Manifest, open_checkpoint, small_files
 from pretrain.config import ConfigError, RunFailed
 from pretrain.processes import start_beside
 from pretrain.rundir.checkpoints import (
     MANIFEST,
-    Saved,
+    Lineage,
     checkpoint_name,
-    checkpoint_step,
+    hold,
     saved_checkpoints,
 )
-from pretrain.rundir.files import flush_directory, parse_json, replace_file, say
-from pretrain.rundir.lineage import Lineage, hold
+from pretrain.rundir.files import flush_directory, parse_json, replace_file
+from pretrain.rundir.metrics import WarnOnce
 
 # ---- Make and read the names of stores, which are URLs, and of the checkpoints in them ----
 
@@ -55,47 +55,15 @@ from pretrain.rundir.lineage import Lineage, hold
 NAME = re.compile(r"(step-\d{8,})-([0-9a-f]{16})")
 
 
-def is_url(text: str) -> bool:
-    """Return True for what names a store: "s3://bucket/prefix"."""
-    return "://" in text
-
-
 def stored_name(lineage: Lineage) -> str:
     """Return the name of a checkpoint's folder in a store: two lines may have the same step."""
     return f"{checkpoint_name(lineage.step)}-{lineage.id}"
-
-
-def check_protocol(url: str) -> None:
-    """Check that fsspec speaks a URL's protocol and that the package for it is installed.
-
-    Raises:
-        ConfigError: It is not, or the URL holds a password.
-    """
-    import fsspec
-
-    protocol, _, rest = url.partition("://")
-    if ":" in rest.partition("/")[0].rpartition("@")[0]:
-        raise ConfigError(
-            f"{protocol}://***@...: holds a password, which would be copied to logs. Leave it "
-            f"out, and give it to the package for {protocol}:// by its own settings"
-        )
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except (ImportError, ValueError) as error:
-        # fsspec says which package is missing, or that it knows no such protocol.
-        raise ConfigError(f"{url}: {error}") from None
 
 
 def split_checkpoint(url: str) -> tuple[str, str | None]:
     """Return the URL of a store, and the name of one checkpoint if the URL goes on to it."""
     parent, _, name = url.rstrip("/").rpartition("/")
     return (parent, name) if NAME.fullmatch(name) else (url.rstrip("/"), None)
-
-
-def stored_step(name: str) -> int:
-    """Return the step of a checkpoint by its folder's name; 0 for another name."""
-    match = NAME.fullmatch(name)
-    return (checkpoint_step(match[1]) or 0) if match else 0
 
 
 NEWEST = "newest.json"
@@ -137,18 +105,28 @@ class Store:
         """Find the program that speaks the URL's protocol; nothing is read yet.
 
         Raises:
-            ConfigError: There is no such protocol, or its package is not installed.
+            ConfigError: There is no such protocol, its package is not installed, or the URL holds a
+                password.
         """
-        self.url = url.rstrip("/")
-        check_protocol(url)
         import fsspec
 
+        self.url = url.rstrip("/")
+        protocol, _, rest = url.partition("://")
+        if ":" in rest.partition("/")[0].rpartition("@")[0]:
+            raise ConfigError(
+                f"{protocol}://***@...: holds a password, which would be copied to logs. Leave it "
+                f"out, and give it to the package for {protocol}:// by its own settings"
+            )
         with self._errors("open"):
             # A listing that was cached does not show what another host has uploaded since.
             options: dict[str, Any] = {"use_listings_cache": False}
             if url.startswith(("file:", "local:")):
                 options["auto_mkdir"] = True
-            self._fs, root = fsspec.core.url_to_fs(self.url, **options)
+            try:
+                self._fs, root = fsspec.core.url_to_fs(self.url, **options)
+            except (ImportError, ValueError) as error:
+                # fsspec says which package is missing, or that it knows no such protocol.
+                raise ConfigError(f"{url}: {error}") from None
         self._root = str(root).rstrip("/")
 
     # ---- what there is ----
@@ -171,7 +149,8 @@ class Store:
             except FileNotFoundError:
                 return []
         names = [str(path).rstrip("/").rpartition("/")[2] for path in paths]
-        return sorted((n for n in names if NAME.fullmatch(n)), key=lambda n: (stored_step(n), n))
+        # By steps; their number has eight digits or more.
+        return sorted(filter(NAME.fullmatch, names), key=lambda n: (len(n), n))
 
     def stored(self, name: str) -> Stored | None:
         """Return a checkpoint by its name, or None when it is not complete, or damaged.
@@ -193,23 +172,15 @@ class Store:
         """Return the checkpoint that the run went on to last.
 
         Raises:
-            ConfigError: newest.json is missing or names one that is not there, and it cannot be
-                known which of several lines of checkpoints is the run's.
+            ConfigError: One is of another version.
             StoreError: The store cannot be read.
         """
         named = parse_json(self._read(NEWEST) or b"").get("checkpoint")
         if isinstance(named, str) and NAME.fullmatch(named) and (found := self.stored(named)):
             return found
+        # An upload was cut off before it was named.
         complete = self.checkpoints()
-        if not complete:
-            return None
-        last = complete[-1]
-        if all(stored.lineage.is_ancestor_of(last.lineage) for stored in complete):
-            return last
-        raise ConfigError(
-            f"{self.url}: holds several lines of checkpoints, and no {NEWEST} that says which to "
-            f"go on from. Name one, as in --resume {self.url}/{last.name}"
-        )
+        return complete[-1] if complete else None
 
     def line_to(self, newest: Stored) -> list[Stored]:
         """Return a checkpoint and its ancestors that are complete, newest first."""
@@ -402,14 +373,12 @@ class Uploader:
         """
         self._run, self._url = run, url
         self._process = start_beside(__name__, str(self._run), self._url)
-        self._was_reported = False
+        self._warn = WarnOnce()
 
     def check(self) -> None:
         """Warn, once, if the process has ended although it was not asked to."""
-        if self._was_reported or self._process.poll() is None:
-            return
-        self._was_reported = True
-        say(f"warning: {self._ended()}. Uploading is tried again when the run ends")
+        if self._process.poll() is not None:
+            self._warn("end", f"{self._ended()}. Uploading is tried again when the run ends")
 
     def finish(self, may_wait: Callable[[], bool]) -> list[str]:
         """Wait until everything is uploaded, or has failed once more.
@@ -458,83 +427,40 @@ class Uploader:
 
 # ---- in the process beside it --------------------------------------------------------------------
 class Rounds:
-    """Uploads what is missing, one checkpoint at a time."""
+    """Uploads what is missing in a store."""
 
     def __init__(self, run: Path, store: Store) -> None:
-        """Remember nothing yet.
-
-        Args:
-            run: The run's directory.
-            store: Where to.
-        """
         self._run, self._store = run, store
         self._uploaded: set[str] = set()
-        self._failed: dict[str, str] = {}
-        """Id -> why, of those that failed since the last checkpoint appeared."""
-        self._warned: set[str] = set()
-        self._newest: str | None = None
+        self._warn = WarnOnce()
 
-    def upload_next(self) -> bool:
-        """Upload the newest checkpoint that is missing in the store and has not just failed.
-
-        Returns:
-            False when there was none.
-        """
-        found = self._found()
-        if found and found[0].lineage is not None and found[0].lineage.id != self._newest:
-            # What failed is tried again with every new checkpoint.
-            self._newest = found[0].lineage.id
-            self._failed.clear()
-        for saved in found:
-            assert saved.lineage is not None
-            identifier = saved.lineage.id
-            if identifier in self._uploaded or identifier in self._failed:
-                continue
-            self._upload(saved, is_newest=identifier == self._newest)
-            return True
-        return False
-
-    def try_again(self) -> None:
-        """Forget which uploads failed."""
-        self._failed.clear()
-
-    def missing(self) -> list[str]:
-        """Return a line for each checkpoint of the run that is not in the store."""
-        lines = []
-        for saved in reversed(self._found()):
-            assert saved.lineage is not None
-            if saved.lineage.id not in self._uploaded:
-                why = self._failed.get(saved.lineage.id, "not tried yet")
-                lines.append(f"{saved.path}: not uploaded: {why}")
-        return lines
-
-    def _found(self) -> list[Saved]:
+    def found(self) -> list[tuple[Path, Lineage]]:
         """Return the run's checkpoints, newest first."""
         with contextlib.suppress(OSError, ConfigError):
-            return [saved for saved in reversed(saved_checkpoints(self._run)) if saved.is_sound]
+            found = reversed(saved_checkpoints(self._run))
+            return [(saved.path, saved.lineage) for saved in found if saved.lineage]
         return []
 
-    def _upload(self, saved: Saved, is_newest: bool) -> None:
-        assert saved.lineage is not None
-        identifier = saved.lineage.id
-        try:
-            with hold(saved.path):
-                self._store.upload(saved.path)
-                if is_newest:
-                    self._store.set_newest(saved.lineage)
-        except (ConfigError, RunFailed, OSError) as error:
-            if not saved.path.exists():
-                # Retention deleted it, or it was set aside: it is not wanted any more.
-                return
-            self._failed[identifier] = str(error)
-            if identifier not in self._warned:
-                self._warned.add(identifier)
-                say(
-                    f"warning: {saved.path}: not uploaded: {error}. Training goes on, and the "
-                    "upload is tried again after the next save and when the run ends"
-                )
-        else:
-            self._uploaded.add(identifier)
+    def upload(self) -> list[str]:
+        """Upload what is missing, the newest first; return a line for each that could not be."""
+        missing = []
+        for number, (path, lineage) in enumerate(self.found()):
+            if lineage.id in self._uploaded:
+                continue
+            try:
+                with hold(path):
+                    self._store.upload(path)
+                    if number == 0:
+                        self._store.set_newest(lineage)
+            except (ConfigError, RunFailed, OSError) as error:
+                # Unless retention deleted it, or the run turned away from it.
+                if path.exists():
+                    missing.append(f"{path}: not uploaded: {error}")
+                    again = "It is tried again after the next save and at the end"
+                    self._warn(lineage.id, f"{missing[-1]}. {again}")
+            else:
+                self._uploaded.add(lineage.id)
+        return missing[::-1]
 
 
 def main() -> None:
@@ -545,15 +471,15 @@ def main() -> None:
     # Below training's priority: verifying and encrypting take time on a processor.
     with contextlib.suppress(OSError):
         os.nice(5)
-    rounds = Rounds(run, Store(url))
+    rounds, newest = Rounds(run, Store(url)), None
     while commands.empty():
-        if not rounds.upload_next():
-            with contextlib.suppress(queue.Empty):
-                commands.put(commands.get(timeout=POLL_SECONDS))
-    rounds.try_again()
-    while rounds.upload_next():
-        pass
-    print(json.dumps({"missing": rounds.missing()}), flush=True)
+        found = rounds.found()[:1]
+        if found != newest:
+            newest = found
+            rounds.upload()
+        with contextlib.suppress(queue.Empty):
+            commands.put(commands.get(timeout=POLL_SECONDS))
+    print(json.dumps({"missing": rounds.upload()}), flush=True)
     # Threads of a store's client may still wait for something.
     os._exit(0)
 

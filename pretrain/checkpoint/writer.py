@@ -32,23 +32,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain.checkpoint.blocks import CONFIG, FORMAT, INDEX, REQUIRED, STATE, checksum, describe
-from pretrain.checkpoint.index import (
+from pretrain.checkpoint.format import (
+    CONFIG,
+    FORMAT,
+    INDEX,
     ITEM_BYTES,
+    REQUIRED,
+    STATE,
     Index,
     Part,
     Piece,
     PoisonedState,
+    checksum,
+    describe,
     merge,
     split_values,
     write_part,
 )
 from pretrain.config import RunFailed
 from pretrain.processes import start_beside
-from pretrain.rundir.checkpoints import Superseded, publish_checkpoint
+from pretrain.rundir.checkpoints import MANIFEST, Superseded, publish_checkpoint
 from pretrain.rundir.files import flush_directory, flush_file, replace_file, replace_json
-from pretrain.rundir.history import remove_old
-from pretrain.rundir.lineage import MANIFEST, Policy
+from pretrain.rundir.history import Policy, remove_old
 
 # ---- Complete a checkpoint of which all parts are written, and give it its name ----
 # This module imports no torch: it also runs in the process that writes beside training.

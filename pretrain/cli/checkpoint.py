@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pretrain.config import ConfigError
 from pretrain.config.arguments import Commands, Source
 from pretrain.rundir.paths import ExitCode
 
-checkpoint = Commands(
-    no_args_is_help=True, help="List, check, compare, prune and convert checkpoints."
-)
+checkpoint = Commands(no_args_is_help=True, help="List, check, prune and convert checkpoints.")
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
 
@@ -28,9 +24,9 @@ def list_(
 ) -> None:
     """Show a run's checkpoints in a table.
 
-    Shows step, id, parent, branch, time, size and validation loss of each, and if it is damaged,
-    held by a reader, or waits for an evaluation. What the run has turned away from is listed apart.
-    Only small files are read; `pretrain checkpoint verify` reads everything.
+    Shows step, id, branch, time, size and validation loss of each, and if it is damaged. What the
+    run has turned away from is listed apart. Only small files are read; `pretrain checkpoint
+    verify` reads everything.
 
     \b
     Example:
@@ -40,8 +36,8 @@ def list_(
         run: Directory of a run, or what its checkpoint.upload_to says.
         as_json: Print JSON, for programs.
     """
-    from pretrain.checkpoint.listing import format_rows, list_run, list_store
-    from pretrain.checkpoint.store import is_url
+    from pretrain.checkpoint.tools import format_rows, list_run, list_store
+    from pretrain.config.run import is_url
 
     rows = list_store(run) if is_url(run) else list_run(Path(run))
     if as_json:
@@ -51,22 +47,19 @@ def list_(
 
 
 @checkpoint.command()
-def show(source: Source, tensors: bool = False) -> None:
+def show(source: Source) -> None:
     """Describe one checkpoint.
 
-    Prints its id and ancestry, the config in a few lines, changes that were allowed on the way, the
-    hashes of its data, its parameters with their shapes, and its files.
+    Prints its id and ancestry, the changes that were allowed on the way, the hashes of its data,
+    what it was made with, the config in a few lines, and its parameters with their shapes.
 
     \b
     Example:
       pretrain checkpoint show runs/demo/alibi/checkpoints/step-00000100
-
-    Args:
-        tensors: Read all tensors and show their norms.
     """
-    from pretrain.checkpoint.tensors import show_source
+    from pretrain.checkpoint.tools import show_source
 
-    print(show_source(source, tensors))
+    print(show_source(source))
 
 
 @checkpoint.command()
@@ -85,38 +78,10 @@ def verify(
         sources: Runs, which mean all of their checkpoints, single checkpoints, or URLs as in
             checkpoint.upload_to.
     """
-    from pretrain.checkpoint.listing import verify_sources, verify_store
-    from pretrain.checkpoint.store import is_url
+    from pretrain.checkpoint.tools import verify_sources
 
-    good = verify_sources([Path(source) for source in sources if not is_url(source)])
-    for url in filter(is_url, sources):
-        good = verify_store(url) and good
-    if not good:
+    if not verify_sources(sources):
         raise typer.Exit(ExitCode.FAILED)
-
-
-@checkpoint.command()
-def diff(
-    first: Annotated[Path, typer.Argument(metavar="A")],
-    second: Annotated[Path, typer.Argument(metavar="B")],
-) -> None:
-    """Compare two checkpoints.
-
-    Prints how they are related, which config keys and data differ, and for each tensor that is not
-    bit-equal the largest difference and the relative one: the norm of the difference over the norm
-    of A's tensor. One tensor of each is in memory at a time.
-
-    \b
-    Example:
-      pretrain checkpoint diff runs/demo/alibi/checkpoints/step-00000100 runs/demo/alibi
-
-    Args:
-        first: A run or a checkpoint.
-        second: Another one.
-    """
-    from pretrain.checkpoint.tensors import compare_sources
-
-    compare_sources(first, second)
 
 
 @checkpoint.command()
@@ -143,26 +108,23 @@ def prune(
         keep_best: Also keep those with the lowest validation loss.
         yes: Delete. Without it the command shows what it would do.
     """
-    from pretrain.checkpoint import listing as pruning
+    from pretrain.checkpoint.tools import policy_of, prunable
+    from pretrain.checkpoint.tools import prune as delete
 
-    policy = pruning.policy_of(run, keep, keep_every, keep_best)
-    if not yes:
-        _, old = pruning.prunable(run, policy)
-        print(pruning.describe(old))
-        if not old:
-            return
-        if not (sys.stdin.isatty() and typer.confirm("Delete them?")):
-            raise ConfigError(f"{run}: nothing was deleted. To delete, add --yes")
-    deleted = pruning.prune(run, policy)
-    print("\n".join([*(f"deleted {path}" for path in deleted), f"{len(deleted)} deleted"]))
+    policy = policy_of(run, keep, keep_every, keep_best)
+    if yes:
+        for path in delete(run, policy):
+            print(f"deleted {path}")
+        return
+    for path in prunable(run, policy)[1]:
+        print(f"would be deleted with --yes: {path}")
 
 
 @checkpoint.command()
 def consolidate(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT")],
-    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16")] = "fp32",
-    with_optimizer: bool = False,
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16")] = "fp32",
 ) -> None:
     """Write the weights as plain safetensors, whole and by name.
 
@@ -177,11 +139,10 @@ def consolidate(
     Args:
         out: Directory to make.
         dtype: What the weights are written as.
-        with_optimizer: Also write the optimizer's moments, as fp32.
     """
-    from pretrain.checkpoint.tensors import consolidate as write
+    from pretrain.checkpoint.tools import consolidate as write
 
-    for path in write(source, out, dtype, with_optimizer):
+    for path in write(source, out, dtype):
         print(path)
 
 
@@ -202,7 +163,7 @@ def upload(
     Args:
         to: Where to. Default: checkpoint.upload_to of the run's config.
     """
-    from pretrain.checkpoint.listing import upload_run
+    from pretrain.checkpoint.tools import upload_run
 
     missing = upload_run(run, to)
     print("\n".join(missing) or f"{run}: every checkpoint is uploaded")

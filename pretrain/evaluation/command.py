@@ -19,7 +19,7 @@ import numpy as np
 from megatron.core.models.gpt import GPTModel
 
 import pretrain.topology
-from pretrain.checkpoint.blocks import CONFIG
+from pretrain.checkpoint.format import CONFIG
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import (
     Checkpoint,
@@ -55,12 +55,11 @@ from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import (
     MANIFEST,
     find_checkpoint,
+    hold,
     newest_checkpoint_step,
-    no_checkpoints,
     run_of,
 )
 from pretrain.rundir.files import make_directory
-from pretrain.rundir.lineage import hold
 from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology
 
@@ -309,9 +308,6 @@ def open_source(source: Path, request: EvaluationRequest, overrides: list[str]) 
     """
     checkpoint = open_checkpoint(find_checkpoint(source))
     run = _run_of(checkpoint.path)
-    is_named = checkpoint.path == source
-    for line in [] if is_named else no_checkpoints(source, checkpoint.path):
-        say(line)
     config = evaluation_config(checkpoint, request, overrides)
     stream = open_validation(checkpoint, config)
     return Opened(checkpoint, str(run or checkpoint.path), config, stream)

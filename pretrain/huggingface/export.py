@@ -30,8 +30,7 @@ from pretrain.huggingface.folder import add_precisions, to_huggingface
 from pretrain.huggingface.parity import PRECISIONS, ParityReport, check_parity
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
-from pretrain.rundir.checkpoints import checkpoint_step, find_checkpoint
-from pretrain.rundir.lineage import hold
+from pretrain.rundir.checkpoints import checkpoint_step, find_checkpoint, hold
 from pretrain.rundir.metrics import evaluation_records
 from pretrain.rundir.paths import RunPaths
 

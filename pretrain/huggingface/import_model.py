@@ -37,8 +37,8 @@ from pretrain.huggingface.base import HuggingFaceClass
 from pretrain.huggingface.classes import CLASSES
 from pretrain.huggingface.export import compare_with_folder
 from pretrain.huggingface.folder import MARKER, ORIGINALS, check_new, find_original
+from pretrain.rundir.checkpoints import Branch, new_id
 from pretrain.rundir.files import new_directory, replace_file
-from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.paths import RunPaths, check_apart, claim_version
 
 CONFIG = "config.json"

@@ -6,35 +6,192 @@ the one before: what a run turns away from is moved to RUN/abandoned (`history.p
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
-import shutil
-import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
 
 from pretrain.config import ConfigError, NoSpace, RunFailed, free_bytes, in_bytes, writing
 from pretrain.rundir.files import (
     DIRECTORY_MODE,
+    MAX_NUMBER,
     PARTIAL,
     flush_directory,
     from_json,
     make_directory,
     read_json,
-    replace_json,
-    say,
 )
-from pretrain.rundir.lineage import MANIFEST as MANIFEST
-from pretrain.rundir.lineage import Branch, Lineage, parse_lineage, read_lineage
-from pretrain.rundir.metrics import copy_after, drop_after
 from pretrain.rundir.paths import RunPaths, attempt_numbers, check_version
+
+# ---- Identify a checkpoint: its id, the checkpoint before it, and the branches it lies on ----
+# A run that goes on from its newest checkpoint stays on its branch. A run that goes back to an
+# earlier checkpoint, or begins with another run's, begins a branch. A checkpoint lists the branches
+# from the first step of training to itself, so that its ancestors are known even when some of them
+# have been deleted.
+
+
+Natural = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
+Name = Annotated[str, StringConstraints(pattern=r"^[\w-]{1,64}$")]
+"""A random name of a checkpoint or a branch: 16 hexadecimal digits where we wrote it."""
+MANIFEST = "manifest.json"
+"""Written last, so a checkpoint that has it is complete."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A line of checkpoints that were saved one after the other."""
+
+    id: Name
+    since: Natural
+    """The step after which it begins: 0 from scratch, else the step of the checkpoint that the
+    branch goes on from."""
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The identity of a checkpoint and its ancestry, as manifest.json holds them."""
+
+    id: Name
+    step: Natural
+    """Optimizer steps done."""
+    parent: Name | None
+    """The id of the checkpoint that was saved or loaded before; None for the first of a run."""
+    branches: Annotated[tuple[Branch, ...], Field(min_length=1)]
+    """The branches that lead here, oldest first; the last one is the checkpoint's own."""
+
+    def is_ancestor_of(self, other: Lineage) -> bool:
+        """Return True if `other` was trained on from this checkpoint, or is this checkpoint."""
+        end = self._end_of_branch(other)
+        return self.id == other.id or (end is not None and self.step <= min(end, other.step - 1))
+
+    def shares_branch_beyond(self, other: Lineage) -> bool:
+        """Return True if `other` lies, or its line leads, further on this checkpoint's branch.
+
+        A run that went on from here on the same branch could not be told from the line to `other`.
+        """
+        end = self._end_of_branch(other)
+        return end is not None and end > self.step
+
+    def _end_of_branch(self, other: Lineage) -> int | None:
+        """Return the last step of this checkpoint's branch on the way to another one."""
+        own = self.branches[-1].id
+        return next((end for branch, end in _ends(other) if branch.id == own), None)
+
+    def last_common_step(self, other: Lineage) -> int:
+        """Return the step up to which this line and another are the same; 0 when never."""
+        common = 0
+        ends = zip(_ends(self), _ends(other))
+        for (mine, end), (theirs, other_end) in ends:
+            if mine.id != theirs.id:
+                break
+            common = min(end, other_end)
+        return common
+
+
+def _ends(lineage: Lineage) -> list[tuple[Branch, int]]:
+    """Return each branch with the last step of it that lies on the line."""
+    following = [branch.since for branch in lineage.branches[1:]]
+    return list(zip(lineage.branches, [*following, lineage.step]))
+
+
+def read_lineage(checkpoint: Path) -> Lineage | None:
+    """Return the lineage in a checkpoint's manifest; None when it is missing or damaged."""
+    return from_json(Lineage, read_json(checkpoint / MANIFEST))
+
+
+def new_id() -> str:
+    """Return a random name for a checkpoint or a branch."""
+    return secrets.token_hex(8)
+
+
+# ---- Hold a checkpoint while it is read, so that retention passes over it ----
+# A reader holds a shared lock (flock) on the checkpoint's manifest, and retention deletes only what
+# it can lock exclusively. The kernel releases the lock of a reader that dies. A file system without
+# flock protects nothing: every checkpoint then counts as not held.
+
+
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Errors of flock where a file system has no such locks."""
+
+
+@contextlib.contextmanager
+def hold(checkpoint: Path) -> Iterator[None]:
+    """Keep retention from deleting a checkpoint while the block runs.
+
+    Raises:
+        ConfigError: The checkpoint was deleted a moment ago.
+    """
+    try:
+        descriptor = os.open(checkpoint / MANIFEST, os.O_RDONLY)
+    except FileNotFoundError:
+        raise _gone(checkpoint) from None
+    try:
+        with _passing_over_unsupported():
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        # Retention may have locked and deleted it between the two lines above.
+        if not _is_same_file(descriptor, checkpoint / MANIFEST):
+            raise _gone(checkpoint)
+        yield
+    finally:
+        _release(descriptor)
+
+
+@contextlib.contextmanager
+def unheld(checkpoint: Path) -> Iterator[bool]:
+    """Yield True if no reader holds a checkpoint; none can begin to while the block runs."""
+    path = checkpoint / MANIFEST
+    try:
+        # NFS wants a descriptor that may write for an exclusive lock.
+        descriptor = os.open(path, os.O_RDWR)
+    except PermissionError:
+        descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            with _passing_over_unsupported():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        _release(descriptor)
+
+
+def _release(descriptor: int) -> None:
+    # Not by closing alone: a child that was forked meanwhile has the same lock.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _passing_over_unsupported() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _gone(checkpoint: Path) -> ConfigError:
+    return ConfigError(f"{checkpoint}: deleted a moment ago (checkpoint.keep). Name another one")
+
 
 # ---- The fence before publication: an attempt that has lost the run publishes nothing more ----
 
@@ -98,181 +255,6 @@ def writing_as_holder(path: Path, attempt: Path | None) -> Iterator[None]:
     except RunFailed:
         check_still_holds(attempt)
         raise
-
-
-# ---- Move what a run has turned away from to RUN/abandoned/####, where nothing is deleted ----
-# A run that goes on from another checkpoint than its newest one, or whose newest one is damaged,
-# leaves checkpoints, evaluations and lines of metrics.jsonl that are not part of its history any
-# more. They are moved to the next free number, with a why.json.
-#
-# why.json is written first and lists what is moved. A move that was killed half-way is finished at
-# the next start, and until then whoever looks for checkpoints passes over those that are listed.
-
-
-WHY = "why.json"
-
-
-@dataclass(frozen=True)
-class Why:
-    """why.json: what was set aside, when and why."""
-
-    at: float
-    """Unix seconds."""
-    reason: str
-    """For people."""
-    id: str | None = None
-    """The checkpoint that training goes on from instead."""
-    step: int | None = None
-    """Its step."""
-    parent: str | None = None
-    """The rest of its ancestry, as in its manifest."""
-    branches: tuple[Branch, ...] = ()
-    resumed: str = ""
-    """Its path."""
-    checkpoints: dict[str, Any] = field(default_factory=dict)
-    """Name -> id of each checkpoint that is moved; null for a damaged one."""
-    evaluations: tuple[str, ...] = ()
-    """Names of the results that are moved, with their claims."""
-    metrics_after: int | None = None
-    """Lines of metrics.jsonl after this step are moved."""
-    stayed: dict[str, Any] = field(default_factory=dict)
-    """Name -> id of each checkpoint that stays."""
-    finished: bool = False
-    """Everything has been moved."""
-
-    @property
-    def lineage(self) -> Lineage | None:
-        """Return the ancestry of the checkpoint that training goes on from."""
-        return parse_lineage(dataclasses.asdict(self))
-
-
-def set_aside(run: Path, why: Why) -> Path:
-    """Move what `why` lists to the next free RUN/abandoned/####. For the run's holder alone.
-
-    Returns:
-        The folder.
-
-    Raises:
-        OSError: The disk refused; the next start goes on with the move.
-    """
-    folder = _begin(run, why)
-    _finish(run, folder, why)
-    return folder
-
-
-def finish_set_aside(run: Path) -> None:
-    """Finish moves that were killed half-way. For the run's holder alone, before it trains."""
-    for folder, why in read_abandoned(run):
-        if not why.finished:
-            _finish(run, folder, why)
-
-
-def move_aside(run: Path, path: Path, at: float, reason: str) -> Path:
-    """Move a file or folder that is in the way to RUN/abandoned/####/<its name>.
-
-    Args:
-        run: The run's directory.
-        path: What is in the way.
-        at: Unix seconds.
-        reason: For people.
-
-    Returns:
-        Where it is now.
-    """
-    folder = _begin(run, Why(at, reason, finished=True))
-    _move(path, folder / path.name)
-    return folder / path.name
-
-
-def read_abandoned(run: Path) -> list[tuple[Path, Why]]:
-    """Return the folders of RUN/abandoned whose why.json can be read, oldest first."""
-    directory = RunPaths(run).abandoned
-    folders = [directory / f"{number:04d}" for number in sorted(attempt_numbers(directory))]
-    found = ((folder, from_json(Why, read_json(folder / WHY))) for folder in folders)
-    return [(folder, why) for folder, why in found if why is not None]
-
-
-def being_set_aside(run: Path) -> dict[str, Any]:
-    """Return name -> id of the checkpoints whose move was begun and has not been finished."""
-    listed: dict[str, Any] = {}
-    for _, why in read_abandoned(run):
-        if not why.finished:
-            listed |= why.checkpoints
-    return listed
-
-
-def abandoned_checkpoints(run: Path) -> Iterator[Path]:
-    """Yield what lies in RUN/abandoned/#### under the name of a step."""
-    directory = RunPaths(run).abandoned
-    for number in sorted(attempt_numbers(directory)):
-        yield from sorted((directory / f"{number:04d}").glob("step-" + "[0-9]" * 8))
-
-
-def _begin(run: Path, why: Why) -> Path:
-    """Make the next free RUN/abandoned/#### with its why.json, in one rename."""
-    directory = RunPaths(run).abandoned
-    directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
-    partial = directory / f".{uuid.uuid4().hex}{PARTIAL}"
-    partial.mkdir(mode=DIRECTORY_MODE)
-    try:
-        replace_json(partial / WHY, dataclasses.asdict(why), durable=True, indent=2)
-        number = max(attempt_numbers(directory), default=0) + 1
-        while os.path.lexists(directory / f"{number:04d}"):
-            number += 1
-        folder = partial.rename(directory / f"{number:04d}")
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    flush_directory(directory)
-    return folder
-
-
-def _finish(run: Path, folder: Path, why: Why) -> None:
-    """Move what has not been moved yet, and note in why.json that all is."""
-    paths = RunPaths(run)
-    for name, known in why.checkpoints.items():
-        found = read_lineage(paths.checkpoints / name)
-        if (found.id if found else None) == known:
-            _move(paths.checkpoints / name, folder / name)
-    for name in why.evaluations:
-        _move(paths.evaluations / name, folder / "evaluations" / name)
-        _move(paths.evaluation_claim(name), folder / "evaluations/claims" / name)
-    if why.metrics_after is not None and paths.metrics.exists():
-        # The copy comes first: what is dropped then is in it already.
-        if not (folder / "metrics.jsonl").exists():
-            copy_after(paths.metrics, why.metrics_after, folder / "metrics.jsonl")
-        drop_after(paths.metrics, why.metrics_after)
-    for changed in (folder, paths.checkpoints):
-        if changed.is_dir():
-            flush_directory(changed)
-    finished = dataclasses.replace(why, finished=True)
-    replace_json(folder / WHY, dataclasses.asdict(finished), durable=True, indent=2)
-
-
-def _move(path: Path, target: Path) -> None:
-    """Rename `path` to `target`, unless that was done before.
-
-    RUN/checkpoints may be a link to another file system. What is moved stays on that one then, in
-    the folder abandoned/ beside the checkpoints, and `target` is a link to it: nothing is copied.
-    """
-    # A link to nothing is left by a process that was killed between the link and the rename.
-    if not os.path.lexists(path) or target.exists():
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not target.is_symlink():
-        try:
-            path.rename(target)
-            return
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-        # The user may have deleted a RUN/abandoned/#### of this number, so the name is a new one.
-        target.symlink_to(path.parent.resolve() / "abandoned" / uuid.uuid4().hex / path.name)
-        flush_directory(target.parent)
-    beside = Path(os.readlink(target))
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    path.rename(beside)
-    flush_directory(beside.parent)
 
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -354,50 +336,37 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """Return a run's complete checkpoints, oldest first.
-
-    Those that are being moved to RUN/abandoned are not the run's any more.
-    """
-    return [path for path in _staying(run) if is_complete(path)]
+    """Return a run's complete checkpoints, oldest first."""
+    return [path for path in named_by_step(RunPaths(run).checkpoints) if is_complete(path)]
 
 
 def headless_checkpoints(run: Path) -> list[Path]:
-    """Return the folders under a checkpoint's name that hold weights but no manifest, by step.
+    """Return what lies under a checkpoint's name without a manifest, by step.
 
-    Publication is one rename, so such a folder has been whole: it is damaged.
+    Publication is one rename, so a checkpoint has lost its manifest: it is damaged.
     """
-    return [path for path in _staying(run) if is_headless(path)]
+    return [path for path in named_by_step(RunPaths(run).checkpoints) if not is_complete(path)]
 
 
-def is_headless(checkpoint: Path) -> bool:
-    """Return True for a checkpoint that has lost its manifest."""
-    return not is_complete(checkpoint) and any(checkpoint.glob("rank-*.safetensors"))
-
-
-def _staying(run: Path) -> list[Path]:
-    """Return what lies under a checkpoint's name and is not being moved to RUN/abandoned."""
-    found, leaving = named_by_step(RunPaths(run).checkpoints), being_set_aside(run)
-    return [path for path in found if path.name not in leaving or not _is(path, leaving[path.name])]
-
-
-def _is(checkpoint: Path, known: str | None) -> bool:
-    """Return True if a checkpoint has this id; a damaged one has none."""
-    lineage = read_lineage(checkpoint)
-    return (lineage.id if lineage else None) == known
+def abandoned_checkpoints(run: Path) -> Iterator[Path]:
+    """Yield what lies in RUN/abandoned/#### under a checkpoint's name."""
+    directory = RunPaths(run).abandoned
+    for number in sorted(attempt_numbers(directory)):
+        yield from named_by_step(directory / f"{number:04d}")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint by its name and its ancestry."""
+    """A checkpoint by its name and its ancestry."""
 
     path: Path
     lineage: Lineage | None
-    """None when the manifest is damaged."""
+    """None when the manifest is damaged or missing."""
 
     @property
     def step(self) -> int:
         """Return the step that its name says."""
-        return _step(self.path)
+        return checkpoint_step(self.path.name) or 0
 
     @property
     def is_sound(self) -> bool:
@@ -406,8 +375,8 @@ class Saved:
 
 
 def saved_checkpoints(run: Path) -> list[Saved]:
-    """Return a run's complete checkpoints with their ancestry, oldest first."""
-    return [Saved(path, read_lineage(path)) for path in complete_checkpoints(run)]
+    """Return a run's checkpoints with their ancestry, oldest first; damaged ones are among them."""
+    return [Saved(path, read_lineage(path)) for path in named_by_step(RunPaths(run).checkpoints)]
 
 
 def newest_checkpoint_step(run: Path) -> int | None:
@@ -422,52 +391,17 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     They are of one line of descent. Damaged ones are among them: whoever opens them finds out.
 
     Raises:
-        ConfigError: Checkpoints of two lines lie side by side, or the run was last started from a
-            checkpoint elsewhere and has saved none since, so that none here is of its line, or the
-            only checkpoint has lost its manifest.
+        ConfigError: Checkpoints of two lines lie side by side, or all are in RUN/abandoned.
     """
     found = saved_checkpoints(run)
     check_one_line(found)
-    for folder, why in reversed(read_abandoned(run)):
-        if not why.resumed:
-            continue
-        elsewhere = Path(why.resumed).parent != RunPaths(run).checkpoints.resolve()
-        ids = {saved.path.name: saved.lineage.id for saved in found if saved.lineage}
-        if elsewhere and ids.items() <= why.stayed.items():
-            raise ConfigError(
-                f"{folder / WHY}: this run was last started from {why.resumed}, and has saved no "
-                f"checkpoint since. Go on from there (--resume {why.resumed}) or name another one"
-            )
-        break
-    headless = headless_checkpoints(run)
-    if not found and headless:
-        raise ConfigError(
-            f"{headless[-1]}: holds weights but no {MANIFEST}, so it is damaged, and the run has "
-            "no other checkpoint. Restore the file, --resume a checkpoint that is elsewhere, or "
-            "train anew in another run.directory"
-        )
     if not found and (left := [p for p in abandoned_checkpoints(run) if is_complete(p)]):
         # Not from scratch, as if the run had never saved anything.
         raise ConfigError(
             f"{run}: its only checkpoints are in abandoned/. Name one (--resume {left[-1]}), or "
             "start from scratch (--resume none)"
         )
-    return sorted((*(saved.path for saved in found), *headless), key=_step, reverse=True)
-
-
-def no_checkpoints(run: Path, newest: Path) -> list[str]:
-    """Return a line for each folder after the newest checkpoint that holds nothing of one."""
-    named = named_by_step(RunPaths(run).checkpoints)
-    others = [path for path in named if not (is_complete(path) or is_headless(path))]
-    return [
-        f"{path}: no checkpoint, it holds neither weights nor a {MANIFEST}; {newest} is the newest"
-        for path in others
-        if _step(path) > _step(newest)
-    ]
-
-
-def _step(checkpoint: Path) -> int:
-    return checkpoint_step(checkpoint.name) or 0
+    return [saved.path for saved in reversed(found)]
 
 
 def check_one_line(found: Sequence[Saved]) -> None:
@@ -495,27 +429,23 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises:
         ConfigError: It is neither, or the run has no complete checkpoint, or two lines of them, or
-            a newer one has lost its manifest.
+            the newest one has lost its manifest.
     """
     if is_complete(path):
-        run = run_of(path)
-        check_version(path.absolute().parents[1] if run is None else run)
+        check_version(run_of(path) or path.absolute().parents[1])
         return path
     check_version(path)
     if found := saved_checkpoints(path):
         check_one_line(found)
-        newest = found[-1]
-        headless = [each for each in headless_checkpoints(path) if _step(each) > newest.step]
-        if headless:
-            # Like any other damage to the newest one: an older one is taken by its name alone.
-            raise ConfigError(
-                f"{headless[-1]}: holds weights but no {MANIFEST}, so the checkpoint is damaged. "
-                f"The one before it is {newest.path}; name that one, or restore the file"
-            )
-        return newest.path
-    what = "neither a run nor a checkpoint" if path.exists() else "no such directory"
+        path = found[-1].path
+        if is_complete(path):
+            return path
     if checkpoint_step(path.name) is not None and path.is_dir():
-        what = f"not a complete checkpoint, it has no {MANIFEST}"
+        raise ConfigError(
+            f"{path}: has no {MANIFEST}, so it is damaged. Restore the file, or name another "
+            "checkpoint"
+        )
+    what = "neither a run nor a checkpoint" if path.exists() else "no such directory"
     raise ConfigError(
         f"{path}: {what}. Give a run's directory (it has checkpoints/) or one step-######## in it"
     )
@@ -531,32 +461,13 @@ def checkpoints_awaiting_evaluation(run: Path) -> list[Path]:
     if not paths.evaluation_plan.exists():
         return []
     evaluated = {path.name for path in named_by_step(paths.evaluations)}
-    complete = complete_checkpoints(run)
-    newest = read_lineage(complete[-1]) if complete else None
-    waiting = []
-    for path in complete:
-        lineage = read_lineage(path) if path.name not in evaluated else None
-        is_elsewhere = lineage and newest and not lineage.is_ancestor_of(newest)
-        if path.name not in evaluated and not is_elsewhere:
-            waiting.append(path)
-    return waiting
-
-
-def earlier_checkpoints(checkpoint: Path) -> list[Path]:
-    """Return the run's complete checkpoints that a checkpoint descends from, oldest first.
-
-    Where its ancestry cannot be read, those of earlier steps.
-    """
-    run, step, lineage = run_of(checkpoint), checkpoint_step(checkpoint.name), None
-    if run is None or step is None:
-        return []
-    lineage = read_lineage(checkpoint)
+    found = [saved for saved in saved_checkpoints(run) if is_complete(saved.path)]
+    newest = found[-1].lineage if found else None
     return [
         saved.path
-        for saved in saved_checkpoints(run)
-        if saved.step < step
-        and saved.lineage is not None
-        and (lineage is None or saved.lineage.is_ancestor_of(lineage))
+        for saved in found
+        if saved.path.name not in evaluated
+        and not (saved.lineage and newest and not saved.lineage.is_ancestor_of(newest))
     ]
 
 
@@ -595,9 +506,6 @@ def partial_attempt(name: str) -> int | None:
 def publish_checkpoint(partial: Path, final: Path, attempt: Path | None) -> None:
     """Give a finished checkpoint its name, unless another attempt has taken the run.
 
-    Whatever has the name already is moved to RUN/abandoned: a folder that a user made, or a
-    checkpoint that was moved back by hand.
-
     Args:
         partial: What `begin_partial` returned, complete and flushed to the disk.
         final: RUN/checkpoints/step-########.
@@ -608,22 +516,10 @@ def publish_checkpoint(partial: Path, final: Path, attempt: Path | None) -> None
         OSError: The disk refused.
     """
     check_still_holds(attempt)
-    if os.path.lexists(final):
-        run = final.parents[1]
-        why = f"it was in the way of the checkpoint of step {checkpoint_step(final.name)}"
-        aside = move_aside(run, final, time.time(), why)
-        say(f"{final}: {why}; moved to {aside}")
-        try:
-            # This process may have been suspended before the move, for so long that what it moved
-            # is a new holder's checkpoint.
-            check_still_holds(attempt)
-        except Superseded:
-            aside.rename(final)
-            raise
     try:
         partial.rename(final)
-    except FileNotFoundError:
-        # The new holder has removed `partial`; see `check_still_holds`.
+    except OSError:
+        # The new holder has removed `partial`, or has saved this step; see `check_still_holds`.
         check_still_holds(attempt)
         raise
     flush_directory(final.parent)

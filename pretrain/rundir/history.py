@@ -5,42 +5,43 @@ The holder of the run's lock alone does so.
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import math
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pretrain.rundir.checkpoints import (
+    MANIFEST,
+    Lineage,
     Saved,
-    Why,
     abandoned_checkpoints,
     check_still_holds,
     checkpoint_name,
     checkpoints_awaiting_evaluation,
-    complete_checkpoints,
-    finish_set_aside,
-    headless_checkpoints,
-    is_complete,
-    is_headless,
     named_by_step,
     partial_attempt,
-    saved_checkpoints,
-    set_aside,
-)
-from pretrain.rundir.files import REMOVED, read_json, remove_directory, say
-from pretrain.rundir.lineage import (
-    MANIFEST,
-    Lineage,
-    Policy,
     read_lineage,
-    removable,
+    saved_checkpoints,
     unheld,
 )
-from pretrain.rundir.metrics import Warn, bring_back
-from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.files import (
+    REMOVED,
+    flush_directory,
+    from_json,
+    make_directory,
+    new_directory,
+    read_json,
+    remove_directory,
+    replace_json,
+)
+from pretrain.rundir.metrics import Warn, copy_after, drop_after
+from pretrain.rundir.paths import RunPaths, attempt_numbers
 
 # ---- Say what a run would lose if it ended at once, as Ctrl-C asks and is told ----
 
@@ -71,15 +72,15 @@ def steps_lost(step: int, saved: int | None) -> str:
     return f"{count} step{'s' if count > 1 else ''} since {since}"
 
 
-_REMOVED = re.compile(rf"\.step-\d{{8,}}\.[0-9a-f]{{32}}{re.escape(REMOVED)}")
+_REMOVED = re.compile(rf"\..*[0-9a-f]{{32}}{re.escape(REMOVED)}")
 
 
 def recover(run: Path, attempt: Path | None) -> None:
     """Clean up after the attempts before, before the run's checkpoints are looked at.
 
     Hidden folders of their unfinished saves are removed, so that none of them can be published any
-    more (see `fence.check_still_holds`). What a killed attempt was about to set aside is moved.
-    Only folders whose hidden names are of our making are touched.
+    more (see `checkpoints.check_still_holds`). Only folders whose hidden names are of our making
+    are touched.
 
     Args:
         run: The run's directory.
@@ -90,21 +91,46 @@ def recover(run: Path, attempt: Path | None) -> None:
         OSError: The disk refused; the run must not be trained then.
     """
     check_still_holds(attempt)
-    checkpoints = RunPaths(run).checkpoints
     number = int(attempt.name) if attempt else 0
-    for path in _hidden(checkpoints):
+    for path in sorted(RunPaths(run).checkpoints.glob(".*")):
+        if path.is_symlink() or not path.is_dir():
+            continue
         # Of earlier attempts alone: this process may have been suspended since the check.
         if (other := partial_attempt(path.name)) is not None and other < number:
             # The rename comes first: a save that still writes to the folder loses it at once.
-            _remove_later(path.rename(path.with_name(_removed_name(path))))
-            name = path.name[1:].partition(".")[0]
-            say(
-                f"{checkpoints / name}: attempt {other} ended while it was saved; what there was "
-                "of it is removed"
-            )
-        elif _REMOVED.fullmatch(path.name):
-            _remove_later(path)
-    finish_set_aside(run)
+            path = path.rename(path.with_name(f".{uuid.uuid4().hex}{REMOVED}"))
+        if _REMOVED.fullmatch(path.name):
+            # If that fails, the next call tries again.
+            shutil.rmtree(path, ignore_errors=True)
+
+
+WHY = "why.json"
+
+
+@dataclass(frozen=True)
+class Why:
+    """why.json: what a run turned away from, when and why."""
+
+    at: float
+    """Unix seconds."""
+    reason: str
+    """For people."""
+    id: str | None = None
+    """The checkpoint that training goes on from instead."""
+    step: int | None = None
+    """Its step."""
+    resumed: str = ""
+    """Its path."""
+    checkpoints: dict[str, Any] = field(default_factory=dict)
+    """Name -> id of each checkpoint that is moved; null for a damaged one."""
+
+
+def read_abandoned(run: Path) -> list[tuple[Path, Why]]:
+    """Return the folders of RUN/abandoned whose why.json can be read, oldest first."""
+    directory = RunPaths(run).abandoned
+    folders = [directory / f"{number:04d}" for number in sorted(attempt_numbers(directory))]
+    found = ((folder, from_json(Why, read_json(folder / WHY))) for folder in folders)
+    return [(folder, why) for folder, why in found if why is not None]
 
 
 def settle(
@@ -114,10 +140,14 @@ def settle(
     passed_over: Mapping[str, str] | None = None,
     attempt: Path | None = None,
 ) -> Path | None:
-    """Set aside whatever is neither the checkpoint that training goes on from nor an ancestor.
+    """Move whatever is neither the checkpoint that training goes on from nor an ancestor.
 
     Those are checkpoints, their evaluations, and lines of metrics.jsonl. It is called when the
     checkpoint has been loaded, so a damaged one that is refused changes nothing.
+
+    The checkpoints go last, in the order of their steps, and each move is on the disk before the
+    next one. So a run that is killed meanwhile goes on from the same checkpoint as before, or all
+    has been moved.
 
     Args:
         run: The run's directory.
@@ -131,40 +161,40 @@ def settle(
 
     Raises:
         Superseded: Another attempt has taken the run; nothing was moved.
-        OSError: The disk refused; the next start goes on with the move.
+        OSError: The disk refused; the next start moves the rest.
     """
     paths, passed_over = RunPaths(run), passed_over or {}
-    headless = [Saved(path, None) for path in headless_checkpoints(run)]
-    found = [*saved_checkpoints(run), *headless]
-    away = [saved for saved in found if not _leads_to(saved, lineage)]
+    away = [saved for saved in saved_checkpoints(run) if not _leads_to(saved, lineage)]
     if not away:
         return None
     fork = _fork(away, lineage)
-    names = {saved.path.name for saved in away}
-    evaluations = [
-        path.name
-        for path in (
-            *named_by_step(paths.evaluations),
-            *named_by_step(paths.evaluations / "claims"),
-        )
-        if path.name in names or (_step(path) > fork)
-    ]
     why = Why(
         at=time.time(),
         reason=_reason(resumed, lineage, passed_over),
         id=lineage.id,
         step=lineage.step,
-        parent=lineage.parent,
-        branches=lineage.branches,
         resumed=str(resumed.resolve()),
         checkpoints={s.path.name: s.lineage.id if s.lineage else None for s in away},
-        evaluations=tuple(sorted(set(evaluations))),
-        metrics_after=fork,
-        stayed={s.path.name: s.lineage.id for s in found if s not in away and s.lineage},
     )
     # Loading may have taken long. What a new holder saves from here on is not in the list.
     check_still_holds(attempt)
-    return set_aside(run, why)
+    folder = paths.abandoned / f"{max(attempt_numbers(paths.abandoned), default=0) + 1:04d}"
+    make_directory(paths.abandoned)
+    with new_directory(folder) as partial:
+        replace_json(partial / WHY, dataclasses.asdict(why), durable=True, indent=2)
+        copy_after(paths.metrics, fork, partial / paths.metrics.name)
+    for name in ("evaluations", "evaluations/claims"):
+        for path in named_by_step(run / name):
+            if path.name in why.checkpoints or _step(path) > fork:
+                make_directory(folder / name)
+                path.rename(folder / name / path.name)
+    for saved in away:
+        if saved is away[-1] and paths.metrics.exists():
+            drop_after(paths.metrics, fork)
+        saved.path.rename(folder / saved.path.name)
+        flush_directory(folder)
+        flush_directory(paths.checkpoints)
+    return folder
 
 
 def keeps_lines_of(run: Path, lineage: Lineage) -> bool:
@@ -180,25 +210,6 @@ def keeps_lines_of(run: Path, lineage: Lineage) -> bool:
     return not away or lineage.step <= _fork(away, lineage)
 
 
-def bring_back_lines(run: Path, resumed: Path, step: int) -> None:
-    """Bring the lines of metrics.jsonl back that were set aside with a checkpoint.
-
-    A user who turns back to a checkpoint in RUN/abandoned goes on with its history. Its evaluations
-    stay there, because their folders may be of other checkpoints of the same steps.
-
-    Args:
-        run: The run's directory, from which what does not lead to the checkpoint has been moved.
-        resumed: The checkpoint that training goes on from.
-        step: Its step.
-
-    Raises:
-        OSError: The disk refused; metrics.jsonl is as it was.
-    """
-    paths, folder = RunPaths(run), resumed.resolve().parent
-    if folder.parent == paths.abandoned.resolve() and (folder / paths.metrics.name).exists():
-        bring_back(paths.metrics, folder / paths.metrics.name, step)
-
-
 def begins_branch(run: Path, resumed: Path, lineage: Lineage) -> bool:
     """Return True if what is saved after `resumed` belongs to a branch of its own.
 
@@ -207,16 +218,56 @@ def begins_branch(run: Path, resumed: Path, lineage: Lineage) -> bool:
     """
     if resumed.resolve().parent != RunPaths(run).checkpoints.resolve():
         return True
-    own = (*complete_checkpoints(run), *headless_checkpoints(run))
-    for path in (*own, *abandoned_checkpoints(run)):
+    for path in (*named_by_step(RunPaths(run).checkpoints), *abandoned_checkpoints(run)):
         other = read_lineage(path)
         # Of a damaged one nobody knows where it lies.
-        is_damaged = other is None and (is_complete(path) or is_headless(path))
-        if is_damaged and _step(path) > lineage.step:
-            return True
-        if other is not None and lineage.shares_branch_beyond(other):
+        if _step(path) > lineage.step if other is None else lineage.shares_branch_beyond(other):
             return True
     return False
+
+
+# ---- Decide which of a run's checkpoints go: the last N, every M-th and the best N stay ----
+# The decision is a pure function of what is known about the checkpoints of one line of descent.
+# `remove_old` applies it.
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The keys of [checkpoint] that say what is kept."""
+
+    keep: int | None = None
+    """Number of newest checkpoints; None keeps all."""
+    keep_every: int | None = None
+    """Those whose step is a multiple of this are kept for good."""
+    keep_best: int = 0
+    """Number of those with the lowest validation loss that are kept."""
+
+
+def removable(
+    losses: Mapping[int, float | None], policy: Policy, wanted: Collection[int] = ()
+) -> list[int]:
+    """Return the steps of the checkpoints that may be deleted, in ascending order.
+
+    The newest two are never among them. The newest is on probation until the next save; if what is
+    trained from it fails, the run goes on from the one before (`attempts.poisoned`).
+
+    Args:
+        losses: Step -> validation loss in nats of complete, readable checkpoints of one line of
+            descent; None for a step that was not evaluated while training.
+        policy: What to keep.
+        wanted: Steps of checkpoints that are still needed, such as those that await an evaluation.
+    """
+    if policy.keep is None:
+        return []
+    steps = sorted(losses)
+    kept = {*steps[-max(policy.keep, 2) :], *wanted}
+    if policy.keep_every is not None:
+        kept |= {step for step in steps if step % policy.keep_every == 0}
+    # A loss that is nan or infinite is no result to keep a checkpoint for.
+    finite = ((n, -step) for step, n in losses.items() if n is not None and math.isfinite(n))
+    # Of equal losses the later checkpoint is kept.
+    kept |= {-step for _, step in sorted(finite)[: policy.keep_best]}
+    return [step for step in steps if step not in kept]
 
 
 def remove_old(run: Path, newest: Path, policy: Policy, warn: Warn) -> None:
@@ -285,22 +336,3 @@ def _step(path: Path) -> int:
 def _validation_loss(checkpoint: Path) -> float | None:
     loss = read_json(checkpoint / MANIFEST).get("validation_loss_nats")
     return float(loss) if isinstance(loss, int | float) and not isinstance(loss, bool) else None
-
-
-def _hidden(checkpoints: Path) -> list[Path]:
-    """Return the hidden folders in RUN/checkpoints; links and files there are not ours."""
-    try:
-        entries = list(os.scandir(checkpoints))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    hidden = (e for e in entries if e.name.startswith(".") and e.is_dir(follow_symlinks=False))
-    return sorted(Path(entry.path) for entry in hidden)
-
-
-def _removed_name(partial: Path) -> str:
-    return f"{partial.name[: partial.name.index('.', 1)]}.{uuid.uuid4().hex}{REMOVED}"
-
-
-def _remove_later(path: Path) -> None:
-    """Remove a hidden folder that is not needed; if that fails, the next call tries again."""
-    shutil.rmtree(path, ignore_errors=True)

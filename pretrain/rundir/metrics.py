@@ -11,7 +11,6 @@ with the value before and after.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -231,19 +230,6 @@ def drop_after(path: Path, step: int) -> None:
     """Rewrite the file without the records after `step` and without damaged lines, in one move."""
     kept = (r for r in read_metrics(path) if 0 < r["step"] <= step - is_change(r))
     _write_all(path, kept, even_empty=True)
-
-
-def bring_back(path: Path, source: Path, last: int) -> None:
-    """Add to a metrics.jsonl, in one move, what another one holds of the steps that follow its own.
-
-    Args:
-        path: The file to add to.
-        source: The file in which the run's lines were set aside.
-        last: The last step to bring back.
-    """
-    own = max((record["step"] for record in read_metrics(path)), default=0)
-    missing = (record for record in read_metrics(source) if own < record["step"] <= last)
-    _write_all(path, itertools.chain(read_metrics(path), missing), even_empty=False)
 
 
 def _write_all(path: Path, records: Iterable[Record], *, even_empty: bool) -> None:

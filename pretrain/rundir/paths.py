@@ -1,8 +1,7 @@
-"""The layout of a run's directory: every path, and the version of the whole.
+"""The layout of a run's directory: its paths, and the version of the whole.
 
-`LAYOUT` is the contract with other tools, and docs/run_directory.md is made of the same rows. A
-file that moves or changes its meaning raises `VERSION`; a new file, or a new key in a file, does
-not.
+docs/run_directory.md is the contract with other tools, and its table lists every path. A file that
+moves or changes its meaning raises `VERSION`; a new file, or a new key in a file, does not.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import signal
 import time
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import NamedTuple
 
 from pretrain.config import ConfigError, Diverged, NoSpace, Poisoned, writing
 from pretrain.rundir.files import read_json, replace_json
@@ -136,76 +134,6 @@ def in_words(outcome: str) -> str:
 VERSION = 1
 
 
-class Entry(NamedTuple):
-    """One row of the layout."""
-
-    path: str
-    """Below RUN. ######## is a training step, #### a count, <...> a number or another word."""
-    written_by: str
-    content: str
-
-
-_ROWS = """
-run.json | first start, import | the version of this layout, and when the run was made
-config.toml | each start, import | its version; the resolved config, every key with its value
-tokenizer.<kind> | pretrain import | an imported export's tokenizer, which data.tokenizer names
-metrics.jsonl | rank 0 | a line per training step, length of an evaluation, and allowed change
-wandb_run_id | rank 0 | the id under which W&B continues the run
-wandb/ | wandb | what W&B keeps on disk
-tensorboard/ | TensorBoard | event files
-profile/step-########-########.rank<rank>.json.gz | rank 0 | trace of train.profile_steps
-checkpoints/step-########/ | all ranks | a checkpoint; it appears under this name when complete
-checkpoints/step-########/manifest.json | rank 0 | ids, size and hash of each file; written last
-checkpoints/step-########/state.json | rank 0 | step, samples, optimizer scalars, data, changes
-checkpoints/step-########/config.toml | rank 0 | the config it was trained with
-checkpoints/step-########/tokenizer.<kind> | rank 0 | the data's tokenizer: .model, .json or .txt
-checkpoints/step-########/index.json | rank 0 | where each box of a tensor is; a hash of every block
-checkpoints/step-########/rank-<rank>.safetensors | each rank | masters, moments of AdamW or NAG
-abandoned/####/why.json | rank 0 | when, why and at which checkpoint the run turned away from this
-abandoned/####/step-########/ | rank 0 | a checkpoint as above that the run does not descend from
-abandoned/####/metrics.jsonl | rank 0 | the lines of the steps after which the run turned away
-abandoned/####/evaluations/ | rank 0 | evaluations of those steps
-attempts/####/owner.json | launcher or rank 0 | who makes the attempt
-attempts/####/provenance.json | rank 0 | code, versions, machine and command line of the attempt
-attempts/####/heartbeat | launcher or rank 0 | empty; its modification time is the lease
-attempts/####/phases.jsonl | rank 0 | a line whenever the attempt begins another phase
-attempts/####/progress | rank 0 | the last sign of life of training
-attempts/####/rendezvous.json | rank 0 | where the others reach it; removed when all have come
-attempts/####/suspensions.jsonl | launcher | a line for each time in which its job was suspended
-attempts/####/preflight.json | launcher | what the check of the nodes before the ranks found
-attempts/####/preflight.log | launcher | what that check's processes printed
-attempts/####/waiting.json | launcher | what it waits for while it makes no attempt
-attempts/####/ended.json | launcher or rank 0 | how the attempt ended
-attempts/####/config.toml | launcher local | config of a restart or a sweep's run, safe from edits
-logs/rank-<rank>.log | launcher local | what a rank prints, in all attempts
-logs/attempt-####.log | launcher | what all ranks of an attempt print, under Slurm
-logs/slurm-<job>.log | Slurm | what the job's batch script prints
-logs/evaluate-step-########.log | launcher | what the evaluation of a checkpoint prints
-launch/config.toml | launcher submit | the resolved config that was submitted
-launch/launch.json | launcher submit | how the job starts its ranks
-launch/train.sbatch | launcher submit | the batch script
-launch/local.json | launcher local | the command of the last start on a single machine
-jobs.jsonl | launcher | a line per Slurm job that was sent for the run
-evaluations/plan.json | launcher | how checkpoints are evaluated; without it they are not
-evaluations/plan.paused.json | launcher cancel | the plan while the run is cancelled
-evaluations/claims/step-########/ | evaluation job | attempts/ as above: who evaluates a checkpoint
-evaluations/step-########/ | evaluation job | a checkpoint's result; it appears when complete
-evaluations/step-########/curve.json | pretrain evaluate | loss and perplexity by length
-evaluations/step-########/curve.<format> | pretrain evaluate | the same as CSV and as a picture
-evaluations/step-########/curve_blocks.csv | pretrain evaluate | loss by block of the text
-evaluations/step-########/positions.<format> | pretrain evaluate | loss by position in the window
-evaluations/step-########/report.md | pretrain evaluate | tables and findings
-evaluations/step-########/failed.json | launcher | why there is no result, in its place
-evaluations/curve.json | pretrain report | all results together
-evaluations/curve.<format> | pretrain report | the same as CSV and as a picture
-evaluations/curve_<part>.<format> | pretrain report | a picture of one of several texts
-evaluations/steps.<format> | pretrain report | perplexity over training steps
-evaluations/steps_<part>.<format> | pretrain report | the same of one of several texts
-evaluations/report.md | pretrain report | tables and findings
-"""
-LAYOUT = tuple(Entry(*line.split(" | ")) for line in _ROWS.strip().splitlines())
-
-
 class RunPaths:
     """The paths below a run's directory `root`. Nothing is read or made."""
 
@@ -300,24 +228,11 @@ def check_apart(run: Path) -> None:
                 "own, outside of it"
             )
     for parent in resolved.parents:
-        if _has_begun(parent):
+        if "run_directory_version" in read_json(RunPaths(parent).version):
             raise ConfigError(
                 f"run.directory = {run}: lies inside {parent}, which is the directory of another "
                 "run. Choose a directory outside of it, as beside it"
             )
-
-
-def _has_begun(directory: Path) -> bool:
-    """Return True for a run's directory, by files that no other program writes."""
-    paths = RunPaths(directory)
-    if "run_directory_version" in read_json(paths.version):
-        return True
-    try:
-        owners = list(paths.attempts.glob("[0-9]*/owner.json"))
-    except OSError:
-        # Another user's, which may not be read.
-        return False
-    return bool(owners)
 
 
 def claim_version(run: Path) -> None:
@@ -343,15 +258,8 @@ def check_version(run: Path) -> None:
     path = RunPaths(run).version
     if not path.exists():
         return
-    try:
-        # A pipe in its place must not be waited for.
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-    except PermissionError:
-        raise ConfigError(
-            f"{path}: you may not read it. Ask its owner, or join the group that may"
-        ) from None
-    except OSError:
-        pass
+    if not os.access(path, os.R_OK, effective_ids=True):
+        raise ConfigError(f"{path}: you may not read it. Ask its owner")
     found = read_json(path).get("run_directory_version")
     if type(found) is not int or found != VERSION:
         raise ConfigError(

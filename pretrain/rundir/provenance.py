@@ -5,14 +5,13 @@ Rank 0 writes attempts/####/provenance.json when an attempt begins, and every ch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import platform
-import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,15 +19,10 @@ from importlib import metadata
 from pathlib import Path
 
 from pretrain.rundir.attempts import Owner
-from pretrain.rundir.files import Json, from_json, read_bytes, replace_json
+from pretrain.rundir.files import Json, from_json, replace_json
 from pretrain.rundir.trust import redacted
 
 # ---- Find out which source code is running: the commit, and how it was changed since ----
-# git is asked, and nothing of the repository is executed. Its config, hooks and attributes may name
-# programs that git would run to compare files (fsmonitor, filters, textconv), so for that git gets
-# an empty git directory of its own, which has none of them, and of the repository only the commit,
-# the index and the objects. For the same reason it does not matter whose the repository is. To say
-# where those are, git runs nothing.
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,13 +31,6 @@ CODE = ("pretrain", "kernels", "launcher", "slurm")
 """What runs: the folders of the clone that the package consists of."""
 GIT_SECONDS = 5.0
 """The longest time for a call of git."""
-_ENVIRONMENT = {
-    "GIT_CONFIG_GLOBAL": "/dev/null",
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_CONFIG_COUNT": "1",
-    "GIT_TERMINAL_PROMPT": "0",
-    "LC_ALL": "C",
-}
 
 
 @dataclass(frozen=True)
@@ -59,75 +46,36 @@ class Source:
 
 
 def read_source(root: Path = ROOT) -> Source:
-    """Return the state of the code in `root`. It never fails: what cannot be found out is None."""
+    """Return what git says of the code in a clone; nothing where there is none."""
+    if not (root / ".git").exists():
+        # A wheel may lie inside of another repository.
+        return Source()
     try:
-        # Of `root` itself: a wheel may lie inside of another repository.
-        environment = {
-            **_ENVIRONMENT,
-            "GIT_CEILING_DIRECTORIES": str(root.parent),
-            "GIT_CONFIG_KEY_0": "safe.directory",
-            "GIT_CONFIG_VALUE_0": "*",
-        }
-        words = ["rev-parse", "HEAD", "--git-path", "index", "--git-path", "objects"]
-        commit, index, objects = os.fsdecode(_git(words, root, environment)).splitlines()
-    except (OSError, ValueError, subprocess.SubprocessError):
+        commit = _git(root, "rev-parse", "HEAD").decode().strip()
+    except (OSError, subprocess.SubprocessError):
         # No git, no repository, no commit, or a folder that this user may not look into.
         return Source()
     try:
-        changes = _changes(root, root / index, root / objects, commit)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        # Too slow, or a kind of repository that it refuses.
+        diff = ["diff", "--binary", "--no-ext-diff", "--no-textconv", "--ignore-submodules=all"]
+        changes = _git(root, *diff, "HEAD", "--", *CODE)
+        others = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *CODE)
+        for name in sorted(filter(None, others.split(b"\0"))):
+            content = (root / os.fsdecode(name)).read_bytes()
+            changes += name + b"\0" + hashlib.sha256(content).digest()
+    except (OSError, subprocess.SubprocessError):
+        # Too slow, or a file that may not be read.
         return Source(commit)
-    digest = hashlib.sha256(changes).hexdigest() if changes else None
-    return Source(commit, bool(changes), digest)
+    return Source(commit, bool(changes), hashlib.sha256(changes).hexdigest() if changes else None)
 
 
-def _changes(root: Path, index: Path, objects: Path, commit: str) -> bytes:
-    """Return all in which the code differs from a commit, as bytes that are the same again."""
-    code = [name for name in CODE if (root / name).is_dir()]
-    with tempfile.TemporaryDirectory(prefix="pretrain-git-") as folder:
-        (Path(folder) / "refs").mkdir()
-        (Path(folder) / "HEAD").write_text(f"{commit}\n")
-        environment = {
-            **_ENVIRONMENT,
-            "GIT_DIR": folder,
-            "GIT_WORK_TREE": str(root),
-            "GIT_INDEX_FILE": str(index),
-            "GIT_OBJECT_DIRECTORY": str(objects),
-            # Otherwise git writes the index anew when a file has another time and the same bytes.
-            "GIT_CONFIG_KEY_0": "diff.autoRefreshIndex",
-            "GIT_CONFIG_VALUE_0": "false",
-        }
-        options = ["--binary", "--no-ext-diff", "--no-textconv", "--ignore-submodules=all"]
-        diff = _git(["diff", *options, "HEAD", "--", *code], root, environment)
-        others = ["ls-files", "--others", "--exclude-standard", "-z", "--", *code]
-        untracked = sorted(_git(others, root, environment).split(b"\0"))
-    for name in filter(None, untracked):
-        path = root / name.decode(errors="surrogateescape")
-        content = b"" if path.is_symlink() else _content(path)
-        diff += name + b"\0" + hashlib.sha256(content).digest()
-    return diff
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return read_bytes(path, follow=False)
-    except OSError:
-        return b""
-
-
-def _git(words: list[str], root: Path, environment: dict[str, str]) -> bytes:
+def _git(root: Path, *words: str) -> bytes:
     """Return what git prints. Raises OSError or SubprocessError when it does not answer."""
-    program = shutil.which("git")
-    if program is None:
-        raise FileNotFoundError("git")
+    # Also of a clone that another user keeps: its code runs here.
     return subprocess.run(
-        [program, "--no-optional-locks", *words],
+        ["git", "-c", "safe.directory=*", "--no-optional-locks", *words],
         cwd=root,
-        env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        capture_output=True,
         timeout=GIT_SECONDS,
         check=True,
     ).stdout
@@ -193,9 +141,9 @@ class Provenance:
         source = read_source()
         return Provenance(
             at=time.time(),
-            version=version_of("pretrain") or "not installed",
+            version=_packages("pretrain").get("pretrain", "not installed"),
             **dataclasses.asdict(source),
-            versions={"python": platform.python_version(), **_packages(), **versions},
+            versions={"python": platform.python_version(), **_packages(*PACKAGES), **versions},
             device=device,
             num_processes=owner.num_processes,
             host=socket.gethostname(),
@@ -208,14 +156,7 @@ class Provenance:
     @staticmethod
     def of_json(content: Json | None) -> Provenance | None:
         """Return what was recorded; None where nothing was, or it is damaged."""
-        found = from_json(Provenance, content or {})
-        if found is None or not all(isinstance(v, str) for v in found.versions.values()):
-            return None
-        return found
-
-    def to_json(self) -> Json:
-        """Return it as a JSON object."""
-        return dataclasses.asdict(self) | {"command": list(self.command)}
+        return from_json(Provenance, content or {})
 
     @property
     def code(self) -> str:
@@ -257,23 +198,18 @@ def _program(path: str) -> str:
     return "pretrain" if name in ("__main__.py", "-c", "-m") else name
 
 
-def version_of(package: str) -> str | None:
-    """Return the installed version of a package."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _packages() -> dict[str, str]:
+def _packages(*names: str) -> dict[str, str]:
     """Return the versions of the packages that are installed."""
-    found = {name: version_of(name) for name in PACKAGES}
-    return {name: version for name, version in found.items() if version}
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def write_provenance(attempt: Path, provenance: Provenance) -> None:
     """Write attempts/####/provenance.json. Raises OSError when the disk refuses."""
-    replace_json(attempt / PROVENANCE, provenance.to_json(), indent=1)
+    replace_json(attempt / PROVENANCE, dataclasses.asdict(provenance), indent=1)
 
 
 def printable(text: str) -> str:

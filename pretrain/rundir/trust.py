@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pretrain.config import ConfigError
 from pretrain.rundir.files import read_bytes
-from pretrain.rundir.paths import LAYOUT, RunPaths
+from pretrain.rundir.paths import RunPaths
 
 # ---- credentials ----
 # Tell secrets from other settings, by the names of variables and by what their values look like.
@@ -30,50 +30,14 @@ from pretrain.rundir.paths import LAYOUT, RunPaths
 # export secrets in the shell. No message of it has a value.
 
 
-WORDS = {
-    "AUTH",
-    "AUTHORIZATION",
-    "BEARER",
-    "COOKIE",
-    "CRED",
-    "CREDS",
-    "JWT",
-    "KEY",
-    "KEYS",
-    "LOGIN",
-    "OTP",
-    "PASS",
-    "PASSCODE",
-    "PASSWORDS",
-    "PAT",
-    "PSK",
-    "PSW",
-    "PW",
-    "PWD",
-    "USERPWD",
-    "WEBHOOK",
-}
-"""A name with one of these words in it is a secret's: MY_PASS, GH_PAT, HF_AUTH. So is one with a
-word of ENDINGS."""
-ENDINGS = (
-    "ACCESSKEY",
-    "APIKEY",
-    "AUTHKEY",
-    "CREDENTIAL",
-    "CREDENTIALS",
-    "DBPASS",
-    "PASSPHRASE",
-    "PASSWD",
-    "PASSWORD",
-    "PRIVATEKEY",
-    "SECRET",
-    "SECRETKEY",
-    "SECRETS",
-    "TOKEN",
-    "USERPASS",
+_SECRET = re.compile(
+    r"AUTH|AUTHORIZATION|BEARER|COOKIE|CREDS?|JWT|KEYS?|LOGIN|OTP|PASS|PASSCODE|PASSWORDS|PAT|PSK|PSW"
+    r"|PW|PWD|USERPWD|WEBHOOK"
+    # At the end of a word: MYTOKEN, PGPASSWORD, but not COMPASS or MONKEY.
+    r"|.*((ACCESS|API|AUTH|PRIVATE|SECRET)KEY|CREDENTIALS?|(DB|USER)PASS|PASSPHRASE|PASSWD|PASSWORD)"
+    r"|.*(SECRETS?|TOKEN)"
 )
-"""A name with a word that ends so is a secret's: MYTOKEN, PGPASSWORD. Not every word that ends with
-PASS or KEY is one: COMPASS, MONKEY."""
+"""A name with such a word in it is a secret's: MY_PASS, GH_PAT, HF_AUTH."""
 PLACES = {"DIR", "DIRECTORY", "FILE", "FILES", "HOME", "PATH", "SIZE", "SOCK", "SOCKET"}
 """A name that ends with one of these words says where a secret is, or how long: SSH_AUTH_SOCK."""
 NO_SECRETS = {"PWD", "OLDPWD", "HF_HUB_DISABLE_IMPLICIT_TOKEN", "MAX_TOKEN", "NUM_TOKEN"}
@@ -111,7 +75,7 @@ def is_credential(name: str) -> bool:
     words = [word.upper() for word in _WORD.findall(name)]
     if not words or words[-1] in PLACES:
         return False
-    return any(word in WORDS or word.endswith(ENDINGS) for word in words)
+    return any(map(_SECRET.fullmatch, words))
 
 
 def credential_in(value: str) -> str | None:
@@ -167,22 +131,16 @@ def refusal(key: str, what: str) -> str:
         key: Where it stands.
         what: A name, or what `credential_in` returns.
     """
-    remedy = "Leave it out"
-    if re.fullmatch(r"[A-Za-z_]\w*", what):
-        remedy += f" and `export {what}=...` in your shell: the job inherits it"
-    else:
-        remedy += "; export it in your shell as a variable, which the job inherits"
+    export = f"`export {what}=...`" if what.isidentifier() else "export it as a variable"
     return (
         f"{key}: {what} looks like a secret, and would be written into the job's script and the "
-        f"run's directory. {remedy}"
+        f"run's directory. Leave it out, and {export} in your shell: the job inherits it"
     )
 
 
 ROOT = 0
 """The user id of root, who can change every file anyway."""
 OTHERS_MAY_WRITE, GROUP_MAY_WRITE = stat.S_IWOTH, stat.S_IWGRP
-NAMES = {entry.path.split("/")[0] for entry in LAYOUT if "<" not in entry.path.split("/")[0]}
-"""What a run's directory holds; anything else there is of no interest to us."""
 WRITTEN_BY_LIBRARIES = {"wandb", "tensorboard"}
 """These folders are made by others' code, with the modes that it chooses; only whose they are is
 checked."""
@@ -203,8 +161,11 @@ def check_trusted(run: Path) -> None:
             owner and mode, and the command that mends it.
     """
     paths = RunPaths(run)
-    for path in (run, *(run / name for name in sorted(NAMES - WRITTEN_BY_LIBRARIES))):
-        _check(path)
+    # Anything else that lies there is of no interest to us.
+    own = [path for path in vars(paths).values() if path.parent == run]
+    for path in (run, *own):
+        if path.name not in WRITTEN_BY_LIBRARIES:
+            _check(path)
     for name in WRITTEN_BY_LIBRARIES:
         with contextlib.suppress(OSError):
             _check_owner(run / name, (run / name).lstat())
@@ -301,7 +262,7 @@ def _check_status(path: Path, found: os.stat_result, descriptor: int | None = No
         found.st_mode & GROUP_MAY_WRITE and not _is_alone_in_group(shared, found)
     )
     if is_open:
-        who = "everybody" if found.st_mode & OTHERS_MAY_WRITE else f"group {_group(found.st_gid)}"
+        who = "everybody" if found.st_mode & OTHERS_MAY_WRITE else f"group {found.st_gid}"
         raise ConfigError(
             f"{path}: {who} may write to it ({_described(found)}), and {CONSEQUENCE}. If you trust "
             f"all that is in it, `chmod -R go-w {shlex.quote(str(path))}`; where the file system "
@@ -359,16 +320,5 @@ def _has_access_list(file: Path | int) -> bool:
 
 
 def _described(found: os.stat_result) -> str:
-    """Return "owner alice, mode 0777"."""
-    try:
-        owner = pwd.getpwuid(found.st_uid).pw_name
-    except KeyError:
-        owner = str(found.st_uid)
-    return f"owner {owner}, mode {stat.S_IMODE(found.st_mode):04o}"
-
-
-def _group(gid: int) -> str:
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
+    """Return "owner 1000, mode 0777"."""
+    return f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"

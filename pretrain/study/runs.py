@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from pretrain.checkpoint.blocks import DamagedCheckpoint
+from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.manifest import data_hashes, open_checkpoint
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.schema import Effect

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
 
-from pretrain.checkpoint.blocks import DamagedCheckpoint
+from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import (
     Checkpoint,
@@ -29,8 +29,8 @@ from pretrain.checkpoint.manifest import (
     data_hashes,
     open_checkpoint,
 )
-from pretrain.checkpoint.store import is_url
 from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config.run import is_url
 from pretrain.config.trajectory import DIGITS, Difference
 from pretrain.data.blend import Blend, segment_of
 from pretrain.data.stream import TokenStream, open_stream
@@ -43,15 +43,15 @@ from pretrain.optim.zero import ZeroOptimizer
 from pretrain.platform import device_name, versions
 from pretrain.rundir.attempts import Owner, poisoned, read_attempts
 from pretrain.rundir.checkpoints import (
+    Branch,
     checkpoint_step,
     checkpoints_to_resume,
     complete_checkpoints,
     find_checkpoint,
-    no_checkpoints,
+    new_id,
 )
 from pretrain.rundir.files import make_directory, say
-from pretrain.rundir.history import begins_branch, bring_back_lines, keeps_lines_of, recover, settle
-from pretrain.rundir.lineage import Branch, new_id
+from pretrain.rundir.history import begins_branch, keeps_lines_of, recover, settle
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.provenance import (
@@ -429,8 +429,6 @@ def take_run(
         config, resume, start_point.checkpoint, data, allowed, evaluations=tuple(evaluations)
     )
     _say_passed_over(start_point)
-    if start_point.is_automatic and start_point.checkpoint is not None:
-        say(*no_checkpoints(config.directory, start_point.checkpoint.path))
     return dataclasses.replace(start_point, provenance=record_provenance(reporter))
 
 
@@ -555,7 +553,6 @@ def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) ->
     passed_over = {each.name: first_sentence(why) for each, why in start_point.passed_over}
     with writing(config.directory):
         folder = settle(config.directory, path, lineage, passed_over, attempt)
-        bring_back_lines(config.directory, path, lineage.step)
     if folder is not None:
         names = ", ".join(sorted(found.name for found in folder.glob("step-*")))
         say(

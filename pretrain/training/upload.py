@@ -7,18 +7,19 @@ import threading
 import time
 from pathlib import Path
 
-from pretrain.checkpoint.blocks import DamagedCheckpoint
+from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.store import Store, Stored, StoreError, is_url, split_checkpoint
+from pretrain.checkpoint.store import Store, Stored, StoreError, split_checkpoint
 from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config.run import is_url
+from pretrain.rundir.attempts import check_free
 from pretrain.rundir.checkpoints import (
     begin_partial,
     checkpoint_directory,
+    read_lineage,
     saved_checkpoints,
 )
 from pretrain.rundir.files import publish_directory, say
-from pretrain.rundir.lineage import read_lineage
-from pretrain.rundir.lock import check_free
 from pretrain.topology import Topology, on_main, supervised_attempt
 from pretrain.training.start import Run
 
@@ -147,31 +148,12 @@ def fetch(config: RunConfig, resume: str) -> str:
             )
         if not newest.is_ancestor_of(wanted.lineage):
             return resume
-    candidates = [wanted] if name else store.line_to(wanted)
-    return _fetch_first_good(config, store, candidates, resume)
-
-
-def _fetch_first_good(
-    config: RunConfig, store: Store, candidates: list[Stored], resume: str
-) -> str:
-    """Download the first of some checkpoints that is as it was saved, unless the run has it.
-
-    Args:
-        config: The run.
-        store: Where they are.
-        candidates: The newest first.
-        resume: "auto" or a URL.
-
-    Returns:
-        What to resume from now.
-    """
-    for stored in candidates:
+    for stored in [wanted] if name else store.line_to(wanted):
         final = checkpoint_directory(config.directory, stored.step)
         there = read_lineage(final)
-        if there is not None and there.id == stored.lineage.id:
-            return resume if resume == "auto" else str(final)
         try:
-            _fetch_one(config, store, stored, final)
+            if there is None or there.id != stored.lineage.id:
+                _fetch_one(config, store, stored, final)
         except DamagedCheckpoint as error:
             say(f"warning: {error}. The checkpoint before it is tried")
             continue

@@ -333,9 +333,9 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
 
 def continue_run_in_blocks(config: RunConfig, resume: str, until: int, block_bytes: int) -> Any:
     """Run `continue_run`, and save in blocks of another size."""
-    from pretrain.checkpoint import blocks
+    from pretrain.checkpoint import format
 
-    with patch.object(blocks, "BLOCK_BYTES", block_bytes):
+    with patch.object(format, "BLOCK_BYTES", block_bytes):
         return continue_run(config, resume, until)
 
 

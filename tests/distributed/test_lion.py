@@ -7,7 +7,7 @@ import torch
 
 from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.tensors import show_source
+from pretrain.checkpoint.tools import show_source
 from pretrain.config import ConfigError, dump_config, load_config, parse_config
 from pretrain.config.trajectory import differences
 from pretrain.optim.optimizers import learning_rate

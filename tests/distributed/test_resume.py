@@ -6,11 +6,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from pretrain.checkpoint.blocks import BLOCK_BYTES
-from pretrain.checkpoint.listing import list_run, verify_sources
+from pretrain.checkpoint.format import BLOCK_BYTES
 from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Store
+from pretrain.checkpoint.tools import list_run, verify_sources
 from pretrain.rundir.checkpoints import checkpoint_directory, find_checkpoint
 from tests.conftest import ALL_LAYOUTS, LAYOUTS, tiny_config
 from tests.distributed import tasks
@@ -143,7 +143,7 @@ def test_a_checkpoint_in_blocks_of_another_size_is_as_good(pools, tiny_data, tmp
         opened = open_checkpoint(checkpoint_directory(tmp_path / "run", 2 * step))
         assert opened.index.block_bytes == block_bytes
     assert losses == expected
-    assert [row.damage or row.unread for row in list_run(tmp_path / "run")] == [None] * 3
+    assert [row.problem for row in list_run(tmp_path / "run")] == [None] * 3
     assert verify_sources([tmp_path / "run"])
     assert capsys.readouterr().out.count("every byte is as it was written") == 3
     a, b = _state(tmp_path / "whole", 6), _state(tmp_path / "run", 6)

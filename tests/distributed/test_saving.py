@@ -16,8 +16,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from pretrain.checkpoint.listing import verify_checkpoint
 from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.checkpoint.tools import verify_checkpoint
 from pretrain.config import RunConfig
 from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints
 from tests.conftest import ALL_LAYOUTS, tiny_config

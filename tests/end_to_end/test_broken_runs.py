@@ -54,7 +54,7 @@ def test_a_damaged_checkpoint(refused, config, run, tmp_path, name):
     file, spoil, words = SPOILED[name]
     copy = copied(run, run.with_name("damaged"))
     spoil(copy / STEP_8 / file)
-    remedy = f"The checkpoint is damaged. The one before it is {copy / STEP_4}"
+    remedy = "The checkpoint is damaged: go on from an earlier one"
     for command in (["evaluate", copy], ["export", copy, tmp_path / "hf"]):
         refused(command, copy / STEP_8 / file, *words, remedy)
     assert not list(tmp_path.iterdir())
@@ -77,7 +77,8 @@ def test_a_run_whose_only_checkpoint_lost_its_manifest_is_not_begun_anew(refused
     before = contents(copy)
     refused(
         ["train", config, "--set", f"run.directory={copy}"],
-        f"{copy / STEP_8}: holds weights but no manifest.json",
+        "all of its checkpoints are damaged",
+        f"{copy / STEP_8}/manifest.json: missing",
     )
     assert contents(copy) == before
 

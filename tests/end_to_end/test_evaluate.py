@@ -123,19 +123,12 @@ def test_an_older_checkpoint_is_never_taken_without_a_word(refused, run, tmp_pat
     """A newest checkpoint without its manifest is damaged like one with a flipped bit."""
     copy = copied(run, run.with_name("headless"))
     (copy / STEP_8 / "manifest.json").unlink()
-    words = f"{copy / STEP_8}: ", "no manifest.json", f"The one before it is {copy / STEP_4}"
+    words = f"{copy / STEP_8}: has no manifest.json", "name another checkpoint"
     refused(["evaluate", copy], *words)
     refused(["export", copy, tmp_path / "hf"], *words)
     # By its name, the user has said which one.
     done = pretrain("evaluate", copy / STEP_4, *QUICK)
     assert done.code == 0 and f"{copy}: step 4 of 8" in done.out, done.text
-    # A folder of somebody's under the name of a step is no checkpoint.
-    (copy / STEP_8).rename(copy / "elsewhere")
-    (copy / STEP_8).mkdir()
-    (copy / STEP_8 / "notes.txt").write_text("mine")
-    done = pretrain("evaluate", copy, *QUICK)
-    assert done.code == 0 and f"{copy}: step 4 of 8" in done.out, done.text
-    assert f"{copy / STEP_8}: no checkpoint" in done.err, done.err
 
 
 # ---- protocols -----------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ import signal
 import subprocess
 from pathlib import Path
 
-from pretrain.rundir.attempts import read_attempts
+from pretrain.rundir.attempts import Attempt, read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
-from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import ExitCode
 from tests.end_to_end.commands import (
     LAUNCHER,

@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
-from pretrain.checkpoint.load import read_tensor
+from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.rundir.attempts import read_attempts
-from pretrain.rundir.checkpoints import complete_checkpoints, read_abandoned
+from pretrain.rundir.checkpoints import complete_checkpoints
+from pretrain.rundir.history import read_abandoned
 from tests.end_to_end.commands import (
     LAUNCHER,
     PRETRAIN,
@@ -96,9 +97,8 @@ def test_a_checkpoint_that_poisons_two_attempts_is_passed_over(poisoned_run, wor
     settings = [f"run.directory={whole}", "checkpoint.interval_steps=4", "train.num_steps=12"]
     succeeded(forked([*PRETRAIN, "train", str(config), *sets(*settings)]))
     first, second = (open_checkpoint(each / "checkpoints/step-00000012") for each in (run, whole))
-    assert first.index.tensors and all(
-        torch.equal(read_tensor(first, name), read_tensor(second, name))
-        for name in first.index.tensors
-    )
+    for kind in ("master", *first.config.moments):
+        one, two = (load_global_state(each, kind) for each in (first, second))
+        assert one and all(torch.equal(one[name], two[name]) for name in one)
     listed = succeeds("checkpoint", "list", run)
     assert f"abandoned/{folder.name}" in listed.out and "poisoned" in listed.out

@@ -6,7 +6,7 @@ import json
 import shutil
 
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.tensors import show_source
+from pretrain.checkpoint.tools import show_source
 from pretrain.rundir.provenance import Provenance
 from tests.end_to_end.commands import pretrain, sets, succeeds
 

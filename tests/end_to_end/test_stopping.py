@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.attempts import Attempt, AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
-from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import ExitCode
 from tests.end_to_end.commands import (
     PRETRAIN,

@@ -35,7 +35,7 @@ for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, frame: received.append(number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGUSR2])
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.lock import Attempt
+from pretrain.rundir.attempts import Attempt
 from pretrain.rundir.paths import ExitCode
 # With a second's patience, progress is written ten times a second.
 rank = int(os.environ["SLURM_PROCID"])

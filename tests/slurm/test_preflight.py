@@ -16,9 +16,8 @@ import pytest
 from pretrain.config import ConfigError, NoSpace, load_config
 from pretrain.launcher.preflight import check_nodes
 from pretrain.launcher.supervise import Signals
-from pretrain.rundir.attempts import AttemptRecord, Preflight, read_attempts
+from pretrain.rundir.attempts import Attempt, AttemptRecord, Preflight, read_attempts
 from pretrain.rundir.jobs import LaunchRecord
-from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import ON_CPU, ROOT, wait_for
 from tests.slurm.cluster import Cluster
 

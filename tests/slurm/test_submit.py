@@ -19,8 +19,8 @@ import tomli_w
 
 from pretrain.config import dump_config, load_config
 from pretrain.launcher import slurm
+from pretrain.rundir.attempts import Attempt
 from pretrain.rundir.jobs import JobRecord, append_job
-from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import ROOT, Done, explained, launcher, sets, succeeded, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import with_scripted_ranks, write_site

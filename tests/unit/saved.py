@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain.checkpoint.blocks import global_boxes
-from pretrain.checkpoint.index import Part, Piece, write_part
+from pretrain.checkpoint.format import Part, Piece, global_boxes, write_part
 from pretrain.checkpoint.manifest import (
     MASTER,
     Checkpoint,
@@ -24,8 +23,7 @@ from pretrain.checkpoint.manifest import (
 from pretrain.checkpoint.writer import Publication, publish
 from pretrain.config import RunConfig, dump_config
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.rundir.checkpoints import begin_partial, checkpoint_directory
-from pretrain.rundir.lineage import Branch, new_id
+from pretrain.rundir.checkpoints import Branch, begin_partial, checkpoint_directory, new_id
 from tests.conftest import tiny_config
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -25,9 +25,8 @@ from pretrain.launcher.evaluations import (
 )
 from pretrain.launcher.site import parse_site
 from pretrain.launcher.slurm import Job
-from pretrain.rundir.attempts import Owner, read_attempts
+from pretrain.rundir.attempts import Attempt, Owner, read_attempts
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
-from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import RunPaths
 from tests.conftest import tiny_config
 from tests.end_to_end.commands import wait_for

@@ -1,7 +1,5 @@
 """Lines of descent, what is set aside, the fence before publication, holds and retention."""
 
-import contextlib
-import errno
 import json
 import multiprocessing
 import os
@@ -14,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, NoSpace, RunFailed
-from pretrain.rundir import checkpoints, history
-from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, poisoned
+from pretrain.rundir import checkpoints
+from pretrain.rundir.attempts import Attempt, AttemptRecord, Ended, Owner, poisoned
 from pretrain.rundir.checkpoints import (
+    MANIFEST,
+    Branch,
+    Lineage,
     Superseded,
     begin_partial,
-    being_set_aside,
     check_room,
     check_still_holds,
     checkpoint_directory,
@@ -27,24 +27,21 @@ from pretrain.rundir.checkpoints import (
     checkpoints_to_resume,
     complete_checkpoints,
     find_checkpoint,
+    hold,
     partial_attempt,
     publish_checkpoint,
-    read_abandoned,
+    read_lineage,
+    unheld,
     writing_as_holder,
 )
-from pretrain.rundir.history import begins_branch, recover, remove_old, settle
-from pretrain.rundir.lineage import (
-    MANIFEST,
-    Branch,
-    Lineage,
+from pretrain.rundir.history import (
     Policy,
-    hold,
-    parse_lineage,
-    read_lineage,
+    begins_branch,
+    recover,
     removable,
-    unheld,
+    remove_old,
+    settle,
 )
-from pretrain.rundir.lock import Attempt
 from pretrain.rundir.metrics import WarnOnce
 from pretrain.rundir.paths import RunPaths
 from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
@@ -102,53 +99,19 @@ def test_ancestry_against_a_tree_that_is_walked():
             assert node.last_common_step(other) == max(common)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"id": ""}, {"step": -1}, {"step": 10**400}, {"branches": []}, {"branches": [{"id": "a"}]}],
-)
-def test_an_ancestry_that_is_none(change):
-    content = {"id": "a", "step": 4, "parent": None, "branches": [{"id": "a", "since": 0}]}
-    assert parse_lineage(content) == lineage_of("a", 4)
-    assert parse_lineage(content | change) is None
-    assert parse_lineage({k: v for k, v in content.items() if k not in change}) is None or (
-        "parent" in change
-    )
-
-
-def lineage_of(name: str, step: int) -> Lineage:
-    return Lineage(name, step, None, (Branch(name, 0),))
-
-
 # ---- setting aside -------------------------------------------------------------------------------
-def test_whatever_moment_a_kill_comes_at_the_move_ends_the_same(tmp_path, monkeypatch):
+def test_whatever_moment_a_kill_comes_at_the_run_has_one_line_and_loses_nothing(
+    tmp_path, monkeypatch
+):
     """Every rename and every write of the move is the last one of some killed process."""
-
-    def prepared(run: Path) -> tuple[Path, Lineage]:
-        run_of(run, 2, 4, 6, 8)
+    kills = 0
+    for last in range(100):
+        run = run_of(tmp_path / str(last), 2, 4, 6, 8)
         for name in ("step-00000004", "step-00000008", "claims/step-00000008"):
             (run / "evaluations" / name).mkdir(parents=True)
         (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 10)))
         path = checkpoint_directory(run, 4)
-        return path, read_lineage(path)
-
-    def files(run: Path) -> dict[str, str]:
-        return {
-            str(path.relative_to(run)): path.read_text() if path.name != "why.json" else ""
-            for path in sorted(run.rglob("*"))
-            if path.is_file()
-        }
-
-    whole = tmp_path / "whole"
-    settle(whole, *prepared(whole))
-    expected = files(whole)
-    assert "abandoned/0001/step-00000006/manifest.json" in expected
-    assert expected["metrics.jsonl"] == "".join(f'{{"step": {n}}}\n' for n in range(1, 5))
-    lines = "".join(f'{{"step": {n}}}\n' for n in range(5, 10))
-    assert expected["abandoned/0001/metrics.jsonl"] == lines
-    kills = 0
-    for last in range(100):
-        run = tmp_path / str(last)
-        path, found = prepared(run)
+        found = read_lineage(path)
         renames = []
 
         def rename(self, target, real=Path.rename, renames=renames, last=last):
@@ -164,50 +127,24 @@ def test_whatever_moment_a_kill_comes_at_the_move_ends_the_same(tmp_path, monkey
                 settle(run, path, found)
             except KeyboardInterrupt:
                 kills += 1
-            else:
-                break
-        # Until it is finished nobody sees what is listed, and then the rest is moved.
-        if read_abandoned(run):
-            assert names(complete_checkpoints(run)) == [2, 4]
-            recover(run, None)
-        else:
-            settle(run, path, found)
-        assert files(run) == expected, last
+                # It goes on from the checkpoint that it had, or all of them have moved.
+                [newest, *_] = names(checkpoints_to_resume(run))
+                assert newest == 8 or names(complete_checkpoints(run)) == [2, 4]
+        settle(run, path, found)
         assert settle(run, path, found) is None
-    assert kills >= 8
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_checkpoints_on_another_file_system_are_set_aside_there(tmp_path, monkeypatch, killed):
-    """RUN/checkpoints is a link; a rename from there to RUN/abandoned is refused by the kernel."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk")
-    run = run_of(tmp_path / "run", 4, 8)
-    last = 0 if killed else 100
-
-    def rename(self, target, real=Path.rename):
-        nonlocal last
-        on_disk = [
-            (tmp_path / "disk") in (p.parent.resolve() / "x").parents for p in (self, target)
-        ]
-        if on_disk[0] != on_disk[1]:
-            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(self))
-        if all(on_disk):
-            last -= 1
-            if last == -1:
-                raise KeyboardInterrupt
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "rename", rename)
-    four = checkpoint_directory(run, 4)
-    with contextlib.suppress(KeyboardInterrupt):
-        settle(run, four, read_lineage(four))
-    assert names(complete_checkpoints(run)) == [4]
-    recover(run, None)
-    assert names(complete_checkpoints(run)) == [4] and not being_set_aside(run)
-    assert read_lineage(run / "abandoned/0001/step-00000008").id == "trunk-8"
-    assert not (tmp_path / "disk/step-00000008").exists()
+        assert names(complete_checkpoints(run)) == [2, 4]
+        aside = run / "abandoned"
+        assert names(sorted(aside.glob("*/step-*"))) == [6, 8]
+        assert list(aside.glob("*/evaluations/step-00000008"))
+        assert list(aside.glob("*/evaluations/claims/step-00000008"))
+        assert (run / "evaluations/step-00000004").exists()
+        lines = [path.read_text() for path in aside.glob("*/metrics.jsonl")]
+        assert "".join(f'{{"step": {n}}}\n' for n in range(5, 10)) in lines
+        kept = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
+        assert kept == [1, 2, 3, 4]
+        if len(renames) < last:
+            break
+    assert kills >= 7
 
 
 def test_a_branch_begins_where_its_checkpoints_could_be_taken_for_others(tmp_path):
@@ -237,12 +174,6 @@ def test_evaluations_follow_the_line_of_the_newest(tmp_path):
         find_checkpoint(run)
 
 
-def test_a_run_whose_checkpoints_are_all_abandoned_is_not_begun_anew(tmp_path):
-    write(tmp_path / "abandoned/0001/step-00000006", 6)
-    with pytest.raises(ConfigError, match=r"its only checkpoints are in abandoned/.*step-00000006"):
-        checkpoints_to_resume(tmp_path)
-
-
 # ---- publication ---------------------------------------------------------------------------------
 def saving(attempt: Attempt, step: int) -> tuple[Path, Path]:
     partial = begin_partial(attempt.run, step, attempt.directory)
@@ -267,16 +198,10 @@ def test_an_attempt_that_lost_the_run_publishes_nothing(tmp_path):
     check_still_holds(second.directory)
 
 
-@pytest.mark.parametrize("in_the_way", [False, True])
-def test_a_publisher_that_was_suspended_after_the_check_publishes_nothing(
-    tmp_path, monkeypatch, in_the_way
-):
+def test_a_publisher_that_was_suspended_after_the_check_publishes_nothing(tmp_path, monkeypatch):
     """The new holder has taken the run, and saved the same step, between check and rename."""
     first = Attempt.begin(tmp_path)
     partial, final = saving(first, 8)
-    if in_the_way:
-        final.mkdir()
-        (final / "notes").write_text("mine")
     passed = []
 
     def check(attempt):
@@ -294,8 +219,6 @@ def test_a_publisher_that_was_suspended_after_the_check_publishes_nothing(
     with pytest.raises(Superseded):
         publish_checkpoint(partial, final, first.directory)
     assert (final / "whose").read_text() == "the second's"
-    if in_the_way:
-        assert [p.read_text() for p in (tmp_path / "abandoned").glob("*/*/notes")] == ["mine"]
 
 
 def test_a_writer_that_was_suspended_names_the_new_holder_and_not_the_disk(tmp_path):
@@ -345,7 +268,7 @@ def test_a_checkpoint_without_room_is_refused(tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from pretrain.rundir.lineage import hold
+from pretrain.rundir.checkpoints import hold
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -393,20 +316,6 @@ def test_a_reader_that_comes_while_a_checkpoint_is_deleted_is_told(tmp_path):
         path.rename(path.with_name(".gone"))
     assert "deleted a moment ago" in told.get()
     reader.join()
-
-
-def test_a_deletion_that_the_disk_refuses_warns_once(tmp_path, monkeypatch, capfd):
-    run, warn = run_of(tmp_path, 2, 4, 6), WarnOnce()
-
-    def refuse(path):
-        raise OSError(5, "Input/output error", str(path))
-
-    monkeypatch.setattr(history, "remove_directory", refuse)
-    for _ in range(2):
-        remove_old(run, checkpoint_directory(run, 6), Policy(keep=1), warn)
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "cannot be deleted" in said and "training goes on" in said
-    assert names(complete_checkpoints(run)) == [2, 4, 6]
 
 
 # Of each attempt: the step and the line of the newest checkpoint when it began, and its exit code.

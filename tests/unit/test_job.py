@@ -27,10 +27,9 @@ from pretrain.launcher.submit import (
     start_seconds,
 )
 from pretrain.launcher.sweep import sweep as submit_sweep
-from pretrain.rundir.attempts import Owner
+from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.jobs import JobRecord, append_job, is_done, read_jobs, read_launch
-from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import claim_version
 from tests.conftest import tiny_config
 from tests.unit.test_site import CPU, GPU

@@ -32,7 +32,7 @@ RANK_VARIABLES = (
 LAST_WORD = """
 import atexit, os
 from pathlib import Path
-from pretrain.rundir.lock import Attempt
+from pretrain.rundir.attempts import Attempt
 attempt = Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]))
 if os.environ["RANK"] == "0":
     atexit.register(attempt.phase, "ending", 10**6)

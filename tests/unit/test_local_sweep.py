@@ -27,7 +27,7 @@ from pathlib import Path
 from pretrain.config import dump_config, load_config
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.files import replace_file
-from pretrain.rundir.lock import Attempt
+from pretrain.rundir.attempts import Attempt
 
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))

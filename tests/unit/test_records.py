@@ -13,8 +13,7 @@ import pytest
 from pretrain.launcher import look
 from pretrain.launcher.status import find_runs, read_statuses
 from pretrain.launcher.supervise import Repeater, Watchdog
-from pretrain.rundir.attempts import read_attempts, read_progress, steps_done
-from pretrain.rundir.lock import Attempt
+from pretrain.rundir.attempts import Attempt, read_attempts, read_progress, steps_done
 from tests.end_to_end.commands import wait_for
 from tests.unit.test_status import make_run, no_slurm  # noqa: F401  a fixture
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError
-from pretrain.rundir.attempts import Owner, read_attempts
-from pretrain.rundir.lock import Attempt
+from pretrain.rundir.attempts import Attempt, Owner, read_attempts
 from pretrain.training.reporter import AttemptReporter
 from tests.end_to_end.commands import TIMEOUT_SECONDS
 

@@ -16,19 +16,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.checkpoint.listing import verify_checkpoint
-from pretrain.checkpoint.load import read_tensor
-from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
+from pretrain.checkpoint.load import load_global_state
+from pretrain.checkpoint.manifest import MASTER, Origin, TrainerState, open_checkpoint
+from pretrain.checkpoint.tools import verify_checkpoint
 from pretrain.rundir.checkpoints import (
+    Branch,
     checkpoint_directory,
     checkpoints_to_resume,
     named_by_step,
 )
 from pretrain.rundir.history import recover
-from pretrain.rundir.lineage import Branch
 from tests.conftest import mark_torture, tiny_config
 from tests.unit.disk import Disk, Killed, build
-from tests.unit.saved import values, write
+from tests.unit.saved import MOMENTS, values, write
 
 SHAPES = {"embedding.weight": (9, 4), "layer.bias": (5,)}
 STEPS = (2, 4, 6)
@@ -63,8 +63,10 @@ def is_whole(checkpoint: Path, step: int) -> None:
     opened = open_checkpoint(checkpoint)
     assert verify_checkpoint(checkpoint)[0] == []
     assert opened.trainer_state == TrainerState(step, 8 * step)
-    for name, expected in values(step, SHAPES).items():
-        assert np.array_equal(read_tensor(opened, name).numpy(), expected), name
+    expected = values(step, SHAPES)
+    for kind in (MASTER, *MOMENTS):
+        for name, found in load_global_state(opened, kind).items():
+            assert np.array_equal(found.numpy(), expected[f"{kind}/{name}"]), name
 
 
 def is_resumable(run: Path, published: int | None, number: int = 2) -> None:

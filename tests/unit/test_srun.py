@@ -13,8 +13,7 @@ from pretrain.config import load_config
 from pretrain.launcher import slurm
 from pretrain.launcher.ranks import SrunRanks
 from pretrain.launcher.supervise import Signals, Supervisor
-from pretrain.rundir.attempts import read_attempts
-from pretrain.rundir.lock import Attempt
+from pretrain.rundir.attempts import Attempt, read_attempts
 
 # Takes SIGTERM as srun does while it starts its tasks: it forgets the first one.
 FORGETFUL = """

@@ -16,9 +16,8 @@ from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher import control, look, terminal
 from pretrain.launcher.status import TAIL_BYTES, find_runs, read_rates, read_statuses
 from pretrain.launcher.supervise import waiting
-from pretrain.rundir.attempts import Owner
+from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.jobs import JobRecord, append_job
-from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import wait_for
 
 ROOT = Path(__file__).parents[2]

@@ -25,9 +25,9 @@ from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher import control, look
 from pretrain.launcher.status import read_statuses
 from pretrain.launcher.terminal import plain, plain_lines, plain_output
+from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.files import make_directory
 from pretrain.rundir.jobs import JobRecord, append_job
-from pretrain.rundir.lock import Attempt, Owner
 from pretrain.rundir.paths import RunPaths
 from tests.end_to_end.commands import TIMEOUT_SECONDS
 from tests.unit.test_trust import LAUNCH

@@ -15,14 +15,14 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from typer.testing import CliRunner
 
-from pretrain.checkpoint.blocks import DamagedCheckpoint
-from pretrain.checkpoint.listing import verify_checkpoint
+from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Rounds, Store, StoreError, Uploader
+from pretrain.checkpoint.tools import verify_checkpoint
 from pretrain.cli.commands import app
 from pretrain.config import ConfigError, dump_config
+from pretrain.rundir.attempts import Attempt, RunBusy
 from pretrain.rundir.checkpoints import complete_checkpoints
-from pretrain.rundir.lock import Attempt, RunBusy
 from pretrain.training.upload import fetch
 from tests.conftest import tiny_config
 from tests.unit.saved import after, flip, save
@@ -72,10 +72,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def upload_all(run: Path, url: str) -> list[str]:
-    rounds = Rounds(run, Store(url))
-    while rounds.upload_next():
-        pass
-    return rounds.missing()
+    return Rounds(run, Store(url)).upload()
 
 
 @pytest.mark.parametrize("protocol", ["file", "memory"])
@@ -174,18 +171,13 @@ def test_a_failed_upload_warns_once_and_is_tried_again_with_the_next_checkpoint(
     first = save(run, 2)
     rounds = Rounds(run, Store(f"faulty://{tmp_path}/store"))
     faults.fail_at = 0
-    while rounds.upload_next():
-        pass
+    assert [line.split(": ")[0] for line in rounds.upload()] == [str(first.path)]
     warning = capsys.readouterr().err
     assert warning.count("warning:") == 1 and str(first.path) in warning
     assert "AccessDenied" in warning and "tried again" in warning
-    assert not rounds.upload_next()
-    assert [line.split(": ")[0] for line in rounds.missing()] == [str(first.path)]
     second = save(run, 4, after(first))
     faults.fail_at = None
-    while rounds.upload_next():
-        pass
-    assert rounds.missing() == [] and not capsys.readouterr().err
+    assert rounds.upload() == [] and not capsys.readouterr().err
     assert [s.step for s in Store(f"faulty://{tmp_path}/store").checkpoints()] == [2, 4]
     newest = Store(f"faulty://{tmp_path}/store").newest()
     assert newest is not None and newest.lineage.id == second.lineage.id

@@ -21,9 +21,8 @@ from pretrain.launcher import supervise
 from pretrain.launcher.ranks import run_locally
 from pretrain.launcher.slurm import first_failure
 from pretrain.launcher.supervise import Signals, Supervisor, Watchdog, without_progress
-from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, read_attempts
+from pretrain.rundir.attempts import Attempt, AttemptRecord, Ended, Owner, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 from tests.unit.test_launcher_local import alive
 

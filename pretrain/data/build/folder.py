@@ -37,6 +37,7 @@ from pretrain.data.manifest import FORMAT_VERSION, Split
 from pretrain.data.sources import Corpus, Piece, Task
 from pretrain.data.sources.files import is_url, unreadable
 from pretrain.rundir.attempts import Owner
+from pretrain.rundir.checkpoints import UNSUPPORTED
 from pretrain.rundir.files import (
     PARTIAL,
     Json,
@@ -49,7 +50,6 @@ from pretrain.rundir.files import (
     replace_file,
     replace_json,
 )
-from pretrain.rundir.lineage import UNSUPPORTED
 from pretrain.rundir.trust import check_own_directory
 
 Stage = Literal["scan", "tokenize"]

@@ -1,0 +1,453 @@
+"""What `pretrain checkpoint` does: list, show, verify, prune, consolidate and upload."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pretrain.checkpoint.format import CONFIG, BlockReader, DamagedCheckpoint, FileRecord
+from pretrain.checkpoint.load import load_global_state
+from pretrain.checkpoint.manifest import MASTER, Checkpoint, open_checkpoint
+from pretrain.checkpoint.store import Rounds, Store, split_checkpoint
+from pretrain.config import ConfigError, RunFailed, dump_config, load_config, writing
+from pretrain.config.describe import describe
+from pretrain.config.errors import columns, moment, size
+from pretrain.config.run import is_url
+from pretrain.optim.optimizers import meaning
+from pretrain.rundir.attempts import check_free
+from pretrain.rundir.checkpoints import (
+    MANIFEST,
+    Lineage,
+    check_one_line,
+    checkpoint_step,
+    complete_checkpoints,
+    find_checkpoint,
+    hold,
+    is_complete,
+    named_by_step,
+    saved_checkpoints,
+    unheld,
+)
+from pretrain.rundir.files import (
+    FILE_MODE,
+    flush_directory,
+    flush_file,
+    new_directory,
+    remove_directory,
+    replace_file,
+)
+from pretrain.rundir.history import Policy, old_checkpoints, read_abandoned
+from pretrain.rundir.paths import RunPaths, check_version
+from pretrain.rundir.provenance import printable
+
+# ---- list ----
+
+
+@dataclass(frozen=True)
+class Row:
+    """A checkpoint in the list of `pretrain checkpoint list`."""
+
+    path: str
+    step: int
+    """As its name says."""
+    id: str | None = None
+    """None, as what follows, when it cannot be read."""
+    parent: str | None = None
+    branch: str | None = None
+    """The id of the branch that it lies on."""
+    bytes: int | None = None
+    saved_at: float | None = None
+    """Unix seconds; None in a store."""
+    validation_loss_nats: float | None = None
+    problem: str | None = None
+    """Why it cannot be used, as far as its small files show; the tensors are not read."""
+    abandoned: str | None = None
+    """The folder of RUN/abandoned that it lies in, or why it is not of a store's line."""
+
+
+def list_run(run: Path) -> list[Row]:
+    """Return the checkpoints of a run, then those that it has turned away from, by steps each.
+
+    Raises:
+        ConfigError: It is not a run that has a checkpoint.
+    """
+    check_version(run)
+    rows = [_row(path) for path in named_by_step(RunPaths(run).checkpoints)]
+    for folder, why in read_abandoned(run):
+        place = f"abandoned/{folder.name} ({printable(why.reason)})"
+        rows += [dataclasses.replace(_row(p), abandoned=place) for p in named_by_step(folder)]
+    if not rows:
+        raise ConfigError(f"{run}: has no checkpoints. Give a run's directory")
+    return rows
+
+
+def list_store(url: str) -> list[Row]:
+    """Return the checkpoints in a store.
+
+    Raises:
+        ConfigError: There are none, or one is of another version.
+        StoreError: The store cannot be read.
+    """
+    store = Store(url)
+    newest = store.newest()
+    line = {stored.name for stored in store.line_to(newest)} if newest else set()
+    rows = []
+    for name in _stored_names(store):
+        row = Row(f"{store.url}/{name}", int(name.split("-")[1]))
+        if (stored := store.stored(name)) is None:
+            rows.append(dataclasses.replace(row, problem=INCOMPLETE))
+            continue
+        row = _described(row, stored.lineage, stored.bytes, stored.manifest.validation_loss_nats)
+        abandoned = None if name in line else "another line"
+        rows.append(dataclasses.replace(row, abandoned=abandoned))
+    return rows
+
+
+def format_rows(source: Path | str, rows: Sequence[Row]) -> str:
+    """Return the list of a run or a store as text."""
+    blocks = [str(source)]
+    for place in dict.fromkeys(row.abandoned for row in rows):
+        there = [row for row in rows if row.abandoned == place]
+        blocks.append(("" if place is None else f"{place}\n") + _table(there))
+    return "\n\n".join(blocks)
+
+
+def _row(path: Path) -> Row:
+    row = Row(str(path), checkpoint_step(path.name) or 0)
+    try:
+        opened = open_checkpoint(path)
+        assert opened.index
+        saved_at = (path / MANIFEST).stat().st_mtime
+    except (ConfigError, OSError) as error:
+        return dataclasses.replace(row, problem=_problem(error, path))
+    files, loss = sum(opened.files.values()), opened.origin.validation_loss_nats
+    return dataclasses.replace(_described(row, opened.lineage, files, loss), saved_at=saved_at)
+
+
+def _described(row: Row, lineage: Lineage, num_bytes: int, loss: float | None) -> Row:
+    return dataclasses.replace(
+        row,
+        id=lineage.id,
+        parent=lineage.parent,
+        branch=lineage.branches[-1].id,
+        bytes=num_bytes,
+        validation_loss_nats=loss,
+    )
+
+
+def _table(rows: Sequence[Row]) -> str:
+    header = ("step", "id", "branch", "saved at", "size", "validation", "problem")
+    lines = [
+        (
+            f"{row.step:,}",
+            row.id or "-",
+            row.branch or "-",
+            moment(row.saved_at) if row.saved_at else "-",
+            "-" if row.bytes is None else size(row.bytes),
+            "-" if row.validation_loss_nats is None else f"{row.validation_loss_nats:.4f}",
+            row.problem or "",
+        )
+        for row in rows
+    ]
+    return "\n".join(columns([header, *lines], right=(0, 4, 5)))
+
+
+# ---- show ----
+
+
+def show_source(source: Path) -> str:
+    """Return a description of a checkpoint, or of a run's newest one.
+
+    Raises:
+        ConfigError: It is neither, or the checkpoint is damaged.
+    """
+    path = find_checkpoint(source)
+    with hold(path):
+        checkpoint = open_checkpoint(path)
+        shapes, saved_at = checkpoint.shapes, (path / MANIFEST).stat().st_mtime
+    kinds = ", ".join(map(meaning, (MASTER, *checkpoint.config.moments)))
+    elements = sum(math.prod(shape) for shape in shapes.values())
+    parameters = [(name, " x ".join(map(str, shape)) or "scalar") for name, shape in shapes.items()]
+    blocks = [
+        str(path),
+        *columns([*_facts(checkpoint, saved_at)], right=()),
+        "",
+        describe(checkpoint.config).replace("# ", ""),
+        "",
+        f"{len(shapes)} parameters with {elements:,} elements; of each {kinds}",
+        *columns(parameters, right=()),
+    ]
+    return "\n".join(blocks)
+
+
+def _facts(checkpoint: Checkpoint, saved_at: float) -> Iterator[tuple[str, str]]:
+    """Yield what a checkpoint is, where it comes from and what it was made with."""
+    lineage, origin, state = checkpoint.lineage, checkpoint.origin, checkpoint.trainer_state
+    yield "id", lineage.id
+    yield "parent", lineage.parent or "none: the first of its run"
+    for branch in lineage.branches:
+        yield "branch", f"{branch.id} from step {branch.since:,}"
+    yield "saved at", moment(saved_at)
+    yield "size", size(sum(checkpoint.files.values()))
+    yield "step", f"{lineage.step:,} of {checkpoint.config.train.num_steps:,}"
+    yield "samples", f"{state.consumed_samples:,}"
+    yield "updates", f"{checkpoint.adam_steps:,} by {type(checkpoint.config.optimizer).__name__}"
+    if (loss := origin.validation_loss_nats) is not None:
+        yield "validation loss", f"{loss:.6f} nats"
+    for each in origin.changes:
+        yield "change", f"after step {each.step:,}: {each.key} = {each.before} -> {each.after}"
+    for name, sha256 in origin.data.items():
+        yield name, f"SHA-256 {sha256}"
+    if (made := origin.provenance) is not None:
+        command = {"command": shlex.join(made.command), "in": made.directory}
+        for name, text in {"started at": moment(made.at), **command, **made.facts()}.items():
+            yield name, printable(text)
+
+
+# ---- verify ----
+
+
+NUM_THREADS = 4
+"""Files that are read at once. Hashing keeps about one core busy for 10 GB/s."""
+INCOMPLETE = "DAMAGED: it is not complete, or its manifest is damaged"
+
+
+def verify_sources(sources: Sequence[Path | str]) -> bool:
+    """Verify checkpoints, and print a line for each and one for each damaged file.
+
+    Args:
+        sources: Runs, which mean all of their checkpoints, checkpoints, and URLs of either.
+
+    Returns:
+        True if all of them are as they were written.
+
+    Raises:
+        ConfigError: A source is neither.
+        StoreError: A store cannot be read.
+    """
+    is_good = True
+    for source in sources:
+        each = _verified_in_store(str(source)) if is_url(str(source)) else _verified(Path(source))
+        for path, problems, count in each:
+            for problem in problems:
+                print(f"{path}: {problem}", flush=True)
+            if not problems:
+                print(f"{path}: every byte is as it was written ({size(count)})", flush=True)
+            is_good = is_good and not problems
+    return is_good
+
+
+def verify_checkpoint(path: Path) -> tuple[list[str], int]:
+    """Read every byte of a checkpoint once.
+
+    Returns:
+        What is wrong, file by file, and the checkpoint's size in bytes.
+    """
+    if not is_complete(path):
+        return [f"DAMAGED: {MANIFEST}: missing"], 0
+    try:
+        with hold(path):
+            checkpoint = open_checkpoint(path)
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
+                found = list(pool.map(lambda f: _verify_file(path, f), checkpoint.index.files))
+    except (ConfigError, OSError) as error:
+        return [_problem(error, path)], 0
+    return [problem for problem in found if problem], sum(checkpoint.files.values())
+
+
+def _verify_file(directory: Path, record: FileRecord) -> str | None:
+    try:
+        with closing(BlockReader(directory, record)) as file:
+            file.verify()
+    except (DamagedCheckpoint, OSError) as error:
+        return _problem(error, directory)
+    return None
+
+
+def _verified(source: Path) -> Iterator[tuple[object, list[str], int]]:
+    """Yield each checkpoint on the disk, what is wrong with it, and its size in bytes."""
+    named = named_by_step(RunPaths(source).checkpoints)
+    for path in named or [find_checkpoint(source)]:
+        yield path, *verify_checkpoint(path)
+
+
+def _verified_in_store(url: str) -> Iterator[tuple[object, list[str], int]]:
+    base, name = split_checkpoint(url)
+    store = Store(base)
+    for each in [name] if name else _stored_names(store):
+        stored = store.stored(each)
+        problems = [INCOMPLETE]
+        if stored:
+            problems = [f"DAMAGED: {problem}" for problem in store.verify(stored)]
+        yield f"{store.url}/{each}", problems, stored.bytes if stored else 0
+
+
+def _stored_names(store: Store) -> list[str]:
+    if names := store.names():
+        return names
+    raise ConfigError(f"{store.url}: holds no checkpoints. Give a run's checkpoint.upload_to")
+
+
+def _problem(error: Exception, path: Path) -> str:
+    """Return what is wrong with a checkpoint, without its path and without what to do."""
+    text = str(error).replace(f"{path}/", "").partition(". ")[0]
+    # What another version saved is not damaged.
+    is_damage = isinstance(error, DamagedCheckpoint | OSError)
+    return f"{'DAMAGED' if is_damage else 'cannot be read'}: {text}"
+
+
+# ---- prune ----
+
+
+def policy_of(run: Path, keep: int | None, keep_every: int | None, keep_best: int | None) -> Policy:
+    """Return what to keep: as the options say, else as the run's config says.
+
+    Raises:
+        ConfigError: Neither says how many.
+    """
+    if keep is not None:
+        return Policy(keep, keep_every, keep_best or 0)
+    path = RunPaths(run).newest_config()
+    section = load_config(path).checkpoint if path else None
+    if section is None or section.keep is None:
+        raise ConfigError(f"{run}: its config has no checkpoint.keep. Give --keep N")
+    return Policy(section.keep, section.keep_every, section.keep_best)
+
+
+def prunable(run: Path, policy: Policy) -> tuple[Path, list[Path]]:
+    """Return the newest checkpoint, and those that retention would delete, oldest first.
+
+    Raises:
+        ConfigError: The run has no checkpoint, or two lines of them.
+    """
+    check_version(run)
+    found = saved_checkpoints(run)
+    check_one_line(found)
+    sound = [saved.path for saved in found if saved.is_sound]
+    if not sound:
+        raise ConfigError(f"{run}: has no complete checkpoint. Give a run's directory")
+    return sound[-1], old_checkpoints(run, sound[-1], policy)
+
+
+def prune(run: Path, policy: Policy) -> list[Path]:
+    """Delete what the policy does not keep, once the newest checkpoint has been read and is good.
+
+    Returns:
+        What was deleted. What a reader holds stays.
+
+    Raises:
+        ConfigError: An attempt holds the run (RunBusy), or as `prunable`.
+        RunFailed: The newest checkpoint is damaged, or the disk refused.
+    """
+    check_free(run)
+    newest, old = prunable(run, policy)
+    problems, _ = verify_checkpoint(newest) if old else ([], 0)
+    if problems:
+        raise RunFailed(
+            f"{newest}: {problems[0]}, so nothing was deleted. Prune when the newest is good"
+        )
+    deleted = []
+    for path in old:
+        with writing(path), unheld(path) as is_unheld:
+            if is_unheld:
+                remove_directory(path)
+                deleted.append(path)
+    return deleted
+
+
+# ---- consolidate ----
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def consolidate(source: Path, out: Path, dtype: str = "fp32") -> list[Path]:
+    """Write the weights of a checkpoint as plain safetensors, by global name, and its tokenizer.
+
+    Above 5 GB there are several files and an index, laid out as Hugging Face does. The weights are
+    in memory as a whole, as for an export.
+
+    Args:
+        source: The checkpoint, or a run, which means its newest one.
+        out: The directory to make.
+        dtype: A key of DTYPES.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: `out` exists, the dtype is unknown, or `source` is no good checkpoint.
+        RunFailed: The disk refused.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: not one of {', '.join(DTYPES)}")
+    if os.path.lexists(out):
+        raise ConfigError(f"{out}: exists already. Remove it, or name another directory")
+    path = find_checkpoint(source)
+    if out.resolve().is_relative_to(path.resolve()):
+        # A file that the manifest does not list would make the checkpoint count as damaged.
+        raise ConfigError(f"{out}: lies in the checkpoint {path}. Name a directory elsewhere")
+    with hold(path), writing(out):
+        checkpoint = open_checkpoint(path)
+        with new_directory(out) as partial:
+            _write_weights(checkpoint, partial, DTYPES[dtype])
+            if checkpoint.tokenizer_file is not None:
+                content = (path / checkpoint.tokenizer_file).read_bytes()
+                replace_file(partial / checkpoint.tokenizer_file, content)
+            replace_file(partial / CONFIG, dump_config(checkpoint.config))
+            for written in partial.iterdir():
+                flush_file(written)
+            flush_directory(partial)
+    return sorted(out.iterdir())
+
+
+def _write_weights(checkpoint: Checkpoint, directory: Path, dtype: torch.dtype) -> None:
+    """Write model*.safetensors. Raises OSError when the disk refuses."""
+    from huggingface_hub import save_torch_state_dict
+    from safetensors import SafetensorError
+
+    weights = {name: each.to(dtype) for name, each in load_global_state(checkpoint).items()}
+    origin = {"step": str(checkpoint.lineage.step), "checkpoint": checkpoint.lineage.id}
+    try:
+        save_torch_state_dict(weights, directory, metadata=origin)
+    except SafetensorError as error:
+        # safetensors reports a full disk as an error of its own, which is not an OSError.
+        raise OSError(str(error)) from error
+    for path in directory.iterdir():
+        # safetensors makes its files readable by the owner only.
+        path.chmod(FILE_MODE)
+
+
+# ---- upload ----
+
+
+def upload_run(run: Path, url: str | None) -> list[str]:
+    """Upload the checkpoints of a run that are not in a store yet.
+
+    Args:
+        run: The run's directory.
+        url: The store; None for that of the run's config.
+
+    Returns:
+        A line for each checkpoint that is still missing there.
+
+    Raises:
+        ConfigError: The run has no checkpoint, or no URL is known.
+    """
+    if not complete_checkpoints(run):
+        raise ConfigError(f"{run}: has no complete checkpoint. Give a run's directory")
+    path = RunPaths(run).newest_config()
+    if url is None and path is not None:
+        url = load_config(path).checkpoint.upload_to
+    if url is None:
+        raise ConfigError(f"{run}: its config has no checkpoint.upload_to. Say where to: --to URL")
+    return Rounds(run, Store(url)).upload()
