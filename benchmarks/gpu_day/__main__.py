@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -17,8 +16,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_day.parts import PARTS, Part
-from benchmarks.gpu_day.results import Rows, markdown, state, write_state
+from benchmarks.gpu_day.results import Rows, markdown, state
 from benchmarks.gpu_day.sizes import device_name, sizes_name
+from pretrain.rundir.files import replace_json
 
 LOG_LINES = 15
 """Lines of a failed part's log that are shown on the terminal."""
@@ -113,9 +113,8 @@ def run_part(out: Path, part: Part) -> bool:
             process.wait()
     complete = code in part.complete_codes
     ending = f"cut off after {part.seconds} s" if code is None else f"exit code {code}"
-    write_state(
-        out,
-        part.name,
+    replace_json(
+        out / f"{part.name}.json",
         {
             "part": part.name,
             "complete": complete,
@@ -124,9 +123,9 @@ def run_part(out: Path, part: Part) -> bool:
             "device": device_name(),
             "sizes": sizes_name(),
             "torch": torch.__version__,
-            "python": platform.python_version(),
             "commit": commit(),
         },
+        indent=1,
     )
     print(f"{part.name}: {'complete' if complete else 'NOT complete'}, {ending}", flush=True)
     if not complete:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.rundir.files import append_json_line, read_json_lines, replace_json
+from pretrain.rundir.files import append_json_line, read_json_lines
 
 Row = dict[str, Any]
 
@@ -43,11 +43,6 @@ def state(out: Path, part: str) -> Row:
     """Return what is known of the part's last run; {} if it has not run."""
     path = out / f"{part}.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
-
-
-def write_state(out: Path, part: str, content: Row) -> None:
-    """Replace what is known of the part's last run."""
-    replace_json(out / f"{part}.json", content, indent=1)
 
 
 def markdown(rows: Iterable[Row]) -> str:
