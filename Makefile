@@ -27,15 +27,13 @@ demo: $(SETUP)  ## train short, test long on Shakespeare (6 minutes on 2 cores)
 study: $(SETUP)  ## train four methods at 64 and 128 tokens and judge the claims (20 minutes)
 	$(BIN)/pretrain study configs/studies/demo.toml --nproc 2
 
-# One test builds the site. Folders one after the other: tests that wait for Slurm's clocks or for a
-# rank failed by chance beside those that compute (docs/decisions.md).
+# One test builds the site. What waits for Slurm's clocks fails by chance beside what computes, and
+# the pools of ranks of tests/distributed live as long as its tests follow each other.
 test: $(SETUP)-docs  ## run all tests; installs Slurm for its tests where it can (root on Debian)
 	tests/slurm/install.sh
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels; unit=$$?; \
-	    $(BIN)/python -m pytest tests/distributed; distributed=$$?; \
-	    $(BIN)/python -m pytest -n 2 --dist loadfile tests/end_to_end; commands=$$?; \
-	    $(BIN)/python -m pytest -n 2 --dist loadfile tests/slurm && \
-	    exit $$((unit + distributed + commands))
+	failed=0; for tests in 'tests/unit tests/kernels tests/end_to_end' tests/distributed tests/slurm; do \
+	    $(BIN)/python -m pytest -n 2 --dist loadfile $$tests || failed=1; \
+	done; exit $$failed
 
 test-changed: $(SETUP)  ## run the tests that import what is not on main, the nearest first; SINCE=COMMIT
 	$(BIN)/python tests/changed.py $(SINCE)

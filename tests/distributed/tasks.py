@@ -360,43 +360,6 @@ def save_and_take_a_step(config: RunConfig, resume: str, until: int) -> float:
     return float(queue_step(run, steps, platform.Moment()).read()["loss_nats"])
 
 
-def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
-    """Resume a run, train it to its end, and count how often its checkpoint was read.
-
-    Args:
-        config: The run's config; the run has a checkpoint.
-
-    Returns:
-        For the checkpoint resumed from, {"read <small file>", "parse config": times on this rank}.
-    """
-    from collections import Counter
-    from pathlib import Path
-
-    from pretrain.checkpoint import manifest
-    from pretrain.rundir.checkpoints import find_checkpoint
-    from pretrain.training.loop import train
-
-    checkpoint = find_checkpoint(config.directory)
-    counts: Counter[str] = Counter()
-    read, parse = Path.read_bytes, manifest.parse_config
-
-    def counted_read(path: Path) -> bytes:
-        if path.parent == checkpoint:
-            counts[f"read {path.name}"] += 1
-        return read(path)
-
-    def counted_parse(values: Any, origin: str) -> Any:
-        counts["parse config"] += Path(origin).parent == checkpoint
-        return parse(values, origin)
-
-    with (
-        patch.object(Path, "read_bytes", counted_read),
-        patch.object(manifest, "parse_config", counted_parse),
-    ):
-        assert train(config) == 0
-    return dict(counts)
-
-
 def bytes_of_a_load(config: RunConfig) -> dict[str, Any]:
     """Load a run's newest checkpoint, and count what is read of its files of tensors.
 

@@ -61,17 +61,6 @@ def test_stride_one_scores_each_token_alone_with_its_full_window(pools, tiny_dat
     assert result.loss_nats == pytest.approx(_token_losses(tiny_data, LENGTH).mean(), **LOSS)
 
 
-def test_stride_of_the_window_is_nonoverlapping(pools, tiny_data):
-    sliding, nonoverlapping = _evaluate(
-        pools,
-        tiny_data,
-        "one",
-        [Protocol("sliding", LENGTH, LENGTH), Protocol("nonoverlapping", LENGTH, LENGTH)],
-    )[0]
-    assert sliding.loss_nats == nonoverlapping.loss_nats
-    np.testing.assert_array_equal(sliding.by_position.losses, nonoverlapping.by_position.losses)
-
-
 def test_nonoverlapping_by_position_against_dense(pools, tiny_data):
     """Pieces of 32 tokens predicted from scratch, the last one of 300 - 9 x 32 = 12."""
     result = _evaluate(pools, tiny_data, "one", [Protocol("nonoverlapping", LENGTH, LENGTH)])[0][0]

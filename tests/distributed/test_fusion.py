@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.config import RunConfig
 from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.distributed.test_optimizer import LOSS, NORM
@@ -64,25 +63,6 @@ def test_a_fused_model_trains_as_adamw_does(pools, layout):
     ]
     assert actual["losses"] == pytest.approx(losses[:6], **LOSS)
     assert actual["norms"] == pytest.approx(norms[:6], **NORM)
-
-
-@pytest.mark.parametrize(
-    ("variant", "layout"),
-    [
-        ("alibi", "one"),
-        ("alibi", "tp2pp2sp"),
-        ("alibi", "pp2vpp2"),
-        ("alibi-grouped", "one"),
-        ("alibi-grouped", "tp2sp"),
-    ],
-)
-def test_layers_add_their_weight_gradients_to_fp32_buffers(pools, variant, layout):
-    """Tied and untied, over several micro batches, each of which adds to the same buffers."""
-    processes, parallel = ALL_LAYOUTS[layout]
-    state, tokens, _, _, gradients = expected_gradients(variant, 8)
-    config = fused(variant_config(variant, 8, parallel))
-    actual = pools(processes).run(gradients_in_main_grad, config, state, tokens)[0]
-    assert_close_by_name(actual, gradients, **TOLERANCE)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -150,54 +130,6 @@ def test_a_compiled_region_is_one_kernel_in_each_direction(pools):
 
 
 # ---- tasks of the ranks --------------------------------------------------------------------------
-def gradients_in_main_grad(
-    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
-) -> dict[str, Tensor] | None:
-    """Compute gradients in fp32 buffers that layers and hooks add to, as the optimizer does.
-
-    Args:
-        config: The run's config.
-        state: Full fp32 weights by global name.
-        tokens: Token ids of the global batch, [global batch, S + 1].
-
-    Returns:
-        On rank 0 the full gradients by global name; None elsewhere.
-    """
-    from pretrain.model.forward import run_schedule
-    from pretrain.model.gpt import choose_fusion, named_parameters
-    from pretrain.model.loss import accumulate_in_layers
-    from pretrain.optim.buckets import finalize_gradients, gradient
-    from pretrain.training.step import _mean_loss
-
-    topology, chunks = tasks._build_model_with(config, state)
-    named = list(named_parameters(chunks))
-    hooks_added: set[str] = set()
-    for each in named:
-        each.parameter.main_grad = torch.zeros(each.shape)
-        each.parameter.register_post_accumulate_grad_hook(_adder(each.name, hooks_added))
-    if choose_fusion(config).weight_gradients:
-        in_layers = {id(parameter) for parameter in accumulate_in_layers(chunks)}
-    else:
-        in_layers = set()
-    with torch.compiler.set_stance("force_eager"):
-        run_schedule(chunks, tasks._split_among_ranks(config, topology, tokens), _mean_loss)
-    for each in named:
-        assert each.parameter.grad is None
-        # Every matrix of a linear layer was added by the layer, and nothing else was.
-        is_linear = "linear_" in each.name or each.name in (
-            "output_layer.weight",
-            "embedding.word_embeddings.weight",
-        )
-        expected = is_linear and each.name.endswith("weight") and config.train.fusion == "on"
-        by_embedding = each.name == "embedding.word_embeddings.weight"
-        if not by_embedding:
-            assert (id(each.parameter) in in_layers) == expected, each.name
-            assert (each.name not in hooks_added) == expected, each.name
-    finalize_gradients(chunks)
-    full = tasks._assemble(chunks, lambda p: gradient(p).float(), topology.layout.data)
-    return full if topology.is_main else None
-
-
 def sum_of_weight_gradients(precision: str) -> tuple[Tensor, Tensor]:
     """Add two micro batches' weight gradients to a buffer, and compute the same sum in fp64.
 
@@ -343,22 +275,3 @@ def losses_in_pieces(precision: str) -> dict[str, Any]:
         "expected": [expected.detach(), *gradients],
         "elements": elements,
     }
-
-
-def _adder(name: str, added: set[str]) -> Any:
-    """Return a hook that adds a parameter's gradient to its buffer, unless its layer has done so.
-
-    Args:
-        name: The parameter's name.
-        added: Gets the name when the hook has added something.
-    """
-
-    def add(parameter: Any) -> None:
-        if getattr(parameter, "grad_added_to_main_grad", False):
-            parameter.grad_added_to_main_grad = False
-        else:
-            parameter.main_grad.add_(parameter.grad)
-            added.add(name)
-        parameter.grad = None
-
-    return add

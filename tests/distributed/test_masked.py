@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -137,28 +136,6 @@ def test_a_restart_on_another_layout_goes_on_with_the_same_masks(pools, tiny_dat
     assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=1e-5)
 
 
-def test_a_tiny_run_learns_to_copy(pools, tmp_path):
-    """Of a text in which every token stands four times, its neighbours say what a masked one is.
-
-    They may stand before or after it. The loss falls far below the unigram entropy.
-    """
-    text = np.random.default_rng(0).integers(0, 16, (4000, 8)).repeat(4, axis=1)
-    config = masked_config(
-        "alibi",
-        {},
-        model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
-        optimizer={"learning_rate": 3e-3},
-        data={"sequence_length": 32},
-        batch={"micro_batch_size": 32, "global_batch_size": 32},
-        train={"num_steps": 120},
-        evaluation={"lengths": [32]},
-    )
-    losses = pools(1).run(train_on_rows, config, text)[0]
-    entropy = math.log(16)
-    assert losses[0] > entropy
-    assert np.mean(losses[-10:]) < 0.5 * entropy
-
-
 # ---- tasks of the ranks --------------------------------------------------------------------------
 def masked_gradients(
     config: RunConfig, state: dict[str, Tensor], tokens: Tensor, consumed: int
@@ -222,33 +199,3 @@ def masked_evaluation(
         mask_id=config.mask_id,
     )
     return [evaluator.evaluate(Protocol("masked", length, length)) for length in lengths]
-
-
-def train_on_rows(config: RunConfig, text: Any) -> list[float]:
-    """Train a model on the rows of a text from scratch, and return the loss of each step.
-
-    Args:
-        config: The run's config, for one process.
-        text: Token ids, [rows, S]; the rows are used in their order, again and again.
-
-    Returns:
-        The losses in nats.
-    """
-    from pretrain.model.gpt import build_model
-    from pretrain.optim.optimizers import learning_rate
-    from pretrain.optim.zero import ZeroOptimizer
-    from pretrain.topology import initialize
-    from pretrain.training.step import average_loss, forward_backward, masked_batches
-
-    topology = initialize(config)
-    chunks = build_model(config)
-    optimizer = ZeroOptimizer(config, topology, chunks)
-    size, losses = config.batch.global_batch_size, []
-    rows = torch.nn.functional.pad(torch.from_numpy(text), (0, 1))
-    for step in range(config.train.num_steps):
-        at = torch.arange(step * size, (step + 1) * size) % len(rows)
-        batches = masked_batches(config, topology, step * size, [rows[at]])
-        kept = forward_backward(chunks, optimizer, batches)
-        optimizer.step(learning_rate(config, step))
-        losses.append(average_loss(kept, topology))
-    return losses

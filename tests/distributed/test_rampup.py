@@ -8,11 +8,8 @@ import pytest
 
 from pretrain import platform
 from pretrain.config import RunConfig
-from pretrain.rundir.metrics import read_metrics
-from pretrain.rundir.paths import RunPaths
 from tests.conftest import tiny_config
 from tests.distributed import tasks
-from tests.distributed.test_loop import _config
 
 SIZES = [4, 4, 6, 8, 8]
 """Two increments over 13 samples: one is due after 6.5 and the other after 13 samples."""
@@ -33,17 +30,6 @@ def test_a_ramp_equals_its_steps_by_hand_and_goes_on_in_another_layout(pools, ti
     assert gone_on["began"] == 2 and gone_on["samples"] == sum(SIZES)
     found = list(zip(gone_on["losses"], gone_on["norms"], strict=True))
     assert found == [pytest.approx(step, rel=1e-4) for step in by_hand[2:]]
-
-
-def test_metrics_carry_the_batch_size(pools, tiny_data, tmp_path):
-    config = _config(tmp_path / "run", tiny_data, batch=RAMP)
-    pools(1).run(tasks.order_of_events, config)
-    steps = [r for r in read_metrics(RunPaths(tmp_path / "run").metrics) if "gradient_norm" in r]
-    assert [record["global_batch_size"] for record in steps] == [*SIZES, 8, 8]
-    assert [record["consumed_samples"] for record in steps] == [4, 8, 14, 22, 30, 38, 46]
-    for record in steps:
-        rate = record["global_batch_size"] * 32 / record["step_seconds"]
-        assert record["tokens_per_second"] == pytest.approx(rate)
 
 
 # ---- tasks of the ranks --------------------------------------------------------------------------

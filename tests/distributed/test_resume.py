@@ -107,18 +107,6 @@ def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=5e-4)
 
 
-def test_a_resume_reads_its_checkpoint_once(pools, tiny_data, tmp_path):
-    """One opened checkpoint serves every check and the load."""
-    config = _config(tmp_path / "run", tiny_data, {}, train={"num_steps": 5})
-    pools(1).run(tasks.continue_run, config, "auto", 4)
-    counts = pools(1).run(tasks.reads_of_a_resume, config)[0]
-    small = ("manifest.json", "config.toml", "state.json", "index.json")
-    # The manifest is read again once the run's lock is held: it may have been replaced.
-    assert counts.pop("read manifest.json") > 1
-    small = ("config.toml", "state.json", "index.json")
-    assert counts == {f"read {name}": 1 for name in small} | {"parse config": 1}
-
-
 def test_a_load_in_the_same_layout_reads_a_ranks_own_file_once(pools, tiny_data, tmp_path):
     """No rank reads another's moments, and of its own file two blocks more than it needs."""
     config = _config(tmp_path / "run", tiny_data, {})

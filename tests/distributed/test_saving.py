@@ -61,17 +61,6 @@ def test_the_same_bytes_as_without_training_beside(pools, tiny_data, tmp_path, l
     assert len({lineage.branches for lineage in lineages}) == 1
 
 
-def test_a_state_that_changes_while_it_is_copied_is_found_by_the_test_above(
-    pools, tiny_data, tmp_path
-):
-    config = _config(tmp_path / "run", tiny_data)
-    good = pools(1).run(digests_of_saves, _config(tmp_path / "good", tiny_data))[0]
-    bad = pools(1).run(digests_of_saves, config, late=True, protect=False)[0]
-    assert {k: v for k, v in bad.items() if k != "overlap"} != {
-        k: v for k, v in good.items() if k != "overlap"
-    }
-
-
 @pytest.mark.parametrize(
     ("how", "rank", "words"),
     [
@@ -110,25 +99,13 @@ def test_without_memory_for_the_copy_training_waits(pools, tiny_data, tmp_path):
     assert less == good
 
 
-def test_a_save_that_training_waits_for_is_published_before_training_goes_on(
-    pools, tiny_data, tmp_path
-):
-    """One rank without memory for the copy is enough: none of them goes on."""
-    config = _config(tmp_path / "run", tiny_data)
-    assert pools(2).run(published_before_the_next_save, config)[0] == [0, 1, 2]
-
-
 # ---- tasks of the ranks --------------------------------------------------------------------------
-def digests_of_saves(
-    config: RunConfig, late: bool = False, protect: bool = True
-) -> dict[str, Any] | None:
+def digests_of_saves(config: RunConfig, late: bool = False) -> dict[str, Any] | None:
     """Train a run and return the SHA-256 of what each of its checkpoints holds of the optimizer.
 
     Args:
         config: The run's config.
-        late: Begin each copy of the state only when the next step has begun; without `protect` when
-            that step is over.
-        protect: False to let the state change before it has been copied.
+        late: Begin each copy of the state only when the next step has begun.
 
     Returns:
         On rank 0, file name -> digest, for the files of tensors of all checkpoints, and "overlap":
@@ -158,8 +135,7 @@ def digests_of_saves(
     def counted(*args: Any) -> Any:
         nonlocal is_stepping
         seen["overlap"] += bool(copies) and copies[-1].is_alive()
-        if protect:
-            may_copy.set()
+        may_copy.set()
         is_stepping = True
         try:
             return queue_step(*args)
@@ -171,8 +147,7 @@ def digests_of_saves(
         # No step follows the last save: it is waited for at once.
         if not is_stepping:
             may_copy.set()
-        if protect:
-            before_change(self)
+        before_change(self)
 
     with (
         patch.object(platform, "_copy_all", copied),
@@ -265,30 +240,6 @@ def _little_memory() -> Iterator[None]:
         patch.object(platform, "available_memory", lambda: 1000),
     ):
         yield
-
-
-def published_before_the_next_save(config: RunConfig) -> list[int] | None:
-    """Train a run in which rank 0 alone has no memory for the copy of the state.
-
-    Returns:
-        On rank 0, how many checkpoints there are when each save begins.
-    """
-    from pretrain.checkpoint.save import Saver
-    from pretrain.rundir.checkpoints import complete_checkpoints
-    from pretrain.training import loop
-
-    rank, begin, found = int(os.environ["RANK"]), Saver.begin, list[int]()
-
-    def noted(self: Any, *args: Any) -> Any:
-        found.append(len(complete_checkpoints(config.directory)))
-        return begin(self, *args)
-
-    with (
-        patch.object(Saver, "begin", noted),
-        contextlib.nullcontext() if rank else _little_memory(),
-    ):
-        assert loop.train(config) == 0
-    return None if rank else found
 
 
 def digests_with_little_memory(config: RunConfig) -> dict[str, Any] | None:

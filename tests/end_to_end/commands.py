@@ -7,6 +7,7 @@ arguments, environment and file descriptors, and ends in the same way (tests/end
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from pretrain.processes import PR_SET_PDEATHSIG
 from tests.end_to_end import forks
 
 ROOT = Path(__file__).parents[2]
@@ -162,6 +164,8 @@ def _main(
 ) -> None:
     """Become a command line of Python's that is started in `cwd`."""
     os.setpgid(0, 0)
+    # What a failing test leaves behind ends with the server, which ends with the tests.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for descriptor, path in enumerate(streams, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_TRUNC), descriptor)
     os.chdir(cwd)

@@ -108,26 +108,7 @@ def test_a_wrong_command_line(arguments, word):
 
 
 # ---- layouts -------------------------------------------------------------------------------------
-def test_processes_that_cannot_share_a_run(refused, workspace, config):
-    tensor = ["--set", "parallel.tensor_model_parallel_size=2"]
-    refused(
-        ["train", config, *tensor],
-        "parallel.tensor_model_parallel_size",
-        "does not divide the 1 process",
-        "Start",
-    )
-    planned = ["--set", "parallel.world_size=2"]
-    refused(
-        ["train", config, *planned],
-        "parallel.world_size = 2",
-        "the run was started with 1 process.",
-        "Start 2",
-    )
-    refused(
-        ["train", config, "--set", "train.precision=fp16"],
-        "train.precision = fp16",
-        "Use bf16 or fp32",
-    )
+def test_processes_that_cannot_share_a_run(workspace, config):
     before = contents(workspace)
     done = forked([*LAUNCHER, "local", str(config), "--nproc", "3"])
     explained(

@@ -231,14 +231,3 @@ def test_what_cannot_be_allowed(refused, workspace, config, key):
     refused(["train", config, *words], f"--allow-changed {key}: {WRONG[key]}")
     done = forked([*LAUNCHER, "local", config, "--nproc", 1, *words])
     explained(done, 2, f"--allow-changed {key}: {WRONG[key]}")
-
-
-def test_a_tokens_identity_is_its_content(tiny_data, other_corpus, other_tokenizer, tmp_path):
-    identities = {
-        TokenStream(directory / split).identity
-        for directory in (tiny_data, other_corpus, other_tokenizer)
-        for split in ("train", "validation")
-    }
-    assert len(identities) == 6 and all(len(identity) == 64 for identity in identities)
-    copy = copied(tiny_data, tmp_path / "copy")
-    assert TokenStream(copy / "train").identity == TokenStream(tiny_data / "train").identity

@@ -72,11 +72,6 @@ def test_all_of_the_text_is_scored_unless_told_otherwise(run, tiny_data, tmp_pat
     assert last[0]["tokens"] == 2048
 
 
-def test_max_tokens_of_the_config_is_not_the_commands(refused, run):
-    setting = "evaluation.max_tokens=512"
-    refused(["evaluate", run, "--set", setting], setting, "--max-tokens 512")
-
-
 # ---- records -------------------------------------------------------------------------------------
 def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
     out = tmp_path / "curve.json"

@@ -105,16 +105,10 @@ def test_lengths_that_cannot_be_measured(workspace, run, tmp_path):
         f"{run}: documents at 32 tokens is left out: 64 tokens, twice the cut context, are the "
         "least",
     ]
-    for words, said in (
-        (["--lengths", "32"], "--lengths 32: the task needle cannot be measured"),
-        (["--lengths", "64,10000000"], "has only 211360 tokens"),
-        (["--lengths", "32", "--tasks", "documents"], "nothing is left to measure"),
-        (["--tasks", "needles"], "--tasks needles: unknown task"),
-        (["--set", "data.sequence_length=64"], "data.sequence_length = 64"),
-    ):
-        out = tmp_path / "out/tasks.json"
-        explained(pretrain("evaluate-tasks", run, *words, "--out", out), 2, said)
-        assert not out.parent.exists()
+    out = tmp_path / "out/tasks.json"
+    said = "--lengths 32: the task needle cannot be measured"
+    explained(pretrain("evaluate-tasks", run, "--lengths", "32", "--out", out), 2, said)
+    assert not out.parent.exists()
     (tmp_path / "curve.json").write_text('{"records": [{"protocol": "sliding"}]}')
     explained(
         pretrain("evaluate-tasks", run, *WORDS, "--out", tmp_path / "curve.json"), 2, "overwritten"

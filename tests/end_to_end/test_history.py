@@ -66,9 +66,6 @@ def trained_steps(run: Path) -> list[int]:
     return [r["step"] for r in metrics(run) if "evaluation" not in r]
 
 
-TO_6 = ("train.num_steps=6",)
-
-
 def other_branch(train: Train, copy: Path, to: int = 6) -> None:
     """Go back to step 4 and train to step 6 on a new branch."""
     done = train("--resume", step(copy, 4), settings=(f"train.num_steps={to}",))
@@ -229,17 +226,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(copy, train):
     flip(weights_file(step(copy, 8)))
     explained(train(settings=("train.num_steps=10",)), 2, "all of its checkpoints are damaged")
     assert steps(copy) == [2, 4, 6, 8] and not (copy / "abandoned").exists()
-
-
-def test_the_launcher_goes_on_from_the_checkpoint_before_a_damaged_one(copy, config):
-    flip(weights_file(step(copy, 8)))
-    flip(weights_file(step(copy, 6)))
-    settings = (*SHORT, f"run.directory={copy}", "train.num_steps=10")
-    words = [w for s in settings for w in ("--set", s)]
-    done = succeeded(forked([*LAUNCHER, "local", config, "--nproc", 2, *words]))
-    assert f"{step(copy, 8)} is passed" in done.text and f"{step(copy, 6)} is" in done.text
-    assert "4 steps are lost" in done.text and steps(copy) == [2, 4, 6, 8, 10]
-    assert len(list((copy / "abandoned/0001").glob("step-*"))) == 2
 
 
 # ---- steps and foreign files ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.rundir.attempts import Attempt, AttemptRecord, read_attempts
+from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.paths import ExitCode
 from tests.end_to_end.commands import (
@@ -27,7 +27,6 @@ from tests.end_to_end.commands import (
     explained,
     fresh,
     pretrain,
-    ranks,
     running_ranks,
     sets,
     succeeds,
@@ -321,36 +320,6 @@ def test_a_second_ctrl_c_leaves_at_once(workspace, train):
     assert "Traceback" not in done.text
     ended_at = last_attempt(run).ended
     assert (ended_at.code, ended_at.outcome) == (130, "stopped") and not complete_checkpoints(run)
-
-
-def test_under_a_supervisor_its_attempt_is_joined(workspace, train):
-    """The supervisor holds the lock and records the end; training records its phases.
-
-    So it does when nothing is left to train.
-    """
-    run = workspace / "runs/supervised"
-    for steps in ("train.num_steps=4", "train.num_steps=4"):
-        held = Attempt.begin(run)
-        [done] = ranks(train("supervised", steps), [{"PRETRAIN_ATTEMPT": str(held.directory)}])
-        assert done.code == 0, done.err
-        record = read_attempts(run)[-1]
-        assert record.number == held.number and record.ended is None
-        assert record.phases[-1].phase == "ending"
-        assert record.phases[-1].step == record.progress.step == 4
-        held.end("finished", 0, "", 4)
-    first, second = read_attempts(run)
-    said = [(p.phase, p.step, p.saved) for p in first.phases]
-    assert said == [
-        ("starting", 0, None),
-        ("loading", 0, None),
-        ("training", 0, None),
-        ("evaluating", 4, None),
-        ("training", 4, None),
-        ("saving", 4, None),
-        ("training", 4, 4),
-        ("ending", 4, None),
-    ]
-    assert [p.phase for p in second.phases] == ["starting", "ending"]
 
 
 def test_an_evaluation_that_a_kill_cut_off_is_completed(run, train):

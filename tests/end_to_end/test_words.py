@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import explained, metrics, pretrain, running_ranks, sets, succeeds
+from tests.end_to_end.commands import metrics, pretrain, running_ranks, sets, succeeds
 from tests.end_to_end.conftest import CONFIG
 
 SETTINGS = sets(
@@ -65,35 +65,3 @@ def test_own_text_is_scored_by_the_words_of_the_checkpoint(run, folder):
     done = pretrain("evaluate", run, "--text", text, "--lengths", "8")
     # 10 words and two line ends.
     assert done.code == 0 and "12 tokens" in done.text, done.text
-
-
-def test_tasks_and_checkpoint_tools_know_such_a_model(run, folder):
-    done = succeeds("evaluate-tasks", run, "--tasks", "induction", "--lengths", 96, "--samples", 2)
-    done = succeeds("checkpoint", "consolidate", run, folder / "whole")
-    done = pretrain("data", "stats", folder / "words.toml", *SETTINGS)
-    assert done.code == 0 and "<unk>: " in done.out, done.text
-    done = pretrain("data", "show", folder / "words.toml", *SETTINGS)
-    assert done.code == 0 and "<unk>" in done.out, done.text
-
-
-def test_what_it_cannot_do_is_said(run, folder):
-    explained(pretrain("export", run, folder / "hf"), 2, "data.tokenizer = words", "export")
-    assert not (folder / "hf").exists()
-    done = pretrain("config", folder / "words.toml", *SETTINGS)
-    assert "none: " in done.out
-    explained(
-        pretrain(
-            "train",
-            folder / "words.toml",
-            *SETTINGS,
-            *sets("parallel.tensor_model_parallel_size=2"),
-        ),
-        2,
-        "parallel.tensor_model_parallel_size = 2",
-    )
-    explained(
-        pretrain("train", folder / "words.toml", *SETTINGS, *sets("model.adaptive_factor=2")),
-        2,
-        "model.adaptive_factor = 2",
-        "trained with 4",
-    )

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pretrain.kernels import folded, sdpa
+from pretrain.kernels import folded
 from pretrain.kernels.call import Call, ScoreBias, describe_call, has_triton
-from pretrain.kernels.dispatch import REFUSALS, attention, choose_backend
+from pretrain.kernels.dispatch import REFUSALS, choose_backend
 
 V100, A100, H100, B200 = (7, 0), (8, 0), (9, 0), (10, 0)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -89,50 +89,6 @@ def test_a_chosen_backend_does_not_refuse(bias, capability, dtype, head_dim, cau
         return
     chosen = choose_backend(described).backend
     assert REFUSALS[chosen](described) is None
-
-
-def row_alignment(capability, dtype):
-    """Return what torch's memory-efficient kernel wants widths of q and v to be multiples of.
-
-    This is `minimum_gemm_alignment` of torch 2.13 (aten/src/ATen/native/transformers/cuda/
-    sdp_utils.cpp).
-    """
-    uses_tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and dtype != FP32)
-    least = 4 if capability >= (8, 0) else 1
-    return max(least, 4 if dtype == FP32 else 8) if uses_tensor_cores else least
-
-
-@pytest.mark.parametrize("width", [1, 4, 12, 20, 64, 130, 257])
-@pytest.mark.parametrize("slopes", [None, torch.ones(4)])
-@pytest.mark.parametrize("queries", [3, 7])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("capability", "dtype"),
-    [(V100, FP16), (V100, FP32), (A100, FP16), (A100, BF16), (A100, FP32), (H100, BF16)],
-)
-def test_torch_s_kernels_get_widths_that_they_serve(
-    width, slopes, queries, causal, capability, dtype, monkeypatch
-):
-    """Watch what torch's function is called with, for GPUs that are only described."""
-    given = []
-
-    def record(q, k, v, **_):
-        given.append((q.shape[3], k.shape[3], v.shape[3]))
-        return q.new_empty(*q.shape[:3], v.shape[3])
-
-    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", record)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("pretrain.kernels.call.has_triton", lambda: False)
-    q = torch.zeros(queries, 1, 4, width, dtype=dtype)
-    k = torch.zeros(7, 1, 2, width, dtype=dtype)
-    out = attention(q, k, k, slopes=slopes, causal=causal)
-    assert out.shape == q.shape and out.dtype == dtype
-    for width_q, width_k, width_v in given:
-        assert width_q == width_k >= width and width_v >= width
-        assert width_q % row_alignment(capability, dtype) == 0
-        assert width_v % row_alignment(capability, dtype) == 0
-    assert given
 
 
 @pytest.mark.parametrize("bias", ["none", "slopes", "table"])

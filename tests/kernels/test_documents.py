@@ -134,12 +134,6 @@ def test_arguments_that_do_not_fit_are_refused(change, message):
         attention(*qkv, **({"document_starts": starts_of([[4, 5]])} | change))
 
 
-def test_fewer_queries_than_keys_are_refused():
-    q, k, v = make([[9]], None, torch.float32)[0]
-    with pytest.raises(ValueError, match="5 queries and 9 keys"):
-        attention(q[4:], k, v, document_starts=starts_of([[5]]))
-
-
 # Small blocks, so that few tokens have blocks of every kind: whole, cut by the causal mask, by a
 # border of documents, by both, hidden and skipped.
 SMALL = Schedule(Blocks(32, 16, 4, 2), Blocks(16, 32, 4, 2), Blocks(16, 16, 4, 2), 32)

@@ -45,17 +45,7 @@ CASES = {
     "dropout, symmetric, trained": (40, 60, 1, 2, 2, 16, False, "trained", {"dropout_p": 0.3}),
     "dropout, table": (50, 50, 1, 2, 2, 16, True, "table", {"dropout_p": 0.3}),
     "scale": (65, 65, 1, 2, 2, 16, True, "slopes", {"scale": 0.7}),
-    "negative scale, no skipping": (
-        65,
-        65,
-        1,
-        2,
-        2,
-        16,
-        True,
-        "slopes",
-        {"scale": -0.7, "skip": False},
-    ),
+    "negative scale": (65, 65, 1, 2, 2, 16, True, "slopes", {"scale": -0.7, "skip": False}),
 }
 
 
@@ -326,23 +316,6 @@ def test_a_query_skips_for_itself_in_a_tile_that_others_visit():
     assert (dk[:32] == 0).all() and (dv[:32] == 0).all()
 
 
-def test_an_attention_sink_costs_one_tile():
-    """A giant value at key 0 must be visited by every query; the tiles between stay skipped."""
-    causal = True
-    q, k, v, _, _ = make(128, 128, 1, 1, 1, 16, causal, None, torch.float32)
-    q, k, v = (x.detach().clone().requires_grad_() for x in (q * 0.3, k, v))
-    slopes = torch.tensor([0.9], device=DEVICE)
-    without, _ = visited_tiles(q, k, v, slopes, causal, schedule=SMALL)
-    v.data[0] *= 1e30
-    tiles_visited, _ = visited_tiles(q, k, v, slopes, causal, schedule=SMALL)
-    assert tiles_visited[..., 0].all() and (without[0, 0, 3:, 0] == 0).all()
-    assert torch.equal(tiles_visited[..., 1:], without[..., 1:])
-    bias = ScoreBias(slopes, None, 0, causal)
-    on, off = (triton(q, k, v, bias, [q, k, v], skip=skip) for skip in (True, False))
-    for name, x, y in zip("oqkv", on, off):
-        assert (x - y).abs().max() <= 2.0**-20 * y.abs().max(), name
-
-
 @pytest.mark.parametrize(("name", "bad"), [("q", torch.nan), ("k", torch.inf), ("v", torch.nan)])
 def test_nan_propagates_through_skipped_tiles(name, bad):
     q, k, v, bias, _ = make(160, 160, 1, 2, 2, 16, True, None, torch.float32)
@@ -437,20 +410,6 @@ def test_dispatch_serves_by_triton_or_says_why_not(caplog, monkeypatch):
     q, k, v, bias, _ = make(33, 33, 1, 2, 2, 16, True, "slopes", torch.float32)
     exact = attention_reference(q, k, v, slopes=bias.slopes)
     assert (attention(q, k, v, slopes=bias.slopes, backend="triton") - exact).abs().max() < 1e-5
-    with pytest.raises(ValueError, match="width 256 at most, these have 300"):
-        wide = torch.zeros(3, 1, 1, 300, device=DEVICE)
-        attention(wide, wide, wide, backend="triton")
-    with pytest.raises(ValueError, match="float64"):
-        attention(q.double(), k.double(), v.double(), backend="triton")
-    with pytest.raises(ValueError, match=r"float32.*float16"):
-        attention(q, k.half(), v.half(), backend="triton")
-    with pytest.raises(ValueError, match="none empty"):
-        attention(q[:0], k, v, backend="triton")
-    with pytest.raises(ValueError, match="would see no key"):
-        attention(q, k[:9], v[:9], backend="triton")
-    with pytest.raises(ValueError, match="2 query heads on 3"):
-        three = torch.zeros(33, 1, 3, 16, device=DEVICE)
-        attention(q, three, three, backend="triton")
     if DEVICE == "cpu":
         monkeypatch.setattr("pretrain.kernels.flash.device.INTERPRETED", False)
         with pytest.raises(ValueError, match="cannot serve: it needs a GPU"):

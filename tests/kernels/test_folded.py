@@ -209,29 +209,6 @@ def test_torch_s_unfused_path_is_never_taken():
     assert torch.backends.cuda.math_sdp_enabled()
 
 
-@pytest.mark.parametrize(
-    ("width", "narrow", "value_width"),
-    [(16, True, 16), (16, False, 24), (12, True, 16), (18, True, 24), (18, False, 24)],
-)
-def test_the_fused_qkv_projection_is_not_kept(width, narrow, value_width, monkeypatch):
-    """The backward pass keeps what the kernel is given, and that is no view of the projection."""
-    given = []
-
-    def record(q, k, v, scale, dropout_p):
-        given.extend((q, k, v))
-        return v
-
-    monkeypatch.setattr(folded, "sdpa_without_bias", record)
-    monkeypatch.setattr(folded, "_takes_narrow_values", lambda q: narrow)
-    q, k, v = torch.zeros(10, 1, 4, 3, width, dtype=torch.float16).unbind(3)
-    bias = ScoreBias(alibi_slopes(4), None, 128, True)
-    folded.attention_folded(q, k, v, bias, None, 0.0)
-    # Narrow values are padded only where the kernel's 16-byte loads want it.
-    assert [x.shape[3] for x in given] == [24, 24, value_width]
-    for x in given:
-        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
-
-
 def test_columns_are_made_once_and_follow_the_slopes():
     qkv, arguments = make("one chunk", torch.float16)
     slopes = arguments["slopes"]
