@@ -12,9 +12,16 @@ import io
 from collections.abc import Iterator
 
 from pretrain.cli.main import main
-from pretrain.data.sources import Corpus, Found, Piece, Source, register
-from pretrain.data.sources.base import MAX_DOCUMENT_BYTES, Damaged
-from pretrain.data.sources.files import open_piece
+from pretrain.data.sources import (
+    MAX_DOCUMENT_BYTES,
+    Corpus,
+    Damaged,
+    Found,
+    Piece,
+    Source,
+    open_piece,
+    register,
+)
 
 
 @register
@@ -24,8 +31,6 @@ class Csv(Source):
     name = "csv"
     endings = (".csv",)
     text_field = "text"
-    text_per_byte = 1.0
-    """For the estimate of a dry run, because what `read` counts is rows and not bytes."""
 
     def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
         """Yield each row's text under the row's number, or why it cannot be read."""

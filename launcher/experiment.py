@@ -61,7 +61,7 @@ def build(
         site_file: The site's file.
         nodes: As many tasks run at the same time as these have cores.
         time_limit: Of each job; by default the site's.
-        dry_run: Print a job and an estimate of the data set, and submit nothing.
+        dry_run: Print a job, and the files, bytes and tasks of each corpus; submit nothing.
 
     Raises:
         ConfigError: The site does not have these nodes, or the directory cannot be used.

@@ -56,10 +56,10 @@ from pretrain.config.trajectory import (
     data_differences,
     differences,
 )
-from pretrain.data.blend import Segment
-from pretrain.data.manifest import MANIFEST as DATA_MANIFEST
+from pretrain.data.order import Segment
+from pretrain.data.shards import MANIFEST as DATA_MANIFEST
+from pretrain.data.shards import TOKENIZER_FILES
 from pretrain.data.stream import TokenStream
-from pretrain.data.tokenizers.base import TOKENIZER_FILES
 from pretrain.rundir.checkpoints import MANIFEST, Branch, Lineage, Name, Natural, check_name, run_of
 from pretrain.rundir.files import parse_json
 from pretrain.rundir.provenance import Provenance

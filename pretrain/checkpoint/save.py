@@ -39,8 +39,7 @@ from pretrain.checkpoint.manifest import (
 from pretrain.checkpoint.writer import Publication, Writer, publish
 from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, writing
 from pretrain.config.trajectory import DIGITS, TOKENIZER
-from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
-from pretrain.data.tokenizers.base import Tokenizer
+from pretrain.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from pretrain.optim.zero import Fragment, ZeroOptimizer
 from pretrain.rundir.checkpoints import (
     begin_partial,

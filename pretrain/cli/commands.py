@@ -162,14 +162,14 @@ def data_build(
     Args:
         workers: Processes. Default: as many as this process may use cores. Does not change what is
             built.
-        dry_run: Estimate tokens, bytes and time from a sample of the corpus; write nothing.
+        dry_run: List the files, bytes and tasks of each corpus; write nothing.
     """
     run = load_config(config, overrides)
-    from pretrain.data.build import Cluster, build, estimate
+    from pretrain.data.build import Cluster, build, outline
 
     count = workers or len(os.sched_getaffinity(0))
     if dry_run:
-        estimate(run, count)
+        outline(run)
     elif job_array:
         # `launcher data build` gives a command, as a JSON list.
         build(run, cluster=Cluster(json.loads(job_array), array_size))
@@ -200,7 +200,7 @@ def data_stats(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
-    """Show the size of each corpus, its share of training, and how long its documents are.
+    """Show the size of each corpus, what was left out of it, and its share of training.
 
     \b
     Example:

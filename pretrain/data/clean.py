@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from pretrain.config.schema import CleaningSection
-from pretrain.data.sources.base import optional
+from pretrain.data.sources import optional
 
 # ---- Hash texts, and the sequences of words in them, the same way on every machine ----
 # Cleaning compares documents by runs of words: 5-word sequences find near duplicates, 13-word
@@ -128,14 +128,6 @@ def _factor(exponent: int) -> np.uint64:
 # CR, vertical tab, form feed and NEL end a line; taking them out would join two words.
 _LINE_BREAK = re.compile("\r\n|[\r\v\f\x85]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def check_packages(section: CleaningSection) -> None:
-    """Raise ConfigError if a package is missing that cleaning needs, before hours of reading."""
-    if section.repair_unicode:
-        optional("ftfy", "cleaning.repair_unicode")
-    if section.deduplicate == "near":
-        optional("rensa", 'cleaning.deduplicate = "near"')
 
 
 class Cleaner:

@@ -1,17 +1,23 @@
-"""Give a split's files as local ones: as they are, or fetched from a URL into a bounded cache."""
+"""Files that may be local or at a URL: find them, look at them, read them, keep copies of them.
+
+Every access of this package to a file that a user names goes through this module, so that whatever
+is done about slow or broken storage is done here. A location is an absolute path, or a URL that
+`fsspec` reads.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import glob
+import io
 import os
 import re
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import fsspec
 import xxhash
@@ -19,15 +25,181 @@ import xxhash
 from pretrain.config import ConfigError, RunFailed, writing
 from pretrain.config.load import expand_path
 from pretrain.config.run import is_url
-from pretrain.data.manifest import rebuild_advice
+from pretrain.data.shards import rebuild_advice
 from pretrain.rundir.files import PARTIAL
 
 _CHUNK = 1 << 22
-_CACHED = re.compile(rf"[0-9a-f]{{32}}-.+|\.[0-9a-f]{{32}}-.+{re.escape(PARTIAL)}")
-"""Names of the files that a cache may remove: what it keeps, and its partial files."""
 
-_STALE_SECONDS = 86_400
-"""A partial file that nobody has written to for so long was left by a process that was killed."""
+_BUFFER_BYTES = 2**18
+"""Bytes that are read at once."""
+
+
+class Location(NamedTuple):
+    """A file that was found. Its content was not looked at."""
+
+    path: str
+    """Absolute path, or URL."""
+
+    size: int
+    """Bytes."""
+
+    identity: str
+    """Equal for two names of one file: the path after every symlink is followed, or the URL."""
+
+
+def find(key: str, patterns: tuple[str, ...]) -> list[Location]:
+    """Return the files that patterns name, each once, sorted by path.
+
+    Args:
+        key: The config key of the patterns, for messages.
+        patterns: File names, glob patterns, or URLs of either. A pattern that is the name of a file
+            is that file.
+
+    Raises:
+        ConfigError: A pattern matches no file.
+        RunFailed: What it matches cannot be read.
+    """
+    found: dict[str, Location] = {}
+    for pattern in patterns:
+        is_name = os.path.lexists(pattern)
+        if is_name and os.path.isdir(pattern):
+            inner = os.path.join(pattern, "**", "*.txt")
+            raise ConfigError(f'{key} = {pattern!r}: a directory. Name its files: "{inner}"')
+        if not is_name and is_url(pattern):
+            matches = _matches_in_store(pattern)
+        else:
+            matches = [pattern] if is_name else _matches(pattern)
+        if not matches:
+            raise ConfigError(
+                f"{key} = {pattern!r}: no such file (relative names start at {os.getcwd()}). Give "
+                "file names or a glob pattern that matches files; ** reaches into subdirectories, "
+                'as in "text/**/*.txt"'
+            )
+        for location in sorted(map(locate, matches)):
+            found.setdefault(location.identity, location)
+    return sorted(found.values())
+
+
+def _matches(pattern: str) -> list[str]:
+    """Return the files of this machine that a pattern matches.
+
+    The module glob passes over directories that it may not list, and a corpus would lack their
+    text.
+    """
+    if "**" in pattern:
+        for _ in os.walk(pattern.partition("**")[0] or ".", onerror=_refuse):
+            pass
+    return [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
+
+
+def _refuse(error: OSError) -> None:
+    raise unreadable(error.filename, error)
+
+
+def _matches_in_store(pattern: str) -> list[str]:
+    """Return the URLs of the files of a store that a URL, which may be a pattern, matches."""
+    system, name = store(pattern)
+    with reading(pattern):
+        if system.isfile(name):
+            return [pattern]
+        entries = system.glob(name, detail=True)
+    return [
+        system.unstrip_protocol(name)
+        for name, entry in entries.items()
+        if entry["type"] != "directory"
+    ]
+
+
+def locate(path: str) -> Location:
+    """Return the location of a file whose name is known."""
+    if is_url(path):
+        return Location(path, look(path)[0], path)
+    path = os.path.abspath(path)
+    return Location(path, look(path)[0], os.path.realpath(path))
+
+
+def look(path: str) -> tuple[int, int | str]:
+    """Return a file's size in bytes, and what tells versions of it apart.
+
+    That is the modification time in ns, or of a URL what fsspec goes by.
+
+    Raises:
+        ConfigError: The server does not tell the size, so a truncated copy would not be noticed.
+        RunFailed: The file cannot be read.
+    """
+    with reading(path, allow_missing=False):
+        if not is_url(path):
+            status = os.stat(path)
+            return status.st_size, status.st_mtime_ns
+        system, name = store(path)
+        size, version = system.size(name), str(system.ukey(name))
+    if size is None:
+        raise ConfigError(
+            f"{path}: the server does not tell the size of this file. Copy it to a disk or an "
+            "object store"
+        )
+    return int(size), version
+
+
+def open_stored(path: str) -> io.BufferedReader:
+    """Open a location for reading its bytes as they are stored.
+
+    Raises:
+        FileNotFoundError: It is missing.
+        RunFailed: It cannot be opened.
+    """
+    with reading(path):
+        if is_url(path):
+            system, name = store(path)
+            return io.BufferedReader(system.open(name, "rb"), _BUFFER_BYTES)
+        return cast(io.BufferedReader, open(path, "rb", _BUFFER_BYTES))
+
+
+def store(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the name of the URL in it.
+
+    fsspec keeps the object of a file system, so this costs nothing after the first call.
+    """
+    try:
+        return cast(tuple[Any, str], fsspec.core.url_to_fs(url))
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{url}: fsspec cannot read this URL ({error}). Install the package for its protocol "
+            "(s3fs for s3://, gcsfs for gs://), or correct the URL"
+        ) from None
+
+
+@contextlib.contextmanager
+def reading(where: str, *, allow_missing: bool = True) -> Iterator[None]:
+    """Turn the errors of reading a file into a RunFailed that names it.
+
+    Args:
+        where: The file's path or URL.
+        allow_missing: A missing file stays a FileNotFoundError.
+    """
+    try:
+        yield
+    except (ConfigError, RunFailed):
+        raise
+    except Exception as error:
+        if allow_missing and isinstance(error, FileNotFoundError):
+            raise
+        raise unreadable(where, error) from error
+
+
+def unreadable(where: str, error: Exception) -> RunFailed:
+    """Return the error for a file that cannot be read."""
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    stale = isinstance(error, OSError) and error.errno == errno.ESTALE
+    hint = "it was replaced on the server" if stale else "the disk, the network or the permissions"
+    return RunFailed(f"{where}: cannot be read ({reason}). Look at {hint}, then start again")
+
+
+# ---- Give a split's files as local ones: as they are, or fetched into a bounded cache ----
+
+
+_CACHED = re.compile(r"[0-9a-f]{32}-.+")
+"""Names of the files that a cache keeps and may remove."""
 
 
 class Cache(NamedTuple):
@@ -54,7 +226,7 @@ class Folder:
 
     def sizes(self) -> dict[str, int]:
         """Return the size of every file."""
-        with self._reading("."), os.scandir(self.location) as entries:
+        with reading(self.location), os.scandir(self.location) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
     def chunks(self, name: str) -> Iterator[bytes]:
@@ -64,16 +236,13 @@ class Folder:
             FileNotFoundError: if it is missing.
             RunFailed: if it cannot be read.
         """
-        with self._reading(name), self._open(name) as file:
+        with reading(self.where(name)), open_stored(self.where(name)) as file:
             while chunk := file.read(_CHUNK):
                 yield chunk
 
     def read(self, name: str) -> bytes:
         """Return the contents of a small file; as `chunks`."""
         return b"".join(self.chunks(name))
-
-    def _open(self, name: str) -> BinaryIO:
-        return Path(self.location, name).open("rb")
 
     def local(self, name: str, size: int, digest: str) -> Path:
         """Return the path of a local file with the content of `name`.
@@ -98,16 +267,6 @@ class Folder:
         """Return what to do about a damaged file that a stream has open."""
         return rebuild_advice(self.where(name))
 
-    @contextlib.contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
-        """Turn the errors of reading a file into one that names it; a missing file stays one."""
-        try:
-            yield
-        except (FileNotFoundError, ConfigError):
-            raise
-        except Exception as error:
-            raise unreadable(self.where(name), error) from error
-
 
 class RemoteFolder(Folder):
     """The URL of a split. Whole files are fetched on first use and kept in the cache."""
@@ -124,18 +283,14 @@ class RemoteFolder(Folder):
 
     def sizes(self) -> dict[str, int]:
         """Return the size of every file; one request, or one a thousand files."""
-        with self._reading("."):
-            system, path = self._system()
+        with reading(self.location):
+            system, path = store(self.location)
             found = system.ls(path, detail=True)
             return {
                 entry["name"].rstrip("/").rsplit("/", 1)[-1]: int(entry["size"])
                 for entry in found
                 if entry["type"] == "file"
             }
-
-    def _open(self, name: str) -> BinaryIO:
-        system, path = self._system()
-        return cast(BinaryIO, system.open(f"{path}/{name}", "rb"))
 
     def local(self, name: str, size: int, digest: str) -> Path:
         """Return the path of the file in the cache, after fetching it if it is not there."""
@@ -208,14 +363,10 @@ class RemoteFolder(Folder):
         kept = []
         for path in self._cache.iterdir():
             # The directory is the user's choice, and may hold files of the user's own.
-            if not _CACHED.fullmatch(path.name):
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                status = path.stat()
-                if not path.name.startswith("."):
+            if _CACHED.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
                     kept.append((status.st_mtime_ns, status.st_size, path))
-                elif time.time() - status.st_mtime > _STALE_SECONDS:
-                    path.unlink()
         total = size + sum(each[1] for each in kept)
         for _, bytes_, path in sorted(kept):
             if total <= self._bytes:
@@ -224,38 +375,13 @@ class RemoteFolder(Folder):
             (self._cache / f".{path.name}.lock").unlink(missing_ok=True)
             total -= bytes_
 
-    def _system(self) -> tuple[Any, str]:
-        """Return the file system of the URL and the path in it.
-
-        fsspec keeps the object of a file system, so this costs nothing after the first call, and
-        nothing has to be pickled.
-        """
-        try:
-            system, path = fsspec.core.url_to_fs(self.location)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(
-                f"{self.location}: fsspec cannot read this URL ({error}). Install the package for "
-                "its protocol (s3fs for s3://), or give a local directory"
-            ) from None
-        return system, str(path).rstrip("/")
-
 
 def folder(location: str | Path, cache: Cache | None = None) -> Folder:
     """Return the files of a local directory or of a URL."""
     return RemoteFolder(str(location), cache or Cache()) if is_url(location) else Folder(location)
 
 
-def unreadable(where: str, error: Exception) -> RunFailed:
-    """Return the error for a file that is there and cannot be read."""
-    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    stale = isinstance(error, OSError) and error.errno == errno.ESTALE
-    hint = "it was replaced on the server" if stale else "the disk, the network or the permissions"
-    return RunFailed(f"{where}: cannot be read ({reason}). Look at {hint}, then start again")
-
-
-def missing(where: str) -> ConfigError:
-    """Return the error for a file that the manifest names and that is not there."""
-    parent = where.rsplit("/", 1)[0]
-    return ConfigError(
-        f"{where}: missing, but the manifest of {parent} refers to it. {rebuild_advice(where)}"
-    )
+def missing(where: str, manifest: str | None = None) -> ConfigError:
+    """Return the error for a file that a manifest, by default beside it, names and lacks."""
+    manifest = manifest or f"{where.rsplit('/', 1)[0]}/manifest.json"
+    return ConfigError(f"{where}: missing, but {manifest} names it. {rebuild_advice(manifest)}")

@@ -15,7 +15,7 @@ import torch
 
 from pretrain.config.run import Rampup, batch_size_at
 from pretrain.data import order
-from pretrain.data.blend import Blend, blend_of
+from pretrain.data.order import Blend, blend_of
 from pretrain.data.stream import TokenStream
 
 ORDERED_AT_ONCE = 4096

@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.run import is_url
-from pretrain.data.files import Cache, Folder, folder, missing, unreadable
-from pretrain.data.manifest import (
+from pretrain.data.files import Cache, Folder, folder, missing, reading
+from pretrain.data.shards import (
     CHECKSUM_BYTES,
     CHECKSUMS,
     HEADER_BYTES,
@@ -147,80 +147,62 @@ class VerifiedReader:
             self._fill_row(row, start, count)
 
     def _fill_row(self, row: np.ndarray, start: int, count: int) -> None:
-        """Fill `row` with `count` tokens from `start`, which lie in the stream.
-
-        Whole pieces are read and compared with their checksums, across blocks and shards.
-        """
+        """Fill `row` with `count` tokens from `start`, which lie in the stream, piece by piece."""
         per_piece, per_block, *_, itemsize = self._sizes
         starts, done = self._starts, 0
         while done < count:
             shard = bisect_right(starts, start) - 1
             block, first = divmod(start - starts[shard], per_block)
             piece, skip = divmod(first, per_piece)
-            # Up to the end of the block and of what is wanted.
-            end = min(per_block, starts[shard + 1] - start + first)
-            last = min(first + count - done, end)
-            size = (min(-(-last // per_piece) * per_piece, end) - piece * per_piece) * itemsize
-            content = self._read_pieces(shard, block, piece, size)
-            taken = last - first
-            tokens = np.frombuffer(content, self._manifest.layout.dtype)
-            row[done : done + taken] = tokens[skip : skip + taken]
-            done += taken
-            start += taken
+            # The last block of a shard and the last piece of a block may be short.
+            in_block = min(per_block, starts[shard + 1] - start + first)
+            size = min(per_piece, in_block - piece * per_piece) * itemsize
+            content = self._read_piece(shard, block, piece, size)
+            tokens = np.frombuffer(content, self._manifest.layout.dtype)[skip:][: count - done]
+            row[done : done + len(tokens)] = tokens
+            done += len(tokens)
+            start += len(tokens)
 
-    def _read_pieces(self, shard: int, block: int, piece: int, size: int) -> bytes:
-        """Return `size` bytes of a block, from one of its pieces on, as they were written.
+    def _read_piece(self, shard: int, block: int, piece: int, size: int) -> bytes:
+        """Return a piece of a block, of `size` bytes, as it was written.
 
         Raises:
-            ConfigError: They are damaged.
-            RunFailed: They cannot be read.
+            ConfigError: It is damaged.
+            RunFailed: It cannot be read.
         """
         *_, pieces_per_block, block_bytes, _ = self._sizes
         offset = HEADER_BYTES + block * block_bytes + piece * PIECE_BYTES
-        content = b""
-        try:
-            file = self._open(shard)
-            # A network file system may return less than there is. Nothing at all is the end.
-            while more := os.pread(file.number, size - len(content), offset + len(content)):
-                content += more
-        except OSError as error:
-            where = self._folder.where(self._manifest.shards[shard].name)
-            raise unreadable(where, error) from error
+        name = self._manifest.shards[shard].name
+        content = self._pread(name, lambda: self._open(shard), size, offset)
         if len(content) != size:
             problem = f"truncated: {len(content)} of {size} bytes"
             raise self._damaged(shard, block, offset, problem)
         number = block * pieces_per_block + piece
-        starts = range(0, size, PIECE_BYTES)
-        checksums = self._expected(self._first_piece[shard] + number, len(starts))
-        for seed, (at, checksum) in enumerate(zip(starts, checksums), self._seeds[shard] + number):
-            if xxh3_64(content[at : at + PIECE_BYTES], seed) != checksum:
-                self._check_checksums()
-                raise self._damaged(shard, block, offset + at, "its checksum differs")
+        place = (self._first_piece[shard] + number) * CHECKSUM_BYTES
+        stored = self._pread(CHECKSUMS, self._opened_checksums, CHECKSUM_BYTES, place)
+        checksum = xxh3_64(content, self._seeds[shard] + number)
+        if checksum.to_bytes(CHECKSUM_BYTES, "little") != stored:
+            self._check_checksums()
+            raise self._damaged(shard, block, offset, "its checksum differs")
         return content
 
-    def _expected(self, first: int, count: int) -> list[int]:
-        """Return checksums [first, first + count)."""
-        size, offset = count * CHECKSUM_BYTES, first * CHECKSUM_BYTES
-        try:
-            file = self._opened_checksums()
-            content = os.pread(file.number, size, offset)
-        except OSError as error:
-            raise unreadable(self._folder.where(CHECKSUMS), error) from error
-        if len(content) != size:
-            where = self._folder.where(CHECKSUMS)
-            raise ConfigError(f"{where}: truncated at byte {offset}. {rebuild_advice(where)}")
-        checksums: list[int] = np.frombuffer(content, "<u8").tolist()
-        return checksums
+    def _pread(self, name: str, opened: Callable[[], _Descriptor], size: int, offset: int) -> bytes:
+        """Return `size` bytes of a file, or fewer at its end."""
+        content = b""
+        with reading(self._folder.where(name)):
+            file = opened()
+            # A network file system may return less than there is. Nothing at all is the end.
+            while more := os.pread(file.number, size - len(content), offset + len(content)):
+                content += more
+        return content
 
     def _opened_checksums(self) -> _Descriptor:
         m = self._manifest
         if self._checksums is None:
-            try:
+            with reading(self._folder.where(CHECKSUMS)):
                 self._checksums = _Descriptor(
                     self._folder, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128
                 )
-            except OSError as error:
-                raise unreadable(self._folder.where(CHECKSUMS), error) from error
         return self._checksums
 
     def _check_checksums(self) -> None:
@@ -307,10 +289,7 @@ def problems(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
     try:
         digest = hashlib.sha256(parent.read(manifest.tokenizer)).hexdigest()
     except FileNotFoundError:
-        yield ConfigError(
-            f"{where}: missing, but the manifest of {files.location} refers to it. "
-            f"{rebuild_advice(files.where(MANIFEST))}"
-        )
+        yield missing(where, files.where(MANIFEST))
         return
     if digest != manifest.tokenizer_sha256:
         yield ConfigError(
@@ -374,9 +353,9 @@ class TokenStream:
         """
         self.directory: str | Path = str(directory) if is_url(directory) else Path(directory)
         self._cache = cache
-        self._folder = folder(directory, cache)
-        self.manifest = _load_manifest(self._folder)
-        for problem in problems(self._folder, self.manifest):
+        self.files = folder(directory, cache)
+        self.manifest = _load_manifest(self.files)
+        for problem in problems(self.files, self.manifest):
             raise problem
         self._prepare()
 
@@ -403,12 +382,12 @@ class TokenStream:
     @property
     def data_set(self) -> str:
         """Return the directory or the URL of the whole data set."""
-        return self._folder.parent().location
+        return self.files.parent().location
 
     @property
     def tokenizer_path(self) -> Path:
         """Return the path of the data set's tokenizer, fetched first if it is at a URL."""
-        parent = self._folder.parent()
+        parent = self.files.parent()
         name = self.manifest.tokenizer
         content = parent.read(name)
         return parent.local(name, len(content), xxhash.xxh3_128_hexdigest(content))
@@ -453,7 +432,7 @@ class TokenStream:
             # Sound by its checksum: whoever wrote the data set did not check the ids.
             raise ConfigError(
                 f"{self.directory}: holds the token id {tokens.max()}, but vocab_size = "
-                f"{self.vocab_size}. {rebuild_advice(self._folder.where(MANIFEST))}"
+                f"{self.vocab_size}. {rebuild_advice(self.files.where(MANIFEST))}"
             )
         return tokens
 
@@ -468,11 +447,11 @@ class TokenStream:
             CorpusRange(c.name, start, c.tokens, c.documents, c.text_bytes)
             for c, start in zip(m.corpora, starts)
         )
-        self._reader = VerifiedReader(self._folder, m)
+        self._reader = VerifiedReader(self.files, m)
 
     def __getstate__(self) -> dict[str, Any]:
         # The rest is computed again.
-        keys = ("directory", "_cache", "_folder", "manifest")
+        keys = ("directory", "_cache", "files", "manifest")
         return {key: self.__dict__[key] for key in keys}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -6,30 +6,432 @@ ids = tokenizer.encode("To be, or not to be")
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import re
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+import tokenizers
+from tokenizers import decoders, normalizers
+from tokenizers.models import BPE
 
 from pretrain.config import ConfigError
 from pretrain.data.clean import chunks
-from pretrain.data.tokenizers.base import (
-    DICTIONARY,
-    TOKENIZER_FILES,
-    Tokenizer,
-    find_tokenizer,
-    read_tokenizer,
-)
-from pretrain.data.tokenizers.hugging_face import JsonTokenizer
-from pretrain.data.tokenizers.pieces import PieceTokenizer
+from pretrain.data.shards import DICTIONARY, JSON, MODEL, TOKENIZER_FILES
 
-if TYPE_CHECKING:
-    import tokenizers
+PROBES = (
+    "",
+    " ",
+    "  two  spaces ",
+    "\ttab\tand\nlines\r\n\n",
+    "naïve café, 北京市 こんにちは",
+    "🙂🙃👩\u200d👩\u200d👧 flags 🇩🇪",
+    "<s> and </s> and <unk>",
+    "<|endoftext|>, <|end_of_text|> and <pad>",
+    "<0x41> bytes \x00\x07\x7f\ufeff",
+    "1234567890 3.14159",
+    "It's what they'll say, we've HEARD'S",
+    "▁literal underline▁",
+    "Ünïcödé e\u0301 \u200b \u00a0 \U0001f3fb",
+)
+"""Odd strings on which every exported tokenizer must give the ids of the original."""
+
+
+class Tokenizer(ABC):
+    """A tokenizer, loaded from its one file."""
+
+    file_name: str
+    """Its name in a data set or a checkpoint: one of TOKENIZER_FILES."""
+
+    fingerprint: str
+    """Hex SHA-256 digest of the file."""
+
+    vocab_size: int
+    """Highest id plus one, special and added tokens included."""
+
+    eos_id: int
+    """Id of the token that is appended to every document."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        """Note where the tokenizer comes from.
+
+        Args:
+            path: The file, for messages.
+            content: Its bytes.
+        """
+        self.path, self.content = path, content
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made anew from the file's bytes: a pickled tokenizers.Tokenizer forgets that it is not to
+        # look for special tokens.
+        return type(self), (self.path, self.content)
+
+    unk_id: int | None = None
+    """Id that stands for words which `decode` cannot give back; None if there is no such id."""
+
+    special: dict[str, int]
+    """Role ("unk", "eos", "pad") -> id, of the special tokens that there are.
+
+    A BOS is none of them: documents begin after the EOS of the one before.
+    """
+
+    @abstractmethod
+    def encode(self, text: str) -> np.ndarray:
+        """Return the token ids of a text, int64 [tokens], without an end-of-document token.
+
+        The name of a special token in the text, such as "</s>", is text like any other.
+        """
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of token ids. Special tokens decode to nothing."""
+
+    @abstractmethod
+    def to_hugging_face(self) -> tokenizers.Tokenizer:
+        """Return a new Hugging Face tokenizer with the same ids. It adds nothing to a text.
+
+        Raises:
+            ConfigError: There is none.
+        """
+
+    def check_exportable(self) -> None:
+        """Check that a Hugging Face folder can hold this tokenizer, with the same ids.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+        converted = self.to_hugging_face()
+        for text in PROBES:
+            ours = self.encode(text).tolist()
+            theirs = converted.encode(text, add_special_tokens=False).ids
+            if ours != theirs:
+                raise ConfigError(
+                    f"{self.path}: a Hugging Face tokenizer made of it encodes {text!r} as "
+                    f"{theirs}, not as {ours}, so a model trained with it could not be exported. "
+                    "Use another tokenizer"
+                )
+
+    def check_trainable(self) -> None:
+        """Check that models trained with this tokenizer could be exported, or are known not to be.
+
+        Raises:
+            ConfigError: They could not, which would be found out after training.
+        """
+        self.check_exportable()
+
+
+def find_tokenizer(directory: str | Path) -> Path:
+    """Return the path of the tokenizer in a data set or a checkpoint.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    paths = [Path(directory) / name for name in TOKENIZER_FILES]
+    for path in paths:
+        if path.exists():
+            return path
+    raise ConfigError(
+        f"{paths[0]}: missing, and so are {JSON} and {DICTIONARY}: there is no tokenizer. "
+        "`pretrain data build CONFIG` makes a data set with one"
+    )
+
+
+def _read(path: Path) -> bytes:
+    """Return the bytes of a tokenizer's file.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot read the tokenizer ({error.strerror}). Give the path of its file; "
+            "models on the Hub are not looked up by name"
+        ) from None
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load the tokenizer in a file: .txt is a dict.txt, and of others the content says what it is.
+
+    Raises:
+        ConfigError: The file cannot be read, is no tokenizer, or has no end-of-document token.
+    """
+    path = Path(path)
+    content = _read(path)
+    if path.suffix == ".txt":
+        return WordTokenizer(path, content)
+    # No SentencePiece model begins with a brace.
+    if path.suffix == ".json" or content.lstrip()[:1] == b"{":
+        return JsonTokenizer(path, content)
+    return PieceTokenizer(path, content)
+
+
+# ---- Encode a text word by word, with a memory of the words that were encoded before ----
+# Natural text repeats its words, so most of the work is then a look-up.
+#
+# A SentencePiece BPE model begins with single characters and merges neighbours as long as the
+# result is a piece. Across a place that lies inside no piece nothing is ever merged, and the order
+# of merges on one side does not depend on the other side. `WORD` cuts where a space follows
+# anything but a space, and around newlines; `fits_pieces` checks that no piece of the model lies
+# across such a place.
+
+
+SPACE = "▁"
+"""U+2581, which SentencePiece writes for a space."""
+PART_CHARACTERS = 1 << 20
+"""Words are cut from about as much text at once, which bounds the memory that they need."""
+MAX_WORDS = 1 << 18
+"""So many words are remembered; then all of them are forgotten."""
+MAX_WORD_CHARACTERS = 64
+"""A longer word is not remembered."""
+
+
+WORD = re.compile(rf"[ {SPACE}]*[^ \n{SPACE}]+|\n|[ {SPACE}]+")
+"""Matches word after word, without gaps."""
+PLAIN_WORD = re.compile(r" *[^ \n]+|\n| +")
+"""The same for text without U+2581, which takes less time to match."""
+END_OF_WORD = re.compile(rf"\n|[^ \n{SPACE}](?=[ \n{SPACE}])")
+"""Matches the last character of a word, where another word follows."""
+
+
+class WordCache(dict[str, bytes]):
+    """Maps words to their ids, int32 in bytes, and encodes a word when it is first asked for."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        """Remember nothing yet.
+
+        Args:
+            encode: Returns the ids of a word.
+        """
+        self._encode = encode
+
+    def __missing__(self, word: str) -> bytes:
+        ids = np.array(self._encode(word), np.int32).tobytes()
+        if len(word) <= MAX_WORD_CHARACTERS:
+            if len(self) >= MAX_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, int64 [tokens]."""
+        words = WORD if SPACE in text else PLAIN_WORD
+        parts = [
+            b"".join(map(self.__getitem__, words.findall(text, start, end)))
+            for start, end in _ranges(text)
+        ]
+        return np.frombuffer(b"".join(parts), np.int32).astype(np.int64)
+
+
+def fits_pieces(pieces: Iterable[str]) -> bool:
+    """Return True if no piece lies across a place where `WORD` cuts."""
+    across = re.compile(rf"[^{SPACE}]{SPACE}|[^\n]\n|\n[^\n]|\n\n")
+    return not any(" " in piece or across.search(piece) for piece in pieces)
+
+
+def _ranges(text: str) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of parts of a text that end with a word."""
+    start = 0
+    while start < len(text):
+        found = END_OF_WORD.search(text, start + PART_CHARACTERS)
+        end = found.end() if found else len(text)
+        yield start, end
+        start = end
+
+
+# ---- Use a SentencePiece model ----
+
+
+# ---- Convert a SentencePiece BPE model to a Hugging Face tokenizer that gives identical ids ----
+# A SentencePiece BPE model stores pieces with scores, a Hugging Face BPE model a list of merges.
+# The merges follow from the pieces (`_merges`). Settings under which the two libraries would
+# tokenize differently are refused.
+
+
+NORMAL, USER_DEFINED, UNUSED = 1, 4, 5
+"""Values of SentencePiece.Type in sentencepiece_model.proto."""
+
+
+def convert(path: Path, proto: Any) -> tokenizers.Tokenizer:
+    """Return the Hugging Face tokenizer of a SentencePiece BPE model.
+
+    Args:
+        path: Where the model is, for messages.
+        proto: Its ModelProto.
+
+    Raises:
+        ConfigError: The model has settings whose ids a Hugging Face tokenizer would not reproduce.
+    """
+    _check_settings(path, proto)
+    vocab = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+    unknown = proto.pieces[proto.trainer_spec.unk_id].piece
+    tokenizer = tokenizers.Tokenizer(
+        BPE(vocab, _merges(proto), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    # There is no pre-tokenizer, because SentencePiece applies its merges to the whole text and not
+    # word by word.
+    replace = normalizers.Replace(" ", SPACE)
+    decoding = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if proto.normalizer_spec.add_dummy_prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace])
+        decoding.append(decoders.Strip(content=" ", left=1, right=0))
+    else:
+        tokenizer.normalizer = replace
+    tokenizer.decoder = decoders.Sequence(decoding)
+    return tokenizer
+
+
+def _check_settings(path: Path, proto: Any) -> None:
+    """Raise ConfigError if the two libraries would tokenize differently."""
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    # Setting -> (True if the model has it right, the value that can be exported).
+    wanted = {
+        "model_type": (trainer.model_type == trainer.BPE, "bpe"),
+        "byte_fallback": (trainer.byte_fallback, True),
+        "treat_whitespace_as_suffix": (not trainer.treat_whitespace_as_suffix, False),
+        "normalization_rule_name": (not normalizer.precompiled_charsmap, "identity"),
+        "escape_whitespaces": (normalizer.escape_whitespaces, True),
+        "remove_extra_whitespaces": (not normalizer.remove_extra_whitespaces, False),
+        "user_defined_symbols": (all(p.type != USER_DEFINED for p in proto.pieces), "none"),
+    }
+    wrong = [f"{name} must be {right}" for name, (holds, right) in wanted.items() if not holds]
+    if wrong:
+        raise ConfigError(
+            f"{path}: a Hugging Face tokenizer would not give the same ids, so a model trained "
+            f"with it could not be exported: {', '.join(wrong)}. Give the tokenizer.json that was "
+            "made of it, or leave data.tokenizer out to have one trained that can be exported"
+        )
+
+
+def _merges(proto: Any) -> list[tuple[str, str]]:
+    """Return every pair of pieces that joins into a third, in the order in which to merge them.
+
+    SentencePiece merges the pair whose result has the highest score. Pairs with the same result are
+    ordered by the ids of their parts. Special pieces are left out: "<s>" or "<0x41>" in a text must
+    not be merged into them.
+    """
+    pieces = {p.piece: (i, p.score) for i, p in enumerate(proto.pieces) if p.type == NORMAL}
+    merges = []
+    for whole, (_, score) in pieces.items():
+        for cut in range(1, len(whole)):
+            left, right = whole[:cut], whole[cut:]
+            if left in pieces and right in pieces:
+                merges.append((-score, pieces[left][0], pieces[right][0], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+class PieceTokenizer(Tokenizer):
+    """A SentencePiece model.
+
+    With a model that `train_tokenizer` made, `decode(encode(text)) == text` holds for every text
+    without U+2581, the character with which SentencePiece represents spaces.
+    """
+
+    file_name = MODEL
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        """Load the model in `content`.
+
+        Raises:
+            ConfigError: It is no SentencePiece model, or has no </s> piece.
+        """
+        # Here, because machines that only measure training need no SentencePiece.
+        import sentencepiece
+        from google.protobuf.message import DecodeError
+        from sentencepiece import sentencepiece_model_pb2
+
+        super().__init__(path, content)
+        # protobuf creates the class when the module is imported, so mypy does not know it.
+        self.proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+        self.vocab_size = 0
+        try:
+            self.proto.ParseFromString(content)
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+            # An empty file is a model without pieces, about which nothing can be asked. A piece
+            # that is not UTF-8 is not a str.
+            if self.proto.pieces and all(isinstance(p.piece, str) for p in self.proto.pieces):
+                self.vocab_size = self._processor.get_piece_size()
+        except (RuntimeError, ValueError, IndexError, DecodeError):
+            pass
+        if not self.vocab_size:
+            raise ConfigError(
+                f"{path}: not a SentencePiece model. Give the .model file, or a Hugging Face "
+                "tokenizer.json"
+            )
+        self.eos_id = self._processor.eos_id()
+        if self.eos_id < 0:
+            raise ConfigError(
+                f"{path}: the model has no </s> piece, which marks the end of every document. "
+                "Train it without --eos_id=-1"
+            )
+        spec = self.proto.trainer_spec
+        found = {"unk": spec.unk_id, "eos": self.eos_id, "pad": spec.pad_id}
+        # SentencePiece marks an absent token with -1.
+        self.special = {role: i for role, i in found.items() if i >= 0}
+        self._words = WordCache(self._word_encoder()) if _is_local(self.proto) else None
+        self._prefix = " " if self.proto.normalizer_spec.add_dummy_prefix else ""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the token ids of a text, int64 [tokens], without an end-of-document token."""
+        if self._words is None:
+            return np.array(self._processor.encode(text), dtype=np.int64)
+        if text:
+            text = self._prefix + text
+        return self._words.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of token ids. Control tokens decode to nothing."""
+        text: str = self._processor.decode([int(i) for i in ids])
+        return text
+
+    def to_hugging_face(self) -> tokenizers.Tokenizer:
+        """Return a Hugging Face tokenizer with the same ids; see `convert`."""
+        return convert(self.path, self.proto)
+
+    def _word_encoder(self) -> Any:
+        """Return a function from a word to its ids; it adds no space before the word."""
+        import sentencepiece
+
+        proto = type(self.proto)()
+        proto.CopyFrom(self.proto)
+        proto.normalizer_spec.add_dummy_prefix = False
+        return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString()).encode
+
+
+def _is_local(proto: Any) -> bool:
+    """Return True if a text that is cut by `WORD` has the same ids as the whole text.
+
+    It is true of the models that `train_tokenizer` makes, and checked because data.tokenizer may
+    name any model. Unigram models score the whole text. Without byte pieces, unknown characters
+    that are neighbours are one token. A piece that is not to be used is taken apart again in a way
+    that depends on the rest of the text.
+
+    Args:
+        proto: The SentencePiece ModelProto.
+    """
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    unchanged = normalizer.escape_whitespaces and not (
+        normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
+    )
+    plain = (
+        trainer.model_type == trainer.BPE
+        and trainer.byte_fallback
+        and not trainer.treat_whitespace_as_suffix
+        and not any(piece.type in (USER_DEFINED, UNUSED) for piece in proto.pieces)
+    )
+    return bool(
+        unchanged and plain and fits_pieces(p.piece for p in proto.pieces if p.type == NORMAL)
+    )
+
 
 # ---- Train a SentencePiece BPE tokenizer ----
 # The settings are those for which a Hugging Face tokenizer can give identical ids (see
@@ -73,55 +475,157 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        explanation = _explain_training_error(str(error), sample)
-        raise ConfigError(f"data.vocab_size = {vocab_size}: {explanation}") from None
+        raise ConfigError(
+            f"data.vocab_size = {vocab_size}: SentencePiece cannot train a tokenizer of this size "
+            f"on {len(sample):,} lines ({error}). Set another size, or add text"
+        ) from None
     return model.getvalue()
 
 
-def _explain_training_error(error: str, lines: list[str]) -> str:
-    """Turn an error message of SentencePiece's trainer into what is wrong and what to do."""
-    if not lines:
-        return (
-            "there is no text to train a tokenizer on. Raise data.tokenizer_training_bytes, or add "
-            "text"
-        )
-    if highest := re.search(r"too high.*<= (\d+)", error):
-        return (
-            f"the text yields too few distinct pieces. Set it to {highest[1]} or less, or add text"
-        )
-    if lowest := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
-        return f"the text's characters alone need {lowest[1]} pieces. Set it well above that"
-    return f"SentencePiece cannot train on this text: {error}"
+# ---- Use a Hugging Face tokenizer.json, as published with GPT-2, Llama and most other models ----
+# Documents are data, so what stands in the file for chat or for single sentences is not used: no
+# token is added at either end, nothing is cut off or padded, and the name of a special
+# token in a document is text.
 
 
-__all__ = [
-    "TOKENIZER_FILES",
-    "Tokenizer",
-    "find_tokenizer",
-    "load_tokenizer",
-    "train_tokenizer",
-    "train_words",
-]
+EOS_NAMES = (
+    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)  # fmt: skip
+"""Names of the token that ends a document. The first that a file has is used."""
+PAD_NAMES = (
+    "<pad>", "<|padding|>", "<|pad|>", "<|finetune_right_pad_id|>", "[PAD]",
+)  # fmt: skip
+"""Names of the token that pads. The first that is among a file's special tokens is used."""
+
+_LETTERS = "\u00e9\u0416\u4eac"
+"""Letters of Latin, Cyrillic and Chinese."""
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer in a file: .txt is a dict.txt, and of others the content says what it is.
+class JsonTokenizer(Tokenizer):
+    """A Hugging Face tokenizer.json.
+
+    `decode(encode(text)) == text` holds for byte-level models such as GPT-2's and Llama 3's. Others
+    may normalise a text, or have no token for some of its characters.
+    """
+
+    file_name = JSON
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        """Load the tokenizer in `content`.
+
+        Raises:
+            ConfigError: It is no tokenizer.json, or has no token that ends a document.
+        """
+        super().__init__(path, content)
+        try:
+            settings = json.loads(content)
+            settings["added_tokens"] = settings.get("added_tokens") or []
+            # Dropout would make other ids each time.
+            settings["model"]["dropout"] = None
+        except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+            raise _not_json(path, error) from None
+        settings |= {"truncation": None, "padding": None, "post_processor": None}
+        vocabulary = _load(path, settings).get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        eos = next((name for name in EOS_NAMES if name in vocabulary), "")
+        if not eos:
+            raise ConfigError(
+                f"{path}: has no token that marks the end of a document, such as "
+                f"{' or '.join(EOS_NAMES[:3])}. Add one to its added_tokens"
+            )
+        self.eos_id = vocabulary[eos]
+        # What is not marked as special would be found in a text.
+        _mark_special(settings, eos, self.eos_id)
+        self._settings = settings
+        self._processor = _load(path, settings)
+        self._check_encodes()
+        self.special = {"eos": self.eos_id}
+        control = {t["content"]: int(t["id"]) for t in settings["added_tokens"] if t["special"]}
+        if pad := next((name for name in PAD_NAMES if name in control), ""):
+            self.special["pad"] = control[pad]
+        unknown = settings["model"].get("unk_id")
+        unknown = vocabulary.get(settings["model"].get("unk_token"), unknown)
+        if unknown is not None:
+            self.special["unk"] = unknown
+        self._check_names(settings)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the token ids of a text, int64 [tokens], without an end-of-document token."""
+        return np.array(self._encode(text), np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of token ids. Special tokens decode to nothing."""
+        text: str = self._processor.decode([int(i) for i in ids], skip_special_tokens=True)
+        return text
+
+    def to_hugging_face(self) -> tokenizers.Tokenizer:
+        """Return the tokenizer as the library loads it."""
+        return _load(self.path, self._settings)
+
+    def _check_encodes(self) -> None:
+        """Raise ConfigError if there are characters that the tokenizer has no token for."""
+        try:
+            # A BPE model without an unknown token leaves out what it does not know.
+            left_out = [letter for letter in _LETTERS if not self._encode(letter)]
+        except Exception as error:
+            left_out = [str(error)]
+        if left_out:
+            raise ConfigError(
+                f"{self.path}: has no token for all that a corpus may hold ({left_out[0]}). Use "
+                "another tokenizer, or give its model an unk_token"
+            )
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._processor.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def _check_names(self, settings: dict[str, Any]) -> None:
+        """Raise ConfigError if a text can spell a special token, as it can in Unigram models.
+
+        They match the names in their vocabulary like any other piece.
+        """
+        for token in settings["added_tokens"]:
+            # Any character may be unknown, and that is no control token.
+            if not token["special"] or token["id"] == self.special.get("unk"):
+                continue
+            if token["id"] in self._encode(f"a{token['content']}b"):
+                raise ConfigError(
+                    f"{self.path}: {token['content']} in a text would become the special token, so "
+                    "a document could end or pad itself. Use another tokenizer"
+                )
+
+
+def _load(path: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Return the tokenizer that the content of a tokenizer.json describes.
 
     Raises:
-        ConfigError: The file cannot be read, is no tokenizer, or has no end-of-document token.
+        ConfigError: The library does not understand it.
     """
-    path = Path(path)
-    return make_tokenizer(path, read_tokenizer(path))
+    try:
+        processor = tokenizers.Tokenizer.from_str(json.dumps(settings))
+    except Exception as error:
+        raise _not_json(path, error) from None
+    processor.encode_special_tokens = True
+    return processor
 
 
-def make_tokenizer(path: Path, content: bytes) -> Tokenizer:
-    """Return the tokenizer whose file has a content; see `load_tokenizer`."""
-    if path.suffix == ".txt":
-        return WordTokenizer(path, content)
-    # No SentencePiece model begins with a brace.
-    if path.suffix == ".json" or content.lstrip()[:1] == b"{":
-        return JsonTokenizer(path, content)
-    return PieceTokenizer(path, content)
+def _not_json(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{path}: not a Hugging Face tokenizer.json ({error}). Give the file of that name, whole, "
+        "or a SentencePiece .model"
+    )
+
+
+def _mark_special(settings: dict[str, Any], name: str, number: int) -> None:
+    """Make a token of the vocabulary an added token that is special."""
+    for token in settings["added_tokens"]:
+        if token["content"] == name:
+            token["special"] = True
+            return
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    token = {"id": number, "content": name, **dict.fromkeys(flags, False), "special": True}
+    settings["added_tokens"].append(token)
 
 
 # ---- Use a vocabulary of words, as fairseq's Dictionary has it ----
@@ -137,6 +641,7 @@ def make_tokenizer(path: Path, content: bytes) -> Tokenizer:
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 BOS, PAD, EOS, UNK = range(4)
+_HALF = re.compile("[\ud800-\udfff]")
 MULTIPLE = 8
 """fairseq pads a vocabulary to a multiple of this with words of its own, madeupword0000 and on."""
 
@@ -220,7 +725,7 @@ def train_words(texts: Iterable[str], vocab_size: int) -> bytes:
     for name in SPECIAL:
         counts.pop(name, None)
     # Half of a surrogate pair, which JSON can hold, has no UTF-8.
-    known = [(word, n) for word, n in counts.items() if _has_utf8(word)]
+    known = [(word, n) for word, n in counts.items() if not _HALF.search(word)]
     known.sort(key=lambda each: (-each[1], each[0]))
     words = known[: max(vocab_size - len(SPECIAL), 0)]
     most = -(-(len(words) + len(SPECIAL)) // MULTIPLE) * MULTIPLE
@@ -249,36 +754,21 @@ def _words(path: Path, content: bytes) -> list[str]:
     Raises:
         ConfigError: It has another format, or a word twice.
     """
-    try:
-        lines = content.decode().removesuffix("\n").split("\n")
-    except UnicodeDecodeError:
-        raise _malformed(path, "not UTF-8") from None
+    lines = content.decode(errors="replace").removesuffix("\n").split("\n")
     found: dict[str, None] = dict.fromkeys(SPECIAL)
     for number, line in enumerate(lines, start=1):
         word, space, count = line.removesuffix("\r").rpartition(" ")
-        if not space or word.split() != [word] or not (count.isascii() and count.isdigit()):
-            raise _malformed(path, f"line {number} is {line[:60]!r}")
-        if word in found:
-            raise _malformed(path, f"line {number} has {word!r} again")
+        is_entry = space and word.split() == [word] and count.isascii() and count.isdigit()
+        if not is_entry or word in found:
+            raise ConfigError(
+                f"{path}: not a dict.txt of fairseq, whose lines are a word, which stands in no "
+                f"other line, a space and its count: line {number} is {line[:60]!r}. Give another "
+                'file, or data.tokenizer = "words" to count the words anew'
+            )
         found[word] = None
     return list(found)[len(SPECIAL) :]
-
-
-def _malformed(path: Path, fault: str) -> ConfigError:
-    return ConfigError(
-        f"{path}: not a dict.txt of fairseq, whose lines are a word, a space and its count: "
-        f'{fault}. Give another file, or data.tokenizer = "words" to count the words anew'
-    )
 
 
 def _with_newlines(text: str) -> str:
     """Return a text in which every line ends with a newline, as Python reads files."""
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
-
-
-def _has_utf8(word: str) -> bool:
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.data import order
-from pretrain.data.blend import blend_of
-from pretrain.data.manifest import BUILD_RECORD, DOCUMENTS, Split
+from pretrain.data.shards import BUILD_RECORD, DICTIONARY, DOCUMENTS, Split
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import UNK, load_tokenizer
-from pretrain.data.tokenizers.base import DICTIONARY
+from pretrain.rundir.files import Json
 
 # ---- Say of any range of a split's tokens which documents it holds, and where these come from ----
 
@@ -24,8 +23,6 @@ class Excerpt(NamedTuple):
     """The part of a document that stands in a range of tokens."""
 
     corpus: str
-    document: int
-    """Number of the document in its corpus and split, from 0."""
     source: str
     """The file that the document comes from."""
     offset: int
@@ -38,33 +35,24 @@ class Excerpt(NamedTuple):
     """True if the part holds the document's beginning."""
 
 
-def _build_record(split: Path, key: str) -> Any:
-    """Return what build.json says under a key."""
-    path = split.parent / BUILD_RECORD
+def _build_record(stream: TokenStream) -> Json:
+    """Return build.json of the data set."""
+    files = stream.files.parent()
     try:
-        return json.loads(path.read_text())[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}). Restore it from a copy") from None
+        record: Json = json.loads(files.read(BUILD_RECORD))
+    except (OSError, ValueError) as error:
+        where = files.where(BUILD_RECORD)
+        raise ConfigError(f"{where}: cannot be read ({error}). Restore it from a copy") from None
+    return record
 
 
 class Origins:
     """The place of every document of a split, read from the data set's index of documents."""
 
     def __init__(self, stream: TokenStream) -> None:
-        """Open the index of documents; the documents themselves are not read.
-
-        Raises:
-            ConfigError: The data set is at a URL, or has no index.
-        """
-        if not isinstance(stream.directory, Path):
-            raise ConfigError(
-                f"{stream.directory}: the origin of documents is read from a local data set alone. "
-                "Copy its build.json and documents/ folders, or look at the data set where it was "
-                "built"
-            )
+        """Open the index of documents; the documents themselves are not read."""
         self._stream = stream
-        self._folder = stream.directory / DOCUMENTS
-        self._tasks: list[Any] = _build_record(stream.directory, "tasks")
+        self._tasks: list[Any] = _build_record(stream)["tasks"]
         # (corpus, task) in the order of the stream, and the first token of each.
         self._written: list[tuple[str, int]] = []
         self._starts: list[int] = []
@@ -103,7 +91,6 @@ class Origins:
             path = self._tasks[int(rows["task"][row])][2][int(rows["piece"][row])][0]
             yield Excerpt(
                 corpus,
-                self._before(number) + row,
                 path,
                 int(rows["offset"][row]),
                 part[0],
@@ -111,25 +98,17 @@ class Origins:
                 part[0] == begin,
             )
 
-    def _before(self, number: int) -> int:
-        """Return how many documents of the same corpus the tasks before hold."""
-        corpus = self._written[number][0]
-        return sum(
-            len(self._rows(before))
-            for before in range(number)
-            if self._written[before][0] == corpus
-        )
-
     def _rows(self, number: int) -> np.ndarray:
-        """Return the index of one task, mapped: its size is not known to be small."""
+        """Return the index of one task."""
         corpus, task = self._written[number]
-        path = self._folder / f"{corpus}-{task:06d}.npy"
+        name = f"{DOCUMENTS}/{corpus}-{task:06d}.npy"
         try:
-            rows: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-            if rows.dtype.names != ("task", "piece", "offset", "token") or not len(rows):
-                raise ValueError("not an index of documents")
+            rows: np.ndarray = np.load(io.BytesIO(self._stream.files.read(name)))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error}). Restore it from a copy") from None
+            where = self._stream.files.where(name)
+            raise ConfigError(
+                f"{where}: cannot be read ({error}). Restore it from a copy"
+            ) from None
         return rows
 
 
@@ -189,7 +168,7 @@ def _heading(part: Excerpt) -> str:
     source = _printable(part.source).replace("\n", REPLACEMENT)
     begins = "from its beginning" if part.is_begin else "from its middle"
     return (
-        f"-- {part.corpus}, document {part.document:,}, {source} at offset {part.offset:,} "
+        f"-- {part.corpus}, {source} at offset {part.offset:,} "
         f"({begins}, {len(part.tokens):,} tokens)"
     )
 
@@ -207,62 +186,75 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else REPLACEMENT for c in text)
 
 
-# ---- Print what a data set consists of (`pretrain data stats`) ----
+# ---- Print what a data set consists of (`pretrain data stats`, and the end of a build) ----
 
 
+_REASONS = {
+    "skipped": "{documents:,} could not be read",
+    "cleaning.min_document_characters": "{documents:,} shorter than cleaning asks for",
+    "held_out": "{documents:,} held out",
+    "duplicates": "{documents:,} duplicates",
+    "contaminated": "{documents:,} with held-out text",
+}
+"""Count -> how the summary says it."""
 SAMPLED_TOKENS = 1 << 22
 """In so many tokens of the training split, spread evenly over it, `<unk>` is counted."""
 _WINDOW = 4096
-_BAR = 40
 
 
 def stats(config: RunConfig) -> Iterator[str]:
-    """Yield the lines of a data set's statistics. Of URLs there are no lengths of documents.
+    """Yield the lines of a data set's statistics.
 
     Raises:
         ConfigError: The data set is missing or damaged.
     """
-    streams = {split: open_stream(config, split) for split in get_args(Split)}
-    train = streams["train"]
-    length, corpora = config.data.sequence_length, config.data.corpora
-    shares = blend_of(train, length, corpora, seed=config.run.seed).segment.shares
-    is_local = isinstance(train.directory, Path)
-    report = _build_record(Path(train.directory), "report") if is_local else {}
-    for split, stream in streams.items():
-        yield f"{split}: {len(stream):,} tokens of {stream.documents:,} documents"
-        width = max(len(corpus.name) for corpus in stream.corpora)
-        for corpus in stream.corpora:
-            per_token = corpus.text_bytes / max(corpus.tokens, 1)
-            share = corpus.tokens / len(stream)
-            line = (
-                f"  {corpus.name:{width}}  {share:6.1%} of the tokens  {corpus.tokens:>15,} tokens"
-                f"  {corpus.documents:>12,} documents  {per_token:.2f} bytes a token"
-            )
-            if split == "train":
-                share = shares[corpus.name] / sum(shares.values())
-                line += f"  {share:6.1%} of the training samples"
-            yield line
-    for name, corpus in report.get("corpora", {}).items():
-        yield f"{name}: tokens in a document (training)"
-        yield from _bars(corpus["train"]["tokens_log2"])
+    train = open_stream(config, "train")
+    yield from _summary({"train": train, "validation": open_stream(config, "validation")})
+    shares = order.segment_of(config, train).shares
+    for name, share in shares.items():
+        yield f"{name}: {share / sum(shares.values()):.1%} of the training samples"
     if train.manifest.tokenizer == DICTIONARY:
         window = min(_WINDOW, len(train))
         windows = max(1, min(SAMPLED_TOKENS, len(train)) // window)
         starts = np.linspace(0, len(train) - window, windows).astype(np.int64)
-        share = float((train.read_batch(starts, window) == UNK).mean())
-        yield f"<unk>: {share:.2%} of the tokens: words beyond data.vocab_size, or spelled so"
-    if leakage := report.get("leakage"):
-        yield (
-            f"leakage: {leakage['after']:.2%} of the held-out text's 13-word sequences also stand "
-            f"in training ({leakage['before']:.2%} before documents were left out)"
-        )
+        unknown = (train.read_batch(starts, window) == UNK).mean()
+        yield f"<unk>: {unknown:.2%} of the tokens: words beyond data.vocab_size, or spelled so"
 
 
-def _bars(bins: Mapping[str, int]) -> Iterator[str]:
-    """Yield a histogram over powers of two as lines."""
-    counts = {int(power): count for power, count in bins.items()}
-    most = max(counts.values(), default=1)
-    for power in range(min(counts, default=0), max(counts, default=-1) + 1):
-        count = counts.get(power, 0)
-        bar = "#" * round(_BAR * count / most)
-        yield f"  {2**power:>11,} to {2 ** (power + 1) - 1:>11,}  {bar:{_BAR}}  {count:,}"
+def summary(directory: str) -> Iterator[str]:
+    """Yield the lines that say what a data set holds and what was left out of it."""
+    yield from _summary({split: TokenStream(f"{directory}/{split}") for split in get_args(Split)})
+
+
+def _summary(streams: dict[Split, TokenStream]) -> Iterator[str]:
+    report = _build_record(streams["train"])["report"]
+    yield f"{streams['train'].data_set}: tokenizer of {streams['train'].vocab_size:,} pieces"
+    for split, stream in streams.items():
+        shards = len(stream.manifest.shards)
+        yield f"{split}: {_amount(report[split])}, {shards:,} shard{'s' * (shards != 1)}"
+    for name, corpus in report["corpora"].items():
+        yield f"{name}: {_amount(corpus['train'])}; left out: {_left_out(corpus['counts'])}"
+        for reason in corpus["skipped"]:
+            yield f"{name}: skipped {reason}"
+    leakage = report["leakage"]
+    yield (
+        f"{leakage['after']:.2%} of the held-out text's 13-word sequences are also in training "
+        f"({leakage['before']:.2%} before documents were left out)"
+    )
+
+
+def _amount(totals: Json) -> str:
+    per_token = totals["text_bytes"] / max(totals["tokens"], 1)
+    return (
+        f"{totals['documents']:,} documents, {totals['text_bytes']:,} bytes of text, "
+        f"{totals['tokens']:,} tokens ({per_token:.2f} bytes a token)"
+    )
+
+
+def _left_out(counts: Json) -> str:
+    found = []
+    for reason, words in _REASONS.items():
+        documents = counts.get(f"{reason}.documents", counts.get(reason, 0))
+        if documents:
+            found.append(words.format(documents=documents))
+    return ", ".join(found) or "nothing"

@@ -33,8 +33,9 @@ from pretrain.checkpoint.save import tokenizer_of
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.config.run import MASKED
 from pretrain.config.trajectory import TRAINING, settings_hash
+from pretrain.data.files import find
 from pretrain.data.shards import ShardWriter, finish_split
-from pretrain.data.sources import Corpus, Piece, Task, find, read
+from pretrain.data.sources import Corpus, Piece, Task, read
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluation.curves import Binned

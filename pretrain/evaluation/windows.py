@@ -37,9 +37,9 @@ from numpy.typing import NDArray
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.run import MASKED, PROTOCOLS
+from pretrain.data.shards import DICTIONARY
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.tokenizers.base import DICTIONARY
 
 NONOVERLAPPING, SLIDING = PROTOCOLS
 

@@ -23,7 +23,7 @@ from pretrain.checkpoint.manifest import (
 from pretrain.checkpoint.save import tokenizer_of
 from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.run import is_url
-from pretrain.data.manifest import MANIFEST, OtherFormat
+from pretrain.data.shards import MANIFEST
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.huggingface.classes import EXPORT_REACH, export_length
 from pretrain.huggingface.folder import add_precisions, to_huggingface
@@ -179,7 +179,7 @@ def compare_with_folder(
 def _validation_split(config: RunConfig, checkpoint: Checkpoint) -> tuple[TokenStream | None, str]:
     """Return the validation split and the directory of its data set.
 
-    There is no split where the data set is not here, or is of another format; that is printed.
+    There is no split where the data set is not here; that is printed.
 
     Args:
         config: The checkpoint's config.
@@ -198,8 +198,6 @@ def _validation_split(config: RunConfig, checkpoint: Checkpoint) -> tuple[TokenS
         why = f"{where}: not here"
     except NoDataSet as missing:
         why = str(missing)
-    except OtherFormat:
-        why = f"{where}: of another format"
     print(f"{why}, so the models are compared on random tokens")
     return None, config.data.directory
 

@@ -32,7 +32,7 @@ from pretrain.checkpoint.manifest import (
 from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.run import is_url
 from pretrain.config.trajectory import DIGITS, Difference
-from pretrain.data.blend import Blend, segment_of
+from pretrain.data.order import Blend, segment_of
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluation.windows import Protocol, choose_protocols

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config import RunConfig
-from pretrain.data.manifest import TOKENIZER
+from pretrain.data.shards import MODEL
 from pretrain.data.tokenizer import load_tokenizer
 from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks
@@ -125,7 +125,7 @@ def assert_as_alone(pool, variant: str, config: RunConfig) -> None:
 def test_a_run_parts_documents_at_its_tokenizers_end_token(pools, tiny_data, tmp_path, parted):
     data = {"directory": str(tiny_data), "per_document_attention": parted}
     config = tiny_config(run={"directory": str(tmp_path)}, data=data)
-    eos_id = load_tokenizer(tiny_data / TOKENIZER).eos_id
+    eos_id = load_tokenizer(tiny_data / MODEL).eos_id
     expected = [eos_id] if parted else [None]
     assert pools(1).run(eos_id_in_a_step, config)[0] == expected
 

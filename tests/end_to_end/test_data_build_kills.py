@@ -159,23 +159,3 @@ def test_killed_builds_go_on_to_the_same_bytes(
     assert contents(data) == contents(reference)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     verify(data)
-
-
-# ---- a full disk ---------------------------------------------------------------------------------
-def test_a_full_disk_is_one_error_and_nothing_is_lost(program, corpus, reference, disk):
-    users = disk / "users-file"
-    free = os.statvfs(disk)
-    users.write_bytes(b"x" * (free.f_bavail * free.f_frsize - 20_000))
-    words = settings(corpus, disk / "data")
-    process = start(program, 2, words)
-    _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 1
-    last = errors.strip().splitlines()[-1]
-    assert last.startswith("pretrain.config.errors.NoSpace: ") and "are free" in last, errors
-    assert not (disk / "data").exists() and users.stat().st_size > 0
-    users.unlink()
-    process = start(program, 2, words)
-    _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 0, errors
-    assert contents(disk / "data") == contents(reference)
-    assert os.listdir(disk) == ["data"]

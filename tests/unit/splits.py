@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.manifest import Manifest, Split
-from pretrain.data.shards import ShardWriter, finish_split
+from pretrain.data.shards import Manifest, ShardWriter, Split, finish_split
 from pretrain.data.stream import TokenStream
 
 TOKENIZER = b"a tokenizer"

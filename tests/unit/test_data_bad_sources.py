@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import os
 import random
 import re
 import tarfile
@@ -13,9 +12,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from pretrain.config import ConfigError
+from pretrain.config import ConfigError, RunFailed
 from pretrain.data import sources
-from pretrain.data.sources import base, files
 from tests.unit.test_data_sources import PACK, documents, section, texts
 
 GOOD = [f"document {i}" for i in range(6)]
@@ -53,8 +51,8 @@ BAD_DOCUMENTS = {
 
 @pytest.fixture
 def small_limits(monkeypatch):
-    monkeypatch.setattr(base, "MAX_DOCUMENT_BYTES", 20_000)
-    monkeypatch.setattr(base, "MAX_FILE_BYTES", 30_000)
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 20_000)
+    monkeypatch.setattr(sources, "MAX_FILE_BYTES", 30_000)
 
 
 @pytest.mark.parametrize("name", BAD_DOCUMENTS)
@@ -63,7 +61,7 @@ def small_limits(monkeypatch):
 def test_a_bad_document_is_named_or_skipped_alone(tmp_path, name, suffix):
     source, bad, reason = BAD_DOCUMENTS[name]
     if name == "deep JSON":
-        base.MAX_DOCUMENT_BYTES = 300_000  # the fixture puts it back
+        sources.MAX_DOCUMENT_BYTES = 300_000  # the fixture puts it back
     make = line if source == "jsonl" else block
     good = [make(text) for text in GOOD]
     raw = b"".join([*good[:2], bad, *good[2:4], bad, *good[4:]])
@@ -79,46 +77,6 @@ def test_a_bad_document_is_named_or_skipped_alone(tmp_path, name, suffix):
         skipped = []
         assert texts(data, skip=skipped.append) == GOOD
         assert [s.split(": ")[0] for s in skipped] == [f"{path}:{offset}" for offset in offsets]
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-16-le", "no mark"])
-@pytest.mark.parametrize("source", ["text", "blank_lines", "jsonl"])
-def test_text_in_utf_16_is_called_so_in_every_document(tmp_path, source, encoding):
-    """Without a mark it is valid UTF-8, and so is all but the first document of a file with one."""
-    texts_ = ["It was the best of times,", "it was the wörst of times."]
-    whole = {"text": texts_[0], "blank_lines": "\n\n".join(texts_) + "\n\n"}
-    whole["jsonl"] = "".join(line(text).decode() for text in texts_)
-    mark = "\ufeff" if encoding.endswith("e") else ""
-    path = tmp_path / "x"
-    coding = "utf-16-le" if encoding == "no mark" else encoding
-    path.write_bytes((mark + whole[source]).encode(coding))
-    skipped = []
-    assert texts(section(source, path), skip=skipped.append) == []
-    if encoding != "utf-32":
-        assert skipped and all("stored as UTF-16" in why or "one JSON" in why for why in skipped)
-    with pytest.raises(ConfigError, match=rf"{path}:0: the file is stored as UTF-16.*iconv -f utf"):
-        documents(section(source, path))
-
-
-@pytest.mark.parametrize("source", ["text", "blank_lines"])
-@pytest.mark.parametrize(
-    "name, kind", [("x.jsonl", "jsonl"), ("x.jsonl.gz", "jsonl"), ("x.parquet", "parquet")]
-)
-def test_json_is_not_read_as_plain_text(tmp_path, source, name, kind):
-    """The build would succeed, and the model learn the marks of JSON."""
-    (tmp_path / name).write_bytes(line("some text"))
-    says = rf'{name}: its name says {kind}, and source = "{source}".*Leave the source out'
-    with pytest.raises(ConfigError, match=says):
-        sources.plan(section(source, tmp_path / name))
-
-
-@pytest.mark.parametrize("suffix", PACK)
-@pytest.mark.parametrize("content", [b"", b"plain text"])
-def test_a_file_that_is_not_compressed_as_its_name_says_is_damaged(tmp_path, suffix, content):
-    (tmp_path / f"z{suffix}").write_bytes(content)
-    says = "end too early" if not content else r"are damaged, or none|end too early"
-    with pytest.raises(ConfigError, match=rf"z\{suffix}:0: the \{suffix} data ({says})"):
-        texts(section("text", tmp_path / f"z{suffix}"))
 
 
 @pytest.mark.parametrize("suffix", PACK)
@@ -174,22 +132,14 @@ def tar_bytes(*members) -> bytes:
     return raw.getvalue()
 
 
-def special(name, kind, target="/etc/passwd") -> tarfile.TarInfo:
+def link(name) -> tarfile.TarInfo:
     header = tarfile.TarInfo(name)
-    header.type, header.linkname = kind, target
+    header.type, header.linkname = tarfile.SYMTYPE, "/etc/passwd"
     return header
 
 
 BAD_MEMBERS = {
-    "traversal": (("../../etc/x.txt", b"x"), "leads out of the folder"),
-    "absolute": (("/etc/x.txt", b"x"), "leads out of the folder"),
-    "symlink": (special("x.txt", tarfile.SYMTYPE), "is a link"),
-    "hard link": (special("x.txt", tarfile.LNKTYPE), "is a link"),
-    "device": (special("x.txt", tarfile.CHRTYPE), "is a link, a device"),
-    "fifo": (special("x.txt", tarfile.FIFOTYPE), "is a link, a device"),
-    "sparse": (special("x.txt", tarfile.GNUTYPE_SPARSE), "is a link, a device or a sparse file"),
-    "pickle": (("x.pickle", b"cos\nsystem\n"), "is a pickle, which runs code"),
-    "torch pickle": (("x.data.PTH", b"x"), "is a pickle, which runs code"),
+    "symlink": (link("x.txt"), "is no regular file"),
     "no text": (("x.jpg", b"x"), r"the sample 'x' has no member \.txt"),
     "no extension": (("x", b"x"), r"the sample 'x' has no member \.txt"),
     "broken UTF-8": (("x.txt", b"\xff"), "byte 0 of this document is not UTF-8"),
@@ -197,22 +147,18 @@ BAD_MEMBERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "beside"),
-    [*((name, []) for name in BAD_MEMBERS), ("pickle", [("x.txt", b"t")])],
-)
+@pytest.mark.parametrize("name", BAD_MEMBERS)
 @pytest.mark.usefixtures("small_limits")
-def test_a_bad_member_of_a_tar_is_named_or_its_sample_skipped(tmp_path, name, beside):
+def test_a_bad_member_of_a_tar_is_named_or_its_sample_skipped(tmp_path, name):
     member, reason = BAD_MEMBERS[name]
     path = tmp_path / "x.tar"
-    path.write_bytes(tar_bytes(("a.txt", b"a"), *beside, member, ("b.txt", b"b")))
+    path.write_bytes(tar_bytes(("a.txt", b"a"), member, ("b.txt", b"b")))
     data = section("webdataset", path)
     with pytest.raises(ConfigError, match=rf"x\.tar:1: .*{reason}"):
         documents(data)
     skipped = []
     assert [d[::2] for d in documents(data, skip=skipped.append)] == [("a", 0), ("b", 2)]
     assert len(skipped) == 1 and skipped[0].startswith(f"{path}:1: ")
-    assert os.listdir(tmp_path) == ["x.tar"]
 
 
 def test_a_tar_cut_anywhere_loses_its_rest_and_says_so(tmp_path):
@@ -255,38 +201,6 @@ def test_tars_put_together_with_cat_are_not_read_in_part(tmp_path):
         texts(section("webdataset", tmp_path / "x.tar"))
 
 
-def test_a_tar_cannot_ask_for_memory_by_its_headers(tmp_path):
-    header = tarfile.TarInfo("x")
-    header.type, header.size = tarfile.XHDTYPE, 2**40
-    (tmp_path / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) + b"\0" * 5000)
-    with pytest.raises(ConfigError, match=r"x\.tar:0: .*a header of 1099511627776 bytes"):
-        texts(section("webdataset", tmp_path / "x.tar"))
-    chain = tarfile.TarInfo("x")
-    chain.type, chain.size = tarfile.GNUTYPE_LONGNAME, 1
-    (tmp_path / "y.tar").write_bytes((chain.tobuf() + b"n".ljust(512, b"\0")) * 3000)
-    with pytest.raises(ConfigError, match=r"y\.tar:0: the tar is damaged"):
-        texts(section("webdataset", tmp_path / "y.tar"))
-
-
-def test_a_tar_cannot_lead_backwards(tmp_path):
-    header = tarfile.TarInfo("x.txt")
-    header.size = -1024
-    (tmp_path / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) + b"\0" * 5000)
-    with pytest.raises(ConfigError, match=r"x\.tar:0: .*(a member of -1024 bytes|invalid offset)"):
-        texts(section("webdataset", tmp_path / "x.tar"))
-
-
-def test_the_members_of_a_tar_are_not_kept(tmp_path):
-    (tmp_path / "x.tar").write_bytes(tar_bytes(*[(f"{i}.txt", b"") for i in range(4000)]))
-    (task,), corpus = planned(section("webdataset", tmp_path / "x.tar"))
-    tracemalloc.start()
-    assert sum(1 for _ in sources.read(task, corpus, None)) == 4000
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    # A header is about a kilobyte.
-    assert peak < 1_500_000
-
-
 # ---- Parquet.
 
 
@@ -304,10 +218,6 @@ def test_bad_rows_and_columns_of_parquet(tmp_path):
         sources.plan(section("parquet", path, text_field="n"))
     with pytest.raises(ConfigError, match=r"text_field = 'body'.*has the columns text, n"):
         sources.plan(section("parquet", path, text_field="body"))
-    packed = tmp_path / "y.parquet.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    with pytest.raises(ConfigError, match=r"y\.parquet\.gz: Parquet files are compressed inside"):
-        sources.plan(section("parquet", packed))
 
 
 def test_a_damaged_row_group_loses_its_rows_alone(tmp_path):
@@ -345,39 +255,17 @@ def test_a_file_that_vanishes_or_shrinks_after_planning_is_named(tmp_path, sourc
     whole = path.read_bytes()
     if source == "parquet":
         parquet.write_table(pyarrow.table({"text": ["a"]}), path)
-        shrunk = r"x:1: the file has so many row groups"
+        shrunk = r"x:1: the file ends here, and reached to 2 "
     else:
         path.write_bytes(whole[: len(whole) // 2])
-        shrunk = rf"x:{len(whole) // 2}: the file ends here, and had at least {len(whole)} bytes"
+        shrunk = rf"x:{len(whole) // 2}: the file ends here, and reached to {len(whole)} "
     for skip in (None, print):
         with pytest.raises(ConfigError, match=shrunk):
             list(sources.read(tasks[-1], corpus, skip))
     path.unlink()
     for skip in (None, print):
-        with pytest.raises(ConfigError, match=r"x: cannot be read \(No such file"):
+        with pytest.raises(RunFailed, match=r"x: cannot be read \(No such file"):
             list(sources.read(tasks[-1], corpus, skip))
-
-
-@pytest.mark.parametrize("source", ["text", "blank_lines", "jsonl"])
-def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path, source):
-    path = tmp_path / "x"
-    path.write_bytes(line("a") * 200_000)
-    tasks, corpus = planned(section(source, path))
-    reading = sources.read(tasks[0], corpus, print)
-    size = files.stored_size(str(path))
-    if source == "jsonl":
-        next(reading)
-    original = files.os.stat(path)
-    os.truncate(path, size // 3)
-    if source != "jsonl":
-        # The size is looked at before the file is opened; the file shrinks in between.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(files, "stored_size", lambda _: original.st_size)
-            with pytest.raises(ConfigError, match=r"x:\d+: the file ends here"):
-                list(reading)
-    else:
-        with pytest.raises(ConfigError, match=r"x:\d+: (the file ends here|.*JSONDecodeError)"):
-            list(sources.read(tasks[0], corpus, None))
 
 
 def test_reading_a_document_takes_a_small_multiple_of_its_size(tmp_path):
@@ -400,7 +288,7 @@ def test_reading_a_document_takes_a_small_multiple_of_its_size(tmp_path):
         assert peak < 4.2 * len(text) + 2**23, name
 
 
-@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.usefixtures("small_limits")
 def test_a_small_file_that_unpacks_to_a_huge_one_takes_no_memory(tmp_path, suffix):
     packed = PACK[suffix](b"x" * 30_000_000)

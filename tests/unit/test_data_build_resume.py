@@ -17,7 +17,8 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import NoSpace
-from pretrain.data.build import build, command, tasks
+from pretrain.data import build as command
+from pretrain.data.build import build, tasks
 from pretrain.data.build import folder as folder_module
 from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.data.build.merge import Merger
@@ -29,7 +30,6 @@ from tests.unit.test_data_build import (
     config,
     contents,
     refused,
-    report,
     write_text,
 )
 
@@ -99,6 +99,22 @@ def interrupted(settings, patch: pytest.MonkeyPatch) -> BuildFolder:
     return BuildFolder.beside(settings.data_directory)
 
 
+@pytest.fixture(scope="module")
+def halfway(built, tmp_path_factory):
+    """The folder of a build of which every task is done."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("halfway") / "data"
+        return interrupted(config(built, directory=str(directory)), patch).path
+
+
+@pytest.fixture
+def folder(halfway, text):
+    """Return a copy of it, with which the build of `text` goes on."""
+    found = BuildFolder.beside(text.data_directory)
+    shutil.copytree(halfway, found.path)
+    return found
+
+
 # ---- interruptions -------------------------------------------------------------------------------
 def count_calls(settings, root: Path) -> int:
     with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +127,7 @@ SHARES = [(n / 60,) for n in range(60)]
 
 
 @pytest.mark.parametrize(
-    ("share",), mark_torture(SHARES, core={SHARES[n] for n in (0, 7, 18, 29, 37, 44, 50, 55, 58)})
+    ("share",), mark_torture(SHARES, core={SHARES[n] for n in (0, 18, 37, 50, 58)})
 )
 @pytest.mark.parametrize("error", [None, errno.ENOSPC], ids=["killed", "full"])
 def test_a_build_that_dies_anywhere_goes_on_to_the_same_bytes(built, text, share, error):
@@ -139,11 +155,9 @@ def test_a_build_that_dies_anywhere_goes_on_to_the_same_bytes(built, text, share
     assert sorted(path.name for path in root.iterdir()) == ["data"]
 
 
-def test_a_finish_that_dies_anywhere_is_repeated(built, text, monkeypatch, tmp_path):
-    folder = interrupted(text, monkeypatch)
-    folder.path.rename(tmp_path / "saved")
-    for dies_at in range(0, 1000, 3):
-        shutil.copytree(tmp_path / "saved", folder.path)
+def test_a_finish_that_dies_anywhere_is_repeated(built, text, halfway, monkeypatch):
+    for dies_at in range(0, 1000, 5):
+        shutil.copytree(halfway, BuildFolder.beside(text.data_directory).path)
         with monkeypatch.context() as patch:
             machine = Machine(patch)
             machine.dies_at = dies_at
@@ -179,8 +193,7 @@ DAMAGES = ["a flipped bit", "a cut end", "missing"]
         | {("scan/000001/record.json", "a flipped bit")},
     ),
 )
-def test_a_damaged_output_is_made_again(built, text, monkeypatch, name, damage):
-    folder = interrupted(text, monkeypatch)
+def test_a_damaged_output_is_made_again(built, text, folder, monkeypatch, name, damage):
     path = folder.path / name
     content = bytearray(path.read_bytes())
     if damage == "missing":
@@ -196,26 +209,25 @@ def test_a_damaged_output_is_made_again(built, text, monkeypatch, name, damage):
     assert contents(text.data_directory) == contents(built / "data")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_task_that_fails_keeps_what_the_others_did(tmp_path, monkeypatch, workers):
+def test_a_task_that_fails_keeps_what_the_others_did(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "KEPT_BYTES", 0)
     write_text(tmp_path)
     bad = tmp_path / "08.txt"
     good = bad.read_text()
     bad.write_bytes("caf\u00e9".encode("latin1") * 100)
     with refused(r"08\.txt:0: byte 3 of this document is not UTF-8"):
-        build(config(tmp_path), workers)
+        build(config(tmp_path))
     done = [p for p in (tmp_path / ".building-data/scan").iterdir() if not p.name.startswith(".")]
-    assert not (tmp_path / "data").exists() and (workers > 1 or done)
+    assert not (tmp_path / "data").exists() and done
     bad.write_text(good)
     # Its size is another one, so the plan is as well; nothing is deleted unasked.
     with refused(
         r"holds an unfinished build from other inputs: .*08\.txt has \d+ bytes.*start over"
     ):
-        build(config(tmp_path), workers)
+        build(config(tmp_path))
     assert (tmp_path / ".building-data/scan").is_dir()
     shutil.rmtree(tmp_path / ".building-data")
-    build(config(tmp_path), workers)
+    build(config(tmp_path))
     verify(tmp_path / "data")
 
 
@@ -231,21 +243,6 @@ def test_a_small_build_that_fails_leaves_nothing(tmp_path):
     (tmp_path / "08.txt").write_text(good)
     build(config(tmp_path))
     verify(tmp_path / "data")
-
-
-def test_a_build_that_ended_at_the_cap_goes_on_under_a_higher_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "KEPT_BYTES", 0)
-    write_text(tmp_path)
-    (tmp_path / "08.txt").write_bytes(b"caf\xe9")
-    with refused(r"08\.txt:0: "):
-        build(config(tmp_path))
-    done = {p.name for p in (tmp_path / ".building-data/scan").glob("0*")}
-    begun = tasks_begun(monkeypatch)
-    higher = config(tmp_path)
-    cleaning = higher.cleaning.model_copy(update={"max_skipped_documents": 1})
-    build(higher.model_copy(update={"cleaning": cleaning}))
-    assert done and not {f"{rank:06d}" for stage, rank in begun if stage == "scan"} & done
-    assert report(tmp_path / "data")["corpora"]["text"]["counts"]["skipped"] == 1
 
 
 def test_a_file_that_changes_between_scan_and_tokenize_is_named(tmp_path, monkeypatch):
@@ -280,8 +277,7 @@ def test_a_validation_file_that_changes_during_the_build_is_named(tmp_path, monk
         build(config(tmp_path, validation_paths=[str(held)]))
 
 
-def test_an_unfinished_build_of_other_settings_is_kept(built, text, monkeypatch):
-    folder = interrupted(text, monkeypatch)
+def test_an_unfinished_build_of_other_settings_is_kept(built, text, folder):
     before = contents(folder.path)
     other = config(built, directory=str(text.data_directory), tokens_per_block=2048)
     with refused(
@@ -292,41 +288,6 @@ def test_an_unfinished_build_of_other_settings_is_kept(built, text, monkeypatch)
     assert {k: v for k, v in contents(folder.path).items() if k != "lock"} == {
         k: v for k, v in before.items() if k != "lock"
     }
-
-
-DAMAGED = ["{}", "[]", '{"inputs": 1, "build": {"inputs": []}, "settings": 2, "train": [[3]]}']
-
-
-@pytest.mark.parametrize("content", DAMAGED)
-@pytest.mark.parametrize("name", ["plan.json", "files.json", "finish.json"])
-def test_a_damaged_plan_is_refused_and_kept(text, monkeypatch, name, content):
-    folder = interrupted(text, monkeypatch)
-    (folder.path / name).write_text(content)
-    with refused(r"\.building-data: holds an unfinished build .*start over"):
-        build(text)
-    assert (folder.path / name).read_text() == content
-
-
-@pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_record_of_a_data_set_is_refused_and_kept(text, content):
-    record = text.data_directory / "build.json"
-    record.parent.mkdir(parents=True)
-    record.write_text(content)
-    with refused(r"holds no finished data set \(no readable build\.json\)"):
-        build(text)
-    assert record.read_text() == content
-
-
-def test_an_unfinished_build_goes_on_after_the_corpus_was_moved(tmp_path, monkeypatch):
-    write_text(tmp_path)
-    interrupted(config(tmp_path), monkeypatch)
-    (tmp_path / "moved").mkdir()
-    for path in tmp_path.glob("*.txt"):
-        path.rename(tmp_path / "moved" / path.name)
-    begun = tasks_begun(monkeypatch)
-    build(config(tmp_path, paths=[str(tmp_path / "moved/*.txt")]))
-    assert begun == []
-    verify(tmp_path / "data")
 
 
 # ---- one builder ---------------------------------------------------------------------------------
@@ -373,13 +334,9 @@ def test_leftovers_of_a_finished_build_are_removed(built, text, monkeypatch, cap
     assert folder.path.exists() and contents(text.data_directory) == contents(built / "data")
     build(text)
     assert "nothing to do" in capsys.readouterr().out and not folder.path.exists()
-    # They are no reason to refuse what is finished: another process holds them.
-    with locked(folder):
-        build(text)
-    assert "nothing to do" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stop", range(5))
+@pytest.mark.parametrize("stop", [0, 2, 4])
 def test_what_a_killed_removal_leaves_is_taken_up_by_no_other_build(built, text, monkeypatch, stop):
     removed = shutil.rmtree
 
@@ -435,8 +392,7 @@ if __name__ == "__main__":
     assert contents(text.data_directory) == contents(built / "data")
 
 
-def test_a_job_of_an_array_does_its_tasks_in_another_process(built, text, monkeypatch, tmp_path):
-    folder = interrupted(text, monkeypatch)
+def test_a_job_of_an_array_does_its_tasks_in_another_process(built, text, folder, tmp_path):
     for rank in (1, 3):
         shutil.rmtree(folder.tokens("train", rank))
     finals = [folder.final("tokenize", rank) for rank in range(TASKS + 1)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pretrain.config import ConfigError
-from pretrain.data.manifest import Manifest
+from pretrain.data.shards import Manifest
 from pretrain.data.stream import TokenStream, verify
 from tests.conftest import mark_torture
 from tests.unit.splits import write_split

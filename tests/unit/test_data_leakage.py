@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 
 from pretrain.data import clean
 from pretrain.data.clean import LEAK_WORDS, HeldOut, document_hash, sequence_hashes, word_hashes
@@ -90,7 +89,7 @@ def a_text(rng: random.Random, parts: list[str], vocabulary: int) -> str:
 CASES = [(seed,) for seed in range(600)]
 
 
-@pytest.mark.parametrize(["seed"], mark_torture(CASES, {*CASES[:40]}))
+@pytest.mark.parametrize(["seed"], mark_torture(CASES, {*CASES[:16]}))
 def test_every_count_is_that_of_sets_of_tuples(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,17 +126,6 @@ def test_a_document_goes_at_half_and_not_before() -> None:
     # 10 sequences are held-out ones; the document has 10 others, or 11.
     assert ours.is_leaked(" ".join([*held[:22], *other[:10]]))
     assert not ours.is_leaked(" ".join([*held[:22], *other[:11]]))
-
-
-def test_words_have_the_hashes_of_their_lower_case() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        text = a_text(rng, [], 50)
-        expected = [
-            xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass"))
-            for word in naive_words(text)
-        ]
-        assert word_hashes(text).tolist() == expected
 
 
 def test_every_character_is_in_a_word_or_ends_one() -> None:
@@ -188,19 +176,3 @@ def test_the_table_of_flags_never_hides_a_sequence() -> None:
         ours.note(text)
         assert ours.leakage == 1
         assert np.all(np.diff(ours._sequences) > 0)
-
-
-def test_boilerplate_is_known_by_how_often_it_stands_in_a_sample():
-    rng = np.random.default_rng(5)
-    words = [f"w{n}" for n in range(5000)]
-
-    def text(count: int) -> str:
-        return " ".join(rng.choice(words, count))
-
-    licence, own = text(200), text(200)
-    held_out = [licence, own, f"{licence} {text(100)}", f"{licence} {text(400)}", "", own]
-    sample = [text(500), f"{licence} {text(50)}", f"{text(70)} {licence}", own, licence]
-    found = HeldOut.from_texts(held_out).common(iter(sample))
-    assert found.tolist() == [True, False, True, False, False, False]
-    assert not HeldOut.from_texts(held_out).common(sample[:3]).any()
-    assert HeldOut.from_texts([]).common(sample).tolist() == []

@@ -91,7 +91,7 @@ def test_a_stream_of_exactly_one_sample_works_and_one_token_less_is_refused(tmp_
     )
     with pytest.raises(
         ConfigError,
-        match=r"data\.sequence_length = 7: .* has 7 tokens in all\. Lower data\.sequence_length",
+        match=r"data\.sequence_length = 7: a sample needs 8 .* has fewer\. Lower data",
     ):
         batches(
             make_stream(tmp_path / "b", {"text": LENGTH}),
@@ -125,7 +125,7 @@ def test_a_pass_of_the_union_predicts_every_token_once_and_crosses_no_corpus(ble
     assert torch.equal(found, found[:, :1] + torch.arange(LENGTH + 1))
 
 
-@pytest.mark.parametrize(("ranks", "num_workers"), [(1, 4), (2, 0), (4, 1), (8, 2)])
+@pytest.mark.parametrize(("ranks", "num_workers"), [(2, 0), (4, 2)])
 def test_ranks_and_workers_deliver_the_same_tokens_in_the_same_order(blended, ranks, num_workers):
     """And so the same multiset. Ten steps pass the end of every corpus."""
     whole = steps(blended, 10, micro_batch_size=1).reshape(10, GLOBAL, -1)

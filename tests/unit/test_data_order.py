@@ -117,7 +117,7 @@ def inverse(images: np.ndarray, size: int, seed: int, epoch: int, corpus: str) -
     return indexes.astype(np.int64)
 
 
-@pytest.mark.parametrize("size", [10**6, 10**9, 10**9 + 7, 2**30, 2**30 + 1])
+@pytest.mark.parametrize("size", [10**6, 10**9 + 7, 2**30, 2**30 + 1])
 def test_at_any_size_a_function_undoes_the_permutation(size):
     """By structure: each round undoes itself, so that no two indexes have the same image.
 
@@ -150,7 +150,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     return float((statistic - degrees) / np.sqrt(2 * degrees))
 
 
-@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (1, 0), (1234, 1), (2**31, 50)])
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (2**31, 50)])
 def test_a_million_samples_are_shuffled_well(seed, epoch):
     """Displacement, neighbours and the place of neighbours, each within five deviations.
 

@@ -11,7 +11,8 @@ from pyarrow import ipc
 
 from pretrain.data import sources
 from pretrain.data.build import build
-from pretrain.data.sources import SOURCES, Corpus, Found, Location, Part, Piece, Source
+from pretrain.data.files import Location
+from pretrain.data.sources import SOURCES, Corpus, Found, Part, Piece, Source
 from pretrain.data.stream import TokenStream, verify
 from tests.unit.test_data_build import DOCUMENTS, config, documents, write_jsonl
 
@@ -25,7 +26,6 @@ class Arrow(Source):
     endings = (".arrow", ".feather")
     text_field = "content"
     in_bytes = False
-    text_per_byte = 1.0
 
     def parts(self, corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[Part]:
         with ipc.open_file(file.path) as opened:

@@ -108,18 +108,6 @@ def test_the_cache_keeps_to_its_bound_and_removes_the_oldest(remote, tmp_path):
     assert np.array_equal(stream.read(0, 10_000), TOKENS)
 
 
-def test_leftovers_of_killed_processes_are_removed(remote, tmp_path):
-    (tmp_path / "cache").mkdir()
-    old, young = (
-        tmp_path / "cache" / f".{digit * 32}-text-000000.tar.{digit * 32}.partial" for digit in "01"
-    )
-    for path in (old, young):
-        path.write_bytes(b"half a shard")
-    os.utime(old, (1, 1))
-    TokenStream(f"{remote}/train", Cache(str(tmp_path / "cache"), 10**9)).read(0, 10)
-    assert not old.exists() and young.exists()
-
-
 def test_files_of_the_user_in_the_cache_directory_stay(remote, tmp_path):
     (tmp_path / "cache/sub").mkdir(parents=True)
     own = [tmp_path / "cache" / name for name in ("thesis.docx", "half.partial", "sub/notes")]
@@ -203,20 +191,3 @@ def test_a_config_reads_a_url_and_builds_none(remote, tmp_path, monkeypatch):
     path = stream.tokenizer_path
     assert path.read_bytes() == TOKENIZER and path.name.endswith("-tokenizer.model")
     assert hashlib.sha256(path.read_bytes()).hexdigest() == stream.tokenizer_sha256
-
-
-def test_damage_in_the_cache_is_told_from_damage_at_the_url(remote, tmp_path):
-    cache = Cache(str(tmp_path / "cache"), 10**9)
-    TokenStream(f"{remote}/train", cache).read(0, 10)
-    [copy] = (tmp_path / "cache").glob("*text-000000.tar")
-    content = bytearray(copy.read_bytes())
-    content[700] ^= 1
-    copy.write_bytes(content)
-    stream = TokenStream(f"{remote}/train", cache)
-    with pytest.raises(ConfigError, match=rf"Remove its copy {copy}, which is what is damaged"):
-        stream.read(0, 10)
-    os.truncate(copy, 100)
-    with pytest.raises(ConfigError, match=rf"truncated: 0 of 2000 bytes. Remove its copy {copy}"):
-        stream.read(0, 10)
-    copy.unlink()
-    assert np.array_equal(TokenStream(f"{remote}/train", cache).read(0, 10), TOKENS[:10])

@@ -1,6 +1,7 @@
 """Look at a data set: every token is traced to the document and file that it comes from."""
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -60,27 +61,26 @@ def test_every_token_is_traced_to_its_document(config, split):
     tokenizer = load_tokenizer(stream.tokenizer_path)
     found = list(Origins(stream).excerpts(0, len(stream)))
     assert len(found) == stream.documents and all(part.is_begin for part in found)
-    position, numbers = 0, {"pages": 0, "books": 0}
+    position = 0
     for part in found:
-        assert (part.start, part.document) == (position, numbers[part.corpus])
+        assert part.start == position
         raw = Path(part.source).read_bytes()[part.offset :]
         text = (raw.split(b"\n\n")[0] if part.corpus == "pages" else raw).decode()
         assert [*tokenizer.encode(text), tokenizer.eos_id] == part.tokens.tolist()
         position += len(part.tokens)
-        numbers[part.corpus] += 1
     assert position == len(stream)
 
 
 def test_any_range_holds_parts_of_the_same_documents(config):
     stream = open_stream(config, "train")
     origins = Origins(stream)
-    whole = {(p.corpus, p.document): p for p in origins.excerpts(0, len(stream))}
+    whole = {(p.source, p.offset): p for p in origins.excerpts(0, len(stream))}
     for start in np.random.default_rng(1).integers(0, len(stream) - 700, 30).tolist():
         parts = list(origins.excerpts(start, 700))
         assert np.array_equal(np.concatenate([p.tokens for p in parts]), stream.read(start, 700))
         for part in parts:
-            all_of_it = whole[part.corpus, part.document]
-            assert (part.source, part.offset) == (all_of_it.source, all_of_it.offset)
+            all_of_it = whole[part.source, part.offset]
+            assert part.corpus == all_of_it.corpus
             assert part.is_begin == (part.start == all_of_it.start)
 
 
@@ -102,7 +102,7 @@ def test_a_terminal_is_not_controlled_by_a_corpus(config, monkeypatch):
     from pretrain.data.view import Excerpt, _heading, _shortened
 
     assert "\x1b" not in _shortened("a\x1b[2Jb\ttab\n\u202e", 100)
-    part = Excerpt("pages", 0, "a\x1b[2Jb\nc", 0, 0, np.empty(0), True)
+    part = Excerpt("pages", "a\x1b[2Jb\nc", 0, 0, np.empty(0), True)
     assert "\ufffd[2Jb\ufffdc at offset 0 " in _heading(part)
     assert _shortened("x" * 500, 100).count("x") == 100
 
@@ -112,21 +112,26 @@ def test_stats_counts_what_is_there(config):
     sizes = {c.name: (c.tokens - 1) // 64 for c in train.corpora}
     ideal = sizes["books"] * 2 / (sizes["books"] * 2 + sizes["pages"])
     text = "\n".join(view.stats(config))
-    assert f"{ideal:6.1%} of the training samples" in text and "leakage: " in text
-    bars = [line for line in text.splitlines() if " to " in line]
-    assert sum(int(line.split()[-1]) for line in bars) == train.documents
+    assert f"books: {ideal:.1%} of the training samples" in text
+    assert f"train: {train.documents:,} documents, {train.text_bytes:,} bytes of text" in text
+    assert "13-word sequences are also in training" in text
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_a_damaged_index_of_documents_is_named(config, tmp_path, damage):
-    import shutil
+def test_a_data_set_at_a_url_is_shown_like_a_local_one(config, tmp_path):
+    data = config.data.model_copy(
+        update={"directory": f"file://{config.data.directory}", "cache_directory": str(tmp_path)}
+    )
+    remote = config.model_copy(update={"data": data})
+    options = {"corpus": None, "count": 2, "seed": 0, "characters": 50}
+    shown = list(view.shown_samples(remote, "validation", **options))
+    assert shown == list(view.shown_samples(config, "validation", **options))
+    assert list(view.stats(remote))[1:] == list(view.stats(config))[1:]
 
+
+def test_a_damaged_index_of_documents_is_named(config, tmp_path):
     shutil.copytree(config.data_directory, tmp_path / "data")
     path = next((tmp_path / "data/train/documents").iterdir())
-    if damage == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:100])
+    path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ConfigError, match=re.escape(str(path))):
         stream = TokenStream(tmp_path / "data/train")
         list(Origins(stream).excerpts(0, len(stream)))

@@ -14,7 +14,6 @@ import random
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomForCausalLM, Mpt
 from pretrain.cli.commands import tokenizer_obstacles
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.data.stream import TokenStream
-from pretrain.data.tokenizer import load_tokenizer
-from pretrain.data.tokenizers.base import PROBES
+from pretrain.data.tokenizer import PROBES, load_tokenizer
 from pretrain.huggingface.classes import describe_export
-from pretrain.huggingface.export import _comparison_ids, _curve, _validation_split, checked_length
+from pretrain.huggingface.export import _comparison_ids, _curve, checked_length
 from pretrain.huggingface.folder import curve_table, fast_tokenizer, to_huggingface
 from pretrain.huggingface.parity import check_parity
 from tests.conftest import tiny_config
@@ -472,18 +470,6 @@ def test_the_card_takes_whole_evaluations_of_its_own_step(tmp_path):
         assert [each["perplexity"] for each in found] == [line["perplexity"]]
     assert _curve(tiny_config(), tmp_path / "checkpoints/step-00000006") == []
     assert _curve(tiny_config(), tmp_path / "copies/step-00000004") == []
-
-
-def test_a_data_set_of_another_format_hinders_no_export(tmp_path, capsys):
-    (tmp_path / "validation").mkdir()
-    (tmp_path / "validation/manifest.json").write_text('{"format_version": 1}')
-    config = tiny_config(data={"directory": str(tmp_path)})
-    stream, directory = _validation_split(config, SimpleNamespace(config=config))
-    assert stream is None and directory == str(tmp_path)
-    length = config.data.sequence_length
-    rows = _comparison_ids(config, None, 16 * length)
-    assert [row.shape for row in rows] == [(4, length), (1, 16 * length)]
-    assert "another format, so the models are compared on random tokens" in capsys.readouterr().out
 
 
 @torch.no_grad()

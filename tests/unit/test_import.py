@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, load_config, num_parameters
-from pretrain.data.manifest import TOKENIZER
+from pretrain.data.shards import MODEL
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluation.command import evaluate_sources
@@ -205,7 +205,7 @@ def test_evaluate_gives_the_loss_of_stock_transformers(name, imported, tiny_data
     [record] = evaluate_sources([run], request, overrides, None)
     stream = open_stream(load_config(run / "config.toml", overrides), "validation")
     tokens = torch.from_numpy(stream.read(0, 512))
-    inputs = torch.cat([torch.tensor([load_tokenizer(tiny_data / TOKENIZER).eos_id]), tokens[:-1]])
+    inputs = torch.cat([torch.tensor([load_tokenizer(tiny_data / MODEL).eos_id]), tokens[:-1]])
     with torch.no_grad():
         logits = [model(part[None]).logits[0] for part in inputs.split(length)]
     expected = F.cross_entropy(torch.cat(logits), tokens).item()
@@ -244,8 +244,8 @@ def test_export_import_export_is_bit_equal(name, tmp_path, tokenizer_path):
     for section in ("model", "train", "schedule"):
         assert getattr(found, section) == getattr(config, section)
     assert name in MODELS or found.position == config.position
-    assert found.data.tokenizer == str(tmp_path / "run" / TOKENIZER)
-    assert (tmp_path / "run" / TOKENIZER).read_bytes() == tokenizer_path.read_bytes()
+    assert found.data.tokenizer == str(tmp_path / "run" / MODEL)
+    assert (tmp_path / "run" / MODEL).read_bytes() == tokenizer_path.read_bytes()
     to_huggingface(found, got, found.data.tokenizer, tmp_path / "again", max_length=256)
     first, second = (load_file(tmp_path / f / "model.safetensors") for f in ("hf", "again"))
     assert first.keys() == second.keys()

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, load_config
-from pretrain.data.sources import find
+from pretrain.data.files import find
 from pretrain.data.sources.plain import parse_json
-from pretrain.data.tokenizers.base import read_tokenizer
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.launcher.site import load_site
 from pretrain.rundir.jobs import check_goes_on
 from pretrain.rundir.paths import check_apart
@@ -162,7 +162,7 @@ def test_sources_and_tokenizers_that_are_not_there_say_what_to_give(tmp_path, mo
     fault = parse_json(0, b'{"content": "hello"}', "text").fault
     assert 'no key "text". Set text_field to the key that holds the text' in fault
     with pytest.raises(ConfigError, match="models on the Hub are not looked up by name"):
-        read_tokenizer(Path("gpt2"))
+        load_tokenizer("gpt2")
 
 
 def test_a_new_run_does_not_move_into_the_directory_of_a_data_set(path, tmp_path):

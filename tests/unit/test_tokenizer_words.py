@@ -1,7 +1,6 @@
 """Test that encoding word by word gives the ids of the libraries on the whole text."""
 
 import importlib.util
-import json
 import pickle
 import random
 from pathlib import Path
@@ -9,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-import tokenizers
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from pretrain.data import tokenizer as module
 from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
-from pretrain.data.tokenizers import base, hugging_face
+from tests.unit.test_tokenizer_json import gpt2
 
 ALPHABETS = [
     "abcdefghijklmnopqrstuvwxyz  ",
@@ -98,8 +96,8 @@ def test_sentencepiece(name, texts, tmp_path, monkeypatch):
     tokenizer = load_tokenizer(path)
     assert (tokenizer._words is not None) is is_local
     stock = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    monkeypatch.setattr(base, "PART_CHARACTERS", 100)
-    monkeypatch.setattr(base, "MAX_WORDS", 50)
+    monkeypatch.setattr(module, "PART_CHARACTERS", 100)
+    monkeypatch.setattr(module, "MAX_WORDS", 50)
     for text in texts:
         ids = tokenizer.encode(text)
         assert ids.dtype == np.int64 and ids.tolist() == stock.encode(text), repr(text)
@@ -132,79 +130,14 @@ def test_a_piece_across_a_cut_is_noticed(tmp_path):
         assert tokenizer.encode(text).tolist() == stock.encode(text)
 
 
-def byte_level(pre_tokenizer) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=900,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    # As one text, so that pieces with newlines are learnt too.
-    text = [corpus()[:200_000], "\n\n   \n\t\t" * 50, "!\n ?\r\n" * 99]
-    tokenizer.train_from_iterator(text, trainer)
-    return tokenizer
-
-
-def split_by(expression: str):
-    steps = [
-        pre_tokenizers.Split(tokenizers.Regex(expression), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-    return pre_tokenizers.Sequence(steps)
-
-
-BYTE_LEVEL = {
-    "gpt2": (pre_tokenizers.ByteLevel(add_prefix_space=False), True),
-    "llama3": (split_by(hugging_face._LLAMA3_EXPRESSION), True),
-    "qwen2": (split_by(hugging_face._QWEN2_EXPRESSION), True),
-    "unknown": (split_by(r"\s\S+|.\n"), False),
-    "prefix": (pre_tokenizers.ByteLevel(add_prefix_space=True), False),
-}
-
-
-@pytest.mark.parametrize("name", BYTE_LEVEL)
-def test_byte_level(name, texts, tmp_path, monkeypatch):
-    pre_tokenizer, is_local = BYTE_LEVEL[name]
-    stock = byte_level(pre_tokenizer)
-    stock.save(str(tmp_path / "tokenizer.json"))
-    stock.encode_special_tokens = True
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    assert (tokenizer._cut is not None) is is_local
-    monkeypatch.setattr(base, "PART_CHARACTERS", 100)
-    monkeypatch.setattr(base, "MAX_WORDS", 50)
-    for text in texts:
-        ids = tokenizer.encode(text)
-        assert ids.dtype == np.int64 and ids.tolist() == stock.encode(text).ids, repr(text)
-        if name != "prefix":
-            assert tokenizer.decode(ids) == text
-        assert tokenizer.eos_id not in ids
-
-
 def test_words_are_cut_without_gaps(texts):
-    for cut in (base.PIECES, base.PIECES_PLAIN, base.GPT2, base.LLAMA3):
+    for pattern in (module.WORD, module.PLAIN_WORD):
         for text in texts:
-            assert "".join(cut.words.findall(text)) == text, repr(text)
-
-
-def test_normalizers_and_added_tokens_are_not_cut(tmp_path):
-    """Both may reach across words: "a b" as a token of its own, or characters that combine."""
-    plain = json.loads(byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)).to_str())
-    added = dict(plain["added_tokens"][0], id=900, content="y th", special=False)
-    tokens = [*plain["added_tokens"], added]
-    tokens = [*plain["added_tokens"], added]
-    for change in ({"normalizer": {"type": "NFC"}}, {"added_tokens": tokens}):
-        (tmp_path / "tokenizer.json").write_text(json.dumps(plain | change))
-        tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-        stock = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-        text = "by the e\u0301clair, they say the"
-        assert tokenizer._cut is None and tokenizer.encode(text).tolist() == stock.encode(text).ids
-    assert 900 in tokenizer.encode(text) and tokenizer.vocab_size == 901
+            assert "".join(pattern.findall(text)) == text, repr(text)
 
 
 def test_a_pickled_tokenizer_is_the_same(tmp_path):
-    byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)).save(str(tmp_path / "t.json"))
+    gpt2().save(str(tmp_path / "t.json"))
     (tmp_path / "t.model").write_bytes(train_tokenizer(corpus().split("\n"), 500))
     for name in ("t.json", "t.model"):
         tokenizer = load_tokenizer(tmp_path / name)

@@ -10,7 +10,204 @@ Only scan and tokenize work in parallel. What a task writes depends on the plan 
 alone, so the data set is the same for any number of processes, whatever was interrupted.
 """
 
-from pretrain.data.build.command import build, estimate
-from pretrain.data.build.tasks import Cluster
+from __future__ import annotations
 
-__all__ = ["Cluster", "build", "estimate"]
+import os
+from pathlib import Path
+
+from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config.errors import free_bytes, in_bytes
+from pretrain.config.schema import WORDS, DataSection
+from pretrain.data.build.folder import (
+    SPLITS,
+    BuildFolder,
+    Plan,
+    Stage,
+    differences,
+    is_done,
+    load_token_tasks,
+    locked,
+    make_plan,
+    remove_build,
+    save_plan,
+    task_sizes,
+)
+from pretrain.data.build.merge import Merger, finish, note_finished
+from pretrain.data.build.tasks import Cluster, run_locally, run_on_cluster
+from pretrain.data.shards import BUILD_RECORD
+from pretrain.data.stream import TokenStream
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.view import summary
+from pretrain.rundir.files import make_directory, read_json
+
+__all__ = ["Cluster", "build", "outline"]
+
+KEPT_BYTES = 1_000_000_000
+"""Of a corpus this large, what is done is kept when the build ends with an error in the config or
+the text. A smaller one is soon done again."""
+
+
+def build(config: RunConfig, workers: int = 1, cluster: Cluster | None = None) -> None:
+    """Build the data set of a config in data.directory, and print what was built.
+
+    A build that was interrupted goes on with the tasks that are not done. A data set that was built
+    earlier from the same settings and text is checked and left unchanged.
+
+    Args:
+        config: The config.
+        workers: Processes on this machine. Does not change what is built.
+        cluster: Does the tasks as job arrays instead. Does not change what is built.
+
+    Raises:
+        ConfigError: if data.directory holds something else or a data set built from other inputs,
+            if another process builds it, or if the corpus or the tokenizer cannot be used.
+        RunFailed: if the data set cannot be written, or jobs ended without a result.
+    """
+    given = config.data_directory
+    tokenizer = load_given_tokenizer(config.data)
+    plan = make_plan(config, tokenizer.fingerprint if tokenizer else None)
+    directory = _real_directory(given)
+    folder = BuildFolder.beside(directory)
+    up_to_date = _is_up_to_date(directory, plan)
+    if not up_to_date or folder.path.exists():
+        with writing(folder.path), locked(folder):
+            # Another process may have built it since the look above.
+            up_to_date = _is_up_to_date(directory, plan)
+            if not up_to_date:
+                _build(folder, plan, tokenizer, workers, cluster)
+                finish(folder, directory)
+            remove_build(folder)
+    if up_to_date:
+        print(f"{given}: up to date (same settings, same text), nothing to do")
+    else:
+        print("\n".join(summary(str(given))))
+
+
+def _real_directory(given: Path) -> Path:
+    """Return the folder to which data.directory leads, and make the folders above it.
+
+    What is built gets its name by a rename, which replaces no symlink and crosses no disk.
+
+    Raises:
+        ConfigError: A disk is mounted there.
+        RunFailed: The folders above it cannot be made.
+    """
+    # Also those of new/../data, or nobody could read the data set by that name.
+    with writing(given):
+        make_directory(given.absolute().parent)
+    directory = Path(os.path.realpath(given))
+    if os.path.ismount(directory) and not (directory / BUILD_RECORD).exists():
+        raise ConfigError(
+            f"data.directory = {given}: a disk is mounted there, and a data set gets its name by a "
+            f"rename. Choose a folder on that disk, such as data.directory={given / 'data'}"
+        )
+    return directory
+
+
+def load_given_tokenizer(data: DataSection) -> Tokenizer | None:
+    """Return the tokenizer that data.tokenizer names, or None if one is to be trained.
+
+    Raises:
+        ConfigError: if it has another number of pieces than data.vocab_size, or could not be
+            exported with a model.
+    """
+    if data.tokenizer is None or data.tokenizer == WORDS:
+        return None
+    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer.check_trainable()
+    if tokenizer.vocab_size != data.vocab_size:
+        raise ConfigError(
+            f"data.vocab_size = {data.vocab_size}: the model in data.tokenizer = {data.tokenizer} "
+            f"has {tokenizer.vocab_size} pieces. Set data.vocab_size={tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def _is_up_to_date(directory: Path, plan: Plan) -> bool:
+    """Return True if the data set is there and was built from this plan; False if none is there.
+
+    Raises:
+        ConfigError: Something else is there, or a data set that was built from other inputs.
+    """
+    is_empty = directory.is_dir() and not any(directory.iterdir())
+    if is_empty or not os.path.lexists(directory):
+        return False
+    remedy = f"Choose another data.directory, or remove {directory} to build it anew"
+    inputs = read_json(directory / BUILD_RECORD, most=None).get("inputs")
+    if inputs is None:
+        raise ConfigError(
+            f"data.directory = {directory}: exists, but holds no finished data set (no readable "
+            f"{BUILD_RECORD}). {remedy}"
+        )
+    if different := differences(inputs, plan):
+        raise ConfigError(
+            f"data.directory = {directory}: holds a data set built from other inputs: "
+            f"{'; '.join(different)}. Nothing was changed. {remedy}"
+        )
+    for split in SPLITS:
+        TokenStream(directory / split)
+    return True
+
+
+def _build(
+    folder: BuildFolder,
+    plan: Plan,
+    tokenizer: Tokenizer | None,
+    workers: int,
+    cluster: Cluster | None,
+) -> None:
+    """Begin a build, or do what is not done of one that the folder holds, up to the finish.
+
+    Raises:
+        ConfigError: The folder holds a build from other inputs.
+    """
+    if folder.plan.exists():
+        before = read_json(folder.plan, most=None) | {"files": read_json(folder.files, most=None)}
+        if different := differences(before, plan):
+            raise ConfigError(
+                f"{folder.path}: holds an unfinished build from other inputs: "
+                f"{'; '.join(different)}. Nothing was changed. Go on with those inputs, or remove "
+                f"{folder.path} to start over"
+            )
+    if folder.finish.exists():
+        return
+    # Names and times of files may be new.
+    save_plan(plan, folder)
+
+    def run(stage: Stage, finals: list[Path]) -> None:
+        if cluster:
+            run_on_cluster(folder, stage, finals, cluster)
+        else:
+            run_locally(folder, stage, finals, workers)
+
+    try:
+        run("scan", [folder.scan(rank) for rank in range(len(plan.all_tasks()))])
+        if not is_done(folder.merge):
+            Merger(folder, plan, tokenizer).run()
+        tasks = load_token_tasks(folder)
+        run("tokenize", [folder.tokens(task.split, task.number) for task in tasks])
+        note_finished(folder, plan)
+    except ConfigError:
+        # After the config or the text has been corrected, the build cannot go on from here.
+        if sum(task_sizes(plan)) < KEPT_BYTES:
+            remove_build(folder)
+        raise
+
+
+def outline(config: RunConfig) -> None:
+    """Print what a build would read. Writes nothing.
+
+    Raises:
+        ConfigError: if the corpus or the tokenizer cannot be used.
+        RunFailed: if a file cannot be read.
+    """
+    tokenizer = load_given_tokenizer(config.data)
+    plan = make_plan(config, tokenizer.fingerprint if tokenizer else None)
+    tasks = list(zip(plan.all_tasks(), task_sizes(plan)))
+    for name in plan.corpora():
+        own = [(task, size) for task, size in tasks if task.corpus == name]
+        files = {piece.path for task, _ in own for piece in task.pieces}
+        total = in_bytes(sum(size for _, size in own))
+        print(f"{name}: {len(files):,} files, {total}, in {len(own):,} tasks")
+    free = free_bytes(config.data_directory)
+    print(f"{config.data_directory}: {'unknown' if free is None else in_bytes(free)} free")

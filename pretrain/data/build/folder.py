@@ -24,18 +24,17 @@ import shutil
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, get_args
 
-import fsspec
 import xxhash
-from pydantic import TypeAdapter
 
 from pretrain.config import ConfigError, RunConfig
+from pretrain.config.run import is_url
 from pretrain.config.schema import WORDS, CleaningSection, DataSection
 from pretrain.data import sources
-from pretrain.data.manifest import FORMAT_VERSION, Split
+from pretrain.data.files import look
+from pretrain.data.shards import FORMAT_VERSION, Split
 from pretrain.data.sources import Corpus, Piece, Task
-from pretrain.data.sources.files import is_url, unreadable
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import UNSUPPORTED
 from pretrain.rundir.files import (
@@ -84,7 +83,7 @@ class BuildFolder:
         """Return the folder of a task's output."""
         if stage == "scan":
             return self.scan(rank)
-        return self.tokens(*load_merge(self)[1][rank][:2])
+        return self.tokens(*load_token_tasks(self)[rank][:2])
 
     def scan(self, task: int) -> Path:
         """Return the folder of a task's output in the scan stage."""
@@ -263,23 +262,10 @@ class TokenTask(NamedTuple):
     """Its documents are those that the merge has held out of a corpus."""
 
 
-class Cut(NamedTuple):
-    """The place at which the only document of a data set is cut into training and validation."""
-
-    task: int
-    """The task of the plan that holds it, as its first document."""
-    characters: int
-    """Those of the training part."""
-
-
-def load_merge(folder: BuildFolder) -> tuple[Cut | None, list[TokenTask]]:
-    """Return where the only document is cut, if there is a single one, and the tasks of tokenize.
-
-    Those of train come first.
-    """
+def load_token_tasks(folder: BuildFolder) -> list[TokenTask]:
+    """Return the tasks of the tokenize stage, which the merge has listed; those of train first."""
     record = read_json(folder.merge / RECORD, most=None)
-    cut = Cut(*record["cut"]) if record["cut"] else None
-    return cut, [TokenTask(*each) for each in record["token_tasks"]]
+    return [TokenTask(*each) for each in record["token_tasks"]]
 
 
 # ---- Plan a build: the settings that determine its bytes, the files and the tasks ----
@@ -308,42 +294,6 @@ class File(NamedTuple):
     """Modification time in ns; of a URL what fsspec tells versions of a file apart by."""
     digests: tuple[tuple[int, int, str], ...] = ()
     """(start, end, XXH3-128) of ranges of its bytes; empty before they were read."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """What determines the bytes of a data set, as its record and an unfinished build state it."""
-
-    settings: Json
-    files: dict[Split, list[File]]
-
-
-@dataclasses.dataclass(frozen=True)
-class BuildRecord:
-    """What is read of the record of a finished data set, build.json."""
-
-    inputs: Inputs
-
-
-@dataclasses.dataclass(frozen=True)
-class Finished:
-    """What is read of finish.json to compare inputs."""
-
-    build: BuildRecord
-
-
-T = TypeVar("T")
-
-
-def recorded(kind: type[T], content: Json) -> T | None:
-    """Return what a JSON object records as a dataclass; None if it is damaged.
-
-    Not `from_json`, which takes the time of a file in nanoseconds for a number that is damaged.
-    """
-    try:
-        return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)
-    except ValueError:
-        return None
 
 
 class Plan(NamedTuple):
@@ -387,7 +337,7 @@ def make_plan(config: RunConfig, tokenizer_sha256: str | None) -> Plan:
         # The limit says only which builds end with an error.
         **{f"cleaning.{k}": v for k, v in config.cleaning if k != "max_skipped_documents"},
     }
-    files = {split: [_look(path) for path in _paths(tasks[split])] for split in SPLITS}
+    files = {split: [File(path, *look(path)) for path in _paths(tasks[split])] for split in SPLITS}
     return Plan(settings, data, config.cleaning, tasks, files)
 
 
@@ -406,18 +356,6 @@ def _read_as(corpus: Corpus, tasks: dict[Split, list[Task]]) -> tuple[str, str |
 def _paths(tasks: list[Task]) -> Iterator[str]:
     """Yield the path of each file once, in the order of the tasks."""
     yield from dict.fromkeys(piece.path for task in tasks for piece in task.pieces)
-
-
-def _look(path: str) -> File:
-    """Return a file's size and time."""
-    try:
-        if not is_url(path):
-            found = os.stat(path)
-            return File(path, found.st_size, found.st_mtime_ns)
-        system, name = fsspec.core.url_to_fs(path)
-        return File(path, system.size(name), str(system.ukey(name)))
-    except OSError as error:
-        raise unreadable(path, error) from None
 
 
 # ---- on disk -------------------------------------------------------------------------------------
@@ -534,57 +472,29 @@ def with_digests(folder: BuildFolder, plan: Plan) -> dict[Split, list[File]]:
     }
 
 
-def saved_inputs(folder: BuildFolder, plan: Plan) -> Inputs:
-    """Return the inputs of an unfinished build.
-
-    The files have the digests that the scan has made of them. They are found under the plan's names
-    and tasks, because ranges follow from sizes and settings; where these differ, none is asked for.
-
-    Raises:
-        ConfigError: A file that states them is damaged.
-    """
-    if folder.finish.exists():
-        finished = recorded(Finished, read_json(folder.finish, most=None))
-        inputs = finished.build.inputs if finished else None
-    else:
-        content = {**read_json(folder.plan, most=None), "files": read_json(folder.files, most=None)}
-        inputs = recorded(Inputs, content)
-    if inputs is None:
-        raise ConfigError(
-            f"{folder.path}: holds an unfinished build whose plan is damaged. Nothing was changed. "
-            "Remove the folder to start over"
-        )
-    if folder.finish.exists():
-        return inputs
-    for split, found in with_digests(folder, plan).items():
-        before = inputs.files.get(split, [])
-        if len(before) == len(found):
-            inputs.files[split] = [
-                old._replace(digests=new.digests) for old, new in zip(before, found)
-            ]
-    return inputs
-
-
 # ---- comparing -----------------------------------------------------------------------------------
-def differences(before: Inputs, plan: Plan) -> list[str]:
+def differences(before: Json, plan: Plan) -> list[str]:
     """Return in words how a plan differs from recorded inputs; [] if they give the same bytes.
 
-    A file is the same if its content is, whatever its name and its time. Only those whose size and
-    time are not as recorded are read.
+    A file is the same if its content is, whatever its name and its time. Only those whose time is
+    not as recorded are read, and only where digests are recorded: in a finished data set. The
+    tokenize stage of an unfinished build compares every document with what the scan saw.
 
     Args:
-        before: The recorded inputs.
+        before: {"settings": Plan.settings, "files": Plan.files}, as JSON.
         plan: The plan.
     """
+    settings, files = before.get("settings", {}), before.get("files", {})
     # As JSON gives them back.
     current = json.loads(json.dumps(plan.settings))
     found = [
-        f"{key} was {before.settings.get(key)!r}, is {value!r}"
+        f"{key} was {settings.get(key)!r}, is {value!r}"
         for key, value in current.items()
-        if before.settings.get(key) != value
+        if settings.get(key) != value
     ]
     for split in SPLITS:
-        found += _different_files(before.files.get(split, []), plan.files[split])
+        recorded = [File(*file) for file in files.get(split, [])]
+        found += _different_files(recorded, plan.files[split])
     return found
 
 

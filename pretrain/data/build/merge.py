@@ -6,7 +6,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,19 +20,25 @@ from pretrain.data.build.folder import (
     RECORD,
     SPLITS,
     BuildFolder,
-    Cut,
     Plan,
     TokenTask,
     clear,
-    load_merge,
+    load_token_tasks,
     output,
     too_many_skipped,
     with_digests,
 )
 from pretrain.data.build.tasks import EXAMPLES, read_again, read_sample
 from pretrain.data.clean import HeldOut, choose_held_out, find_duplicates
-from pretrain.data.manifest import BUILD_RECORD, DOCUMENTS, Split, TaskShards
-from pretrain.data.shards import finish_split
+from pretrain.data.shards import (
+    BUILD_RECORD,
+    DICTIONARY,
+    DOCUMENTS,
+    MODEL,
+    Split,
+    TaskShards,
+    finish_split,
+)
 from pretrain.data.tokenizer import (
     Tokenizer,
     find_tokenizer,
@@ -41,7 +46,6 @@ from pretrain.data.tokenizer import (
     train_tokenizer,
     train_words,
 )
-from pretrain.data.tokenizers.base import DICTIONARY, MODEL
 from pretrain.rundir.files import (
     PARTIAL,
     Json,
@@ -91,10 +95,14 @@ class Merger:
         """
         self._check_skipped()
         held_out = self._choose_held_out()
-        has_planned = self._documents(self.num_train, len(self.records)) > 0
-        cut = None if held_out or has_planned else self._cut()
-        if cut is not None:
-            held_out = [cut[1]]
+        if not held_out and not self._documents(self.num_train, len(self.records)):
+            if own := self.plan.data.validation_paths:
+                raise _no_text("data.validation_paths", list(own), "validation")
+            raise ConfigError(
+                "data.paths: no corpus has two different documents, so none can be held out for "
+                "validation. Add text, set data.source if a file holds many documents, or set "
+                "data.validation_paths"
+            )
         clear(self.folder.merge)
         with output(self.folder.merge) as (path, record):
             hashes = self._held_out_hashes(held_out)
@@ -103,12 +111,9 @@ class Merger:
             if self.tokenizer:
                 shutil.copyfile(self.tokenizer.path, path / self.tokenizer.file_name)
             else:
-                name, content = train(self.plan.data, self._training(left_out, cut))
+                name, content = train(self.plan.data, self._training(left_out))
                 (path / name).write_bytes(content)
-            record |= {
-                "cut": cut[0] if cut else None,
-                "token_tasks": self._token_tasks(held_out),
-            }
+            record["token_tasks"] = self._token_tasks(held_out)
 
     # ---- checks ----
     def _documents(self, start: int, end: int) -> int:
@@ -200,30 +205,6 @@ class Merger:
             chosen.pop()
         return sorted(first[digest] for digest in chosen)
 
-    def _cut(self) -> tuple[Cut, _HeldOutDocument]:
-        """Cut the only text of a data set in two.
-
-        Raises:
-            ConfigError: There are several texts, but no corpus has two.
-        """
-        ranks = [r for r in range(self.num_train) if self.records[r]["documents"]]
-        hashes = np.unique(np.concatenate([self._scanned(r)["hash"] for r in ranks]))
-        own = self.plan.data.validation_paths
-        if len(hashes) > 1 or own:
-            if own:
-                raise _no_text("data.validation_paths", list(own), "validation")
-            raise ConfigError(
-                "data.corpora: no corpus has two different documents, so none can be held out for "
-                "validation. Add text, or set data.validation_paths"
-            )
-        rank = ranks[0]
-        text, row = next(read_again(self.folder, rank)), self._scanned(rank)[0]
-        length = len(text) - max(1, round(len(text) * self.plan.data.validation_fraction))
-        if not length:
-            raise _no_text("data.paths", self._paths(), "train")
-        place = int(row["piece"]), int(row["offset"])
-        return Cut(rank, length), _HeldOutDocument(rank, 0, text[length:], *place)
-
     def _held_out_hashes(self, held_out: list[_HeldOutDocument]) -> npt.NDArray[np.uint64]:
         found = [self._scanned(d.task)["hash"][[d.row]] for d in held_out]
         if self.plan.cleaning.decontaminate:
@@ -270,24 +251,14 @@ class Merger:
                     left_out[rank] = mask | left_out.get(rank, False)
         return left_out
 
-    def _training(
-        self, left_out: dict[int, Mask], cut: tuple[Cut, _HeldOutDocument] | None
-    ) -> Iterator[str]:
+    def _training(self, left_out: dict[int, Mask]) -> Iterator[str]:
         """Yield the text to train the tokenizer on: for words all of it, else an even sample."""
-        is_words = self.plan.data.tokenizer == WORDS
-        if cut is not None:
-            text = next(read_again(self.folder, cut[0].task))[: cut[0].characters]
-            most = self.plan.data.tokenizer_training_bytes
-            yield text if is_words else text[:most].encode()[:most].decode(errors="ignore")
-            return
         for rank, most in self._sample_sizes():
-            if is_words:
-                mask = left_out.get(rank, repeat(False))
-                yield from (
-                    text for text, out in zip(read_again(self.folder, rank), mask) if not out
-                )
+            out = set(np.flatnonzero(left_out.get(rank, [])).tolist())
+            if self.plan.data.tokenizer == WORDS:
+                texts = enumerate(read_again(self.folder, rank))
+                yield from (text for index, text in texts if index not in out)
             else:
-                out = set(np.flatnonzero(left_out.get(rank, [])).tolist())
                 yield from read_sample(self.folder.scan(rank) / "sample.jsonl", most, out)
 
     # ---- what follows ----
@@ -331,7 +302,7 @@ def note_finished(folder: BuildFolder, plan: Plan) -> None:
     Raises:
         ConfigError: if nothing is left to train on.
     """
-    _, tasks = load_merge(folder)
+    tasks = load_token_tasks(folder)
     records = [read_json(folder.tokens(t.split, t.number) / RECORD) for t in tasks]
     report = _report(folder, plan, tasks, records)
     if not report["train"]["tokens"]:
@@ -384,14 +355,8 @@ def _report(folder: BuildFolder, plan: Plan, tasks: list[TokenTask], records: li
 
 
 def _totals(records: list[Json]) -> Json:
-    totals: Json = {
-        key: sum(record["shards"][key] for record in records)
-        for key in ("documents", "text_bytes", "tokens")
-    }
-    bins: Counter[int] = Counter()
-    for record in records:
-        bins.update({int(bin): count for bin, count in record["tokens_log2"].items()})
-    return totals | {"tokens_log2": {str(bin): bins[bin] for bin in sorted(bins)}}
+    keys = ("documents", "text_bytes", "tokens")
+    return {key: sum(record["shards"][key] for record in records) for key in keys}
 
 
 def _leakage(folder: BuildFolder, tasks: list[TokenTask]) -> Json:
@@ -406,8 +371,8 @@ def _leakage(folder: BuildFolder, tasks: list[TokenTask]) -> Json:
     return {"before": found.leakage, "after": after, "sequences": found.sequences}
 
 
-def finish(folder: BuildFolder, directory: Path) -> Json:
-    """Put the data set together, give it its name, and return the report.
+def finish(folder: BuildFolder, directory: Path) -> None:
+    """Put the data set together and give it its name.
 
     May be repeated after it was interrupted anywhere before the data set has its name.
 
@@ -425,12 +390,9 @@ def finish(folder: BuildFolder, directory: Path) -> Json:
     # Of a finish that was killed.
     for leftover in folder.data.rglob(f".*{PARTIAL}"):
         leftover.unlink()
-    record = finished["build"]
-    replace_json(folder.data / BUILD_RECORD, record, durable=True, indent=1)
+    replace_json(folder.data / BUILD_RECORD, finished["build"], durable=True, indent=1)
     flush_directory(folder.data)
     publish_directory(folder.data, directory)
-    report: Json = record["report"]
-    return report
 
 
 def _finish_split(folder: BuildFolder, split: Split, finished: Json, tokenizer: Tokenizer) -> None:
@@ -458,60 +420,3 @@ def _finish_split(folder: BuildFolder, split: Split, finished: Json, tokenizer: 
         tokens_per_block=settings["data.tokens_per_block"],
         tokens_per_shard=settings["data.tokens_per_shard"],
     )
-
-
-# ---- Print what a build made of the corpus ----
-
-
-_REASONS = {
-    "skipped": "{documents:,} could not be read",
-    "cleaning.min_document_characters": "{documents:,} shorter than cleaning asks for",
-    "held_out": "{documents:,} held out",
-    "duplicates": "{documents:,} duplicates",
-    "contaminated": "{documents:,} with held-out text",
-}
-"""Count -> how the summary says it."""
-
-
-def report_lines(
-    directory: Path, tokenizer: Tokenizer, report: Json, shards: dict[Split, int]
-) -> Iterator[str]:
-    """Yield the lines of the summary.
-
-    Args:
-        directory: data.directory.
-        tokenizer: The data set's tokenizer.
-        report: The report in build.json.
-        shards: Split -> number of shards.
-    """
-    yield f"{directory}: tokenizer of {tokenizer.vocab_size:,} pieces"
-    for split in SPLITS:
-        totals = report[split]
-        parts = f"{shards[split]:,} shard{'s' * (shards[split] != 1)}"
-        yield f"{directory / split}: {_amount(totals)}, {parts}"
-    for name, corpus in report["corpora"].items():
-        yield f"{name}: {_amount(corpus['train'])}; left out: {_left_out(corpus['counts'])}"
-        for reason in corpus["skipped"]:
-            yield f"{name}: skipped {reason}"
-    leakage = report["leakage"]
-    yield (
-        f"{leakage['after']:.2%} of the held-out text's 13-word sequences are also in training "
-        f"({leakage['before']:.2%} before documents were left out)"
-    )
-
-
-def _amount(totals: Json) -> str:
-    per_token = totals["text_bytes"] / max(totals["tokens"], 1)
-    return (
-        f"{totals['documents']:,} documents, {totals['text_bytes']:,} bytes of text, "
-        f"{totals['tokens']:,} tokens ({per_token:.2f} bytes a token)"
-    )
-
-
-def _left_out(counts: Json) -> str:
-    found = []
-    for reason, words in _REASONS.items():
-        documents = counts.get(f"{reason}.documents", counts.get(reason, 0))
-        if documents:
-            found.append(words.format(documents=documents))
-    return ", ".join(found) or "nothing"

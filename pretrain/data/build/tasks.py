@@ -30,6 +30,7 @@ import xxhash
 from tqdm import tqdm
 
 from pretrain.config import ConfigError, NoSpace, RunFailed, writing
+from pretrain.config.run import is_url
 from pretrain.data import sources
 from pretrain.data.build.folder import (
     HELD_OUT_HASHES,
@@ -40,8 +41,8 @@ from pretrain.data.build.folder import (
     clear,
     digest,
     is_done,
-    load_merge,
     load_task,
+    load_token_tasks,
     output,
     too_many_skipped,
 )
@@ -53,8 +54,8 @@ from pretrain.data.clean import (
     duplicate_keys,
     save_keys,
 )
+from pretrain.data.files import reading
 from pretrain.data.shards import ShardWriter
-from pretrain.data.sources.files import is_url, unreadable
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
 from pretrain.rundir.files import Json, make_directory, read_json, replace_json
 
@@ -94,7 +95,7 @@ class Work:
         self.folder, self.rank = folder, rank
         self.counts: Counter[str] = Counter()
         self.skipped: list[str] = []
-        self.token_task = load_merge(folder)[1][rank] if stage == "tokenize" else None
+        self.token_task = load_token_tasks(folder)[rank] if stage == "tokenize" else None
         self.planned = self.token_task.planned if self.token_task else rank
         """The task of the plan whose documents are read."""
         self.holds_out = self.token_task is not None and self.token_task.holds_out
@@ -150,22 +151,15 @@ def do_task(folder: BuildFolder, stage: Stage, rank: int) -> None:
 
 def _read(work: Work) -> Iterator[_Document]:
     """Yield the documents of a task as they are in the files."""
-    try:
-        if work.holds_out:
-            path = work.folder.merge / "held-out" / f"{work.plan.corpus.name}.jsonl"
-            with path.open() as file:
-                for line in file:
-                    task, _, text, piece, offset = json.loads(line)
-                    yield _Document(text, task, piece, offset)
-        else:
-            for text, piece, offset in sources.read(work.plan.task, work.plan.corpus, work.skip()):
-                yield _Document(text, work.planned, piece, offset)
-    except OSError as error:
-        where = error.filename or work.plan.task.pieces[0].path
-        raise RunFailed(
-            f"{where}: cannot be read ({error.strerror or error}). Make it readable and run "
-            "the command again; what is finished is kept"
-        ) from error
+    if work.holds_out:
+        path = work.folder.merge / "held-out" / f"{work.plan.corpus.name}.jsonl"
+        with path.open() as file:
+            for line in file:
+                task, _, text, piece, offset = json.loads(line)
+                yield _Document(text, task, piece, offset)
+    else:
+        for text, piece, offset in sources.read(work.plan.task, work.plan.corpus, work.skip()):
+            yield _Document(text, work.planned, piece, offset)
 
 
 def _cleaned(work: Work, documents: _Documents) -> Iterator[_Document]:
@@ -231,14 +225,12 @@ def _digests(piece: sources.Piece, corpus: sources.Corpus) -> Iterator[tuple[int
     if is_url(piece.path):
         return
     path = Path(piece.path)
-    try:
+    with reading(piece.path, allow_missing=False):
         if sources.source_of(corpus, piece.path).in_bytes:
             yield piece.start, piece.end, digest(path, piece.start, piece.end)
         elif piece.start == 0:
             # The file as a whole goes with its first part.
             yield 0, path.stat().st_size, digest(path)
-    except OSError as error:
-        raise unreadable(piece.path, error) from None
 
 
 # ---- Take an even sample of text for the tokenizer, from a corpus of any size ----
@@ -366,7 +358,6 @@ def _trained(
 ) -> Iterator[_Document]:
     """Yield the documents that are not held out, did not stand before and hold no held-out text."""
     merge = work.folder.merge
-    cut, _ = load_merge(work.folder)
     repeated = merge / f"duplicates-{work.planned:06d}.npy"
     duplicates = np.load(repeated) if repeated.exists() else np.zeros(len(hashes), bool)
     held_out = set(np.load(merge / HELD_OUT_HASHES).tolist())
@@ -375,9 +366,7 @@ def _trained(
     left = HeldOut.load(merge / HELD_OUT_SEQUENCES)
     for index, document in enumerate(documents):
         text = document.text
-        if cut is not None and cut.task == work.planned and index == 0:
-            yield document._replace(text=text[: cut.characters])
-        elif cut is not None or hashes[index] in held_out:
+        if hashes[index] in held_out:
             work.leave_out("held_out", text)
         elif duplicates[index]:
             left.note(text)
@@ -407,15 +396,13 @@ def _write(work: Work, documents: _Documents, path: Path) -> Json:
     )
     tokenizer = load_tokenizer(find_tokenizer(work.folder.merge))
     rows, position = array("Q"), 0
-    tokens_log2: Counter[int] = Counter()
     for document in documents:
         tokens = np.append(tokenizer.encode(document.text), tokenizer.eos_id)
         writer.add(tokens, _size(document.text))
         rows.extend((document.task, document.piece, document.offset, position))
         position += len(tokens)
-        tokens_log2[len(tokens).bit_length() - 1] += 1
     _save_rows(path / "documents.npy", rows, PLACE)
-    return {"shards": writer.close().model_dump(mode="json"), "tokens_log2": tokens_log2}
+    return {"shards": writer.close().model_dump(mode="json")}
 
 
 # ---- Do the tasks of a stage: in a pool of processes here, or as a Slurm job array ----
@@ -504,8 +491,6 @@ ARRAY = "array.json"
 """File that says which tasks the jobs of an array do. Their logs lie beside it."""
 FAILED = "failed.json"
 """The error with which a task has failed. Where it appears, the array is cancelled."""
-LAST_CHARACTERS = 300
-"""Of a log, in a message."""
 _ERRORS = {kind.__name__: kind for kind in (ConfigError, NoSpace, RunFailed)}
 
 
@@ -547,8 +532,9 @@ def run_on_cluster(folder: BuildFolder, stage: Stage, finals: list[Path], cluste
     if left := undone([finals[rank] for rank in ranks]):
         raise RunFailed(
             f"{folder.path}: {len(left)} of {len(ranks)} tasks of the stage {stage} ended without "
-            f"a result. Of task {ranks[left[0]]}, {_last_words(path.parent, left[0] // each)}. Run "
-            "the command again to go on; what is finished is kept"
+            f"a result. Of task {ranks[left[0]]}, the newest slurm-*_{left[0] // each}.log in "
+            f"{path.parent} says why; if there is none, it was never started. Run the command "
+            "again to go on; what is finished is kept"
         )
 
 
@@ -579,15 +565,6 @@ def run_job(path: Path, index: int) -> None:
                 raise
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)
-
-
-def _last_words(logs: Path, index: int) -> str:
-    """Say how the newest log of a job ends."""
-    found = sorted(logs.glob(f"slurm-*_{index}.log"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        return "there is no log, so it was never started"
-    text = " ".join(found[-1].read_text(errors="replace").split())[-LAST_CHARACTERS:]
-    return f"the log {found[-1]} ends with: {text}" if text else f"the log {found[-1]} is empty"
 
 
 def _run_array(folder: BuildFolder, cluster: Cluster, path: Path, jobs: int) -> None:

@@ -2,53 +2,372 @@
 
 `corpora` names the corpora of a config, `plan` divides their files into tasks, and `read` yields
 the documents of one task. Every document of a file is read exactly once, whatever the tasks.
+
+A source is a kind of file: one class, in one file of this folder. It says which names its files
+have, how a file is cut into pieces, and how the documents of a piece are read; `register` makes it
+a value of `source` in [data] and [data.corpora.NAME]. Nothing outside its file knows its name.
 """
 
 from __future__ import annotations
 
+import bz2
 import importlib
+import io
+import lzma
 import pkgutil
+import sys
+import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pretrain.config import ConfigError
 from pretrain.config.schema import CorpusSection, DataSection
-from pretrain.data.manifest import Split
-from pretrain.data.sources.base import (
-    SOURCES,
-    Corpus,
-    Damaged,
-    Document,
-    Found,
-    Location,
-    Part,
-    Piece,
-    Source,
-    Task,
-    register,
-)
-from pretrain.data.sources.files import compression_of, find, stored_location, unreadable
-from pretrain.data.sources.plain import Text
+from pretrain.data.files import Location, find, locate, look, open_stored, unreadable
+from pretrain.data.shards import Split
 
-for _module in pkgutil.iter_modules(__path__):
-    # A source is found because its file lies here.
-    importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = [
-    "SOURCES",
-    "Corpus",
-    "Document",
-    "Found",
-    "Location",
-    "Part",
-    "Piece",
-    "Source",
-    "Task",
-    "find",
-    "register",
-]
+class Corpus(NamedTuple):
+    """One corpus of a data set."""
 
-MAX_TASKS = 1_000_000
-"""Each task has folders and files of its own, numbered with six digits."""
+    name: str
+    """The NAME of [data.corpora.NAME]; "text" or "shakespeare" for a data set of one corpus."""
+
+    source: str | None
+    """How its files hold documents; None: as the ends of their names say."""
+
+    paths: tuple[str, ...]
+    """Files, glob patterns and URLs of its training documents."""
+
+    text_field: str | None
+    """Where a document's text is; None: where its source says."""
+
+
+class Piece(NamedTuple):
+    """A file, or a range of one.
+
+    A document belongs to the piece in which it starts.
+    """
+
+    path: str
+    """Absolute path, or URL."""
+
+    start: int
+    """First byte of the file as it is stored, or first of its parts, such as row groups."""
+
+    end: int
+    """Byte or part before which the piece ends; the size, for a whole file."""
+
+
+class Task(NamedTuple):
+    """A fixed part of a corpus: the unit in which a data set is built."""
+
+    number: int
+    """Position among the tasks of the split, from 0."""
+
+    corpus: str
+    """Name of the corpus that the pieces belong to."""
+
+    pieces: tuple[Piece, ...]
+    """What to read, in this order."""
+
+
+class Document(NamedTuple):
+    """One document as its file holds it, decoded and not cleaned."""
+
+    text: str
+    """The text, without a byte order mark."""
+
+    piece: int
+    """Index of the piece of its task that it was read from."""
+
+    offset: int
+    """Where it begins in the file: a byte offset (in what a compressed file unpacks to), or a
+    number of what the file consists of (its row or sample), from 0."""
+
+
+# ---- Define what the readers of all formats yield, and how much text a document may hold ----
+
+
+MAX_DOCUMENT_BYTES = 2**26
+"""A longer document of a file of many is not read: 64 MiB, ten times the longest books. JSON may
+take twenty times its size in memory."""
+
+MAX_FILE_BYTES = 2**30
+"""A longer file is not read as one document: 1 GiB."""
+
+
+class Found(NamedTuple):
+    """A document, or why it cannot be read."""
+
+    offset: int
+    """Where it begins, as Document.offset says."""
+
+    text: str
+    """The text; empty if the document cannot be read."""
+
+    fault: str = ""
+    """Why the document cannot be read; empty if it can."""
+
+
+class Damaged(Exception):
+    """The rest of a stream cannot be read."""
+
+    def __init__(self, offset: int, reason: str) -> None:
+        super().__init__(offset, reason)
+        self.offset = offset
+        self.reason = reason
+
+
+def decoded(offset: int, raw: bytes | bytearray) -> Found:
+    """Decode the UTF-8 of a document that begins at `offset`."""
+    try:
+        return Found(offset, raw.decode())
+    except UnicodeDecodeError as error:
+        return Found(
+            offset,
+            "",
+            f"byte {error.start} of this document is not UTF-8 ({error.reason}). Convert the file, "
+            "as in `iconv -f latin1 -t utf-8`, or remove the document",
+        )
+
+
+def too_long(offset: int, limit: int) -> Found:
+    """Return what stands for a document of more than `limit` bytes."""
+    return Found(
+        offset,
+        "",
+        f"the document is longer than {limit} bytes. Divide or remove it, or set source to what "
+        "the files are",
+    )
+
+
+def optional(package: str, user: str) -> Any:
+    """Import a package of the extra [data].
+
+    Args:
+        package: The module.
+        user: What needs it, for the message.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        name = package.partition(".")[0]
+        raise ConfigError(
+            f"{user}: the package {name} is missing. Run `pip install 'pretrain[data]'`"
+        ) from None
+
+
+# ---- Define the sources ----
+
+
+class Part(NamedTuple):
+    """A piece that is not divided further, and the bytes that reading it takes."""
+
+    piece: Piece
+    bytes: int
+
+
+class Source(ABC):
+    """A kind of file that holds documents."""
+
+    name: ClassVar[str]
+    """The value of `source` that stands for it."""
+
+    endings: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of files that are read so where no `source` is set. Behind them may stand
+    the end of a compressed file's name."""
+
+    text_field: ClassVar[str] = ""
+    """Default of a corpus's `text_field`; empty where its documents have no fields."""
+
+    can_be_cut: ClassVar[bool] = False
+    """A range of a file can be read without what stands before it."""
+
+    in_bytes: ClassVar[bool] = True
+    """Pieces are ranges of bytes of the file as it is stored; otherwise of numbered parts."""
+
+    has_own_text: ClassVar[bool] = False
+    """A corpus of it has no paths: `own_files` knows its files."""
+
+    def own_files(self, split: Split) -> list[str]:
+        """Return the paths of the files of a source that has its own text."""
+        return []
+
+    def field(self, corpus: Corpus) -> str:
+        """Return where the text of a corpus's documents is."""
+        return corpus.text_field or self.text_field
+
+    def parts(self, corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[Part]:
+        """Yield the smallest parts that a file is divided into, in order.
+
+        Args:
+            corpus: Whose file it is.
+            file: The file.
+            bytes_per_task: What a part should not exceed.
+
+        Raises:
+            ConfigError: The file cannot be a file of this source.
+        """
+        is_cut = self.can_be_cut and not compression_of(file.path)
+        count = max(1, -(-file.size // bytes_per_task)) if is_cut else 1
+        for start, end in pairwise(file.size * i // count for i in range(count + 1)):
+            yield Part(Piece(file.path, start, end), end - start)
+
+    @abstractmethod
+    def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
+        """Yield what stands for each document that starts in a piece.
+
+        Raises:
+            ConfigError: The file is not as it was when the pieces were made.
+            Damaged: The rest of the file cannot be read.
+        """
+
+
+SOURCES: dict[str, Source] = {}
+"""Name -> source. Every module of this folder is imported with the package."""
+
+_S = TypeVar("_S", bound=type[Source])
+
+
+def register(source: _S) -> _S:
+    """Make a class a source; for use as a decorator."""
+    SOURCES[source.name] = source()
+    return source
+
+
+def source_of(corpus: Corpus, path: str) -> Source:
+    """Return how a file of a corpus is read: as its corpus says, or the end of its name."""
+    if corpus.source:
+        return SOURCES[corpus.source]
+    unpacked = path.removesuffix(compression_of(path))
+    named = (each for each in SOURCES.values() if unpacked.endswith(each.endings))
+    return next(named, SOURCES["text"])
+
+
+# ---- Open a file as a stream of the bytes that it holds ----
+
+
+_STEP_BYTES = 2048
+"""Packed bytes that are unpacked at once. At the highest ratio of any format (zstd: 1 to 32,768)
+they unpack to 64 MiB."""
+
+
+def _zstandard() -> tuple[Any, type[Exception]]:
+    zstandard = optional("zstandard", ".zst files")
+    # Files of `zstd --long=31` want the largest window that there is.
+    unpacker = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+    return unpacker, zstandard.ZstdError
+
+
+COMPRESSIONS: dict[str, Callable[[], tuple[Any, type[Exception]]]] = {
+    ".gz": lambda: (zlib.decompressobj(31), zlib.error),
+    ".xz": lambda: (lzma.LZMADecompressor(), lzma.LZMAError),
+    ".zst": _zstandard,
+    ".bz2": lambda: (bz2.BZ2Decompressor(), OSError),
+}
+"""End of the names of compressed files -> a function that returns a new decompressor of one member,
+and the error that it raises."""
+
+
+def compression_of(path: str) -> str:
+    """Return the end of a file's name that says that it is compressed, or ""."""
+    return next((suffix for suffix in COMPRESSIONS if path.endswith(suffix)), "")
+
+
+def end_of(piece: Piece) -> int:
+    """Return the offset in the unpacked stream before which the documents of a piece start."""
+    return sys.maxsize if compression_of(piece.path) else piece.end
+
+
+def check_reaches(piece: Piece, end: int) -> None:
+    """Raise ConfigError if a file no longer reaches to where a piece of it ends."""
+    if end < piece.end:
+        raise ConfigError(
+            f"{piece.path}:{end}: the file ends here, and reached to {piece.end} when the build "
+            "was planned. Restore it, or build the data set anew"
+        )
+
+
+def open_piece(piece: Piece) -> io.BufferedReader:
+    """Open the file of a piece as a stream of the bytes that it holds, from its beginning.
+
+    The stream raises Damaged where its compressed data are damaged or end too early.
+
+    Raises:
+        ConfigError: The file is shorter than planned.
+    """
+    check_reaches(piece, look(piece.path)[0])
+    stored = open_stored(piece.path)
+    suffix = compression_of(piece.path)
+    return io.BufferedReader(_Unpacked(stored, suffix), 2**18) if suffix else stored
+
+
+class _Unpacked(io.RawIOBase):
+    """The content of a compressed file, unpacked member after member.
+
+    Python's own readers end silently at a damaged second member (lzma, bz2), and zstandard's at
+    data that end too early.
+    """
+
+    def __init__(self, stored: io.BufferedReader, suffix: str) -> None:
+        self._stored = stored
+        self._suffix = suffix
+        # The unpacker is None between two members.
+        self._unpacker: Any
+        self._unpacker, self._error = COMPRESSIONS[suffix]()
+        self._packed = b""
+        self._unpacked = memoryview(b"")
+        self._offset = 0
+        # Bytes that were handed out.
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._stored.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        """Unpack into `buffer` and return the number of bytes; 0 at the end."""
+        while not self._unpacked:
+            if not self._packed:
+                self._packed = self._stored.read(_STEP_BYTES)
+            if not self._packed:
+                if self._unpacker is None:
+                    return 0
+                raise Damaged(self._offset, f"the {self._suffix} data end too early")
+            self._unpack()
+        count = min(len(buffer), len(self._unpacked))
+        buffer[:count] = self._unpacked[:count]
+        self._unpacked = self._unpacked[count:]
+        self._offset += count
+        return count
+
+    def _unpack(self) -> None:
+        """Unpack the packed bytes at hand, up to the end of their member."""
+        if self._unpacker is None:
+            # A file may be padded with zeros to the size of a tape block.
+            self._packed = self._packed.lstrip(b"\0")
+            if not self._packed:
+                return
+            self._unpacker, self._error = COMPRESSIONS[self._suffix]()
+        try:
+            self._unpacked = memoryview(self._unpacker.decompress(self._packed))
+        except self._error as error:
+            fault = f"the {self._suffix} data are damaged, or none ({error})"
+            raise Damaged(self._offset, fault) from None
+        if self._unpacker.eof:
+            self._packed, self._unpacker = self._unpacker.unused_data, None
+        else:
+            self._packed = b""
+
+
+# ---- Divide the files of corpora into tasks ----
 
 
 def corpora(data: DataSection) -> list[Corpus]:
@@ -69,18 +388,6 @@ def corpora(data: DataSection) -> list[Corpus]:
     return [Corpus(name, each.source, each.paths, each.text_field) for name, each in named.items()]
 
 
-def source_of(corpus: Corpus, path: str) -> Source:
-    """Return how a file of a corpus is read."""
-    return SOURCES[corpus.source] if corpus.source else _named(path) or SOURCES[Text.name]
-
-
-def _named(path: str) -> Source | None:
-    """Return the source that the end of a file's name tells."""
-    compression = compression_of(path)
-    unpacked = path.removesuffix(compression.suffix) if compression else path
-    return next((each for each in SOURCES.values() if unpacked.endswith(each.endings)), None)
-
-
 def plan(data: DataSection) -> dict[Split, list[Task]]:
     """Return the tasks of both splits, the same whatever the number of processes.
 
@@ -88,8 +395,8 @@ def plan(data: DataSection) -> dict[Split, list[Task]]:
     corpora that bring their own text. No file is opened but for indexes at their ends.
 
     Raises:
-        ConfigError: if a pattern matches no file, a file cannot be read, or nothing is left to
-            train on.
+        ConfigError: if a pattern matches no file, or nothing is left to train on.
+        RunFailed: if a file cannot be read.
     """
     named = corpora(data)
     training = {corpus.name: _files(data, corpus) for corpus in named}
@@ -106,8 +413,7 @@ def plan(data: DataSection) -> dict[Split, list[Task]]:
             )
         training[corpus.name] = left
         if corpus.source:
-            own = SOURCES[corpus.source].own_files("validation")
-            validation[corpus.name] += map(stored_location, own)
+            validation[corpus.name] += map(locate, SOURCES[corpus.source].own_files("validation"))
     return {
         "train": _tasks(data, named, training),
         "validation": _tasks(data, named, validation),
@@ -121,14 +427,9 @@ def _key(data: DataSection, corpus: str, key: str) -> str:
 
 def _files(data: DataSection, corpus: Corpus) -> list[Location]:
     """Return the training files of a corpus, of which some may be held out."""
-    key = _key(data, corpus.name, "paths")
     if corpus.source and (source := SOURCES[corpus.source]).has_own_text:
-        if corpus.paths:
-            raise ConfigError(
-                f"{key} = {list(corpus.paths)}: {source.name} comes with its own text. Remove the "
-                "key, or the source"
-            )
-        return [stored_location(path) for path in source.own_files("train")]
+        return [locate(path) for path in source.own_files("train")]
+    key = _key(data, corpus.name, "paths")
     if not corpus.paths:
         raise ConfigError(
             f"{key} = []: no files are given. Set files or glob patterns, as in {key} = "
@@ -168,30 +469,11 @@ def _tasks(data: DataSection, named: list[Corpus], files: dict[str, list[Locatio
         parts = (
             part
             for file in files[corpus.name]
-            for part in _planned(corpus, file).parts(corpus, file, data.bytes_per_task)
+            for part in source_of(corpus, file.path).parts(corpus, file, data.bytes_per_task)
         )
         for pieces in _grouped(parts, data.bytes_per_task):
-            if len(tasks) == MAX_TASKS:
-                raise ConfigError(
-                    f"data.bytes_per_task = {data.bytes_per_task}: divides the corpus into more "
-                    f"than {MAX_TASKS} tasks. Raise it"
-                )
             tasks.append(Task(len(tasks), corpus.name, pieces))
     return tasks
-
-
-def _planned(corpus: Corpus, file: Location) -> Source:
-    """Return how a file is read, or refuse to read as plain text what is named as something else.
-
-    Such a build would succeed, and the model would learn the marks of JSON.
-    """
-    source, named = source_of(corpus, file.path), _named(file.path)
-    if named and named is not source and not source.endings:
-        raise ConfigError(
-            f'{file.path}: its name says {named.name}, and source = "{source.name}" would read it '
-            "as plain text. Leave the source out, or rename the file if it holds plain text"
-        )
-    return source
 
 
 def _grouped(parts: Iterable[Part], bytes_per_task: int) -> Iterator[tuple[Piece, ...]]:
@@ -244,3 +526,8 @@ def _found(piece: Piece, corpus: Corpus) -> Iterator[Found]:
         yield Found(damage.offset, "", f"{damage.reason}; the rest of the file is lost. Restore it")
     except OSError as error:
         raise unreadable(piece.path, error) from None
+
+
+for _module in pkgutil.iter_modules(__path__):
+    # A source is found because its file lies here.
+    importlib.import_module(f"{__name__}.{_module.name}")

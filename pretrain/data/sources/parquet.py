@@ -10,19 +10,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from pretrain.config import ConfigError
-from pretrain.data.sources import base
-from pretrain.data.sources.base import (
+from pretrain.data import sources
+from pretrain.data.files import Location, open_stored
+from pretrain.data.sources import (
     Corpus,
     Found,
-    Location,
     Part,
     Piece,
     Source,
+    check_reaches,
     optional,
     register,
     too_long,
 )
-from pretrain.data.sources.files import open_stored
 
 _ROWS = 256
 """Rows that are decoded at once."""
@@ -36,16 +36,9 @@ class Parquet(Source):
     endings = (".parquet",)
     text_field = "text"
     in_bytes = False
-    # It is compressed inside.
-    text_per_byte = 3.0
 
     def parts(self, corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[Part]:
         """Yield each row group, with the bytes of its text that the footer tells."""
-        if file.is_packed:
-            raise ConfigError(
-                f"{file.path}: Parquet files are compressed inside, and not read from compressed "
-                "ones. Unpack it"
-            )
         with _open(file.path) as opened:
             column = _column(file.path, opened, self.field(corpus))
             groups = [opened.metadata.row_group(i) for i in range(opened.metadata.num_row_groups)]
@@ -64,12 +57,7 @@ class Parquet(Source):
             groups = [
                 file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)
             ]
-            if len(groups) < piece.end:
-                raise ConfigError(
-                    f"{piece.path}:{len(groups)}: the file has so many row groups, and had at "
-                    f"least {piece.end} when the build was planned. Restore it, or build the data "
-                    "set anew"
-                )
+            check_reaches(piece, len(groups))
             for group in range(piece.start, piece.end):
                 row = first = sum(groups[:group])
                 try:
@@ -91,8 +79,8 @@ def _document(row: int, value: Any) -> Found:
     if text is None:
         return Found(row, "", "this row has no text (null). Remove it")
     # No character has more bytes than four.
-    if len(text) * 4 > base.MAX_DOCUMENT_BYTES < len(text.encode()):
-        return too_long(row, base.MAX_DOCUMENT_BYTES)
+    if len(text) * 4 > sources.MAX_DOCUMENT_BYTES < len(text.encode()):
+        return too_long(row, sources.MAX_DOCUMENT_BYTES)
     return Found(row, text)
 
 

