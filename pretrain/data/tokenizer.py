@@ -434,8 +434,7 @@ def _is_local(proto: Any) -> bool:
 
 
 # ---- Train a SentencePiece BPE tokenizer ----
-# The settings are those for which a Hugging Face tokenizer can give identical ids (see
-# pretrain.data.tokenizers.pieces).
+# The settings are those for which a Hugging Face tokenizer can give identical ids (see `convert`).
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
