@@ -67,8 +67,6 @@ MAX_NUMBER = 2**53
 """Larger numbers in a record are damage; JSON readers agree on integers up to here."""
 PARTIAL = ".partial"
 """Ends the hidden name under which a file or folder is written before it is published."""
-REPLACED = ".replaced"
-"""Ends the hidden name of a folder that is being replaced."""
 REMOVED = ".removed"
 """Ends the hidden name of a folder that is being removed."""
 
@@ -144,42 +142,25 @@ def replace_json(
     replace_file(path, json.dumps(content, indent=indent) + "\n", durable=durable)
 
 
-def publish_directory(partial: Path, final: Path, *, replace: bool = False) -> None:
+def publish_directory(partial: Path, final: Path) -> None:
     """Give a finished folder its final name, which is the moment at which it exists for readers.
 
-    A rename onto a folder that is not empty fails on every file system, so without `replace`
-    exactly one of several publishers succeeds. With `replace` the old folder is moved aside first
-    and removed last. A process that is killed between the two renames leaves it under a hidden
-    name.
+    A rename onto a folder that is not empty fails on every file system, so exactly one of several
+    publishers succeeds.
 
     Args:
         partial: The finished folder, on the same file system as `final`.
         final: The name under which readers look for it.
-        replace: Replace a folder that is there already.
 
     Raises:
-        OSError: `final` exists and `replace` is false, or the disk refused. `final` is as it was.
+        OSError: `final` exists, or the disk refused. `final` is as it was.
     """
-    aside = None
-    if replace and os.path.lexists(final):
-        aside = final.with_name(f".{final.name}{REPLACED}")
-        remove(aside)
-        final.rename(aside)
-    try:
-        partial.rename(final)
-    except OSError:
-        if aside is not None:
-            aside.rename(final)
-        raise
+    partial.rename(final)
     flush_directory(final.parent)
-    if aside is not None:
-        # What cannot be removed is hidden, and the next replacement tries again.
-        with contextlib.suppress(OSError):
-            remove(aside)
 
 
 @contextlib.contextmanager
-def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
+def new_directory(final: Path) -> Iterator[Path]:
     """Yield a hidden folder beside `final` that is published as `final` when the block succeeds.
 
     When the block raises, the hidden folder is removed. A killed process leaves it behind, under a
@@ -187,17 +168,16 @@ def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
 
     Args:
         final: The folder to make. Its parent is made when missing.
-        replace: Replace a folder that is there already; see `publish_directory`.
 
     Raises:
-        OSError: The disk refused, or `final` exists and `replace` is false.
+        OSError: The disk refused, or `final` exists.
     """
     # Two processes may build the same folder at once, so each builds under a name of its own.
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}{PARTIAL}")
     partial.mkdir(DIRECTORY_MODE, parents=True)
     try:
         yield partial
-        publish_directory(partial, final, replace=replace)
+        publish_directory(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
