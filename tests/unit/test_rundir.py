@@ -2,8 +2,6 @@
 
 import json
 import math
-import multiprocessing
-import os
 import re
 import resource
 import signal
@@ -27,7 +25,6 @@ from pretrain.rundir.files import (
     append_json_line,
     publish_directory,
     read_json_lines,
-    replace_file,
 )
 from pretrain.rundir.metrics import MetricsFile, evaluation_records, evaluations_at, read_metrics
 from pretrain.rundir.paths import VERSION, RunPaths, check_version, claim_version
@@ -71,30 +68,6 @@ def test_a_step_of_nine_digits_comes_after_one_of_eight(tmp_path):
 
 
 # ---- publication ----
-def test_a_reader_never_sees_half_a_file(tmp_path):
-    path, texts = tmp_path / "file", ["a" * 200_000, "b" * 200_000]
-    replace_file(path, texts[0])
-    writer = multiprocessing.get_context("fork").Process(
-        target=lambda: [replace_file(path, texts[i % 2]) for i in range(200)]
-    )
-    writer.start()
-    while writer.is_alive():
-        assert path.read_text() in texts
-    writer.join()
-    assert writer.exitcode == 0 and os.listdir(tmp_path) == ["file"]
-
-
-def test_a_refused_write_leaves_the_file_and_nothing_beside_it(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    replace_file(path, "old")
-
-    def refuse(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(OSError, match="No space"):
-        replace_file(path, "new", durable=True)
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
 
 
 def test_one_of_two_publishers_wins(tmp_path):
