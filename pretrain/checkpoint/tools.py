@@ -285,9 +285,7 @@ def _verified_in_store(url: str) -> Iterator[tuple[object, list[str], int]]:
     store = Store(base)
     for each in [name] if name else _stored_names(store):
         stored = store.stored(each)
-        problems = [INCOMPLETE]
-        if stored:
-            problems = [f"DAMAGED: {problem}" for problem in store.verify(stored)]
+        problems = [f"DAMAGED: {p}" for p in store.verify(stored)] if stored else [INCOMPLETE]
         yield f"{store.url}/{each}", problems, stored.bytes if stored else 0
 
 
