@@ -5,20 +5,16 @@ import random
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from typer.testing import CliRunner
 
 from pretrain.cli.commands import app
-from pretrain.config import ConfigError, Layout, RunConfig, dump_config, load_config
+from pretrain.config import ConfigError, Layout, dump_config, load_config
 from pretrain.config.load import (
     merged,
-    overridden,
     section_keys,
-    section_models,
     shipped,
 )
 
@@ -263,37 +259,6 @@ def test_reading_a_config_does_not_import_torch():
 
 
 # ---- --set: what is typed is what is trained -----------------------------------------------------
-def literal_words() -> list[tuple[str, Any]]:
-    """Every (key, value) of a Literal in the schema, also where other types are allowed as well."""
-
-    def values(annotation: Any) -> Iterator[Any]:
-        if get_origin(annotation) is Literal:
-            yield from get_args(annotation)
-        elif get_origin(annotation) is not tuple:
-            for part in get_args(annotation):
-                yield from values(part)
-
-    return [
-        (f"{section}.{name}", value)
-        for section in RunConfig.model_fields
-        for model in section_models(section)
-        for name, key in model.model_fields.items()
-        for value in values(key.annotation)
-    ]
-
-
-@pytest.mark.parametrize(("key", "value"), literal_words(), ids=str)
-def test_the_bare_word_of_a_literal_is_that_value(key, value):
-    assert len(literal_words()) > 40
-    section, name = key.split(".")
-    # Another value of the key stands in the file.
-    others = [other for k, other in literal_words() if k == key and other != value]
-    file = {section: {name: others[0]}} if others else {}
-    # A number in quotes is a text, and refused.
-    quoted = ['"{}"', "'{}'"] if isinstance(value, str) else []
-    for spelling in ["{}", " {} ", "{}\n", *quoted]:
-        found = overridden(file, [f"{key}={spelling.format(value)}"])[section][name]
-        assert found == value and type(found) is type(value)
 
 
 def test_none_is_a_method_and_not_the_default(path):

@@ -642,11 +642,3 @@ def test_a_folder_that_was_saved_again_is_refused_and_loads_too(name, exported, 
     assert settings[setting] is None
     with pytest.raises(StrictDataclassFieldValidationError, match=setting):
         stock.from_pretrained(tmp_path / "again", local_files_only=True)
-
-
-def test_slopes_survive_16_bit_loading(exported, trusted):
-    """They are settings in fp32; as a weight they would be rounded with the others."""
-    _, folder, _ = exported("mpt_trained")
-    model = trusted(folder, torch.bfloat16)
-    bias = model.transformer.build_mpt_alibi_tensor(12, 3)
-    assert torch.equal(bias[:, 0, 1], -TRAINED)

@@ -403,21 +403,6 @@ def test_a_damaged_folder_is_explained_and_leaves_no_run(name, imported, tmp_pat
     assert not (folder / "executed").exists()
 
 
-def test_an_out_that_holds_something_is_refused(imported, tmp_path):
-    folder = imported("bloom")[1]
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "empty")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/thesis.txt").touch()
-    for name in ("file", "full", "link"):
-        with pytest.raises(ConfigError, match=f"{name}: already exists and is not an empty folder"):
-            import_folder(folder, tmp_path / name)
-    (tmp_path / "empty").mkdir()
-    import_folder(folder, tmp_path / "empty")
-    assert find_checkpoint(tmp_path / "empty").name == "step-00000000"
-    assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.txt"]
-
-
 def test_overrides_change_the_run_and_not_the_model(imported, tmp_path):
     folder = imported("bloom")[1]
     out = tmp_path / "run"
