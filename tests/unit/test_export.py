@@ -24,10 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomForCausalLM, Mpt
 
 from pretrain.cli.commands import tokenizer_obstacles
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import PROBES, load_tokenizer
 from pretrain.huggingface.classes import describe_export
-from pretrain.huggingface.export import _comparison_ids, _curve, checked_length
+from pretrain.huggingface.export import _curve, checked_length
 from pretrain.huggingface.folder import curve_table, fast_tokenizer, to_huggingface
 from pretrain.huggingface.parity import check_parity
 from tests.conftest import tiny_config
@@ -446,14 +445,6 @@ def test_tokenizers_that_would_give_other_ids_are_refused(change, message, tmp_p
         fast_tokenizer(tokenizer, max_length=64)
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
-    path = train_tokenizer(tmp_path / "large", vocab_size=600)
-    config = make_config("alibi")
-    with pytest.raises(ConfigError, match="has 600 pieces, but the model has 512 embeddings"):
-        to_huggingface(config, random_state(config, 0), path, tmp_path / "hf", max_length=64)
-    assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
-
-
 def test_the_card_takes_whole_evaluations_of_its_own_step(tmp_path):
     """Of a run that was killed, with half a line at its end; and never of another checkpoint."""
     record = {"evaluation": True, "protocol": "sliding", "length": 32, "stride": 16, "tokens": 4096}
@@ -532,26 +523,9 @@ def test_an_export_reaches_16_training_lengths():
             checked_length(config, length)
 
 
-def test_memory_bounds_the_comparison(tiny_data):
-    """16 training lengths, unless the export ends before or the scores would not fit."""
-    stream = TokenStream(tiny_data / "validation")
-    for length, max_length, expected in (
-        (32, 512, [(4, 32), (1, 512)]),
-        (32, 48, [(4, 32), (1, 48)]),
-        (32, 32, [(4, 32)]),
-        # 8 heads x 11,585^2 x 4 bytes are 4 GiB.
-        (11_000, 176_000, [(4, 11_000), (1, 11_585)]),
-        (12_000, 192_000, [(4, 12_000)]),
-    ):
-        config = tiny_config(data={"directory": str(tiny_data), "sequence_length": length})
-        rows = _comparison_ids(config, stream, max_length)
-        assert [tuple(row.shape) for row in rows] == expected
-
-
 # ---- before training -----------------------------------------------------------------------------
 EXPORTS = {
     (): ["MptForCausalLM in fp32, bf16 and fp16, for up to 2,048 tokens"],
-    ("position.method=sinusoidal",): ["OPTForCausalLM in fp32, bf16 and fp16"],
     ("model.layernorm_epsilon=1e-6",): ["MptForCausalLM", "not in vLLM: its MPT has layernorm_eps"],
     ("model.use_bias=true", "model.hidden_act=gelu_pytorch_tanh"): [
         "BloomForCausalLM in fp32, for up to 2,048 tokens. In bf16 and fp16 it rounds its ALiBi",
@@ -565,8 +539,6 @@ EXPORTS = {
         "MptSlopesForCausalLM in fp32, bf16 and fp16, for up to 2,048 tokens: a class in",
         "not in vLLM: it has no MptSlopesForCausalLM",
     ],
-    ("train.objective=masked",): ["none: train.objective = masked: no transformers class"],
-    ("position.method=t5",): ["none: position.method = t5: no stock transformers decoder"],
 }
 
 

@@ -11,7 +11,6 @@ from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.load import section_keys
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import (
-    allow_options,
     check_allowed,
     check_differences,
     data_differences,
@@ -120,12 +119,6 @@ def test_what_cannot_be_allowed(key, says):
     with pytest.raises(ConfigError) as error:
         check_allowed(["run.seed", key])
     assert str(error.value).startswith(f"--allow-changed {key}: {says}")
-
-
-def test_what_can_be_allowed():
-    keys = [key for key in KEYS if effect_of(key) in (Effect.TRAJECTORY, Effect.CONTENT)]
-    check_allowed(keys)
-    assert allow_options(keys[:2]) == ["--allow-changed", keys[0], "--allow-changed", keys[1]]
 
 
 def test_the_tokens_of_a_run_whose_length_and_batch_were_changed():
