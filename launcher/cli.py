@@ -219,7 +219,7 @@ def submit(
     in RUN/launch, so edits of the config file do not change a job that waits.
 
     With --evaluate-checkpoints, RUN/evaluations/ collects the perplexity at each length over the
-    training steps: curve.json, a CSV, plots and report.md. Training never waits for evaluations.
+    training steps: curve.json, plots and report.md. Training never waits for evaluations.
     checkpoint.keep spares checkpoints that have not been evaluated yet.
 
     \b

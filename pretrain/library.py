@@ -153,7 +153,7 @@ def evaluate(
             max_tokens,
         )
         return evaluate_sources([Path(source)], request, _overrides(settings), None)
-    from pretrain.evaluation.stock import evaluate_stock
+    from pretrain.evaluation.perplexity import evaluate_stock
 
     if token_ids is None or not lengths:
         raise ConfigError("evaluate(model): a Hugging Face model needs token_ids and lengths")

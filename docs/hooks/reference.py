@@ -26,7 +26,7 @@ from pretrain.config.schema import Effect
 from pretrain.config.trajectory import effect_of
 from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.site import Site
-from pretrain.study.schema import StudyFile
+from pretrain.study.runs import StudyFile
 
 COMMANDS = {"pretrain": pretrain, "launcher": launcher}
 FILES: dict[str, tuple[str, type[BaseModel]]] = {

@@ -335,7 +335,7 @@ def evaluate(
             where no length is shorter, else the shortest length.
         max_tokens: Score at most this many validation tokens. Default: all; evaluation.max_tokens
             bounds the evaluations while training.
-        out: Write the results to this file, and a CSV, plots and report.md beside it.
+        out: Write the results to this file, and plots and report.md beside it.
         text: Score this text in place of the validation split; can be repeated. Each file is one
             document. Needs the run alone, and no data set.
     """
@@ -352,9 +352,9 @@ def evaluate(
 @app.command("evaluate-tasks")
 def evaluate_tasks(
     sources: Sources,
-    tasks: Annotated[str, typer.Option(metavar="NAME,NAME,...")] = "needle,induction,documents",
+    tasks: Annotated[str, typer.Option(metavar="NAME,NAME,...")] = "needle,induction",
     lengths: Numbers = None,
-    samples: Annotated[int, typer.Option(metavar="N")] = 64,
+    samples: Annotated[int, typer.Option(min=1, metavar="N")] = 64,
     out: JsonFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
@@ -362,8 +362,7 @@ def evaluate_tasks(
 
     \b
     needle     32 tokens of text stand somewhere in a long context and are repeated at its end
-    induction  the same with random tokens, at several distances: nothing but copying helps
-    documents  the second half of long documents, with all the context and with L tokens of it
+    induction  the same with random tokens: nothing but copying helps
 
     Each says how much lower the loss is with the context that can help than without it, in nats per
     token: 0 means that the model makes no use of it. The training length is L. Under torchrun or
@@ -380,14 +379,11 @@ def evaluate_tasks(
             1, 2, 4, 8 and 16 times the training length, as far as the text reaches.
         samples: Samples of each task at each length. More make intervals narrower: half as wide
             with four times as many.
-        out: Write the results to this file, and CSV, figures and Markdown beside it.
+        out: Write the results to this file, and a figure and Markdown beside it.
     """
-    from pretrain.evaluation.tasks import TasksRequest
+    from pretrain.evaluation.tasks import evaluate_tasks as run
 
-    request = TasksRequest.parse(tasks, lengths, samples)
-    from pretrain.evaluation.tasks_command import evaluate_tasks as run
-
-    run(sources, request, overrides, out)
+    run(sources, tasks, lengths, samples, overrides, out)
 
 
 @app.command()
@@ -397,8 +393,8 @@ def report(
 ) -> None:
     """Combine evaluations: of one run's checkpoints, or of several runs.
 
-    Of one run, shows perplexity at each length over training steps. Writes curve.json, a CSV, plots
-    and report.md to RUN/evaluations. The launcher's evaluation jobs do this after each checkpoint;
+    Of one run, shows perplexity at each length over training steps. Writes curve.json, plots and
+    report.md to RUN/evaluations. The launcher's evaluation jobs do this after each checkpoint;
     running it by hand is safe.
 
     Of several runs or reports, shows them in one table. They may differ in method, training length,
@@ -413,7 +409,7 @@ def report(
     Args:
         sources: Directories of runs whose checkpoints were evaluated, or curve.json files of
             reports.
-        out: Write one report of all sources to this file, and a CSV, plots and report.md beside it.
+        out: Write one report of all sources to this file, and plots and report.md beside it.
             Of a run the newest evaluated checkpoint is taken.
     """
     from pretrain.evaluation.report import combine, report_run

@@ -9,11 +9,10 @@ import contextlib
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from megatron.core.models.gpt import GPTModel
@@ -38,13 +37,13 @@ from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.sources import Corpus, Piece, Task, read
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.evaluation.curves import Binned
 from pretrain.evaluation.perplexity import Evaluation, Evaluator, check_memory
 from pretrain.evaluation.records import (
+    BLOCKS,
     HASH_DIGITS,
-    BlockKey,
+    POSITIONS,
+    Binned,
     BlockLosses,
-    block_key,
     bounded_exp,
     check_objectives,
     fields_of,
@@ -54,7 +53,6 @@ from pretrain.evaluation.windows import NONOVERLAPPING, Protocol, ScoredText, ch
 from pretrain.model.attention import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import (
-    MANIFEST,
     find_checkpoint,
     hold,
     newest_checkpoint_step,
@@ -139,7 +137,7 @@ def evaluate_sources(
         out: FILE.json of the report, whose other files are written beside it; None for no report.
 
     Returns:
-        One record for each checkpoint, protocol and length, with the keys of `records.FIELDS`.
+        One record for each checkpoint, protocol and length (`records.Record`).
 
     Raises:
         ConfigError: A source is not a run or checkpoint, the data has another tokenizer, the text
@@ -151,11 +149,9 @@ def evaluate_sources(
     check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:
         check_overwrites(out)
-    positions: dict[tuple[str, int], Binned] = {}
-    blocks: dict[BlockKey, BlockLosses] = {}
 
     def score(job: Job) -> Iterator[dict[str, Any]]:
-        """Yield the records of one model, and keep its losses by position and by block."""
+        """Yield the records of one model."""
         text, config = ScoredText(job.stream, request.max_tokens), job.config
         if is_main():
             print(f"{job.outlook()}\n{_text_line(job, text)}", flush=True)
@@ -172,22 +168,14 @@ def evaluate_sources(
             record = job.record(result)
             if is_main():
                 print(_result_line(record), flush=True)
-            blocks[block_key(record)] = BlockLosses(result.block_losses, result.block_tokens)
-            # Sliding windows score few positions: loss by position is that without overlap.
-            if protocol.name == NONOVERLAPPING:
-                binned = Binned.of(result.by_position)
-                positions[record["checkpoint"], protocol.length] = binned
             yield record
 
-    def write(path: Path, records: list[dict[str, Any]]) -> None:
-        write_report(path, records, positions, blocks)
-
-    return measure_all(jobs, score, format_table, write, out)
+    return measure_all(jobs, score, format_table, write_report, out)
 
 
 def measure_all(
-    jobs: Sequence[AnyJob],
-    measure: Callable[[AnyJob], Iterable[dict[str, Any]]],
+    jobs: Sequence[Any],
+    measure: Callable[[Any], Iterable[dict[str, Any]]],
     show: Callable[[list[dict[str, Any]]], str],
     write: Callable[[Path, list[dict[str, Any]]], object],
     out: Path | None,
@@ -195,7 +183,7 @@ def measure_all(
     """Measure checkpoints, print tables of all records, and write the report. Collective.
 
     Args:
-        jobs: The checkpoints.
+        jobs: The checkpoints, each Opened.
         measure: Yields the records of one.
         show: Makes the tables.
         write: Writes the report.
@@ -274,9 +262,6 @@ class Opened:
         return chunks, topology
 
 
-AnyJob = TypeVar("AnyJob", bound=Opened)
-
-
 @dataclass(frozen=True)
 class Job(Opened):
     """A checkpoint and what is measured of it."""
@@ -286,19 +271,21 @@ class Job(Opened):
     def outlook(self) -> str:
         """Return the line that says which checkpoint is evaluated."""
         path, step = self.checkpoint.path, self.checkpoint.trainer_state.step
-        saved = time.strftime(
-            "%Y-%m-%d %H:%M:%S", time.localtime((path / MANIFEST).stat().st_mtime)
-        )
-        line = f"{self.run}: step {step} of {self.checkpoint.config.train.num_steps}, saved {saved}"
+        line = f"{self.run}: step {step} of {self.checkpoint.config.train.num_steps}"
         run = _run_of(path)
         newest = newest_checkpoint_step(run) if run else None
         return line if newest in (None, step) else f"{line}; the run's newest is step {newest}"
 
     def record(self, result: Evaluation) -> dict[str, Any]:
-        """Return the record of one of its evaluations, with the keys of `records.FIELDS`."""
+        """Return the record of one of its evaluations."""
         training = self.checkpoint.origin.data.get(TRAINING)
         settings = settings_hash(self.checkpoint.config, training)[:HASH_DIGITS]
-        return fields_of({**self.common(), "settings": settings, **result.record()})
+        record = fields_of({**self.common(), "settings": settings, **result.record()})
+        record[BLOCKS] = BlockLosses(result.block_losses, result.block_tokens)
+        # Sliding windows score few positions: loss by position is that without overlap.
+        if result.protocol.name == NONOVERLAPPING:
+            record[POSITIONS] = Binned.of(result.by_position)
+        return record
 
 
 def open_source(source: Path, request: EvaluationRequest, overrides: list[str]) -> Opened:

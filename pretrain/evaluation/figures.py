@@ -22,7 +22,7 @@ from matplotlib.ticker import (
     ScalarFormatter,
 )
 
-from pretrain.evaluation.curves import (
+from pretrain.evaluation.records import (
     Curve,
     PositionCurve,
     Value,
@@ -32,7 +32,7 @@ from pretrain.evaluation.curves import (
     train_lengths,
 )
 
-# ---- Draw lines with intervals into panels, and return the figure as PNG, SVG and PDF ----
+# ---- Draw lines with intervals into panels, and return the figure as PNG and SVG ----
 # Every line can be told apart without colour, by its marker and dashes. Equal lines give equal
 # bytes.
 
@@ -51,9 +51,7 @@ LOG_SPREAD = 3.0
 """The y axis is logarithmic when the largest value exceeds this multiple of the smallest."""
 PANEL_INCHES = (4.3, 3.9)
 LEGEND_INCHES = 2.4
-FORMATS = ("png", "svg", "pdf")
-Pictures = dict[str, bytes]
-"""Format -> the figure's file."""
+FORMATS = ("png", "svg")
 
 
 class Line(NamedTuple):
@@ -91,14 +89,26 @@ class Frame:
     """The y axis is linear and holds 0, as of a gain."""
 
 
+def in_words(lines: Sequence[Line], frame: Frame) -> str:
+    """Return what is drawn, for those who do not see it."""
+    panels = "; ".join(dict.fromkeys(line.panel for line in lines if line.panel))
+    named = dict.fromkeys(
+        line.mark if line.mark == line.colour else f"{line.mark} ({line.colour})" for line in lines
+    )
+    axes = f"{frame.y_label} over {frame.x_label[:1].lower()}{frame.x_label[1:]}"
+    return f"Chart: {axes}. Panels: {panels or 'one'}. Lines: {', '.join(named)}."
+
+
 @matplotlib.rc_context()
-def draw(lines: Sequence[Line], frame: Frame, formats: Sequence[str] = FORMATS) -> Pictures:
+def draw(lines: Sequence[Line], frame: Frame) -> dict[str, bytes]:
     """Draw lines, one panel for each of their titles, and a legend at the right.
 
     Args:
         lines: What to draw.
         frame: What to write around it.
-        formats: The formats to return.
+
+    Returns:
+        Format -> the figure's file.
     """
     # A user's matplotlibrc changes sizes and fonts, and equal lines would not give equal bytes.
     matplotlib.rcdefaults()
@@ -123,7 +133,7 @@ def draw(lines: Sequence[Line], frame: Frame, formats: Sequence[str] = FORMATS) 
     # The formats share one layout, which takes longer than drawing.
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
-    return {kind: _save(figure, kind) for kind in formats}
+    return {kind: _save(figure, kind) for kind in FORMATS}
 
 
 def _panels(
@@ -317,11 +327,9 @@ def _save(figure: Figure, kind: str) -> bytes:
     metadata: dict[str, dict[str, Any]] = {
         "png": {"Software": None},
         "svg": {"Date": None, "Creator": None},
-        "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
     }
     picture = io.BytesIO()
-    # Type 42 fonts can be edited and are what journals ask for.
-    with matplotlib.rc_context({"svg.hashsalt": "pretrain", "pdf.fonttype": 42}):
+    with matplotlib.rc_context({"svg.hashsalt": "pretrain"}):
         figure.savefig(picture, format=kind, metadata=metadata[kind])
     return picture.getvalue()
 

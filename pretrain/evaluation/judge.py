@@ -19,17 +19,19 @@ from enum import Enum
 from typing import NamedTuple
 
 from pretrain.config.run import MASKED
-from pretrain.evaluation.curves import (
+from pretrain.evaluation.records import (
     Curve,
     Part,
+    Record,
+    bounded_exp,
     cell,
     full_name,
+    grouped,
     length_in_words,
     lengths_of,
     number,
-    precisions,
+    paired_interval,
 )
-from pretrain.evaluation.records import Record, bounded_exp, grouped, paired_interval
 from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING
 
 SPEEDS = ("training", "evaluation")
@@ -735,40 +737,6 @@ CLAIMS_EXPLAINED = (
 )
 
 
-def describe(curve: Curve, name: str) -> str:
-    """Return a sentence that compares a curve's value at its longest length with its best one.
-
-    Args:
-        curve: Curve by window length in tokens.
-        name: What to call it.
-    """
-    trained = curve.train_length
-    losses = {x: curve.value(x).value for x in curve.records}
-    finite = {x: value for x, value in losses.items() if math.isfinite(value)}
-    opening = f"{name}, {curve.protocol}"
-    if not finite:
-        return f"{opening}: no finite perplexity."
-    best, last = min(finite, key=finite.__getitem__), max(curve.records)
-    words = [f"{opening}: best perplexity {cell(curve, best)} at {length_in_words(best, trained)}"]
-    at_last = f"at {length_in_words(last, trained)}, the longest length"
-    if last not in finite:
-        words.append(f"not finite {at_last}")
-    elif last != best:
-        words.append(f"{_times(curve, last, best)} {at_last}")
-    if trained in finite and trained not in (best, last):
-        words.append(f"{_times(curve, trained, best)} at L")
-    return "; ".join(words) + "."
-
-
-def _times(curve: Curve, x: int, best: int) -> str:
-    """Return how many times the best value another one is, and what noise says of it."""
-    found = gap(curve, x, curve, best)
-    words = found.ratio_in_words("times that")
-    if found.is_shown is None:
-        return f"{words} (the noise is not known)"
-    return words if found.is_shown else f"{words.removesuffix(')')}: no difference is shown)"
-
-
 def what_stands_out(parts: Sequence[Part]) -> str:
     """Return the rankings of the methods and what the paper's claims say of them, in Markdown.
 
@@ -776,11 +744,6 @@ def what_stands_out(parts: Sequence[Part]) -> str:
     """
     blocks = [words for part in parts for words in (*_rankings(part), *_claims(part))]
     curves = [curve for part in parts for curve in part.curves]
-    if len(found := precisions(curves)) > 1:
-        blocks.append(
-            f"These models were evaluated in several precisions ({', '.join(found)}), which is "
-            "a difference of its own: see the tables."
-        )
     # The paper's models predict the next token.
     is_masked = any(curve.kind == MASKED for curve in curves)
     return "\n\n".join([*blocks, EXPLAINED if is_masked else f"{EXPLAINED} {CLAIMS_EXPLAINED}"])
@@ -826,22 +789,12 @@ def _ranking(curves: Sequence[Curve], length: int) -> str:
     ranked = sorted((c for c in present if math.isfinite(values[c])), key=values.__getitem__)
     words = []
     for place, curve in enumerate(ranked, 1):
-        word = f"{place}. {_named(curve, curves)} {cell(curve, length)}"
+        word = f"{place}. {curve.name} {cell(curve, length)}"
         if place > 1:
             found = gap(ranked[place - 2], length, curve, length).is_shown
             said = {True: "", None: " (the noise is not known)"}
             word += said.get(found, f" (no difference from {place - 1}. is shown)")
         words.append(word)
-    words += [f"not finite: {_named(c, curves)}" for c in present if c not in ranked]
-    words += [f"not evaluated: {_named(c, curves)}" for c in curves if c not in present]
+    words += [f"not finite: {c.name}" for c in present if c not in ranked]
+    words += [f"not evaluated: {c.name}" for c in curves if c not in present]
     return f"At {length_in_words(length, curves[0].train_length)}: " + "; ".join(words) + "."
-
-
-def _named(curve: Curve, among: Sequence[Curve]) -> str:
-    """Return a curve's name, with the precision and the step where others have others."""
-    source, name = curve.sources[0], curve.name
-    for key in ("precision", "step"):
-        word = f"{key} {getattr(source, key)}"
-        if len({getattr(c.sources[0], key) for c in among}) > 1 and word not in name:
-            name += f", {word}"
-    return name

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 from tqdm import tqdm
 
 from pretrain import platform
@@ -27,8 +28,7 @@ from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, in_bytes
 from pretrain.config.tensors import widths
 from pretrain.data.order import mask_text
 from pretrain.evaluation.records import PositionLosses, bounded_exp, confidence_interval
-from pretrain.evaluation.windows import Protocol, ScoredText, Window
-from pretrain.kernels.sdpa import QUERY_BLOCK
+from pretrain.evaluation.windows import Protocol, ScoredText, Window, block_ends
 from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
 from pretrain.topology import Topology, ranks_here
 
@@ -107,18 +107,19 @@ def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
     """Return the bytes that a forward pass without gradients takes beside the weights.
 
     Counted are the tensors that are alive at the same time in attention, in the MLP and in the
-    loss, of which the largest sum is taken. `docs/decisions.md` compares it with measurements.
+    loss, of which the largest sum is taken, with a kernel that stores no scores.
+    `docs/decisions.md` compares it with measurements.
 
     Args:
         config: The run's config.
         layout: How the processes share the model.
         length: Tokens in a window.
     """
-    m, split = config.model, layout.tensor
+    m = config.model
     item = platform.DTYPES[config.train.precision].itemsize
     rows = max(1, config.evaluation.tokens_per_batch // length)
     tokens = rows * length
-    hidden, heads, width = m.hidden_size, m.num_attention_heads // split, widths(config)
+    hidden, width = m.hidden_size, widths(config)
     # The residual, the output of its LayerNorm, and the input that is kept for the next sum.
     stream = 3 * hidden * item
     # Queries, keys and values joined and apart, and the output in pieces, joined and in order.
@@ -128,8 +129,7 @@ def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
     # Token ids, positions, labels and the losses by position, of every micro batch of a pass.
     ids = (4 * 8 + 4 * 8) * micro_batches(layout)
     of_token = stream + max(attention, mlp, logits) + ids
-    extra = _score_bytes(config, rows, length, heads)
-    return int(MARGIN * tokens * of_token) + max(extra, LOSS_PIECE_BYTES)
+    return int(MARGIN * tokens * of_token) + LOSS_PIECE_BYTES
 
 
 def _logit_bytes(config: RunConfig, item: int) -> int:
@@ -142,23 +142,6 @@ def _logit_bytes(config: RunConfig, item: int) -> int:
         return 2 * config.padded_vocab_size * 4
     # The tails' logits follow the head's, and are those of few tokens: rare words are rare.
     return (clusters[0].size + len(clusters) - 1) * item
-
-
-def _score_bytes(config: RunConfig, rows: int, length: int, heads: int) -> int:
-    """Return the bytes of what attention stores of scores and masks, none in a fused kernel.
-
-    Args:
-        config: The run's config.
-        rows: Windows in a forward pass.
-        length: Tokens in a window.
-        heads: Attention heads on this rank.
-    """
-    backend = config.model.attention_backend
-    if backend == "sdpa" and config.position.bias != "none" and platform.has_cuda():
-        # The float mask of a block of queries, and q, k and v in fp32. Where "auto" has no better
-        # kernel either, which is rare, a GPU's own error says that its memory was not enough.
-        return heads * length * 4 * (QUERY_BLOCK + 4 * rows * config.head_dim)
-    return 0
 
 
 @dataclass(frozen=True)
@@ -468,3 +451,99 @@ class _Totals:
         length = self.by_position.shape[1]
         totals: NDArray[np.float64] = both.cpu().numpy()
         return totals[:, :length], totals[:, length:]
+
+
+# ---- Score a text with a Hugging Face model, in the windows that our own models are scored in ----
+STOCK_TOKENS_PER_BATCH = 8192
+"""Tokens that a forward pass reads, rounded down to whole windows (at least one)."""
+
+
+def evaluate_stock(
+    model: Any,
+    token_ids: Sequence[int] | Tensor,
+    lengths: Sequence[int],
+    protocols: Sequence[str],
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    eos_id: int | None = None,
+) -> list[dict[str, Any]]:
+    """Measure perplexity at several lengths with a transformers model that predicts next tokens.
+
+    Args:
+        model: Called as model(input_ids=[B, T]).logits, [B, T, vocabulary].
+        token_ids: The text, [T + 1]. The first token is context and is not scored.
+        lengths: Window lengths in tokens.
+        protocols: "nonoverlapping" and "sliding".
+        stride: Tokens from one sliding window to the next; None for the shortest length.
+        max_tokens: Score at most so many tokens.
+        eos_id: Token that ends documents, where blocks for the interval prefer to end; None for
+            that of the model's config.
+
+    Returns:
+        Records with the keys of `records.FIELDS` that say what was measured.
+
+    Raises:
+        ConfigError: The text is shorter than a length, or a protocol is not one of the two.
+    """
+    ids = torch.as_tensor(token_ids, dtype=torch.long).flatten()
+    tokens = min(len(ids) - 1, max_tokens or len(ids))
+    if wrong := [n for n in lengths if not 0 < n <= tokens]:
+        raise ConfigError(f"lengths = {wrong}: the text has {tokens} tokens to score")
+    if set(protocols) - {"nonoverlapping", "sliding"}:
+        raise ConfigError(f"protocols = {list(protocols)}: there are nonoverlapping and sliding")
+    eos = eos_id if eos_id is not None else getattr(model.config, "eos_token_id", None)
+    # A list of several ends, as some configs have, chooses none of them for the blocks.
+    ends = block_ends(ids[1 : tokens + 1].numpy(), eos if isinstance(eos, int) else -1)
+    step = stride or min(lengths)
+    records = []
+    for name in protocols:
+        for length in sorted(set(lengths)):
+            protocol = Protocol(name, length, min(step, length))
+            if name == "sliding" and protocol.stride == length and "nonoverlapping" in protocols:
+                # The same windows.
+                continue
+            records.append(_evaluate_stock(model, ids, tokens, protocol, ends).record())
+    return records
+
+
+def _evaluate_stock(
+    model: Any, ids: Tensor, tokens: int, protocol: Protocol, ends: Any
+) -> Evaluation:
+    """Score every token once under one protocol."""
+    losses = np.zeros(tokens)
+    sums, counts = np.zeros(protocol.length), np.zeros(protocol.length, dtype=np.int64)
+    was_training = model.training
+    model.eval()
+    try:
+        batch: list[Window] = []
+        for window in [*protocol.windows(tokens), None]:
+            full = len(batch) * protocol.length + protocol.length > max(
+                STOCK_TOKENS_PER_BATCH, protocol.length
+            )
+            if batch and (window is None or full or window.size != batch[0].size):
+                for each, row in zip(batch, _stock_losses(model, ids, batch)):
+                    first = each.size - each.scored
+                    losses[each.start + first : each.start + each.size] = row[first:]
+                    sums[first : each.size] += row[first:]
+                    counts[first : each.size] += 1
+                batch = []
+            if window is not None:
+                batch.append(window)
+    finally:
+        model.train(was_training)
+    block_losses = np.add.reduceat(losses, [0, *ends[:-1]])
+    with np.errstate(invalid="ignore"):
+        by_position = PositionLosses(sums / counts, counts)
+    block_tokens = np.diff([0, *ends]).astype(np.float64)
+    mean = float(losses.sum() / tokens)
+    return Evaluation(protocol, mean, tokens, 0, by_position, block_losses, block_tokens)
+
+
+@torch.no_grad()
+def _stock_losses(model: Any, ids: Tensor, windows: Sequence[Window]) -> Any:
+    """Return the losses of windows of one size in nats, [windows, size], fp64."""
+    rows = torch.stack([ids[w.start : w.start + w.size + 1] for w in windows])
+    rows = rows.to(next(model.parameters()).device)
+    logits = model(input_ids=rows[:, :-1]).logits.float()
+    flat = functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+    return flat.double().view(len(windows), -1).cpu().numpy()

@@ -1,57 +1,44 @@
-"""Define the record of one evaluation: its keys, and what each of them says.
+"""Define the record of one evaluation, and put records together to curves and tables.
 
-The same keys stand in curve.json, as the columns of curve.csv and, as far as they are not the
-run's own, in the evaluation events of metrics.jsonl. This module imports no torch, so reports,
-model cards and the launcher can read records with it.
+A record says what one checkpoint has lost on a text at one length. Records stand in curve.json, the
+one file that holds the numbers of a report, and as far as they are not the run's own in the
+evaluation events of metrics.jsonl. This module imports no torch, so reports, model cards and the
+launcher can read records with it.
+
+A record belongs to the curve of its run, step, protocol and stride. Nothing replaces anything: of
+two records at one length of one curve, the second begins a curve of its own. Runs that differ in
+their seed alone are one curve, with the mean and the spread of their values.
 """
 
 from __future__ import annotations
 
-import csv
-import io
+import itertools
 import json
 import math
-import types
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.config import ConfigError
+from pretrain.config.errors import columns
 from pretrain.config.run import MASKED
 
 Record = Mapping[str, Any]
-"""One evaluation of one checkpoint, with the keys of FIELDS."""
+"""One evaluation of one checkpoint, with the keys of FIELDS and, where they are known, BLOCKS and
+POSITIONS."""
 
-_NUMBER = int | float | None
-_TYPES: dict[str, type | types.UnionType] = {
-    "run": str,
-    "step": int,
-    "method": str,
-    "seed": int,
-    "train_length": int,
-    "settings": str,
-    "tokenizer": str,
-    "validation": str,
-    "precision": str,
-    "protocol": str,
-    "stride": int,
-    "length": int,
-    "perplexity": _NUMBER,
-    "loss_nats": _NUMBER,
-    "loss_low": _NUMBER,
-    "loss_high": _NUMBER,
-    "bits_per_byte": _NUMBER,
-    "tokens": int,
-    "bytes": int | None,
-    "checkpoint": str,
-}
-"""Keys of a record -> type of the value. None stands for what is not finite or not known."""
-FIELDS = tuple(_TYPES)
-"""Keys of a record, in the order of the columns of curve.csv.
+FIELDS = (
+    *("run", "step", "method", "seed", "train_length", "settings", "tokenizer", "validation"),
+    *("precision", "protocol", "stride", "length", "perplexity", "loss_nats", "loss_low"),
+    *("loss_high", "bits_per_byte", "tokens", "bytes", "checkpoint"),
+)
+"""Keys of a record, in their order.
 
 | key | type | what it says |
 |---|---|---|
@@ -74,6 +61,8 @@ FIELDS = tuple(_TYPES)
 | tokens | int | tokens scored; masked: those that were masked |
 | bytes | int | bytes of the text of these tokens, in UTF-8 |
 | checkpoint | str | path of the checkpoint |
+| blocks | | summed losses in nats, and tokens, of each block of the text |
+| positions | | nonoverlapping: mean losses in nats, and tokens, by position in the window |
 
 The interval is of the text: it says how far the mean would move if other text of the same kind
 were scored, and nothing about another seed of the training. Masked tokens are predicted from both
@@ -81,8 +70,13 @@ sides, so their perplexity is no other protocol's; their bits_per_byte and bytes
 are those of a text for some of whose words a vocabulary of words has `<unk>`.
 """
 
+BLOCKS, POSITIONS = "blocks", "positions"
+"""Further keys of a record: its BlockLosses and its Binned losses by position; in a file as lists.
+Values are compared block by block, where both have losses by block."""
 HASH_DIGITS = 12
 """Hex digits of a SHA-256 in a record."""
+PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
+"""The quantities of a record that curves show."""
 
 
 T = TypeVar("T")
@@ -200,21 +194,6 @@ def cluster_interval(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> 
 # that of the difference between two values, taken block by block, does not.
 
 
-BLOCK_FIELDS = (
-    "checkpoint",
-    "protocol",
-    "stride",
-    "length",
-    "precision",
-    "block",
-    "tokens",
-    "loss_nats",
-)
-"""Columns of curve_blocks.csv. The loss is summed over the tokens of the block."""
-KEY = "blocks"
-"""Key of a record in memory that holds its BlockLosses, where they are known."""
-
-
 @dataclass(frozen=True)
 class BlockLosses:
     """Losses of the blocks of a text, of one checkpoint under one protocol at one length."""
@@ -225,37 +204,13 @@ class BlockLosses:
     """[blocks] tokens scored."""
 
 
-BlockKey = tuple[str, str, int, int, str]
-"""(checkpoint, protocol, stride, length, precision) as in the record."""
-
-
-def blocks_path(out: Path) -> Path:
-    """Return the path of the losses by block of a report.
-
-    Args:
-        out: FILE.json of the report.
-    """
-    return out.with_name(f"{out.stem}_blocks.csv")
-
-
-def block_key(record: Record) -> BlockKey:
-    """Return the key of a record's losses by block."""
-    checkpoint, protocol = record["checkpoint"], record["protocol"]
-    return checkpoint, protocol, record["stride"], record["length"], record["precision"]
-
-
-def with_blocks(record: Record, blocks: Mapping[BlockKey, BlockLosses]) -> dict[str, Any]:
-    """Return a record that holds its losses by block, or None."""
-    return {**record, KEY: blocks.get(block_key(record))}
-
-
 def paired_interval(a: Record, b: Record) -> tuple[float, float] | None:
     """Return the 95 % interval of loss a - loss b, or None where they cannot be paired.
 
     The two must be of one validation set and tokenizer, which have cut the text into the same
     blocks.
     """
-    mine, other = a.get(KEY), b.get(KEY)
+    mine, other = a.get(BLOCKS), b.get(BLOCKS)
     if mine is None or other is None:
         return None
     if any(a[key] is None or a[key] != b[key] for key in ("tokenizer", "validation")):
@@ -266,135 +221,105 @@ def paired_interval(a: Record, b: Record) -> tuple[float, float] | None:
     return None if np.isnan(low) else (low, high)
 
 
-def block_rows(records: Iterable[Record]) -> Iterable[list[Any]]:
-    """Yield the rows of curve_blocks.csv, of the records whose losses by block are known."""
-    for record in records:
-        blocks = record.get(KEY)
-        if blocks is not None:
-            for i, (count, loss) in enumerate(zip(blocks.counts, blocks.losses)):
-                yield [*block_key(record), i, int(count), float(loss)]
+# ---- Average losses by position over ranges that widen with the position ----
 
 
-def read_table(path: Path, add: Callable[[Mapping[str, str]], None]) -> None:
-    """Call `add` with each row of a CSV file; not at all without a file.
-
-    Raises:
-        ValueError: The file is no such table.
-    """
-    try:
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                add(row)
-    except FileNotFoundError:
-        return
-    except (KeyError, TypeError, csv.Error) as error:
-        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
+BINS_PER_OCTAVE = 3
+"""Loss by position is averaged over this many ranges each time the position doubles."""
 
 
-def read_blocks(path: Path) -> dict[BlockKey, BlockLosses]:
-    """Return the losses by block of a report; none where it has no such file.
+class Binned(NamedTuple):
+    """Losses by position of one window length, averaged over ranges of positions."""
 
-    Raises:
-        ValueError: The file is no table of losses by block.
-    """
-    rows: dict[BlockKey, list[tuple[float, float]]] = {}
+    edges: NDArray[np.int64]
+    """[bins + 1] first positions of the ranges, counted from 0, and the end of the last range."""
+    losses: list[float]
+    """[bins] mean loss in nats of the tokens of a range; nan where none was scored."""
+    counts: list[int]
+    """[bins] tokens scored in a range."""
 
-    def add(row: Mapping[str, str]) -> None:
-        sizes = int(row["stride"]), int(row["length"])
-        key = (row["checkpoint"], row["protocol"], *sizes, row["precision"])
-        rows.setdefault(key, []).append((float(row["loss_nats"]), float(row["tokens"])))
+    @staticmethod
+    def of(positions: PositionLosses) -> Binned:
+        """Average losses over BINS_PER_OCTAVE ranges for each doubling of the position.
 
-    read_table(path, add)
-    return {key: BlockLosses(*np.array(found).T) for key, found in rows.items()}
+        Single positions are noisy, and a logarithmic axis shows ranges of a constant ratio at a
+        constant distance.
+        """
+        counts = np.asarray(positions.counts, dtype=np.int64)
+        # A position at which nothing was scored has the loss nan, and no weight.
+        sums = np.where(counts > 0, np.asarray(positions.losses, np.float64), 0.0) * counts
+        bins = BINS_PER_OCTAVE * max(1, math.ceil(math.log2(len(counts) + 1)))
+        # Rounding makes the first edges, less than one position apart, equal; unique() drops them.
+        edges = np.unique(np.geomspace(1, len(counts) + 1, bins + 1).round().astype(int)) - 1
+        ranges = list(itertools.pairwise(edges))
+        tokens = [int(counts[first:end].sum()) for first, end in ranges]
+        total = [float(sums[first:end].sum()) for first, end in ranges]
+        losses = [loss / n if n else math.nan for loss, n in zip(total, tokens)]
+        return Binned(edges, losses, tokens)
+
+    def centres(self) -> list[float]:
+        """Return the geometric mean of each range, with positions counted from 1 for a log axis."""
+        return [math.sqrt((first + 1) * end) for first, end in itertools.pairwise(self.edges)]
 
 
-# ---- Read the curve.json of a report, and write one ----
+# ---- Write and read the file of a report's records ----
 
 
-_SIZES = ("train_length", "stride", "length")
+def records_json(records: Iterable[Record]) -> bytes:
+    """Return {"records": [...]}, a line for each; what is not finite is null (RFC 8259)."""
+    lines = (json.dumps(_as_json(record), allow_nan=False) for record in records)
+    return ('{"records": [\n' + ",\n".join(lines) + "\n]}\n").encode()
+
+
+def _as_json(value: Any) -> Any:
+    """Return what JSON can hold of a value."""
+    if isinstance(value, Mapping):
+        return {key: _as_json(each) for key, each in value.items()}
+    if isinstance(value, BlockLosses):
+        return {"losses": _as_json(value.losses), "tokens": _as_json(value.counts)}
+    if isinstance(value, Binned):
+        edges, losses, counts = map(_as_json, value)
+        return {"edges": edges, "losses": losses, "tokens": counts}
+    if isinstance(value, list | np.ndarray):
+        return [finite_or_none(each) for each in np.asarray(value).tolist()]
+    return finite_or_none(value)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a curve.json with the keys of FIELDS.
-
-    Perplexities and losses that are null (not finite) are nan. Losses by block are read from the
-    table beside the file.
+    """Return the records of a curve.json. Perplexities and losses that are null are nan.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: It is not a curve.json.
     """
     try:
-        rows = json.loads(path.read_bytes())["records"]
-        blocks = read_blocks(blocks_path(path))
-        return [_with_its_blocks(_record(row), blocks) for row in rows]
+        return [_record(row) for row in json.loads(path.read_bytes())["records"]]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
-def _with_its_blocks(
-    record: dict[str, Any], blocks: Mapping[BlockKey, BlockLosses]
-) -> dict[str, Any]:
-    """Return a record with its losses by block, or without where those in the table are not its.
-
-    The table does not say which evaluation of a checkpoint a block is of. One of more text, or of
-    another run whose checkpoint had the same path, has other sums.
-    """
-    found = blocks.get(block_key(record))
-    if found is not None:
-        tokens, loss = found.counts.sum(), found.losses.sum()
-        is_its = tokens == record["tokens"] and math.isclose(
-            loss, record["loss_nats"] * tokens, rel_tol=1e-6
-        )
-        if not is_its:
-            return with_blocks(record, {})
-    return with_blocks(record, blocks)
-
-
 def _record(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one record, checked."""
+    """Return a record of a file."""
     record = fields_of(row)
-    for key in FIELDS:
-        value, kinds = record[key], _TYPES[key]
-        is_bad_size = key in _SIZES and isinstance(value, int) and value < 1
-        if not isinstance(value, kinds) or isinstance(value, bool) or is_bad_size:
-            raise ValueError(f"{key} = {value!r}")
     for key in ("perplexity", "loss_nats"):
-        record[key] = math.nan if record[key] is None else record[key]
+        record[key] = number(record[key])
+    if found := row.get(BLOCKS):
+        losses, counts = (np.array(found[key], np.float64) for key in ("losses", "tokens"))
+        record[BLOCKS] = BlockLosses(losses, counts)
+    if found := row.get(POSITIONS):
+        edges = np.array(found["edges"], np.int64)
+        record[POSITIONS] = Binned(edges, list(map(number, found["losses"])), found["tokens"])
     return record
+
+
+def number(value: float | None) -> float:
+    """Return nan for None, which stands in files for what is not finite or not known."""
+    return math.nan if value is None else value
 
 
 def bounded_exp(value: float) -> float:
     """Return exp(value), or infinity where it would overflow a float64; nan stays nan."""
     return math.inf if value >= 700 else math.exp(value)
-
-
-def to_csv(fields: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
-    """Return a CSV file with these columns, with \\n at the end of lines."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(fields)
-    writer.writerows(rows)
-    return text.getvalue().encode()
-
-
-def records_to_csv(records: Iterable[Record], fields: Sequence[str] = FIELDS) -> bytes:
-    """Return curve.csv; what is not known is empty, what is not finite is "nan" or "inf"."""
-    return to_csv(fields, ([record[field] for field in fields] for record in records))
-
-
-def records_to_json(
-    records: Sequence[Record], fields: Sequence[str] = FIELDS, **beside: Any
-) -> bytes:
-    """Return curve.json: what stands beside the records, and {"records": [...]}."""
-    rows = [{field: finite_or_none(record[field]) for field in fields} for record in records]
-    return (json.dumps({**beside, "records": rows}, indent=1, allow_nan=False) + "\n").encode()
-
-
-def curve_json(records: Sequence[Record]) -> bytes:
-    """Return curve.json: {"train_length": L, or null for several, "records": [...]}."""
-    trained = {record["train_length"] for record in records}
-    return records_to_json(records, train_length=trained.pop() if len(trained) == 1 else None)
 
 
 def finite_or_none(value: Any) -> Any:
@@ -403,3 +328,439 @@ def finite_or_none(value: Any) -> Any:
     JSON has neither nan nor infinity (RFC 8259, section 6), and strict readers refuse them.
     """
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- Put records together to curves ----
+
+
+class Source(NamedTuple):
+    """The checkpoint of a curve and its text."""
+
+    method: str
+    train_length: int
+    seed: int
+    settings: str
+    tokenizer: str
+    validation: str
+    precision: str
+    step: int
+    run: str
+    checkpoint: str
+    evaluation: int
+    """1, or more where one checkpoint has several records at the same length and protocol."""
+
+
+class Value(NamedTuple):
+    """A value and the range around it; nan where it is not known."""
+
+    value: float
+    low: float
+    high: float
+
+
+# Curves with equal values are different curves, so they are compared by identity.
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """The values of one source, or the mean of several that differ in the seed alone."""
+
+    name: str
+    """The method and, where other curves have the same, what tells it from them."""
+    protocol: str
+    """Either "nonoverlapping" or "sliding by S", with the stride S in tokens."""
+    sources: tuple[Source, ...]
+    """One, or one for each seed."""
+    records: dict[int, tuple[Record, ...]]
+    """Window length in tokens, ascending -> one record for each source."""
+
+    @property
+    def method(self) -> str:
+        return self.sources[0].method
+
+    @property
+    def train_length(self) -> int:
+        """Return the training length L in tokens."""
+        return self.sources[0].train_length
+
+    @property
+    def kind(self) -> str:
+        """Return the protocol without its stride: "nonoverlapping", "sliding" or MASKED.
+
+        Claims and published numbers are of language models. Nothing of theirs is MASKED.
+        """
+        return self.protocol.partition(" ")[0]
+
+    @property
+    def is_mean(self) -> bool:
+        """Return True for the mean of several seeds."""
+        return len(self.sources) > 1
+
+    def value(self, x: int, quantity: str = PERPLEXITY) -> Value:
+        """Return the value at `x` with its 95 % interval, or the mean of seeds and their range.
+
+        The mean of perplexities is that of the losses, so a geometric one.
+        """
+        records = self.records[x]
+        if len(records) == 1:
+            return Value(number(records[0][quantity]), *_interval(records[0], quantity))
+        values = [number(record[quantity]) for record in records]
+        # Python's min and max would ignore some nan and return others.
+        if not all(map(math.isfinite, values)):
+            return Value(math.nan if any(map(math.isnan, values)) else math.inf, math.nan, math.nan)
+        if quantity == PERPLEXITY:
+            mean = math.exp(sum(map(math.log, values)) / len(values))
+        else:
+            mean = sum(values) / len(values)
+        # Rounding must not put the mean of equal values beside them.
+        return Value(min(max(mean, min(values)), max(values)), min(values), max(values))
+
+    def counts(self, unit: str) -> list[int]:
+        """Return the different numbers of scored "tokens" or "bytes" that are known, ascending."""
+        found = {record[unit] for records in self.records.values() for record in records}
+        return sorted(found - {None})
+
+
+class Part(NamedTuple):
+    """The curves of one validation set and tokenizer, whose perplexities are comparable."""
+
+    subject: str
+    """What tells it from the other parts of a report, in words; empty where there are no others."""
+    end: str
+    """The same at the end of a file's name."""
+    curves: list[Curve]
+
+
+def parts_of(curves: Iterable[Curve]) -> list[Part]:
+    """Return the parts of a report: perplexities of different ones are never put together."""
+    groups = grouped(curves, lambda c: (c.sources[0].validation, c.sources[0].tokenizer))
+    if len(groups) == 1:
+        return [Part("", "", found) for found in groups.values()]
+    return [
+        Part(
+            f"validation set {validation}, tokenizer {tokenizer}",
+            f"_{number}" if number > 1 else "",
+            found,
+        )
+        for number, ((validation, tokenizer), found) in enumerate(groups.items(), 1)
+    ]
+
+
+def make_curves(records: Sequence[Record]) -> list[Curve]:
+    """Return the curves by window length, in the order of the records.
+
+    Runs are averaged when they agree in method, training length, settings, tokenizer, validation
+    set, precision, step, protocol and lengths, and each has another seed. Two runs with one seed
+    differ in something else, and then none of them is averaged.
+
+    Args:
+        records: Evaluations with the keys of `records.FIELDS`.
+    """
+    found: dict[tuple[Source, str], dict[int, Record]] = {}
+    seen: Counter[tuple[Source, str, int]] = Counter()
+    for record in records:
+        source, protocol = _source(record), protocol_name(record)
+        place = (source, protocol, record["length"])
+        seen[place] += 1
+        key = source._replace(evaluation=seen[place]), protocol
+        found.setdefault(key, {})[record["length"]] = record
+
+    def but_the_seed(key: tuple[Source, str]) -> object:
+        return key[0]._replace(seed=0, run="", checkpoint=""), key[1], frozenset(found[key])
+
+    members: list[list[tuple[Source, str]]] = []
+    for group in grouped(found, but_the_seed).values():
+        # Two runs with one seed differ in something else.
+        differ = len({source.seed for source, _ in group}) == len(group)
+        members += [group] if differ else [[key] for key in group]
+    names = _names([tuple(source for source, _ in keys) for keys in members])
+    curves = []
+    for keys in members:
+        sources = tuple(source for source, _ in keys)
+        lengths = sorted(found[keys[0]])
+        points = {n: tuple(found[key][n] for key in keys) for n in lengths}
+        curves.append(Curve(names[sources], keys[0][1], sources, points))
+    order = {key: i for i, key in enumerate(found)}
+    return sorted(curves, key=lambda c: order[c.sources[0], c.protocol])
+
+
+def protocol_name(record: Record) -> str:
+    """Return a record's protocol, with the stride if it slides: other strides, other protocols."""
+    sliding = record["protocol"] == "sliding"
+    return f"sliding by {record['stride']}" if sliding else str(record["protocol"])
+
+
+def train_lengths(curves: Iterable[Curve]) -> list[int]:
+    """Return the different training lengths in tokens, ascending."""
+    return sorted({curve.train_length for curve in curves})
+
+
+def precisions(curves: Iterable[Curve]) -> list[str]:
+    """Return the different precisions of the evaluations."""
+    return sorted({curve.sources[0].precision for curve in curves})
+
+
+def lengths_of(curves: Iterable[Curve]) -> list[int]:
+    """Return the different window lengths at which there are values, ascending."""
+    return sorted({x for curve in curves for x in curve.records})
+
+
+def is_known(curve: Curve, x: int, quantity: str) -> bool:
+    """Return False where a record does not have the quantity, such as bytes of `<unk>`.
+
+    A perplexity is always known: None stands for one that is not finite.
+    """
+    return quantity == PERPLEXITY or all(r[quantity] is not None for r in curve.records[x])
+
+
+def has_bits(curves: Iterable[Curve]) -> bool:
+    """Return True if bits per byte are known anywhere on the curves."""
+    return any(is_known(curve, x, BITS_PER_BYTE) for curve in curves for x in curve.records)
+
+
+def relative_length(multiple: float) -> str:
+    """Return a multiple of the training length: "L", "2 L" or "1.5 L"."""
+    return "L" if multiple == 1 else f"{multiple:.3g} L"
+
+
+def length_label(length: int, train_length: int | None, separator: str = " = ") -> str:
+    """Return a length in tokens and, if L is given, in training lengths, as in "256 = 2 L"."""
+    if train_length is None:
+        return str(length)
+    return f"{length}{separator}{relative_length(length / train_length)}"
+
+
+def _source(record: Record) -> Source:
+    """Return what a record evaluates."""
+    fields = {key: record[key] for key in Source._fields if key != "evaluation"}
+    return Source(**fields, evaluation=1)
+
+
+def _interval(record: Record, quantity: str) -> tuple[float, float]:
+    """Return the 95 % interval of a record's perplexity or bits per byte; nan where unknown."""
+    low, high = number(record["loss_low"]), number(record["loss_high"])
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return math.nan, math.nan
+    if quantity == PERPLEXITY:
+        return bounded_exp(low), bounded_exp(high)
+    loss, bits = number(record["loss_nats"]), number(record[quantity])
+    # Bits per byte are the loss times a number that the text fixes.
+    return (low * bits / loss, high * bits / loss) if loss else (math.nan, math.nan)
+
+
+# ---- names ---------------------------------------------------------------------------------------
+def _names(groups: Iterable[tuple[Source, ...]]) -> dict[tuple[Source, ...], str]:
+    """Return a name for each curve: its method, and what tells it from others of its length L.
+
+    Qualifiers are added one after the other, each only to curves that still have the same name.
+    """
+    words = {group: [group[0].method] for group in groups}
+    for group, found in words.items():
+        if len(group) > 1:
+            found.append(f"{len(group)} seeds")
+    for key in ("settings", *Source._fields[2:]):
+        same = grouped(words, lambda group: (group[0].train_length, tuple(words[group])))
+        for alike in same.values():
+            answers = _answers(alike, key)
+            if len(set(answers)) > 1:
+                for group, answer in zip(alike, answers):
+                    words[group].append(answer)
+    return {group: ", ".join(found) for group, found in words.items()}
+
+
+def _answers(groups: Sequence[tuple[Source, ...]], key: str) -> list[str]:
+    """Return what each group's sources say under a key, as in "step 400"."""
+    if key == "settings":
+        if len({group[0].settings for group in groups}) == 1:
+            return [""] * len(groups)
+        # Nobody knows settings by their hash.
+        key = "run"
+    found = [[str(getattr(source, key)) for source in group] for group in groups]
+    if key in ("run", "checkpoint"):
+        # From the first folder on in which they differ.
+        paths = [[os.path.abspath(path) for path in group] for group in found]
+        top = os.path.commonpath([os.path.dirname(path) for group in paths for path in group])
+        found = [[os.path.relpath(path, top) for path in group] for group in paths]
+    return [f"{key} {' and '.join(dict.fromkeys(group))}" for group in found]
+
+
+class PositionCurve(NamedTuple):
+    """Loss by position in the longest window of a curve; of seeds, of each."""
+
+    curve: Curve
+    length: int
+    """Tokens in the window."""
+    binned: list[Binned]
+    """One for each seed that has losses by position."""
+
+    def values(self) -> list[Value]:
+        """Return the mean loss of each range of positions, with the range of the seeds."""
+        result = []
+        for losses in zip(*(b.losses for b in self.binned)):
+            known = [loss for loss in losses if not math.isnan(loss)]
+            if len(known) < len(losses):
+                result.append(Value(math.nan, math.nan, math.nan))
+            elif len(known) == 1:
+                result.append(Value(known[0], math.nan, math.nan))
+            else:
+                result.append(Value(sum(known) / len(known), min(known), max(known)))
+        return result
+
+
+def position_curves(curves: Iterable[Curve]) -> list[PositionCurve]:
+    """Return loss by position in the longest window of each curve that has it."""
+    found = []
+    for curve in curves:
+        for length, records in reversed(curve.records.items()):
+            if binned := [record[POSITIONS] for record in records if record.get(POSITIONS)]:
+                found.append(PositionCurve(curve, length, binned))
+                break
+    return found
+
+
+# ---- Make tables of curves, for the terminal and for Markdown ----
+
+
+TITLES = {PERPLEXITY: "Perplexity", BITS_PER_BYTE: "Bits per byte"}
+
+
+class Table(NamedTuple):
+    """A table of strings under a title."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    names: int
+    """Columns at the left that hold words; the others hold numbers."""
+
+    def plain(self) -> str:
+        """Return the table for a terminal, under its title, with a rule under the header.
+
+        Words are aligned to the left, numbers to the right.
+        """
+        head, *rows = columns([self.header, *self.rows], range(self.names, len(self.header)))
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows)]
+        return "\n".join([self.title, head, "  ".join("-" * width for width in widths), *rows])
+
+    def markdown(self) -> str:
+        """Return the table in Markdown, under its title, with numbers aligned to the right."""
+        alignment = ["---" if i < self.names else "---:" for i in range(len(self.header))]
+        rows = [[_escaped(cell) for cell in row] for row in [self.header, *self.rows]]
+        rows.insert(1, alignment)
+        return f"{self.title}:\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def length_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
+    """Return a table with a row for each curve and a column for each window length in tokens.
+
+    Args:
+        curves: Curves of one tokenizer.
+        quantity: PERPLEXITY or BITS_PER_BYTE.
+    """
+    trained = train_lengths(curves)
+    only = trained[0] if len(trained) == 1 else None
+    word = "lengths" if len(trained) > 1 else "length"
+    known = ", ".join(map(str, trained))
+    title = f"{TITLES[quantity]} by length in tokens (training {word} L = {known})"
+    lengths = lengths_of(curves)
+    # Checkpoints of different steps are no fair comparison of methods, and a model in bf16 is none
+    # beside one in fp32, which rounds less: the table shows both where they differ.
+    steps = {curve.sources[0].step for curve in curves}
+    columns: dict[str, tuple[bool, Callable[[Curve], object]]] = {
+        "method": (True, lambda c: c.name),
+        "L": (len(trained) > 1, lambda c: c.train_length),
+        "step": (len(steps) > 1, lambda c: c.sources[0].step),
+        "precision": (len(precisions(curves)) > 1, lambda c: c.sources[0].precision),
+        "protocol": (True, lambda c: c.protocol),
+    }
+    words = {name: value for name, (is_shown, value) in columns.items() if is_shown}
+    unit = "tokens" if quantity == PERPLEXITY else "bytes"
+    rows = [
+        [
+            *(str(value(curve)) for value in words.values()),
+            _range(curve.counts(unit)),
+            *(cell(curve, n, quantity) for n in lengths),
+        ]
+        for curve in curves
+    ]
+    header = [*words, f"{unit} scored", *(length_label(n, only) for n in lengths)]
+    return Table(title, header, rows, names=len(words))
+
+
+def source_table(curves: Iterable[Curve]) -> Table:
+    """Return a table that says of each curve's name which run, step, seed and text it is of."""
+    rows: dict[str, list[str]] = {}
+    for curve in curves:
+        for source in curve.sources:
+            words = [full_name(curve), source.run, str(source.step), str(source.seed)]
+            words += [str(source.train_length), source.tokenizer, source.validation]
+            words.append(source.precision)
+            rows.setdefault("\0".join(words), words)
+    header = ["curve", "run", "step", "seed", "L", "tokenizer", "validation set", "precision"]
+    return Table("What was evaluated", header, list(rows.values()), names=len(header))
+
+
+def tables_of(part: Part) -> list[Table]:
+    """Return the tables of all values: perplexities, and bits per byte where they are known."""
+    known = [PERPLEXITY, *([BITS_PER_BYTE] if has_bits(part.curves) else [])]
+    return [length_table(part.curves, quantity) for quantity in known]
+
+
+def format_tables(parts: Iterable[Part]) -> str:
+    """Return all values for the terminal."""
+    blocks = []
+    for part in parts:
+        blocks += [f"{part.subject.capitalize()}:"] if part.subject else []
+        blocks += [table.plain() for table in tables_of(part)]
+    return "\n\n".join(blocks)
+
+
+# ---- cells ---------------------------------------------------------------------------------------
+def cell(curve: Curve, x: int, quantity: str = PERPLEXITY) -> str:
+    """Return a curve's value: "20.00 +-0.40", or of seeds "20.00 (19.80 to 20.30)".
+
+    The number after +- is the longer half of the 95 % interval; without one it is left out. A
+    length at which there is no value is "-".
+    """
+    if x not in curve.records or not is_known(curve, x, quantity):
+        return "-"
+    value, low, high = curve.value(x, quantity)
+    shown = format_value(value, quantity)
+    if math.isnan(low) or not math.isfinite(value):
+        return shown
+    if curve.is_mean:
+        return f"{shown} ({format_value(low, quantity)} to {format_value(high, quantity)})"
+    return f"{shown} +-{format_value(max(value - low, high - value), quantity)}"
+
+
+def format_value(value: float, quantity: str = PERPLEXITY) -> str:
+    """Return a perplexity with two decimals, or bits per byte with four.
+
+    From 100,000 on it is in scientific notation.
+    """
+    if value < 1e5 or not math.isfinite(value):
+        return f"{value:.2f}" if quantity == PERPLEXITY else f"{value:.4f}"
+    return f"{value:.3e}"
+
+
+def full_name(curve: Curve) -> str:
+    """Return a curve's name with its training length."""
+    return f"{curve.name}, L = {curve.train_length}"
+
+
+def length_in_words(length: int, train_length: int | None) -> str:
+    """Return a length as in "256 tokens (2 L)"."""
+    relative = f" ({relative_length(length / train_length)})" if train_length else ""
+    return f"{length} tokens{relative}"
+
+
+def tokens_in_words(curves: Iterable[Curve]) -> str:
+    """Return how many tokens were scored: "50,000", or "1,000 to 50,000" where it differs."""
+    return _range(sorted({count for curve in curves for count in curve.counts("tokens")}))
+
+
+def _range(counts: Sequence[int]) -> str:
+    return " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1]))) if counts else "-"
+
+
+def _escaped(cell: str) -> str:
+    """Return a cell that cannot end early, whatever path it holds."""
+    return cell.replace("|", "\\|")

@@ -1,509 +1,379 @@
-"""The long-context tasks: their sequences, what is measured of them, and the report.
+"""Run `pretrain evaluate-tasks`: what a model makes of a long context, beyond perplexity.
 
-Everything but the model is here, without torch.
-
-A sequence of a task has `length` inputs and as many targets, of which the last ones are scored.
-Each task compares two kinds of sequences that end in the same scored tokens: one in which the
-context can help, and one in which it cannot. The difference of their losses is the gain, in nats
-per token: 0 means that the model makes no use of that context.
-
-needle: 32 tokens of text stand at some depth of other text, and at its end they are repeated. The
-first 8 of the repetition are the query, the loss on the other 24 is measured.
+A task makes sequences of `length` inputs and as many targets, of which the last ones are scored:
+the answer. What it draws is a function of a seed, the length, a depth and the sample's number, so
+that every checkpoint is asked the same. At each depth, from 0 (the beginning of the context) to 1
+(right before the query), the answer is planted in the context; in the control it is not, and all
+else is the same. The difference of the two losses is the gain, in nats per token: 0 means that the
+model makes no use of the context.
 
     with the needle       text text NEEDLE text text text  NEEd l e
-    without               text text  text  text text text  NEEd l e      scored: l e
+    control               text text  text  text text text  NEEd l e      scored: l e
 
-induction: the same with 32 random tokens, all different, whose second copy begins `distance` tokens
-after the first. Nothing but copying helps here; models learn it early, with heads that can be named
-(Olsson et al., "In-context Learning and Induction Heads", 2022, arXiv 2209.11895). There the second
-copy is compared with the first, here with the same tokens at the same positions where they have
-not been seen before, so that a model that is worse at later positions does not seem to copy less.
-
-documents: validation documents are cut into pieces of `length` tokens. The second half of a piece
-is scored twice: after all of the piece before it, and after the last L tokens of that alone.
+Batches of sequences are dealt to the data-parallel ranks and go through the pipeline forward only,
+as in an evaluation, on any parallel layout.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from numpy.typing import NDArray
+from torch import Tensor
 
+from pretrain import platform
 from pretrain.config import ConfigError, EvaluationRequest
 from pretrain.data.stream import TokenStream
-from pretrain.evaluation.curves import Table, Value, length_label, number
+from pretrain.evaluation.command import Opened, is_main, measure_all, open_source, say
 from pretrain.evaluation.figures import FORMATS, Frame, Line
-from pretrain.evaluation.records import cluster_interval, records_to_csv, records_to_json
-from pretrain.evaluation.report import Page, check_ours
-from pretrain.rundir.files import replace_file
+from pretrain.evaluation.perplexity import deal
+from pretrain.evaluation.records import (
+    Table,
+    Value,
+    cluster_interval,
+    length_label,
+    number,
+    records_json,
+)
+from pretrain.evaluation.report import Page, check_out, write_files
+from pretrain.evaluation.windows import NONOVERLAPPING, Protocol
+from pretrain.model.forward import is_reporting_rank, run_schedule
+from pretrain.topology import Topology
 
-# ---- Parse what `pretrain evaluate-tasks` shall measure ----
-
-
-TASKS = ("needle", "induction", "documents")
-"""The names of the tasks, in the order of reports."""
-
-
-@dataclass(frozen=True)
-class TasksRequest:
-    """The options of the command."""
-
-    tasks: tuple[str, ...]
-    """Names out of TASKS, in their order."""
-    lengths: tuple[int, ...] | None
-    """Context lengths in tokens; None for the config's."""
-    samples: int
-    """Samples of every task at every length; fewer where the text has no more."""
-
-    @staticmethod
-    def parse(tasks: str, lengths: str | None, samples: int) -> TasksRequest:
-        """Build a request from the values of the command-line options.
-
-        Args:
-            tasks: --tasks, for example "needle,induction".
-            lengths: --lengths, for example "128,2048"; None when the option is not given.
-            samples: --samples.
-
-        Raises:
-            ConfigError: When a value is not valid. The message names the option.
-        """
-        names = tasks.split(",")
-        for name in names:
-            if name not in TASKS:
-                raise ConfigError(
-                    f"--tasks {name}: unknown task. Choose out of {','.join(TASKS)}, separated by "
-                    "commas"
-                )
-        if samples < 1:
-            raise ConfigError(f"--samples {samples}: expected 1 or more")
-        found = EvaluationRequest.parse(lengths, "nonoverlapping", None, None).lengths
-        for length in found or ():
-            if length < 1:
-                raise ConfigError(f"--lengths {length}: expected 1 or more tokens")
-        unique = None if found is None else tuple(dict.fromkeys(found))
-        return TasksRequest(tuple(name for name in TASKS if name in names), unique, samples)
-
-    def evaluation(self) -> EvaluationRequest:
-        """Return what an evaluation at these lengths would be asked for."""
-        return EvaluationRequest(self.lengths, ("nonoverlapping",), None, None)
-
-
+SEED = 1234
+"""Seed of all that is drawn."""
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 PLANTED = 32
 """Tokens of a needle, and of a random sequence that is to be copied."""
 QUERY = 8
 """Tokens at the beginning of a repetition that are not scored: they say what is repeated."""
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Where a needle stands, from the beginning of the text (0) to right before the query (1)."""
-CUTS = 16
-"""A cut context has between L - L / CUTS and L tokens."""
 SAMPLED_TOKENS = 2**20
 """Random sequences consist of tokens that occur among so many first ones of the text."""
 MAX_DRAWS = 10_000
 """Draws of a place for a needle until the text is found to have none."""
-
 Tokens = NDArray[np.int64]
 
 
-class Row(NamedTuple):
-    """One sequence of an arm."""
-
-    sample: int
-    """The sample that it belongs to."""
-    tokens: Callable[[], Tokens]
-    """Make its token ids [length + 1]: the inputs, and the target of the last one."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """Sequences of one shape, whose scored tokens are those of the cell's other arms."""
-
-    length: int
-    """Inputs of each sequence."""
-    scored: int
-    """Targets at the end of each sequence that are scored."""
-    rows: Sequence[Row]
-
-
-@dataclass(frozen=True)
-class Place:
-    """One comparison of a cell: an arm whose context can help with one whose context cannot."""
-
-    helped: str
-    """Name of the arm in which the context can help."""
-    alone: str
-    """Name of the arm in which it cannot."""
-    depth: float | None = None
-    """needle: where it stands, as in DEPTHS."""
-    distance: int | None = None
-    """needle and induction: tokens from the beginning of the first copy to that of the second."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A task at one length."""
-
-    task: str
-    length: int
-    samples: int
-    arms: Mapping[str, Arm]
-    places: Sequence[Place]
-    clusters: Sequence[int]
-    """The cluster of each sample, [samples]: its document, or itself where random tokens are drawn
-    for each. Samples of one document depend on each other."""
-    documents: int | None = None
-    """needle and documents: how many the samples are from."""
-
-
+# ---- the text, and the tasks that draw from it ---------------------------------------------------
 @dataclass(frozen=True)
 class Text:
-    """The validation text, and what the tasks need to know of it."""
+    """The validation text."""
 
     stream: TokenStream
-    seed: int
-    """Everything that is drawn is a function of it."""
-    documents: tuple[tuple[int, int], ...] = field(default=())
-    """(first token, tokens without the end-of-document token) of the documents that are long
-    enough for the task `documents`."""
+    seed: int = SEED
 
     @cached_property
     def ends(self) -> NDArray[np.int64]:
-        """Return the position of each end-of-document token, and the stream's end without one."""
-        return np.fromiter(_ends(self.stream), np.int64)
+        """Return the position of each end-of-document token."""
+        ends = []
+        for start in range(0, len(self.stream), SAMPLED_TOKENS):
+            ids = self.stream.read(start, min(SAMPLED_TOKENS, len(self.stream) - start))
+            ends.append(start + np.flatnonzero(ids == self.stream.eos_id))
+        return np.concatenate(ends)
+
+    @cached_property
+    def occurring(self) -> Tokens:
+        """Return the different tokens of the text's beginning, ascending."""
+        found: Tokens = np.unique(self.stream.read(0, min(SAMPLED_TOKENS, len(self.stream))))
+        occurring: Tokens = found[found != self.stream.eos_id]
+        return occurring
 
     def random(self, *key: int) -> np.random.Generator:
         """Return the generator that belongs to a key, whatever else has been drawn before."""
         return np.random.default_rng([self.seed, *key])
 
 
-def long_documents(stream: TokenStream, least: int) -> tuple[tuple[int, int], ...]:
-    """Return (first token, tokens) of each document of at least `least` tokens, in their order.
+class Task:
+    """A task. A new one is a class with a name, words, and `tokens`, and a row of TASKS."""
 
-    The end-of-document token is not counted. A document that is cut off by the end of the stream
-    ends there.
-    """
-    found, start = [], 0
-    for end in _ends(stream):
-        if end - start >= least:
-            found.append((start, end - start))
-        start = end + 1
-    return tuple(found)
+    name: str
+    says: str
+    """What it is, for the report."""
+    scored = PLANTED - QUERY
+    """Targets at the end of each sequence that are scored."""
+    shortest = 2 * PLANTED
+    """The least length of a context."""
 
+    def tokens(self, text: Text, length: int, depth: float | None, sample: int) -> Tokens:
+        """Return the ids [length + 1] of a sample: the inputs, and the target of the last one.
 
-def _ends(stream: TokenStream) -> Iterator[int]:
-    """Yield the position of each end-of-document token, and the stream's end if it has none."""
-    last = -1
-    for start in range(0, len(stream), SAMPLED_TOKENS):
-        block = stream.read(start, min(SAMPLED_TOKENS, len(stream) - start))
-        for index in np.flatnonzero(block == stream.eos_id).tolist():
-            last = start + index
-            yield last
-    if last + 1 < len(stream):
-        yield len(stream)
+        Args:
+            text: The text to draw from.
+            length: Tokens of the context.
+            depth: Where the answer stands in it; None for the control.
+            sample: The sample's number.
+        """
+        raise NotImplementedError
 
-
-def make_cell(task: str, text: Text, length: int, samples: int, cut: int) -> Cell | str:
-    """Return a task at one length, or the reason why it cannot be measured there.
-
-    Args:
-        task: A name out of `request.TASKS`.
-        text: The text to draw from.
-        length: Inputs of the longest sequences.
-        samples: Sequences to measure; fewer where the text has no more.
-        cut: Tokens of a cut context, for `documents`.
-    """
-    if task == "documents":
-        return _documents(text, length, samples, cut)
-    if length < 2 * PLANTED:
-        return f"{2 * PLANTED} tokens are the least, to plant {PLANTED} and to repeat them"
-    if length >= len(text.stream):
-        return f"the validation text has only {len(text.stream)} tokens"
-    places: dict[int, float | None]
-    if task == "needle":
-        contents = _needles(text, samples)
-        last = length + 1 - 2 * PLANTED
-        places = {round(depth * last): depth for depth in DEPTHS}
-    else:
-        contents = _random_sequences(text, samples)
-        farthest = length - PLANTED
-        doubling = (PLANTED * 2**n for n in range(length.bit_length()))
-        distances = sorted({*(d for d in doubling if d < farthest), farthest})
-        places = {length + 1 - PLANTED - distance: None for distance in distances}
-    if contents is None:
-        return (
-            f"the validation text has no {PLANTED} tokens in a row within one document"
-            if task == "needle"
-            else f"the validation text has fewer than {PLANTED} different tokens"
-        )
-    return _planted(task, text, length, contents, places)
+    def cluster(self, text: Text, sample: int) -> int:
+        """Return a number that samples share which depend on each other."""
+        return sample
 
 
-class Content(NamedTuple):
-    """The tokens planted in one sample."""
+class Needle(Task):
+    """Tokens of the text, which are then cut out of the text around."""
 
-    tokens: Tokens
-    """[PLANTED]."""
-    start: int | None
-    """Where it stands in the text, from which it is then cut out; None if it is random."""
+    name = "needle"
+    says = (
+        f"{PLANTED} tokens of validation text stand at a depth of other validation text (0: at its "
+        "beginning, 1: right before the query), and are repeated at the end. The first "
+        f"{QUERY} tokens of the repetition are the query, the loss is that of the other "
+        f"{PLANTED - QUERY}. The gain is how much lower it is than without the needle in the "
+        "context."
+    )
 
+    def tokens(self, text: Text, length: int, depth: float | None, sample: int) -> Tokens:
+        start = self._start(text, sample)
+        return _planted(text, length, depth, sample, text.stream.read(start, PLANTED), start)
 
-def _needles(text: Text, samples: int) -> list[Content] | None:
-    """Draw a needle for each sample: tokens in a row of one document; None if there are none."""
-    found = []
-    for sample in range(samples):
-        random = text.random(0, sample)
+    def cluster(self, text: Text, sample: int) -> int:
+        # Samples of one document are alike, so that many of them know little more than one.
+        return int(np.searchsorted(text.ends, self._start(text, sample)))
+
+    def _start(self, text: Text, sample: int) -> int:
+        """Draw where a sample's needle stands in the text, within one document."""
+        random, stream = text.random(0, sample), text.stream
         for _ in range(MAX_DRAWS):
-            start = int(random.integers(0, len(text.stream) - PLANTED + 1))
-            tokens = text.stream.read(start, PLANTED)
-            if text.stream.eos_id not in tokens:
-                found.append(Content(tokens, start))
-                break
-        else:
-            return None
-    return found
+            start = int(random.integers(0, len(stream) - PLANTED + 1))
+            if stream.eos_id not in stream.read(start, PLANTED):
+                return start
+        raise ConfigError(
+            f"{stream.directory}: has no {PLANTED} tokens in a row within one document, which the "
+            "task needle plants. Leave it out of --tasks"
+        )
 
 
-def _random_sequences(text: Text, samples: int) -> list[Content] | None:
-    """Draw tokens that all differ for each sample, from those that occur in the text."""
-    stream = text.stream
-    occurring = np.unique(stream.read(0, min(SAMPLED_TOKENS, len(stream))))
-    occurring = occurring[occurring != stream.eos_id]
-    if len(occurring) < PLANTED:
-        return None
-    return [
-        Content(text.random(1, sample).choice(occurring, PLANTED, replace=False), None)
-        for sample in range(samples)
-    ]
+class Induction(Task):
+    """Random tokens: nothing but copying helps, which models learn early, with heads that can be
+    named (Olsson et al., "In-context Learning and Induction Heads", 2022, arXiv 2209.11895).
+
+    There the second copy is compared with the first, here with the same tokens at the same
+    positions where they have not been seen before, so that a model that is worse at later positions
+    does not seem to copy less.
+    """
+
+    name = "induction"
+    says = (
+        f"the same with {PLANTED} random tokens, all different, so that nothing but copying helps. "
+        "Accuracy is the share of scored tokens that the model holds for the most probable ones."
+    )
+
+    def tokens(self, text: Text, length: int, depth: float | None, sample: int) -> Tokens:
+        if len(text.occurring) < PLANTED:
+            raise ConfigError(
+                f"{text.stream.directory}: has fewer than {PLANTED} different tokens, which the "
+                "task induction plants. Leave it out of --tasks"
+            )
+        content = text.random(1, sample).choice(text.occurring, PLANTED, replace=False)
+        return _planted(text, length, depth, sample, content, None)
+
+
+TASKS: Mapping[str, Task] = {task.name: task for task in (Needle(), Induction())}
 
 
 def _planted(
-    task: str,
-    text: Text,
-    length: int,
-    contents: Sequence[Content],
-    places: Mapping[int, float | None],
-) -> Cell:
-    """Return the cell whose sequences end in `contents`, planted before in some of the arms.
+    text: Text, length: int, depth: float | None, sample: int, content: Tokens, hole: int | None
+) -> Tokens:
+    """Return text in a row from a random place, with `content` planted, and `content` at its end.
 
     Args:
-        task: needle or induction.
         text: Where the text around is drawn from.
-        length: Inputs of a sequence.
-        contents: What is planted, of each sample.
-        places: Index in the sequence at which it is planted -> the place's depth.
+        length: Tokens of the context.
+        depth: Where `content` is planted; None for nowhere.
+        sample: The sample's number.
+        content: The tokens.
+        hole: Where they stand in the text, from which they are then cut out; None for nowhere.
     """
-    scored = PLANTED - QUERY
-
-    def row(sample: int, place: int | None) -> Tokens:
-        content = contents[sample]
-        around = _text_without(text, content, length + 1 - PLANTED, (2, length, sample))
-        if place is not None:
-            around[place : place + PLANTED] = content.tokens
-        return np.concatenate([around, content.tokens])
-
-    def arm(place: int | None) -> Arm:
-        rows = [Row(sample, partial(row, sample, place)) for sample in range(len(contents))]
-        return Arm(length, scored, rows)
-
-    arms = {"without": arm(None), **{f"at {place}": arm(place) for place in places}}
-    compared = [
-        Place(f"at {place}", "without", depth, length + 1 - PLANTED - place)
-        for place, depth in places.items()
-    ]
-    # What is planted decides how well it is predicted. Random tokens are drawn for each sample.
-    clusters, documents = list(range(len(contents))), None
-    if task == "needle":
-        clusters = np.searchsorted(text.ends, [each.start or 0 for each in contents]).tolist()
-        documents = len(set(clusters))
-    return Cell(task, length, len(contents), arms, compared, clusters, documents)
-
-
-def _text_without(text: Text, content: Content, count: int, key: tuple[int, ...]) -> Tokens:
-    """Return `count` tokens in a row from a random place of the text, `content` cut out of it."""
-    stream, hole = text.stream, content.start
+    stream, count = text.stream, length + 1 - PLANTED
     width = 0 if hole is None else PLANTED
-    start = int(text.random(*key).integers(0, len(stream) - width - count + 1))
+    start = int(text.random(2, length, sample).integers(0, len(stream) - width - count + 1))
     if hole is None or start + count <= hole:
-        return stream.read(start, count)
-    if start >= hole:
-        return stream.read(start + width, count)
-    before = hole - start
-    after = stream.read(hole + width, count - before)
-    return np.concatenate([stream.read(start, before), after])
+        around = stream.read(start, count)
+    elif start >= hole:
+        around = stream.read(start + width, count)
+    else:
+        before, after = hole - start, count - (hole - start)
+        around = np.concatenate([stream.read(start, before), stream.read(hole + width, after)])
+    if depth is not None:
+        place = round(depth * (length + 1 - 2 * PLANTED))
+        around[place : place + PLANTED] = content
+    return np.concatenate([around, content])
 
 
-def _documents(text: Text, length: int, samples: int, cut: int) -> Cell | str:
-    """Return the task `documents` at a length, or the reason why there is none."""
-    if length < 2 * cut:
-        return f"{2 * cut} tokens, twice the cut context, are the least"
-    pieces = [
-        (number, start + at)
-        for number, (start, tokens) in enumerate(text.documents)
-        for at in range(0, tokens - length + 1, length)
-    ]
-    if not pieces:
-        longest = max((tokens for _, tokens in text.documents), default=0)
-        return f"no validation document has {length} tokens" + (
-            f" (the longest has {longest})" if longest else ""
-        )
-    chosen = text.random(3, length).permutation(len(pieces))[:samples]
-    chosen.sort()
-    stride = max(1, cut // CUTS)
-    scored = length // 2 // stride * stride
-
-    def tokens(start: int, end: int) -> Tokens:
-        """Return tokens [start, end) of the stream, which has an end of document in front."""
-        if start >= 0:
-            return text.stream.read(start, end - start)
-        return np.concatenate([[text.stream.eos_id], text.stream.read(0, end)])
-
-    full, short = [], []
-    for sample, (_, start) in enumerate(pieces[index] for index in chosen):
-        end = start + length
-        # One token more than the inputs: the first is what stands before the piece.
-        full.append(Row(sample, partial(tokens, start - 1, end)))
-        for last in range(end - scored + stride, end + 1, stride):
-            short.append(Row(sample, partial(tokens, last - cut - 1, last)))
-    arms = {"full": Arm(length, scored, full), "cut": Arm(cut, stride, short)}
-    place = Place("full", "cut")
-    clusters = [pieces[index][0] for index in chosen]
-    return Cell("documents", length, len(chosen), arms, [place], clusters, len(set(clusters)))
-
-
-# ---- results ----
-# Turn losses of sequences into records: means over samples, with their confidence intervals.
-
-
-FIELDS = (
-    "run",
-    "step",
-    "method",
-    "seed",
-    "train_length",
-    "tokenizer",
-    "validation",
-    "precision",
-    "task",
-    "length",
-    "depth",
-    "distance",
-    "measure",
-    "value",
-    "low",
-    "high",
-    "n",
-    "documents",
-    "tokens",
-    "checkpoint",
-)
-"""Keys of a record in tasks.json and columns of tasks.csv."""
+# ---- what is measured ----------------------------------------------------------------------------
 MEASURES = ("gain_nats", "loss_nats", "accuracy")
-"""What is measured of every cell: the gain from the context, the loss with it, and the share of
-scored tokens that the model then holds for the most probable ones. In nats per token."""
-Record = Mapping[str, Any]
-Samples = NDArray[np.float64]
-Score = Callable[[Arm], NDArray[np.float64]]
-"""A function of an arm that returns [rows, 2]: of each sequence the mean loss in nats, and the
+"""What a record says: the gain, the loss with the answer in the context, and the share of scored
+tokens that the model then holds for the most probable ones. In nats per token."""
+Score = Callable[[int, int, Sequence[Callable[[], Tokens]]], NDArray[np.float64]]
+"""(length, scored targets, sequences) -> [sequences, 2]: the mean loss of each in nats, and the
 share of its scored targets that the model holds for the most probable token."""
 
 
-def measure(cell: Cell, score: Score) -> Iterator[dict[str, Any]]:
-    """Yield the records of a cell, with the keys of FIELDS from "task" to "tokens".
+def measure(
+    task: Task, text: Text, length: int, samples: int, score: Score
+) -> Iterator[dict[str, Any]]:
+    """Yield a record for each depth and measure of a task at a length.
 
     Args:
-        cell: A task at one length.
-        score: Scores one arm.
+        task: The task.
+        text: The text to draw from.
+        length: Tokens of the context.
+        samples: How many samples are drawn.
+        score: Scores sequences.
     """
-    losses = {name: _by_sample(arm, score(arm), cell.samples) for name, arm in cell.arms.items()}
-    for place in cell.places:
-        helped, alone = losses[place.helped], losses[place.alone]
+
+    def scores(depth: float | None) -> NDArray[np.float64]:
+        rows = [partial(task.tokens, text, length, depth, sample) for sample in range(samples)]
+        return score(length, task.scored, rows)
+
+    clusters = [task.cluster(text, sample) for sample in range(samples)]
+    control = scores(None)[:, 0]
+    for depth in DEPTHS:
+        loss, right = scores(depth).T
         # The gain is a mean of differences within samples, which share all but the context.
-        values = dict(zip(MEASURES, (alone[:, 0] - helped[:, 0], helped[:, 0], helped[:, 1])))
-        arm = cell.arms[place.helped]
-        for name, samples in values.items():
-            low, high = interval(samples, cell.clusters)
-            yield {
-                "task": cell.task,
-                "length": cell.length,
-                "depth": place.depth,
-                "distance": place.distance,
-                "measure": name,
-                "value": float(samples.mean()),
-                "low": low,
-                "high": high,
-                "n": len(samples),
-                "documents": cell.documents,
-                "tokens": len(arm.rows) * arm.scored,
-            }
+        for name, values in zip(MEASURES, (control - loss, loss, right)):
+            low, high = interval(values, clusters)
+            of = {"task": task.name, "length": length, "depth": depth, "measure": name}
+            yield {**of, "value": float(values.mean()), "low": low, "high": high, "n": samples}
 
 
-def _by_sample(arm: Arm, scores: NDArray[np.float64], samples: int) -> Samples:
-    """Return the means [samples, 2] of [rows, 2], whose rows all score as many tokens."""
-    sums, counts = np.zeros((samples, 2)), np.zeros(samples)
-    owners = np.array([row.sample for row in arm.rows])
-    np.add.at(sums, owners, scores)
-    np.add.at(counts, owners, 1)
-    return sums / counts[:, None]
-
-
-def interval(samples: Samples, clusters: Sequence[int]) -> tuple[float | None, float | None]:
+def interval(samples: NDArray[np.float64], clusters: Sequence[int]) -> tuple[float, float]:
     """Return the 95 % confidence interval of the mean of samples that come in clusters.
 
     Args:
         samples: [n] values.
-        clusters: [n] the cluster of each. Samples of one document are alike, so that many of them
-            know little more than one.
+        clusters: [n] the cluster of each.
 
     Returns:
-        (low, high); (None, None) with a single cluster, and (nan, nan) if a value is not finite.
+        Its ends; nan with a single cluster, or if a value is not finite.
     """
-    if not np.isfinite(samples).all():
-        return math.nan, math.nan
     _, cluster = np.unique(np.asarray(clusters), return_inverse=True)
     sums, counts = np.bincount(cluster, samples), np.bincount(cluster).astype(np.float64)
-    low, high = cluster_interval(sums.astype(np.float64), counts)
-    return (None, None) if math.isnan(low) else (low, high)
+    return cluster_interval(sums.astype(np.float64), counts)
 
 
-# ---- tables ----
+# ---- the command ---------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Plan(Opened):
+    """The measurements of one checkpoint."""
+
+    cells: tuple[tuple[Task, int], ...]
+    """Tasks with their lengths."""
 
 
+def evaluate_tasks(
+    sources: list[Path],
+    tasks: str,
+    lengths: str | None,
+    samples: int,
+    overrides: list[str],
+    out: Path | None,
+) -> list[dict[str, Any]]:
+    """Measure runs or checkpoints, print tables of all, and write a report if asked to.
+
+    Args:
+        sources: Run directories (their newest checkpoint is measured) or checkpoint directories.
+        tasks: Names out of TASKS, separated by commas.
+        lengths: Context lengths in tokens, separated by commas; None for the config's.
+        samples: Samples of each task at each length and depth.
+        overrides: `section.key=value` settings for every checkpoint.
+        out: FILE.json of the report, whose other files are written beside it; None for no report.
+
+    Returns:
+        The records: what Opened.common and `measure` say.
+
+    Raises:
+        ConfigError: An option is not valid, a source is not a run or checkpoint, a length cannot be
+            measured, the sources have several texts, or the report cannot be written to `out`.
+    """
+    # All of it is checked before the process group starts, which takes seconds.
+    names = tasks.split(",")
+    if unknown := set(names) - TASKS.keys():
+        known = ",".join(TASKS)
+        raise ConfigError(f"--tasks {','.join(unknown)}: unknown task. Choose out of {known}")
+    request = EvaluationRequest.parse(lengths, NONOVERLAPPING, None, None)
+    chosen = [task for name, task in TASKS.items() if name in names]
+    plans = [_plan(source, chosen, request, overrides) for source in sources]
+    if len({(plan.stream.tokenizer_sha256, plan.stream.identity) for plan in plans}) > 1:
+        raise ConfigError(
+            f"{sources[0]} and others have several tokenizers or validation texts, whose nats per "
+            "token do not compare. Measure them one by one"
+        )
+    if out is not None:
+        pictures = [f"{out.stem}.{kind}" for kind in FORMATS]
+        check_out(out, {"task", "measure"}, [f"{out.stem}.md", *pictures])
+    return measure_all(plans, partial(_measure, samples), format_tables, write_report, out)
+
+
+def _plan(
+    source: Path, tasks: Sequence[Task], request: EvaluationRequest, overrides: list[str]
+) -> Plan:
+    """Return what is measured of a source; nothing of the model is read yet."""
+    # A fused loss has no logits, and accuracy needs them. Last, so that nothing overrides it.
+    opened = open_source(source, request, [*overrides, "train.fusion=off"])
+    config, available = opened.config, len(opened.stream)
+    if config.is_masked:
+        raise ConfigError(
+            f"{opened.checkpoint.path}: was trained with train.objective = masked, and the tasks "
+            "ask for the token that follows. `pretrain evaluate` scores its masked tokens"
+        )
+    cells = []
+    for task in tasks:
+        for length in config.evaluation_lengths:
+            if task.shortest <= length < available:
+                cells.append((task, length))
+                continue
+            why = (
+                f"{task.name} at {length} tokens: a context has {task.shortest} tokens at least, "
+                f"and fewer than the validation text's {available:,}"
+            )
+            if request.lengths is not None:
+                raise ConfigError(f"--lengths: {why}")
+            say(f"{source}: left out: {why}")
+    return Plan(**vars(opened), cells=tuple(cells))
+
+
+def _measure(samples: int, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield the records of a checkpoint, and print each task and length when it is done."""
+    lengths = dict.fromkeys(length for _, length in plan.cells)
+    chunks, topology = plan.load([Protocol(NONOVERLAPPING, n, n) for n in lengths])
+    scorer = Scorer(chunks, topology, plan.stream.eos_id, plan.config.evaluation.tokens_per_batch)
+    common, text = plan.common(), Text(plan.stream)
+    if is_main():
+        print(f"{plan.run}, step {common['step']} ({common['method']})", flush=True)
+    for task, length in plan.cells:
+        found = list(measure(task, text, length, samples, scorer))
+        if is_main():
+            gains = [r["value"] for r in found if r["measure"] == "gain_nats"]
+            spread = f"{min(gains):.3f} to {max(gains):.3f}"
+            print(f"{task.name:<10} {length:>7} tokens  gain {spread} nats", flush=True)
+        yield from ({**common, **record} for record in found)
+
+
+# ---- the report ----------------------------------------------------------------------------------
 INTERVALS = (
     "In brackets: the 95 % confidence interval of the mean of n samples, by Student's t over the "
     "documents that they are from (of random tokens: over the samples); none where all are from "
     "one document. It is about other such samples, not about another seed of the training."
 )
-EXPLAINED = {
-    "needle": f"**needle**: {PLANTED} tokens of validation text stand at a depth of other "
-    f"validation text (0: at its beginning, 1: right before the query), and are repeated at the "
-    f"end. The first {QUERY} tokens of the repetition are the query, the loss is that of the other "
-    f"{PLANTED - QUERY}. The gain is how much lower it is than without the needle in the context.",
-    "induction": f"**induction**: the same with {PLANTED} random tokens, all different, whose two "
-    "copies begin a distance apart, with text between and before. Accuracy is the share of tokens "
-    "of the second copy that the model holds for the most probable ones.",
-    "documents": "**documents**: the second half of pieces of validation documents. The gain is "
-    "how much lower the loss is with all of the piece before each token than with the last "
-    f"L tokens alone (at least L - L/{CUTS}).",
-}
-"""The tasks in the report."""
-TABLES = (
-    ("needle", "gain_nats", "depth", "needle: gain in nats per token"),
-    ("induction", "gain_nats", "distance", "induction: gain in nats per token"),
-    ("induction", "accuracy", "distance", "induction: accuracy on the second copy"),
-    ("documents", "gain_nats", None, "documents: gain in nats per token"),
-)
-"""(task, measure, what rows are told apart by, title)."""
+TABLES = {"gain_nats": "gain in nats per token", "accuracy": "accuracy"}
+Record = Mapping[str, Any]
 
 
-def curve_labels(records: Sequence[Record]) -> dict[Curve, str]:
+def _labels(records: Sequence[Record]) -> dict[tuple[str, int], str]:
     """Return a name for each run and step: the method, with both where it is not the only one."""
-    methods: dict[Curve, str] = {(r["run"], r["step"]): r["method"] for r in records}
+    methods: dict[tuple[str, int], str] = {(r["run"], r["step"]): r["method"] for r in records}
     names = list(methods.values())
     return {
         (run, step): method if names.count(method) == 1 else f"{method} ({run}, step {step})"
@@ -511,182 +381,162 @@ def curve_labels(records: Sequence[Record]) -> dict[Curve, str]:
     }
 
 
-def make_tables(records: Sequence[Record]) -> list[tuple[str, Table]]:
-    """Return (task, table) of what was measured: a column for each length."""
-    labels = curve_labels(records)
-    found = []
-    for task, name, key, title in TABLES:
-        own = [r for r in records if (r["task"], r["measure"]) == (task, name)]
-        if not own:
-            continue
-        lengths = sorted({record["length"] for record in own})
-        counts = sorted({record["n"] for record in own})
-        if len(counts) == 1:
-            title += f", n = {counts[0]}"
-        documents = sorted({record["documents"] for record in own} - {None})
-        if documents:
-            few, many = documents[0], documents[-1]
-            title += f" from {few if few == many else f'{few} to {many}'} documents"
-        cells: dict[tuple[str, Any], dict[int, str]] = {}
-        for record in own:
-            row = labels[record["run"], record["step"]], record[key] if key else None
-            cells.setdefault(row, {})[record["length"]] = _cell(record, len(counts) > 1)
-        order = list(labels.values())
-        rows = [
-            [label, "" if place is None else f"{place:g}", *(of.get(n, "-") for n in lengths)]
-            for (label, place), of in sorted(
-                cells.items(), key=lambda item: (order.index(item[0][0]), item[0][1] or 0)
-            )
-        ]
-        trained = {record["train_length"] for record in own}
-        only = trained.pop() if len(trained) == 1 else None
-        header = ["method", key or "", *(length_label(n, only) for n in lengths)]
-        found.append((task, Table(title, header, rows, 2)))
-    return found
-
-
-def _cell(record: Record, with_count: bool) -> str:
-    """Return a value with its interval, and its number of samples where that varies."""
-    text = f"{record['value']:.3f}"
-    if record["low"] is not None:
-        text += f" [{record['low']:.3f}, {record['high']:.3f}]"
-    return text + (f" n={record['n']}" if with_count else "")
+def make_tables(records: Sequence[Record]) -> list[Table]:
+    """Return a table of each task and measure: a row for each depth, a column for each length."""
+    labels, tables = _labels(records), []
+    lengths = sorted({record["length"] for record in records})
+    trained = {record["train_length"] for record in records}
+    only = trained.pop() if len(trained) == 1 else None
+    for task in dict.fromkeys(record["task"] for record in records):
+        for name, words in TABLES.items():
+            own = [r for r in records if (r["task"], r["measure"]) == (task, name)]
+            cells: dict[tuple[str, float], dict[int, str]] = {}
+            for r in own:
+                row = cells.setdefault((labels[r["run"], r["step"]], r["depth"]), {})
+                ends = "" if math.isnan(r["low"]) else f" [{r['low']:.3f}, {r['high']:.3f}]"
+                row[r["length"]] = f"{r['value']:.3f}{ends}"
+            rows = [
+                [label, f"{depth:g}", *(found.get(n, "-") for n in lengths)]
+                for (label, depth), found in cells.items()
+            ]
+            header = ["method", "depth", *(length_label(n, only) for n in lengths)]
+            tables.append(Table(f"{task}: {words}, n = {own[0]['n']}", header, rows, 2))
+    return tables
 
 
 def format_tables(records: Sequence[Record]) -> str:
     """Return all tables as plain text, with what the brackets mean."""
-    parts = [table.plain() for _, table in make_tables(records)]
-    return "\n\n".join([*parts, *_warnings(records), INTERVALS])
+    return "\n\n".join([*(table.plain() for table in make_tables(records)), INTERVALS])
 
 
-def _warnings(records: Sequence[Record]) -> list[str]:
-    """Return sentences about what must not be compared."""
-    different = {
-        "tokenizer": "tokenizers, and nats are per token of each",
-        "validation": "validation texts",
-        "precision": "precisions, which is a difference of its own",
-    }
-    return [
-        f"These runs were measured with several {words}: {', '.join(found)}."
-        for key, words in different.items()
-        if len(found := sorted({record[key] for record in records})) > 1
-    ]
-
-
-# ---- figures and files ---------------------------------------------------------------------------
-Curve = tuple[str, int]
-"""A run and a step."""
-
-
-def _show(page: Page, records: Sequence[Record], stem: str) -> None:
-    """Add figures of the gain by length and by depth, and of the accuracy by distance.
-
-    Each panel is a task. By length a needle stands at the beginning, and copies are as far apart as
-    they can be; by depth and by distance the context is the longest.
-    """
-    of = {task: [r for r in records if r["task"] == task] for task in TASKS}
-    farthest: dict[int, int] = {}
-    for r in of["induction"]:
-        farthest[r["length"]] = max(farthest.get(r["length"], 0), r["distance"])
-    far = [r for r in of["induction"] if r["distance"] == farthest[r["length"]]]
-    lines = _lines(
-        [r for r in of["needle"] if r["depth"] == 0], "length", "gain_nats", "needle at the start"
-    )
-    lines += _lines(far, "length", "gain_nats", "copy across the context")
-    lines += _lines(of["documents"], "length", "gain_nats", "second half of documents")
-    marked = {float(r["train_length"]): "" for r in records}
-    by_length = Frame("Context (tokens)", GAIN, marked=marked)
-    page.show(stem, "gain by length of the context", lines, _with_ticks(by_length, lines))
-    if lines := _lines(_longest(of["needle"]), "depth", "gain_nats", "in the longest context"):
-        by_depth = Frame("Depth of the needle (0: beginning)", GAIN, holds_zero=True)
-        page.show(f"{stem}_depth", "gain by depth of the needle", lines, by_depth)
-    if lines := _lines(_longest(of["induction"]), "distance", "accuracy", "in the longest context"):
-        frame = _with_ticks(Frame("Tokens from one copy to the other", "Accuracy"), lines)
-        page.show(f"{stem}_distance", "accuracy by distance of the copies", lines, frame)
-
-
-GAIN = "Gain (nats per token)"
-
-
-def _with_ticks(frame: Frame, lines: Sequence[Line]) -> Frame:
-    """Return a frame with a tick at every value of x, and 0 on the y axis."""
-    ticks = {x: f"{x:g}" for line in lines for x in line.xs}
-    return dataclasses.replace(frame, ticks=ticks, holds_zero=True)
-
-
-def _lines(records: Sequence[Record], x: str, name: str, panel: str) -> list[Line]:
-    """Return a line of one measure for each checkpoint, in one panel.
-
-    Args:
-        records: Of one task.
-        x: The key whose values go along the x axis.
-        name: The measure.
-        panel: What is shown.
-    """
-    lines = []
-    for curve, label in curve_labels(records).items():
-        own = [r for r in records if (r["run"], r["step"]) == curve and r["measure"] == name]
-        own.sort(key=lambda r: float(r[x]))
-        values = [Value(*(number(r[key]) for key in ("value", "low", "high"))) for r in own]
-        lines.append(Line(panel, label, label, [float(r[x]) for r in own], values))
-    return lines
-
-
-def _longest(records: Sequence[Record]) -> list[Record]:
-    """Return the records at the longest length."""
-    longest = max((record["length"] for record in records), default=0)
-    return [record for record in records if record["length"] == longest]
-
-
-def check_out(out: Path) -> None:
-    """Check that a report may be written to `out`.
-
-    Raises:
-        ConfigError: It is no .json file, or holds something else, which would be lost.
-    """
-    ends = ("", "_depth", "_distance")
-    pictures = [out.with_name(f"{out.stem}{end}.{kind}") for end in ends for kind in FORMATS]
-    check_ours(out, {"task", "measure"}, [out.with_suffix(".md"), *pictures])
-
-
-def write_report(out: Path, records: Sequence[Record], left_out: Sequence[str]) -> list[str]:
-    """Write FILE.json and, beside it, FILE.csv, FILE.md and the figures.
-
-    Each file appears whole; the JSON comes last. Values that are not finite are null in it.
-
-    Args:
-        out: FILE.json, in a directory that exists.
-        records: With the keys of FIELDS.
-        left_out: Sentences about what was not measured.
-
-    Returns:
-        The names of the files.
-    """
-    page = _page(records, left_out, out.stem)
-    contents = {f"{out.stem}.csv": records_to_csv(records, FIELDS)}
-    for name, kinds in page.pictures.items():
-        contents |= {f"{name}.{kind}": content for kind, content in kinds.items()}
-    contents |= {f"{out.stem}.md": page.content(), out.name: records_to_json(records, FIELDS)}
-    for name, content in contents.items():
-        replace_file(out.with_name(name), content)
-    return list(contents)
-
-
-def _page(records: Sequence[Record], left_out: Sequence[str], stem: str) -> Page:
-    """Return the report, whose figures have names that begin with `stem`."""
-    tables = make_tables(records)
-    lengths: Mapping[str, int] = {r["run"]: r["train_length"] for r in records}
-    trained = ", ".join(f"{run} at {length}" for run, length in lengths.items())
+def write_report(out: Path, records: Sequence[Record]) -> None:
+    """Write FILE.json and, beside it, FILE.md and the figure, with a panel for each task."""
+    trained = {r["run"]: r["train_length"] for r in records}
     page = Page(
         "# Long-context tasks",
         "A gain is in nats per token; 0 means that the model makes no use of the context that "
-        f"could help. L is the training length in tokens: {trained}.",
-        "\n".join(f"- {EXPLAINED[task]}" for task in dict.fromkeys(task for task, _ in tables)),
+        "could help. L is the training length in tokens: "
+        f"{', '.join(f'{run} at {length}' for run, length in trained.items())}.",
+        "\n".join(f"- **{t.name}**: {t.says}" for t in TASKS.values()),
         INTERVALS,
-        *_warnings(records),
     )
-    _show(page, records, stem)
-    page.add(*(table.markdown() for _, table in tables))
-    if left_out:
-        page.add("## Left out", "\n".join(f"- {sentence}" for sentence in left_out))
-    return page
+    lines = []
+    for task in TASKS:
+        for (run, step), label in _labels(records).items():
+            of = (run, step, task, 0, "gain_nats")
+            keys = ("run", "step", "task", "depth", "measure")
+            own = [r for r in records if tuple(r[key] for key in keys) == of]
+            if own:
+                values = [Value(*(number(r[key]) for key in ("value", "low", "high"))) for r in own]
+                xs = [float(r["length"]) for r in own]
+                lines.append(Line(f"{task} at depth 0", label, label, xs, values))
+    frame = Frame(
+        "Context (tokens)",
+        "Gain (nats per token)",
+        ticks={x: f"{x:g}" for line in lines for x in sorted(line.xs)},
+        marked={float(length): "" for length in trained.values()},
+        holds_zero=True,
+    )
+    page.show(out.stem, "Gain by length of the context.", lines, frame)
+    page.add(*(table.markdown() for table in make_tables(records)))
+    files = {out.name: records_json(records), **page.files}
+    write_files(out.parent, files | {f"{out.stem}.md": page.text().encode()})
+
+
+# ---- the model ----------------------------------------------------------------------------------
+class Scorer:
+    """Scores sequences with one model; a Score."""
+
+    def __init__(
+        self, chunks: list[GPTModel], topology: Topology, eos_id: int, tokens_per_batch: int
+    ) -> None:
+        """Switch the model to evaluation, without dropout.
+
+        Args:
+            chunks: This rank's model chunks, built with train.fusion = "off": a fused loss has no
+                logits to look at.
+            topology: This process's ranks in the parallel layout.
+            eos_id: A token to fill up batches with.
+            tokens_per_batch: Tokens in a micro batch, rounded down to whole sequences (at least
+                one).
+        """
+        self.chunks, self.topology, self.eos_id = chunks, topology, eos_id
+        self.tokens_per_batch = tokens_per_batch
+        for chunk in chunks:
+            chunk.eval()
+
+    def __call__(
+        self, length: int, scored: int, rows: Sequence[Callable[[], Tokens]]
+    ) -> NDArray[np.float64]:
+        """Score sequences. All ranks together; the result is the same on every rank."""
+        found = torch.zeros(len(rows), 2, dtype=torch.float64)
+        size = max(1, self.tokens_per_batch // length)
+        with torch.no_grad(), _predictions(self.chunks) as predicted:
+
+            def keep(losses: Tensor) -> tuple[Tensor, Any]:
+                # Under sequence parallelism the losses of all positions are here.
+                last = losses[:, -scored:].double()
+                return losses.sum(), (last, predicted.pop()[-scored:].t())
+
+            for passed in deal(enumerate(rows), size, self.topology):
+                batches = []
+                for dealt in passed:
+                    # Sequences that are missing are filled with EOS.
+                    batch = np.full((size, length + 1), self.eos_id, dtype=np.int64)
+                    for target, (_, row) in zip(batch, dealt):
+                        target[:] = row()
+                    batches.append(torch.from_numpy(batch))
+                ends = [scored] * len(batches)
+                kept = run_schedule(self.chunks, batches, keep, forward_only=True, scored=ends)
+                if not is_reporting_rank():
+                    continue
+                for (losses, tokens), asked, dealt in zip(kept, batches, passed):
+                    right = tokens.cpu() == asked[:, -scored:]
+                    results = torch.stack([losses.mean(1).cpu(), right.double().mean(1)], dim=1)
+                    for (place, _), result in zip(dealt, results):
+                        found[place] = result
+        # NCCL reduces device tensors only. Ranks that do not report add zeros.
+        found = found.to(platform.device())
+        dist.all_reduce(found)
+        return found.cpu().numpy()
+
+
+@contextlib.contextmanager
+def _predictions(chunks: list[GPTModel]) -> Iterator[list[Tensor]]:
+    """Collect the most probable token at every position whose logits are computed.
+
+    Yields:
+        A list to which each forward pass of the last stage adds its token ids [S, B].
+    """
+    found: list[Tensor] = []
+
+    def look(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> None:
+        found.append(_most_probable(output[0]))
+
+    hooks = [
+        chunk.output_layer.register_forward_hook(look) for chunk in chunks if chunk.post_process
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _most_probable(logits: Tensor) -> Tensor:
+    """Return the token ids [S, B] of the largest logits, which tensor ranks hold parts of.
+
+    Args:
+        logits: [S, B, V], the vocabulary of this tensor rank.
+    """
+    largest, index = logits.float().max(dim=-1)
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return index
+    index = index + group.rank() * logits.shape[-1]
+    best = largest.clone()
+    dist.all_reduce(best, dist.ReduceOp.MAX, group=group)
+    # Of equal ones the first, as on one rank. A nan is the largest nowhere, and the token no id.
+    index = torch.where(largest == best, index, torch.iinfo(index.dtype).max)
+    dist.all_reduce(index, dist.ReduceOp.MIN, group=group)
+    return index

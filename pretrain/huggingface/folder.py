@@ -17,7 +17,7 @@ from torch import Tensor
 from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters, writing
 from pretrain.data.shards import JSON, MODEL
 from pretrain.data.tokenizer import PROBES, Tokenizer, load_tokenizer
-from pretrain.evaluation.curves import Table
+from pretrain.evaluation.records import Table
 from pretrain.huggingface.base import CODE, HuggingFaceClass, same_bits
 from pretrain.huggingface.classes import class_of
 from pretrain.huggingface.parity import ParityReport

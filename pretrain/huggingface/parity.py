@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.evaluation.curves import Table
+from pretrain.evaluation.records import Table
 from pretrain.huggingface.classes import CLASSES
 
 PERPLEXITY_TOLERANCE = 1e-4

@@ -11,7 +11,6 @@ import os
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +22,10 @@ from pretrain.config.trajectory import VALIDATION
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.records import read_records
 from pretrain.processes import Processes, Stopped
-from pretrain.rundir.checkpoints import find_checkpoint, newest_checkpoint_step
+from pretrain.rundir.checkpoints import find_checkpoint
 from pretrain.rundir.files import make_directory, read_json, replace_json
 from pretrain.rundir.paths import ExitCode
-from pretrain.study.reading import count_unigram
+from pretrain.study.reading import count_unigram, read_results
 from pretrain.study.runs import (
     FAILED,
     FINISHED,
@@ -37,23 +36,24 @@ from pretrain.study.runs import (
     check_directory,
     check_runs,
     data_sets,
+    dump_study,
+    load_study_file,
     not_asked,
     other_differences,
-    recorded_names,
+    request_of,
     resolve,
     states_of,
     table,
     write_changed,
     write_study,
 )
-from pretrain.study.schema import dump_study, load_study_file, request_of
 
 # ---- Evaluate all finished runs of a study together, unless that is done already ----
 
 
 CURVE = "curve.json"
 DONE = "evaluated.json"
-"""What was evaluated, and the SHA-256 of each file that came of it; written last."""
+"""What was evaluated, and the SHA-256 of CURVE that came of it; written last."""
 
 
 def evaluate(work: Work, runs: Sequence[StudyRun]) -> None:
@@ -77,14 +77,14 @@ def evaluate(work: Work, runs: Sequence[StudyRun]) -> None:
     ]
     with tempfile.TemporaryDirectory(prefix="pretrain-study-") as rendezvous:
         work.run("pretrain evaluate", *ranks(command, work.request.nproc, rendezvous))
-    replace_json(folder / DONE, {"asked": asked, "files": _digests(folder)}, indent=1)
+    replace_json(folder / DONE, {"asked": asked, "curve": _digest(folder / CURVE)}, indent=1)
 
 
 def is_done(study: Study, runs: Sequence[StudyRun]) -> bool:
     """Return True if the evaluation that is there is of these runs, as the study file asks now.
 
-    It is known by its content: the ids of the checkpoints, what was asked for, and the digests of
-    the files. Without runs there is nothing to evaluate, and what is there is no longer current.
+    It is known by its content: the ids of the checkpoints, what was asked for, and the digest of
+    the records. Without runs there is nothing to evaluate, and what is there is no longer current.
     """
     folder = study.directory / "evaluation"
     if not runs:
@@ -92,7 +92,7 @@ def is_done(study: Study, runs: Sequence[StudyRun]) -> bool:
         (folder / CURVE).unlink(missing_ok=True)
         return True
     done = read_json(folder / DONE)
-    return done == {"asked": _asked(study, runs), "files": _digests(folder)}
+    return done == {"asked": _asked(study, runs), "curve": _digest(folder / CURVE)}
 
 
 def records_of(study: Study) -> list[dict[str, Any]]:
@@ -164,13 +164,9 @@ def _request(study: Study, run: StudyRun) -> EvaluationRequest:
     return dataclasses.replace(request, lengths=reached)
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file that an evaluation has written, by its name."""
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.iterdir() if folder.is_dir() else ())
-        if path.is_file() and path.name != DONE and not path.name.startswith(".")
-    }
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file; "" without one."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 COSTS: Any = {
@@ -322,9 +318,11 @@ def _work(work: Work) -> int:
     write_changed(study.directory / "study.toml", dump_study(study.asked))
     for run in study.runs:
         write_changed(study.config_file(run), dump_config(run.config))
-    for name in recorded_names(study.directory) - {run.name for run in study.runs}:
-        # Of a run that the study file does not name any more: `launcher sweep` may take all.
-        (study.directory / "configs" / f"{name}.toml").unlink(missing_ok=True)
+    named = {run.name for run in study.runs}
+    for row in read_json(study.directory / "study.json").get("runs", []):
+        if row["name"] not in named:
+            # `launcher sweep STUDY/configs/*.toml` may take all that are there.
+            (study.directory / "configs" / f"{Path(row['name']).name}.toml").unlink(missing_ok=True)
     states = work.record()
     left = [run for run, state in states if state.state != FINISHED]
     finished = [run for run, state in states if state.state == FINISHED]
@@ -366,19 +364,10 @@ def _train(work: Work, left: list[StudyRun], finished: int) -> None:
     Raises:
         Stopped: The user asked to end.
     """
-    began, trained = time.monotonic(), 0
-    for number, run in enumerate(left):
-        tokens = sum(map(_tokens_left, left[number:]))
-        seconds = (time.monotonic() - began) / trained * tokens if trained else None
-        about = "" if seconds is None else f", about {duration(seconds)} of training"
-        say(
-            f"{run.name}: run {finished + number + 1} of {len(work.study.runs)}; "
-            f"{len(left) - number} left to train{about}"
-        )
-        before = _tokens_left(run)
+    for number, run in enumerate(left, finished + 1):
+        say(f"{run.name}: run {number} of {len(work.study.runs)}")
         words = ["local", str(work.study.config_file(run)), f"--nproc={work.request.nproc}"]
         code = work.processes.run([_launcher(*words)])
-        trained += before - _tokens_left(run)
         _stop_if_asked(work)
         if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
             # Somebody stopped the run from outside, so the next run is not begun either.
@@ -387,12 +376,6 @@ def _train(work: Work, left: list[StudyRun], finished: int) -> None:
             work.launched[run.name] = f"launcher local ended with exit code {code}"
             say(f"{run.name}: failed with exit code {code}; the other runs go on")
         work.record()
-
-
-def _tokens_left(run: StudyRun) -> int:
-    """Return the tokens that a run has still to train on, by its newest checkpoint."""
-    step = newest_checkpoint_step(run.config.directory) or 0
-    return (run.config.train.num_steps - step) * run.config.tokens_per_step
 
 
 def _submit(work: Work, left: list[StudyRun]) -> int:
@@ -437,7 +420,7 @@ def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
     # It draws figures, whose libraries take a while to import.
     from pretrain.study.report import write_study_report
 
-    write_study_report(study.directory)
+    write_study_report(read_results(study, states))
     _stop_if_asked(work)
     if len(runs) == len(study.runs) and not (work.processes.launches or measured):
         say(f"{study.directory}: finished already; nothing to train or to evaluate")
@@ -494,13 +477,6 @@ def _measure(work: Work) -> bool:
 
 
 # ---- small ---------------------------------------------------------------------------------------
-def duration(seconds: float) -> str:
-    """Return a time as people read it: "40 s", "12 min", "3.5 h"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
 @contextlib.contextmanager
 def _alone(study: Study) -> Iterator[None]:
     """Hold the study's lock inside the `with` block.

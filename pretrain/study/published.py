@@ -10,9 +10,15 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
-from pretrain.evaluation.curves import Curve, Table, cell, make_curves, relative_length
 from pretrain.evaluation.judge import SPEEDS, Evidence, Gap, Row, gap
-from pretrain.evaluation.records import fields_of
+from pretrain.evaluation.records import (
+    Curve,
+    Table,
+    cell,
+    fields_of,
+    make_curves,
+    relative_length,
+)
 from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING
 
 FILE = "published.toml"

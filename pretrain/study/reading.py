@@ -1,13 +1,12 @@
-"""Read what a study has so far: its runs, their evaluation, and what they cost."""
+"""Read what a study has so far: the evaluation of its runs, and what they cost."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,55 +14,34 @@ from numpy.typing import NDArray
 from pretrain.config import ConfigError
 from pretrain.config.run import MASKED
 from pretrain.data.stream import TokenStream
-from pretrain.evaluation.curves import Binned, Curve, make_curves, number, read_positions
 from pretrain.evaluation.judge import Evidence, Gap, Row, Unigram
-from pretrain.evaluation.records import KEY, BlockLosses, Record, confidence_interval, read_records
+from pretrain.evaluation.records import (
+    BLOCKS,
+    BlockLosses,
+    Curve,
+    Record,
+    confidence_interval,
+    make_curves,
+    number,
+    read_records,
+)
 from pretrain.evaluation.windows import NONOVERLAPPING, READ_TOKENS, SLIDING
 from pretrain.rundir.files import read_json, replace_json
 from pretrain.rundir.metrics import is_evaluation, read_metrics
-from pretrain.study.published import MODELS
-
-FINISHED = "finished"
-T = TypeVar("T")
+from pretrain.study.runs import State, Study, StudyRun
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run of a study, as study.json has it."""
+class Results:
+    """All that a report is made of."""
 
-    name: str
-    method: str
-    train_length: int
-    seed: int
-    directory: str
-    """Relative to the study's directory."""
-    state: str
-    """ "finished", "failed" or "waiting"."""
-    reason: str
-    """Why it is not finished, or empty."""
-
-
-@dataclass(frozen=True)
-class Study:
-    """All that a report is made of. Nothing in it depends on where the study's directory is."""
-
-    title: str
-    command: str
-    published: str | None
-    """Model family whose published perplexities stand beside the study's."""
-    asked: str
-    """study.toml, or nothing."""
-    runs: Sequence[Run]
+    study: Study
+    states: Sequence[tuple[StudyRun, State]]
+    """Every run with how it stands."""
     evidence: Evidence
-    positions: Mapping[tuple[str, int], Binned]
-    """(checkpoint as in its record, window length) -> losses by position."""
     growth: Mapping[str, Mapping[int, Mapping[int, float]]]
     """Run -> window length -> step -> validation perplexity while it trained, in windows that do
     not overlap."""
-    differences: Sequence[str]
-    """In what the runs differ beside method, training length and seed, in words."""
-    not_asked: Sequence[str]
-    """What lies beside the runs and is none of the study file's any more, in words."""
     unmeasured: Sequence[str]
     """What the measurement of efficiency could not measure, in words."""
 
@@ -71,164 +49,71 @@ class Study:
     def curves(self) -> Sequence[Curve]:
         return self.evidence.curves
 
-    def runs_that(self, *, finished: bool, evaluated: bool) -> list[str]:
-        """Return the names of the runs that are finished, or not, and evaluated, or not."""
-        names = {source.run for curve in self.curves for source in curve.sources}
-        return [
-            run.name
-            for run in self.runs
-            if (run.state == FINISHED) == finished and (run.name in names) == evaluated
-        ]
 
+def read_results(study: Study, states: Sequence[tuple[StudyRun, State]]) -> Results:
+    """Read what a study has so far; what is missing is empty.
 
-def read_study(directory: Path) -> Study:
-    """Read a study's directory.
+    Args:
+        study: The study.
+        states: Every run with how it stands.
 
     Raises:
-        ConfigError: study.json is missing, a file cannot be read, or the evaluation is of several
-            validation sets or tokenizers.
+        ConfigError: The evaluation is of several validation sets or tokenizers.
     """
-    path = directory / "study.json"
-
-    def parse() -> tuple[list[Run], str | None, dict[str, Any]]:
-        content = json.loads(path.read_bytes())
-        said = {key: str(content[key]) for key in ("title", "command")}
-        lines = {key: [*map(str, content.get(key, []))] for key in ("differences", "not_asked")}
-        return [_run(row) for row in content["runs"]], content["published"], {**said, **lines}
-
-    runs, model, said = _read(path, parse)
-    if model is not None and model not in MODELS:
-        raise ConfigError(
-            f'{path}: published = "{model}": there are no such numbers. Choose '
-            f"{' or '.join(MODELS)} in the study file, or leave it out"
+    directory = study.directory
+    records = _evaluation(directory / "evaluation" / "curve.json", study.runs)
+    measured = read_json(directory / "efficiency.json")
+    unigram = parse_unigram(read_json(directory / UNIGRAM), records[0]) if records else None
+    rows = [
+        Row(
+            row["method"],
+            row["train_length"],
+            {work: row[f"{key}_tokens_per_second"] for work, key in WORK.items()},
+            row["peak_memory_bytes"],
         )
-    records, positions = _evaluation(directory, runs)
-    rows, device, unmeasured = _efficiency(directory / "efficiency.json")
-    counted = directory / UNIGRAM
-    known = (
-        _read(counted, lambda: parse_unigram(json.loads(counted.read_bytes()), records[0]))
-        if records and counted.exists()
-        else None
-    )
-    asked = directory / "study.toml"
-    return Study(
-        published=model,
-        asked=_read(asked, lambda: asked.read_text("utf-8")) if asked.exists() else "",
-        runs=runs,
-        evidence=Evidence(make_curves(records), rows, device, known),
-        positions=positions,
-        growth={run.name: _growth(directory / run.directory) for run in runs},
-        unmeasured=unmeasured,
-        **said,
-    )
-
-
-def _run(row: Mapping[str, Any]) -> Run:
-    """Return a run of study.json."""
-    name, method, directory, state = (
-        str(row[key]) for key in ("name", "method", "directory", "state")
-    )
-    length, seed = int(row["train_length"]), int(row["seed"])
-    return Run(name, method, length, seed, directory, state, str(row["reason"] or ""))
-
-
-def _evaluation(
-    directory: Path, runs: Sequence[Run]
-) -> tuple[list[dict[str, Any]], dict[tuple[str, int], Binned]]:
-    """Return the records and losses by position, which name runs as study.json does."""
-    path = directory / "evaluation" / "curve.json"
-    if not path.exists():
-        return [], {}
-    records = _read(path, lambda: read_records(path))
-    for key, words in (("validation", "validation sets"), ("tokenizer", "tokenizers")):
-        found = sorted({str(record[key]) for record in records})
-        if len(found) > 1:
-            raise ConfigError(
-                f"{path}: holds results of {len(found)} {words} ({', '.join(found)}), whose "
-                "perplexities cannot be compared. Make a study of each"
-            )
-    names: dict[str, str] = {}
-    for record in records:
-        run = _run_of(record, runs)
-        if run is not None:
-            names[record["checkpoint"]] = f"{run.name}/{PurePath(record['checkpoint']).name}"
-            record |= {"run": run.name, "method": run.method}
-        record["checkpoint"] = names.setdefault(record["checkpoint"], record["checkpoint"])
-    table = path.with_name("positions.csv")
-    positions = _read(table, lambda: read_positions(table))
-    return records, {
-        (names.get(at, at), length): found for (at, length), found in positions.items()
-    }
-
-
-def _run_of(record: Mapping[str, Any], runs: Sequence[Run]) -> Run | None:
-    """Return the run of a record, whose path ends like the run's, wherever the study was then."""
-    parts = PurePath(record["run"] or "").parts
-    for run in runs:
-        end = PurePath(run.directory).parts
-        if parts[-len(end) :] == end:
-            return run
-    return None
-
-
-def _efficiency(path: Path) -> tuple[list[Row], str, list[str]]:
-    """Return the rows of efficiency.json, the device, and what failed; nothing without a file."""
-    if not path.exists():
-        return [], "", []
-
-    def parse() -> tuple[list[Row], str, list[str]]:
-        content = json.loads(path.read_bytes())
-        failed = [
+        for row in measured.get("rows", [])
+    ]
+    return Results(
+        study,
+        states,
+        Evidence(make_curves(records), rows, measured.get("device", ""), unigram),
+        {run.name: _growth(run.config.directory) for run in study.runs},
+        [
             f"{row['method']} at L = {row['train_length']}: {row['reason']}"
-            for row in content.get("failed", [])
-        ]
-        return [_row(row) for row in content["rows"]], str(content["device"]), failed
-
-    return _read(path, parse)
+            for row in measured.get("failed", [])
+        ],
+    )
 
 
-def _row(row: Mapping[str, Any]) -> Row:
-    """Return a row of efficiency.json."""
-    speeds = {
-        "training": [float(value) for value in row["train_tokens_per_second"]],
-        "evaluation": [float(value) for value in row["evaluation_tokens_per_second"]],
-    }
-    if not all(math.isfinite(v) and v > 0 for values in speeds.values() for v in values):
-        raise ValueError(f"a speed of {row['method']} is no positive number")
-    memory = row["peak_memory_bytes"]
-    return Row(str(row["method"]), int(row["train_length"]), speeds, memory and float(memory))
+WORK = {"training": "train", "evaluation": "evaluation"}
+"""What a speed of efficiency.json is of -> the word in its key."""
+
+
+def _evaluation(path: Path, runs: Sequence[StudyRun]) -> list[dict[str, Any]]:
+    """Return the records of the evaluation, which name runs and methods as the study does."""
+    records = read_records(path) if path.exists() else []
+    if len(found := {(record["validation"], record["tokenizer"]) for record in records}) > 1:
+        raise ConfigError(
+            f"{path}: holds results of {len(found)} validation sets or tokenizers, whose "
+            "perplexities cannot be compared. Make a study of each"
+        )
+    methods = {run.name: run.method for run in runs}
+    for record in records:
+        # Without the folder, so that a report does not depend on where the study is.
+        name = PurePath(record["run"]).name
+        checkpoint = f"{name}/{PurePath(record['checkpoint']).name}"
+        record |= {"run": name, "method": methods[name], "checkpoint": checkpoint}
+    return records
 
 
 def _growth(run: Path) -> dict[int, dict[int, float]]:
     """Return window length -> step -> perplexity of RUN/metrics.jsonl; nothing without a file."""
-    path = run / "metrics.jsonl"
     found: dict[int, dict[int, float]] = {}
-    for record in _read(path, lambda: [r for r in read_metrics(path) if is_evaluation(r)]):
-        if record.get("protocol") in (NONOVERLAPPING, MASKED):
-            length, step, value = (record.get(key) for key in ("length", "step", "perplexity"))
-            if isinstance(length, int) and isinstance(step, int) and isinstance(value, int | float):
-                found.setdefault(length, {})[step] = float(value)
+    for record in filter(is_evaluation, read_metrics(run / "metrics.jsonl")):
+        if record["protocol"] in (NONOVERLAPPING, MASKED):
+            value = number(record["perplexity"])
+            found.setdefault(record["length"], {})[record["step"]] = value
     return found
-
-
-def _read(path: Path, read: Callable[[], T]) -> T:
-    """Return what `read` reads from a file.
-
-    Raises:
-        ConfigError: The file is missing or is not what a study has written.
-    """
-    try:
-        return read()
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: does not exist, so {path.parent} is no study's directory. Name one that "
-            "`pretrain study` has made"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({type(error).__name__}: {error}). `pretrain study` writes it "
-            "anew once it is removed"
-        ) from None
 
 
 # ---- token frequencies -------------------------------------------------------------------------
@@ -266,22 +151,14 @@ def parse_unigram(content: Mapping[str, Any], record: Mapping[str, Any]) -> Unig
     """Return what STUDY/unigram.json holds; None where it is of another text than a record.
 
     Args:
-        content: The file's content.
+        content: The file's content; empty without a file.
         record: Any record of the evaluation.
-
-    Raises:
-        ValueError: The entropy is none that so many tokens can have; other errors where a key is
-            missing or of another type.
     """
     # Records have the beginning of the text's SHA-256.
-    same = str(content["validation"]).startswith(str(record["validation"]))
+    same = str(content.get("validation")).startswith(record["validation"])
     if not same or content["tokens"] != record["tokens"]:
         return None
-    found = Unigram(float(content["loss_nats"]), int(content["tokens"]))
-    # That of tokens which all differ, with room for rounding.
-    if not 0 <= found.loss_nats <= math.log(found.tokens) + 1e-9:
-        raise ValueError(f"loss_nats = {found.loss_nats}: no entropy of {found.tokens} tokens")
-    return found
+    return Unigram(content["loss_nats"], content["tokens"])
 
 
 # ---- early ----
@@ -365,7 +242,7 @@ def _parts(at_l: Record, beyond: Record, full: Record) -> dict[str, Gap]:
     for name, factors in weights.items():
         used = [(f, record) for f, record in zip(factors, (at_l, beyond, full)) if f]
         value = sum(f * number(record["loss_nats"]) for f, record in used)
-        low, high = _interval([(f, record.get(KEY)) for f, record in used])
+        low, high = _interval([(f, record.get(BLOCKS)) for f, record in used])
         parts[name] = Gap(low, value, high)
     return parts
 

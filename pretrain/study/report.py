@@ -11,68 +11,78 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
-from pathlib import Path
 
 from markdown_it import MarkdownIt
 
 from pretrain.config import writing
-from pretrain.evaluation.curves import (
+from pretrain.evaluation.figures import Frame, Line, lines_by_length, lines_by_position
+from pretrain.evaluation.judge import Gap, Judgement, Verdict, gap, judge
+from pretrain.evaluation.records import (
+    Curve,
     Table,
+    Value,
+    finite_or_none,
     full_name,
+    grouped,
     length_in_words,
     length_table,
+    position_curves,
     relative_length,
     source_table,
 )
-from pretrain.evaluation.judge import Gap, Judgement, Verdict, judge
-from pretrain.evaluation.records import finite_or_none, to_csv
-from pretrain.evaluation.report import INTERVALS_EXPLAINED, protocols_explained
-from pretrain.evaluation.windows import SLIDING
-from pretrain.rundir.files import make_directory, replace_file
-from pretrain.study import published, reading
-from pretrain.study.figures import FORMATS, Figure, figures
-from pretrain.study.published import (
-    RATIOS_FROM,
-    Beside,
-    Cost,
-    cost_table,
-    perplexity_table,
+from pretrain.evaluation.report import (
+    INTERVALS_EXPLAINED,
+    Page,
+    plain,
+    protocols_explained,
+    write_files,
 )
-from pretrain.study.reading import CONTEXT, EARLY, TOTAL, Gain, Study, read_study
+from pretrain.evaluation.windows import SLIDING
+from pretrain.study import published, reading
+from pretrain.study.published import RATIOS_FROM, cost_table, costs, perplexity_table
+from pretrain.study.reading import CONTEXT, EARLY, TOTAL, Results
+from pretrain.study.runs import FINISHED, dump_study, not_asked, other_differences
 
-# ---- Turn a report in Markdown into one HTML page that needs no other file ----
+RATIO = ("low", "value", "high")
+"""Keys of a case's ratio in claims.json."""
 
 
-KINDS = {".svg": "image/svg+xml", ".csv": "text/csv", ".json": "application/json"}
-"""Ending of a file that a page holds -> its media type."""
+def write_study_report(results: Results) -> None:
+    """Write STUDY/report/: report.md, report.html, claims.json and figures.
+
+    Equal results give an equal report, byte for byte.
+
+    Raises:
+        RunFailed: The report cannot be written.
+    """
+    judged = judge(results.evidence)
+    page = report(results, judged)
+    text, title = page.text(), results.study.asked.title
+    files = {**page.files, "claims.json": claims_json(judged)}
+    # The text comes last: where it exists, the files that it shows do.
+    files |= {"report.html": to_html(title, page).encode(), "report.md": text.encode()}
+    folder = results.study.directory / "report"
+    with writing(folder):
+        write_files(folder, files)
 
 
-def to_page(title: str, markdown: str, files: Mapping[str, bytes]) -> str:
-    """Return a page with a report's text, and with the files that it shows or links inside.
+def to_html(title: str, page: Page) -> str:
+    """Return a report as one HTML page that needs no other file, with its figures inside.
 
     What the text holds as HTML is shown as it is written, not run.
-
-    Args:
-        title: The page's title.
-        markdown: The report.
-        files: Path as in the report -> content. A figure that is shown as PNG is put in as SVG.
     """
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    body = parser.render(markdown)
+    body = re.sub(r' <a href="[^"]+\.svg">SVG</a>', "", parser.render(page.text()))
     # The anchors that links in the Markdown name, as GitHub makes them.
     body = re.sub(r"<h3>(\w+)</h3>", lambda m: f'<h3 id="{m[1].lower()}">{m[1]}</h3>', body)
-    body = re.sub(
-        r'(?<=<img src=")([^"]+)\.png(?=")', lambda m: _inside(m[1] + ".svg", files), body
-    )
+
+    def inside(match: re.Match[str]) -> str:
+        content = base64.b64encode(page.files[f"{match[1]}.svg"]).decode()
+        return f'<img src="data:image/svg+xml;base64,{content}"'
+
+    body = re.sub(r'<img src="([^"]+)\.png"', inside, body)
     # A figure scrolls by itself where the page is narrower than its words can be read at.
     body = re.sub(r"<p>(<img [^>]*>)</p>", r"<figure>\1</figure>", body)
-    # The figure itself is that SVG, so a link to it says nothing new.
-    body = re.sub(r'<a href="[^"]+\.svg">SVG</a>, ', "", body)
-    body = re.sub(
-        r'<a href="([^":#]+)">',
-        lambda m: f'<a download="{m[1].rpartition("/")[2]}" href="{_inside(m[1], files)}">',
-        body,
-    )
     style = resources.files("pretrain.study").joinpath("report.css").read_text("utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -80,25 +90,6 @@ def to_page(title: str, markdown: str, files: Mapping[str, bytes]) -> str:
         f"<title>{html.escape(title)}</title>\n<style>\n{style}</style>\n</head>\n"
         f"<body>\n{body}</body>\n</html>\n"
     )
-
-
-def _inside(path: str, files: Mapping[str, bytes]) -> str:
-    """Return a file as a URL that holds its content; the path itself where there is no such file.
-
-    Args:
-        path: Path as in the report, escaped for HTML.
-        files: Path -> content.
-    """
-    content = files.get(html.unescape(path))
-    if content is None:
-        return path
-    kind = KINDS[path[path.rindex(".") :]]
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
-
-
-def plain(text: str) -> str:
-    """Return text that Markdown shows as it is, on one line."""
-    return re.sub(r"([\\`*_\[\]<>#&])", r"\\\1", " ".join(text.split()))
 
 
 def as_code(text: str, language: str = "") -> str:
@@ -113,9 +104,7 @@ def as_code(text: str, language: str = "") -> str:
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
 
-# ---- Write the sections of a study's report in Markdown ----
-
-
+# ---- the sections ------------------------------------------------------------------------------
 ONE_SEED = (
     "Where a verdict stands on one seed, only the noise of the text was considered: how far "
     "another seed of the training would move the value is not known."
@@ -142,57 +131,48 @@ EARLY_EXPLAINED = (
 )
 
 
-def report(
-    study: Study,
-    judged: Sequence[Judgement],
-    rows: Sequence[Beside],
-    costs: Sequence[Cost],
-    gains: Sequence[Gain],
-    figures: Mapping[str, Figure],
-) -> str:
-    """Return report.md.
+def report(results: Results, judged: Sequence[Judgement]) -> Page:
+    """Return the report.
 
     Args:
-        study: The study.
+        results: What the study has so far.
         judged: The verdicts.
-        rows: Perplexities beside the published ones.
-        costs: Speed and memory beside sinusoidal positions.
-        gains: What longer windows gain.
-        figures: The figures by name.
     """
-    parts = [
-        f"# {plain(study.title)}",
-        _in_short(study, judged),
-        "## What was asked",
-        as_code(study.command, "sh"),
-        *([as_code(study.asked, "toml")] if study.asked else []),
-        "## Runs",
-        *_runs(study),
-        "## The published claims",
-        *_claims(judged, study.published or RATIOS_FROM),
-        "## Perplexity by length",
-        *_perplexity(study, rows, figures),
-        "## Loss by position, and early tokens",
-        *_early(study, gains, figures),
-        "## Speed and memory",
-        *_costs(study, costs, figures),
-        "## Growth over training",
-        *_growth(figures),
-        "## How to read it",
-        protocols_explained([r for c in study.curves for rs in c.records.values() for r in rs]),
-        INTERVALS_EXPLAINED,
-        _source(),
-        "The files in `data/` hold the exact numbers of every figure.",
-    ]
-    if study.curves:
-        parts.append(source_table(study.curves).markdown())
-    return "\n\n".join(parts) + "\n"
+    study, curves = results.study, results.curves
+    page = Page(f"# {plain(study.asked.title)}", _in_short(results, judged))
+    page.add("## What was asked", as_code(study.command, "sh"))
+    page.add(as_code(dump_study(study.asked), "toml"))
+    page.add("## Runs", *_runs(results))
+    page.add("## The published claims", *_claims(judged, study.asked.published or RATIOS_FROM))
+    page.add("## Perplexity by length")
+    if curves:
+        _add_perplexity(page, results)
+    else:
+        page.add("No run has been evaluated.")
+    page.add("## Loss by position, and early tokens")
+    if positions := position_curves(curves):
+        caption = (
+            "Loss by position in the longest window of each curve, over ranges that widen with the "
+            "position."
+        )
+        page.show("figures/position", caption, *lines_by_position(positions))
+    page.add(*_early(results))
+    page.add("## Speed and memory", *_costs(results))
+    page.add("## Growth over training")
+    if grown := _growth(results):
+        page.show("figures/growth", *grown)
+    else:
+        page.add("No run has evaluated while it trained.")
+    records = [record for c in curves for each in c.records.values() for record in each]
+    page.add("## How to read it", protocols_explained(records), INTERVALS_EXPLAINED, _source())
+    page.add(source_table(curves).markdown() if curves else "")
+    return page
 
 
-def _in_short(study: Study, judged: Sequence[Judgement]) -> str:
+def _in_short(results: Results, judged: Sequence[Judgement]) -> str:
     """Return the outcome in two sentences."""
     counts = Counter(each.verdict.short for each in judged)
-    states = Counter(run.state for run in study.runs)
+    states = Counter(state.state for _, state in results.states)
     runs = ", ".join(f"{count} {state}" for state, count in states.items()) or "none"
     return (
         f"Of {len(judged)} published claims, {counts[Verdict.PASSES.short]} pass, "
@@ -201,31 +181,27 @@ def _in_short(study: Study, judged: Sequence[Judgement]) -> str:
     )
 
 
-def _runs(study: Study) -> Iterable[str]:
+def _runs(results: Results) -> Iterable[str]:
     """Yield the table of runs, and what is missing of them."""
+    study = results.study
     rows = [
-        [r.name, r.method, str(r.train_length), str(r.seed), r.state, plain(r.reason) or "-"]
-        for r in study.runs
+        [r.name, r.method, str(r.train_length), str(r.seed), s.state, plain(s.reason) or "-"]
+        for r, s in results.states
     ]
     header = ["run", "method", "L", "seed", "state", "reason"]
     yield Table("Runs of the study", header, rows, names=len(header)).markdown()
-    if study.not_asked:
+    if beside := not_asked(study):
         yield (
-            f"**In `runs/`, but not in the study file: {plain(', '.join(study.not_asked))}. No "
-            "part of the results.**"
+            f"**In `runs/`, but not in the study file: {plain(', '.join(beside))}. No part of the "
+            "results.**"
         )
-    if study.differences:
+    if differ := other_differences(study):
         yield (
             "**The runs differ in more than method, training length and seed, so every comparison "
-            f"below is one of that too: {plain('. '.join(study.differences))}.**"
+            f"below is one of that too: {plain('. '.join(differ))}.**"
         )
-    for finished, evaluated, words in (
-        (False, False, "Not in the results: {}.** The others stand alone below."),
-        (False, True, "Not finished, and evaluated as far as they had come: {}.**"),
-        (True, False, "Finished and not evaluated: {}.** `pretrain study` evaluates them."),
-    ):
-        if names := study.runs_that(finished=finished, evaluated=evaluated):
-            yield "**" + words.format(", ".join(names))
+    if names := [run.name for run, state in results.states if state.state != FINISHED]:
+        yield f"**Not in the results: {', '.join(names)}.** The others stand alone below."
 
 
 # ---- claims --------------------------------------------------------------------------------------
@@ -244,7 +220,7 @@ def _claims(judged: Sequence[Judgement], model: str) -> Iterable[str]:
     header = ["claim", "verdict", f"on the published numbers ({model})", "statement"]
     yield Table("Verdicts", header, rows, names=len(header)).markdown()
     yield VERDICTS_EXPLAINED
-    yield "Every case with its numbers is in [claims.json](claims.json)."
+    yield "Every case with its numbers is in claims.json."
     for each in judged:
         claim = each.claim
         yield f"### {claim.id}"
@@ -284,44 +260,45 @@ def _tokens(tokens: int | None, seeds: int | None) -> str:
 
 
 # ---- numbers -------------------------------------------------------------------------------------
-def _perplexity(
-    study: Study, rows: Sequence[Beside], figures: Mapping[str, Figure]
-) -> Iterable[str]:
-    """Yield figures and tables of perplexities."""
-    if not study.curves:
-        yield "No run has been evaluated."
-        return
-    yield from _show(figures, "extrapolation")
-    yield length_table(study.curves).markdown()
-    yield _unigram(study)
-    yield from _show(figures, "ratio")
-    if study.published:
-        yield (
-            f"Published perplexities are those of {study.published}. The ratio to the perplexity "
-            "at L carries over between models and texts; the published one is that of the same L, "
-            "or of the nearest one that has the same multiple."
+def _add_perplexity(page: Page, results: Results) -> None:
+    """Add figures and tables of perplexities."""
+    curves, model = results.curves, results.study.asked.published
+    caption = "Perplexity by the length of validation windows. Dotted lines mark training lengths."
+    page.show("figures/extrapolation", caption, *lines_by_length(curves))
+    page.add(length_table(curves).markdown(), _unigram(results))
+    lines, frame = _ratios(curves, model or RATIOS_FROM)
+    if lines:
+        caption = (
+            "Perplexity as a ratio to that at the training length, by length in training lengths; "
+            "below, the same of the published numbers."
+        )
+        page.show("figures/ratio", caption, lines, frame)
+    if model:
+        page.add(
+            f"Published perplexities are those of {model}. The ratio to the perplexity at L "
+            "carries over between models and texts; the published one is that of the same L, or of "
+            "the nearest one that has the same multiple."
         )
     else:
-        yield (
+        page.add(
             "The study names no published numbers: its text or its tokenizer is another, so that "
             "perplexities are not comparable. The ratio to the perplexity at L is, and stands "
             f"beside that of {RATIOS_FROM} at the same L, or at the nearest one that has the same "
             "multiple."
         )
+    rows = published.perplexities_beside(curves, model)
     shown = [row for row in rows if row.same or row.at_multiple]
     if any(row.curve.protocol.startswith(SLIDING) for row in shown):
-        yield (
+        page.add(
             "Published sliding windows move by one token. Longer strides, as in the protocol of a "
             "row, leave less context and raise the perplexity."
         )
-    if shown:
-        yield perplexity_table(shown, study.published).markdown()
-    yield "[CSV](data/perplexity.csv), with the values that nothing published stands beside."
+    page.add(perplexity_table(shown, model).markdown() if shown else "")
 
 
-def _unigram(study: Study) -> str:
+def _unigram(results: Results) -> str:
     """Return what the text's token frequencies alone predict, and which runs are no better."""
-    known = study.evidence.unigram
+    known = results.evidence.unigram
     if known is None:
         return (
             "The frequencies of the scored tokens are not counted, so whether a run has learned "
@@ -332,15 +309,15 @@ def _unigram(study: Study) -> str:
         f"perplexity of {math.exp(known.loss_nats):.2f} on them ({known.loss_nats:.4f} nats a "
         "token, which is their entropy)."
     )
-    why = [found for curve in study.curves if (found := study.evidence.untrained(curve))]
+    why = [found for curve in results.curves if (found := results.evidence.untrained(curve))]
     if why:
         words += f" **No better at L, and so part of no claim: {plain('; '.join(why))}.**"
     return words
 
 
-def _early(study: Study, gains: Sequence[Gain], figures: Mapping[str, Figure]) -> Iterable[str]:
-    """Yield the figure of losses by position, and what early tokens have to do with it."""
-    yield from _show(figures, "position")
+def _early(results: Results) -> Iterable[str]:
+    """Yield what early tokens have to do with the gain of longer windows."""
+    gains = reading.gains(results.curves)
     if not gains:
         yield (
             "Early tokens cannot be separated from longer context: windows longer than L, and "
@@ -357,42 +334,26 @@ def _early(study: Study, gains: Sequence[Gain], figures: Mapping[str, Figure]) -
         parts = [_nats(gain.parts[name]) for name in (TOTAL, EARLY, CONTEXT)]
         rows.append([full_name(gain.curve), at, gain.how, f"{gain.tokens:,}", *parts])
     header = ["curve", "windows of", "context of L from", "tokens", *(TOTAL, EARLY, CONTEXT)]
-    title = "Nats per token gained over windows of L (95 % interval); all lengths are in the CSV"
+    title = "Nats per token gained over windows of L (95 % interval)"
     yield Table(title, header, rows, names=3).markdown()
-    yield "[CSV](data/early_tokens.csv)"
 
 
-def _costs(study: Study, costs: Sequence[Cost], figures: Mapping[str, Figure]) -> Iterable[str]:
-    """Yield the figure and the table of speed and memory."""
-    for line in study.unmeasured:
+def _costs(results: Results) -> Iterable[str]:
+    """Yield the table of speed and memory."""
+    for line in results.unmeasured:
         yield f"**Not measured: {plain(line)}.**"
-    if not costs:
+    found = costs(results.evidence)
+    if not found:
         yield (
             "Not measured: there is no efficiency.json, or it has no sinusoidal positions to "
             "compare with."
         )
         return
-    yield from _show(figures, "efficiency")
-    yield cost_table(costs, plain(study.evidence.device)).markdown()
+    yield cost_table(found, plain(results.evidence.device)).markdown()
     yield (
         "In brackets are the least and the largest ratio of the rounds, each of one method's speed "
         "to sinusoidal positions' in the same round. The published numbers are of one V100."
     )
-
-
-def _growth(figures: Mapping[str, Figure]) -> Iterable[str]:
-    """Yield the figure of perplexity over training."""
-    if "growth" not in figures:
-        yield "No run has evaluated while it trained."
-    yield from _show(figures, "growth")
-
-
-def _show(figures: Mapping[str, Figure], name: str) -> Iterable[str]:
-    """Yield a figure with its caption, if there is one."""
-    if name in figures:
-        caption = figures[name].caption
-        yield f"![{plain(figures[name].in_words())}](figures/{name}.png)"
-        yield f"{caption} [SVG](figures/{name}.svg), [CSV](data/{name}.csv)"
 
 
 def _source() -> str:
@@ -412,107 +373,6 @@ def _nats(part: Gap) -> str:
     if math.isnan(part.low):
         return f"{part.value:+.4f}"
     return f"{part.value:+.4f} ({part.low:+.4f} to {part.high:+.4f})"
-
-
-# ---- files ---------------------------------------------------------------------------------------
-def perplexity_csv(rows: Sequence[Beside]) -> bytes:
-    """Return perplexities beside the published ones, each number as it is, as CSV."""
-    fields = ["method", "train_length", "protocol", "length", "perplexity", "ratio"]
-    fields += ["published", "published_key", "published_ratio", "published_ratio_keys"]
-    table = []
-    for row in rows:
-        table.append(
-            [
-                *(row.curve.name, row.curve.train_length, row.curve.protocol, row.length),
-                row.value,
-                row.to_l or "",
-                *((row.same.value, row.same.key) if row.same else ("", "")),
-                *((row.at_multiple.value, row.at_multiple.key) if row.at_multiple else ("", "")),
-            ]
-        )
-    return to_csv(fields, table)
-
-
-def gains_csv(gains: Sequence[Gain]) -> bytes:
-    """Return what longer windows gain, of every curve and length, as CSV."""
-    fields = ["method", "train_length", "length", "multiple", "tokens", "context_of_L_from"]
-    fields += ["part", "nats", "low", "high"]
-    rows = []
-    for gain in gains:
-        trained = gain.curve.train_length
-        words = [gain.curve.name, trained, gain.length, relative_length(gain.length / trained)]
-        for name, part in gain.parts.items():
-            ends = ["" if math.isnan(end) else end for end in (part.low, part.high)]
-            rows.append([*words, gain.tokens, gain.how, name, part.value, *ends])
-    return to_csv(fields, rows)
-
-
-FIGURES = ("extrapolation", "ratio", "position", "efficiency", "growth")
-"""Names of all figures that a report may have."""
-TABLES = ("perplexity", "early_tokens")
-"""Names of the tables that are written as CSV beside the numbers of the figures."""
-
-RATIO = ("low", "value", "high")
-"""Keys of a case's ratio in claims.json."""
-
-
-def write_study_report(directory: Path) -> None:
-    """Write STUDY/report/ from what the study has so far.
-
-    Reads STUDY/study.json, STUDY/evaluation/ and, where they are there, STUDY/efficiency.json and
-    the metrics.jsonl of the runs. What is missing or has failed is said in the report. Equal files
-    give an equal report, byte for byte.
-
-    Args:
-        directory: STUDY, the study's directory.
-
-    Raises:
-        ConfigError: `directory` holds no study.json, or a file in it cannot be read.
-        RunFailed: The report cannot be written.
-    """
-    study = read_study(directory)
-    judged = judge(study.evidence)
-    costs = published.costs(study.evidence)
-    gains = reading.gains(study.curves)
-    drawn = figures(study, costs)
-    assert set(drawn) <= set(FIGURES)
-    rows = published.perplexities_beside(study.curves, study.published)
-    text = report(study, judged, rows, costs, gains, drawn)
-    files = _files(drawn)
-    files["claims.json"] = claims_json(judged)
-    if rows:
-        files["data/perplexity.csv"] = perplexity_csv(rows)
-    if gains:
-        files["data/early_tokens.csv"] = gains_csv(gains)
-    files["report.html"] = to_page(study.title, text, files).encode()
-    # The text comes last: where it exists, the files that it shows do.
-    files["report.md"] = text.encode()
-    with writing(directory / "report"):
-        _write(directory / "report", files)
-
-
-def _files(drawn: Mapping[str, Figure]) -> dict[str, bytes]:
-    """Return the files of the figures and their numbers, by their paths in the report."""
-    files: dict[str, bytes] = {}
-    for name, figure in drawn.items():
-        pictures = figure.pictures()
-        files |= {f"figures/{name}.{kind}": pictures[kind] for kind in FORMATS}
-        files[f"data/{name}.csv"] = figure.csv()
-    return files
-
-
-def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write a report's files, and remove those that an earlier report of the study left.
-
-    Files of other names, which a user may have put there, stay.
-    """
-    for path, content in files.items():
-        make_directory((folder / path).parent)
-        replace_file(folder / path, content)
-    ours = {f"figures/{name}.{kind}" for name in FIGURES for kind in FORMATS}
-    ours |= {f"data/{name}.csv" for name in (*FIGURES, *TABLES)}
-    for name in sorted(ours - set(files)):
-        (folder / name).unlink(missing_ok=True)
 
 
 def claims_json(judged: Sequence[Judgement]) -> bytes:
@@ -543,3 +403,126 @@ def claims_json(judged: Sequence[Judgement]) -> bytes:
         ]
         rows.append(claim | {"verdict": each.verdict.value, "cases": cases})
     return (json.dumps(rows, indent=1, allow_nan=False) + "\n").encode()
+
+
+# ---- figures -----------------------------------------------------------------------------------
+def _ratios(mine: Sequence[Curve], model: str) -> tuple[list[Line], Frame]:
+    """Return the lines of perplexities as ratios to those at L, this study's and the paper's."""
+    groups = {"this study": mine, f"published ({model})": _nearest(mine, model)}
+    lines = []
+    for whose, curves in groups.items():
+        for curve in sorted(curves, key=lambda c: c.train_length):
+            trained = curve.train_length
+            lengths = [n for n in curve.records if n >= trained]
+            if trained not in curve.records or len(lengths) < 2:
+                continue
+            xs = [n / trained for n in lengths]
+            values = [_ratio(curve, n, trained) for n in lengths]
+            name = curve.name if curves is mine else curve.method
+            lines.append(Line(f"{curve.kind}, {whose}", name, f"L = {trained}", xs, values))
+    # Colours go from dark to light with L, in the order of the lines.
+    lines.sort(key=lambda line: int(line.colour.removeprefix("L = ")))
+    drawn = {line.panel for line in lines}
+    panels = [panel for whose in groups for panel in sorted(drawn) if panel.endswith(whose)]
+    powers = sorted({2 ** round(math.log2(x)) for line in lines for x in line.xs})
+    frame = Frame(
+        "Evaluation length (in training lengths L)",
+        "Perplexity / perplexity at L",
+        ticks={float(x): relative_length(x) for x in powers},
+        bars="range in which\nnoise puts it",
+        panels=panels,
+    )
+    return lines, frame
+
+
+def _nearest(mine: Sequence[Curve], model: str) -> list[Curve]:
+    """Return the published curves that reach beyond L, of the training lengths nearest to ours."""
+    found: dict[Curve, None] = {}
+    for curve in mine:
+        alike = [
+            other
+            for other in published.evidence(model).curves
+            if (other.method, other.kind) == (curve.method, curve.kind)
+            and max(other.records) > other.train_length
+        ]
+        if alike:
+            trained = curve.train_length
+            nearest = min(alike, key=lambda c: abs(math.log(c.train_length / trained)))
+            found[nearest] = None
+    return list(found)
+
+
+def _ratio(curve: Curve, length: int, trained: int) -> Value:
+    """Return the ratio of a perplexity to that at L, with its range."""
+    low, value, high = gap(curve, length, curve, trained).ratios()
+    return Value(value, math.nan, math.nan) if low == high else Value(value, low, high)
+
+
+# ---- growth --------------------------------------------------------------------------------------
+def _growth(results: Results) -> tuple[str, list[Line], Frame] | None:
+    """Return validation perplexity over training steps with its caption, the seeds as one."""
+    growth = results.growth
+    grown = [run for run in results.study.runs if growth.get(run.name)]
+    groups = grouped(grown, lambda run: (run.method, run.train_length))
+    lengths = {
+        key: set.intersection(*(set(growth[run.name]) for run in runs))
+        for key, runs in groups.items()
+    }
+    multiple = _longest_multiple(lengths)
+    panels = {"At the training length L": 1} | (
+        {f"At {multiple} L": multiple} if multiple > 1 else {}
+    )
+    several = len({length for _, length in groups}) > 1
+    lines = []
+    for (method, trained), runs in sorted(groups.items(), key=lambda item: item[0][1]):
+        colour = f"L = {trained}" if several else method
+        for panel, times in panels.items():
+            length = times * trained
+            if length in lengths[method, trained]:
+                values = _mean([growth[run.name][length] for run in runs])
+                xs = [float(step) for step in values]
+                lines.append(Line(panel, method, colour, xs, list(values.values()), len(runs) > 1))
+    if not lines:
+        return None
+    caption = "Validation perplexity over training, at the training length L"
+    if multiple > 1:
+        caption += (
+            f" and at {multiple} L, the longest multiple of L at which all of these runs were "
+            "evaluated while training. It is another length for each L."
+        )
+    else:
+        caption += ". There is no longer multiple of L at which all of these runs were evaluated."
+    drawn = {line.panel for line in lines}
+    panels_drawn = [panel for panel in panels if panel in drawn]
+    return caption, lines, Frame("Training step", "Perplexity", panels=panels_drawn)
+
+
+def _longest_multiple(lengths: Mapping[tuple[str, int], set[int]]) -> int:
+    """Return the longest multiple of L that all have, 1 where they have none.
+
+    One length in tokens would be far beyond L for some and near it for others; as multiples of
+    their own L, runs of several training lengths are asked for the same extrapolation.
+
+    Args:
+        lengths: (method, L) -> window lengths.
+    """
+    each = [
+        {length // trained for length in found if length % trained == 0}
+        for (_, trained), found in lengths.items()
+    ]
+    return max(set.intersection(*each), default=1) if each else 1
+
+
+def _mean(by_seed: Sequence[Mapping[int, float]]) -> dict[int, Value]:
+    """Return step -> the geometric mean of the seeds with the least and the largest."""
+    found = {}
+    for step in sorted(set.intersection(*(set(each) for each in by_seed))):
+        values = [each[step] for each in by_seed]
+        if not all(math.isfinite(value) and value > 0 for value in values):
+            found[step] = Value(math.nan, math.nan, math.nan)
+        elif len(values) == 1:
+            found[step] = Value(values[0], math.nan, math.nan)
+        else:
+            mean = math.exp(sum(map(math.log, values)) / len(values))
+            found[step] = Value(mean, min(values), max(values))
+    return found

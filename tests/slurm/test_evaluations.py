@@ -164,8 +164,11 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
     assert {p.name for p in (run / "evaluations").iterdir() if p.is_file()} == {
         "plan.json",
         "curve.json",
-        "curve.csv",
-        *(f"{name}.{kind}" for name in ("curve", "steps") for kind in ("png", "svg", "pdf")),
+        *(
+            f"{name}.{kind}"
+            for name in ("curve", "curve_positions", "steps")
+            for kind in ("png", "svg")
+        ),
         "report.md",
     }
 

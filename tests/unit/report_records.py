@@ -8,8 +8,7 @@ import math
 import numpy as np
 from PIL import Image
 
-from pretrain.evaluation.curves import Binned
-from pretrain.evaluation.records import FIELDS, PositionLosses
+from pretrain.evaluation.records import FIELDS, Binned, PositionLosses
 
 
 def make_record(method="alibi", protocol="nonoverlapping", length=128, perplexity=20.0, **changes):

@@ -7,22 +7,22 @@ import math
 
 import numpy as np
 
-from pretrain.evaluation.curves import POSITION_FIELDS, Binned, position_rows
 from pretrain.evaluation.records import (
-    BLOCK_FIELDS,
+    BLOCKS,
+    POSITIONS,
+    Binned,
     BlockLosses,
     PositionLosses,
-    block_key,
-    block_rows,
-    blocks_path,
-    curve_json,
-    to_csv,
-    with_blocks,
+    records_json,
 )
+from pretrain.study.reading import read_results
+from pretrain.study.runs import State, Study, StudyFile, StudyRun
+from tests.conftest import tiny_config
 from tests.unit.report_records import make_record
 
 METHODS = ("alibi", "sinusoidal", "rotary", "t5", "alibi_trained_slopes")
 TRAINED = (64, 128)
+SLOPES = {"method": "alibi", "trainable_slopes": True}
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 STRIDE = 32
 AT_L = {
@@ -111,36 +111,36 @@ def rows(speeds=None, memory=None, rounds=(1.0, 1.001, 0.999)):
     ]
 
 
-def make_positions(records):
-    """Return losses by position of every nonoverlapping record: early tokens are worse."""
-    positions = {}
+def with_positions(records):
+    """Return the records, the nonoverlapping ones with losses by position: early ones are worse."""
+    found = []
     for record in records:
-        if record["protocol"] == "nonoverlapping":
-            length = record["length"]
-            shape = 1 / np.sqrt(np.arange(1, length + 1))
-            losses = record["loss_nats"] + shape - shape.mean()
-            key = record["checkpoint"], length
-            counts = np.full(length, record["tokens"] // length)
-            positions[key] = Binned.of(PositionLosses(losses, counts))
-    return positions
+        length = record["length"]
+        shape = 1 / np.sqrt(np.arange(1, length + 1))
+        losses = record["loss_nats"] + shape - shape.mean()
+        counts = np.full(length, record["tokens"] // length)
+        binned = Binned.of(PositionLosses(losses, counts))
+        is_whole = record["protocol"] == "nonoverlapping"
+        found.append(record | ({POSITIONS: binned} if is_whole else {}))
+    return found
 
 
-def make_blocks(records, blocks=25):
-    """Return losses by block: some are hard for all, and a value's own noise is small."""
-    found = {}
+def with_blocks(records, blocks=25):
+    """Return the records with losses by block: some are hard for all, own noise is small."""
+    found = []
     for i, record in enumerate(records):
         hard = np.random.default_rng(1).normal(0, 0.3, blocks)
         own = np.random.default_rng(i + 10).normal(0, 0.001, blocks)
         counts = np.full(blocks, record["tokens"] / blocks)
         losses = record["loss_nats"] + hard - hard.mean() + own - own.mean()
-        found[block_key(record)] = BlockLosses(losses * counts, counts)
+        found.append(record | {BLOCKS: BlockLosses(losses * counts, counts)})
     return found
 
 
 def make_study(
     directory, title="A synthetic study", states=None, published="wikitext103", **changes
 ):
-    """Write a study's directory, and return it.
+    """Write what the runs of a study leave in its directory, and return its results.
 
     Args:
         directory: Made when missing.
@@ -150,57 +150,44 @@ def make_study(
         changes: As of `make_records`.
     """
     states, seeds = states or {}, changes.get("seeds", (1,))
+    asked = StudyFile(title=title, directory=str(directory), published=published)
     runs = [
-        {
-            "name": (run := name(method, trained, seed, seeds)),
-            "method": method,
-            "train_length": trained,
-            "seed": seed,
-            "directory": f"runs/{run}",
-            "state": states.get(run, ("finished", None))[0],
-            "reason": states.get(run, ("finished", None))[1],
-        }
+        StudyRun(
+            run := name(method, trained, seed, seeds),
+            tiny_config(
+                position=SLOPES if method.endswith("slopes") else {"method": method},
+                data={"sequence_length": trained},
+                batch={"micro_batch_size": 1, "global_batch_size": 1024 // trained},
+                run={"directory": str(directory / "runs" / run), "seed": seed},
+            ),
+            directory,
+        )
         for method in changes.get("methods", METHODS)
         for trained in changes.get("trained", TRAINED)
         for seed in seeds
     ]
-    directory.mkdir(parents=True, exist_ok=True)
-    study = {"title": title, "command": "pretrain study demo.toml", "published": published}
-    (directory / "study.json").write_text(json.dumps(study | {"runs": runs}))
-    (directory / "study.toml").write_text(f"title = {json.dumps(title)}\n")
-    done = {f"runs/{run['name']}" for run in runs if run["state"] == "finished"}
-    # Runs are recorded as the evaluation was given them, here below the study's directory.
+    ends = [(run, State(*states.get(run.name, ("finished", "")))) for run in runs]
+    done = {f"runs/{run.name}" for run, state in ends if state.state == "finished"}
     records = [
         # A record's method is position.method, which is that of both kinds of slopes.
         record
         | {
-            "run": str(directory / record["run"]),
             "method": record["method"].removesuffix("_trained_slopes"),
             "settings": ("b" if record["method"].endswith("slopes") else "c") * 12,
-            "checkpoint": str(directory / record["checkpoint"]),
         }
         for record in make_records(**changes)
         if record["run"] in done
     ]
+    (directory / "evaluation").mkdir(parents=True)
     if records:
-        _write_evaluation(directory / "evaluation" / "curve.json", records)
+        content = records_json(with_blocks(with_positions(records)))
+        (directory / "evaluation/curve.json").write_bytes(content)
     efficiency = {"device": "one synthetic GPU", "rounds": 3, "rows": rows()}
     (directory / "efficiency.json").write_text(json.dumps(efficiency))
-    for run in runs:
-        if run["state"] == "finished":
-            _write_metrics(directory / run["directory"], run, changes.get("perplexity"))
-    return directory
-
-
-def _write_evaluation(out, records):
-    """Write the files of an evaluation as `write_report` does, but for figures and text."""
-    out.parent.mkdir()
-    blocks = make_blocks(records)
-    rows = list(position_rows(records, make_positions(records)))
-    out.with_name("positions.csv").write_bytes(to_csv(POSITION_FIELDS, rows))
-    rows = block_rows([with_blocks(record, blocks) for record in records])
-    blocks_path(out).write_bytes(to_csv(BLOCK_FIELDS, rows))
-    out.write_bytes(curve_json(records))
+    for run, state in ends:
+        if state.state == "finished":
+            _write_metrics(run.config.directory, run, changes.get("perplexity"))
+    return read_results(Study(directory / "study.toml", asked, tuple(runs)), ends)
 
 
 def _write_metrics(run_directory, run, perplexity):
@@ -209,9 +196,9 @@ def _write_metrics(run_directory, run, perplexity):
     lines = []
     for step, factor in ((200, 1.5), (400, 1.0)):
         lines.append({"step": step, "loss_nats": 3.0})
-        for length in (n for n in LENGTHS if n >= run["train_length"]):
+        for length in (n for n in LENGTHS if n >= run.train_length):
             shape = perplexity or published_shape
-            value = shape(run["method"], run["train_length"], "nonoverlapping", length) * factor
+            value = shape(run.method, run.train_length, "nonoverlapping", length) * factor
             lines.append(
                 {
                     "step": step,

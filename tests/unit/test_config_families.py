@@ -18,8 +18,7 @@ from pretrain.config import (
 )
 from pretrain.config.load import shipped
 from pretrain.positions.base import all_keys
-from pretrain.study.runs import resolve
-from pretrain.study.schema import load_study_file
+from pretrain.study.runs import load_study_file, resolve
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

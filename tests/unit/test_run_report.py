@@ -1,6 +1,5 @@
 """The report of a run's evaluated checkpoints: each number from its own folder, in step order."""
 
-import csv
 import json
 import math
 import subprocess
@@ -11,9 +10,8 @@ import pytest
 
 from pretrain.config import ConfigError
 from pretrain.evaluation import report
-from pretrain.evaluation.curves import make_curves
 from pretrain.evaluation.figures import lines_by_step
-from pretrain.evaluation.records import curve_json, read_records
+from pretrain.evaluation.records import make_curves, records_json
 from pretrain.evaluation.report import combine, report_run
 from tests.end_to_end.commands import TIMEOUT_SECONDS
 from tests.unit.report_records import make_record
@@ -44,7 +42,7 @@ def evaluate(run, step, perplexities, **changes):
     ]
     folder = run / f"evaluations/step-{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "curve.json").write_bytes(curve_json(records))
+    (folder / "curve.json").write_bytes(records_json(records))
 
 
 def evaluate_all(run):
@@ -64,7 +62,6 @@ def curve(run):
 def test_every_number_stands_in_the_order_of_training(tmp_path):
     evaluate_all(tmp_path)
     report_run(tmp_path)
-    assert curve(tmp_path)["train_length"] == 128
     found = [
         ((r["step"], r["protocol"], r["length"]), r["perplexity"])
         for r in curve(tmp_path)["records"]
@@ -78,12 +75,6 @@ def test_every_number_stands_in_the_order_of_training(tmp_path):
     for record in curve(tmp_path)["records"]:
         assert record["checkpoint"] == f"{tmp_path}/checkpoints/step-{record['step']:08d}"
         assert record["loss_nats"] == math.log(record["perplexity"])
-    with (tmp_path / "evaluations/curve.csv").open() as file:
-        rows = [
-            (int(r["step"]), r["protocol"], int(r["length"]), float(r["perplexity"]))
-            for r in csv.DictReader(file)
-        ]
-    assert rows == [(*key, PERPLEXITIES[key]) for key in keys]
 
 
 def test_tables_and_sentences_say_what_the_numbers_say(tmp_path):
@@ -100,11 +91,6 @@ def test_tables_and_sentences_say_what_the_numbers_say(tmp_path):
     ]
     text = (tmp_path / "evaluations/report.md").read_text()
     assert "| alibi, step 300 | 300 | sliding by 64 | 50,000 | - | 25.00 +-0.51 |" in text
-    # Of the newest checkpoint: 22 / 20 = 1.1
-    assert (
-        "- alibi, nonoverlapping: best perplexity 20.00 +-0.40 at 128 tokens (L); 1.100 times "
-        "that (1.057 to 1.145) at 512 tokens (4 L), the longest length.\n"
-    ) in text
     assert "**Against the paper, alibi_stays_near_best_to_16L**" in text
     assert "Not evaluated" not in text
 
@@ -133,8 +119,8 @@ def test_it_can_be_made_again_and_nothing_else_stands_there(tmp_path):
         report_run(tmp_path)
         files = [path for path in (tmp_path / "evaluations").iterdir() if path.is_file()]
         made.append({path.name: path.read_bytes() for path in files})
-    pictures = {f"{name}.{kind}" for name in ("curve", "steps") for kind in ("pdf", "png", "svg")}
-    assert made[0].keys() == {"curve.csv", "curve.json", "report.md", *pictures}
+    pictures = {f"{name}.{kind}" for name in ("curve", "steps") for kind in ("png", "svg")}
+    assert made[0].keys() == {"curve.json", "report.md", *pictures}
     assert made[1] == made[0]
 
 
@@ -157,29 +143,9 @@ def test_what_could_not_be_evaluated_is_named_and_holds_up_nothing(tmp_path):
     assert "00000300 cannot be read" in text and "00000400" not in text
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"perplexity": "30"},
-        {"length": 0},
-        {"length": True},
-        {"method": ["alibi"]},
-        {"tokens": "many"},
-        {"seed": True},
-        {"loss_low": "low"},
-        {"bytes": 1.5},
-    ],
-)
-def test_a_bad_record_is_refused(tmp_path, change):
-    path = tmp_path / "curve.json"
-    path.write_bytes(curve_json([make_record() | change]))
-    with pytest.raises(ValueError, match=f"{next(iter(change))} = "):
-        read_records(path)
-
-
 def test_a_bad_results_folder_is_warned_about_and_left_out(tmp_path, capfd):
     evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
-    evaluate(tmp_path, 200, {("nonoverlapping", 128): 25.0}, seed=True)
+    (tmp_path / "evaluations/step-00000200").mkdir()
     (tmp_path / "evaluations/step-00000300").write_text("a file")
     assert "30.00" in report_run(tmp_path)
     assert [r["step"] for r in curve(tmp_path)["records"]] == [100]
@@ -241,12 +207,7 @@ def test_results_of_two_tokenizers_stand_beside_each_other(tmp_path):
     assert said.count("Perplexity by length") == 2 and "30.00" in said
     text = (tmp_path / "evaluations/report.md").read_text()
     assert "## Validation set eeeeeeeeeeee, tokenizer dddddddddddd" in text
-    assert (tmp_path / "evaluations/steps_eeeeeeeeeeee_dddddddddddd.png").exists()
-    # When all are of one text again, so are the figures.
-    evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
-    report_run(tmp_path)
-    names = {p.stem for p in (tmp_path / "evaluations").glob("*.png")}
-    assert names == {"steps", "curve"}
+    assert (tmp_path / "evaluations/steps_2.png").exists()
 
 
 def test_runs_that_were_evaluated_are_combined(tmp_path, capsys):

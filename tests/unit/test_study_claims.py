@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from pretrain.evaluation.curves import make_curves
 from pretrain.evaluation.judge import (
     CLAIMS,
     Evidence,
@@ -19,17 +18,17 @@ from pretrain.evaluation.judge import (
     gap,
     judge,
 )
-from pretrain.evaluation.records import with_blocks
-from pretrain.study import published, reading
+from pretrain.evaluation.records import make_curves
+from pretrain.study import published
 from tests.unit.report_records import make_record
 from tests.unit.study_files import (
     MEMORY,
     METHODS,
     SPEEDS,
-    make_blocks,
     make_records,
     published_shape,
     rows,
+    with_blocks,
 )
 
 IDS = [claim.id for claim in CLAIMS]
@@ -38,7 +37,18 @@ OF_CURVES = [name for name in IDS if name not in OF_COST]
 
 
 def as_rows(found):
-    return [reading._row(row) for row in found]
+    return [
+        Row(
+            row["method"],
+            row["train_length"],
+            {
+                "training": row["train_tokens_per_second"],
+                "evaluation": row["evaluation_tokens_per_second"],
+            },
+            row["peak_memory_bytes"],
+        )
+        for row in found
+    ]
 
 
 def verdicts(records=None, cost=None, device="one synthetic GPU", unigram=None):
@@ -229,8 +239,7 @@ def test_values_of_one_text_are_told_apart_block_by_block():
     """Intervals of 0.1 nats overlap; the paired ones, of a thousandth, do not."""
     records = make_records(spread=0.1)
     assert Verdict.NOISE in verdicts(records).values()
-    blocks = make_blocks(records)
-    assert set(verdicts([with_blocks(r, blocks) for r in records]).values()) == {Verdict.PASSES}
+    assert set(verdicts(with_blocks(records)).values()) == {Verdict.PASSES}
 
 
 def test_speeds_that_vary_more_than_they_differ_are_not_judged():

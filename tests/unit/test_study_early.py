@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pretrain.evaluation.curves import make_curves
-from pretrain.evaluation.records import BlockLosses, block_key, with_blocks
+from pretrain.evaluation.records import BLOCKS, BlockLosses, make_curves
 from pretrain.study.reading import CONTEXT, EARLY, TOTAL, gains
 from tests.unit.report_records import make_record
 
-L, LENGTHS, TOKENS, BLOCKS = 64, (64, 128, 1024), 65_536, 64
+L, LENGTHS, TOKENS, COUNT = 64, (64, 128, 1024), 65_536, 64
 
 
 def contexts(protocol, length, stride):
@@ -24,7 +23,7 @@ def contexts(protocol, length, stride):
 def measured(loss_at, stride, noise=0.0):
     """Return the curves of a model whose loss is `loss_at(context)` plus each token's own part."""
     hard = np.random.default_rng(0).normal(0, noise, TOKENS)
-    records, blocks = [], {}
+    records = []
     for protocol in ("nonoverlapping", "sliding"):
         for length in LENGTHS:
             if protocol == "sliding" and (stride is None or stride >= length):
@@ -39,10 +38,10 @@ def measured(loss_at, stride, noise=0.0):
                 perplexity=float(np.exp(losses.mean())),
                 tokens=TOKENS,
             )
-            sums = losses.reshape(BLOCKS, -1).sum(1)
-            blocks[block_key(record)] = BlockLosses(sums, np.full(BLOCKS, TOKENS / BLOCKS))
-            records.append(record)
-    return make_curves([with_blocks(record, blocks) for record in records])
+            sums = losses.reshape(COUNT, -1).sum(1)
+            losses = BlockLosses(sums, np.full(COUNT, TOKENS / COUNT))
+            records.append(record | {BLOCKS: losses})
+    return make_curves(records)
 
 
 def test_where_context_beyond_L_is_of_no_use_all_comes_from_fewer_early_tokens():

@@ -41,11 +41,3 @@ def test_the_scored_tokens_are_counted_once_for_each_text(
     assert reading.parse_unigram(json.loads(file.read_text()), record) is None
     other = {"validation": "0" * 12, "tokens": 500}
     assert reading.parse_unigram(json.loads(file.read_text()), other) is None
-
-
-@pytest.mark.parametrize("entropy", [1e9, -0.1, math.nan])
-def test_a_file_that_holds_no_entropy_is_refused(entropy: float) -> None:
-    record = {"validation": "0" * 12, "tokens": 500}
-    content = {**record, "loss_nats": entropy}
-    with pytest.raises(ValueError, match="no entropy of 500 tokens"):
-        reading.parse_unigram(content, record)

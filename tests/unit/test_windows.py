@@ -6,12 +6,12 @@ import pytest
 
 from pretrain.evaluation.windows import nonoverlapping, sliding
 
-SIZES = [1, 2, 3, 7, 8, 32, 64, 128]
+SIZES = [1, 2, 7, 8, 64]
 # The config refuses a stride longer than the window, which would leave tokens unscored.
 LENGTHS_AND_STRIDES = [(length, stride) for length in SIZES for stride in SIZES if stride <= length]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 16, 63, 64, 65, 100])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 64, 100])
 @pytest.mark.parametrize(("length", "stride"), LENGTHS_AND_STRIDES)
 def test_every_token_is_scored_once_with_the_promised_context(tokens, length, stride):
     context = {}
