@@ -287,33 +287,3 @@ def longest_rows(x_SBHD: Tensor, tile: int) -> Tensor:
     norms = x_SBHD.float().square().sum(dim=3).sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
     padded = torch.nn.functional.pad(norms.permute(1, 2, 0), (0, -length % tile))
     return padded.reshape(batch, heads, -1, tile).amax(dim=3)
-
-
-def share_visited(
-    tiles_BHTK: Tensor,
-    num_queries: int,
-    num_keys: int,
-    query_tile: int,
-    key_tile: int,
-    causal: bool,
-) -> Tensor:
-    """Return the share of tiles that each head visits, of those it would visit without skipping.
-
-    Args:
-        tiles_BHTK: The tiles that are visited, bool [B, H, query tiles, key tiles].
-        num_queries: Number of queries.
-        num_keys: Number of keys.
-        query_tile: Queries in a tile.
-        key_tile: Keys in a tile.
-        causal: A causal mask is applied, so tiles after the queries do not count.
-
-    Returns:
-        [B, H], fp64.
-    """
-    starts = torch.arange(0, num_queries, query_tile)
-    last_position = (starts + query_tile).clamp(max=num_queries) - 1 + num_keys - num_queries
-    if causal:
-        ends = last_position // key_tile + 1
-    else:
-        ends = torch.full_like(starts, -(-num_keys // key_tile))
-    return tiles_BHTK.cpu().double().sum(dim=(2, 3)) / ends.sum()

@@ -499,53 +499,6 @@ def attention_triton(
     return out
 
 
-def visited_tiles(
-    q_SBHD: Tensor,
-    k_SBGD: Tensor,
-    v_SBGD: Tensor,
-    slopes: Tensor,
-    causal: bool = True,
-    scale: float | None = None,
-    schedule: Schedule | None = None,
-    document_starts: Tensor | None = None,
-) -> tuple[Tensor, Schedule]:
-    """Run the forward pass with skipping and return the tiles it visited, for reports and tests.
-
-    Args:
-        q_SBHD: Queries, [queries, B, H, D].
-        k_SBGD: Keys, [keys, B, G, D].
-        v_SBGD: Values, [keys, B, G, D].
-        slopes: ALiBi slopes, [H].
-        causal: Apply a causal mask.
-        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
-        schedule: Block sizes; chosen by dtype, width and GPU if None.
-        document_starts: As in `pretrain.kernels.dispatch.attention`, or None.
-
-    Returns:
-        Which tiles of keys each tile of queries visited, bool [B, H, query tiles, key tiles], as
-        `skipping.visited_tiles` does and `skipping.share_visited` turns into shares; and the
-        schedule, which says how large the tiles are.
-    """
-    options = Options(
-        causal=causal,
-        scale=q_SBHD.shape[3] ** -0.5 if scale is None else scale,
-        dropout_p=0.0,
-        skip=True,
-        schedule=schedule or choose_schedule(q_SBHD),
-    )
-    inputs = Inputs(q_SBHD, k_SBGD, v_SBGD, slopes, None, None, document_starts)
-    _, _, plan = run_forward(inputs, options)
-    query_tile, key_tile = options.schedule.forward.queries, options.schedule.key_tile
-    visited = skipping.own_tiles(len(q_SBHD), len(k_SBGD), query_tile, key_tile)
-    visited = visited.to(q_SBHD.device).expand_as(plan.thresholds).clone()
-    counts, listed = plan.key_tiles[..., :1], plan.key_tiles[..., 1:].long()
-    exists = torch.arange(listed.shape[3], device=listed.device) < counts
-    # Entries beyond the count were never written, and are turned into the first that was.
-    listed = torch.where(exists, listed, listed[..., :1].where(counts > 0, 0))
-    visited |= torch.zeros_like(visited).scatter(3, listed, (counts > 0).expand_as(listed))
-    return visited, options.schedule
-
-
 class _FlashAttention(torch.autograd.Function):
     """Attention with the backward pass of FlashAttention-2: weights are recomputed from lse."""
 

@@ -43,7 +43,9 @@ class Positions(nn.Module):
         self.heads = slice(first, first + count)
         for name, (_, *rest) in self.method.tensors(config).items():
             if name.startswith(OWN):
-                part = _per_head_parameter(torch.empty(count, *rest))
+                part = nn.Parameter(torch.empty(count, *rest))
+                # Dimension 0 is this rank's heads: the mark is Megatron's for its own parameters.
+                set_tensor_model_parallel_attributes(part, is_parallel=True, dim=0, stride=1)
                 self.register_parameter(name.removeprefix(OWN), part)
         # Plain tensors and no buffers: casting the module to bf16 would round a buffer.
         self._fixed: dict[torch.device, dict[str, Any]] = {}
@@ -112,16 +114,6 @@ class AddedPositions(nn.Module):
         added = self.config.position.embedded(self.config, position_ids)
         assert added is not None
         return added.to(self.dtype_marker.dtype)
-
-
-def _per_head_parameter(tensor: Tensor) -> nn.Parameter:
-    """Return a parameter whose dimension 0 is this rank's heads.
-
-    It is marked as sharded in the way that Megatron marks its own parameters.
-    """
-    parameter = nn.Parameter(tensor)
-    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-    return parameter
 
 
 class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # Megatron ships no types

@@ -506,6 +506,7 @@ def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
     """
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+    is_first_stage = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     seen: set[int] = set()
     for chunk in chunks:
         for local_name, parameter in chunk.named_parameters():
@@ -522,27 +523,15 @@ def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
                 axis = parameter.partition_dim
                 offset[axis] = tensor_rank * shape[axis]
                 global_shape[axis] *= tensor_size
-            copy = (not sharded and tensor_rank > 0) or is_pipeline_copy(parameter, name)
+            # The tied output layer repeats the embedding of the first stage; Megatron marks it on
+            # the last one (megatron/core/models/common/language_module/language_module.py,
+            # setup_embeddings_and_output_layer). Every stage holds the position method.
+            copy = (
+                (not sharded and tensor_rank > 0)
+                or getattr(parameter, "shared", False)
+                or (name.startswith("position.") and not is_first_stage)
+            )
             yield Named(name, parameter, shape, tuple(global_shape), tuple(offset), copy)
-
-
-def is_pipeline_copy(parameter: nn.Parameter, name: str) -> bool:
-    """Return True if this stage repeats a parameter that another pipeline stage owns.
-
-    This concerns the tied output layer, which repeats the embedding of the first stage, and the
-    parameters of the position method, which every stage holds.
-
-    Args:
-        parameter: The parameter.
-        name: Its global name.
-    """
-    # Set by Megatron on the last stage when PP > 1 (megatron/core/models/common/language_module/
-    # language_module.py, setup_embeddings_and_output_layer).
-    tied_output = getattr(parameter, "shared", False)
-    repeated = name.startswith("position.") and not parallel_state.is_pipeline_first_stage(
-        ignore_virtual=True
-    )
-    return tied_output or repeated
 
 
 def _global_name(name: str, chunk: GPTModel) -> str:

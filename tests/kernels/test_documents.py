@@ -9,11 +9,12 @@ import torch
 
 from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import REFUSALS, attention, choose_backend
-from pretrain.kernels.flash.launch import Blocks, Schedule, attention_triton, visited_tiles
+from pretrain.kernels.flash.launch import Blocks, Schedule, attention_triton
 from pretrain.kernels.reference import attention_reference, dropout_keep
 from pretrain.positions.alibi import alibi_slopes
 from tests.kernels.test_choice import ALIBI
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch, run
+from tests.kernels.test_flash import visited_tiles
 
 # Lengths of the documents of each sequence of the batch.
 LENGTHS = {

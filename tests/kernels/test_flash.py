@@ -13,11 +13,19 @@ import torch
 from pretrain.kernels import skipping
 from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import _log_once, attention
-from pretrain.kernels.flash.launch import Blocks, Schedule, attention_triton, visited_tiles
+from pretrain.kernels.flash.launch import (
+    Blocks,
+    Inputs,
+    Options,
+    Schedule,
+    attention_triton,
+    choose_schedule,
+    run_forward,
+)
 from pretrain.kernels.reference import attention_reference, dropout_keep
-from pretrain.kernels.skipping import share_visited
 from pretrain.positions.alibi import alibi_slopes
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch
+from tests.kernels.test_skipping import share_visited
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Schedule(Blocks(32, 16, 4, 2), Blocks(16, 32, 4, 2), Blocks(16, 16, 4, 2), 32)
@@ -47,6 +55,52 @@ CASES = {
     "scale": (65, 65, 1, 2, 2, 16, True, "slopes", {"scale": 0.7}),
     "negative scale": (65, 65, 1, 2, 2, 16, True, "slopes", {"scale": -0.7, "skip": False}),
 }
+
+
+def visited_tiles(
+    q_SBHD: torch.Tensor,
+    k_SBGD: torch.Tensor,
+    v_SBGD: torch.Tensor,
+    slopes: torch.Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    schedule: Schedule | None = None,
+    document_starts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Schedule]:
+    """Run the forward pass with skipping and return the tiles it visited.
+
+    Args:
+        q_SBHD: Queries, [queries, B, H, D].
+        k_SBGD: Keys, [keys, B, G, D].
+        v_SBGD: Values, [keys, B, G, D].
+        slopes: ALiBi slopes, [H].
+        causal: Apply a causal mask.
+        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
+        schedule: Block sizes; chosen by dtype, width and GPU if None.
+        document_starts: As in `pretrain.kernels.dispatch.attention`, or None.
+
+    Returns:
+        Which tiles of keys each tile of queries visited, bool [B, H, query tiles, key tiles], as
+        `skipping.visited_tiles` does; and the schedule, which says how large the tiles are.
+    """
+    options = Options(
+        causal=causal,
+        scale=q_SBHD.shape[3] ** -0.5 if scale is None else scale,
+        dropout_p=0.0,
+        skip=True,
+        schedule=schedule or choose_schedule(q_SBHD),
+    )
+    inputs = Inputs(q_SBHD, k_SBGD, v_SBGD, slopes, None, None, document_starts)
+    _, _, plan = run_forward(inputs, options)
+    query_tile, key_tile = options.schedule.forward.queries, options.schedule.key_tile
+    visited = skipping.own_tiles(len(q_SBHD), len(k_SBGD), query_tile, key_tile)
+    visited = visited.to(q_SBHD.device).expand_as(plan.thresholds).clone()
+    counts, listed = plan.key_tiles[..., :1], plan.key_tiles[..., 1:].long()
+    exists = torch.arange(listed.shape[3], device=listed.device) < counts
+    # Entries beyond the count were never written, and are turned into the first that was.
+    listed = torch.where(exists, listed, listed[..., :1].where(counts > 0, 0))
+    visited |= torch.zeros_like(visited).scatter(3, listed, (counts > 0).expand_as(listed))
+    return visited, options.schedule
 
 
 def make(queries, keys, batch, heads, groups, width, causal, added, dtype, length=1.0):

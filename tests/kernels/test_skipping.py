@@ -10,10 +10,40 @@ import pytest
 import torch
 
 from pretrain.kernels import skipping
-from pretrain.kernels.skipping import share_visited, visited_tiles
+from pretrain.kernels.skipping import visited_tiles
 from pretrain.positions.alibi import alibi_slopes
 
 TILES = {"query_tile": 128, "key_tile": 128}
+
+
+def share_visited(
+    tiles_BHTK: torch.Tensor,
+    num_queries: int,
+    num_keys: int,
+    query_tile: int,
+    key_tile: int,
+    causal: bool,
+) -> torch.Tensor:
+    """Return the share of tiles that each head visits, of those it would visit without skipping.
+
+    Args:
+        tiles_BHTK: The tiles that are visited, bool [B, H, query tiles, key tiles].
+        num_queries: Number of queries.
+        num_keys: Number of keys.
+        query_tile: Queries in a tile.
+        key_tile: Keys in a tile.
+        causal: A causal mask is applied, so tiles after the queries do not count.
+
+    Returns:
+        [B, H], fp64.
+    """
+    starts = torch.arange(0, num_queries, query_tile)
+    last_position = (starts + query_tile).clamp(max=num_queries) - 1 + num_keys - num_queries
+    if causal:
+        ends = last_position // key_tile + 1
+    else:
+        ends = torch.full_like(starts, -(-num_keys // key_tile))
+    return tiles_BHTK.cpu().double().sum(dim=(2, 3)) / ends.sum()
 
 
 def visited(visits, num_keys, key_tile):
