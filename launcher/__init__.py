@@ -2,10 +2,10 @@
 
 It never imports torch: it also runs on login nodes, where torch may be missing and takes seconds.
 
-- main.py, cli.py, terminal.py: the command line, and what it prints
+- main.py, cli.py: the command line
 - slurm.py, site.py: the only file that knows Slurm's words, and what a user's cluster has
-- submit.py, sweep.py, experiment.py, status.py, look.py, control.py: on the login node, where each
-  command ends before the run does
+- submit.py, sweep.py, build.py, status.py, control.py: on the login node, where each command ends
+  before the run does
 - supervise.py, ranks.py, job.py, preflight.py: beside the ranks; on a compute node, or here
 - evaluations.py: one job for each checkpoint of a run, which both sides send
 """

@@ -146,9 +146,9 @@ def local(
         resume: Start from the run's newest checkpoint if there is one (auto), from step 0 (none),
             or from this checkpoint. Default: auto.
     """
-    from pretrain.launcher.look import print_end
     from pretrain.launcher.ranks import run_locally
-    from pretrain.rundir.jobs import LocalLaunch, already_done, check_data, is_done
+    from pretrain.launcher.status import print_end
+    from pretrain.rundir.jobs import already_done, check_data, is_done
 
     run = load_config(config, overrides)
     check_allowed(allow_changed)
@@ -164,38 +164,9 @@ def local(
     # Without --resume: from here on the run has its own checkpoint to go on from.
     again = ["launcher", "local", str(config), f"--nproc={nproc}", *settings]
     again += allow_options(allow_changed)
-    launch = LocalLaunch(tuple(again), str(Path.cwd()), nproc)
-    code = run_locally(run, nproc, train, [str(config), *settings], resume, launch=launch)
+    code = run_locally(run, nproc, train, [str(config), *settings], resume)
     print_end(run.directory, code, again)
     raise typer.Exit(code)
-
-
-@app.command()
-def run(
-    config: Config,
-    site: SiteFile,
-    request: SlurmRequest,
-    evaluations: Evaluations,
-    overrides: Overrides = [],  # noqa: B006  typer copies it
-) -> None:
-    """Build the data, train, evaluate and report on a Slurm cluster.
-
-    Does what is not done yet, in this order: builds the data set with `launcher data build`, has
-    Slurm check the job, submits it with --evaluate-checkpoints, prints what the ranks print until
-    the run is finished, waits for the evaluations and prints perplexity by length over the
-    training steps, as in RUN/evaluations/report.md.
-
-    Ctrl-C ends only the watching, except that it cancels a build. The same command goes on where
-    the run is: a job in the queue is followed, a finished run is reported.
-
-    \b
-    Examples:
-      launcher run configs/demo.toml --site slurm/site.toml
-      launcher run configs/cc100_roberta/alibi_1024.toml --site slurm/site.toml
-    """
-    from pretrain.launcher import experiment
-
-    experiment.run(config, overrides, site, request, evaluations.request())
 
 
 @app.command()
@@ -208,7 +179,6 @@ def submit(
     dry_run: bool = False,
     evaluate_checkpoints: bool = False,
     allow_changed: AllowChanged = [],  # noqa: B006
-    after: Annotated[Path | None, typer.Option(metavar="RUN")] = None,
 ) -> None:
     """Train on a Slurm cluster.
 
@@ -226,13 +196,12 @@ def submit(
     Examples:
       launcher submit configs/demo.toml --site slurm/site.toml --nodes 2 --time 12:00:00 \\
           --set batch.micro_batch_size=1 --dry-run
-      launcher submit mine.toml --site slurm/site.toml --after runs/demo/alibi \\
-          --mail me@example.org --sbatch exclude=node07
+      launcher submit mine.toml --site slurm/site.toml --dependency afterok:123 \\
+          --sbatch exclude=node07
 
     Args:
         dry_run: Print the job and when it could start, and submit nothing.
         evaluate_checkpoints: Evaluate each checkpoint when it is complete, in a job of its own.
-        after: Start when this run's job has ended well, whatever its restarts.
     """
     from pretrain.launcher.evaluations import EvaluationOptions
     from pretrain.launcher.site import load_site
@@ -252,7 +221,6 @@ def submit(
         dry_run=dry_run,
         plan=options.plan_text if options else None,
         allow_changed=allow_changed,
-        after=after,
     )
 
 
@@ -386,11 +354,11 @@ def data_build(
     Args:
         nodes: As many tasks run at the same time as so many nodes of the site have cores.
         time: Time limit of each job, as in 12:00:00. Default: the site's time_limit.
-        dry_run: Print the jobs, and the files, bytes and tasks of each corpus; submit nothing.
+        dry_run: Print the files, bytes and tasks of each corpus; submit and write nothing.
     """
-    from pretrain.launcher import experiment
+    from pretrain.launcher import build
 
-    experiment.build(config, overrides, site, nodes, time, dry_run)
+    build.build(config, overrides, site, nodes, time, dry_run)
 
 
 @data.command("array", hidden=True)
@@ -407,11 +375,11 @@ def data_array(
 
     The process that `launcher data build` becomes runs this command.
     """
-    from pretrain.launcher import experiment
+    from pretrain.launcher import build
     from pretrain.launcher.site import load_site
 
-    job = experiment.data_job(load_site(site), name, array, tasks, concurrent, time)
-    experiment.run_array(job, stop)
+    job = build.data_job(load_site(site), name, array, tasks, concurrent, time)
+    build.run_array(job, stop)
 
 
 # ---- looking after runs --------------------------------------------------------------------------
@@ -421,8 +389,8 @@ def status(
 ) -> None:
     """Show the state of runs.
 
-    Prints a table of all runs. For a single RUN also prints its attempts, and what their time was
-    spent on.
+    Prints a table of all runs. For a single RUN also prints its attempts, how each ended, and the
+    nodes that are not used any more.
 
     \b
     Examples:
@@ -432,9 +400,9 @@ def status(
     Args:
         runs: Directories of runs. Default: all runs below runs/.
     """
-    from pretrain.launcher import look
+    from pretrain.launcher.status import show_status
 
-    look.show_status(runs or [])
+    show_status(runs or [])
 
 
 @app.command()
@@ -458,14 +426,14 @@ def logs(
         rank: Print this rank only. Default: all.
         attempt: Number of the attempt. Default: the newest.
     """
-    from pretrain.launcher import look
+    from pretrain.launcher import control
 
     if follow and attempt is not None:
         raise ConfigError(
             f"--attempt {attempt}: --follow always shows the newest attempt. Leave one of the two "
             "options out"
         )
-    look.print_log(run, rank, attempt, follow)
+    control.print_log(run, rank, attempt, follow)
 
 
 @app.command()
@@ -515,7 +483,7 @@ def attempt(run: Run) -> None:
     The batch script of `launcher submit` runs this command.
     """
     from pretrain.launcher import job
-    from pretrain.launcher.look import print_end
+    from pretrain.launcher.status import print_end
 
     code = job.attempt(run)
     print_end(run, code)

@@ -1,44 +1,297 @@
-"""Cancel a run's jobs (`launcher cancel`) or start them again (`launcher requeue`)."""
+"""Read what a run's ranks print (`launcher logs`), cancel its jobs or start them again.
+
+Under Slurm all ranks of an attempt share one log, in which srun --label begins each line with the
+rank. `launcher local` writes a log for each rank, to which all attempts append.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import shlex
+import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from pretrain.config import ConfigError, RunFailed
+from pretrain.config.display import plain_output
 from pretrain.launcher import evaluations, slurm
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.status import (
     Queue,
+    RunStatus,
     ask_slurm,
+    attempts_of,
     check_run,
     is_alive,
     queued,
+    read_statuses,
 )
 from pretrain.launcher.supervise import Repeater
-from pretrain.launcher.terminal import plain
-from pretrain.rundir.attempts import (
-    HEARTBEAT_SECONDS,
-    AttemptRecord,
-    Progress,
-    is_finished,
-    read_attempts,
-)
+from pretrain.rundir.attempts import AttemptRecord, is_finished, read_attempt, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
+from pretrain.rundir.files import open_regular
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
-from pretrain.rundir.paths import STARTED_AGAIN, ExitCode, JobKind, RunPaths, in_words
+from pretrain.rundir.paths import (
+    STARTED_AGAIN,
+    ExitCode,
+    JobKind,
+    RunPaths,
+    attempt_directory,
+    attempt_numbers,
+    in_words,
+)
 from pretrain.rundir.trust import check_trusted, read_trusted
 
 POLL_SECONDS = 0.5
 """Between two looks at the files of an attempt."""
 SQUEUE_SECONDS = 5.0
 """Between two calls of squeue."""
+FIRST_LINES = 20
+"""The number of last lines that --follow prints first."""
+TAIL_BYTES = 1024 * 1024
+"""Bytes at the end of a log that are searched for these lines."""
+CHUNK_BYTES = 1024 * 1024
+"""Bytes of a log that are read at a time."""
 
 
+# ---- logs ----------------------------------------------------------------------------------------
+def print_log(run: Path, rank: int | None, number: int | None, following: bool) -> None:
+    """Run `launcher logs`. Ctrl-C, or a closed pipe (to `head` or a pager), is no error.
+
+    Args:
+        run: The run's directory.
+        rank: Print only this rank's lines; None: all.
+        number: The attempt; None: the newest.
+        following: Follow the newest attempt, and those after it, until the run ends.
+
+    Raises:
+        ConfigError: There is no such log.
+    """
+    try:
+        if following:
+            print(follow(run, rank), file=sys.stderr)
+        else:
+            show_log(run, rank, number)
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:
+        # Python flushes stdout at exit, and would report the closed pipe there once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def show_log(run: Path, rank: int | None = None, number: int | None = None) -> None:
+    """Write the log of an attempt to stdout.
+
+    Args:
+        run: The run's directory.
+        rank: Only this rank's lines; None: all.
+        number: The attempt; None: the newest, and without Slurm all of them.
+
+    Raises:
+        ConfigError: There is no such attempt or rank, or it has no log yet.
+    """
+    check_run(run)
+    attempts = read_attempts(run)
+    if not attempts:
+        raise ConfigError(f"{run}: no attempt has begun, so there is no log. {_why_no_log(run)}")
+    attempt = attempts[-1]
+    if number is not None:
+        found = [a for a in attempts if a.number == number]
+        if not found:
+            raise ConfigError(
+                f"--attempt {number}: no such attempt. {run} has attempts {attempts[0].number} to "
+                f"{attempts[-1].number}"
+            )
+        attempt = found[0]
+        if attempt.owner.slurm_job_id is None:
+            raise ConfigError(
+                f"--attempt {number}: `launcher local` writes all attempts into one log of each "
+                "rank. Leave the option out"
+            )
+    path, label = _find_log(run, attempt, rank)
+    if not path.is_file():
+        raise ConfigError(
+            f"{path}: no such file, because the attempt's ranks have not started. "
+            f"{_why_no_log(run)}"
+        )
+    log = LogReader(path, label)
+    while lines := log.read():
+        _write(lines)
+    _write(log.last_line())
+
+
+def follow(run: Path, rank: int | None = None) -> str:
+    """Write the last lines of the newest attempt's log, then all new lines until the run ends.
+
+    Later attempts are followed as well, so this goes on across restarts and requeues.
+
+    Args:
+        run: The run's directory.
+        rank: Only this rank's lines; None: all.
+
+    Returns:
+        How the run ended.
+
+    Raises:
+        ConfigError: There is no such rank.
+    """
+    check_run(run)
+    # In a thread, because Slurm may take long to answer.
+    asking = Repeater(SQUEUE_SECONDS, lambda: read_statuses([run])[0][0])
+    asking.start()
+    try:
+        return _follow(run, rank, asking)
+    finally:
+        asking.stop(0)
+
+
+def _follow(run: Path, rank: int | None, asking: Repeater) -> str:
+    """Do what `follow` says."""
+    log: LogReader | None = None
+    attempt: AttemptRecord | None = None
+    last_answer = ""
+    while True:
+        number = max(attempt_numbers(RunPaths(run).attempts), default=0)
+        newest = read_attempt(attempt_directory(run, number)) if number else None
+        # Before the log is read, so that it contains all that was printed until this end.
+        status: RunStatus | None = asking.new()
+        end = ""
+        if status is not None:
+            answer = f"{run}: {status.state}: {status.reason}" if status.is_over else ""
+            # Two answers in a row have to say so: between an attempt and its restart there is a
+            # moment in which no attempt is alive and no job is running.
+            end, last_answer = answer if answer == last_answer else "", answer
+            if not number and answer != end:
+                print(f"{run}: no attempt has begun. {_why_no_log(run)}", file=sys.stderr)
+        lines = log.read() if log else []
+        _write(lines)
+        # The old log is read to its end before the next attempt's is begun.
+        if newest and (attempt is None or (newest.number > attempt.number and not lines)):
+            path, label = _find_log(run, newest, rank)
+            # Without Slurm, a rank has one log of all attempts, which is simply read on.
+            if log is None or path != log.path:
+                if log is not None:
+                    _write(log.last_line())
+                log = LogReader(path, label, FIRST_LINES if log is None else None)
+            if attempt is not None:
+                print(f"attempt {newest.number}:", file=sys.stderr, flush=True)
+            attempt = newest
+        elif end and not lines:
+            if log is not None:
+                _write(log.last_line())
+            return end
+        elif not lines:
+            time.sleep(POLL_SECONDS)
+
+
+class LogReader:
+    """Read a growing log in whole lines, of all ranks or of one."""
+
+    def __init__(self, path: Path, rank: int | None, last_lines: int | None = None) -> None:
+        """Prepare to read a log, which need not exist yet.
+
+        Args:
+            path: The log.
+            rank: Only lines with this rank's label are returned, without the label; None: all.
+            last_lines: Begin with this many of the last lines; None: begin with the first line.
+        """
+        self.path, self._rank = path, rank
+        # The beginning of a line of which the end has not been written yet.
+        self._rest = b""
+        self._file: IO[bytes] | None = None
+        self._first: list[bytes] = []
+        if last_lines is not None and (file := self._opened()):
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            if size > TAIL_BYTES:
+                # Most likely the second part of a line.
+                file.readline()
+            lines: list[bytes] = []
+            while more := self.read():
+                lines += more
+            self._first = lines[-last_lines:]
+
+    def read(self) -> list[bytes]:
+        """Return new lines, about `CHUNK_BYTES` of them; [] at the end of the log."""
+        lines, self._first = self._first, []
+        size = sum(map(len, lines))
+        file = self._opened()
+        # Lines of other ranks alone would be taken for the end.
+        while file and (not lines or size < CHUNK_BYTES) and (text := file.readline(CHUNK_BYTES)):
+            size += len(text)
+            self._rest += text
+            # A line that is as long as a chunk is not one of text. It must not fill the memory.
+            if self._rest.endswith(b"\n") or len(self._rest) >= CHUNK_BYTES:
+                lines += self.last_line()
+        return lines
+
+    def last_line(self) -> list[bytes]:
+        """Return what there is of a line, or []; call it when nothing more is written.
+
+        It may be what a rank printed just before it was killed.
+        """
+        if not self._rest:
+            return []
+        line, self._rest = self._rest.removesuffix(b"\n"), b""
+        rank, text = slurm.labelled(line) or (None, line)
+        if self._rank is None:
+            return [line + b"\n"]
+        return [text + b"\n"] if rank == self._rank else []
+
+    def _opened(self) -> IO[bytes] | None:
+        """Return the log if it exists."""
+        if self._file is None and self.path.is_file():
+            self._file = open_regular(self.path)
+        return self._file
+
+
+def _find_log(run: Path, attempt: AttemptRecord, rank: int | None) -> tuple[Path, int | None]:
+    """Find the log of an attempt.
+
+    Args:
+        run: The run's directory.
+        attempt: The attempt.
+        rank: The rank whose lines are wanted; None: all, and without Slurm those of rank 0.
+
+    Returns:
+        The log, and the rank whose label to look for in it; None if all its lines are wanted.
+
+    Raises:
+        ConfigError: The attempt has no such rank.
+    """
+    paths, num_ranks = RunPaths(run), attempt.owner.num_processes
+    if rank is not None and rank >= num_ranks:
+        raise ConfigError(
+            f"--rank {rank}: no such rank. Attempt {attempt.number} of {run} has ranks 0 to "
+            f"{num_ranks - 1}"
+        )
+    if attempt.owner.slurm_job_id is not None:
+        return paths.attempt_log(attempt.number), rank
+    return paths.rank_log(rank or 0), None
+
+
+def _why_no_log(run: Path) -> str:
+    """Return what a run without a log is waiting for, and which other log may say more."""
+    [status], away = read_statuses([run])
+    reason = status.reason or away
+    words = [f"It is {status.state} ({reason})" if reason else f"It is {status.state}"]
+    jobs = [record for record in read_jobs(run) if record.kind == JobKind.TRAIN]
+    if jobs and (path := RunPaths(run).slurm_log(jobs[-1].job_id)).exists():
+        words.append(f"the output of its batch script is in {path}")
+    return "; ".join(words)
+
+
+def _write(lines: list[bytes]) -> None:
+    """Write lines to stdout: to a file or a pipe byte for byte, to a terminal what it may get."""
+    if lines:
+        is_terminal = sys.stdout.isatty()
+        sys.stdout.buffer.writelines(map(plain_output, lines) if is_terminal else lines)
+        sys.stdout.buffer.flush()
+
+
+# ---- cancel and requeue --------------------------------------------------------------------------
 def cancel(run: Path, save: bool) -> None:
     """Cancel a run's jobs, or with `save` let its training write a checkpoint and stop.
 
@@ -53,11 +306,7 @@ def cancel(run: Path, save: bool) -> None:
         ConfigError: The run has no job to cancel.
         RunFailed: Slurm refused or does not answer, or the checkpoint was not saved.
     """
-    _check_readable(run)
-    check_run(run)
-    check_trusted(run)
-    records = read_jobs(run)
-    training, evaluating = _jobs_in_queue(run, records, JobKind.TRAIN, JobKind.EVALUATE)
+    training, evaluating = _jobs_in_queue(run, JobKind.TRAIN, JobKind.EVALUATE)
     if not training and (save or not evaluating):
         raise ConfigError(f"{run}: {_why_no_job(run, 'nothing to cancel')}")
     if not save:
@@ -93,11 +342,7 @@ def requeue(run: Path) -> None:
         ConfigError: The run was never submitted, or is trained outside Slurm.
         RunFailed: Slurm refused or does not answer, or the job is held.
     """
-    _check_readable(run)
-    check_run(run)
-    check_trusted(run)
-    records = read_jobs(run)
-    [training] = _jobs_in_queue(run, records, JobKind.TRAIN)
+    [training] = _jobs_in_queue(run, JobKind.TRAIN)
     for job in training:
         _requeue_job(run, job)
     if training:
@@ -109,7 +354,7 @@ def requeue(run: Path) -> None:
         )
         return
     attempts = read_attempts(run)
-    sent = [record for record in records if record.kind == JobKind.TRAIN]
+    sent = [record for record in read_jobs(run) if record.kind == JobKind.TRAIN]
     # The attempt of a job that has left the queue is over, even if its lease has not expired yet.
     # One that runs outside Slurm goes on.
     trained_outside_slurm = (
@@ -127,16 +372,16 @@ def _requeue_job(run: Path, job: JobState) -> None:
     """Let a job in the queue start again, or print that it will start anyway.
 
     Raises:
-        RunFailed: The job is held, so Slurm will not start it.
+        RunFailed: The job is held or suspended.
     """
     if job.is_running or job.is_suspended:
-        if not _attempts_of(run, job):
+        if not attempts_of(read_attempts(run), job):
             print(
                 f"job {job.job_id}: is starting, and no attempt has begun, so there is nothing to "
                 "save. If it must start once more, ask again when it trains"
             )
             return
-        _resume(run, job)
+        _check_not_suspended(job)
         # To the batch script alone, which passes it to the supervisor: that passes it on to the
         # ranks, and asks for the requeue when they have saved.
         slurm.signal(job.job_id, "USR1", batch=True)
@@ -152,12 +397,16 @@ def _requeue_job(run: Path, job: JobState) -> None:
         print(f"job {job.job_id}: {job.state}{reason}, starts by itself")
 
 
-def _jobs_in_queue(run: Path, records: Sequence[JobRecord], *kinds: str) -> list[list[JobState]]:
-    """Return a run's jobs in Slurm's queue, one list per kind.
+def _jobs_in_queue(run: Path, *kinds: str) -> list[list[JobState]]:
+    """Return the jobs of a run of this user's own in Slurm's queue, one list per kind.
 
     Raises:
+        ConfigError: This is no run, or another user's.
         SlurmAway: Slurm gave no answer.
     """
+    check_run(run)
+    check_trusted(run)
+    records = read_jobs(run)
     queue = ask_slurm([record.job_id for record in records], slurm.TRIES)
     if queue.away:
         raise slurm.SlurmAway(
@@ -180,7 +429,6 @@ def _why_no_job(run: Path, consequence: str) -> str:
     return f"no job in the queue{how}; {consequence}"
 
 
-# ---- save and stop ----
 def _save_and_stop(run: Path, job: JobState) -> None:
     """Ask a job to save and stop, and wait until its attempt has ended.
 
@@ -189,14 +437,14 @@ def _save_and_stop(run: Path, job: JobState) -> None:
     is about to end, so this only waits for it.
 
     Raises:
-        RunFailed: The attempt ended without a checkpoint, or the job is suspended and stays so.
+        RunFailed: The attempt ended without a checkpoint, or the job is suspended.
     """
     if not job.is_ending:
-        if not _attempts_of(run, job):
+        if not attempts_of(read_attempts(run), job):
             slurm.cancel(job.job_id)
             print(f"job {job.job_id}: cancelled; no attempt had begun, so it had nothing to save")
             return
-        _resume(run, job)
+        _check_not_suspended(job)
         slurm.signal(job.job_id, "TERM", batch=True)
     print(
         f"job {job.job_id}: asked to save and stop; waiting for it (Ctrl-C only stops the waiting)",
@@ -217,56 +465,14 @@ def _save_and_stop(run: Path, job: JobState) -> None:
     print(f"{run}: {ended.outcome} after step {ended.step}{_newest(run)}")
 
 
-def _resume(run: Path, job: JobState) -> None:
-    """Let a job go on if it is suspended: its processes stand still and could not save.
-
-    Slurm answers before its nodes have done so, and a node drops signals to what is suspended. So
-    this waits for a sign of life, for a time in which one is due.
-
-    Raises:
-        RunFailed: The user may not do that.
-    """
-    if not job.is_suspended:
-        return
-    before = _sign_of_life(run, job)
-    try:
-        slurm.resume(job.job_id)
-    except slurm.SlurmAway:
-        raise
-    except slurm.SlurmError as error:
-        order = slurm.order("resume", job.job_id)
+def _check_not_suspended(job: JobState) -> None:
+    """Raise RunFailed for a suspended job: its processes stand still and could not save."""
+    if job.is_suspended:
+        resume = slurm.order("resume", job.job_id)
         raise RunFailed(
-            f"job {job.job_id}: is suspended, so it cannot save, and it was left as it is. Only an "
-            f"operator of the cluster can resume it, with `{order}` ({error})"
-        ) from None
-    print(f"job {job.job_id}: was suspended; resumed", flush=True)
-    deadline = time.monotonic() + 2 * HEARTBEAT_SECONDS
-    while _sign_of_life(run, job) == before and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-
-
-def _sign_of_life(run: Path, job: JobState) -> tuple[float, Progress | None]:
-    """Return what changes while a job with an attempt is not suspended."""
-    attempt = _attempts_of(run, job)[-1]
-    return attempt.last_heartbeat, attempt.progress
-
-
-def _attempts_of(run: Path, job: JobState) -> list[AttemptRecord]:
-    """Return the attempts that a job has begun since Slurm started it for the last time.
-
-    Once there is one, the launcher in the job handles signals.
-
-    Args:
-        run: The run's directory.
-        job: Its job.
-    """
-    # A requeued job keeps its id: attempts before that differ in the count.
-    return [
-        attempt
-        for attempt in read_attempts(run)
-        if attempt.owner.is_of_job(job.job_id)
-        and (attempt.owner.slurm_restart_count or 0) == job.restarts
-    ]
+            f"job {job.job_id}: is suspended, so it cannot save. An operator of the cluster can "
+            f"resume it, with `{resume}`"
+        )
 
 
 def _newest(run: Path) -> str:
@@ -290,7 +496,7 @@ def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
         # Slurm is asked as well, because a killed node leaves an attempt without an end. It is
         # asked before the files are read, so an end that was written until then is seen.
         job_is_over = _is_over(job, answers.new())
-        attempts = _attempts_of(run, job)
+        attempts = attempts_of(read_attempts(run), job)
         attempt = attempts[-1] if attempts else None
         # After another outcome the job may have begun the next attempt before it was asked to stop.
         settled = attempt and attempt.ended and attempt.ended.outcome not in STARTED_AGAIN
@@ -323,27 +529,6 @@ def _is_over(job: JobState, queue: Queue | None) -> bool:
     return starts_again
 
 
-def _check_readable(run: Path) -> None:
-    """Check that this user can read which jobs a run has.
-
-    Raises:
-        ConfigError: A file is another user's and cannot be read, which is not the same as missing.
-    """
-    paths = RunPaths(run)
-    for path in (run, paths.jobs, paths.attempts, paths.launch, paths.launch_record):
-        try:
-            # A pipe in the place of a file must not be waited for.
-            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-        except PermissionError:
-            raise ConfigError(
-                f"{path}: you may not read it. Its jobs can be cancelled and requeued by its "
-                "owner, and by an operator of the cluster"
-            ) from None
-        except OSError:
-            continue
-
-
-# ---- submit again ----
 def _submit_again(run: Path, record: JobRecord) -> None:
     """Submit once more what `launcher submit` or `launcher sweep` left in RUN/launch.
 
@@ -373,4 +558,4 @@ def _submit_again(run: Path, record: JobRecord) -> None:
     evaluations.resume(run)
     job_id = number if index is None else f"{number}_{index}"
     append_job(run, dataclasses.replace(record, job_id=job_id, submitted_at=time.time()))
-    print(plain(f"{run}: had no job any more; submitted again as job {job_id}{_newest(run)}"))
+    print(f"{run}: had no job any more; submitted again as job {job_id}{_newest(run)}")

@@ -6,7 +6,7 @@ training, an evaluation job at its end, and `launcher evaluate-checkpoints`. So 
 one of them missed is found by the next.
 
 Two jobs for one checkpoint do no harm. A job claims its checkpoint as an attempt claims a run
-(pretrain.rundir.attempts), only one succeeds, and its result appears whole in one move as
+(pretrain.rundir.lock), only one succeeds, and its result appears whole in one move as
 RUN/evaluations/step-########.
 """
 
@@ -28,13 +28,13 @@ from pathlib import Path
 from pydantic import Field
 
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, load_config, writing
+from pretrain.config.display import say
 from pretrain.config.schema import Section
 from pretrain.launcher import slurm
 from pretrain.launcher.ranks import SrunRanks
 from pretrain.launcher.site import Site
 from pretrain.launcher.submit import check_time
 from pretrain.launcher.supervise import Ranks, Signals, job_is_over, job_owner, job_signals
-from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import HEARTBEAT_SECONDS, Attempt, JobIsOver, Owner, RunBusy, unknown
 from pretrain.rundir.checkpoints import (
     checkpoint_step,

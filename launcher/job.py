@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.config.display import say
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import PendingEvaluations
@@ -37,9 +38,7 @@ from pretrain.launcher.supervise import (
     job_owner,
     job_signals,
     signals_blocked,
-    waiting,
 )
-from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import (
     HEARTBEAT_SECONDS,
     Attempt,
@@ -364,13 +363,11 @@ class _Start(Allocation):
             if why := self._why_requeue(end):
                 if end.outcome != Outcome.RESTART:
                     say(f"job {self._job_id}: goes back to the queue: {why}")
-                with waiting(attempt.directory, "Slurm to put its job back into the queue"):
-                    is_back = _requeue(self._job_id, self._signals, self.without())
-                if not is_back:
+                if not _requeue(self._job_id, self._signals, self.without()):
                     supervisor.give_up(end, NOT_REQUEUED.format(run=self._run))
                 return _exit_code(end)
             self._check_nodes = True
-            self._wait_for_slurm(attempt)
+            self._wait_for_slurm()
             # The nodes have not been waited for since.
             owner = job_owner(self._job_id, launch.num_tasks, is_first=False)
 
@@ -382,8 +379,7 @@ class _Start(Allocation):
         """
         self._ranks = None
         if self._check_nodes:
-            with waiting(attempt.directory, "the check of its nodes"):
-                self.check(attempt)
+            self.check(attempt)
             self._check_nodes = False
         nodes = self.choose()
         where = ",".join(nodes) or "this job's nodes"
@@ -401,26 +397,21 @@ class _Start(Allocation):
         )
         return self._ranks
 
-    def _wait_for_slurm(self, attempt: Attempt) -> None:
+    def _wait_for_slurm(self) -> None:
         """Wait until slurmctld answers, for `AWAY_SECONDS` at most, or until a signal comes.
 
         No job step can be made without it, so each attempt would fail and count as one without
         progress.
-
-        Args:
-            attempt: The attempt that has just ended.
         """
         num_signals = len(self._signals.received)
         if not slurm.is_away():
             return
         minutes = f"{AWAY_SECONDS / 60:.0f} minutes"
-        what = f"{slurm.CONTROLLER}, which is away, for up to {minutes}"
-        say(f"job {self._job_id}: waits for {what}")
-        with waiting(attempt.directory, what):
-            _wait_for(
-                lambda: len(self._signals.received) > num_signals or not slurm.is_away(),
-                AWAY_SECONDS,
-            )
+        say(f"job {self._job_id}: waits for {slurm.CONTROLLER}, which is away, for up to {minutes}")
+        _wait_for(
+            lambda: len(self._signals.received) > num_signals or not slurm.is_away(),
+            AWAY_SECONDS,
+        )
 
     def _why_requeue(self, end: End) -> str | None:
         """Return why the next attempt needs another start of the job, or None if it does not.

@@ -20,16 +20,25 @@ def main() -> None:
     leave_on_ctrl_c()
     # Files that the launcher and its jobs write are readable by their owner and group only.
     os.umask(0o027)
-    # Characters that the terminal's encoding lacks are escaped, in place of an error.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     # Not above: they take most of the command's start, in which Ctrl-C would print a traceback.
     from pretrain.config import ConfigError, RunFailed
     from pretrain.config.arguments import expand_home
+    from pretrain.config.display import PlainStream
     from pretrain.launcher.cli import app
     from pretrain.rundir.paths import ExitCode, exit_code_of
 
+    sys.stdout, sys.stderr = (
+        # Characters that the terminal's encoding lacks are escaped, in place of an error.
+        PlainStream(
+            stream.detach(),
+            encoding=stream.encoding,
+            errors="backslashreplace",
+            line_buffering=stream.line_buffering,
+        )
+        if isinstance(stream, io.TextIOWrapper)
+        else stream
+        for stream in (sys.stdout, sys.stderr)
+    )
     interrupts: list[int] = []
     try:
         raise_on_ctrl_c(interrupts)
@@ -56,7 +65,5 @@ def main() -> None:
 
 def _exit_with_error(message: str, code: int) -> None:
     """Print each line of an error to stderr, and exit."""
-    from pretrain.launcher.terminal import plain
-
-    print("\n".join(f"error: {plain(line)}" for line in message.split("\n")), file=sys.stderr)
+    print("\n".join(f"error: {line}" for line in message.split("\n")), file=sys.stderr)
     sys.exit(code)

@@ -15,17 +15,17 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
-from pretrain.launcher import slurm, terminal
+from pretrain.config.display import say
+from pretrain.launcher import slurm
 from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor, signals_blocked
-from pretrain.launcher.terminal import RankOutput, say
 from pretrain.processes import dies_with_parent
 from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
 from pretrain.rundir.files import make_directory, open_own, replace_file
-from pretrain.rundir.jobs import LocalLaunch, write_local_launch
+from pretrain.rundir.jobs import write_over
 from pretrain.rundir.paths import ExitCode, RunPaths, check_apart, claim_version
 from pretrain.rundir.trust import check_trusted
 
@@ -243,6 +243,10 @@ END_POLL_SECONDS = 0.02
 """Time between two looks at processes that were asked to end."""
 KILL_AFTER_SECONDS = 10.0
 """Time between SIGTERM and SIGKILL."""
+COPY_SECONDS = 1.0
+"""Time for what rank 0 has printed last to be copied, once it has ended."""
+CHUNK_BYTES = 64 * 1024
+"""Bytes that are copied at a time."""
 LOG_LINES_SHOWN = 20
 """Lines of a failed rank's log that are repeated on the terminal."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -256,7 +260,7 @@ def run_locally(
     arguments: Sequence[str] | None,
     resume: str | None = None,
     signals: Signals | None = None,
-    launch: LocalLaunch | None = None,
+    over: Mapping[str, Any] | None = None,
 ) -> int:
     """Run `nproc` copies of `command` with `arguments` until the run is over.
 
@@ -273,7 +277,7 @@ def run_locally(
             `config` as it is, whatever the files say by now.
         resume: The value of --resume for the first attempt; None leaves the option out.
         signals: Records PASSED_ON already, and none came so far; None records them from now on.
-        launch: What the user called, for RUN/launch/local.json.
+        over: In a sweep, the keys and values that make this run.
 
     Returns:
         The exit code of the last attempt.
@@ -291,7 +295,8 @@ def run_locally(
     with contextlib.nullcontext(signals) if signals else Signals(*PASSED_ON) as signals:
         attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
         claim_version(run)
-        _record(run, launch)
+        if over:
+            write_over(run, over)
         first = attempt.number
 
         def start(attempt: Attempt) -> LocalRanks:
@@ -340,15 +345,6 @@ def _make_logs(run: Path) -> None:
         ) from None
 
 
-def _record(run: Path, launch: LocalLaunch | None) -> None:
-    """Write what the user called, which no run fails for."""
-    try:
-        if launch is not None:
-            write_local_launch(run, launch)
-    except OSError as error:
-        say(f"{RunPaths(run).local_launch}: cannot be written ({error.strerror}); the run goes on")
-
-
 def _saved_ids(run: Path) -> set[str]:
     """Return the ids of a run's complete checkpoints."""
     return {saved.lineage.id for saved in saved_checkpoints(run) if saved.lineage}
@@ -383,9 +379,9 @@ class LocalRanks:
         self.failure = ""
         # One machine: there is no other node to choose.
         self.nodes: tuple[str, ...] = ()
-        self._paths, self._attempt = paths, attempt
+        self._paths = paths
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._output: RankOutput | None = None
+        self._copiers: list[threading.Thread] = []
         self._asked_to_end, self._deadline = False, 0.0
         self._failed_rank: int | None = None
         bind = dies_with_parent()
@@ -393,17 +389,10 @@ class LocalRanks:
             with signals_blocked():
                 for rank in range(nproc):
                     variables = _rank_environment(rank, nproc) | dict(environment or {})
-                    with contextlib.ExitStack() as stack:
-                        log = open_own(paths.rank_log(rank), "ab", buffering=0)
-                        if rank:
-                            stack.enter_context(log)
-                            streams: tuple[int, ...] = (log.fileno(), log.fileno())
-                        else:
-                            self._output = RankOutput(log)
-                            streams = self._output.ends
+                    with open_own(paths.rank_log(rank), "ab", buffering=0) as log:
                         # A full disk is found by what the run needs.
                         with contextlib.suppress(OSError):
-                            log.write(terminal.head(attempt))
+                            log.write(_head(attempt))
                         # A process group of its own, for two reasons. Ctrl-C on the terminal then
                         # reaches the launcher alone, which passes it on once; and a rank can be
                         # killed together with the processes that it has started.
@@ -411,14 +400,18 @@ class LocalRanks:
                             command,
                             env=variables,
                             stdin=subprocess.DEVNULL,
-                            stdout=streams[0],
-                            stderr=streams[1],
+                            stdout=log if rank else subprocess.PIPE,
+                            stderr=log if rank else subprocess.PIPE,
                             process_group=0,
                             preexec_fn=bind,
                         )
                     self._processes.append(process)
-            assert self._output is not None
-            self._output.start()
+            first = self._processes[0]
+            # Once all ranks have been started: a fork copies no thread.
+            for source, stream in ((first.stdout, 1), (first.stderr, 2)):
+                copy = (source, stream, paths.rank_log(0))
+                self._copiers.append(threading.Thread(target=_tee, args=copy, daemon=True))
+                self._copiers[-1].start()
         except BaseException:
             self.kill()
             raise
@@ -485,9 +478,9 @@ class LocalRanks:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
-        if self._output is not None:
-            self._output.close()
-            self._output = None
+        for copier in self._copiers:
+            # Processes that the rank has left behind may hold the pipe open.
+            copier.join(COPY_SECONDS)
 
     def _report(self, rank: int, code: int) -> None:
         """Print which rank failed first, and the end of its log.
@@ -513,10 +506,26 @@ class LocalRanks:
             return
         log = self._paths.rank_log(rank)
         say(f"{self.failure}; the end of {log}:")
-        found = terminal.find_attempt(log, self._attempt)
-        text = log.read_bytes()[found[0] if found else 0 :].decode(errors="replace")
-        lines = text.splitlines()
-        say("\n".join(lines[-LOG_LINES_SHOWN:]))
+        lines = log.read_text(errors="replace").splitlines()
+        begins = [n for n, line in enumerate(lines, start=1) if line.startswith("--- attempt ")]
+        say("\n".join(lines[max(begins, default=0) :][-LOG_LINES_SHOWN:]))
+
+
+def _tee(source: IO[bytes], stream: int, path: Path) -> None:
+    """Copy what rank 0 writes to one of this process's own streams, and append it to a log."""
+    with source, open_own(path, "ab", buffering=0) as log:
+        while chunk := os.read(source.fileno(), CHUNK_BYTES):
+            # A full disk must not end this thread, nor a terminal that was closed.
+            with contextlib.suppress(OSError):
+                log.write(chunk)
+            with contextlib.suppress(OSError):
+                while chunk:
+                    chunk = chunk[os.write(stream, chunk) :]
+
+
+def _head(number: int) -> bytes:
+    """Return the line with which an attempt begins in a rank's log."""
+    return f"--- attempt {number}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode()
 
 
 def _rank_environment(rank: int, nproc: int) -> dict[str, str]:

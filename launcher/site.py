@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +18,6 @@ from pretrain.config.schema import Section
 from pretrain.launcher.slurm import (
     OUR_OPTIONS,
     SRUN_OPTIONS,
-    default_of,
     is_own_variable,
     is_plain,
     option_name,
@@ -33,12 +31,6 @@ from pretrain.rundir.trust import credential_among, credential_in, is_credential
 # A site is a TOML file that each user writes once per cluster. slurm/site.*.toml are examples. What
 # it says is checked here in full, because sbatch would accept much of it and the job would fail
 # hours later, when it starts.
-
-
-VARIABLE_KEYS = ("partition", "account", "qos", "constraint")
-"""Keys of a site for which a variable SBATCH_<KEY> may stand in."""
-VARIABLE_ARGUMENTS = ("reservation", "wckey")
-"""Options of sbatch that are no keys of a site, for which such a variable may stand in as well."""
 
 
 class Site(Section):
@@ -124,7 +116,7 @@ class Site(Section):
 
 
 def load_site(path: str | Path) -> Site:
-    """Read and check a site file. Keys that it leaves out may come from variables SBATCH_...
+    """Read and check a site file.
 
     Raises:
         ConfigError: The file is missing or wrong. Every line of the message names the file, a key,
@@ -142,36 +134,7 @@ def load_site(path: str | Path) -> Site:
         raise ConfigError(f"{path}: not a readable site file ({error})") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return parse_site(with_variables(values, os.environ), str(path))
-
-
-def with_variables(values: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Add what the variables SBATCH_... say about where jobs may run to what a site leaves out.
-
-    Many clusters set these for all users. They become part of the site, because they are shown,
-    recorded and sent again with it. Other variables SBATCH_... would change the shape of a job,
-    and sbatch does not get them (pretrain.launcher.slurm).
-
-    Args:
-        values: The content of a site file, unchecked.
-        environment: The variables of this process.
-    """
-    set_here = {
-        key: value
-        for key in (*VARIABLE_KEYS, *VARIABLE_ARGUMENTS)
-        if (value := default_of(key, environment))
-    }
-    keys = {key: set_here[key] for key in VARIABLE_KEYS if key in set_here}
-    arguments = values.get("sbatch_arguments", [])
-    if isinstance(arguments, list):
-        names = {option_name(str(argument)) for argument in arguments}
-        inherited = [
-            f"--{key}={set_here[key]}"
-            for key in VARIABLE_ARGUMENTS
-            if key in set_here and key not in names
-        ]
-        arguments = [*inherited, *arguments]
-    return keys | values | ({"sbatch_arguments": arguments} if arguments else {})
+    return parse_site(values, str(path))
 
 
 def parse_site(values: dict[str, Any], origin: str) -> Site:
@@ -326,7 +289,6 @@ class SlurmRequest:
         sbatch: Another option of sbatch, as in exclude=node07. Can be repeated; comes before the
             site's sbatch_arguments.
         dependency: Jobs to wait for, as sbatch --dependency takes them: afterok:123.
-        mail: Have Slurm send a mail when the job has finished or given up, and when a node dies.
     """
 
     nodes: Annotated[int | None, Option(min=1, metavar="N")] = None
@@ -337,14 +299,12 @@ class SlurmRequest:
     qos: Annotated[str | None, Option(metavar="NAME")] = None
     sbatch: Annotated[list[str], Option(metavar="KEY=VALUE")] = field(default_factory=list)
     dependency: Annotated[str | None, Option(metavar="TYPE:JOB")] = None
-    mail: Annotated[str | None, Option(metavar="ADDRESS")] = None
 
     def site(self, site: Site) -> Site:
         """Return the site with what this command asks for. Raises ConfigError for wrong options."""
-        for key, value in (("--dependency", self.dependency), ("--mail", self.mail)):
-            # An address or a list of jobs has no blank, and sbatch would take it as it is.
-            if value is not None and (not value.isprintable() or " " in value or not value):
-                raise ConfigError(f"{key} {value!r}: has blanks or control characters, or is empty")
+        after = self.dependency
+        if after is not None and (not after.isprintable() or " " in after or not after):
+            raise ConfigError(f"--dependency {after!r}: has blanks or control characters")
         given = [_argument(text) for text in self.sbatch]
         names = {option_name(argument) for argument in given}
         kept = [a for a in site.sbatch_arguments if option_name(a) not in names]

@@ -16,14 +16,13 @@ import signal as signals
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pretrain.config import ConfigError, RunFailed, writing
-from pretrain.launcher.terminal import say
+from pretrain.config import ConfigError, RunFailed
+from pretrain.config.display import say
 from pretrain.rundir.jobs import job_id_of
 
 # ---- Run one of Slurm's commands, without a shell, and tell its failures apart ----
@@ -56,8 +55,13 @@ _RANK_VARIABLES = _words(
 )
 """Variables that tell a process which rank it is. sbatch hands its environment on to the job, and
 the rank of a process that submits must not become the rank of the job's processes."""
-_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
-"""Variables of Slurm that say how to reach the cluster."""
+_KEPT = _words(
+    """
+    SLURM_CONF SLURM_CONF_SERVER SLURM_CLUSTERS SLURM_JWT SBATCH_PARTITION SBATCH_ACCOUNT
+    SBATCH_QOS SBATCH_CONSTRAINT SBATCH_RESERVATION SBATCH_WCKEY
+    """
+)
+"""Variables of Slurm that say how to reach the cluster, and where and on whose account jobs run."""
 
 
 CONTROLLER = "slurmctld"
@@ -126,11 +130,7 @@ def run_command(
         words = words_of(answer.stderr or answer.stdout) or f"exit code {answer.returncode}"
         # In a job there is a cluster, so its configuration is missing for a moment only.
         if _NO_CLUSTER.search(words) and "SLURM_JOB_ID" not in os.environ:
-            raise NoSlurm(
-                f"{program}: there is no Slurm cluster here. Slurm's commands are installed, but "
-                "find no configuration (slurm.conf, or the file that SLURM_CONF names). Log in to "
-                "a cluster; `launcher local` and `launcher sweep --nproc` train on this machine"
-            )
+            raise NoSlurm(f"{program}: there is no Slurm cluster here ({words})")
         if _AWAY.search(words):
             raise SlurmAway(f"{program}: {AWAY} ({words})")
         raise SlurmError(f"{program}: {words}")
@@ -143,8 +143,7 @@ def slurm_environment() -> dict[str, str]:
     The SLURM_... variables of a job that this process runs in would be handed on to the new job,
     where srun takes some of them for options. A user's SQUEUE_... variables would change the output
     that is parsed here. SBATCH_... variables are options of sbatch: SBATCH_ARRAY_INX makes a job
-    array of every job. Those that say where a job may run are options of the job by now
-    (pretrain.launcher.site.with_variables).
+    array of every job. Those that say where a job may run are left to sbatch.
     """
     dropped = re.compile(r"(SLURM|SQUEUE|SINFO|SRUN|SCANCEL|SBATCH|SALLOC)_")
     environment = {
@@ -214,11 +213,6 @@ def option_name(argument: str) -> str:
     return argument.removeprefix("--").split("=")[0]
 
 
-def default_of(key: str, environment: Mapping[str, str]) -> str | None:
-    """Return what a variable SBATCH_<KEY> gives for an option of sbatch; None where it is unset."""
-    return environment.get(f"SBATCH_{key.upper()}") or None
-
-
 def is_own_variable(name: str) -> bool:
     """Return True for a variable of jobs that Slurm, bash or the launcher sets itself."""
     # A site may choose where ranks meet.
@@ -254,6 +248,22 @@ def own_restarts() -> int:
 def own_nodes() -> str:
     """Return the node list that the job of this process started with."""
     return os.environ.get("SLURM_JOB_NODELIST", "")
+
+
+class Task(NamedTuple):
+    """A process of a job step."""
+
+    rank: int
+    local_rank: int
+    """Its number on its node."""
+    node: str
+
+
+def own_task() -> Task:
+    """Return which process of its step this one is."""
+    given = os.environ
+    rank, local_rank = int(given["SLURM_PROCID"]), int(given["SLURM_LOCALID"])
+    return Task(rank, local_rank, given["SLURMD_NODENAME"])
 
 
 def own_cluster() -> str | None:
@@ -417,11 +427,6 @@ def test(arguments: Sequence[str], script: str) -> str:
     return words_of(answer.stderr or answer.stdout)
 
 
-def check_installed() -> None:
-    """Raise NoSlurm where there are no Slurm commands."""
-    run_command("squeue", ["--version"])
-
-
 def jobs(ids: Iterable[str], tries: int = 1) -> dict[str, JobState]:
     """Ask Slurm for the states of jobs.
 
@@ -501,18 +506,6 @@ def jobs_named(name: str) -> dict[str, set[str]] | None:
     return found
 
 
-def array_failures(job_id: str) -> Counter[str]:
-    """Return how many tasks of a job array have ended badly, by state, as far as Slurm remembers.
-
-    Nothing while slurmctld does not answer: this is for messages alone.
-    """
-    try:
-        states = _states("--array", "--states=all", f"--jobs={job_id}")
-    except SlurmError:
-        return Counter()
-    return Counter(each.state for each in states if each.state in OVER - {"COMPLETED"})
-
-
 def array_size() -> int:
     """Return how many tasks a job array may have on this cluster.
 
@@ -540,11 +533,6 @@ def requeue(job_id: str) -> None:
 def order(what: str, job_id: str) -> str:
     """Return the command with which a user may "release" or "resume" a job."""
     return f"scontrol {what} {job_id}"
-
-
-def resume(job_id: str) -> None:
-    """Let a suspended job go on. Slurm allows it to operators and administrators alone."""
-    run_command("scontrol", ["resume", job_id])
 
 
 def cancel(job_id: str) -> None:
@@ -699,77 +687,33 @@ def has_lost_batch_host(job_id: str) -> bool:
         return False
 
 
-# ---- Partitions and their limits ----
+# ---- Time limits ----
 
 
-@dataclass(frozen=True)
-class Partition:
-    """A partition, as scontrol shows it."""
+def longest_limit(names: str | None) -> int | None:
+    """Return the longest time limit in seconds of partitions, or of the default one.
 
-    name: str
-    is_default: bool
-    """Jobs that name no partition go here."""
-    default_seconds: int | None
-    """The time limit of a job that names none; None: no limit."""
-    max_seconds: int | None
-    """The longest time limit; None: no limit."""
-    nodes: int
-    """All its nodes, whatever their state."""
-
-
-def partitions(names: str | None) -> list[Partition]:
-    """Return the partitions of these names, or the default one; none when Slurm does not say."""
-    wanted = (names or "").split(",")
-    found = []
-    for line in _ask("scontrol", "--oneliner", "show", "partition"):
-        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        longest = _seconds(fields.get("MaxTime", ""))
-        default = fields.get("DefaultTime", "NONE")
-        partition = Partition(
-            fields.get("PartitionName", ""),
-            fields.get("Default") == "YES",
-            longest if default == "NONE" else _seconds(default),
-            longest,
-            int(fields["TotalNodes"]) if fields.get("TotalNodes", "").isdigit() else 0,
-        )
-        if partition.name in wanted or (not names and partition.is_default):
-            found.append(partition)
-    return found
-
-
-def waits_for_drained_nodes(partition: str | None, needed: int) -> bool:
-    """Return True if a job needs nodes that are drained, as all may be before a maintenance.
-
-    `sbatch --test-only` then gives the answer that it gives for what can never run.
+    Returns:
+        None where one of them has no limit, or Slurm does not say.
     """
-    found = partitions(partition)
-    total = max((each.nodes for each in found), default=0)
-    names = ",".join(each.name for each in found)
-    query = ["--noheader", "--Node", f"--partition={names}", "--format=%N %T"]
-    states = dict(line.split() for line in _ask("sinfo", *query) if len(line.split()) == 2)
-    usable = sum("drain" not in state for state in states.values())
-    return bool(states) and usable < needed <= total
-
-
-def _seconds(limit: str) -> int | None:
-    """Return a time limit as scontrol shows it, in seconds; None where there is none."""
     try:
-        return seconds_of(limit)
-    except ConfigError:
+        lines = run_command("scontrol", ["--oneliner", "show", "partition"]).stdout.splitlines()
+    except (ConfigError, SlurmError):
         return None
+    found = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
+    wanted = (names or "").split(",")
+    limits = [
+        each.get("MaxTime", "UNLIMITED")
+        for each in found
+        if each.get("PartitionName") in wanted or (not names and each.get("Default") == "YES")
+    ]
+    seconds = [seconds_of(limit) for limit in limits]
+    return None if None in seconds else max((s for s in seconds if s is not None), default=None)
 
 
 def clock(seconds: int) -> str:
     """Return seconds as "H:MM:SS", a time limit of sbatch."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-
-
-def _ask(program: str, *arguments: str) -> list[str]:
-    """Return the lines that one of Slurm's commands prints; none when it fails."""
-    try:
-        return run_command(program, arguments).stdout.splitlines()
-    except (ConfigError, SlurmError):
-        return []
 
 
 # ---- The options with which a job was sent, as it reads them back ----
@@ -1127,9 +1071,6 @@ WAIT_SECONDS = 60
 """srun --wait: the time between the end of the first rank and the end of ranks that still run."""
 NAME_LENGTH = 64
 """The longest job name, in characters."""
-PATH_LENGTH = 3_500
-"""The longest path of a run's directory, in bytes. Linux takes 4,095; the rest is for the files
-below it."""
 OPTION_LENGTH = 8_000
 """The longest option in a line #SBATCH, in bytes. sbatch reads it into 8,192, unchecked."""
 
@@ -1163,8 +1104,6 @@ class Job:
     dependency: str | None = None
     """As in sbatch --dependency. It belongs to one sending, so a job that is sent again does not
     wait any more."""
-    mail: str | None = None
-    """The address to which Slurm sends a mail when the job has finished or given up."""
 
     @property
     def num_tasks(self) -> int:
@@ -1211,7 +1150,7 @@ class Job:
         # default is.
         # --no-kill: with a spare node the job goes on when a node dies.
         no_kill = ["--no-kill"] if self.spare_nodes else []
-        return ["--requeue", *no_kill, *given, *site.sbatch_arguments, *self._mail()]
+        return ["--requeue", *no_kill, *given, *site.sbatch_arguments]
 
     def waiting(self) -> list[str]:
         """Return the options of sbatch that make the job wait for others.
@@ -1335,15 +1274,6 @@ class Job:
             given.append(f"--container-workdir={self.directory}")
         return given
 
-    def _mail(self) -> list[str]:
-        """Return the options for one mail at the end: Slurm sends none of these at a requeue.
-
-        It sends FAIL also when a node dies, though the job starts again.
-        """
-        if self.mail is None:
-            return []
-        return [f"--mail-user={self.mail}", "--mail-type=END,FAIL,INVALID_DEPEND"]
-
     def _environment(self) -> dict[str, str]:
         """Return the variables that the batch script exports; the site's come last and win."""
         given = {
@@ -1439,22 +1369,15 @@ def check_path(key: str, path: Path) -> None:
         path: The directory.
 
     Raises:
-        ConfigError: Slurm or the file system could not take the name, or it is a file.
+        ConfigError: Slurm could not take the name.
     """
     text = str(path)
     if not is_plain(text):
         raise ConfigError(
-            f"{key} = {text[:PATH_LENGTH]!r}: has control characters, or is not UTF-8. "
-            "Choose another name"
+            f"{key} = {text!r}: has control characters, or is not UTF-8. Choose another name"
         )
     if "\\" in text:
         raise ConfigError(
             f"{key} = {text}: Slurm drops backslashes from the path of a log file. "
             "Choose another name"
         )
-    longest = max(len(part.encode()) for part in path.parts)
-    if longest > os.pathconf("/", "PC_NAME_MAX") or len(text.encode()) > PATH_LENGTH:
-        raise ConfigError(f"{key} = {text[:80]}...: too long for a path. Choose a shorter name")
-    with writing(path):
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"{key} = {text}: is a file. Choose another name")

@@ -1,4 +1,4 @@
-"""Find out how runs stand, from their directories and from Slurm's queue.
+"""Find out how runs stand, from their directories and from Slurm's queue (`launcher status`).
 
 The directory says what the attempts did, the queue what will happen next. Slurm forgets a job
 minutes after its end and is away at times, so each answer also has to work without it.
@@ -7,43 +7,37 @@ minutes after its end and is away at times, so each answer also has to work with
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import re
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from pretrain.config import ConfigError
+from pretrain.config.display import say
+from pretrain.config.errors import columns
 from pretrain.launcher import slurm
 from pretrain.launcher.slurm import JobState
-from pretrain.launcher.terminal import say
-from pretrain.rundir.attempts import (
-    LEASE_SECONDS,
-    PROGRESS,
-    AttemptRecord,
-    Suspension,
-    is_idle,
-    read_attempts,
-    read_waiting,
-)
-from pretrain.rundir.checkpoints import (
-    MANIFEST,
-    checkpoint_step,
-    headless_checkpoints,
-    newest_checkpoint_step,
-)
+from pretrain.launcher.supervise import failing_nodes
+from pretrain.rundir.attempts import LEASE_SECONDS, AttemptRecord, is_idle, read_attempts
+from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.files import MAX_NUMBER, read_text
-from pretrain.rundir.history import read_abandoned
 from pretrain.rundir.jobs import JobRecord, read_jobs
 from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
 from pretrain.rundir.paths import (
+    ENDED_WELL,
     RUN_MARKS,
     STARTED_AGAIN,
     WORK,
+    ExitCode,
     JobKind,
     Outcome,
     Phase,
@@ -53,29 +47,20 @@ from pretrain.rundir.paths import (
     is_run,
 )
 
-WAITING, SUSPENDED, LOST, IDLE = "waiting", "suspended", "lost", "idle"
-"""Parts that are no phase of an attempt. A run between two attempts, about whose job Slurm says
-nothing, is `WAITING` as well."""
-PARTS = {
-    WAITING: "before an attempt: in the queue, or between two attempts without a job",
-    Phase.STARTING: "the processes start and find each other; nodes are chosen and checked",
-    Phase.LOADING: "the model is built and a checkpoint is loaded",
-    Phase.TRAINING: "training steps that the run kept",
-    Phase.EVALUATING: "evaluations while training",
-    Phase.SAVING: "checkpoints are written",
-    Phase.ENDING: "the processes shut down",
-    SUSPENDED: "Slurm had suspended the job, and its processes stood still",
-    LOST: "training, evaluating and saving after the checkpoint that the next attempt resumed from",
-    IDLE: "while nothing was to be trained: the run was finished and no later start was submitted, "
-    "or an attempt was refused its input or found every step done",
-}
-"""The parts of the wall time, in the order in which an attempt goes through them."""
+# ---- goodput -------------------------------------------------------------------------------------
 GOODPUT = (
     "Goodput is the time spent on training steps that the run kept, as a share of the time it held "
-    "its nodes (the wall time without the waiting and without suspensions of its job). Time in "
-    "which nothing was to be trained does not count: while the run is finished, and attempts that "
-    "were refused or found every step done."
+    "its nodes. Attempts that were refused or found every step done do not count."
 )
+
+
+class Time(NamedTuple):
+    """Milliseconds of an attempt, with those between it and the attempt before in the same job."""
+
+    kept: int
+    """Spent on training steps that the run kept."""
+    held: int
+    """In which the run held its nodes."""
 
 
 class Interval(NamedTuple):
@@ -90,88 +75,43 @@ class Interval(NamedTuple):
     """Steps done when the phase began."""
 
 
-@dataclass(frozen=True)
-class TimeSplit:
-    """Milliseconds in each part of `PARTS`, of an attempt with the wait before it or of a run."""
-
-    parts: dict[str, int]
-
-    @property
-    def wall(self) -> int:
-        """Milliseconds in all parts together."""
-        return sum(self.parts.values())
-
-    @property
-    def goodput(self) -> float | None:
-        """Training that was kept / time in which nodes were held, 0 to 1; None if none were."""
-        held = self._meant - self.parts[WAITING] - self.parts[SUSPENDED]
-        return self.parts[Phase.TRAINING] / held if held else None
-
-    @property
-    def goodput_of_wall(self) -> float | None:
-        """Training that was kept / wall time without idle time, 0 to 1; None if that is empty."""
-        return self.parts[Phase.TRAINING] / self._meant if self._meant else None
-
-    @property
-    def _meant(self) -> int:
-        """Milliseconds in which the run was meant to train."""
-        return self.wall - self.parts[IDLE]
-
-
-def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> list[TimeSplit]:
-    """Split the wall time of a run by attempts and parts.
+def times(attempts: Sequence[AttemptRecord], now: float | None = None) -> list[Time]:
+    """Return the time that each attempt held its nodes and how much of it was kept.
 
     An attempt that left no ended.json ends at its last sign of life. The clocks of different hosts
-    may disagree, so an interval is cut to the time that earlier ones have left free.
+    may disagree, so an attempt is cut to the time that earlier ones have left free.
 
     Args:
         attempts: All attempts, oldest first.
         now: Unix seconds if the last attempt still runs, else None.
-
-    Returns:
-        One split per attempt, oldest first. Their sum (`total`) is the run's wall time.
     """
-    splits = []
-    # The end of what is accounted for: each attempt gets the time from here to its own end.
-    free_from = _first_moment(attempts)
-    is_finished = False
+    found, free_from = [], 0
     for index, attempt in enumerate(attempts):
-        last = index == len(attempts) - 1
-        running = last and now is not None
+        later = attempts[index + 1 :]
+        running = not later and now is not None
         begin = max(free_from, _begin(attempt))
         end = _milliseconds(now) if running and now is not None else _end(attempt)
-        if not last:
-            # A superseded attempt notices it late, and records an end after the next one's begin.
-            end = min(end, _begin(attempts[index + 1]))
-        end = max(begin, end)
+        # A superseded attempt notices it late, and records an end after the next one's begin.
+        end = max(begin, min(end, _begin(later[0])) if later else end)
         intervals = _intervals(attempt, begin, end)
         # While an attempt runs, all its work may still be saved.
-        kept_until = end if running else _kept_until(intervals, attempt, attempts[index + 1 :])
-        parts = dict.fromkeys(PARTS, 0)
+        kept_until = end if running else _kept_until(intervals, attempt, later)
+        kept = sum(
+            each.end - each.begin
+            for each in intervals
+            if each.phase == Phase.TRAINING and each.begin < kept_until
+        )
         # Between two attempts of one start of a job its nodes are held.
-        held = index > 0 and _is_same_start(attempts[index - 1], attempt)
-        wanted = _wanted_from(attempt, free_from, begin) if is_finished else free_from
-        parts[IDLE] += wanted - free_from
-        parts[Phase.STARTING if held else WAITING] += begin - wanted
-        if is_idle(attempt):
-            parts[IDLE] += end - begin
-            intervals = []
-        for interval in intervals:
-            lost = interval.phase in WORK and interval.begin >= kept_until
-            suspended = _suspended(interval, attempt.suspensions)
-            parts[SUSPENDED] += suspended
-            parts[LOST if lost else interval.phase] += interval.end - interval.begin - suspended
-        if not is_idle(attempt):
-            ended = attempt.ended
-            is_finished = ended is not None and ended.outcome == Outcome.FINISHED
-        splits.append(TimeSplit(parts))
+        gap = begin - free_from if index and _is_same_start(attempts[index - 1], attempt) else 0
+        found.append(Time(0, gap) if is_idle(attempt) else Time(kept, gap + end - begin))
         free_from = end
-    return splits
+    return found
 
 
-def total(splits: Sequence[TimeSplit]) -> TimeSplit:
-    """Return the sum of the splits, part by part."""
-    return TimeSplit({part: sum(split.parts[part] for split in splits) for part in PARTS})
+def goodput(found: Sequence[Time]) -> float | None:
+    """Return the kept share of the held time, 0 to 1; None if no node was held."""
+    held = sum(each.held for each in found)
+    return sum(each.kept for each in found) / held if held else None
 
 
 def _milliseconds(seconds: float) -> int:
@@ -182,28 +122,6 @@ def _is_same_start(before: AttemptRecord, attempt: AttemptRecord) -> bool:
     """Return True if one start of one Slurm job made both attempts."""
     job = before.owner.slurm_job_id, before.owner.slurm_restart_count
     return job == (attempt.owner.slurm_job_id, attempt.owner.slurm_restart_count) != (None, None)
-
-
-def _first_moment(attempts: Sequence[AttemptRecord]) -> int:
-    """Return when the wall time begins: at the submission if it is known and was earlier."""
-    if not attempts:
-        return 0
-    submitted, began = attempts[0].owner.submitted_at, _begin(attempts[0])
-    return began if submitted is None else min(_milliseconds(submitted), began)
-
-
-def _wanted_from(attempt: AttemptRecord, free_from: int, begin: int) -> int:
-    """Return when a run that was finished is meant to train again: at the submission, if known.
-
-    Args:
-        attempt: The first attempt since.
-        free_from: The end of the time that is accounted for.
-        begin: When the attempt began.
-    """
-    submitted = attempt.owner.submitted_at
-    if submitted is None or is_idle(attempt):
-        return begin
-    return min(max(free_from, _milliseconds(submitted)), begin)
 
 
 def _begin(attempt: AttemptRecord) -> int:
@@ -224,8 +142,7 @@ def _intervals(attempt: AttemptRecord, begin: int, end: int) -> list[Interval]:
     """Cut [begin, end) at each phase change; before the first one the attempt was starting."""
     intervals, since, step = [], begin, 0
     phase: str = Phase.STARTING
-    # A phase that a later version added is counted as part of the phase before it.
-    for mark in (mark for mark in attempt.phases if mark.phase in PARTS):
+    for mark in attempt.phases:
         # Never backwards, whatever a clock that was set did to the times in phases.jsonl.
         at = min(max(_milliseconds(mark.at), since), end)
         intervals.append(Interval(since, at, phase, step))
@@ -233,33 +150,13 @@ def _intervals(attempt: AttemptRecord, begin: int, end: int) -> list[Interval]:
     return [*intervals, Interval(since, end, phase, step)]
 
 
-def _suspended(interval: Interval, suspensions: Sequence[Suspension]) -> int:
-    """Return how many milliseconds of an interval its job was suspended."""
-    suspended, counted_to = 0, interval.begin
-    for each in sorted(suspensions, key=lambda each: each.at):
-        # Two that overlap, as in a damaged file, count once.
-        begin = max(_milliseconds(each.at), counted_to)
-        end = min(_milliseconds(each.at) + _milliseconds(each.seconds), interval.end)
-        suspended += max(0, end - begin)
-        counted_to = max(counted_to, end)
-    return suspended
-
-
 def _kept_until(
     intervals: Sequence[Interval], attempt: AttemptRecord, later: Sequence[AttemptRecord]
 ) -> int:
-    """Return the moment from which on the work of an attempt that is over was lost.
+    """Return the moment in milliseconds from which on the work of a past attempt was lost.
 
     It is the end of the newest save that every later attempt has resumed from or from beyond. A
     user may resume from an old checkpoint by hand, so all later attempts count, not only the next.
-
-    Args:
-        intervals: The attempt's time, oldest first.
-        attempt: The attempt.
-        later: All attempts after it.
-
-    Returns:
-        Milliseconds since 1970.
     """
     resumed = [step for each in later if (step := resumed_from(each)) is not None]
     if not resumed and attempt.ended is not None and attempt.ended.outcome == Outcome.FINISHED:
@@ -284,10 +181,7 @@ def resumed_from(attempt: AttemptRecord) -> int | None:
     )
 
 
-# ---- progress ----
-# Read a run's progress from its files: its steps, how fast it does them, and what it waits for.
-
-
+# ---- progress ------------------------------------------------------------------------------------
 RATE_STEPS = 50
 """Rates are means over this many of the latest steps."""
 TAIL_BYTES = 256 * 1024
@@ -307,8 +201,6 @@ class Rates:
     """The last step's loss, which may be nan or infinite."""
     tokens_per_second: float
     """Mean over the last `RATE_STEPS` steps, weighted by their time."""
-    step_seconds: float
-    """Mean over the last `RATE_STEPS` steps."""
 
 
 def read_num_steps(run: Path) -> int | None:
@@ -335,26 +227,7 @@ def read_rates(path: Path) -> Rates | None:
     seconds = sum(record["step_seconds"] for record in latest)
     # Weighted by time: the tokens of all these steps over the seconds of all these steps.
     tokens = sum(record["step_seconds"] * _number(record, "tokens_per_second") for record in latest)
-    return Rates(
-        step=last["step"],
-        loss_nats=_number(last, "loss_nats", math.nan),
-        tokens_per_second=tokens / seconds,
-        step_seconds=seconds / len(latest),
-    )
-
-
-def waits_for(attempt: Path, now: float) -> str:
-    """Return what the process that made an attempt waits for, and since when; "" if for nothing.
-
-    Args:
-        attempt: RUN/attempts/#### of the newest attempt.
-        now: Unix seconds.
-    """
-    waiting, seen = read_waiting(attempt)
-    if waiting is None or now - seen > LEASE_SECONDS:
-        return ""
-    since = time.strftime("%b %d %H:%M:%S", time.localtime(waiting.at))
-    return f"waits since {since} for {waiting.what}"
+    return Rates(last["step"], _number(last, "loss_nats", math.nan), tokens / seconds)
 
 
 def _number(record: Record, key: str, default: float = 0.0) -> float:
@@ -365,6 +238,21 @@ def _number(record: Record, key: str, default: float = 0.0) -> float:
     return default
 
 
+def _estimated_end(
+    attempt: AttemptRecord, step: int | None, num_steps: int | None, now: float
+) -> float | None:
+    """Return when the last step will be done, in unix seconds; None before the first step.
+
+    The remaining steps take as long as those of this attempt, with the evaluations and the
+    checkpoints between them.
+    """
+    first = next((mark for mark in attempt.phases if mark.phase in WORK), None)
+    if first is None or step is None or num_steps is None or step <= first.step:
+        return None
+    return now + (num_steps - step) * (now - first.at) / (step - first.step)
+
+
+# ---- the state -----------------------------------------------------------------------------------
 UNREADABLE = "unreadable"
 """The state of a run whose files cannot be read, which may be so for a moment only."""
 SEARCH_DEPTH = 4
@@ -388,32 +276,25 @@ class RunStatus:
     run: Path
     state: str
     """Slurm's state while a training job is in the queue (PENDING, RUNNING, ...). Otherwise one of
-    ours: running, waiting, unknown, ended, died, not started, not recorded, unreadable, an outcome.
-    """
+    ours: running, unknown, ended, died, not started, not recorded, unreadable, an outcome."""
     reason: str
     """Slurm's reason for the state, the reason for which the last attempt ended, or what keeps the
     run from being read."""
-    nodes: str
+    nodes: str = ""
     """Slurm's node list, or the host; empty if the run holds no nodes."""
-    restarts: int
-    num_steps: int | None
+    restarts: int = 0
+    num_steps: int | None = None
     """train.num_steps."""
-    rates: Rates | None
-    ends_at: float | None
-    """Unix seconds: when the last step will be done at the current rate, with evaluations and
-    checkpoints in between."""
-    checkpoint: int | None
+    rates: Rates | None = None
+    ends_at: float | None = None
+    """Unix seconds: when the last step will be done at the speed of this attempt."""
+    checkpoint: int | None = None
     """The step of the newest complete checkpoint."""
-    attempts: list[AttemptRecord]
-    splits: list[TimeSplit]
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    times: list[Time] = field(default_factory=list)
     """One per attempt."""
-    job: JobState | None
+    job: JobState | None = None
     """The training job in the queue."""
-    evaluations: list[JobState]
-    """Evaluation jobs in the queue."""
-    passed_over: tuple[str, ...] = ()
-    """Newer checkpoints that have lost their manifest, and what the last start that did not go on
-    from the newest one has set aside, each with the reason."""
 
     @property
     def step(self) -> int | None:
@@ -425,7 +306,7 @@ class RunStatus:
     @property
     def is_over(self) -> bool:
         """True if the run neither runs nor waits, and will not unless somebody starts it again."""
-        return self.job is None and self.state not in ("running", "unknown", WAITING, UNREADABLE)
+        return self.job is None and self.state not in ("running", "unknown", UNREADABLE)
 
 
 def read_statuses(
@@ -465,10 +346,7 @@ def _reading(run: Path, broken: dict[Path, RunStatus]) -> Iterator[None]:
     except Exception as error:
         said = " ".join(str(error).split())
         words = said if isinstance(error, ConfigError) else f"{type(error).__name__}: {said}"
-        reason = words.removeprefix(f"{run}: ")
-        broken[run] = RunStatus(
-            run, UNREADABLE, reason, "", 0, None, None, None, None, [], [], None, []
-        )
+        broken[run] = RunStatus(run, UNREADABLE, words.removeprefix(f"{run}: "))
 
 
 def ask_slurm(ids: Sequence[str], tries: int = 1) -> Queue:
@@ -534,74 +412,17 @@ def is_alive(attempt: AttemptRecord, now: float) -> bool:
     return attempt.ended is None and now - attempt.last_heartbeat < LEASE_SECONDS
 
 
-def _status(run: Path, sent: Sequence[JobRecord], queue: Queue, now: float) -> RunStatus:
-    """Return the status of one run.
+def attempts_of(attempts: Sequence[AttemptRecord], job: JobState) -> list[AttemptRecord]:
+    """Return the attempts that a job has begun since Slurm started it for the last time.
 
-    Args:
-        run: The run's directory.
-        sent: The jobs that were sent for it, oldest first.
-        queue: Slurm's answer about these jobs.
-        now: Unix seconds.
+    A requeued job keeps its id: attempts before that differ in the count.
     """
-    attempts = read_attempts(run)
-    alive = bool(attempts) and is_alive(attempts[-1], now)
-    training = queued(sent, queue, JobKind.TRAIN)
-    # Two can be in the queue when one was sent by hand. The running one is of interest.
-    newest = training[-1] if training else None
-    job = next((job for job in training if job.is_running), newest)
-    waits = waits_for(attempts[-1].directory, now) if attempts else ""
-    if job:
-        state, reason = job.state, (job.reason or waits) + _why_not_launched(run, job)
-    elif waits:
-        state, reason = WAITING, waits
-    else:
-        state, reason = _state_without_a_job(run, sent, attempts, alive, queue)
-    # A heartbeat may be late because the file system is slow, so Slurm's word that the job runs
-    # also counts.
-    is_made_by_job = bool(
-        job and attempts and attempts[-1].ended is None and _is_attempt_of(attempts[-1], job)
-    )
-    running = alive or is_made_by_job
-    if job and job.is_suspended and running:
-        # The supervisor stands still too, and records it when it goes on.
-        attempts[-1] = _suspended_since(attempts[-1], now)
-    splits = time_splits(attempts, now if running else None)
-    rates = read_rates(RunPaths(run).metrics)
-    num_steps = read_num_steps(run)
-    return RunStatus(
-        run=run,
-        state=state,
-        reason=reason,
-        nodes=job.nodes if job else attempts[-1].owner.nodes if alive else "",
-        # Slurm's count includes starts that ended before an attempt began.
-        restarts=max(sum(not is_idle(each) for each in attempts) - 1, job.restarts if job else 0),
-        num_steps=num_steps,
-        rates=rates,
-        ends_at=_estimated_end(rates, num_steps, splits, now) if running else None,
-        checkpoint=newest_checkpoint_step(run),
-        attempts=attempts,
-        splits=splits,
-        job=job,
-        evaluations=queued(sent, queue, JobKind.EVALUATE),
-        passed_over=(*_damaged(run), *_set_aside(run)),
-    )
-
-
-def _damaged(run: Path) -> Iterator[str]:
-    """Yield a line for each checkpoint after the newest complete one that lost its manifest."""
-    newest = newest_checkpoint_step(run)
-    for path in headless_checkpoints(run):
-        if (checkpoint_step(path.name) or 0) > (newest or 0):
-            after = "" if newest is None else f"; training would go on from step {newest}"
-            yield f"{path.name} is damaged, it has no {MANIFEST}{after}"
-
-
-def _set_aside(run: Path) -> Iterator[str]:
-    """Yield the line about the last turn that the run took away from its checkpoints, if any."""
-    turns = [(folder, why) for folder, why in read_abandoned(run) if why.checkpoints]
-    for folder, why in turns[-1:]:
-        names = ", ".join(sorted(why.checkpoints))
-        yield f"{names} is in abandoned/{folder.name}: {why.reason}"
+    return [
+        each
+        for each in attempts
+        if each.owner.is_of_job(job.job_id)
+        and (each.owner.slurm_restart_count or 0) == job.restarts
+    ]
 
 
 def queued(records: Sequence[JobRecord], queue: Queue, kind: str) -> list[JobState]:
@@ -618,25 +439,50 @@ def queued(records: Sequence[JobRecord], queue: Queue, kind: str) -> list[JobSta
     return [state for state in states if not state.is_over]
 
 
-def _is_attempt_of(attempt: AttemptRecord, job: JobState) -> bool:
-    """Return True if a running job makes this attempt.
+def _status(run: Path, sent: Sequence[JobRecord], queue: Queue, now: float) -> RunStatus:
+    """Return the status of one run.
 
-    A requeued job keeps its id, so the restart count has to agree as well.
+    Args:
+        run: The run's directory.
+        sent: The jobs that were sent for it, oldest first.
+        queue: Slurm's answer about these jobs.
+        now: Unix seconds.
     """
-    return (
-        (job.is_running or job.is_suspended)
-        and attempt.owner.is_of_job(job.job_id)
-        and (attempt.owner.slurm_restart_count or 0) == job.restarts
+    attempts = read_attempts(run)
+    alive = bool(attempts) and is_alive(attempts[-1], now)
+    training = queued(sent, queue, JobKind.TRAIN)
+    # Two can be in the queue when one was sent by hand. The running one is of interest.
+    newest = training[-1] if training else None
+    job = next((job for job in training if job.is_running), newest)
+    if job:
+        state, reason = job.state, job.reason + _why_not_launched(run, job)
+    else:
+        state, reason = _state_without_a_job(run, sent, attempts, alive, queue)
+    # A heartbeat may be late because the file system is slow, so Slurm's word that the job runs
+    # also counts.
+    running = alive or bool(
+        job
+        and (job.is_running or job.is_suspended)
+        and attempts[-1:] == attempts_of(attempts, job)[-1:] != []
+        and attempts[-1].ended is None
     )
-
-
-def _suspended_since(attempt: AttemptRecord, now: float) -> AttemptRecord:
-    """Return an attempt whose job is suspended now, since its last sign of life."""
-    last = attempt.last_heartbeat
-    with contextlib.suppress(OSError):
-        last = max(last, (attempt.directory / PROGRESS).stat().st_mtime)
-    suspension = Suspension(last, max(0.0, now - last))
-    return dataclasses.replace(attempt, suspensions=(*attempt.suspensions, suspension))
+    rates, num_steps = read_rates(RunPaths(run).metrics), read_num_steps(run)
+    step = rates.step if rates else None
+    return RunStatus(
+        run=run,
+        state=state,
+        reason=reason,
+        nodes=job.nodes if job else attempts[-1].owner.nodes if alive else "",
+        # Slurm's count includes starts that ended before an attempt began.
+        restarts=max(sum(not is_idle(each) for each in attempts) - 1, job.restarts if job else 0),
+        num_steps=num_steps,
+        rates=rates,
+        ends_at=_estimated_end(attempts[-1], step, num_steps, now) if running else None,
+        checkpoint=newest_checkpoint_step(run),
+        attempts=attempts,
+        times=times(attempts, now if running else None),
+        job=job,
+    )
 
 
 def _state_without_a_job(
@@ -665,7 +511,8 @@ def _state_without_a_job(
         return "not recorded" if RunPaths(run).metrics.exists() else "not started", ""
     job_is_newer = bool(jobs) and (newest is None or jobs[-1].submitted_at > newest.owner.began_at)
     # Only an attempt that ended for good, after the last submission, settles it without Slurm.
-    if queue.away and jobs and (job_is_newer or newest is None or not _is_final(newest)):
+    is_final = newest and newest.ended and newest.ended.outcome not in STARTED_AGAIN
+    if queue.away and jobs and (job_is_newer or not is_final):
         return "unknown", queue.away
     last = queue.states.get(jobs[-1].job_id) if jobs else None
     if newest is None or job_is_newer:
@@ -677,9 +524,8 @@ def _state_without_a_job(
         return "ended", ended + (_why_not_launched(run, last) if last else "")
     if newest.ended is not None:
         return in_words(newest.ended.outcome), newest.ended.reason
-    seen = time.strftime("%b %d %H:%M", time.localtime(newest.last_heartbeat))
     job = f"job {last.job_id}: {last.state}, " if last else ""
-    return "died", f"{job}no sign of life since {seen}"
+    return "died", f"{job}no sign of life since {moment(newest.last_heartbeat)}"
 
 
 def _why_not_launched(run: Path, job: JobState) -> str:
@@ -696,27 +542,180 @@ def _why_not_launched(run: Path, job: JobState) -> str:
     )
 
 
-def _is_final(attempt: AttemptRecord) -> bool:
-    """Return True if an attempt ended in a way after which no other is made automatically."""
-    return attempt.ended is not None and attempt.ended.outcome not in STARTED_AGAIN
+# ---- what is printed -----------------------------------------------------------------------------
+HEAD = "RUN STATE STEP LOSS TOKENS/S GOODPUT ENDS CHECKPOINT RESTARTS JOB NODES REASON"
+"""The columns of the table, the most important ones first: a terminal cuts off what is too long."""
+NUMBERS = {"STEP", "LOSS", "TOKENS/S", "GOODPUT", "CHECKPOINT", "RESTARTS", "ATTEMPT"}
+"""Columns that are aligned to the right."""
 
 
-def _estimated_end(
-    rates: Rates | None, num_steps: int | None, splits: Sequence[TimeSplit], now: float
-) -> float | None:
-    """Return when the last step will be done, in unix seconds; None before the first step.
-
-    The remaining steps take `rates.step_seconds` each, and evaluations and checkpoints the same
-    share of the time as so far: (training + evaluating + saving) / training.
+def show_status(given: Sequence[Path]) -> None:
+    """Run `launcher status`.
 
     Args:
-        rates: The current progress.
-        num_steps: train.num_steps.
-        splits: One per attempt.
-        now: Unix seconds.
+        given: The runs; with none given, all below runs/. A single one is printed in detail.
+
+    Raises:
+        ConfigError: One of `given` is not a run's directory, or there are no runs.
     """
-    if rates is None or num_steps is None:
-        return None
-    spent = {part: sum(split.parts[part] for split in splits) for part in WORK}
-    overhead = sum(spent.values()) / spent[Phase.TRAINING] if spent[Phase.TRAINING] else 1.0
-    return now + (num_steps - rates.step) * rates.step_seconds * overhead
+    statuses, away = read_statuses(find_runs(given))
+    # Runs that have ended are shown from their own files, so Slurm's absence is of no interest.
+    if away and any(status.state in ("running", "unknown") for status in statuses):
+        print(f"Slurm gave no answer, so job states are missing ({away})")
+    print(detail(statuses[0]) if len(given) == 1 else table(statuses))
+
+
+def table(statuses: Sequence[RunStatus]) -> str:
+    """Return a table with one line per run, which a terminal that is narrow cuts off."""
+    width = shutil.get_terminal_size((0, 0)).columns or None
+    return "\n".join(
+        line[:width] for line in _lines(HEAD.split(), [_row(each) for each in statuses])
+    )
+
+
+def detail(status: RunStatus) -> str:
+    """Return all about one run: its state, its progress, its attempts and its faulty nodes."""
+    job, of = status.job, f" of {status.num_steps}" if status.num_steps else ""
+    progress = [] if status.step is None else [f"{status.step}{of}"]
+    if status.rates:
+        progress.append(f"{tqdm.format_sizeof(status.rates.tokens_per_second)} tokens/s")
+        progress.append(f"loss {status.rates.loss_nats:.3f}")
+    if status.ends_at:
+        progress.append(f"estimated end {moment(status.ends_at)}")
+    # Slurm has an estimate only for pending jobs that its backfill scheduler has looked at.
+    starts = job.started_at if job and job.is_pending else None
+    ends = job.ends_at if job and job.is_running else None
+    state = [
+        status.state,
+        f"job {job.job_id}" if job else "",
+        f"on {status.nodes}" if status.nodes else "",
+        f"time limit at {moment(ends)}" if ends else "",
+        f"estimated start {moment(starts)}" if starts else "",
+    ]
+    fields = {
+        "state": ", ".join(filter(None, state)),
+        "reason": status.reason,
+        "step": ", ".join(progress),
+        "checkpoint": "" if status.checkpoint is None else checkpoint_name(status.checkpoint),
+        "goodput": percent(goodput(status.times), 1) if status.attempts else "",
+    }
+    shown = [(f"  {name}", _one_line(value)) for name, value in fields.items() if value]
+    lines = [str(status.run), *columns(shown, ())]
+    if status.attempts:
+        # Of the newest job alone: another one may be given these nodes again.
+        newest = status.attempts[-1].owner.slurm_job_id
+        same_job = [each for each in status.attempts if each.owner.slurm_job_id == newest]
+        lines += ["", *_attempts(status)]
+        lines += [
+            f"  node {node}: not used any more if Slurm has others: {why}"
+            for node, why in failing_nodes(same_job).items()
+        ]
+    return "\n".join(lines)
+
+
+def summary(run: Path) -> str:
+    """Return what has become of a run that has ended: its step, its checkpoint and its goodput."""
+    attempts = read_attempts(run)
+    if not attempts:
+        return f"{run}: no attempt yet"
+    newest, num_steps, checkpoint = attempts[-1], read_num_steps(run), newest_checkpoint_step(run)
+    outcome = in_words(newest.ended.outcome) if newest.ended else "not ended"
+    step = f"step {newest.ended.step if newest.ended else newest.step}"
+    step += f" of {num_steps}" if num_steps else ""
+    saved = "no checkpoint"
+    if checkpoint is not None:
+        saved = f"newest checkpoint {checkpoint_name(checkpoint)}"
+    plural = "" if len(attempts) == 1 else "s"
+    said = f"{run}: {outcome} at {step}, {len(attempts)} attempt{plural}, {saved}"
+    share = percent(goodput(times(attempts)), 1)
+    return f"{said}\ngoodput: {share} of the time it held its nodes"
+
+
+def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table; whatever a cell holds, it stays in its line."""
+    right = {number for number, head in enumerate(heads) if head in NUMBERS}
+    return columns([heads, *([_one_line(cell) for cell in row] for row in rows)], right)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())
+
+
+def _row(status: RunStatus) -> Sequence[str]:
+    """Return the cells of a run, in the order of `HEAD`."""
+    rates = status.rates
+    step = "" if status.step is None else str(status.step)
+    if step and status.num_steps:
+        step += f"/{status.num_steps}"
+    return (
+        str(status.run),
+        status.state,
+        step,
+        f"{rates.loss_nats:.3f}" if rates else "",
+        tqdm.format_sizeof(rates.tokens_per_second) if rates else "",
+        percent(goodput(status.times)) if status.times else "",
+        moment(status.ends_at) if status.ends_at else "",
+        "" if status.checkpoint is None else str(status.checkpoint),
+        str(status.restarts),
+        status.job.job_id if status.job else "",
+        status.nodes,
+        status.reason,
+    )
+
+
+def _attempts(status: RunStatus) -> list[str]:
+    """Return a table of the attempts: when each began, how it ended, and why if it failed."""
+    rows = []
+    for attempt, found in zip(status.attempts, status.times):
+        ended = attempt.ended
+        rows.append(
+            (
+                f"  {attempt.number}",
+                moment(attempt.owner.began_at),
+                str(ended.step if ended else attempt.step),
+                percent(goodput([found])),
+                in_words(ended.outcome) if ended else "",
+                ended.reason if ended and ended.outcome not in ENDED_WELL else "",
+            )
+        )
+    return _lines(["ATTEMPT", "BEGAN", "STEP", "GOODPUT", "END", "REASON"], rows)
+
+
+def moment(at: float) -> str:
+    """Return a local time; "never" for one that no calendar has, as in a damaged file."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+    except (OverflowError, ValueError, OSError):
+        return "never"
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """Return a share as text: "91 %" for 0.912, "-" for None."""
+    return "-" if share is None else f"{100 * share:.{digits}f} %"
+
+
+STOPPED_BY_USER = (ExitCode.STOPPED, ExitCode.INTERRUPTED)
+"""Exit codes of a run that its user stopped."""
+
+
+def print_end(run: Path, code: int, command: Sequence[str] = ()) -> None:
+    """Print what has become of a run, and how one that was stopped goes on.
+
+    Nothing is printed for a run that failed: the error should be the last thing on the terminal.
+
+    Args:
+        run: The run's directory.
+        code: The exit code of its last attempt.
+        command: The command that goes on with it.
+    """
+    if code in (ExitCode.FINISHED, ExitCode.STOPPED):
+        print(summary(run), file=sys.stderr, flush=True)
+    if command and code in STOPPED_BY_USER:
+        print_stopped(run, command)
+
+
+def print_stopped(run: Path, command: Sequence[str]) -> None:
+    """Print what a run that was stopped has saved, and the command that goes on."""
+    saved = newest_checkpoint_step(run)
+    words = "nothing is saved" if saved is None else f"{checkpoint_name(saved)} is saved"
+    say(f"{run}: {words}; go on with:\n  {shlex.join(command)}")

@@ -26,8 +26,7 @@ from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters,
 from pretrain.config.errors import is_supported, not_supported
 from pretrain.launcher import slurm
 from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest
-from pretrain.launcher.status import check_run, read_statuses
-from pretrain.rundir.attempts import is_finished, read_attempts
+from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.files import let_nobody_write, make_directory, replace_file
 from pretrain.rundir.jobs import (
     JobRecord,
@@ -363,64 +362,28 @@ def check_time(time_limit: str | None, lead_seconds: int, runs: Sequence[Trainin
 
 
 # ---- what Slurm could never start ----------------------------------------------------------------
-def check_with_slurm(runs: Sequence[TrainingRun], job: slurm.Job) -> str:
+def check_with_slurm(job: slurm.Job) -> str:
     """Ask Slurm whether it would take a job and could ever start it.
-
-    Args:
-        runs: The runs that the job trains.
-        job: The job.
 
     Returns:
         What `sbatch --test-only` prints.
 
     Raises:
-        ConfigError: The partition's time limits leave no time to train, or are shorter than the
-            job's; or there is no sbatch here.
+        ConfigError: The partition's time limit is shorter than the job's; or there is no sbatch
+            here.
         SlurmError: Slurm would refuse the job.
         SlurmAway: slurmctld does not answer.
     """
-    arguments = [*job.waiting(), *job.arguments()]
-    try:
-        said = slurm.test(arguments, job.script())
-    except slurm.SlurmAway:
-        raise
-    except slurm.SlurmError as error:
-        if not slurm.waits_for_drained_nodes(job.site.partition, job.nodes):
-            raise
-        said = f"{error}: nodes are drained. The job waits until they are back"
-        print(f"warning: {said}", file=sys.stderr)
-    found = slurm.partitions(job.site.partition)
-    if found:
-        _check_limits(runs, job, found)
-    return said
-
-
-def _check_limits(
-    runs: Sequence[TrainingRun], job: slurm.Job, partitions: Sequence[slurm.Partition]
-) -> None:
-    """Raise ConfigError when the job does not fit into the time limits of its partitions."""
-    names = ", ".join(partition.name for partition in partitions)
-    if job.time_limit is None:
-        limits = [p.default_seconds for p in partitions if p.default_seconds is not None]
-        if limits and job.signal_seconds:
-            # "H:MM:SS", which sbatch would take.
-            limit = slurm.clock(min(limits))
-            try:
-                check_time(limit, job.signal_seconds, runs)
-            except ConfigError as error:
-                raise ConfigError(f"{error}. This is the default of partition {names}") from None
-        return
-    wanted = slurm.seconds_of(job.time_limit)
-    longest = [partition.max_seconds for partition in partitions]
+    said = slurm.test([*job.waiting(), *job.arguments()], job.script())
+    wanted = slurm.seconds_of(job.time_limit) if job.time_limit else 0
+    most = slurm.longest_limit(job.site.partition)
     # A quality of service may allow more than its partition does.
-    if job.site.qos or None in longest:
-        return
-    most = max(limit for limit in longest if limit is not None)
-    if wanted is None or wanted > most:
+    if most is not None and not job.site.qos and (wanted is None or wanted > most):
         raise ConfigError(
-            f"time limit {job.time_limit}: longer than partition {names} allows, which is "
+            f"time limit {job.time_limit}: longer than the partition allows, which is "
             f"{slurm.clock(most)}, so the job would never start. Set a shorter one with --time"
         )
+    return said
 
 
 NO_FILES: Mapping[Path, str] = MappingProxyType({})
@@ -434,7 +397,6 @@ def submit(
     dry_run: bool = False,
     plan: Callable[[RunConfig, Path, slurm.Job], str] | None = None,
     allow_changed: Sequence[str] = (),
-    after: Path | None = None,
 ) -> None:
     """Submit one run as one job, or with `dry_run` print what would be sent and write nothing.
 
@@ -448,7 +410,6 @@ def submit(
         plan: Makes the text of RUN/evaluations/plan.json, with which the run's checkpoints are
             evaluated while it trains. Without it they are not evaluated.
         allow_changed: Keys that may differ from the checkpoint's although they change training.
-        after: Another run, which has to end well before this one starts.
 
     Raises:
         ConfigError: The run cannot work; nothing was written or sent.
@@ -463,9 +424,6 @@ def submit(
         return
     check_runs([run], site, dry_run)
     job = training_job([run], site, request)
-    if after is not None:
-        with _only_warned(dry_run, slurm.SlurmAway):
-            job = dataclasses.replace(job, dependency=chained(after, job.dependency))
     files = (
         {RunPaths(run.directory).evaluation_plan: plan(config, run.directory, job)}
         if plan
@@ -529,39 +487,6 @@ def training_job(
         signal_seconds=lead_seconds,
         concurrent=concurrent,
         dependency=request.dependency,
-        mail=request.mail,
-    )
-
-
-def chained(run: Path, dependency: str | None) -> str | None:
-    """Return the dependency on the end of another run, beside a dependency that was asked for.
-
-    The job of that run keeps its id when it is requeued, so its restarts are waited for. A run
-    that is finished is not waited for.
-
-    Args:
-        run: The other run's directory.
-        dependency: As in sbatch --dependency.
-
-    Raises:
-        ConfigError: There is no such run, or it is not finished and has no job.
-        SlurmAway: slurmctld does not answer.
-    """
-    check_run(run)
-    [status], away = read_statuses([run])
-    if status.job is not None:
-        return ",".join(filter(None, (f"afterok:{status.job.job_id}", dependency)))
-    if away:
-        raise slurm.SlurmAway(
-            f"--after {run}: {away}, so it is unknown if a job trains this run. Try again later"
-        )
-    if is_finished(run):
-        print(f"--after {run}: is finished, so nothing is waited for")
-        return dependency
-    how = f"{status.state}: {status.reason}" if status.reason else status.state
-    raise ConfigError(
-        f"--after {run}: is not finished ({how}) and has no job that could be waited for. Start it "
-        f"first with `launcher requeue {shlex.quote(str(run))}`"
     )
 
 
@@ -595,7 +520,7 @@ def print_dry_run(
     # Before sbatch, whose answer may take a while, or be the error that ends this command.
     sys.stdout.flush()
     try:
-        print(slurm.answer(check_with_slurm(runs, job)))
+        print(slurm.answer(check_with_slurm(job)))
     except (slurm.SlurmAway, slurm.NoSlurm) as error:
         # The job may be shown all the same, also on a machine without Slurm's commands.
         print(slurm.answer(f"not asked: {error}"))
@@ -621,11 +546,11 @@ def send(
 
     Raises:
         ConfigError: The job does not fit into the time limits of its partition.
-        SlurmError: sbatch refused. All files are left as they were before.
-        SlurmAway: Nobody knows if Slurm has taken the job. The files stay.
+        SlurmError: sbatch refused. Nothing was written if it did so when it was asked before.
+        SlurmAway: Nobody knows if Slurm has taken the job.
     """
     try:
-        check_with_slurm(runs, job)
+        check_with_slurm(job)
     except slurm.SlurmAway as error:
         raise slurm.SlurmAway(f"{error}. Nothing was submitted; try again later") from None
     # Slurm writes there as this user, and follows links.
@@ -636,8 +561,8 @@ def send(
     folders = [job.logs, *(RunPaths(run.directory).logs for run in runs)]
     # Before sbatch: on an idle cluster the job may start, and read them, before sbatch returns;
     # and Slurm does not make the folder of --output, without it a job dies with no message.
-    with _files_unless_refused(launch_files, folders):
-        job_id = slurm.submit(job)
+    _write_files(launch_files, folders)
+    job_id = slurm.submit(job)
     ids = [f"{job_id}_{index}" if job.is_array else job_id for index in range(len(runs))]
     for index, (run_job_id, run) in enumerate(zip(ids, runs)):
         claim_version(run.directory)
@@ -686,41 +611,16 @@ def _launch_files(run: TrainingRun, job: slurm.Job) -> dict[Path, str]:
     }
 
 
-@contextmanager
-def _files_unless_refused(files: Mapping[Path, str], folders: Sequence[Path]) -> Iterator[None]:
-    """Create `folders` and write `files`; when the block fails, restore what was there before.
-
-    They stay when it is unknown if Slurm has taken the job.
-    """
-    before = {path: path.read_text() if path.exists() else None for path in files}
-    wanted = {parent for path in files for parent in path.parents}
-    wanted |= {ancestor for folder in folders for ancestor in (folder, *folder.parents)}
-    missing = [folder for folder in wanted if not folder.exists()]
-    # Parents first, so that mkdir finds them and so that the reverse order empties each folder.
-    created = sorted(missing, key=lambda folder: len(folder.parts))
-    try:
-        for folder in created:
-            with writing(folder):
-                make_directory(folder)
-        for folder in folders:
+def _write_files(files: Mapping[Path, str], folders: Sequence[Path]) -> None:
+    """Create folders and write files that nobody else may write to."""
+    for folder in [*folders, *(path.parent for path in files)]:
+        with writing(folder):
+            make_directory(folder)
             # One that was there before.
             let_nobody_write(folder)
-        for path, text in files.items():
-            with writing(path):
-                replace_file(path, text)
-        yield
-    except (slurm.SlurmAway, KeyboardInterrupt):
-        # Slurm may have taken the job, which reads these files.
-        raise
-    except BaseException:
-        for path, old in before.items():
-            with contextlib.suppress(OSError):
-                path.unlink() if old is None else replace_file(path, old)
-        for folder in reversed(created):
-            # It stays when another process has put something there meanwhile.
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
+    for path, text in files.items():
+        with writing(path):
+            replace_file(path, text)
 
 
 def _ranks_python(site: Site) -> str:

@@ -2,7 +2,7 @@
 
 The supervisor is a process beside the ranks that never imports torch. It renews the run's lease,
 passes signals on, ends ranks that hang, and records how the attempt ended. It does the same on a
-single machine (local.py) and inside a Slurm job (srun.py). Only two things differ: where the ranks
+single machine and inside a Slurm job. Only two things differ: where the ranks
 run (`Ranks`), and how the caller makes another attempt: `launcher local` starts one itself, and so
 does a Slurm job while its nodes and its time suffice; else it has itself requeued.
 
@@ -31,7 +31,6 @@ No attempt follows either after a signal to stop, or when recovery.max_restarts 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -45,14 +44,13 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
+from pretrain.config.display import say
 from pretrain.launcher import slurm
-from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import (
     HEARTBEAT_SECONDS,
     LOOKS,
     PROGRESS,
     PROGRESS_SECONDS,
-    WAITING,
     Attempt,
     AttemptRecord,
     Owner,
@@ -69,7 +67,7 @@ from pretrain.rundir.checkpoints import (
     complete_checkpoints,
     newest_checkpoint_step,
 )
-from pretrain.rundir.files import read_text, replace_json
+from pretrain.rundir.files import read_text
 from pretrain.rundir.history import saving_then_stopping
 from pretrain.rundir.paths import (
     STARTED_AGAIN,
@@ -206,86 +204,11 @@ class Repeater(threading.Thread):
             self.join(seconds)
 
 
-# ---- Say what a run waits for while no attempt is made, so that it does not look dead ----
-
-
-STOP_SECONDS = 2.0
-"""The time that the end of the waiting gives the file server."""
-
-
-@contextlib.contextmanager
-def waiting(attempt: Path, what: str) -> Iterator[None]:
-    """Show in `launcher status` what the run waits for, inside the `with` block.
-
-    The file's time is renewed, so that one that a killed process has left is not believed. A disk
-    that refuses ends no run.
-
-    Args:
-        attempt: RUN/attempts/#### of the newest attempt, which may have ended.
-        what: The words after "waits for".
-    """
-    path = attempt / WAITING
-
-    def renew() -> None:
-        with contextlib.suppress(OSError):
-            os.utime(path)
-
-    with contextlib.suppress(OSError):
-        replace_json(path, {"at": time.time(), "what": what})
-    beats = Repeater(HEARTBEAT_SECONDS, renew)
-    beats.start()
-    try:
-        yield
-    finally:
-        beats.stop(STOP_SECONDS)
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-# ---- Notice that the job was suspended, and record it: its time is no training ----
-
-
-LOOK_SECONDS = 1.0
-"""Time between two looks at the clock."""
-SUSPENDED_SECONDS = 3.0
-"""A longer gap between two looks is a suspension; a shorter one may be a busy machine."""
-
-
-class SuspensionClock:
-    """Call it every `LOOK_SECONDS`: a gap between two calls is a time in which nothing ran.
-
-    `scontrol suspend`, gang scheduling and preemption with PreemptMode=SUSPEND stop every process
-    of a job, this one too, so a gap in its own time is the suspension of all. The first call begins
-    it: what comes before, as the check of the nodes, may take long.
-    """
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-        # The ranks' start, after which the looks begin, may take minutes by itself.
-        self._last: float | None = None
-
-    def __call__(self) -> None:
-        now = _seconds()
-        gap = 0.0 if self._last is None else now - self._last - LOOK_SECONDS
-        self._last = now
-        if gap < SUSPENDED_SECONDS:
-            return
-        say(f"attempt {self._attempt.number}: stood still for {gap:.0f} s: its job was suspended")
-        # A full disk must not end the thread that looks.
-        with contextlib.suppress(OSError):
-            self._attempt.suspended(time.time() - gap, gap)
-
-
-def _seconds() -> float:
-    """Return the seconds since boot, which also go on while the machine itself sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 # ---- Tell from an attempt's progress file that its ranks are stuck ----
 # Ranks that hang in a collective operation cannot report it themselves, so the check is made
 # outside of them. Rank 0 replaces the file `progress` in the attempt's directory while it works,
 # ten times within recovery.hang_seconds or every ten seconds
-# (`pretrain.rundir.attempts.Attempt.progress`).
+# (`pretrain.rundir.lock.Attempt.progress`).
 
 
 WORKING = (Phase.TRAINING, Phase.EVALUATING)
@@ -343,8 +266,8 @@ def _modified_at(path: Path) -> int:
 
 
 # ---- Define what a supervisor needs of the ranks that it watches ----
-# There are two implementations: `LocalRanks` (local.py) starts them as processes of this machine,
-# `SrunRanks` (srun.py) starts them with srun on the nodes of a Slurm job.
+# There are two implementations: `LocalRanks` (ranks.py) starts them as processes of this machine,
+# `SrunRanks` starts them with srun on the nodes of a Slurm job.
 
 
 class Ranks(Protocol):
@@ -650,6 +573,8 @@ ANSWER_SECONDS = 1.0
 """The time that Slurm is waited for before the end of an attempt is recorded without its answer."""
 DUMP_SECONDS = 3.0
 """Time that hung ranks are given to write their stacks."""
+STOP_SECONDS = 2.0
+"""The time that the end of an attempt gives a thread beside it; a file server may be slow."""
 
 
 @dataclass(frozen=True)
@@ -725,9 +650,6 @@ class Supervisor:
                 lost.set()
 
         threads = [Repeater(HEARTBEAT_SECONDS, renew_lease)]
-        # At a terminal Ctrl-Z stops this process alone.
-        if not self.local:
-            threads.append(Repeater(LOOK_SECONDS, SuspensionClock(attempt)))
         if evaluate:
             threads.append(Repeater(EVALUATE_SECONDS, lambda: evaluate(False)))
         ranks = None
@@ -786,8 +708,7 @@ class Supervisor:
         asking.join(ANSWER_SECONDS)
         if asking.is_alive():
             self._record(attempt, verdict)
-            with waiting(attempt.directory, "Slurm's word on whether it preempted the job"):
-                asking.join()
+            asking.join()
         return answer == [True]
 
     # ---- while the ranks run ---------------------------------------------------------------------

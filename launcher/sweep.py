@@ -24,13 +24,13 @@ import tomli_w
 from pydantic import BaseModel
 
 from pretrain.config import ConfigError, RunConfig, RunFailed, load_config
+from pretrain.config.display import say
 from pretrain.config.load import key_of
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
-from pretrain.launcher.look import STOPPED_BY_USER, print_stopped, table
 from pretrain.launcher.ranks import PASSED_ON, run_locally
 from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest
-from pretrain.launcher.status import read_statuses
+from pretrain.launcher.status import STOPPED_BY_USER, print_stopped, read_statuses, table
 from pretrain.launcher.submit import (
     TrainingRun,
     allocate,
@@ -41,9 +41,7 @@ from pretrain.launcher.submit import (
     training_job,
 )
 from pretrain.launcher.supervise import Signals
-from pretrain.launcher.terminal import plain, plain_lines, say
-from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.jobs import LocalLaunch, check_data, check_goes_on, is_done, read_over
+from pretrain.rundir.jobs import check_data, check_goes_on, is_done, read_over
 from pretrain.rundir.paths import ExitCode, exit_code_of, is_run
 
 # ---- Name the runs of a sweep: one for each combination of values, or for each config ----
@@ -64,13 +62,11 @@ class SweepRun:
     """The keys of the sweep with this run's values, as the config resolves them; none in a list of
     configs."""
 
-
-@dataclass(frozen=True)
-class Axis:
-    """A config key and the values that it takes, each written as `--set` reads it."""
-
-    key: str
-    values: tuple[str, ...]
+    @property
+    def name(self) -> str:
+        """Return the run's directory and what distinguishes it."""
+        over = ", ".join(f"{key} = {value}" for key, value in self.over.items())
+        return f"{self.config.run.directory} ({over or self.path})"
 
 
 def wanted_runs(
@@ -110,42 +106,34 @@ def check_directories(runs: Sequence[SweepRun]) -> None:
         other = found.setdefault(Path(os.path.realpath(run.config.directory)), run)
         if other is not run:
             raise ConfigError(
-                f"{_shown(run)} is that of {_shown(other)}, and two runs never share one. Name "
-                "another, or make the runs with --over"
+                f"{run.path}: {run.name} is the run of {other.path} ({other.name}) as well, and "
+                "two runs never share a directory. Name another, or make the runs with --over"
             )
 
 
-def _shown(run: SweepRun) -> str:
-    """Return what gives a run its directory, and the directory."""
-    over = ", ".join(f"{key} = {value}" for key, value in run.over.items())
-    name = f"{run.path} ({over})" if over else str(run.path)
-    return f"{name}: run.directory = {run.config.run.directory}"
-
-
-def parse_axes(axes: Sequence[str]) -> list[Axis]:
-    """Parse the arguments of --over.
+def parse_axes(axes: Sequence[str]) -> dict[str, list[str]]:
+    """Parse the arguments of --over: the values of each key, as `--set` reads them.
 
     Raises:
         ConfigError: An argument is not of the form section.key=value,value; a key or a value is
             given twice; or the key is run.directory, which the sweep sets itself.
     """
-    parsed = []
+    parsed: dict[str, list[str]] = {}
     for text in axes:
-        key, separator, values = text.partition("=")
-        if not (separator and re.fullmatch(r"\w+\.\w+", key.strip(), re.ASCII)):
+        key, separator, values = (part.strip() for part in text.partition("="))
+        if not (separator and re.fullmatch(r"\w+\.\w+", key, re.ASCII)):
             raise ConfigError(
                 f"--over {text}: want section.key=value,value, for example "
                 "--over position.method=alibi,rotary"
             )
-        parsed.append(Axis(key.strip(), tuple(split_values(values, text))))
-    keys = [axis.key for axis in parsed]
-    if twice := {key for key in keys if keys.count(key) > 1}:
-        raise ConfigError(f"--over {min(twice)}: given twice. List all its values in one --over")
-    if "run.directory" in keys:
-        raise ConfigError(
-            "--over run.directory: each run gets a directory of its own below run.directory. "
-            "Remove this --over"
-        )
+        if key in parsed:
+            raise ConfigError(f"--over {key}: given twice. List all its values in one --over")
+        if key == "run.directory":
+            raise ConfigError(
+                "--over run.directory: each run gets a directory of its own below run.directory. "
+                "Remove this --over"
+            )
+        parsed[key] = split_values(values, text)
     return parsed
 
 
@@ -207,7 +195,7 @@ def sweep_folder(base: Path) -> Path:
 
 
 def sweep_runs(
-    path: Path, axes: Sequence[Axis], overrides: Sequence[str], base: Path
+    path: Path, axes: dict[str, list[str]], overrides: Sequence[str], base: Path
 ) -> list[SweepRun]:
     """Return one run for each combination of values.
 
@@ -221,18 +209,17 @@ def sweep_runs(
         ConfigError: A value is wrong, --set gives a key that is swept over, or a run's directory
             is that of another combination.
     """
-    keys = {axis.key for axis in axes}
     for override in overrides:
         # One of the two would be lost.
-        if (key := key_of(override)) in keys:
+        if (key := key_of(override)) in axes:
             raise ConfigError(
                 f"--set {override}: --over gives {key} its values. Leave one of the two out"
             )
     runs: dict[Path, SweepRun] = {}
-    for values in itertools.product(*(axis.values for axis in axes)):
-        settings = [f"{axis.key}={value}" for axis, value in zip(axes, values)]
+    for values in itertools.product(*axes.values()):
+        settings = [f"{key}={value}" for key, value in zip(axes, values)]
         config = load_config(path, [*overrides, *settings])
-        over = {axis.key: _value(config, axis.key) for axis in axes}
+        over = {key: _value(config, key) for key in axes}
         directory = sweep_folder(base) / run_name(over)
         own = config.run.model_copy(update={"directory": str(directory)})
         runs[directory] = SweepRun(path, config.model_copy(update={"run": own}), over)
@@ -375,12 +362,9 @@ def _to_send(runs: Sequence[TrainingRun], dry_run: bool) -> list[TrainingRun]:
 
 def _check_same_size(runs: Sequence[TrainingRun]) -> None:
     """Raise ConfigError unless all runs have the same allocation, as a job array requires."""
-    sizes = {(run.nodes, run.spare_nodes, run.tasks_per_node) for run in runs}
+    sizes = {(run.nodes + run.spare_nodes, run.tasks_per_node) for run in runs}
     if len(sizes) > 1:
-        shown = " and ".join(
-            f"{nodes} x {tasks}" + (f" and {spare} spare nodes" if spare else "")
-            for nodes, spare, tasks in sorted(sizes)
-        )
+        shown = " and ".join(f"{nodes} x {tasks}" for nodes, tasks in sorted(sizes))
         raise ConfigError(
             f"these runs need {shown} ranks (nodes x ranks per node), but all tasks of a "
             "job array have the same size. Sweep over each size separately"
@@ -415,7 +399,7 @@ def sweep_locally(
     Raises:
         ConfigError: The axes are malformed, or a run cannot work; nothing was started.
     """
-    runs, folder = wanted_runs(paths, axes, overrides)
+    runs, _ = wanted_runs(paths, axes, overrides)
     for run in runs:
         run.config.layout(nproc)
         check_goes_on(run.config, allow_changed)
@@ -424,11 +408,7 @@ def sweep_locally(
     left = [run for run in runs if not is_done(run.config, allow_changed)]
     if dry_run:
         for run in runs:
-            step = newest_checkpoint_step(run.config.directory)
-            start = "from scratch" if step is None else f"from step {step}"
-            to_do = f"{start}, to step {run.config.train.num_steps}" if run in left else "finished"
-            print(f"{_name(run)}: {to_do}")
-        print(f"{len(left)} of {len(runs)} runs would train, one after the other")
+            print(f"{run.name}: {'would train' if run in left else 'finished'}")
         return ExitCode.FINISHED
     over = [word for axis in axes for word in ("--over", axis)]
     settings = [word for override in overrides for word in ("--set", override)]
@@ -438,10 +418,9 @@ def sweep_locally(
     # One record for all runs: a signal may come between two of them, or too late to stop one.
     with Signals(*PASSED_ON) as signals:
         for number, run in enumerate(left, start=1):
-            say(f"run {number} of {len(left)}: {_name(run)}")
+            say(f"run {number} of {len(left)}: {run.name}")
             # A failure of an earlier run counts as long as the user does not end the sweep.
-            launch = LocalLaunch(tuple(again), str(Path.cwd()), nproc, run.over)
-            ended = _train(run, launch, allow_changed, signals)
+            ended = _train(run, nproc, allow_changed, signals)
             if ended in STOPPED_BY_USER or (signals.stops and (ended or number < len(left))):
                 code = ended if ended in STOPPED_BY_USER else ExitCode.STOPPED
                 break
@@ -454,42 +433,25 @@ def sweep_locally(
     print(table(statuses), flush=True)
     if code in STOPPED_BY_USER:
         print_stopped(run.config.directory, again)
-        return code
-    curve = folder / "report" / "curve.json"
-    saved = [run.config for run in runs if newest_checkpoint_step(run.config.directory) is not None]
-    if saved:
-        directories = [config.run.directory for config in saved]
-        evaluate = ["pretrain", "evaluate", *directories, "--out", str(curve)]
-        print(f"next: {shlex.join(evaluate)}")
     return code
 
 
-def _train(
-    run: SweepRun, launch: LocalLaunch, allow_changed: Sequence[str], signals: Signals
-) -> int:
+def _train(run: SweepRun, nproc: int, allow_changed: Sequence[str], signals: Signals) -> int:
     """Train one run as `launcher local` does, and return its exit code. Errors are printed.
 
     Args:
         run: The run.
-        launch: The sweep's command, and this run's part of it.
+        nproc: Its processes.
         allow_changed: Keys that may differ from the checkpoint's.
         signals: Records the signals to this process; none came so far.
     """
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
     try:
         # Not the config's file: it may have been edited while the runs before this one trained.
-        code = run_locally(
-            run.config, launch.num_tasks, train, None, signals=signals, launch=launch
-        )
+        code = run_locally(run.config, nproc, train, None, signals=signals, over=run.over)
     except (ConfigError, RunFailed) as error:
-        print(plain_lines(f"error: {error}"), file=sys.stderr, flush=True)
+        say(f"error: {error}")
         code = exit_code_of(error)
     if code and code not in STOPPED_BY_USER and not signals.stops:
         say(f"{run.config.run.directory}: failed with exit code {code}; the other runs go on")
     return code
-
-
-def _name(run: SweepRun) -> str:
-    """Return a run's directory and what distinguishes it."""
-    over = ", ".join(f"{key} = {value}" for key, value in run.over.items())
-    return plain(f"{run.config.run.directory} ({over or run.path})")

@@ -19,7 +19,6 @@ import typer
 from pretrain.cli import leave
 from pretrain.cli.bench import bench
 from pretrain.cli.checkpoint import checkpoint
-from pretrain.cli.preflight import preflight
 from pretrain.config import (
     ConfigError,
     EvaluationRequest,
@@ -60,8 +59,6 @@ data = Commands(no_args_is_help=True, help="Build, verify and look at a data set
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")
-# Runs by itself before the ranks of a Slurm job; only `launcher` reads what it prints.
-app.command(hidden=True)(preflight)
 
 
 @app.callback()

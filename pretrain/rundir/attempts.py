@@ -62,9 +62,7 @@ PROGRESS = "progress"
 ENDED = "ended.json"
 METRICS_BYTES = 64 * 1024
 """How much of the end of metrics.jsonl is read for the last step: some 200 lines."""
-SUSPENSIONS = "suspensions.jsonl"
 PREFLIGHT = "preflight.json"
-WAITING = "waiting.json"
 
 
 @dataclass(frozen=True)
@@ -155,15 +153,6 @@ class PhaseChange:
 
 
 @dataclass(frozen=True)
-class Suspension:
-    """A line of suspensions.jsonl: a time in which all processes of the attempt stood still."""
-
-    at: float
-    """Unix seconds at which it began."""
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Progress:
     """The last sign of life of training (progress). A watchdog compares it with the one before."""
 
@@ -173,16 +162,6 @@ class Progress:
     """Steps done."""
     phase: str
     """A `Phase`."""
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """The reason why the launcher makes no attempt just now (waiting.json)."""
-
-    at: float
-    """Unix seconds at which the waiting began."""
-    what: str
-    """What is waited for, in a few words for people."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +213,6 @@ class AttemptRecord:
     preflight: Preflight | None = None
     last_heartbeat: float = 0.0
     """Unix seconds by the file server's clock."""
-    suspensions: tuple[Suspension, ...] = ()
 
     @property
     def step(self) -> int:
@@ -263,27 +241,12 @@ def read_attempt(directory: Path) -> AttemptRecord:
         ended=from_json(Ended, read_json(directory / ENDED)),
         preflight=from_json(Preflight, read_json(directory / PREFLIGHT)),
         last_heartbeat=last_heartbeat(directory),
-        suspensions=tuple(read_records(Suspension, directory / SUSPENSIONS)),
     )
 
 
 def read_progress(directory: Path) -> Progress | None:
     """Return the last sign of life of an attempt's training; None before the first."""
     return from_json(Progress, read_json(directory / PROGRESS))
-
-
-def read_waiting(directory: Path) -> tuple[Waiting | None, float]:
-    """Return what the launcher waits for after or before an attempt, and when it last said so.
-
-    The time is in unix seconds by the file server's clock. A process that was killed leaves the
-    file, which is renewed as often as the lease.
-    """
-    path = directory / WAITING
-    try:
-        seen = path.stat().st_mtime
-    except OSError:
-        return None, 0.0
-    return from_json(Waiting, read_json(path)), seen
 
 
 def steps_done(directory: Path) -> int:
@@ -580,14 +543,6 @@ class Attempt:
             with contextlib.suppress(OSError):
                 os.utime(self.directory / PROGRESS)
             raise
-
-    def suspended(self, at: float, seconds: float) -> None:
-        """Record that all processes of the attempt stood still for `seconds`, from `at` on.
-
-        Raises:
-            OSError: The disk refused.
-        """
-        append_json_line(self.directory / SUSPENSIONS, dataclasses.asdict(Suspension(at, seconds)))
 
     def end(
         self, outcome: str, code: int, reason: str, step: int, nodes: Sequence[str] = ()

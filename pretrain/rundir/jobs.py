@@ -1,4 +1,4 @@
-"""The Slurm jobs sent for a run (jobs.jsonl), and how it is started (launch.json, local.json)."""
+"""The Slurm jobs sent for a run (jobs.jsonl), and how it is started (launch.json)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pretrain.rundir.files import (
 )
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import DATA_MANIFESTS, Outcome, RunPaths, check_apart, check_version
-from pretrain.rundir.trust import check_trusted, read_trusted, redacted
+from pretrain.rundir.trust import check_trusted, read_trusted
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,6 @@ class LaunchRecord:
     """The keys of --allow-changed, which each attempt passes on to `pretrain train`."""
 
 
-@dataclass(frozen=True)
-class LocalLaunch:
-    """local.json: how a run was last started on a single machine."""
-
-    command: tuple[str, ...]
-    """The command line, with *** for what looks like a secret."""
-    directory: str
-    """The directory in which it was given, from which relative paths in the config start."""
-    num_tasks: int
-    """Ranks."""
-    over: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of a sweep: the keys and values that make this run."""
-
-
 def job_id_of(environment: Mapping[str, str]) -> str | None:
     """Return the id of the Slurm job that a process with these variables runs in, or None.
 
@@ -112,30 +98,23 @@ def read_jobs(run: Path) -> list[JobRecord]:
     return read_records(JobRecord, RunPaths(run).jobs)
 
 
-def write_local_launch(run: Path, launch: LocalLaunch) -> None:
-    """Write RUN/launch/local.json. A run of a sweep stays one when it is started by itself.
+def write_over(run: Path, over: Mapping[str, Any]) -> None:
+    """Write RUN/launch/local.json: the keys and values of the sweep that made a run here.
 
     Raises:
-        OSError: The disk refused.
+        RunFailed: The disk refused.
     """
     path = RunPaths(run).local_launch
-    before = read_local_launch(run)
-    over = launch.over or (before.over if before else {})
-    command = tuple(redacted(launch.command))
-    make_directory(path.parent)
-    replace_json(path, dataclasses.asdict(dataclasses.replace(launch, command=command, over=over)))
-
-
-def read_local_launch(run: Path) -> LocalLaunch | None:
-    """Return how a run was last started on a single machine; None if it never was."""
-    return from_json(LocalLaunch, read_json(RunPaths(run).local_launch))
+    with writing(path):
+        make_directory(path.parent)
+        replace_json(path, {"over": dict(over)})
 
 
 def read_over(run: Path) -> dict[str, Any]:
     """Return the keys and values of the sweep that made a run; {} if it is of no sweep."""
-    over = read_json(RunPaths(run).launch_record).get("over")
-    local = read_local_launch(run)
-    return over if isinstance(over, dict) and over else local.over if local else {}
+    paths = RunPaths(run)
+    found = (read_json(path).get("over") for path in (paths.launch_record, paths.local_launch))
+    return next((over for over in found if over and isinstance(over, dict)), {})
 
 
 def read_launch(run: Path) -> LaunchRecord:

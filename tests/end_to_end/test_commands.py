@@ -117,7 +117,7 @@ def test_what_a_run_leaves(config, whole):
     directory, _ = whole
     names = {p.name for p in directory.iterdir()}
     files = {"run.json", "config.toml", "metrics.jsonl"}
-    assert names == {*files, "attempts", "checkpoints", "launch", "logs"}
+    assert names == {*files, "attempts", "checkpoints", "logs"}
     assert undocumented(directory) == []
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == [
         "step-00000180",
@@ -157,7 +157,7 @@ def test_what_a_run_says_in_a_log(whole):
     lines = said.splitlines()
     assert lines[0] == f"{directory}: from scratch, to step 200; tensor 1 x pipeline 1 x data 2"
     steps = [line for line in lines if line.startswith("step ")]
-    assert len(steps) == 5 and len(lines) == 2 + 5 + 2 + 3
+    assert len(steps) == 5 and len(lines) == 2 + 5 + 2 + 2
     assert steps.pop(0).startswith("step 1/200 ")
     assert lines[1].startswith("attention through sdpa: ")
     number = r"[\d.]+"
@@ -169,9 +169,9 @@ def test_what_a_run_says_in_a_log(whole):
         )
         assert re.fullmatch(expected, line), line
     evaluation = "evaluation after step 200, nonoverlapping, 2,048 tokens, perplexity at"
-    assert re.fullmatch(rf"{evaluation}  32: {number}  64: {number}", lines[-4])
-    assert lines[-3].startswith(f"{directory}: finished at step 200 of 200, 1 attempt, ")
-    assert lines[-2].startswith("time: ") and lines[-1].startswith("goodput: ")
+    assert re.fullmatch(rf"{evaluation}  32: {number}  64: {number}", lines[-3])
+    assert lines[-2].startswith(f"{directory}: finished at step 200 of 200, 1 attempt, ")
+    assert lines[-1].startswith("goodput: ")
 
 
 def test_ctrl_c_and_the_same_command_again(workspace, config, whole):

@@ -14,7 +14,6 @@ from typing import Any
 
 import tomli_w
 
-from pretrain.launcher.status import time_splits, total
 from pretrain.rundir.attempts import AttemptRecord, Ended, read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
 from tests.end_to_end.commands import (
@@ -277,12 +276,3 @@ def losses(run: Path) -> list[tuple[int, float]]:
         for record in metrics(run)
         if "evaluation" not in record
     ]
-
-
-def parts(run: Path) -> dict[str, int]:
-    """Return the run's milliseconds by part, after checking that they sum to its wall time."""
-    attempts: Any = read_attempts(run)
-    whole = total(time_splits(attempts))
-    began, ended = attempts[0].owner.submitted_at, attempts[-1].ended.at
-    assert sum(whole.parts.values()) == round(ended * 1000) - round(began * 1000)
-    return whole.parts

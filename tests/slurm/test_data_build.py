@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -20,13 +18,10 @@ import pytest
 
 from pretrain.config import ConfigError, dump_config
 from pretrain.data.build import build
-from pretrain.launcher import slurm
-from pretrain.launcher.experiment import data_job
-from pretrain.launcher.site import load_site
-from tests.end_to_end.commands import LAUNCHER, ON_CPU, ROOT, Done, ended, succeeded, wait_for
+from tests.end_to_end.commands import LAUNCHER, ON_CPU, ROOT, Done, ended, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import write_site
-from tests.unit.test_data_build import DOCUMENTS, LETTERS, config, contents, write_jsonl, write_text
+from tests.unit.test_data_build import DOCUMENTS, config, contents, write_jsonl, write_text
 
 # Runs as the tasks' Python. A task notes that it has begun, and on which node, and goes on when
 # nothing holds it. It does so without torch, which it has no need of: importing it takes longer
@@ -194,17 +189,6 @@ def test_more_tasks_than_an_array_takes(builds: Builds) -> None:
     builds.check(done, name)
 
 
-def test_slurm_takes_the_largest_array_that_is_asked_for(builds: Builds, here: None) -> None:
-    site, size = load_site(builds.site), slurm.array_size()
-    jobs = [
-        data_job(site, "largest", builds.root / "executor.pik", tasks, 4, None)
-        for tasks in (size, size + 1)
-    ]
-    slurm.test(jobs[0].arguments(), jobs[0].script())
-    with pytest.raises(slurm.SlurmError, match="array"):
-        slurm.test(jobs[1].arguments(), jobs[1].script())
-
-
 def test_a_bad_document_is_named_as_in_a_local_build(builds: Builds, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     with (tmp_path / "a.jsonl").open("a") as file:
@@ -272,37 +256,3 @@ def test_a_disturbed_build_goes_on(builds: Builds, disturb: str) -> None:
         builds.release()
         done = builds.run(disturb)
     builds.check(done, disturb)
-
-
-@pytest.mark.torture
-def test_the_builder_may_be_a_job_itself(builds: Builds) -> None:
-    """As where no login node may be used. Its jobs must not see the variables of its own array."""
-    words = ["data", "build", builds.config, "--site", builds.site, "--nodes", 4]
-    command = [*LAUNCHER, *map(str, words), "--set", f"data.directory={builds.root / 'job'}"]
-    log = builds.root / "job.log"
-    sent = builds.cluster.run(
-        "sbatch",
-        "--parsable",
-        "--array=5",
-        f"--output={log}",
-        f"--chdir={ROOT}",
-        "--wrap",
-        shlex.join(command),
-        environment=ON_CPU,
-    )
-    assert sent.returncode == 0, sent.stderr
-    wait_for(lambda: not builds.queued())
-    assert contents(builds.root / "job") == builds.expected, log.read_text()
-
-
-@pytest.mark.torture
-def test_more_than_a_thousand_tasks(builds: Builds, tmp_path: Path) -> None:
-    draw = random.Random(1)
-    for number in range(1100):
-        words = (f"{draw.randrange(10**6):06d}".translate(LETTERS) for _ in range(60))
-        (tmp_path / f"{number:04d}.txt").write_text(" ".join(words))
-    made = {"paths": [str(tmp_path / "*.txt")], "bytes_per_task": 300}
-    build(config(tmp_path, **made))
-    options = [f"--set=data.{key}={json.dumps(value)}" for key, value in made.items()]
-    succeeded(builds.run("thousand", *options, **arrays_of(builds, 8)))
-    assert contents(builds.root / "thousand") == contents(tmp_path / "data")

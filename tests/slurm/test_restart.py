@@ -117,8 +117,6 @@ def test_no_attempt_is_wasted_while_the_controller_is_away(script: Script) -> No
     script.cluster.kill_controller()
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: "waits for slurmctld, which is away" in run.job_said(), 120)
-    shown = script.cluster.run(*LAUNCHER, "status", run.directory).stdout
-    assert "state       waiting" in shown and "for slurmctld, which is away" in shown
     # Without slurmctld srun may not end, and then the watchdog ends it.
     [first] = run.outcomes
     assert first in ("failed", "hung")

@@ -5,7 +5,6 @@ The ranks are those of test_follow.py, which count instead of training.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 import tomllib
@@ -13,10 +12,8 @@ import tomllib
 import pytest
 import tomli_w
 
-from pretrain.launcher.status import read_statuses, time_splits, total
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.jobs import read_jobs
 from tests.end_to_end.commands import ROOT, wait_for
 from tests.slurm.test_follow import Desk, desk
 
@@ -93,47 +90,23 @@ def test_a_job_that_has_not_begun_is_cancelled_and_has_nothing_to_save(desk: Des
     assert outcomes(desk) == []
 
 
-def test_a_suspended_job_saves_and_is_completed_and_its_pause_is_no_goodput(
-    desk: Desk, here: None
-) -> None:
+def test_a_suspended_job_is_left_alone_until_it_is_resumed_and_ends_completed(desk: Desk) -> None:
     job = submit(desk)
     begun = desk.wait_for_step(RUN, 1)
     assert desk.cluster.run("scontrol", "suspend", job).returncode == 0
     desk.cluster.wait_for_job(job, ["SUSPENDED"])
-    since = time.monotonic()
-    wait_for(lambda: time.monotonic() - since > 5, 10)
-    [shown], away = read_statuses([desk.folder / RUN])
-    assert away is None and shown.state == "SUSPENDED" and shown.splits[-1].parts["suspended"] > 4e3
-    after = desk.cluster.run(
-        "sbatch",
-        "--parsable",
-        f"--dependency=afterok:{job}",
-        "--output=/dev/null",
-        "--wrap=true",
-    ).stdout.strip()
-    said = desk.launcher("cancel", RUN, "--save").out
-    assert f"job {job}: was suspended; resumed" in said and "stopped after step" in said
+    for words in (("cancel", RUN, "--save"), ("requeue", RUN)):
+        assert f"resume it, with `scontrol resume {job}`" in desk.launcher(*words, code=1).err
+    assert desk.cluster.run("scontrol", "resume", job).returncode == 0
+    desk.wait_for_step(RUN, 1)
+    options = ("--parsable", f"--dependency=afterok:{job}", "--output=/dev/null", "--wrap=true")
+    after = desk.cluster.run("sbatch", *options).stdout.strip()
+    assert "stopped after step" in desk.launcher("cancel", RUN, "--save").out
     desk.cluster.wait_for_job(job, ["COMPLETED"])
     desk.cluster.wait_for_job(after, ["COMPLETED"])
-    assert outcomes(desk) == ["stopped"]
-    run = desk.folder / RUN
-    [attempt] = read_attempts(run)
-    assert attempt.ended and newest_checkpoint_step(run) == attempt.ended.step > begun.step
-    [pause] = attempt.suspensions
-    whole = total(time_splits([attempt]))
-    assert pause.seconds > 4
-    assert whole.parts["suspended"] == pytest.approx(pause.seconds * 1000, abs=2)
-    began = attempt.owner.submitted_at
-    assert began and whole.wall == round(attempt.ended.at * 1000) - round(began * 1000)
-
-
-def test_requeue_resumes_a_suspended_job(desk: Desk) -> None:
-    job = submit(desk)
-    desk.wait_for_step(RUN, 1)
-    assert desk.cluster.run("scontrol", "suspend", job).returncode == 0
-    desk.cluster.wait_for_job(job, ["SUSPENDED"])
-    assert f"job {job}: was suspended; resumed" in desk.launcher("requeue", RUN).out
-    wait_for(lambda: outcomes(desk)[:1] == ["restart"], 60)
+    [attempt] = read_attempts(desk.folder / RUN)
+    assert attempt.ended and attempt.ended.outcome == "stopped"
+    assert newest_checkpoint_step(desk.folder / RUN) == attempt.ended.step > begun.step
 
 
 def test_a_cancelled_run_is_recorded_while_squeue_takes_longer_than_kill_wait(desk: Desk) -> None:
@@ -156,26 +129,6 @@ def test_a_cancelled_run_is_recorded_while_squeue_takes_longer_than_kill_wait(de
     assert attempt.ended is not None and attempt.ended.outcome == "stopped"
     assert attempt.ended.step == newest_checkpoint_step(desk.folder / RUN)
     assert f"saved at step {attempt.ended.step}" in attempt.ended.reason
-
-
-@pytest.mark.torture
-def test_a_requeue_that_ends_scontrol_itself_is_no_failure(desk: Desk) -> None:
-    """As in a large job, which Slurm begins to end before scontrol has had its answer."""
-    scontrol = desk.cluster.run("which", "scontrol").stdout.strip()
-    (desk.folder / "bin").mkdir()
-    (desk.folder / "bin/scontrol").write_text(
-        f'#!/bin/bash\n[ "$1" = requeue ] && touch {desk.folder}/asked\n{scontrol} "$@"\n'
-        f'code=$?\n[ "$1" = requeue ] && exec sleep 30\nexit $code\n'
-    )
-    (desk.folder / "bin/scontrol").chmod(0o755)
-    add_to_environment(desk, PATH=f"{desk.folder}/bin:{os.environ['PATH']}")
-    job = submit(desk)
-    desk.wait_for_step(RUN, 1)
-    desk.launcher("requeue", RUN)
-    second = desk.wait_for_step(RUN, 2)
-    assert (desk.folder / "asked").exists() and second.owner.slurm_job_id == job
-    log = (desk.folder / RUN / f"logs/slurm-{job}.log").read_text()
-    assert outcomes(desk) == ["restart", None] and "cannot be requeued" not in log, log
 
 
 def test_a_run_directory_that_a_node_does_not_see_is_named(desk: Desk) -> None:
@@ -219,19 +172,3 @@ def test_requeues_in_a_job_s_first_second_lose_no_job(desk: Desk) -> None:
         second = desk.wait_for_step(run, 2)
         assert second.owner.slurm_job_id == job and outcomes(desk, run)[0] == "restart"
         desk.cluster.run("scancel", job)
-
-
-@pytest.mark.torture
-def test_launcher_requeue_in_a_job_s_first_second_loses_no_job(desk: Desk) -> None:
-    """As often as it can be asked, from the moment of the submission until the job trains."""
-    for number in range(6):
-        run = f"runs/{number}"
-        job = submit(desk, run=run)
-        asked = 0
-        while not read_attempts(desk.folder / run):
-            asked += 1
-            desk.launcher("requeue", run)
-        desk.wait_for_step(run, len(read_attempts(desk.folder / run)))
-        assert asked > 0 and desk.cluster.job(job)["JobState"] == "RUNNING"
-        desk.cluster.run("scancel", job)
-        assert {record.job_id for record in read_jobs(desk.folder / run)} == {job}

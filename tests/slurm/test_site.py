@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from pretrain.launcher import slurm
-from pretrain.launcher.experiment import data_job
+from pretrain.launcher.build import data_job
 from pretrain.launcher.site import load_site
 from pretrain.rundir.checkpoints import checkpoint_directory
-from tests.end_to_end.commands import ROOT, explained, succeeded, wait_for
+from tests.end_to_end.commands import ROOT, explained, succeeded
 from tests.slurm.cluster import Cluster, pyxis_options
 from tests.slurm.test_submit import DEMO, Desk, files
 
@@ -60,9 +60,6 @@ SHAPES = {
     "WAIT": "1",
 }
 """Variables SBATCH_... that change a job's shape, each with such a value."""
-SEEN = {"ARRAY_INX", "NO_REQUEUE", "EXCLUSIVE", "GPUS", "GRES", "JOB_NAME", "MEM_PER_CPU"}
-SEEN |= {"OUTPUT", "TIMELIMIT", "GPUS_PER_NODE", "CPUS_PER_GPU", "REQ_SWITCH"}
-"""Those of them whose effect on a plain job `scontrol show job` shows on this cluster."""
 
 
 @pytest.fixture
@@ -115,17 +112,16 @@ def test_sending_the_script_by_hand_sends_the_same_job(
         account="'; touch canary; '",
         sbatch_arguments=[f"--comment={comment}", "--exclude=n3"],
     )
-    names = ["a b's \"c", "%j %A %% 100%", "@OPTIONS@ é # $(touch canary)"]
+    names = ["a b's \"c %j %A %% 100%", "@OPTIONS@ é # $(touch canary)"]
     with nothing_starts(cluster):
-        for number, name in enumerate([*names, "sweep"]):
+        for name in [*names, "sweep"]:
             if name == "sweep":
                 words = ["--over", "position.method=alibi,rotary", "--set", "run.directory=sweep"]
                 words += ["--set", "data.directory=data", "--set", "batch.micro_batch_size=8"]
                 done = desk.launcher("sweep", DEMO, "--site", desk.work / "site.toml", *words)
                 name = "sweep-sweep/alibi"
             else:
-                mail = ["--mail", "me@there"] if number else []
-                done = desk.submit(name, "--set", "batch.micro_batch_size=8", *mail)
+                done = desk.submit(name, "--set", "batch.micro_batch_size=8")
             assert done.code == 0, done.text
             script = desk.work / name / "launch/train.sbatch"
             sent = cluster.run("sbatch", "--parsable", script, cwd=tmp_path)
@@ -140,30 +136,13 @@ def test_sending_the_script_by_hand_sends_the_same_job(
             assert first == second
             assert first["WorkDir"] == str(desk.work) and "--exclude" not in first
             assert first["ExcNodeList"] == "n3" and first["Comment"] == comment, first
-            assert number == 0 or name == "sweep-sweep/alibi" or first["MailUser"] == "me@there"
     assert not list(desk.work.rglob("canary")) and not (tmp_path / "canary").exists()
-
-
-def test_an_option_too_long_for_a_line_is_refused(desk: Desk) -> None:
-    desk.site(sbatch_arguments=["--comment=" + "x" * 9000])
-    explained(desk.submit("run"), 2, "--comment=xxx", "8000 bytes")
 
 
 # ---- inherited variables -------------------------------------------------------------------------
 def test_inherited_variables_do_not_change_the_shape_of_a_job(cluster: Cluster, desk: Desk) -> None:
     desk.site(environment={}, time_limit="30")
-    plain = ["--parsable", "--hold", "--nodes=1", "--wrap=true"]
     with nothing_starts(cluster):
-        without = described(cluster, cluster.run("sbatch", *plain).stdout.strip())
-        changed = set()
-        for name, value in SHAPES.items():
-            # What plain sbatch makes of it; WAIT would wait.
-            if name != "WAIT":
-                done = cluster.run("sbatch", *plain, environment={f"SBATCH_{name}": value})
-                job_id = done.stdout.strip()
-                if done.returncode or described(cluster, job_id) != without:
-                    changed.add(name)
-        assert changed >= SEEN, SEEN - changed
         clean = desk.submit("one")
         shaped = desk.submit("two", **{f"SBATCH_{name}": value for name, value in SHAPES.items()})
         assert clean.code == 0 and shaped.code == 0, shaped.text
@@ -176,28 +155,19 @@ def test_inherited_variables_do_not_change_the_shape_of_a_job(cluster: Cluster, 
     assert not [name for name in variables if name.startswith("SBATCH_")]
 
 
-def test_inherited_variables_of_the_place_are_part_of_the_site(
+def test_inherited_variables_of_the_place_stand_in_for_what_the_site_leaves_out(
     cluster: Cluster, desk: Desk
 ) -> None:
     site = desk.work / "site.toml"
     desk.site()
-    site.write_text(site.read_text().replace('partition = "main"\n', ""))
-    place = {"SBATCH_PARTITION": "elsewhere", "SBATCH_WCKEY": "w", "SBATCH_ACCOUNT": "theirs"}
-    explained(desk.submit("run", **place), 1, "invalid partition specified: elsewhere")
-    shown = succeeded(desk.submit("run", "--dry-run", **place | {"SBATCH_PARTITION": "main"}))
-    for word in ("--partition=main", "--account=theirs", "--wckey=w"):
-        assert f"#SBATCH {word}\n" in shown.out and f" {word} " in shown.out
-    given = ["--partition", "main", "--account", "mine", "--sbatch", "wckey=x", "--dry-run"]
-    shown = succeeded(desk.submit("run", *given, **place))
-    assert all(word in shown.out for word in ("--partition=main", "--account=mine", "--wckey=x"))
-    desk.site()
     assert desk.submit("run", "--dry-run", SBATCH_PARTITION="elsewhere").code == 0
-    # `launcher requeue` has it from the run, in a shell without the variables.
+    site.write_text(site.read_text().replace('partition = "main"\n', ""))
+    place = {"SBATCH_PARTITION": "elsewhere", "SBATCH_ACCOUNT": "theirs"}
+    explained(desk.submit("run", **place), 1, "invalid partition specified: elsewhere")
     with nothing_starts(cluster):
-        assert desk.submit("run", SBATCH_ACCOUNT="theirs").code == 0
-        cluster.run("scancel", *desk.job_ids("run"))
-        assert desk.launcher("requeue", "run").code == 0
-        assert cluster.job(desk.job_ids("run")[-1])["Account"] == "theirs"
+        assert desk.submit("run", "--partition", "main", **place).code == 0
+        fields = cluster.job(*desk.job_ids("run"))
+        assert (fields["Partition"], fields["Account"]) == ("main", "theirs")
 
 
 # ---- what Slurm is asked before ------------------------------------------------------------------
@@ -212,38 +182,16 @@ def test_what_slurm_could_never_start_is_refused(cluster: Cluster, desk: Desk) -
         explained(refused, 1, "sbatch: allocation failure", "not available")
     with partition(cluster, ["MaxTime=20"], ["MaxTime=INFINITE"]):
         for words in ([], ["--dry-run"]):
-            explained(desk.submit("run", *words), 2, "time limit 30", "main", "0:20:00", "--time")
+            explained(desk.submit("run", *words), 2, "time limit 30", "0:20:00", "--time")
         explained(desk.submit("run", "--time", "UNLIMITED"), 2, "time limit UNLIMITED")
         assert desk.submit("run", "--time", "20", "--dry-run").code == 0
-    desk.site()
-    site = desk.work / "site.toml"
-    site.write_text(site.read_text().replace('time_limit = "30"\n', ""))
-    with partition(cluster, ["DefaultTime=3"], ["DefaultTime=NONE"]):
-        explained(
-            desk.submit("run"), 2, "time limit 0:03:00", "default of partition main", "4 minutes"
-        )
-        assert desk.submit("run", "--time", "4", "--dry-run").code == 0
     assert files(desk.work) == before
-
-
-def test_a_job_for_drained_nodes_waits(cluster: Cluster, desk: Desk) -> None:
-    """Before a maintenance all nodes are drained, and --test-only says the job could never run."""
-    desk.site()
-    cluster.run("scontrol", "update", "NodeName=n[1-16]", "State=DRAIN", "Reason=maintenance")
-    try:
-        done = desk.submit("run")
-        assert done.code == 0 and "nodes are drained" in done.err, done.text
-        assert cluster.job(*desk.job_ids("run"))["JobState"] == "PENDING"
-    finally:
-        cluster.run("scontrol", "update", "NodeName=n[1-16]", "State=RESUME")
-    desk.wait_until_over(*desk.job_ids("run"))
-    assert desk.noted(*desk.job_ids("run"))
 
 
 # ---- options of the commands ---------------------------------------------------------------------
 def test_options_of_sbatch_are_passed_on_or_refused(cluster: Cluster, desk: Desk) -> None:
     desk.site(sbatch_arguments=["--exclude=n1", "--nice=3"])
-    options = ["--sbatch", "exclude=n2,n3", "--sbatch", "--exclusive", "--mail", "me@there"]
+    options = ["--sbatch", "exclude=n2,n3", "--sbatch", "--exclusive"]
     options += ["--qos", "fast", "--account", "a b", "--sbatch", "comment=x y", "--partition"]
     shown = succeeded(
         desk.submit("run", *options, "main", "--dependency", "singleton", "--dry-run")
@@ -251,66 +199,17 @@ def test_options_of_sbatch_are_passed_on_or_refused(cluster: Cluster, desk: Desk
     [sent] = [line for line in shown.out.splitlines() if line.startswith("sbatch ")]
     assert shlex.split(sent)[1:3] == ["--dependency=singleton", "--kill-on-invalid-dep=yes"]
     assert "--exclude=n1" not in sent
-    wanted = "--qos=fast --nice=3 --exclude=n2,n3 --exclusive --mail-user=me@there"
+    wanted = "--qos=fast --nice=3 --exclude=n2,n3 --exclusive"
     assert all(f" {word} " in sent for word in wanted.split())
     assert "'--account=a b'" in sent and "'--comment=x y'" in sent
     with nothing_starts(cluster):
         assert desk.submit("run", *options, "main").code == 0
         fields = described(cluster, *desk.job_ids("run"))
         assert fields["ExcNodeList"] == "n[2-3]" and fields["OverSubscribe"] == "NO"
-        assert (fields["MailUser"], fields["MailType"]) == ("me@there", "INVALID_DEPEND,END,FAIL")
     explained(desk.submit("other", "--sbatch", "nodes=1-4"), 2, "--nodes of this command")
     explained(desk.submit("other", "--sbatch", "het-group=1"), 1, "unrecognized option")
     explained(desk.submit("other", "--dependency", "never:1"), 1, "ependency")
     assert not (desk.work / "other").exists()
-
-
-def test_a_mail_is_sent_once_at_the_end_and_the_next_run_starts_then(
-    cluster: Cluster, desk: Desk, tmp_path: Path
-) -> None:
-    """A run that is requeued keeps its job, so nothing is sent and the next one goes on waiting."""
-    mails, conf = tmp_path / "mails", Path(cluster.environment["SLURM_CONF"])
-    (program := tmp_path / "mail").write_text(f'#!/bin/sh\necho "$@" >> {mails}\n')
-    program.chmod(0o755)
-    mails.touch()
-    # Ends as after wrong input, which is not tried again.
-    waits = f"while ! test -e {tmp_path}/end; do sleep 0.1; done"
-    desk.python.write_text(f"#!/bin/sh\n{waits}\nexit 2\n")
-    desk.site()
-    before = conf.read_text()
-    conf.write_text(f"{before}MailProg={program}\n")
-
-    def sent() -> list[str]:
-        # slurmctld sends mails late: those of the jobs that earlier tests have cancelled come, too.
-        return [line for line in mails.read_text().splitlines() if f"Job_id={first} " in line]
-
-    try:
-        cluster.run("scontrol", "reconfigure")
-        assert desk.submit("first", "--mail", "me@there").code == 0
-        [first] = desk.job_ids("first")
-        cluster.wait_for_job(first, ["RUNNING"])
-        done = desk.submit("next", "--after", "first")
-        assert done.code == 0 and f"it starts after afterok:{first}" in done.out, done.text
-        [second] = desk.job_ids("next")
-        cluster.run("scontrol", "requeue", first)
-        wait_for(lambda: cluster.job(first)["Restarts"] == "1")
-        cluster.wait_for_job(first, ["RUNNING"])
-        assert cluster.job(second)["Reason"] == "Dependency" and not sent()
-        (tmp_path / "end").touch()
-        wait_for(lambda: cluster.job(first)["JobState"] == "FAILED")
-        wait_for(sent)
-        wait_for(lambda: cluster.job(second)["JobState"] == "CANCELLED")
-        [mail] = sent()
-        assert "me@there" in mail and "Failed" in mail
-        explained(desk.submit("more", "--after", "first"), 2, "--after first", "launcher requeue")
-        explained(desk.submit("more", "--after", "none"), 2, "none: no such run")
-        assert desk.launcher("requeue", "next").code == 0
-        # What it waited for is over, so it does not wait any more.
-        assert cluster.job(desk.job_ids("next")[-1])["Dependency"] == "(null)"
-        desk.wait_until_over(*desk.job_ids("next"))
-    finally:
-        conf.write_text(before)
-        cluster.run("scontrol", "reconfigure")
 
 
 # ---- containers ----------------------------------------------------------------------------------
@@ -322,26 +221,20 @@ case "$*" in *" evaluate "*) mkdir -p "$(dirname "$last")" ;; esac
 """
 
 
-@pytest.mark.parametrize("way", ["pyxis", "srun_arguments", "container"])
+@pytest.mark.parametrize("way", ["pyxis", "container"])
 def test_all_that_runs_where_the_ranks_run_is_in_the_container(
     cluster: Cluster, desk: Desk, tmp_path: Path, way: str
 ) -> None:
-    """Ranks, the evaluation of a checkpoint, its report, and a task of a build.
-
-    srun's --task-prolog is an option like pyxis's: srun alone knows it, and it changes the tasks.
-    """
+    """Ranks, the evaluation of a checkpoint, its report, and a task of a build."""
     if way == "pyxis" and cluster.without_pyxis:
         pytest.skip(f"no pyxis here: {cluster.without_pyxis}")
-    (prolog := tmp_path / "prolog").write_text("#!/bin/sh\necho export INSIDE=yes\n")
-    prolog.chmod(0o755)
-    words = {"srun_arguments": [f"--task-prolog={prolog}"], "container": ["env", "INSIDE=yes"]}
     desk.python.write_text(INSIDE)
     if way == "pyxis":
         # Without the directory to start in, which the launcher knows.
         image = [word for word in pyxis_options(tmp_path) if "workdir" not in word]
         desk.site(srun_arguments=image)
     else:
-        desk.site(**{way: words[way]})
+        desk.site(container=["env", "INSIDE=yes"])
     assert desk.submit("run").code == 0
     checkpoint = checkpoint_directory(desk.work / "run", 1)
     checkpoint.mkdir(parents=True)
@@ -362,13 +255,6 @@ def test_all_that_runs_where_the_ranks_run_is_in_the_container(
 
 
 KINDS = ("train", "evaluate", "report", "pretrain.data.build")
-
-
-def test_options_of_srun_are_no_command(desk: Desk) -> None:
-    desk.site(container=["--container-image=x.sqsh"])
-    explained(desk.submit("run"), 2, "container = ['--container", "srun_arguments = [")
-    desk.site(srun_arguments=["--nodes=2"])
-    explained(desk.submit("run"), 2, "srun_arguments: '--nodes=2'", "sets this option itself")
 
 
 # ---- the first command that a user tries ---------------------------------------------------------

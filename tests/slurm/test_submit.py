@@ -139,17 +139,6 @@ def test_the_paper_s_run_fits_its_site_exactly(cluster: Cluster, desk: Desk) -> 
     assert "no built data set" in done.err
     more = desk.launcher("submit", PAPER, "--site", "v100.toml", "--nodes", 17)
     explained(more, 2, "nodes = 17", "site v100 has 16")
-    explained(
-        desk.launcher("submit", PAPER, "--site", "v100.toml", "--set", "parallel.world_size=256"),
-        2,
-        "nodes = 32",
-    )
-    explained(
-        desk.launcher("submit", PAPER, "--site", "v100.toml", "--set", "train.precision='bf16'"),
-        2,
-        "V100",
-        "fp16",
-    )
     # The torch of the tests has no code for a V100.
     refused = desk.launcher("submit", PAPER, "--site", "v100.toml")
     explained(refused, 2, "gpu_compute_capability = 7.0", "torch is built for")
@@ -275,14 +264,6 @@ def test_while_slurmctld_is_away_nothing_is_sent_or_written(
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     before = files(desk.work)
     assert slurm.job("1") is None and slurm.is_over("1") is None and slurm.is_away()
-    for order, *words in (
-        (slurm.jobs, ["1"]),
-        (slurm.requeue, "1"),
-        (slurm.cancel, "1"),
-        (slurm.signal, "1", "USR1"),
-    ):
-        with pytest.raises(slurm.SlurmAway):
-            order(*words)
     away = {"SLURM_CONF": str(tmp_path / "slurm.conf")}
     explained(desk.submit("run", **away), 1, "sbatch", "Nothing was submitted")
     # A dry run shows the job all the same, also of a run that had one.
@@ -296,12 +277,6 @@ def test_while_slurmctld_is_away_nothing_is_sent_or_written(
     assert files(desk.work) == before
 
 
-def test_forgotten_and_unknown_jobs_are_over(desk: Desk) -> None:
-    assert slurm.jobs([]) == {} and slurm.jobs(["999999"]) == {} and slurm.is_over("999999") is True
-    with pytest.raises(slurm.SlurmError, match="Invalid job id"):
-        slurm.requeue("999999")
-
-
 def test_without_slurm_a_dry_run_still_shows_the_job(desk: Desk) -> None:
     desk.site()
     done = desk.submit("run", "--dry-run", PATH="/nowhere")
@@ -309,16 +284,6 @@ def test_without_slurm_a_dry_run_still_shows_the_job(desk: Desk) -> None:
         done.code == 0 and "exec " in done.out and "not asked: sbatch: no such command" in done.out
     )
     explained(desk.submit("run", PATH="/nowhere"), 2, "sbatch: no such command", "launcher local")
-
-
-def test_on_a_machine_of_no_cluster_one_line_says_so(desk: Desk) -> None:
-    """Slurm's commands are there, as from a distribution's package, and nothing else is."""
-    words = [DEMO, "--site", desk.site(), "--set", "data.directory=data"]
-    (desk.work / "none.conf").touch()
-    for command in ("submit", "run"):
-        done = desk.launcher(command, *words, SLURM_CONF=str(desk.work / "none.conf"))
-        explained(done, 2, "there is no Slurm cluster here", "`launcher local`")
-        assert len(done.err.splitlines()) == 1, done.err
 
 
 # ---- sweeps ----
@@ -339,12 +304,7 @@ def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster: Cluster, de
     assert shown.code == 0 and "--array=0-2%1 " in shown.out and "to start at" in shown.out, (
         shown.text
     )
-    explained(
-        desk.launcher(*words, "--over", "train.precision=fp32,bf16"), 2, "train.precision = bf16"
-    )
-    explained(
-        desk.launcher(*words, "--over", "parallel.world_size=1,2"), 2, "1 x 1 and 2 x 1 ranks"
-    )
+    explained(desk.launcher(*words, "--over", "parallel.world_size=1,2"), 2, "1 x 1 and 2 x 1")
     assert files(desk.work) == before
     cluster.run("scontrol", "update", "PartitionName=main", "State=DOWN")
     try:
@@ -380,43 +340,18 @@ def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster: Cluster, de
         (desk.work / f"sw-sweep/{name}/logs/slurm-{id}.log").is_file()
         for name, id in zip(names, ids)
     )
-    assert desk.launcher("status", *sorted((desk.work / "sw-sweep").glob("[!.]*"))).code == 0
-    explained(
-        desk.launcher(*base, "--over", "position.method=alibi", "--over", "model.hidden_size=64"),
-        2,
-        "is the run of",
-    )
 
 
 # ---- proof 7: hostile names and values ----
 RUN_AS_THEY_ARE = [
-    "a b's",
-    'a"b',
-    "$(touch canary)",
-    "`touch canary`",
+    "a b's \"c %j %A %% 100% `touch canary`",
     # No names of variables.
-    "$1 ${x $-",
-    "x; touch canary; ",
-    "x && touch canary | touch canary",
-    "x > canary",
-    "' ; touch canary ; '",
-    "%j %A %% 100%",
+    "$(touch canary) $1 ${x $- x && touch canary | touch canary; > canary",
     "-dash --wrap=touch canary",
-    "a,b=c *?[a-z] ~ !! #x {a,b}",
-    "@COMMAND@ {job} é 名 " + "long " * 30,
+    "a,b=c *?[a-z] ~ !! #x {a,b} @COMMAND@ {job} é 名 " + "long " * 20,
 ]
-REFUSED_NAMES = [
-    "new\nline",
-    "carriage\rreturn",
-    "tab\there",
-    "nul\0",
-    "\x1b[31mred",
-    "back\\slash",
-    # The variable is not set.
-    "$HOME ${IFS}x",
-    "x" * 300,
-    "y/" * 2000,
-]
+# The variable in the last one is not set.
+REFUSED_NAMES = ["new\nline", "\x1b[31mred", "back\\slash", "$HOME ${IFS}x"]
 VALUES = {
     "A": "$(touch canary)",
     "B": "`touch canary`",
@@ -428,20 +363,6 @@ VALUES = {
     "H": " \t*",
     "I": "é\u202e",
 }
-REFUSED_BY_US: list[dict[str, Any]] = [
-    {"environment": {"X;touch canary": "1"}},
-    {"environment": {"BASH_ENV": "canary"}},
-    {"environment": {"A\n": "1"}},
-    {"environment": {"MY_TOKEN": "1"}},
-    {"partition": "main\n#SBATCH --wrap=x"},
-    {"time_limit": "10 --wrap=x"},
-    {"memory_per_node": "1G,--x"},
-    {"sbatch_arguments": ["--wrap=touch canary"]},
-    {"sbatch_arguments": ["--wr=touch canary"]},
-    {"sbatch_arguments": ["$(touch canary)"]},
-    {"gpus_per_node": 1, "gpu_type": "a:1,b"},
-    {"modules": ["a\nb"]},
-]
 REFUSED_BY_SLURM: list[dict[str, Any]] = [
     {"partition": "main; touch canary"},
     {"constraint": "$(touch canary)"},
@@ -497,10 +418,10 @@ def test_hostile_values_of_a_site_are_passed_exactly_or_refused(
         in cluster.run("scontrol", "--oneliner", "show", "job", job_id).stdout
     )
     before = files(desk.work)
-    for values, code in [(v, 2) for v in REFUSED_BY_US] + [(v, 1) for v in REFUSED_BY_SLURM]:
+    # tests/unit/test_site.py has what the launcher refuses.
+    for values in REFUSED_BY_SLURM:
         desk.site(**values)
-        done = desk.submit("other")
-        explained(done, code)
+        explained(desk.submit("other"), 1)
         assert files(desk.work) == before, values
     # There is no such module, so the job ends where it loads it.
     desk.site(modules=["x; touch canary"])
@@ -534,46 +455,10 @@ def test_hostile_words_on_the_command_line_are_passed_exactly_or_refused(desk: D
         )
     )
     assert load_config(desk.work / "r/launch/config.toml").logging.wandb_project == project
-    for wrong in (
-        ["--time", "1; touch canary"],
-        ["--nodes", "1;x"],
-        ["--set", "$(touch canary)=1"],
-        ["--set", "train.num_steps=`id`"],
-    ):
+    for wrong in (["--time", "1; touch canary"], ["--set", "$(touch canary)=1"]):
         explained_or_usage(
             desk.launcher("submit", "--site", site, *words, *wrong, "--", config.name)
         )
-    explained_or_usage(desk.launcher("submit", "--site", site, "$(touch canary)"))
-    sweep = [
-        "sweep",
-        "--site",
-        site,
-        "--dry-run",
-        "--set",
-        "run.directory=s",
-        "--set",
-        "data.directory=data",
-    ]
-    shown = succeeded(
-        desk.launcher(
-            *sweep,
-            "--over",
-            "logging.wandb_project='..','/etc','$(touch canary)','a/../../b'",
-            "--",
-            config.name,
-        )
-    )
-    directories = [Path(line[2:]) for line in shown.out.splitlines() if line.startswith("# /")]
-    assert len(set(directories)) == 4 and all(
-        d.parent == desk.work / "s-sweep" and d.name.strip(".") for d in directories
-    )
-    for over in (
-        "position.method=$(touch canary)",
-        "x;y=1,2",
-        "data.sequence_length=[1",
-        "run.directory=../a,../b",
-    ):
-        explained_or_usage(desk.launcher(*sweep, "--over", over, "--", config.name))
     desk.wait_until_over(*desk.job_ids("r"))
     assert not [
         path for path in [*desk.work.rglob("*"), *desk.home.rglob("*")] if path.name == "canary"

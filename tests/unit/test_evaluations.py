@@ -112,11 +112,6 @@ def test_a_plan_reads_back_and_the_job_is_smaller_than_trainings(tmp_path):
     assert not any(argument.startswith("--signal") for argument in arguments)
 
 
-def test_runs_of_one_name_do_not_wait_for_each_other(tmp_path):
-    names = {planned(tmp_path / folder).name for folder in ("a", "b")}
-    assert len(names) == 2 and all(name.startswith("eval-demo.alibi-") for name in names)
-
-
 @pytest.mark.parametrize(
     ("tensor", "tasks", "kept"), [(1, 8, False), (2, 8, True), (4, 4, True), (4, 1, False)]
 )
@@ -128,21 +123,6 @@ def test_tensor_parallelism_is_kept_where_it_fits(tmp_path, tensor, tasks, kept)
     plan = EvaluationOptions(request, tasks, "30").plan(config, tmp_path, make_training(tmp_path))
     assert plan.overrides == ((f"parallel.tensor_model_parallel_size={tensor}",) if kept else ())
     assert (plan.tasks_per_node, plan.time_limit) == (tasks, "30")
-
-
-def test_more_than_a_node_has_is_refused(tmp_path):
-    options = EvaluationOptions(EvaluationRequest(None, (), None, None), 9)
-    with pytest.raises(ConfigError, match="--nproc 9: a node of site tests takes 8"):
-        options.plan(tiny_config(), tmp_path, make_training(tmp_path))
-
-
-def test_what_is_no_plan_is_said(tmp_path):
-    with pytest.raises(ConfigError, match=r"plan\.json: missing"):
-        read_plan(tmp_path)
-    planned(tmp_path)
-    RunPaths(tmp_path).evaluation_plan.write_text('{"lengths": [32')
-    with pytest.raises(ConfigError, match=r"plan\.json: not a plan"):
-        read_plan(tmp_path)
 
 
 SUBMIT = [
@@ -161,8 +141,6 @@ SUBMIT = [
     [
         (["--lengths", "128"], "--lengths 128: has no effect without --evaluate-checkpoints"),
         (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: expected numbers of tokens"),
-        (["--evaluate-checkpoints", "--lengths", "128,0"], "--lengths 128,0: expected lengths"),
-        (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: unknown protocol"),
         (["--evaluate-checkpoints", "--lengths", "32", "--stride", "64"], "--stride 64: longer"),
     ],
 )
@@ -211,33 +189,6 @@ def test_what_waits_for_an_evaluation(tmp_path):
     assert waiting(tmp_path) == [two]
 
 
-def test_a_paused_run_sends_nothing_until_it_goes_on(tmp_path):
-    # On a run without a plan both do nothing.
-    for change in (evaluations.pause, evaluations.resume):
-        change(tmp_path)
-    plan, name = planned(tmp_path), save(tmp_path, 10)
-    evaluations.pause(tmp_path)
-    assert waiting(tmp_path) == []
-    evaluations.resume(tmp_path)
-    assert waiting(tmp_path) == [name] and read_plan(tmp_path) == plan
-    evaluations.pause(tmp_path)
-    another = planned(tmp_path)
-    evaluations.resume(tmp_path)
-    assert read_plan(tmp_path) == another != plan
-
-
-def test_what_was_given_up_waits_no_longer(tmp_path):
-    planned(tmp_path)
-    name, other = save(tmp_path, 10), save(tmp_path, 20)
-    evaluations._give_up(tmp_path, name, ["7", "8", "9"])
-    assert waiting(tmp_path) == [other]
-    said = json.loads((tmp_path / "evaluations" / name / "failed.json").read_text())
-    assert (
-        said["jobs"] == ["7", "8", "9"] and "jobs 7, 8, 9 ended without a result" in said["reason"]
-    )
-    assert {p.name for p in (tmp_path / "evaluations").iterdir()} == {"plan.json", name}
-
-
 def test_giving_up_does_not_hide_a_result(tmp_path):
     planned(tmp_path)
     assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
@@ -269,19 +220,6 @@ def test_training_is_never_disturbed(tmp_path, capsys, monkeypatch):
     assert "not a plan" in capsys.readouterr().err
 
 
-# ---- who evaluates -------------------------------------------------------------------------------
-def test_a_result_appears_whole(tmp_path):
-    result = tmp_path / "evaluations" / STEP
-
-    def start(out):
-        assert not result.exists() and result not in out.parents
-        return evaluating(tmp_path)(out)
-
-    assert evaluate_once(tmp_path, STEP, start) == 0
-    assert (result / "curve.json").read_text() == "{}\n"
-    assert outcomes(tmp_path) == [("finished", "evaluated")]
-
-
 def test_once_is_enough(tmp_path, capsys):
     assert [evaluate_once(tmp_path, STEP, evaluating(tmp_path)) for _ in range(3)] == [0, 0, 0]
     assert (tmp_path / "begun").read_text() == "begun\n"
@@ -309,15 +247,6 @@ evaluate_once(Path({str(tmp_path)!r}), STEP, evaluating(Path({str(tmp_path)!r}),
     assert (tmp_path / "evaluations" / STEP / "curve.json").read_text() == "{}\n"
     assert outcomes(tmp_path) == [None, ("finished", "evaluated")]
     assert (tmp_path / "begun").read_text() == "begun\n" * 2
-
-
-def test_a_failure_leaves_no_result_and_can_be_tried_again(tmp_path, capsys):
-    script = 'mkdir -p "$(dirname "$1")" && echo half > "$1"; exit 3'
-    assert evaluate_once(tmp_path, STEP, lambda out: Shell(script, out)) == 3
-    assert "not evaluated" in capsys.readouterr().err
-    assert not (tmp_path / "evaluations" / STEP).exists()
-    assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
-    assert [outcome for outcome, _ in outcomes(tmp_path)] == ["failed", "finished"]
 
 
 def test_who_lost_its_claim_publishes_nothing(tmp_path):

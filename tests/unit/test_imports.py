@@ -44,11 +44,11 @@ LAUNCHER_USES = {"pretrain.config", "pretrain.rundir", "pretrain.startup", "pret
 LAUNCHER_FLOORS = [
     {f"{LAUNCHER}.{name}" for name in names.split()}
     for names in (
-        "terminal slurm site",
-        "supervise status",
-        "ranks look submit",
+        "slurm site",
+        "supervise",
+        "ranks status submit",
         "evaluations preflight",
-        "job control sweep experiment",
+        "job control sweep build",
         "cli",
         "main",
         "__main__",
@@ -194,11 +194,11 @@ def test_a_way_up_is_found(tmp_path, file, code, target):
 
 def test_a_circle_is_found(tmp_path):
     """One import of the three is hidden in a function."""
-    write(tmp_path, "launcher/site.py", "from pretrain.launcher.terminal import say")
-    write(tmp_path, "launcher/terminal.py", "def f():\n    from pretrain.launcher import slurm")
+    write(tmp_path, "launcher/site.py", "from pretrain.launcher.status import say")
+    write(tmp_path, "launcher/status.py", "def f():\n    from pretrain.launcher import slurm")
     write(tmp_path, "launcher/slurm.py", "import pretrain.launcher.site")
     [found] = circles(tmp_path)
-    assert all(name in found for name in ("site", "terminal", "slurm"))
+    assert all(name in found for name in ("site", "status", "slurm"))
 
 
 @pytest.mark.parametrize(

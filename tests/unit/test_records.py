@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher import look
-from pretrain.launcher.status import find_runs, read_statuses
+from pretrain.launcher.status import find_runs, read_statuses, table
 from pretrain.launcher.supervise import Repeater, Watchdog
 from pretrain.rundir.attempts import Attempt, read_attempts, read_progress, steps_done
 from tests.end_to_end.commands import wait_for
@@ -150,7 +149,7 @@ def test_a_run_that_cannot_be_read_leaves_the_others_their_rows(monkeypatch):
     Path("runs/notes").mkdir()
     given = [*sorted(Path("runs").iterdir()), Path("runs/missing")]
     for runs in (given, []):
-        lines = look.table(read_statuses(runs or find_runs([]))[0]).splitlines()
+        lines = table(read_statuses(runs or find_runs([]))[0]).splitlines()
         rows = {line.split()[0]: line for line in lines if line.startswith("runs/")}
         assert " running " in rows[str(good)], lines
         assert " unreadable " in rows["runs/damage_later_version"]
@@ -173,7 +172,7 @@ def test_files_cut_off_and_mixed_up_leave_the_others_their_rows(seed):
             content = dice.choice(files).read_bytes() or b"9" * 30
             cut = dice.randrange(len(content))
             path.write_bytes(content[:cut] + dice.randbytes(dice.randrange(9)) + content[cut:])
-    assert f"{good} " in look.table(read_statuses(find_runs([]))[0])
+    assert f"{good} " in table(read_statuses(find_runs([]))[0])
 
 
 def test_a_call_is_repeated_in_a_thread_and_not_before_the_last_has_ended():

@@ -62,6 +62,10 @@ REFUSED = [
         GPU | {"container": ["apptainer", "exec", "--env", "WANDB_API_KEY=0"]},
         ["container: WANDB_API_KEY looks like a secret"],
     ),
+    (GPU | {"sbatch_arguments": ["--wr=touch x"]}, ["'--wr=touch x'", "sets this option itself"]),
+    (GPU | {"srun_arguments": ["--nodes=2"]}, ["srun_arguments: '--nodes=2'", "sets this option"]),
+    (GPU | {"sbatch_arguments": ["$(touch x)"]}, ["'$(touch x)'", "not an option"]),
+    (GPU | {"environment": {"BASH_ENV": "x"}}, ["environment.BASH_ENV"]),
     (GPU | {"environment": {"RANK": "0"}}, ["environment.RANK", "set this themselves"]),
     (
         GPU | {"environment": {"SLURM_JOB_ID": "0"}},

@@ -13,12 +13,19 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.launcher import control, look, terminal
-from pretrain.launcher.status import TAIL_BYTES, find_runs, read_rates, read_statuses
-from pretrain.launcher.supervise import waiting
+from pretrain.launcher import control
+from pretrain.launcher.status import (
+    HEAD,
+    TAIL_BYTES,
+    detail,
+    find_runs,
+    read_rates,
+    read_statuses,
+    show_status,
+    table,
+)
 from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.jobs import JobRecord, append_job
-from tests.end_to_end.commands import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,7 +88,6 @@ def test_rates_are_means_over_the_last_steps_of_a_long_file(tmp_path):
     rates, last = read_rates(path), steps[-50:]
     seconds = sum(r["step_seconds"] for r in last)
     assert rates.step == 3000 and rates.loss_nats == steps[-1]["loss_nats"]
-    assert math.isclose(rates.step_seconds, seconds / 50)
     assert math.isclose(
         rates.tokens_per_second,
         sum(r["tokens_per_second"] * r["step_seconds"] for r in last) / seconds,
@@ -104,15 +110,11 @@ def test_a_run_under_way_says_when_it_will_end():
     at = time.time()
     owner = attempt.directory / "owner.json"
     owner.write_text(json.dumps(json.loads(owner.read_text()) | {"began_at": at - 100}))
-    # 60 s of training in 90 s of work: 300 steps of 0.5 s will take 225 s.
-    marks = [
-        ("starting", 100),
-        ("training", 90),
-        ("evaluating", 50),
-        ("training", 30),
-        ("saving", 10),
-    ]
-    lines = "".join(json.dumps({"at": at - ago, "phase": p, "step": 9}) + "\n" for p, ago in marks)
+    # 100 steps in 90 s, with what else is done between them: 300 steps will take 270 s.
+    marks = [("starting", 100, 0), ("training", 90, 0), ("evaluating", 50, 60), ("saving", 10, 100)]
+    lines = "".join(
+        json.dumps({"at": at - ago, "phase": p, "step": s}) + "\n" for p, ago, s in marks
+    )
     (attempt.directory / "phases.jsonl").write_text(lines)
     status = status_of(run, at)
     assert (status.state, status.restarts, status.step, status.num_steps, status.checkpoint) == (
@@ -122,15 +124,13 @@ def test_a_run_under_way_says_when_it_will_end():
         400,
         100,
     )
-    assert status.nodes == Owner.read(attempt.directory).host and abs(status.ends_at - at - 225) < 1
-    text = look.detail(status)
-    assert (
-        "100 of 400 (25.0 %), 21.3k tokens/s, loss 3.000, now saving" in text
-        and "step-00000100" in text
-    )
+    assert status.nodes == Owner.read(attempt.directory).host and abs(status.ends_at - at - 270) < 1
+    text = detail(status)
+    assert "100 of 400, 21.3k tokens/s, loss 3.000, estimated end" in text
+    assert "step-00000100" in text
 
 
-@pytest.mark.parametrize("outcome", ["finished", "stopped", "failed", "gave_up", "refused"])
+@pytest.mark.parametrize("outcome", ["finished", "gave_up"])
 def test_a_run_that_ended_says_how(outcome):
     run, attempt = make_run("a")
     attempt.end(outcome, 1, "because of this", 100)
@@ -152,51 +152,20 @@ def test_a_run_whose_processes_are_gone_has_died():
     assert status.state == "died" and "no sign of life since" in status.reason and status.is_over
 
 
-def test_a_launcher_that_waits_between_two_attempts_says_for_what_and_since_when():
-    run, attempt = make_run("a", job="12")
-    attempt.end("failed", 1, "rank 0 was ended", 100)
-    before = status_of(run)
-    assert before.state == "failed" and before.is_over
-    with waiting(attempt.directory, "slurmctld, which is away"):
-        path = attempt.directory / "waiting.json"
-        at = json.loads(path.read_text())["at"]
-        since = time.strftime("%b %d %H:%M:%S", time.localtime(at))
-        status = status_of(run)
-        assert status.state == "waiting" and not status.is_over
-        assert status.reason == f"waits since {since} for slurmctld, which is away"
-        assert f"waiting\n  reason      {status.reason}" in look.detail(status)
-        # One that a killed launcher has left is not believed.
-        os.utime(path, (at - 1000, at - 1000))
-        assert status_of(run).state == "failed"
-    assert status_of(run) == before
-
-
-def test_who_waits_renews_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrain.launcher.supervise.HEARTBEAT_SECONDS", 0.01)
-    with waiting(tmp_path, "a word"):
-        path = tmp_path / "waiting.json"
-        os.utime(path, (0, 0))
-        wait_for(lambda: path.stat().st_mtime > 0)
-    assert not path.exists()
-    # Where nothing can be written, the run goes on.
-    with waiting(tmp_path / "none", "a word"):
-        pass
-
-
 def test_without_slurm_a_sent_run_is_unknown_until_its_files_tell(capsys):
     run = Path("runs/a")
     run.mkdir(parents=True)
     append_job(run, JobRecord("12", "train", "a", time.time(), "site", 2, 4, str(run)))
     statuses, away = read_statuses([run])
     assert statuses[0].state == "unknown" and not statuses[0].is_over and "no such command" in away
-    look.show_status([run])
+    show_status([run])
     assert "no such command" in capsys.readouterr().out.splitlines()[0]
     with pytest.raises(RunFailed, match=r"are unknown: squeue: no such command"):
         control.cancel(run, save=True)
     attempt = Attempt.begin(run)
     assert status_of(run).state == "running"
     attempt.end("finished", 0, "at step 9", 9)
-    look.show_status([run])
+    show_status([run])
     assert status_of(run).state == "finished" and "squeue" not in capsys.readouterr().out
 
 
@@ -206,11 +175,11 @@ def test_a_table_of_many_runs_fits_the_terminal(monkeypatch):
         make_run(name, num_steps=1_000_000, steps=99)
     statuses = read_statuses(find_runs([]))[0]
     assert [str(status.run) for status in statuses] == sorted(f"runs/{name}" for name in names)
-    head, *lines = look.table(statuses).splitlines()
-    assert head.split() == look.HEAD.split() and len(lines) == 8
+    head, *lines = table(statuses).splitlines()
+    assert head.split() == HEAD.split() and len(lines) == 8
     assert all("99/1000000" in line and "21.3k" in line and "3.000" in line for line in lines)
     monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, look.table(statuses).splitlines())) == 80
+    assert max(map(len, table(statuses).splitlines())) == 80
 
 
 def test_what_is_no_run():
@@ -220,8 +189,8 @@ def test_what_is_no_run():
     for path, message in (("none", "no such run"), ("other", "not a run")):
         for command in (
             lambda p: find_runs([p]),
-            look.show_log,
-            look.follow,
+            control.show_log,
+            control.follow,
             control.requeue,
             lambda p: control.cancel(p, False),
         ):
@@ -277,46 +246,38 @@ def test_the_log_of_one_rank_has_its_lines_without_the_label(capfdbinary):
         (10, b"ten: 1: x\n\n  indented\n"),
         (11, b""),
     ):
-        look.show_log(run, rank)
+        control.show_log(run, rank)
         assert capfdbinary.readouterr().out == text
     with pytest.raises(ConfigError, match="ranks 0 to 11"):
-        look.show_log(run, 12)
+        control.show_log(run, 12)
 
 
 def test_the_last_words_of_a_killed_rank_need_no_end_of_line(capfdbinary):
     run, attempt = make_run("a", job="7")
     (run / "logs/attempt-0001.log").write_bytes(b"0: first\n1: last words")
     for rank, text in ((None, b"0: first\n1: last words\n"), (0, b"first\n"), (1, b"last words\n")):
-        look.show_log(run, rank)
+        control.show_log(run, rank)
         assert capfdbinary.readouterr().out == text
     attempt.end("gave_up", 1, "killed", 100)
-    assert look.follow(run) == f"{run}: gave up: killed"
+    assert control.follow(run) == f"{run}: gave up: killed"
     assert capfdbinary.readouterr().out == b"0: first\n1: last words\n"
 
 
 def test_a_local_run_has_a_log_for_each_rank(capfdbinary):
-    run, attempt = make_run("a")
+    run, _ = make_run("a")
     (run / "logs/rank-0.log").write_text("0: not a label\n")
     (run / "logs/rank-1.log").write_text("without a head\n")
     for rank, text in ((None, b"0: not a label\n"), (0, b"0: not a label\n"), (1, b"without a h")):
-        look.show_log(run, rank)
+        control.show_log(run, rank)
         assert capfdbinary.readouterr().out.startswith(text)
-    with pytest.raises(ConfigError, match="has no line with which it begins"):
-        look.show_log(run, 1, number=1)
-    attempt.end("stopped", 80, "", 100)
-    Attempt.begin(run, Owner.here(num_processes=2))
-    with open(run / "logs/rank-1.log", "ab") as file:
-        for number in (1, 2):
-            file.write(terminal.head(number) + b"attempt %d\n" % number * 3)
-    for number, text in ((None, b"attempt 2\n" * 3), (1, b"attempt 1\n" * 3)):
-        look.show_log(run, 1, number)
-        assert capfdbinary.readouterr().out == text
+    with pytest.raises(ConfigError, match="all attempts into one log"):
+        control.show_log(run, 1, number=1)
 
 
 def test_a_rank_that_printed_little_is_found_behind_what_others_printed(tmp_path):
     path = tmp_path / "log"
     path.write_text(f"0: {'x' * 100}\n" * 20_000 + "1: here\n")
-    assert look.LogReader(path, 1).read() == [b"here\n"]
+    assert control.LogReader(path, 1).read() == [b"here\n"]
 
 
 def test_follow_begins_with_the_last_lines_of_a_long_log_and_waits_for_whole_lines(tmp_path):
@@ -325,7 +286,7 @@ def test_follow_begins_with_the_last_lines_of_a_long_log_and_waits_for_whole_lin
         file.writelines(f"{n % 2}: line {n} {'x' * 100}\n" for n in range(20_000))
         file.write("1: cut")
         file.flush()
-        log = look.LogReader(path, 1, 20)
+        log = control.LogReader(path, 1, 20)
         assert [int(line.split()[1]) for line in log.read()] == list(
             range(19_961, 20_000, 2)
         ) and log.read() == []
