@@ -74,10 +74,8 @@ def test_shares_change_only_where_it_is_allowed_and_corpora_go_on(
 ):
     run = workspace / "runs/blended"
     first = config_of(workspace, config, blended, "first")
-    done = succeeds("train", first)
+    succeeds("train", first)
     # 8 steps of 8 samples: the 21st of books comes in the 7th step, as does the 31st of news.
-    assert "step 7: corpus books begins its second pass" in done.err
-    assert "step 7: corpus news begins its second pass" in done.err
     begun = {r["step"]: {k: v for k, v in r.items() if "begun" in k} for r in metrics(run)}
     assert begun[7] == {"begun_pass_of_books": 2, "begun_pass_of_news": 2}
     assert sum(map(len, begun.values())) == 2

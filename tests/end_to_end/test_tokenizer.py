@@ -52,7 +52,7 @@ def test_export_and_import_without_the_data(trained, workspace, tmp_path):
     assert ids == [*given.encode("a").tolist(), given.eos_id]
     assert theirs.eos_token_id == given.eos_id
     done = succeeds("import", tmp_path / "hf", tmp_path / "again")
-    assert f"The tokenizer is {tmp_path}/again/tokenizer.json. To evaluate" in done.out
+    assert f"pretrain data build {tmp_path}/again/config.toml" in done.out
     again = open_checkpoint(tmp_path / "again/checkpoints/step-00000000")
     assert again.tokenizer_sha256 == given.fingerprint == again.origin.data["tokenizer"]
     assert (tmp_path / "again/tokenizer.json").read_bytes() == given.content
