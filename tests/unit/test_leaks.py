@@ -26,7 +26,6 @@ INTERNAL = {
     "needs_scaler",
     "allreduce_gradients",
     "engine",
-    "zero",
 }
 
 
