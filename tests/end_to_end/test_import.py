@@ -42,7 +42,7 @@ def test_a_published_model_is_evaluated_trained_on_and_exported(folder, tiny_dat
     assert "computes the same function" in done.out
     # The export of what was trained on can be imported, with its tokenizer.
     done = succeeds("import", tmp_path / "hf", tmp_path / "again")
-    assert f"The tokenizer is {tmp_path / 'again'}/tokenizer.model; data.directory" in done.out
+    assert f"needs tokens of {tmp_path / 'again'}/tokenizer.model" in done.out
 
 
 def test_a_folder_that_cannot_be_imported_is_explained(folder, tmp_path):
