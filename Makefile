@@ -20,6 +20,7 @@ demo: $(SETUP)  ## train short, test long on Shakespeare (6 minutes on 2 cores)
 	$(BIN)/launcher local configs/demo.toml --nproc 2
 	$(BIN)/launcher local configs/demo.toml --nproc 2 \
 	    --set position.method=sinusoidal --set run.directory=$(DEMO)/sinusoidal
+	rm -rf $(DEMO)/hf
 	$(BIN)/pretrain export $(DEMO)/alibi $(DEMO)/hf
 	$(BIN)/pretrain evaluate $(DEMO)/alibi $(DEMO)/sinusoidal --max-tokens 16384 \
 	    --out $(DEMO)/report/curve.json

@@ -10,7 +10,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,10 @@ def evaluation_config(
         "parallel": {},
         "batch": {"micro_batch_size": 1, "global_batch_size": world_size},
     }
-    config = checkpoint.load_config(overrides, sections)
+    # The run's limit is for the evaluations in its training loop. A --set of it is for this one.
+    config = checkpoint.load_config(["evaluation.max_tokens=", *overrides], sections)
+    if request.max_tokens is None:
+        request = replace(request, max_tokens=config.evaluation.max_tokens)
     check_model(config, checkpoint)
     trained = checkpoint.config.data.sequence_length
     # data.sequence_length is the training length L of every table; lengths are chosen separately.
@@ -152,7 +155,7 @@ def evaluate_sources(
 
     def score(job: Job) -> Iterator[dict[str, Any]]:
         """Yield the records of one model."""
-        text, config = ScoredText(job.stream, request.max_tokens), job.config
+        text, config = ScoredText(job.stream, job.config.evaluation.max_tokens), job.config
         if is_main():
             print(f"{job.outlook()}\n{_text_line(job, text)}", flush=True)
         chunks, topology = job.load(job.protocols)
@@ -312,7 +315,7 @@ def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> 
     protocols, notes = choose_protocols(
         found.config,
         request.protocols,
-        min(total, request.max_tokens or total),
+        min(total, found.config.evaluation.max_tokens or total),
         total,
         lengths_from="--lengths" if request.lengths else "evaluation.lengths =",
         limit="--max-tokens",

@@ -69,6 +69,8 @@ def test_all_of_the_text_is_scored_unless_told_otherwise(run, tiny_data, tmp_pat
     last = [r for r in metrics(run) if r.get("evaluation") and r["step"] == 8 and r["length"] == 64]
     assert bounded["loss_nats"] == pytest.approx(last[0]["loss_nats"], rel=1e-6)
     assert last[0]["tokens"] == 2048
+    succeeds("evaluate", run, *options, part, "--set", "evaluation.max_tokens=1024")
+    assert [record["tokens"] for record in curve(part)] == [1024]
 
 
 # ---- records -------------------------------------------------------------------------------------
