@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import socket
@@ -538,6 +539,41 @@ def gather(own: T) -> list[T]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone
+
+
+def ranks_per_node(group: dist.ProcessGroup) -> int:
+    """Return the number of a group's ranks on each node, the same for all groups of its kind.
+
+    All processes call this together, each with its own group, such as the data-parallel one. The
+    number is 1 unless every node holds equally many ranks of each group, with consecutive numbers.
+    """
+    everyone = gather((host_name(), dist.get_process_group_ranks(group)))
+    sizes = set()
+    for ranks in {tuple(ranks) for _, ranks in everyone}:
+        hosts = [everyone[rank][0] for rank in ranks]
+        blocks = [len(list(block)) for _, block in itertools.groupby(hosts)]
+        sizes |= set(blocks) if len(blocks) == len(set(hosts)) else {1}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def make_groups(wanted: list[list[int]]) -> list[dist.ProcessGroup]:
+    """Make process groups, which are closed together with Megatron's.
+
+    All processes call this together, each with the groups that it belongs to.
+
+    Args:
+        wanted: The ranks, among all processes, of each group that this process belongs to.
+    """
+    from megatron.core import parallel_state
+
+    # Every process makes every group, in one order. The alternative, in which members alone take
+    # part (use_local_synchronization), names a group by its ranks. A group that is made a second
+    # time then meets the first one's keys in the store, and can hang.
+    distinct = sorted({tuple(ranks) for groups in gather(wanted) for ranks in groups})
+    made = {ranks: dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT) for ranks in distinct}
+    own = [made[tuple(ranks)] for ranks in wanted]
+    parallel_state._global_process_group_list.extend(own)
+    return own
 
 
 def ranks_here() -> int:

@@ -152,6 +152,22 @@ def _pipeline(c: RunConfig) -> Iterator[Refusal]:
     """Check that every pipeline chunk has a layer, and what ZeRO works with."""
     p = c.parallel
     pp, vpp = p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size
+    sent = p.gradient_reduce_dtype
+    if sent != "fp32" and p.zero_stage > 1:
+        yield Refusal(
+            "parallel.gradient_reduce_dtype",
+            sent,
+            f"at ZeRO {p.zero_stage} DeepSpeed would also add up in it, over all ranks",
+            'Set parallel.gradient_reduce_dtype = "fp32", or parallel.zero_stage = 1',
+        )
+    if sent == "fp16" and c.train.precision != "fp16":
+        yield Refusal(
+            "parallel.gradient_reduce_dtype",
+            sent,
+            f"gradients of train.precision = {c.train.precision} are not scaled to the range of "
+            "fp16",
+            'Choose "fp32" or "bf16"',
+        )
     if pp > 1 and p.zero_stage > 1:
         yield Refusal(
             "parallel.zero_stage",

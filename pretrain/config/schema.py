@@ -179,6 +179,12 @@ class ParallelSection(Section):
     3 also the weights. Each saves memory and communicates more; 2 and 3 do not work with pipeline
     stages."""
 
+    gradient_reduce_dtype: Trajectory[Literal["fp32", "bf16", "fp16"]] = "fp32"
+    """Data type in which gradients travel between the nodes of the data-parallel ranks, or between
+    the ranks of a single node; they are added up in fp32 in any case. bf16 and fp16 halve the
+    traffic of a slow network, and round the sum of each node once. Need zero_stage = 1, and fp16
+    needs train.precision = "fp16", whose loss is scaled."""
+
     world_size: Free[int | None] = Field(default=None, gt=0)
     """Number of processes (one per GPU) that the run is planned for; a start with another number is
     refused. Default: any number that the layout and the batch allow."""

@@ -20,8 +20,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from pretrain import platform
 from pretrain.model.loss import accumulate_in_layers, mark_stale, take_stale
 from pretrain.optim.buckets import Bucket, WeightGather, finalize_gradients
+from pretrain.topology import make_groups, ranks_per_node
 
 # ---- reduction ----
 # Add up gradients in fp32, and sum them over the data-parallel ranks while the backward pass runs.
@@ -31,7 +33,7 @@ from pretrain.optim.buckets import Bucket, WeightGather, finalize_gradients
 # batch, a bucket whose gradients are complete is sent at once, so that the network works while the
 # backward pass goes on. Each rank receives only its own part of a bucket, which is all that its
 # share of the optimizer needs: a rank sends (n - 1) / n of the bucket, where an all-reduce would
-# send twice that. A reduce-scatter adds up in the data type that it sends, hence fp32.
+# send twice that. How it travels is said at `make_wire`.
 #
 # DeepSpeed's own reduction cannot be used here. Its hooks follow `engine.backward`, which
 # Megatron's schedules do not call, and at stage 1 it all-reduces after the backward pass
@@ -42,6 +44,86 @@ from pretrain.optim.buckets import Bucket, WeightGather, finalize_gradients
 def own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part of a flat tensor, as a view."""
     return flat.view(group.size(), -1)[group.rank()]
+
+
+Wait = Callable[[], object]
+"""Waits until this rank's part of a bucket holds the sums; on a GPU, the present queue waits."""
+Wire = Callable[[Tensor], Wait]
+"""Starts to sum a bucket over the ranks: fp32 [elements], a multiple of the number of ranks. The
+part with this rank's number takes the sums; the others are undefined afterwards."""
+
+
+def make_wire(group: dist.ProcessGroup, dtype: torch.dtype) -> Wire:
+    """Return the way in which gradients travel. All processes together.
+
+    In fp32 that is a reduce-scatter. In 16 bit it is not: a reduce-scatter adds up in the data type
+    that it sends, and would round once for each rank. So unsummed parts have to travel, and each
+    rank adds up, in fp32, what the others send it.
+
+    What crosses between nodes decides the time. A reduce-scatter has added up the gradients of a
+    node before they leave it, whereas unsummed parts leave for each rank of the node. Over several
+    nodes the sum is therefore taken in two stages: a reduce-scatter in fp32 within the node, then
+    16 bit between ranks of equal number in their nodes. For 1.36B parameters on 16 nodes of 8, a
+    node sends 2.55 GB, where the reduce-scatter in fp32 sends 5.41 GB and a single exchange in
+    16 bit would send 20.43 GB (docs/performance.md).
+
+    Each piece that travels is rounded once to `dtype`, whose unit roundoff u is 2^-8 for bf16 and
+    2^-11 for fp16, and a sum of n terms in fp32 adds at most (n - 1) 2^-24. An element of the
+    result is therefore off by at most (u + n 2^-24) times the sum of the terms' magnitudes (Higham
+    2002, Accuracy and Stability of Numerical Algorithms, section 4.2). A ring in bf16 would round
+    every partial sum and reach n u.
+
+    Args:
+        group: The data-parallel ranks.
+        dtype: The data type in which gradients travel, between nodes if there are several.
+    """
+    if dtype == torch.float32:
+
+        def in_fp32(flat: Tensor) -> Wait:
+            own = own_part(flat, group)
+            return _started(dist.reduce_scatter_tensor(own, flat, group=group, async_op=True)).wait
+
+        return in_fp32
+    per_node, peers = ranks_per_node(group), group
+    # The parts of a single node, or of nodes of one rank, are all exchanged.
+    per_node = 1 if per_node == group.size() else per_node
+    # Rank r of the group is rank r % per_node of node r // per_node.
+    node, number = divmod(group.rank(), per_node)
+    if per_node > 1:
+        ranks = dist.get_process_group_ranks(group)
+        own_node = ranks[node * per_node : (node + 1) * per_node]
+        node_group, peers = make_groups([own_node, ranks[number::per_node]])
+
+    def start(flat: Tensor) -> Wait:
+        # The second stage waits for the first, which the backward pass must not do.
+        with platform.beside():
+            # From [nodes, ranks of a node, part] to [ranks of a node, nodes, part]: the rank with a
+            # number receives what the ranks with its number need, on all nodes.
+            by_number = flat.view(peers.size(), per_node, -1).transpose(0, 1).contiguous()
+            of_node = by_number[number]
+            if per_node > 1:
+                _started(
+                    dist.reduce_scatter_tensor(
+                        of_node.view(-1), by_number.view(-1), group=node_group, async_op=True
+                    )
+                ).wait()
+            sent = of_node.to(dtype)
+            received = torch.empty_like(sent)
+            work = _started(dist.all_to_all_single(received, sent, group=peers, async_op=True))
+
+        def wait() -> None:
+            work.wait()
+            torch.sum(received, dim=0, dtype=torch.float32, out=own_part(flat, group))
+
+        return wait
+
+    return start
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    """Return a collective's handle; None stands for a rank outside of the group."""
+    assert work is not None
+    return work
 
 
 class GradientReducer:
@@ -56,6 +138,7 @@ class GradientReducer:
         buckets: list[Bucket],
         flat_weights: list[Tensor],
         group: dist.ProcessGroup,
+        wire_dtype: torch.dtype,
         overlap: bool = True,
     ) -> None:
         """Allocate the gradients, and register a hook on every parameter.
@@ -65,10 +148,13 @@ class GradientReducer:
             flat_weights: The flat weights of each bucket, [padded elements]; gradients are laid out
                 like them. Each length is a multiple of the group's size.
             group: The data-parallel ranks.
+            wire_dtype: Data type in which gradients are sent. Sums are taken in fp32 in any case.
             overlap: Send a bucket as soon as it is complete. False sends all buckets in `finish`.
         """
         self._group, self._is_alone = group, group.size() == 1
         self._overlap = overlap and not self._is_alone
+        if not self._is_alone:
+            self._wire = make_wire(group, wire_dtype)
         self._buckets = [_FlatBucket(b, weights) for b, weights in zip(buckets, flat_weights)]
         self._num_microbatches = 0
         self._num_sent = 0
@@ -118,9 +204,9 @@ class GradientReducer:
             self._send(bucket)
         self._num_sent = len(self._buckets)
         for bucket in self._buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
-            bucket.work = None
+            assert bucket.wait is not None
+            bucket.wait()
+            bucket.wait = None
 
     def _accumulate(self, bucket: _FlatBucket, slot: _Slot, _: Tensor) -> None:
         """Add the gradient that the backward pass has just computed to the sum in fp32."""
@@ -157,10 +243,7 @@ class GradientReducer:
 
     def _send(self, bucket: _FlatBucket) -> None:
         """Start the reduction of one bucket."""
-        own = own_part(bucket.gradients, self._group)
-        bucket.work = dist.reduce_scatter_tensor(
-            own, bucket.gradients, group=self._group, async_op=True
-        )
+        bucket.wait = self._wire(bucket.gradients)
 
 
 @dataclass
@@ -189,8 +272,8 @@ class _FlatBucket:
             start += parameter.numel()
         self.num_complete = 0
         """Parameters whose gradients are complete."""
-        self.work: dist.Work | None = None
-        """The reduction that is under way."""
+        self.wait: Wait | None = None
+        """Waits for the reduction that is under way."""
 
 
 Veto = Callable[[Tensor], Tensor]
@@ -207,6 +290,7 @@ class ShardedStep:
         buckets: list[Bucket],
         *,
         clip_grad: float,
+        wire_dtype: torch.dtype,
         add_in_layers: bool,
         overlap: bool,
     ) -> None:
@@ -217,6 +301,7 @@ class ShardedStep:
             chunks: This rank's model chunks.
             buckets: The buckets.
             clip_grad: Largest global gradient norm; 0 turns clipping off.
+            wire_dtype: Data type in which gradients are sent.
             add_in_layers: Let linear layers add their weights' gradients to the sums themselves.
             overlap: Communicate while the model computes.
         """
@@ -227,7 +312,7 @@ class ShardedStep:
         partitions = zero.parallel_partitioned_bit16_groups
         self._weights: list[Tensor] = [parts[group.rank()] for parts in partitions]
         flat_weights = zero.bit16_groups_flat
-        self._reducer = GradientReducer(buckets, flat_weights, group, overlap)
+        self._reducer = GradientReducer(buckets, flat_weights, group, wire_dtype, overlap)
         if add_in_layers:
             accumulate_in_layers(chunks)
         self._gather = WeightGather(chunks, buckets, flat_weights, group, overlap)

@@ -31,6 +31,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from pretrain import platform
 from pretrain.config import RunConfig, num_parameters
 from pretrain.model.gpt import Named, choose_fusion, named_parameters
 from pretrain.optim.buckets import (
@@ -190,6 +191,7 @@ class ZeroOptimizer:
                 chunks,
                 buckets,
                 clip_grad=config.optimizer.clip_grad,
+                wire_dtype=platform.DTYPES[config.parallel.gradient_reduce_dtype],
                 add_in_layers=choose_fusion(config).weight_gradients,
                 overlap=overlap,
             )

@@ -526,7 +526,11 @@ def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, i
     optimizer = config.state_bytes * padded // data + 4 * len(stage.buckets)
     zero = zero_stage(config, layout)
     if zero == 1:
-        return item * padded, 4 * padded, 0, optimizer
+        wire = 0
+        if data > 1 and config.parallel.gradient_reduce_dtype != "fp32":
+            # What is sent and what is received, of every bucket, until all have been summed.
+            wire = 2 * 2 * padded
+        return item * padded, 4 * padded, wire, optimizer
     buffer = min(ZERO_BUCKET, num_parameters(config))
     if zero == 2:
         # The buffer in the precision of the model, and its cast to fp32.

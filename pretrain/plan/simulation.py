@@ -179,6 +179,7 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
 
     from pretrain.kernels import call, dispatch
     from pretrain.model import gpt
+    from pretrain.optim import sharded_step
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
         return functools.partial(_record_launch, counter, kernel)
@@ -192,6 +193,7 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
             (KernelInterface, "__getitem__", launcher),
             (dispatch, "describe_call", describe_call),
             (gpt, "_abilities", lambda: (True, True, True)),
+            (sharded_step, "ranks_per_node", lambda group: group.size()),
             *compiled_regions(counter),
             *weight_gradients(counter),
             (nn.Module, "_apply", _apply),

@@ -195,6 +195,20 @@ class Network:
         steps_us = nodes * self.between_nodes_us + (ranks - 1 - nodes) * self.within_node_us
         return self._links_ms(num_bytes * (ranks - 1) / ranks) + 1e-3 * collectives * steps_us
 
+    def all_to_all_ms(self, num_bytes: float, ranks: int, collectives: int = 1) -> float:
+        """Return the time in which every rank sends every other its part, unsummed.
+
+        Nothing is added up on the way: each of a node's ranks sends all that other nodes own.
+
+        Args:
+            num_bytes: Bytes of the whole tensor, which every rank holds.
+            ranks: Ranks of the group, GPUS_PER_NODE on each node.
+            collectives: Number of calls that it is split into.
+        """
+        sent = GPUS_PER_NODE * num_bytes * (ranks - GPUS_PER_NODE) / ranks
+        latency_us = ranks // GPUS_PER_NODE * self.between_nodes_us
+        return self._links_ms(sent) + 1e-3 * collectives * latency_us
+
     def _links_ms(self, num_bytes: float) -> float:
         """Return the time in which all links of a node together send `num_bytes`."""
         return 1e3 * num_bytes / (self.gbit_per_second / 8 * 1e9 * self.efficiency)
@@ -520,8 +534,22 @@ class Step:
         return 1e3 * sent / (self.device.nvlink_gb_per_second * 1e9) + latency
 
     def reduction_ms(self) -> float:
-        """Return the time of a reduce-scatter of all gradients."""
-        return self.ring_ms(4 * self.stage.parameters)
+        """Return the time of a reduce-scatter of all gradients.
+
+        In 16 bit it has two stages: a ring in fp32 within nodes, then all-to-all between nodes.
+        """
+        parameters = self.stage.parameters
+        in_fp32 = self.config.parallel.gradient_reduce_dtype == "fp32"
+        if in_fp32 or self.layout.data * self.layout.tensor <= GPUS_PER_NODE:
+            return self.ring_ms(4 * parameters)
+        within = 4 * parameters * (GPUS_PER_NODE - 1) / GPUS_PER_NODE
+        within_ms = 1e3 * within / (self.device.nvlink_gb_per_second * 1e9)
+        # Each rank then has an eighth of its node's sums.
+        share = 2 * parameters / GPUS_PER_NODE
+        network = self.target.network
+        return within_ms + self.layout.tensor * network.all_to_all_ms(
+            share, self.layout.data, BUCKETS
+        )
 
     def passes_ms(self) -> tuple[float, float]:
         """Return the time of the forward and the backward pass of one micro batch.

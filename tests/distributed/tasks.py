@@ -19,6 +19,7 @@ from torch import Tensor
 from pretrain import platform
 from pretrain.config import RunConfig
 from pretrain.topology import Topology, initialize
+from tests.conftest import tiny_config
 
 
 def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> dict[str, Any] | None:
@@ -603,6 +604,58 @@ def gradients_seen_by_adam(
     factor = 1 / (1 - config.optimizer.adam_beta1)
     full = {n: t * factor for n, t in full_tensors(optimizer, "exp_avg").items()}
     return full if topology.is_main else None
+
+
+def reduce_gradients_on_two_nodes(
+    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
+) -> dict[str, Any]:
+    """Run `reduce_gradients` on 4 ranks as if they stood on two nodes, and watch what is sent.
+
+    Args:
+        config: As in `reduce_gradients`.
+        state: As in `reduce_gradients`.
+        tokens: As in `reduce_gradients`.
+
+    Returns:
+        "parts": what `reduce_gradients` returns; "sent": {(collective, ranks, dtype)} -> elements.
+    """
+    from collections import Counter
+
+    from pretrain import topology
+
+    sent: Counter[tuple[str, tuple[int, ...], str]] = Counter()
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(dist, name)
+
+        def call(output: Tensor, given: Tensor, group: Any = None, **kwargs: Any) -> Any:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            sent[name, ranks, str(given.dtype)] += given.numel()
+            return original(output, given, group=group, **kwargs)
+
+        return call
+
+    node = f"node{topology.Process.from_environment().rank // 2}"
+    names = ("reduce_scatter_tensor", "all_to_all_single")
+    with (
+        patch.object(topology, "host_name", lambda: node),
+        patch.multiple(dist, **{name: counted(name) for name in names}),
+    ):
+        parts = reduce_gradients(config, state, tokens)
+    return {"parts": parts, "sent": dict(sent)}
+
+
+def ranks_per_node(jobs: list[str]) -> list[int]:
+    """Return what the topology says about nodes of these names, a letter for each rank of a job."""
+    from pretrain import topology
+
+    platform.prepare(0)
+    topology.initialize(tiny_config())
+    found = []
+    for hosts in jobs:
+        with patch.object(topology, "host_name", lambda hosts=hosts: hosts[dist.get_rank()]):
+            found.append(topology.ranks_per_node(dist.group.WORLD))
+    return found
 
 
 def bucket_layout(config: RunConfig) -> tuple[int, list[list[str]]]:

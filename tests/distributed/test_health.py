@@ -121,20 +121,21 @@ def test_a_copy_that_drifts_is_found_between_saves(pools, tiny_data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision", "method"),
+    ("layout", "precision", "method", "wire"),
     [
-        ("pp2vpp2", "bf16", "alibi"),
-        ("tp2pp2sp", "bf16", "alibi"),
-        ("pp2-dp2", "bf16", "alibi"),
-        ("zero2-tp2sp-dp2", "bf16", "alibi"),
-        ("zero3-tp2sp-dp2", "fp32", "t5"),
+        ("pp2vpp2", "bf16", "alibi", "fp32"),
+        ("tp2pp2sp", "bf16", "alibi", "fp32"),
+        ("tp2-dp2", "bf16", "alibi", "bf16"),
+        ("pp2-dp2", "bf16", "alibi", "bf16"),
+        ("zero2-tp2sp-dp2", "bf16", "alibi", "fp32"),
+        ("zero3-tp2sp-dp2", "fp32", "t5", "fp32"),
     ],
 )
-def test_ranks_that_are_in_order_are_left_alone(pools, layout, precision, method):
+def test_ranks_that_are_in_order_are_left_alone(pools, layout, precision, method, wire):
     """Every layout, with what each position method shares among stages, after each of 2 steps."""
     processes, parallel = ALL_LAYOUTS[layout]
     config = tiny_config(
-        parallel=parallel,
+        parallel={**parallel, "gradient_reduce_dtype": wire},
         position={"method": method},
         model={"hidden_dropout": 0.1},
         train={"precision": precision},

@@ -143,27 +143,56 @@ UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
 @pytest.mark.parametrize(
-    ("layout",),
-    [("single",), ("dp4",), ("pp2dp2",), ("tp2dp2",)],
+    ("layout", "wire"),
+    [("single", "fp32"), ("dp4", "fp32"), ("pp2dp2", "fp32"), ("tp2dp2", "bf16")],
 )
-def test_gradients_are_summed_over_ranks_in_fp32(pools, layout):
+def test_gradients_are_summed_over_ranks_in_fp32(pools, layout, wire):
     """The gradients of micro batches are added in fp32, and reducing them must keep that.
 
-    Sums of n terms in fp32 are off by at most n * 2^-24 times the sum of their magnitudes. Nothing
-    is rounded on a single rank.
+    Each rank's sum is rounded once to what travels. Sums of n terms in fp32 are off by at most
+    n * 2^-24 times the sum of their magnitudes. Nothing is sent, nor rounded, on a single rank.
     """
     processes, parallel = REDUCTION_LAYOUTS[layout]
     config = tiny_config(
         train={"precision": "bf16"},
-        parallel=parallel,
+        parallel={**parallel, "gradient_reduce_dtype": wire},
         batch={"micro_batch_size": 1, "global_batch_size": 8},
     )
     state, batches, *_ = _expected("alibi")
     ranks = pools(processes).run(tasks.reduce_gradients, config, state, batches[0])
-    bound = 0.0 if processes == 1 else processes * UNIT["fp32"]
+    rounding = 0.0 if wire == "fp32" else UNIT[wire]
+    bound = 0.0 if processes == 1 else rounding + processes * UNIT["fp32"]
     for part in (part for rank in ranks for part in rank):
         assert part["error"] <= bound * part["terms"], part
     assert sum(part["sum"] for rank in ranks for part in rank) > 0
+    if bound > 1e-3:
+        # What travels is really rounded: the option has an effect.
+        assert max(part["error"] for rank in ranks for part in rank) > 0
+
+
+def test_between_nodes_gradients_travel_in_two_stages(pools):
+    """On two nodes of two ranks, a node's gradients are added up in fp32 before they leave it."""
+    config = tiny_config(
+        train={"precision": "bf16"},
+        parallel={"gradient_reduce_dtype": "bf16"},
+        batch={"micro_batch_size": 1, "global_batch_size": 8},
+    )
+    state, batches, *_ = _expected("alibi")
+    arguments = tasks.reduce_gradients_on_two_nodes, config, state, batches[0]
+    ranks = pools(4).run(*arguments)
+    # The groups can be made again, as by a program that trains two models.
+    assert pools(4).run(*arguments) == ranks
+    bound = UNIT["bf16"] + 4 * UNIT["fp32"]
+    for part in (part for rank in ranks for part in rank["parts"]):
+        assert part["error"] <= bound * part["terms"], part
+    assert max(part["error"] for rank in ranks for part in rank["parts"]) > 0
+    for number, rank in enumerate(ranks):
+        node, peers = ((0, 1), (2, 3))[number // 2], ((0, 2), (1, 3))[number % 2]
+        within, between = sorted(rank["sent"].items(), reverse=True)
+        assert within[0] == ("reduce_scatter_tensor", node, "torch.float32")
+        assert between[0] == ("all_to_all_single", peers, "torch.bfloat16")
+        # Half of the node's sum is this rank's to pass on.
+        assert within[1] == 2 * between[1] > 0
 
 
 @pytest.mark.parametrize(
@@ -184,6 +213,12 @@ def test_tensor_ranks_lay_out_their_buckets_alike(pools, layout, method):
     for buckets in by_stage.values():
         assert all(other == buckets[0] for other in buckets)
         assert len(buckets[0]) > 4
+
+
+def test_nodes_are_used_where_they_hold_consecutive_ranks(pools):
+    expected = {"aabb": 2, "aaaa": 4, "abcd": 1, "abab": 1, "aaab": 1, "abba": 1}
+    found = pools(4).run(tasks.ranks_per_node, list(expected))
+    assert found == [list(expected.values())] * 4
 
 
 @pytest.mark.parametrize(
@@ -210,6 +245,21 @@ def test_every_zero_stage_adds_up_in_fp32(pools, stage, precision):
     expected, actual = gradients(1), gradients(stage)
     for name, value in expected.items():
         assert float((actual[name] - value).norm()) <= 8 * UNIT["fp32"] * float(value.norm()), name
+
+
+def test_a_wire_of_fp16_stays_within_its_own_rounding(pools):
+    config = tiny_config(
+        train={"precision": "fp16"},
+        parallel={"gradient_reduce_dtype": "fp16"},
+        batch={"micro_batch_size": 1, "global_batch_size": 8},
+        optimizer={"initial_loss_scale_power": 12},
+    )
+    state, batches, *_ = _expected("alibi")
+    task = tasks.in_fp16_on_cpu, tasks.reduce_gradients
+    ranks = pools(4).run(*task, config, state, batches[0])
+    bound = UNIT["fp16"] + 4 * UNIT["fp32"]
+    for part in (part for rank in ranks for part in rank):
+        assert part["error"] <= bound * part["terms"], part
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ class Case(NamedTuple):
 CASES = {
     "dp4": Case(4),
     "dp4 plain": Case(4, fusion="off"),
+    "dp4 16-bit wire": Case(4, {"gradient_reduce_dtype": "bf16"}),
     "tp2dp2": Case(4, {"tensor_model_parallel_size": 2}),
     "tp2dp2sp": Case(4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2dp2": Case(4, {"pipeline_model_parallel_size": 2}),
@@ -77,6 +78,7 @@ BUDGETS = {
     ("dp4", "bf16"): Budget(239, 41, 11382, 352976, 1),
     ("dp4", "fp16"): Budget(243, 41, 11383, 352976, 2),
     ("dp4 plain", "bf16"): Budget(293, 41, 39103, 352976, 1),
+    ("dp4 16-bit wire", "bf16"): Budget(245, 47, 14526, 453584, 1),
     ("tp2dp2", "bf16"): Budget(267, 43, 6961, 357752, 1),
     ("tp2dp2sp", "bf16"): Budget(269, 58, 6129, 364920, 1),
     ("pp2dp2", "bf16"): Budget(246, 77, 10367, 1017104, 2),
@@ -97,6 +99,12 @@ COLLECTIVES: dict[str, list[str]] = {
         "loss average: allreduce, world 4, float64, 1 calls, 1 exposed",
         "optimizer step: allreduce, world 4, float64, 1 calls, 1 exposed",
         "weight gather: allgather_base, data 4, {dtype}, 6 calls, 0 exposed",
+    ],
+    "dp4 16-bit wire": [
+        "backward: alltoall_base, data 4, bfloat16, 6 calls, 1 exposed",
+        "loss average: allreduce, world 4, float64, 1 calls, 1 exposed",
+        "optimizer step: allreduce, world 4, float64, 1 calls, 1 exposed",
+        "weight gather: allgather_base, data 4, bfloat16, 6 calls, 0 exposed",
     ],
     "tp2dp2": [
         "backward: allreduce, tensor 2, {dtype}, 10 calls, 0 exposed",
@@ -277,7 +285,7 @@ def test_messages_are_as_large_as_the_parameters(case, precision):
     """
     config, stages = counted(case, precision)
     size = config.layout(CASES[case].world_size).data
-    wire = WIRE_BYTES["fp32"]
+    wire = WIRE_BYTES[config.parallel.gradient_reduce_dtype]
     element = WIRE_BYTES[precision]
     stage_of_zero = config.parallel.zero_stage
     for stage, counts in stages.items():
@@ -302,7 +310,7 @@ def test_messages_are_as_large_as_the_parameters(case, precision):
 
 def reductions(counts: StepCounts) -> list[Collective]:
     """Return the collectives that sum gradients over the data-parallel ranks."""
-    names = ("reduce",)
+    names = ("reduce", "alltoall")
     data = [c for c in counts.collectives if c.group == "data" and c.group_size > 1]
     # The norm and the overflow flag are single numbers.
     return [c for c in data if c.num_bytes > 8 and any(name in c.name for name in names)]
@@ -338,7 +346,7 @@ def test_reductions_begin_inside_the_backward_pass(case, precision):
     the embedding's.
     """
     config, stages = counted(case, precision)
-    wire = WIRE_BYTES["fp32"]
+    wire = WIRE_BYTES[config.parallel.gradient_reduce_dtype]
     for stage, counts in stages.items():
         reduced = reductions(counts)
         early = [c for c in reduced if c.phase == Phase.BACKWARD]

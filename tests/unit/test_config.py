@@ -117,6 +117,8 @@ REFUSALS = [
     ),
     (f"{PP2} parallel.zero_stage=2", "parallel.zero_stage = 2: ZeRO 2 does not work with pipeline"),
     (f"{PP2} parallel.zero_stage=3", "parallel.zero_stage = 3: ZeRO 3 does not work with pipeline"),
+    ("parallel.zero_stage=2 parallel.gradient_reduce_dtype=bf16", "gradient_reduce_dtype = bf16"),
+    ("parallel.gradient_reduce_dtype=fp16", "parallel.gradient_reduce_dtype = fp16: gradients of"),
     ("parallel.sequence_parallel=true", "parallel.sequence_parallel = true: there is one tensor"),
     (f"{SP2} evaluation.lengths=[67]", "evaluation.lengths = 67: not divisible by the 2 ranks"),
     ("parallel.virtual_pipeline_model_parallel_size=2", "needs more than one pipeline stage"),

@@ -52,6 +52,7 @@ def test_the_page_shows_what_the_model_computes():
         (1, "h200", None, [*ON_H200, "batch.global_batch_size=64"]),
         (128, "h200", 3200, ON_H200),
         (128, "h200", 400, ON_H200),
+        (128, "h200", 400, [*ON_H200, "parallel.gradient_reduce_dtype=bf16"]),
         (128, "v100-32", 400, []),
     ]
     columns: list[tuple[Timing, list[float]]] = []
@@ -99,6 +100,15 @@ def test_a_ring_sends_all_but_one_part():
     assert FAST.ring_ms(0, 128, collectives=3) == pytest.approx(3 * (16 * 7 + 111 * 1.5) / 1e3)
 
 
-def test_a_ring_crosses_the_border_between_two_nodes_once_in_each_of_its_steps():
+def test_bytes_between_nodes_are_those_of_a_simulated_exchange():
+    """Count what leaves a node, for two nodes of eight ranks that own one element each."""
     ideal = Network(8, 1.0, between_nodes_us=0.0, within_node_us=0.0)
-    assert ideal.ring_ms(4 * 16, 16) == pytest.approx(1e3 * 4 * 15 / 1e9)
+    ranks, elements = 16, 16
+    crossing = [(a, b) for a in range(8) for b in range(8, ranks)]
+    # All-to-all: every rank of a node sends one unsummed element to every rank of the other.
+    sent = 2 * len(crossing)
+    assert ideal.all_to_all_ms(2 * elements, ranks) == pytest.approx(1e3 * sent / 1e9)
+    # Two stages: each rank has the node's sums of two elements, and one of them leaves.
+    assert ideal.all_to_all_ms(2 * elements / 8, ranks) == pytest.approx(1e3 * 2 * 8 / 1e9)
+    # A ring crosses the border between the nodes once in each of its 15 steps.
+    assert ideal.ring_ms(4 * elements, ranks) == pytest.approx(1e3 * 4 * 15 / 1e9)

@@ -37,6 +37,7 @@ def test_the_classes_are_those_that_the_documentation_promises():
         "run.seed",
         "model.hidden_dropout",
         "model.attention_dropout",
+        "parallel.gradient_reduce_dtype",
         "batch.global_batch_size",
         "data.sequence_length",
         "data.per_document_attention",
