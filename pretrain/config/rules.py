@@ -196,7 +196,7 @@ def _pipeline(c: RunConfig) -> Iterator[Refusal]:
             c.train.spike_policy,
             f"at ZeRO {p.zero_stage} DeepSpeed measures the gradient norm and updates the "
             "weights in one call, so that no update can be left out",
-            'Choose "stop", or set parallel.zero_stage = 1',
+            'Choose "rollback" or "stop", or set parallel.zero_stage = 1',
         )
 
 

@@ -281,10 +281,11 @@ class TrainSection(Section):
     trace to RUN/profile, which https://ui.perfetto.dev opens. Recorded steps are slower, and a
     trace of many is large: two or three say enough. Losses do not change. Default: none."""
 
-    spike_policy: Trajectory[Literal["none", "skip", "stop"]] = "none"
+    spike_policy: Trajectory[Literal["none", "skip", "rollback", "stop"]] = "none"
     """What follows a step whose loss or gradient norm is a spike. none: nothing. skip: its update
-    is left out and training goes on, as OLMo does; needs zero_stage = 1. stop: the run fails, and
-    nothing after the spike is saved."""
+    is left out and training goes on, as OLMo does; needs zero_stage = 1. rollback: the run goes
+    back to its newest checkpoint and on with the data that follows the spike, as PaLM's authors
+    did. stop: the run fails, and nothing after the spike is saved."""
 
     spike_threshold: Trajectory[float] = Field(default=6.0, gt=0, allow_inf_nan=False)
     """Standard deviations above the mean of the last spike_window_steps steps from which on a loss
@@ -293,6 +294,9 @@ class TrainSection(Section):
     spike_window_steps: Trajectory[int] = Field(default=128, ge=2)
     """Steps by which a step is judged. Until half of them have been seen, and at least 20 (or all,
     if there are fewer), no step is a spike."""
+
+    spike_max_rollbacks: Trajectory[int] = Field(default=3, gt=0)
+    """rollback: times in a row that the run goes back to one checkpoint; after that it fails."""
 
 
 class CheckpointSection(Section):

@@ -71,6 +71,8 @@ class SpikeDetector:
         self._fewest = min(window, max(FEWEST_STEPS, window // 2))
         self.state = torch.zeros(2 * window + 2, dtype=torch.float64, device=platform.device())
         """Losses [window], norms [window], number of steps observed, number of updates skipped."""
+        self.rollbacks: list[tuple[int, int]] = []
+        """(step of the spike, step of the checkpoint) of each time that the run went back."""
         self._last = torch.zeros(3, dtype=torch.float64, device=platform.device())
 
     @property
@@ -120,7 +122,13 @@ class SpikeDetector:
         values = self.state.tolist()
         size = self._window
         rows = {name: values[i * size : (i + 1) * size] for i, name in enumerate(NAMES)}
-        return {**rows, "steps_observed": values[-2:-1], "updates_skipped": values[-1:]}
+        return {
+            **rows,
+            "steps_observed": values[-2:-1],
+            "updates_skipped": values[-1:],
+            "rolled_back_from": [float(spike) for spike, _ in self.rollbacks],
+            "rolled_back_to": [float(step) for _, step in self.rollbacks],
+        }
 
     def load(self, lists: dict[str, list[float]] | None) -> None:
         """Set the state to what `to_lists` returned; begin anew if there is none that fits.
@@ -128,6 +136,9 @@ class SpikeDetector:
         A window of another size begins anew, and the updates skipped so far are kept.
         """
         self.state.zero_()
+        lists = lists or {}
+        steps = [lists.get(key, []) for key in ("rolled_back_from", "rolled_back_to")]
+        self.rollbacks = [(int(spike), int(step)) for spike, step in zip(*steps)]
         if not lists:
             return
         self.state[-1] = lists["updates_skipped"][0]

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from pretrain.optim.health import (
     state_is_plausible,
     update_counts,
 )
-from pretrain.rundir.checkpoints import check_room, checkpoint_step
+from pretrain.rundir.checkpoints import check_room, checkpoint_directory, checkpoint_step
 from pretrain.rundir.files import make_directory, say
 from pretrain.rundir.history import saving_then_stopping
 from pretrain.rundir.metrics import CHANGED, EVALUATION, Record
@@ -246,6 +247,13 @@ class LoggingHook(Hook):
         for corpus, number in self.blend.passes_begun(consumed - size, consumed).items():
             record[f"{PASS}{corpus}"] = number
         self.writer.step(record)
+
+    def after_rollback(self, run: Run) -> None:
+        """Drop the records of the steps that are taken again."""
+        if self.writer is not None:
+            self.writer.go_back(run.state.step)
+        # `go_back` has dropped the record of the changes, which still hold.
+        self.at_start(run)
 
     def close(self) -> None:
         """Close the writer, which the evaluation hook shares."""
@@ -466,6 +474,15 @@ class CheckpointHook(Hook):
         if self._is_last(run) and self.saver.is_busy:
             with run.reporter.during(Phase.SAVING, step, saved=self.saved_step):
                 self.saver.finish()
+
+    def newest_checkpoint(self, run: Run) -> Path | None:
+        """Return the checkpoint that this process saved last, or else the one it began with."""
+        # One that is being written beside training is the newest.
+        self.saver.finish()
+        if self.saved_step:
+            return checkpoint_directory(run.config.directory, self.saved_step)
+        began_with = run.start_point.checkpoint
+        return began_with.path if began_with is not None else None
 
     def at_end(self, run: Run) -> None:
         """Leave Ctrl-C to Python again: everything is saved."""

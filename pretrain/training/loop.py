@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.checkpoint.manifest import TrainerState, data_hashes
-from pretrain.config import RunConfig, dump_config, writing
+from pretrain.checkpoint.load import load_checkpoint
+from pretrain.checkpoint.manifest import TrainerState, data_hashes, open_checkpoint
+from pretrain.config import ConfigError, Poisoned, RunConfig, RunFailed, dump_config, writing
 from pretrain.config.trajectory import describe_differences
 from pretrain.data.loader import batches
 from pretrain.model.forward import Batch
@@ -36,6 +37,7 @@ from pretrain.training.start import (
 from pretrain.training.step import (
     Hook,
     QueuedStep,
+    Spike,
     agree,
     forward_backward,
     masked_batches,
@@ -106,8 +108,12 @@ def _train_steps(run: Run) -> None:
         agree(run.requests)
         for hook in hooks:
             hook.at_start(run)
-        with contextlib.closing(step_batches(run)) as steps:
-            _take_steps(run, hooks, steps)
+        while not _is_over(run):
+            try:
+                with contextlib.closing(step_batches(run)) as steps:
+                    _take_steps(run, hooks, steps)
+            except Spike as spike:
+                _roll_back(run, hooks, spike)
         # No message may still be on its way when the processes go their own ways after this.
         run.optimizer.wait_for_weights()
         for hook in hooks:
@@ -118,14 +124,19 @@ def _train_steps(run: Run) -> None:
             hook.close()
 
 
+def _is_over(run: Run) -> bool:
+    """Return True at the end of the run, or if all ranks have agreed to stop."""
+    return run.state.step >= run.config.train.num_steps or run.requests.agreed is not None
+
+
 def _take_steps(run: Run, hooks: Sequence[Hook], steps: Iterator[list[Tensor]]) -> None:
-    """Take steps from where the run stands, up to its end or an agreement to stop.
+    """Take steps from where the run stands, until it is over. Raises `Spike`.
 
     A step's numbers are read and logged when the next step has been queued, so that the device does
     not wait for it. They are read at once where a hook is due, which needs the step to be over.
     """
     begin, unread = platform.Moment(), None
-    while run.state.step < run.config.train.num_steps and not run.requests.agreed:
+    while not _is_over(run):
         for hook in hooks:
             hook.before_step(run)
         queued = queue_step(run, steps, begin)
@@ -147,6 +158,60 @@ def _report(run: Run, hooks: Sequence[Hook], step: QueuedStep) -> None:
     for hook in hooks:
         hook.after_step(run, record)
     run.reporter.progress(record["step"])
+
+
+def _roll_back(run: Run, hooks: Sequence[Hook], spike: Spike) -> None:
+    """Restore the newest checkpoint into `run`, and pass over the data. All ranks together.
+
+    Chowdhery et al. 2022 (PaLM, section 5.1) went back about 100 steps before a spike and skipped
+    200 to 500 batches, and the spike did not return: it takes the data and the state of the model
+    together. Here the run goes back to its newest checkpoint, and skips all samples from there up
+    to and including the spike's. Steps are counted from the checkpoint again; `consumed_samples`
+    goes on.
+
+    Args:
+        run: The run; steps after the checkpoint have been taken.
+        hooks: The run's hooks.
+        spike: What was seen, the same on every rank.
+
+    Raises:
+        Poisoned: The run has gone back to this checkpoint train.spike_max_rollbacks times.
+        RunFailed: There is no checkpoint, or it cannot be loaded.
+    """
+    assert run.spikes is not None
+    path = next(filter(None, (hook.newest_checkpoint(run) for hook in hooks)), None)
+    if path is None:
+        raise RunFailed(
+            f"{spike}. There is no checkpoint to go back to. Start again with a lower "
+            "optimizer.learning_rate or a longer schedule.lr_warmup_steps, or save earlier "
+            "(checkpoint.interval_steps)"
+        )
+    before, most = run.spikes.rollbacks, run.config.train.spike_max_rollbacks
+    try:
+        checkpoint = open_checkpoint(path)
+        step = checkpoint.trainer_state.step
+        if (times := sum(to == step for _, to in before)) >= most:
+            raise Poisoned(
+                f"{spike}. The run has gone back to step {step} {times} times already "
+                f"(train.spike_max_rollbacks = {most}), so it is not the data. Resume from an "
+                "earlier checkpoint, or with a lower optimizer.learning_rate"
+            )
+        # The weights of the last update are still being gathered into what is overwritten.
+        run.optimizer.wait_for_weights()
+        restored = load_checkpoint(checkpoint, run.optimizer)
+    # The command's input was right: at the next start, an earlier checkpoint may be good.
+    except ConfigError as error:
+        raise RunFailed(f"{spike}. {error}") from None
+    # The data goes on in the present blend, which may have begun after the checkpoint.
+    consumed, segment = spike.state.consumed_samples, spike.state.segment
+    run.state = replace(restored, consumed_samples=consumed, segment=segment)
+    run.spikes.load(restored.spikes)
+    run.spikes.rollbacks = [*before, (spike.state.step, step)]
+    for hook in hooks:
+        hook.after_rollback(run)
+    if run.topology.is_main:
+        skipped = consumed - restored.consumed_samples
+        say(f"{spike}; back to step {step}, and on after the {skipped} samples since")
 
 
 def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) -> QueuedStep:
@@ -183,6 +248,10 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
         record["position_learning_rate"] = rate * mult
     if run.optimizer.loss_scale is not None:
         record["loss_scale"] = run.optimizer.loss_scale
+    if run.spikes is not None and run.config.train.spike_policy == "rollback":
+        record["rollbacks"] = len(run.spikes.rollbacks)
+        if run.spikes.rollbacks and run.spikes.rollbacks[-1][1] == step:
+            record["rolled_back_from_step"] = run.spikes.rollbacks[-1][0]
     return QueuedStep(run, norm, total, begin, record)
 
 

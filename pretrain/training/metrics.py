@@ -217,6 +217,8 @@ TAGS = {
     "peak_memory_bytes": "health/peak_memory_bytes",
     "loss_scale": "health/loss_scale",
     "skipped_updates": "health/skipped_updates",
+    "rollbacks": "health/rollbacks",
+    "rolled_back_from_step": "health/rolled_back_from_step",
 }
 """Key of a step's record -> tag."""
 GROUPS = ("train", "throughput", "health", "data", "eval")
@@ -295,6 +297,9 @@ class Destination:
 
     def evaluation(self, records: list[Record]) -> None:
         """Take the records of one evaluation."""
+
+    def go_back(self, step: int) -> None:
+        """Note that the steps after `step` will be taken again. What was shown of them stays."""
 
     def close(self) -> None:
         """Write out what is buffered."""
@@ -377,7 +382,8 @@ class MetricsWriter:
                 steps is dropped, because they are made again.
         """
         make_directory(run_directory)
-        self._file = MetricsFile(RunPaths(run_directory).metrics, resume_step)
+        self._path = RunPaths(run_directory).metrics
+        self._file = MetricsFile(self._path, resume_step)
         self.destinations: dict[str, Destination] = {}
         """What is written to beside metrics.jsonl and has not failed."""
         if config.logging.wandb != "disabled" and not is_installed():
@@ -406,6 +412,12 @@ class MetricsWriter:
     def changed(self, record: Record) -> None:
         """Write the record of changed keys to metrics.jsonl; the others hold numbers alone."""
         self._file.write(record)
+
+    def go_back(self, step: int) -> None:
+        """Drop the records of the steps after `step`, which are taken again."""
+        self._file.close()
+        self._file = MetricsFile(self._path, step)
+        self._each(lambda destination: destination.go_back(step))
 
     def flush(self) -> None:
         """Flush metrics.jsonl to the disk. Raises RunFailed when the disk refuses."""
@@ -443,18 +455,25 @@ class TensorBoard(Destination):
     """TensorBoard event files. A resume purges the steps that will be made again."""
 
     def __init__(self, run_directory: Path, resume_step: int) -> None:
+        self._folder = str(RunPaths(run_directory).tensorboard)
+        self._open(resume_step)
+
+    def _open(self, step: int) -> None:
+        """Open a file in which everything after `step` is written again."""
         # Slow to import, and tensorboard may not be installed.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(
-            log_dir=str(RunPaths(run_directory).tensorboard), purge_step=resume_step + 1
-        )
+        self._writer = SummaryWriter(log_dir=self._folder, purge_step=step + 1)
 
     def step(self, record: Record) -> None:
         self._add(step_tags(record), record[STEP])
 
     def evaluation(self, records: list[Record]) -> None:
         self._add(evaluation_tags(records), records[0][STEP])
+
+    def go_back(self, step: int) -> None:
+        self._writer.close()
+        self._open(step)
 
     def _add(self, scalars: Record, step: int) -> None:
         for name, value in scalars.items():

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from pretrain import platform
+from pretrain.checkpoint.manifest import TrainerState
 from pretrain.config import Poisoned, RunConfig, RunFailed
 from pretrain.data.order import mask_samples, rank_samples
 from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
@@ -30,6 +32,20 @@ from pretrain.training.start import Run
 # by all ranks, and where a hook runs for long it has the ranks agree in between. An evaluation does
 # so before each of its passes and is broken off when they have agreed; a save does so when it is
 # done. A stopped run then saves its step, and the evaluation is done at the next start.
+
+
+class Spike(Exception):
+    """Raised on every rank when a spike's numbers are read, to go back to a checkpoint."""
+
+    def __init__(self, message: str, state: TrainerState) -> None:
+        """Note what was seen.
+
+        Args:
+            message: Which step it was, its numbers and their limits.
+            state: How far training had come after the spike.
+        """
+        super().__init__(message)
+        self.state = state
 
 
 class Hook:
@@ -50,6 +66,13 @@ class Hook:
 
     def between_steps(self, run: Run) -> None:
         """Act with no step under way. Called on all hooks as soon as one of them is due."""
+
+    def newest_checkpoint(self, run: Run) -> Path | None:
+        """Return the run's newest checkpoint, once it is complete, from the hook that saves."""
+        return None
+
+    def after_rollback(self, run: Run) -> None:
+        """Forget the steps after `run.state.step`, which are taken again."""
 
     def at_end(self, run: Run) -> None:
         """Act after the last step of a run that is finished or stopped, and not of a failed one."""
@@ -198,7 +221,7 @@ class QueuedStep:
             begin: When the step began.
             record: What is already known.
         """
-        self._requests, self._train = run.requests, run.config.train
+        self._requests, self._train, self._state = run.requests, run.config.train, run.state
         self._begin, self._record = begin, record
         self._metrics = run.metrics.take()
         numbers = [norm.to(total).view(1), total, *self._metrics.numbers]
@@ -222,28 +245,36 @@ class QueuedStep:
             Poisoned: The gradient norm is not finite, and the precision is not fp16, where the
                 loss scale is lowered and the update skipped.
             RunFailed: The step was a spike, and train.spike_policy is to stop.
+            Spike: The run has to go back to a checkpoint.
         """
         norm, loss, *numbers = self._readback.numbers()
         votes, (num_lacking, *numbers) = numbers[:NUM_VOTES], numbers[NUM_VOTES:]
         recorded, judged = numbers[: self._metrics.size], numbers[self._metrics.size :]
+        policy = self._train.spike_policy
         if not math.isfinite(norm) and self._train.precision != "fp16":
+            seen = f"step {self._record['step']}: the gradient norm is {norm}"
+            if policy == "rollback":
+                raise Spike(seen, self._state)
             raise Poisoned(
-                f"step {self._record['step']}: the gradient norm is {norm}. Resume from the last "
-                "checkpoint with a lower optimizer.learning_rate, a longer "
-                "schedule.lr_warmup_steps or a smaller optimizer.clip_grad"
+                f"{seen}. Resume from the last checkpoint with a lower optimizer.learning_rate, a "
+                "longer schedule.lr_warmup_steps or a smaller optimizer.clip_grad"
             )
         measured = {"loss_nats": loss, "gradient_norm": norm}
         if judged:
             is_spike, loss_limit, norm_limit, num_skipped = judged
-            if self._train.spike_policy == "skip":
+            if policy == "skip":
                 measured["skipped_updates"] = int(num_skipped)
             elif is_spike:
-                raise RunFailed(
+                seen = (
                     f"step {self._record['step']}: a spike, with a loss of {loss:.4g} nats (limit "
                     f"{loss_limit:.4g}) and a gradient norm of {norm:.4g} (limit {norm_limit:.4g})"
-                    ". Nothing after it is saved. Resume from the last checkpoint with a lower "
-                    'optimizer.learning_rate, with train.spike_policy = "skip", or, if it was no '
-                    "spike, with a higher train.spike_threshold"
+                )
+                if policy == "rollback":
+                    raise Spike(seen, self._state)
+                raise RunFailed(
+                    f"{seen}. Nothing after it is saved. Resume from the last checkpoint with a "
+                    'lower optimizer.learning_rate, with train.spike_policy = "skip" or '
+                    '"rollback", or, if it was no spike, with a higher train.spike_threshold'
                 )
         self._requests.settle(votes)
         measured["step_seconds"] = self.end.seconds_since(self._begin)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config import RunConfig
+from tests.distributed.tasks import loaded_run
 
 
 @contextlib.contextmanager
@@ -254,6 +255,25 @@ def train_on_bad_data(
     """
     with bad_data(first, last), unchanged_by_steps() as unchanged:
         return {**outcome(config, resume), "unchanged": unchanged}
+
+
+def losses_from(config: RunConfig, resume: str, consumed_samples: int, steps: int) -> list[float]:
+    """Resume a checkpoint at another place of the data, and return the losses of its next steps.
+
+    Args:
+        config: The run's config.
+        resume: Path of the checkpoint.
+        consumed_samples: Samples consumed before the first step.
+        steps: Number of steps.
+    """
+    import dataclasses
+
+    from pretrain.training.loop import queue_step, step_batches
+
+    run = loaded_run(config, resume)
+    run.state = dataclasses.replace(run.state, consumed_samples=consumed_samples)
+    batches = step_batches(run)
+    return [queue_step(run, batches, platform.Moment()).read()["loss_nats"] for _ in range(steps)]
 
 
 def train_on_own_data(config: RunConfig, directories: list[str]) -> dict[str, Any]:

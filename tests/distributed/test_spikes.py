@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
@@ -122,3 +123,54 @@ def test_a_run_that_stops_saves_nothing_after_the_spike(pools, tiny_data, tmp_pa
         assert "(limit " in result["error"] and "train.spike_threshold" in result["error"]
         assert result["saved"] == (["step-00000009"] if interval == SAVED_STEP else [])
     assert [r["step"] for r in _steps(directory)] == list(range(1, BAD_STEP))
+
+
+def test_a_rollback_skips_exactly_the_data_up_to_the_spike(pools, tiny_data, tmp_path):
+    processes, parallel = LAYOUTS["dp2"]
+    directory = tmp_path / "run"
+    config = _config(directory, tiny_data, parallel, "rollback")
+    logging = config.logging.model_copy(update={"tensorboard": True})
+    config = config.model_copy(update={"logging": logging})
+    results = pools(processes).run(tasks.train_on_bad_data, config, *BAD)
+    assert {r["code"] for r in results} == {0}
+    records = _steps(directory)
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    assert [r["rollbacks"] for r in records] == [0] * SAVED_STEP + [1] * (STEPS - SAVED_STEP)
+    assert [r["step"] for r in records if r.get("rolled_back_from_step") == BAD_STEP] == [10]
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("health/rollbacks")]
+    assert shown == [(r["step"], r["rollbacks"]) for r in records]
+    last = open_checkpoint(checkpoint_directory(directory, STEPS)).trainer_state
+    assert last.consumed_samples == (STEPS + BAD_STEP - SAVED_STEP) * BATCH
+    assert last.spikes["rolled_back_from"] == [BAD_STEP]
+    assert last.spikes["rolled_back_to"] == [SAVED_STEP]
+    # What a fresh process computes from that checkpoint and that place in the data.
+    expected = pools(processes).run(
+        tasks.losses_from,
+        config,
+        str(checkpoint_directory(directory, SAVED_STEP)),
+        BAD_STEP * BATCH,
+        STEPS - SAVED_STEP,
+    )[0]
+    assert [r["loss_nats"] for r in records[SAVED_STEP:]] == expected
+
+
+def test_a_run_goes_back_to_a_checkpoint_a_few_times_only(pools, tiny_data, tmp_path):
+    directory = tmp_path / "run"
+    config = _config(directory, tiny_data, {}, "rollback", spike_max_rollbacks=2)
+    [result] = pools(1).run(tasks.train_on_bad_data, config, BAD[0], 10_000)
+    assert result["code"] == ExitCode.POISONED and result["saved"] == ["step-00000009"]
+    assert (
+        "has gone back to step 9 2 times already (train.spike_max_rollbacks = 2)"
+        in (result["error"])
+    )
+
+
+def test_a_gradient_that_is_not_finite_is_gone_back_from(pools, tiny_data, tmp_path):
+    config = _config(tmp_path / "run", tiny_data, {}, "rollback", interval=2)
+    results = pools(2).run(tasks.train_with_a_bad_gradient, config, 4, float("nan"))
+    assert {r["code"] for r in results} == {0}
+    records = _steps(tmp_path / "run")
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    assert records[2]["rolled_back_from_step"] == 4

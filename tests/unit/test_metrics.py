@@ -13,9 +13,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from pretrain.checkpoint.manifest import Change, Origin
 from pretrain.config import RunConfig, load_config
+from pretrain.rundir.metrics import read_metrics
+from pretrain.training.hooks import LoggingHook
 from pretrain.training.metrics import (
     GROUPS,
     TAGS,
@@ -229,6 +233,26 @@ def test_a_destination_that_fails_later_is_left_alone(tmp_path, capsys):
         "disk: OSError: [Errno 28] No space left on device; continuing without it; "
         "metrics.jsonl has every number\n"
     )
+
+
+def test_a_rollback_keeps_what_was_allowed_to_change_at_its_step(tmp_path):
+    change = Change(4, "optimizer.learning_rate", 1e-3, 5e-4, 32)
+    run = SimpleNamespace(
+        config=make_config(),
+        state=SimpleNamespace(step=4),
+        origin=Origin(changes=(change,)),
+        blend=None,
+    )
+    writer = MetricsWriter(run.config, tmp_path, 4)
+    hook = LoggingHook(run, writer)
+    hook.at_start(run)
+    writer.step(step_record(5))
+    hook.after_rollback(run)
+    writer.step(step_record(5))
+    hook.close()
+    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [record["step"] for record in records] == [4, 5]
+    assert records[0]["changed"] == {"optimizer.learning_rate": [1e-3, 5e-4]}
 
 
 def test_the_end_of_a_corpus_is_said_at_its_step(tmp_path, capsys):
