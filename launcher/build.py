@@ -51,7 +51,7 @@ def build(
         site_file: The site's file.
         nodes: As many tasks run at the same time as these have cores.
         time_limit: Of each job; by default the site's.
-        dry_run: Print the files, bytes and tasks of each corpus, and submit nothing.
+        dry_run: Print an estimate of the data set, and submit nothing.
 
     Raises:
         ConfigError: The site does not have these nodes, or the directory cannot be used.

@@ -354,7 +354,7 @@ def data_build(
     Args:
         nodes: As many tasks run at the same time as so many nodes of the site have cores.
         time: Time limit of each job, as in 12:00:00. Default: the site's time_limit.
-        dry_run: Print the files, bytes and tasks of each corpus; submit and write nothing.
+        dry_run: Estimate tokens, bytes and time; submit and write nothing.
     """
     from pretrain.launcher import build
 

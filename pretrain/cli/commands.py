@@ -159,14 +159,14 @@ def data_build(
     Args:
         workers: Processes. Default: as many as this process may use cores. Does not change what is
             built.
-        dry_run: List the files, bytes and tasks of each corpus; write nothing.
+        dry_run: Estimate tokens, bytes and time from a sample of the corpus; write nothing.
     """
     run = load_config(config, overrides)
-    from pretrain.data.build import Cluster, build, outline
+    from pretrain.data.build import Cluster, build, estimate
 
     count = workers or len(os.sched_getaffinity(0))
     if dry_run:
-        outline(run)
+        estimate(run, count)
     elif job_array:
         # `launcher data build` gives a command, as a JSON list.
         build(run, cluster=Cluster(json.loads(job_array), array_size))

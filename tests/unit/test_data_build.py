@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -19,7 +20,7 @@ import pytest
 
 from pretrain.config import ConfigError, parse_config
 from pretrain.data import build as command
-from pretrain.data.build import build, outline
+from pretrain.data.build import build, estimate
 from pretrain.data.build.tasks import Sampler, read_sample
 from pretrain.data.clean import document_hash
 from pretrain.data.stream import TokenStream
@@ -208,10 +209,22 @@ def test_validation_files_are_the_validation_split(tmp_path):
     assert documents(tmp_path / "data/train") == [t for t in DOCUMENTS if t != DOCUMENTS[2]]
 
 
-def test_a_single_document_cannot_be_divided(tmp_path):
+def test_a_single_document_is_cut_in_two(tmp_path):
     (tmp_path / "only.txt").write_text(DOCUMENTS[-1])
+    (tmp_path / "same.txt").write_text(DOCUMENTS[-1])
+    build(config(tmp_path))
+    cut = len(DOCUMENTS[-1]) - round(len(DOCUMENTS[-1]) * 0.1)
+    assert documents(tmp_path / "data/train") == [DOCUMENTS[-1][:cut]]
+    assert documents(tmp_path / "data/validation") == [DOCUMENTS[-1][cut:]]
+
+
+def test_two_corpora_of_one_document_each_are_not_cut(tmp_path):
+    corpora = {}
+    for i, text in enumerate(DOCUMENTS[:2]):
+        (tmp_path / f"{i}.txt").write_text(text)
+        corpora[f"c{i}"] = {"paths": [str(tmp_path / f"{i}.txt")]}
     with refused("no corpus has two different documents.*set data.validation_paths"):
-        build(config(tmp_path))
+        build(config(tmp_path, corpora=corpora))
 
 
 def test_several_corpora_follow_each_other(tmp_path):
@@ -402,11 +415,67 @@ def test_a_large_corpus_is_sampled_evenly_and_within_the_bound(tmp_path):
 
 
 # ---- the command ---------------------------------------------------------------------------------
-def test_an_outline_writes_nothing(built, tmp_path, capsys):
+def estimated_tokens(run, capsys) -> int:
+    estimate(run, workers=2)
+    shown = capsys.readouterr().out
+    assert shown.startswith("An estimate from about "), shown
+    return int(re.search(r" ([\d,]+) tokens", shown)[1].replace(",", ""))
+
+
+def test_an_estimate_writes_nothing_and_is_close(built, tmp_path, capsys):
     before = sorted(built.rglob("*"))
-    outline(config(built, directory=str(tmp_path / "none")))
+    run = config(
+        built, directory=str(tmp_path / "none"), tokenizer=str(built / "data/tokenizer.model")
+    )
+    found = estimated_tokens(run, capsys)
     assert sorted(built.rglob("*")) == before and list(tmp_path.iterdir()) == []
-    assert "text: 12 files" in capsys.readouterr().out
+    made = report(built / "data")
+    whole = made["train"]["tokens"] + made["validation"]["tokens"]
+    # 6 of the 12 files are read.
+    assert abs(found / whole - 1) < 0.05
+    # 4.4 bytes a token are assumed.
+    sizes = sum(len(text.encode()) for text in DOCUMENTS)
+    assert abs(estimated_tokens(config(built), capsys) / (sizes / 4.4) - 1) < 0.05
+
+
+def test_an_estimate_reads_only_beginnings_and_leaves_out_what_is_not_text(
+    built, tmp_path, capsys, monkeypatch
+):
+    """The text is a third of the JSON, and the 12 documents follow each other 20 times."""
+    rows = "".join(json.dumps({"text": text, "more": text * 2}) + "\n" for text in DOCUMENTS * 20)
+    (tmp_path / "a.jsonl").write_text(rows)
+    monkeypatch.setattr(command, "SAMPLE_BYTES", 40_000)
+    run = config(
+        tmp_path,
+        paths=[str(tmp_path / "a.jsonl")],
+        tokenizer=str(built / "data/tokenizer.model"),
+        bytes_per_task=700_000,
+    )
+    made = report(built / "data")
+    whole = 20 * (made["train"]["tokens"] + made["validation"]["tokens"])
+    assert abs(estimated_tokens(run, capsys) / whole - 1) < 0.05
+
+
+@pytest.mark.parametrize(
+    "package, cleaning, name",
+    [
+        ("rensa", {"deduplicate": "near"}, "a.txt"),
+        ("ftfy", {"repair_unicode": True}, "a.txt"),
+        ("zstandard", {}, "a.txt.zst"),
+        ("pyarrow", {}, "a.parquet"),
+    ],
+)
+def test_a_missing_package_is_refused_before_the_build(
+    tmp_path, monkeypatch, package, cleaning, name
+):
+    (tmp_path / name).write_bytes(b"")
+    monkeypatch.setitem(sys.modules, package, None)
+    stages = count_tokenize_stages(monkeypatch)
+    run = config(tmp_path, cleaning, paths=[str(tmp_path / name)])
+    for act in (build, lambda run: estimate(run, workers=1)):
+        with refused(rf"the package {package} is missing. Run `pip install 'pretrain\[data\]'`"):
+            act(run)
+    assert stages == [] and not (tmp_path / "data").exists()
 
 
 def test_boilerplate_in_a_held_out_document_costs_training_nothing(built, tmp_path):

@@ -13,11 +13,14 @@ alone, so the data set is the same for any number of processes, whatever was int
 from __future__ import annotations
 
 import os
+import time
+from datetime import timedelta
 from pathlib import Path
 
 from pretrain.config import ConfigError, RunConfig, writing
-from pretrain.config.errors import free_bytes, in_bytes
+from pretrain.config.errors import free_bytes, size
 from pretrain.config.schema import WORDS, DataSection
+from pretrain.data import sources
 from pretrain.data.build.folder import (
     SPLITS,
     BuildFolder,
@@ -28,19 +31,22 @@ from pretrain.data.build.folder import (
     load_token_tasks,
     locked,
     make_plan,
+    piece_sizes,
     remove_build,
     save_plan,
     task_sizes,
 )
 from pretrain.data.build.merge import Merger, finish, note_finished
-from pretrain.data.build.tasks import Cluster, run_locally, run_on_cluster
+from pretrain.data.build.tasks import Cluster, run_locally, run_on_cluster, text_size
+from pretrain.data.clean import Cleaner, duplicate_keys
 from pretrain.data.shards import BUILD_RECORD
+from pretrain.data.sources import Corpus, Piece, Task
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.view import summary
 from pretrain.rundir.files import make_directory, read_json
 
-__all__ = ["Cluster", "build", "outline"]
+__all__ = ["Cluster", "build", "estimate"]
 
 KEPT_BYTES = 1_000_000_000
 """Of a corpus this large, what is done is kept when the build ends with an error in the config or
@@ -159,7 +165,7 @@ def _build(
     """Begin a build, or do what is not done of one that the folder holds, up to the finish.
 
     Raises:
-        ConfigError: The folder holds a build from other inputs.
+        ConfigError: The folder holds a build from other inputs, or a package is missing.
     """
     if folder.plan.exists():
         before = read_json(folder.plan, most=None) | {"files": read_json(folder.files, most=None)}
@@ -171,6 +177,7 @@ def _build(
             )
     if folder.finish.exists():
         return
+    check_packages(plan)
     # Names and times of files may be new.
     save_plan(plan, folder)
 
@@ -194,20 +201,129 @@ def _build(
         raise
 
 
-def outline(config: RunConfig) -> None:
-    """Print what a build would read. Writes nothing.
+def check_packages(plan: Plan) -> None:
+    """Raise ConfigError if a package is missing that the build needs, before hours of reading.
+
+    Planning has read the footers of Parquet files, and has asked for their package.
+    """
+    if plan.cleaning.repair_unicode:
+        sources.optional("ftfy", "cleaning.repair_unicode")
+    if plan.cleaning.deduplicate == "near":
+        sources.optional("rensa", 'cleaning.deduplicate = "near"')
+    for suffix in {sources.compression_of(file.path) for s in SPLITS for file in plan.files[s]}:
+        if suffix:
+            sources.COMPRESSIONS[suffix]()
+
+
+# ---- Estimate from a sample what a build makes of a corpus, and how long it takes ----
+
+
+SAMPLE_BYTES = 1_000_000
+"""Text that is read of each corpus, from the beginnings of PLACES of its files."""
+PLACES = 8
+
+_BYTES_A_TOKEN, _TOKENIZED_BYTES_A_SECOND = 4.4, 4.6e6
+"""What is assumed where the tokenizer is still to be trained."""
+
+_PACKED = 3.0
+"""Bytes of text in a byte of a compressed or Parquet file of which only the beginning is read."""
+
+_MEASURED_SHARE = 0.7
+"""What is measured takes about so much of a build's time; the rest is reading again and writing."""
+
+
+def estimate(config: RunConfig, workers: int) -> None:
+    """Print what a build would make of each corpus, estimated from a sample. Writes nothing.
+
+    Args:
+        config: The config.
+        workers: Processes that the time is given for.
 
     Raises:
-        ConfigError: if the corpus or the tokenizer cannot be used.
+        ConfigError: if the corpus or the tokenizer cannot be used, or a package is missing.
         RunFailed: if a file cannot be read.
     """
     tokenizer = load_given_tokenizer(config.data)
     plan = make_plan(config, tokenizer.fingerprint if tokenizer else None)
-    tasks = list(zip(plan.all_tasks(), task_sizes(plan)))
-    for name in plan.corpora():
-        own = [(task, size) for task, size in tasks if task.corpus == name]
-        files = {piece.path for task, _ in own for piece in task.pieces}
-        total = in_bytes(sum(size for _, size in own))
-        print(f"{name}: {len(files):,} files, {total}, in {len(own):,} tasks")
+    check_packages(plan)
+    tasks = plan.all_tasks()
+    own: dict[str, list[tuple[Piece, int]]] = {name: [] for name in plan.corpora()}
+    for task, sizes in zip(tasks, piece_sizes(plan)):
+        own[task.corpus] += zip(task.pieces, sizes)
+    assumed = "" if tokenizer else f", with an assumed {_BYTES_A_TOKEN} bytes a token"
+    print(f"An estimate from about {size(SAMPLE_BYTES)} of each corpus{assumed}:")
+    all_tokens = all_seconds = 0.0
+    for name, corpus in plan.corpora().items():
+        total = sum(count for _, count in own[name])
+        ratio, sampled, tokens, seconds = _measured(plan, corpus, own[name], tokenizer)
+        scale = ratio * total / max(sampled, 1)
+        all_tokens += scale * tokens
+        all_seconds += scale * seconds
+        print(
+            f"{name}: {len({piece.path for piece, _ in own[name]}):,} files, {size(total)}; "
+            f"about {size(int(ratio * total))} of text, {scale * tokens:,.0f} tokens, "
+            f"{sampled / max(tokens, 1):.2f} bytes a token, {sampled / seconds / 1e6:.1f} MB/s/core"
+        )
     free = free_bytes(config.data_directory)
-    print(f"{config.data_directory}: {'unknown' if free is None else in_bytes(free)} free")
+    left = "unknown" if free is None else size(free)
+    written = int(all_tokens * (2 if config.data.vocab_size <= 1 << 16 else 4))
+    print(f"{config.data_directory}: about {size(written)}; {left} free")
+    at_once = max(1, min(workers, len(tasks)))
+    hours = timedelta(minutes=max(1, round(all_seconds / at_once / 60)))
+    print(f"time: about {hours} with {workers} processes, without training a tokenizer")
+
+
+def _measured(
+    plan: Plan, corpus: Corpus, own: list[tuple[Piece, int]], tokenizer: Tokenizer | None
+) -> tuple[float, int, float, float]:
+    """Read the beginnings of some pieces of a corpus, spread evenly over all of them.
+
+    Returns:
+        Bytes of text per byte of a file; and of the sample its bytes, its tokens, and the seconds
+        of one core that a build takes for it.
+    """
+    start = time.process_time()
+    cleaner, mode = Cleaner(plan.cleaning), plan.cleaning.deduplicate
+    chosen = own[:: max(1, -(-len(own) // PLACES))]
+    total = max(sum(count for _, count in chosen), 1)
+    ratio, sampled, tokens = 0.0, 0, 0.0
+    for piece, count in chosen:
+        found, texts = _beginning(cleaner, corpus, piece, count, SAMPLE_BYTES // len(chosen))
+        ratio += found * count / total
+        for text in texts:
+            sampled += text_size(text)
+            if mode != "none":
+                duplicate_keys(text, mode)
+            tokens += len(tokenizer.encode(text)) + 1 if tokenizer else 0
+    seconds = time.process_time() - start
+    if tokenizer is None:
+        tokens, seconds = sampled / _BYTES_A_TOKEN, seconds + sampled / _TOKENIZED_BYTES_A_SECOND
+    return ratio, sampled, tokens, seconds / _MEASURED_SHARE
+
+
+def _beginning(
+    cleaner: Cleaner, corpus: Corpus, piece: Piece, stored: int, most: int
+) -> tuple[float, list[str]]:
+    """Return the bytes of text per byte of a piece, and its first `most` characters, cleaned.
+
+    Args:
+        cleaner: Cleans them.
+        corpus: The corpus of the piece.
+        piece: The piece.
+        stored: The bytes of the piece as its file is stored.
+        most: About how many characters to read.
+    """
+    texts, read, kept = list[str](), 0, 0.0
+    for document in sources.read(Task(0, corpus.name, (piece,)), corpus, lambda reason: None):
+        if read >= most:
+            source = sources.source_of(corpus, piece.path)
+            is_packed = sources.compression_of(piece.path) or not source.in_bytes
+            # Where a file can be cut anywhere, offsets are bytes of it, as it is unpacked.
+            held = kept / (document.offset - piece.start) if source.can_be_cut else 1.0
+            return held * (_PACKED if is_packed else 1.0), texts
+        begin = document.text[:most]
+        read += len(begin)
+        if (text := cleaner.clean(begin)) is not None:
+            texts.append(text)
+            kept += text_size(text) * len(document.text) / max(len(begin), 1)
+    return kept / max(stored, 1), texts

@@ -260,6 +260,8 @@ class TokenTask(NamedTuple):
     """The task of the plan that it reads; for held-out documents the first one of their corpus."""
     holds_out: bool
     """Its documents are those that the merge has held out of a corpus."""
+    head: int = 0
+    """Characters of its first document that are trained on, if that one is cut in two; or 0."""
 
 
 def load_token_tasks(folder: BuildFolder) -> list[TokenTask]:
@@ -386,6 +388,11 @@ def save_plan(plan: Plan, folder: BuildFolder) -> None:
 
 def task_sizes(plan: Plan) -> list[int]:
     """Return about how many bytes of files each task reads, those of train first."""
+    return [sum(sizes) for sizes in piece_sizes(plan)]
+
+
+def piece_sizes(plan: Plan) -> list[list[int]]:
+    """Return about how many bytes of a file each piece of each task is, tasks of train first."""
     of_file = {file.path: file.size for split in SPLITS for file in plan.files[split]}
     corpora = plan.corpora()
     ends: dict[str, int] = {}
@@ -400,7 +407,7 @@ def task_sizes(plan: Plan) -> list[int]:
         # The parts of a file that is not cut by bytes are taken to be of one size.
         return of_file[piece.path] * length // ends[piece.path]
 
-    return [sum(size(task.corpus, piece) for piece in task.pieces) for task in plan.all_tasks()]
+    return [[size(task.corpus, piece) for piece in task.pieces] for task in plan.all_tasks()]
 
 
 def _held_out_bytes(plan: Plan, sizes: list[int]) -> dict[str, int]:

@@ -105,7 +105,7 @@ class Work:
     def leave_out(self, reason: str, text: str) -> None:
         """Count a document that is left out of training."""
         self.counts[f"{reason}.documents"] += 1
-        self.counts[f"{reason}.bytes"] += _size(text)
+        self.counts[f"{reason}.bytes"] += text_size(text)
 
     def skip(self) -> Callable[[str], None] | None:
         """Return what the reader calls for a document that cannot be read; None to end the build.
@@ -174,7 +174,7 @@ def _cleaned(work: Work, documents: _Documents) -> Iterator[_Document]:
     work.counts.update({f"cleaning.{k}": v for k, v in cleaner.counts.items()})
 
 
-def _size(text: str) -> int:
+def text_size(text: str) -> int:
     """Return the bytes of a text in UTF-8, in which JSON can hold half of a surrogate pair."""
     return len(text.encode("utf-8", "surrogatepass"))
 
@@ -191,7 +191,7 @@ def _scan(work: Work, documents: _Documents, path: Path) -> Json:
     for index, document in enumerate(documents):
         text = document.text
         hashed = candidates.add(text) if candidates else document_hash(text)
-        rows.extend((hashed, document.piece, document.offset, _size(text)))
+        rows.extend((hashed, document.piece, document.offset, text_size(text)))
         if is_training and mode != "none":
             keys.append(duplicate_keys(text, mode))
         if sampler:
@@ -265,14 +265,14 @@ class Sampler:
             if priority >= self._highest:
                 continue
             chunk = text[start:end]
-            self._left -= _size(chunk)
+            self._left -= text_size(chunk)
             heapq.heappush(self._heap, (-priority, document, number, chunk))
             while self._left < 0:
                 given_up = heapq.heappop(self._heap)
                 # What comes later with a higher priority would be given up as well; otherwise the
                 # sample would prefer the end of the task.
                 self._highest = -given_up[0]
-                self._left += _size(given_up[3])
+                self._left += text_size(given_up[3])
 
     def save(self, path: Path) -> None:
         """Write the chunks in the order of the stream."""
@@ -304,7 +304,7 @@ def read_sample(
         kept = [chunk for chunk in map(json.loads, file) if chunk[1] not in left_out]
     taken = []
     for chunk in sorted(kept):
-        max_bytes -= _size(chunk[3])
+        max_bytes -= text_size(chunk[3])
         if max_bytes < 0:
             break
         taken.append(chunk)
@@ -361,12 +361,15 @@ def _trained(
     repeated = merge / f"duplicates-{work.planned:06d}.npy"
     duplicates = np.load(repeated) if repeated.exists() else np.zeros(len(hashes), bool)
     held_out = set(np.load(merge / HELD_OUT_HASHES).tolist())
+    head = work.token_task.head if work.token_task else 0
     # A document is noted in one of them; together they are the leakage before.
     kept = HeldOut.load(merge / HELD_OUT_SEQUENCES)
     left = HeldOut.load(merge / HELD_OUT_SEQUENCES)
     for index, document in enumerate(documents):
         text = document.text
-        if hashes[index] in held_out:
+        if head and index == 0:
+            yield document._replace(text=text[:head])
+        elif hashes[index] in held_out:
             work.leave_out("held_out", text)
         elif duplicates[index]:
             left.note(text)
@@ -398,7 +401,7 @@ def _write(work: Work, documents: _Documents, path: Path) -> Json:
     rows, position = array("Q"), 0
     for document in documents:
         tokens = np.append(tokenizer.encode(document.text), tokenizer.eos_id)
-        writer.add(tokens, _size(document.text))
+        writer.add(tokens, text_size(document.text))
         rows.extend((document.task, document.piece, document.offset, position))
         position += len(tokens)
     _save_rows(path / "documents.npy", rows, PLACE)
