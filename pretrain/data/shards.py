@@ -21,7 +21,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-from webdataset import TarWriter
 
 from pretrain.config import ConfigError
 from pretrain.rundir.files import flush_directory, replace_file
@@ -423,6 +422,9 @@ class ShardWriter:
 
     def _write_block(self) -> None:
         if self._file is None:
+            # webdataset imports torch, which readers do not need.
+            from webdataset import TarWriter
+
             name = f"{self._corpus}-{self._task:06d}-{len(self._shards):03d}.tar"
             # TarWriter gets an open file, not a name: webdataset.gopen interprets names, and runs
             # what follows "pipe:" in a shell.

@@ -173,7 +173,7 @@ def test_it_is_refused_for_export_in_its_own_words(toy, tmp_path):
     explained(pretrain("export", toy, tmp_path / "out"), 2, said)
     done = pretrain("config", toy / "config.toml")
     assert done.code == 0 and f"none: {said}" in done.out
-    assert re.search(r'\nmethod = "toy" .*\ntoy_base = 1000.0 ', done.out)
+    assert re.search(r'\nmethod = "toy".*\ntoy_base = 1000.0\b', done.out)
 
 
 def test_its_keys_and_rules_are_its_own(config):
