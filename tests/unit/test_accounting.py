@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher.status import goodput, read_statuses, summary, times
+from pretrain.launcher.status import times
 from pretrain.rundir.attempts import Owner, read_attempts
 
 BEGAN = 1_700_000_000.0
@@ -174,29 +174,6 @@ def test_random_histories(seed, tmp_path):
         sum(each.held for each in found) == sum(truth.values()) - truth["waiting"] - truth["idle"]
     )
     assert all(0 <= each.kept <= each.held for each in found)
-
-
-def test_a_start_that_is_refused_or_finds_every_step_done_changes_no_goodput(tmp_path):
-    """A week later somebody starts the finished run again, first with a config that is wrong."""
-    history = History(tmp_path)
-    history.begin(1_000)
-    for phase, seconds in (("starting", 3), ("loading", 2), ("training", 44), ("saving", 1)):
-        history.phase(phase, seconds * 1000)
-        history.step = 10 * (phase == "training")
-    history.phase("training", 0, 10)
-    history.step = 10
-    history.phase("ending", 0)
-    history.end("finished")
-    assert goodput(times(read_attempts(tmp_path))) == 44 / 50
-    for outcome in ("refused", "finished"):
-        history.now += 7 * 86_400
-        history.begin(0, submitted=False)
-        history.phase("starting", 150_000)
-        history.phase("ending", 60_000)
-        history.end(outcome)
-    assert goodput(times(read_attempts(tmp_path))) == 44 / 50
-    assert "goodput: 88.0 % of the time it held its nodes" in summary(tmp_path)
-    assert read_statuses([tmp_path])[0][0].restarts == 0
 
 
 def test_an_attempt_that_notices_late_that_it_is_superseded_is_cut(tmp_path):

@@ -310,6 +310,8 @@ def test_phases_and_progress_are_read_back(tmp_path):
     for step in range(4, 50):
         rank_0.progress(step, "training")
     assert read_progress(holder.directory).step == 3  # at most every ten seconds
+    # A run with little patience still has its signs of life seen in time.
+    assert Attempt.join(holder.directory, 6).progress_seconds == 0.6
     rank_0.progress_seconds = 0.0
     rank_0.progress(50, "training")
     rank_0.phase("saving", 50)

@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,29 +14,8 @@ import pytest
 
 from pretrain.launcher.site import parse_site
 from pretrain.launcher.slurm import Job, launcher_command
-from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS, wait_for
+from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 from tests.unit.test_site import CPU
-
-# Stands for `launcher attempt`. Its handlers stand once the file `go` exists, and until `end` does.
-LAUNCHER = """
-import os, sys, time
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from pretrain.launcher.supervise import job_signals
-folder = Path(sys.argv[1])
-(folder / "started").touch()
-while not (folder / "go").exists():
-    time.sleep(0.01)
-with job_signals() as signals:
-    while not (folder / "end").exists():
-        time.sleep(0.01)
-        (folder / "received.new").write_text(" ".join(map(str, signals.received)))
-        (folder / "received.new").replace(folder / "received")
-(folder / "over").touch()
-while not (folder / "leave").exists():
-    time.sleep(0.01)
-sys.exit(7)
-"""
 
 
 class Script:
@@ -58,52 +36,6 @@ class Script:
             return (self.folder / name).exists()
 
         wait_for(exists)
-
-    def rests(self) -> bool:
-        """Return True if the shell has acted on every signal sent to it, and waits again."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        fields = dict(line.split(":\t", 1) for line in status.splitlines())
-        pending = int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)
-        return fields["State"].startswith("S") and not pending
-
-    def received(self) -> list[int]:
-        try:
-            return [int(word) for word in (self.folder / "received").read_text().split()]
-        except FileNotFoundError:
-            return []
-
-
-@pytest.fixture
-def launcher(tmp_path):
-    (tmp_path / "launcher.py").write_text(LAUNCHER.format(root=str(ROOT)))
-    script = Script(tmp_path, [sys.executable, str(tmp_path / "launcher.py"), str(tmp_path)])
-    yield script
-    if script.process.poll() is None:
-        os.killpg(script.process.pid, signal.SIGKILL)
-        script.process.wait()
-
-
-def test_signals_are_held_until_the_launcher_handles_them(launcher):
-    """To the script as with `scancel --batch`, and to all its processes as with --full."""
-    launcher.wait_for("started")
-    launcher.process.send_signal(signal.SIGUSR1)
-    os.killpg(launcher.process.pid, signal.SIGTERM)
-    wait_for(launcher.rests)
-    assert launcher.process.poll() is None and launcher.received() == []
-    (launcher.folder / "go").touch()
-    wait_for(lambda: len(launcher.received()) == 2)
-    # Of signals that wait at the same time, Linux delivers the one with the lowest number first.
-    assert sorted(launcher.received()) == [signal.SIGUSR1, signal.SIGTERM]
-    launcher.process.send_signal(signal.SIGUSR1)
-    wait_for(lambda: len(launcher.received()) == 3)
-    # When its work is done, no signal changes the exit code.
-    (launcher.folder / "end").touch()
-    launcher.wait_for("over")
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        os.killpg(launcher.process.pid, number)
-    wait_for(launcher.rests)
-    (launcher.folder / "leave").touch()
-    assert launcher.process.wait(TIMEOUT_SECONDS) == 7
 
 
 @pytest.mark.parametrize("seed", range(6))

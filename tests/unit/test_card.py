@@ -78,18 +78,3 @@ def test_what_the_hub_reads(card_of):
         "pipeline_tag": "text-generation",
         "tags": ["alibi"],
     }
-
-
-def test_the_table_says_how_many_tokens_were_scored(card_of):
-    failed = RECORD | {"length": 32, "perplexity": None, "loss_low": None}
-    card = card_of(tiny_config(), curve=[RECORD, NEW, SLIDING, failed], facts={"Steps": "10"})
-    for row in (
-        "| Steps | 10 |",
-        "| tokens | alibi, nonoverlapping | alibi, sliding, stride 32 | tokens scored |",
-        "| 32 | not finite |  | 640 |",
-        "| 64 | 182.25 |  | 640 |",
-        "| 128 | 181.00 (170.00 to 190.00) |  | 1,280 |",
-        "| 1,024 |  | 180.50 | 640 |",
-        "In brackets: the 95 % confidence interval",
-    ):
-        assert row in card

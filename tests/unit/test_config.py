@@ -1,10 +1,6 @@
 """Check how a config is read, what it refuses, what it derives, and which files are shipped."""
 
 import itertools
-import random
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +9,6 @@ from typer.testing import CliRunner
 from pretrain.cli.commands import app
 from pretrain.config import ConfigError, Layout, dump_config, load_config
 from pretrain.config.load import (
-    merged,
     section_keys,
     shipped,
 )
@@ -67,30 +62,29 @@ SP2 = f"{TP2} parallel.sequence_parallel=true"
 CUTOFFS = "model.adaptive_cutoffs=[9,99]"
 DOCUMENTS = "data.per_document_attention=true"
 ROTARY = "position.method=rotary"
+T5 = "position.method=t5"
 LEARNED = "position.method=learned"
 WSD = "schedule.lr_decay_style=warmup_stable_decay"
 REFUSALS = [
-    ("model.embedding_scale=inf", "inf: input should be a finite number"),
     ("optimizer.position_learning_rate_mult=0", "_mult = 0: input should be greater than 0"),
     (f"{DOCUMENTS} model.attention_backend=folded", "data.per_document_attention = true"),
     (f"{DOCUMENTS} data.tokenizer=words", "data.per_document_attention = true"),
+    (f"{DOCUMENTS} train.objective=masked", "looks both ways"),
+    (f"train.objective=masked {T5} position.relative_attention_num_buckets=3", "Choose 4 or more"),
+    ("position.method=none position.rotary_base=9", "has no keys. Remove it"),
     (f"{CUTOFFS} train.objective=masked", "model.adaptive_cutoffs = [9, 99]: works from left"),
     ('train.objective=masked evaluation.protocols=["sliding"]', "evaluation.protocols = "),
     ("model.adaptive_cutoffs=[100,50]", "[100, 50]: not the rising first ids"),
     ("model.adaptive_cutoffs=[100,1000]", "Choose rising numbers below 1000"),
-    ("model.adaptive_cutoffs=[]", "model.adaptive_cutoffs = []"),
-    ("model.adaptive_cutoffs=[0,9]", "model.adaptive_cutoffs[0] = 0: input should be greater"),
     (f"{CUTOFFS} {TP2}", "parallel.tensor_model_parallel_size = 2: every rank needs all"),
     (f"{CUTOFFS} {PP2}", "parallel.pipeline_model_parallel_size = 2: every rank needs all"),
     ("optimizer.name=nag optimizer.learning_rate=20.0", "optimizer.weight_decay = 0.1"),
-    ("optimizer.momentum=0.9", "has the keys adam_beta1, adam_beta2, adam_eps and not this one"),
     ("optimizer.name=nag optimizer.adam_beta2=0.9", "has the keys momentum and not this one"),
     (
         "schedule.lr_warmup_steps=2 schedule.lr_warmup_init=5",
         "= 5.0: above the peak",
     ),
     ("train.spike_policy=skip parallel.zero_stage=2", "train.spike_policy = skip: at ZeRO 2"),
-    ("model.hidden_size=100", "= 100: not divisible by model.num_attention_heads = 12"),
     ("model.num_query_groups=5", "= 5: does not divide model.num_attention_heads = 12"),
     (f"model.hidden_size=36 {ROTARY}", "and a head has 3 channels. Choose a hidden_size"),
     (
@@ -115,7 +109,6 @@ REFUSALS = [
         "parallel.tensor_model_parallel_size=3 model.make_vocab_size_divisible_by=10",
         "data.vocab_size, padded, = 1000: not divisible by parallel.tensor_model_parallel_size = 3",
     ),
-    (f"{PP2} parallel.zero_stage=2", "parallel.zero_stage = 2: ZeRO 2 does not work with pipeline"),
     (f"{PP2} parallel.zero_stage=3", "parallel.zero_stage = 3: ZeRO 3 does not work with pipeline"),
     ("parallel.zero_stage=2 parallel.gradient_reduce_dtype=bf16", "gradient_reduce_dtype = bf16"),
     ("parallel.gradient_reduce_dtype=fp16", "parallel.gradient_reduce_dtype = fp16: gradients of"),
@@ -127,7 +120,6 @@ REFUSALS = [
     ("schedule.min_learning_rate=0.01", "0.01: above the peak, optimizer.learning_rate = 0.001"),
     (WSD, "schedule.lr_wsd_decay_steps = 0: schedule.lr_decay_style"),
     (f"{WSD} schedule.lr_wsd_decay_steps=101", "schedule.lr_wsd_decay_steps = 101"),
-    ("evaluation.lengths=[64,0]", "evaluation.lengths[1] = 0: input should be greater than 0"),
     (f"{LEARNED} evaluation.lengths=[64,65]", "65: the learned position table holds 64 positions"),
     ("evaluation.stride=65", "evaluation.stride = 65: longer than the shortest window of 64"),
     ("data.tokens_per_shard=2048", "data.tokens_per_shard = 2048: less than one block"),
@@ -135,17 +127,8 @@ REFUSALS = [
     ("data.tokenizer=words data.vocab_size=4", "Choose 5 or more"),
     (f"parallel.world_size=3 {TP2}", "does not divide the 3 processes"),
     # Keys, types and malformed settings.
-    ("model.global_batch_size=4", "did you mean batch.global_batch_size?"),
-    ("modle.num_layers=4", "modle: no such key, did you mean model?"),
     ("model.zzz=1", "model.zzz: no such key; there are model.num_layers, "),
-    ("model.num_layers=4.0", "model.num_layers = 4.0: input should be a valid integer (got float)"),
-    ("model.num_layers=0", "model.num_layers = 0: input should be greater than 0"),
-    ("model.use_bias=1", "model.use_bias = 1: input should be a valid boolean (got int)"),
     ("model.hidden_dropout=1.0", "model.hidden_dropout = 1.0: input should be less than 1"),
-    ("position.method=abili", "position.method = 'abili': input should be 'alibi', 'learned'"),
-    ("parallel.zero_stage=4", "parallel.zero_stage = 4: input should be 1, 2 or 3"),
-    ("train.num_steps", "--set train.num_steps: expected section.key=value"),
-    ("num_steps=3", "--set num_steps=3: expected section.key=value"),
 ]
 
 
@@ -157,8 +140,6 @@ def test_what_cannot_work_is_refused(path, overrides, says):
 @pytest.mark.parametrize(
     ("overrides", "world_size", "expected"),
     [
-        (TP2, 3, "does not divide the 3 processes. Start a multiple of 2 processes"),
-        ("", 3, "batch.global_batch_size = 16: not divisible by batch.micro_batch_size = 2 x 3"),
         (
             "parallel.pipeline_model_parallel_size=3 "
             "parallel.virtual_pipeline_model_parallel_size=2",
@@ -172,27 +153,7 @@ def test_processes_that_cannot_share_the_run_are_refused(path, overrides, world_
     assert expected in message(path, *overrides.split(), world_size=world_size)
 
 
-def test_every_refusal_is_said_at_once(path):
-    lines = message(path, "model.num_query_groups=5", "evaluation.stride=65").splitlines()
-    assert len(lines) == 2 and all(line.startswith(f"{path}: ") for line in lines)
-
-
 # ---- reading and writing -------------------------------------------------------------------------
-def test_dump_reads_back_as_the_same_run(path, tmp_path):
-    overrides = [
-        "model.num_query_groups=4",
-        "position.method=t5",
-        "evaluation.lengths=[64, 96]",
-        "checkpoint.keep=2",
-        'data.source="jsonl"',
-        'data.paths=["a/*.jsonl", "b \\"c\\".jsonl"]',
-        "run.directory=runs/ü",
-    ]
-    config = load_config(path, overrides)
-    copy = tmp_path / "resolved.toml"
-    copy.write_text(dump_config(config))
-    assert load_config(copy) == config
-    assert dump_config(load_config(copy)) == dump_config(config)
 
 
 def test_overrides_take_toml_values_and_plain_words_and_the_last_wins(path):
@@ -240,10 +201,8 @@ def test_layout(path):
     [
         (1, None, [25]),
         (2, None, [13, 12]),
-        (4, None, [6, 7, 6, 6]),
         (8, None, [3, 4, 3, 3, 3, 3, 3, 3]),
         (2, 2, [6, 7, 6, 6]),
-        (4, 2, [3, 4, 3, 3, 3, 3, 3, 3]),
         (2, 8, [1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1]),
         (8, 3, [1, 2, *[1] * 22]),
     ],
@@ -253,11 +212,6 @@ def test_layers_of_each_chunk(path, pipeline, virtual, expected):
     overrides += [f"parallel.virtual_pipeline_model_parallel_size={virtual}"] if virtual else []
     chunks = load_config(path, overrides).layers_per_chunk
     assert chunks == expected and sum(chunks) == 25
-
-
-def test_reading_a_config_does_not_import_torch():
-    code = "import sys, pretrain.config; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ---- --set: what is typed is what is trained -----------------------------------------------------
@@ -346,54 +300,6 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def tree(chance: random.Random, depth: int = 3) -> dict[str, object]:
-    """Return a random table; its names are few, so that two tables have many in common."""
-    table: dict[str, object] = {}
-    for name in chance.sample("abcd", chance.randint(0, 4)):
-        kinds = [chance.randint(0, 9), [chance.randint(0, 9)]]
-        if depth and chance.random() < 0.6:
-            kinds = [tree(chance, depth - 1)]
-        table[name] = chance.choice(kinds)
-    return table
-
-
-def paths(table: dict[str, object], before: tuple[str, ...] = ()) -> dict[tuple[str, ...], object]:
-    """Return the values of a table by their paths; an empty table says nothing."""
-    found: dict[tuple[str, ...], object] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            found |= paths(value, (*before, key))
-        else:
-            found[*before, key] = value
-    return found
-
-
-def has_empty(table: dict[str, object]) -> bool:
-    inner = [value for value in table.values() if isinstance(value, dict)]
-    return not table or any(map(has_empty, inner))
-
-
-def test_merging_is_that_of_a_list_of_paths():
-    """A value of the overlay takes away what lies on its path in the base, above it or below."""
-    chance, compared = random.Random(0), 0
-    for _ in range(2000):
-        base, overlay = tree(chance), tree(chance)
-        # An empty table over a value makes an empty table of it, which a list of paths cannot say.
-        if has_empty(overlay):
-            continue
-        new = paths(overlay)
-        kept = {
-            old: value
-            for old, value in paths(base).items()
-            if not any(old[: len(path)] == path or path[: len(old)] == old for path in new)
-        }
-        before = repr((base, overlay))
-        assert paths(merged(base, overlay)) == kept | new
-        assert repr((base, overlay)) == before
-        compared += 0 < len(kept) < len(paths(base))
-    assert compared > 100
-
-
 def test_the_file_nearest_to_the_top_wins(tmp_path):
     write(tmp_path / "a/base.toml", DEMO.read_text())
     middle = 'base = "../base.toml"\n[train]\nnum_steps = 99\n[model]\nnum_layers = 7\n[data]\n'
@@ -405,12 +311,6 @@ def test_the_file_nearest_to_the_top_wins(tmp_path):
         config = load_config(name)
         assert (config.train.num_steps, config.model.num_layers) == (99, 8)
         assert config.data == load_config(DEMO).data
-
-
-def test_a_variable_in_a_base(tmp_path, monkeypatch):
-    monkeypatch.setenv("FAMILY", str(DEMO.parent))
-    path = write(tmp_path / "mine.toml", 'base = "$FAMILY/demo.toml"\n')
-    assert load_config(path) == load_config(DEMO)
 
 
 @pytest.mark.parametrize(
@@ -454,15 +354,3 @@ def test_the_list_has_every_file_with_a_description(monkeypatch, tmp_path, where
         assert description.endswith(".") and len(description) <= 100 and second in ("#", "")
         shown = path.relative_to(ROOT) if where == "root" else path
         assert f"  {shown}\n      {description[2:]}\n" in f"{said}\n"
-
-
-def test_what_pretrain_config_prints_is_a_config(tmp_path):
-    overrides = ["train.num_steps=400", 'evaluation.protocols=["nonoverlapping", "sliding"]']
-    options = [word for each in overrides for word in ("--set", each)]
-    saved = write(tmp_path / "saved.toml", pretrain("config", DEMO, *options))
-    assert load_config(saved) == load_config(DEMO, overrides)
-
-
-def test_the_version_is_the_projects():
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert pretrain("--version") == f"pretrain {version}\n"

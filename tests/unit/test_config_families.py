@@ -265,14 +265,6 @@ def test_the_books_models_are_the_word_level_ones_with_one_embedding(run):
     assert 28_500 <= config.data.vocab_size < 29_500
 
 
-def test_one_cosine_fills_the_run():
-    """--warmup-updates 16000 and one period of 270000 end at --max-update 286000, at --min-lr."""
-    config = load_config(path_of("wikitext103/alibi_512"))
-    assert config.schedule.lr_warmup_steps + 270_000 == config.train.num_steps
-    ratio = config.schedule.min_learning_rate / config.optimizer.learning_rate
-    assert ratio == pytest.approx(0.0001 / 1.0)
-
-
 @pytest.mark.parametrize("run", RUNS)
 def test_the_values_are_the_papers(run):
     found = values(run)

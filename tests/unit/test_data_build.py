@@ -232,7 +232,8 @@ def test_several_corpora_follow_each_other(tmp_path):
     for i, text in enumerate(DOCUMENTS[6:]):
         (tmp_path / f"{i}.txt").write_text(text)
     corpora = {
-        "web": {"source": "jsonl", "paths": [str(tmp_path / "b.jsonl")]},
+        # Its ending says what it is.
+        "web": {"paths": [str(tmp_path / "b.jsonl")]},
         "books": {"paths": [str(tmp_path / "*.txt")]},
     }
     build(config(tmp_path, corpora=corpora))

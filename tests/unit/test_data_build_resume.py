@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
@@ -277,19 +276,6 @@ def test_a_validation_file_that_changes_during_the_build_is_named(tmp_path, monk
         build(config(tmp_path, validation_paths=[str(held)]))
 
 
-def test_an_unfinished_build_of_other_settings_is_kept(built, text, folder):
-    before = contents(folder.path)
-    other = config(built, directory=str(text.data_directory), tokens_per_block=2048)
-    with refused(
-        r"\.building-data: holds an unfinished build from other inputs: data\.tokens_per_block was "
-        r"1024, is 2048\. Nothing was changed\. .*remove .*\.building-data to start over"
-    ):
-        build(other)
-    assert {k: v for k, v in contents(folder.path).items() if k != "lock"} == {
-        k: v for k, v in before.items() if k != "lock"
-    }
-
-
 # ---- one builder ---------------------------------------------------------------------------------
 def test_a_second_builder_is_refused_with_the_name_of_the_first(text):
     folder = BuildFolder.beside(text.data_directory)
@@ -390,29 +376,6 @@ if __name__ == "__main__":
     assert "a worker process was killed, often because memory ran out" in done.out, done.err
     build(text)
     assert contents(text.data_directory) == contents(built / "data")
-
-
-def test_a_job_of_an_array_does_its_tasks_in_another_process(built, text, folder, tmp_path):
-    for rank in (1, 3):
-        shutil.rmtree(folder.tokens("train", rank))
-    finals = [folder.final("tokenize", rank) for rank in range(TASKS + 1)]
-    assert tasks.undone(finals) == [1, 3]
-    # Task 2 is done already, as after a requeue.
-    array = {"folder": str(folder.path), "stage": "tokenize", "jobs": [[0], [2, 1, 3]]}
-    (tmp_path / "array.json").write_text(json.dumps(array))
-    done = subprocess.run(
-        [sys.executable, "-m", "pretrain.data.build", str(tmp_path / "array.json")],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "SLURM_ARRAY_TASK_ID": "1"},
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert tasks.undone(finals) == []
-    (tmp_path / "array.json").unlink()
-    build(text)
-    assert contents(text.data_directory) == contents(built / "data")
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 def test_a_users_file_in_the_folder_of_a_build_stays(text):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config import ConfigError, RunFailed, dump_config
-from pretrain.data.build import tasks
+from pretrain.config import RunFailed, dump_config
 from pretrain.data.build.folder import BuildFolder
 from pretrain.data.build.tasks import Cluster, run_on_cluster
 from pretrain.launcher import build as data
@@ -30,17 +28,6 @@ def stage(root: Path, command: str = "true", tasks: int = 3):
     run_on_cluster(folder, "scan", [folder.scan(rank) for rank in range(tasks)], cluster)
 
 
-def test_the_jobs_of_an_array_do_every_undone_task_once(tmp_path, monkeypatch):
-    folder, done = BuildFolder(tmp_path / "build"), []
-    monkeypatch.setattr(tasks, "undone", lambda finals: [1, 2, 4, 5, 8] if len(finals) == 9 else [])
-    monkeypatch.setattr(tasks, "do_task", lambda folder, stage, rank: done.append(rank))
-    stage(tmp_path, f'echo "$1" >> {tmp_path}/arrays', 9)
-    assert (tmp_path / "arrays").read_text().split() == ["0", "2"]
-    for index in range(2):
-        tasks.run_job(folder.logs / "scan" / tasks.ARRAY, index)
-    assert done == [1, 2, 4, 5, 8]
-
-
 def test_a_command_that_fails_says_why_itself_unless_it_was_killed(tmp_path, capfd):
     with pytest.raises(SystemExit) as end:
         stage(tmp_path, "echo error: no such partition >&2; exit 3")
@@ -49,40 +36,9 @@ def test_a_command_that_fails_says_why_itself_unless_it_was_killed(tmp_path, cap
         stage(tmp_path, "kill -9 $$")
 
 
-@pytest.mark.parametrize("code", [0, 1])
-def test_the_error_of_a_task_is_raised_and_not_that_of_an_earlier_command(tmp_path, code):
-    (tmp_path / "failure").write_text('{"kind": "ConfigError", "message": "a.jsonl:17: not JSON"}')
-    with pytest.raises(ConfigError, match=r"^a.jsonl:17: not JSON$"):
-        stage(tmp_path, f'cp {tmp_path}/failure "$3"; exit {code}')
-    with pytest.raises(RunFailed, match="3 of 3 tasks of the stage scan"):
-        stage(tmp_path)
-
-
 def test_tasks_without_a_result_are_counted_and_a_log_is_named(tmp_path):
     with pytest.raises(RunFailed, match=r"3 of 3 tasks of the stage scan .* slurm-\*_0\.log in "):
         stage(tmp_path)
-
-
-def test_an_interrupt_closes_the_command_s_stdin_and_waits_for_its_end(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        stage(tmp_path, f"sleep 1; kill -INT {os.getpid()}; cat; touch {tmp_path}/cancelled")
-    assert (tmp_path / "cancelled").exists()
-
-
-def test_a_failing_job_writes_its_error_down(tmp_path, monkeypatch):
-    def broken(folder, stage, rank):
-        raise {0: ConfigError("a.txt:3: not UTF-8"), 1: KeyError("bug")}[rank]
-
-    monkeypatch.setattr(tasks, "do_task", broken)
-    path, failed = tmp_path / tasks.ARRAY, tmp_path / tasks.FAILED
-    path.write_text(json.dumps({"folder": str(tmp_path), "stage": "scan", "jobs": [[0], [1]]}))
-    with pytest.raises(SystemExit):
-        tasks.run_job(path, 0)
-    expected = {"kind": "ConfigError", "message": "a.txt:3: not UTF-8"}
-    assert json.loads(failed.read_text()) == expected
-    with pytest.raises(KeyError):
-        tasks.run_job(path, 1)
-    assert "task 1 of the stage scan: KeyError('bug')" in failed.read_text()
 
 
 # ---- the job -------------------------------------------------------------------------------------
@@ -142,13 +98,6 @@ def test_the_wait_outlasts_a_controller_that_is_away(monkeypatch, tmp_path, caps
     said = capsys.readouterr().err
     assert said.count("does not answer") == 1 and "waits in the queue (JobHeldUser)" in said
     assert queue.cancelled == [] and "None" not in said
-
-
-def test_jobs_of_an_earlier_command_are_waited_for(monkeypatch, tmp_path, capsys):
-    Queue(monkeypatch, {"3": {""}}, {"3": {""}}, {})
-    monkeypatch.setattr(slurm, "submit", None)
-    data.run_array(job(CPU, tasks=0), tmp_path / "stop")
-    assert capsys.readouterr().err.count("job 3: left by an earlier command") == 1
 
 
 def test_a_closed_stdin_cancels_the_jobs(monkeypatch, tmp_path):

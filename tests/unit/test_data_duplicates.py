@@ -71,11 +71,9 @@ def test_exact_duplicates_are_equal_texts(tmp_path: Path) -> None:
     ("one", "other", "near"),
     [
         ("one two three four five six", "One  TWO three:\nfour five six. ", True),
-        ("one two three", "one two three\n", True),
         ("“It’s one,” he said", "it's one, - he said.", True),
         ("=====", "-----", False),
         ("one two three", "three two one", False),  # too short for a sequence of five
-        ("one two three", "one two three four", False),
         ("one two three", "one two", False),
         ("", " ", False),  # no words: only equal texts are duplicates
         ("", "", True),

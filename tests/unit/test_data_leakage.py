@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pretrain.data import clean
-from pretrain.data.clean import LEAK_WORDS, HeldOut, document_hash, sequence_hashes, word_hashes
+from pretrain.data.clean import LEAK_WORDS, HeldOut, sequence_hashes, word_hashes
 from tests.conftest import mark_torture
 
 SPACES = " \n\t\r\v\f\x1c\x1f\x85\xa0\u1680\u2003\u2028\u2029\u3000"
@@ -133,20 +133,6 @@ def test_every_character_is_in_a_word_or_ends_one() -> None:
     for code in [*range(0x3100), *range(0x3100, sys.maxunicode + 1, 101)]:
         text = f"a{chr(code)}b"
         assert len(word_hashes(text)) == len(naive_words(text)), hex(code)
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 13, 16, 31])
-def test_sequences_have_different_hashes_if_they_are_different(length: int) -> None:
-    """All sequences over two words, in which only the order and the number of words tell."""
-    rng = random.Random(length)
-    texts = {tuple(rng.choice("ab") for _ in range(length)) for _ in range(5000)}
-    hashes = {sequence_hashes(" ".join(text), length).tolist()[0] for text in texts}
-    assert len(hashes) == len(texts)
-    lengths = {int(sequence_hashes("a " * n, length)[0]) for n in range(1, length + 1)}
-    assert len(lengths) == length
-    [whole] = sequence_hashes("a b c d", 4).tolist()
-    factors = [pow(clean.FACTOR, n, 2**64) for n in range(4)]
-    assert whole == sum(document_hash(w) * f for w, f in zip("abcd", factors)) % 2**64
 
 
 def test_a_text_without_white_space_or_of_many_words_takes_bounded_memory() -> None:

@@ -76,14 +76,6 @@ def test_a_resumed_run_may_change_its_layout(stream):
     assert torch.equal(in_order(resumed), in_order(steps(stream, 9))[6 * GLOBAL :])
 
 
-def test_a_stream_smaller_than_the_batch_goes_round(tmp_path):
-    """With three samples and batches of 16, every epoch of three still holds each sample once."""
-    found = in_order(steps(make_stream(tmp_path, {"text": 3 * LENGTH + 1}), 6))[:, 0]
-    assert torch.equal(
-        found.reshape(-1, 3).sort(dim=1).values, torch.tensor([0, 7, 14]).expand(32, 3)
-    )
-
-
 def test_a_stream_of_exactly_one_sample_works_and_one_token_less_is_refused(tmp_path):
     assert torch.equal(
         in_order(steps(make_stream(tmp_path / "a", {"text": LENGTH + 1}), 1)),

@@ -51,18 +51,6 @@ def test_permutation_stays_what_it_is():
     assert images(10, seed=1234).tolist() == [3, 6, 4, 5, 7, 1, 9, 8, 2, 0]
 
 
-def test_seeds_and_epochs_give_unrelated_permutations():
-    """Two random permutations agree Poisson(1) times; more than 10 times has probability 1e-8."""
-    size = 4097
-    several = [
-        images(size, seed, epoch)
-        for seed, epoch in [(0, 0), (0, 1), (1, 0), (1, 1), (10, 0), (0, 10)]
-    ]
-    for i, first in enumerate(several):
-        for second in several[:i]:
-            assert (first == second).sum() <= 10
-
-
 def test_small_streams_are_shuffled_too():
     """Three samples have six orders. Over 6,000 epochs each comes 1,000 times, within 5 x 29.
 
@@ -88,56 +76,7 @@ def test_every_epoch_visits_every_sample_once_in_an_order_of_its_own():
     assert np.array_equal(ids[3], images(101, seed=9, epoch=3))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_ranks_share_the_global_batch_in_its_order(ranks):
-    for consumed in (0, 16, 1600):
-        slices = [list(order.rank_samples(consumed, 16, rank, ranks)) for rank in range(ranks)]
-        assert {len(s) for s in slices} == {16 // ranks}
-        assert [index for s in slices for index in s] == list(range(consumed, consumed + 16))
-
-
 # ---- at the size of a run ------------------------------------------------------------------------
-
-
-def inverse(images: np.ndarray, size: int, seed: int, epoch: int, corpus: str) -> np.ndarray:
-    """Return the indexes of some images: the network backwards, with the cycle walk reversed."""
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    keys = order._round_keys(seed, epoch, corpus)
-    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-
-    def backwards(values: np.ndarray) -> np.ndarray:
-        left, right = values >> shift, values & mask
-        for key in keys[::-1]:
-            left, right = right ^ (order.mix(left ^ key) & mask), left
-        return (left << shift) | right
-
-    indexes = backwards(images.astype(np.uint64))
-    while (outside := indexes >= size).any():
-        indexes[outside] = backwards(indexes[outside])
-    return indexes.astype(np.int64)
-
-
-@pytest.mark.parametrize("size", [10**6, 10**9 + 7, 2**30, 2**30 + 1])
-def test_at_any_size_a_function_undoes_the_permutation(size):
-    """By structure: each round undoes itself, so that no two indexes have the same image.
-
-    Asked at both ends, around the power of two inside the domain, and in 20,000 places.
-    """
-    draw = np.random.default_rng(size)
-    asked = np.unique(
-        np.concatenate(
-            [
-                np.arange(1000),
-                size - 1 - np.arange(1000),
-                size // 2 + np.arange(-500, 500),
-                draw.integers(0, size, 20_000),
-            ]
-        )
-    )
-    images = order.permutation(asked, size, 7, 3, "cc100")
-    assert images.min() >= 0 and images.max() < size
-    assert len(np.unique(images)) == len(asked)
-    assert np.array_equal(inverse(images, size, 7, 3, "cc100"), asked)
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:

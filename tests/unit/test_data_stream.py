@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tarfile
@@ -258,20 +257,6 @@ def test_threads_and_forks_may_share_a_stream(many_shards):
     assert not wrong
 
 
-def test_a_pickled_stream_is_small_and_opens_nothing(many_shards):
-    stream = TokenStream(many_shards / "train")
-    expected = stream.read(100, 3000)
-    before = len(os.listdir("/proc/self/fd"))
-    again = pickle.loads(pickle.dumps(stream))
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert np.array_equal(again.read(100, 3000), expected)
-    assert (again.identity, again.corpora, again.eos_id) == (
-        stream.identity,
-        stream.corpora,
-        stream.eos_id,
-    )
-
-
 # ---- shards that change under a run --------------------------------------------------------------
 @pytest.fixture
 def open_run(tmp_path):
@@ -297,13 +282,6 @@ def test_a_shard_that_shrinks_is_named(open_run, number):
         r"truncated: 168 of 4096 bytes\. Restore it",
     ):
         stream.read(number * 10_000 + 4200, 10)
-
-
-def test_checksums_that_shrink_are_named(open_run):
-    stream, directory = open_run
-    os.truncate(directory / "checksums.bin", 8)
-    with pytest.raises(ConfigError, match=r"checksums\.bin: damaged"):
-        stream.read(10_000, 10)
 
 
 def test_an_error_of_the_operating_system_names_the_file(open_run, monkeypatch):

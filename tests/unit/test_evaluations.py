@@ -4,7 +4,6 @@ Tested are which checkpoints wait for an evaluation, that one of several jobs ge
 what a job leaves when it is killed.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -125,51 +124,12 @@ def test_tensor_parallelism_is_kept_where_it_fits(tmp_path, tensor, tasks, kept)
     assert (plan.tasks_per_node, plan.time_limit) == (tasks, "30")
 
 
-SUBMIT = [
-    "submit",
-    "configs/demo.toml",
-    "--site",
-    "slurm/site.h100.toml",
-    "--dry-run",
-    "--set",
-    "batch.global_batch_size=256",
-]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--lengths", "128"], "--lengths 128: has no effect without --evaluate-checkpoints"),
-        (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: expected numbers of tokens"),
-        (["--evaluate-checkpoints", "--lengths", "32", "--stride", "64"], "--stride 64: longer"),
-    ],
-)
-def test_what_cannot_be_asked_for_is_refused_at_submission(tmp_path, monkeypatch, options, says):
+def test_options_of_evaluations_need_evaluations(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(ConfigError, match=says):
-        app([*SUBMIT, "--set", f"run.directory={tmp_path}/run", *options], standalone_mode=False)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    # No sbatch is found.
-    monkeypatch.setenv("PATH", str(tmp_path))
-    options = [
-        "--set",
-        f"run.directory={tmp_path}/run",
-        "--evaluate-checkpoints",
-        "--lengths",
-        "128,4096",
-    ]
-    app([*SUBMIT, *options], standalone_mode=False)
-    said = capsys.readouterr().out
-    text = said[said.index("{", said.index(f"{tmp_path}/run/evaluations/plan.json")) :]
-    plan, _ = json.JSONDecoder().raw_decode(text)
-    asked = {"protocols": ["nonoverlapping", "sliding"], "stride": None, "max_tokens": None}
-    assert plan["request"] == {"lengths": [128, 4096], **asked}
-    assert plan["tasks_per_node"] == 8 and plan["site"]["name"] == "h100"
-    assert list(tmp_path.iterdir()) == []
+    words = ["submit", "configs/demo.toml", "--site", "slurm/site.h100.toml", "--dry-run"]
+    words += ["--set", f"run.directory={tmp_path}/run", "--lengths", "128"]
+    with pytest.raises(ConfigError, match="--lengths 128: has no effect without"):
+        app(words, standalone_mode=False)
 
 
 # ---- what waits ----------------------------------------------------------------------------------
@@ -218,12 +178,6 @@ def test_training_is_never_disturbed(tmp_path, capsys, monkeypatch):
     save(tmp_path, 20)
     submit_pending()
     assert "not a plan" in capsys.readouterr().err
-
-
-def test_once_is_enough(tmp_path, capsys):
-    assert [evaluate_once(tmp_path, STEP, evaluating(tmp_path)) for _ in range(3)] == [0, 0, 0]
-    assert (tmp_path / "begun").read_text() == "begun\n"
-    assert capsys.readouterr().err.count(f"{STEP}: evaluated before") == 2
 
 
 def test_a_killed_evaluation_leaves_nothing_and_is_made_again(tmp_path, capfd):

@@ -288,16 +288,6 @@ def test_slopes_of_any_number_of_heads():
             torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=0)
 
 
-def test_stock_mpt_ignores_its_setting_of_the_slopes(exported, tmp_path):
-    """Hence slopes that alibi_bias_max describes are not exported as stock MPT."""
-    dense, folder, _ = exported("mpt12")
-    settings = json.loads((folder / "config.json").read_text())
-    settings["attn_config"]["alibi_bias_max"] = 4
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    assert check_parity(dense, tmp_path, [random_ids(1, 64)]).passed
-
-
 REFUSED = {
     "position.method = t5: .*T5.*alibi": make_config("t5"),
     "position.method = none: .*rotary": make_config("none"),
@@ -526,11 +516,6 @@ def test_an_export_reaches_16_training_lengths():
 # ---- before training -----------------------------------------------------------------------------
 EXPORTS = {
     (): ["MptForCausalLM in fp32, bf16 and fp16, for up to 2,048 tokens"],
-    ("model.layernorm_epsilon=1e-6",): ["MptForCausalLM", "not in vLLM: its MPT has layernorm_eps"],
-    ("model.use_bias=true", "model.hidden_act=gelu_pytorch_tanh"): [
-        "BloomForCausalLM in fp32, for up to 2,048 tokens. In bf16 and fp16 it rounds its ALiBi",
-        "not in vLLM: its Bloom computes exact GELU",
-    ],
     ("model.num_query_groups=2", "model.parallel_residual=true"): [
         "none: model.num_query_groups = 2: MptForCausalLM has one key",
         "none: model.parallel_residual = true: in MptForCausalLM the MLP",

@@ -103,14 +103,7 @@ def test_nodes_follow_from_the_config_or_are_given(world_size, nodes, allocation
     [
         (None, 5, {}, ["nodes = 5", "has 4 nodes with 8 GPUs"]),
         (64, None, {}, ["nodes = 8", "has 4 nodes", "parallel.world_size=32"]),
-        (
-            13,
-            None,
-            {},
-            ["parallel.world_size = 13", "not 2 times 1 to 8", "parallel.world_size=16"],
-        ),
         (16, 1, {}, ["parallel.world_size = 16", "not 1 times 1 to 8"]),
-        (2, 4, {}, ["parallel.world_size = 2", "not 4 times"]),
         (
             None,
             None,
@@ -318,37 +311,16 @@ def test_jobs_are_read_back_and_damage_is_left_out(tmp_path):
 
 
 # ---- sweeps --------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("512,1024", ["512", "1024"]),
-        ("alibi, rotary", ["alibi", "rotary"]),
-        ("[1, 2],[3]", ["[1, 2]", "[3]"]),
-        ('"a,b","c"', ['"a,b"', '"c"']),
-        ("1e-4,3e-4", ["0.0001", "0.0003"]),
-        ("true,false", ["true", "false"]),
-        ("7", ["7"]),
-    ],
-)
-def test_values_are_split_as_toml_reads_them(text, values):
-    assert [
-        value.replace("\n", "").replace("    ", "").replace(",]", "]").replace(",", ", ")
-        if "[" in value
-        else value
-        for value in sweep.split_values(text, text)
-    ] == values
 
 
 @pytest.mark.parametrize(
     ("axis", "says"),
     [
         ("position.method", "want section.key="),
-        ("method=a,b", "want section.key="),
         ("data.x=", "a value is missing"),
         ("data.x=1,,2", "a value is missing"),
         ("data.x=a,a", "given twice"),
         ("data.x=[1,2", "not values separated by commas"),
-        ('data.x="a,b', "not values separated by commas"),
         ("run.directory=a,b", "a directory of its own"),
         ("a.b.c=1", "want section.key="),
     ],
@@ -356,11 +328,6 @@ def test_values_are_split_as_toml_reads_them(text, values):
 def test_what_is_no_axis_is_refused(axis, says):
     with pytest.raises(ConfigError, match=says):
         sweep.parse_axes([axis])
-
-
-def test_a_run_is_named_by_its_values():
-    assert sweep.run_name({"position.method": "alibi", "data.sequence_length": 512}) == "alibi-512"
-    assert sweep.run_name({"optimizer.learning_rate": 1e-5}) == "1e-05"
 
 
 def test_names_of_different_values_differ():
@@ -409,6 +376,7 @@ def test_a_new_run_lies_in_no_other_run_s_directory(tmp_path):
     ("axis", "values"),
     [
         ("position.method=alibi, none", ["alibi", "none"]),
+        ('logging.wandb_project="a,b","c"', ["a,b", "c"]),
         ('position.method="none","rotary"', ["none", "rotary"]),
         ("train.recompute_granularity=none,full", ["none", "full"]),
         ("model.embedding_scale=auto,1.0", ["auto", 1.0]),

@@ -5,7 +5,6 @@ Tested are exit codes, the ranks' environment, logs and signals, and that no pro
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -178,19 +177,6 @@ sys.exit(4 * rank)
     children = [int(path.read_text()) for path in tmp_path.glob("child-*") if path.read_text()]
     assert children
     wait_for(lambda: not any(alive(child) for child in children))
-
-
-def test_a_second_signal_ends_a_run_that_does_not_stop(tmp_path):
-    launched = Launched(
-        tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n---\ntime.sleep(600)"
-    )
-    launched.process.send_signal(signal.SIGHUP)
-    said = launched.process.stderr.readline()
-    assert said == "SIGHUP: asked the processes to stop; a second signal ends them\n"
-    assert launched.process.poll() is None and all(alive(pid) for pid in launched.ranks)
-    launched.process.send_signal(signal.SIGINT)
-    assert launched.end()[0] == 130
-    assert not any(alive(pid) for pid in launched.ranks)
 
 
 @pytest.mark.skipif(

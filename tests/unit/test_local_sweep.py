@@ -157,14 +157,6 @@ def test_runs_train_one_after_the_other_and_one_that_fails_keeps_none_from_it(de
     assert desk.attempts() == {"0.001": 2, "9.0": 1, "0.002": 2}
 
 
-def test_another_sweep_of_the_same_names_does_not_go_on_from_a_run(desk: Desk) -> None:
-    settings = ("--set", "run.directory=runs/mine", "--nproc", "1")
-    done = desk.sweep("--over", "data.sequence_length=64", *settings)
-    assert done.code == 0, done.text
-    done = desk.sweep("--over", "model.hidden_size=64", *settings)
-    assert done.code == 2 and "mine-sweep/64: is the run of {'data.seq" in done.err, done.text
-
-
 def test_ctrl_c_saves_the_present_run_and_stops_the_sweep(desk: Desk) -> None:
     words = ["--nproc", "2", "--over", "position.method=alibi,rotary", "--set", "run.seed=7"]
     metrics = desk.folder / BASE / "alibi/metrics.jsonl"

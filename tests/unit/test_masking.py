@@ -101,32 +101,6 @@ def test_the_mask_is_a_row_that_no_token_has():
     assert masked(data={"vocab_size": 511}).padded_vocab_size == 512
 
 
-@pytest.mark.parametrize(
-    ("sections", "expected"),
-    [
-        (
-            {"data": {"per_document_attention": True}},
-            r"data\.per_document_attention = true: .*looks both ways",
-        ),
-        (
-            {"evaluation": {"protocols": ["nonoverlapping", "sliding"]}},
-            r"evaluation\.protocols = .*looks both ways",
-        ),
-        (
-            {"position": {"method": "t5", "relative_attention_num_buckets": 3}},
-            r"relative_attention_num_buckets = 3: .*Choose 4 or more",
-        ),
-        (
-            {"model": {"adaptive_cutoffs": [100, 300]}},
-            r"model\.adaptive_cutoffs = \[100, 300\]: .*looks both ways",
-        ),
-    ],
-)
-def test_what_needs_a_causal_mask_is_refused(sections, expected):
-    with pytest.raises(ConfigError, match=expected):
-        masked(**sections)
-
-
 def test_records_are_of_a_protocol_of_their_own():
     """No table or plot puts them beside perplexities of next tokens."""
     config = masked()

@@ -82,26 +82,6 @@ def test_numbers_that_json_lacks_become_null_with_a_note(tmp_path):
 
 
 # ---- console -------------------------------------------------------------------------------------
-def test_a_plain_line_at_the_start_every_interval_and_at_the_end(capsys):
-    console = Console(num_steps=125, interval=10)
-    for step in range(101, 126):
-        console.step(step_record(step))
-    numbers = "loss 4.812  lr 1.9e-03  grad 0.81  21.3k tokens/s"
-    assert capsys.readouterr().err.splitlines() == [
-        f"step 101/125  {numbers}  (the first is the slowest)",
-        f"step 110/125  {numbers}  eta 00:08",  # 15 steps left at 0.5 s: 7.5 s, rounded to even
-        f"step 120/125  {numbers}  eta 00:02",
-        f"step 125/125  {numbers}  eta 00:00",
-    ]
-
-
-def test_an_evaluation_is_a_line_a_protocol(capsys):
-    Console(120, 10).evaluation(evaluation_records(100))
-    assert capsys.readouterr().err.splitlines() == [
-        "evaluation after step 100, nonoverlapping, 16,384 tokens, perplexity at  "
-        "128: 183.10  256: 182.55",
-        "evaluation after step 100, sliding, 16,384 tokens, perplexity at  128: 181.00",
-    ]
 
 
 def writing_program(directory: Path, override: str = "logging.wandb=disabled") -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.plan.command import plan_run, read_calibration, read_target
+from pretrain.plan.command import read_calibration, read_target
 from pretrain.plan.memory import stages_of
 from pretrain.plan.timing import H200, Scale, time_of_step
 
@@ -80,14 +80,6 @@ def test_a_calibrated_plan_predicts_the_measured_run(tmp_path, case):
     timing = time_of_step(config, layout, stages_of(config, layout), target, waits=True)
     total = 1e3 * sum(measured["seconds"].values())
     assert timing.milliseconds == pytest.approx(total)
-
-
-def test_the_plan_says_that_it_is_calibrated(tmp_path):
-    file = tmp_path / "measured.json"
-    file.write_text(json.dumps(measurement(measured_run("one GPU"))))
-    target = read_target(8, "h200", None, file)
-    text = plan_run(PAPER, ["train.precision=bf16", "model.num_layers=4"], target)
-    assert "elementwise work x 2.000, of the optimizer x 6.000 (measured)" in text
 
 
 SECONDS = {"forward and backward": 1e-3, "gradient reduction": 0.0, "optimizer step": 1}

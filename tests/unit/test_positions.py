@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config import ConfigError, dump_config, parse_config
+from pretrain.config import dump_config
 from pretrain.positions import METHODS
-from tests.conftest import TINY, tiny_config
+from tests.conftest import tiny_config
 
 ROOT = Path(__file__).parents[2]
 METHOD_FILES = sorted(
@@ -90,21 +90,6 @@ def test_a_class_that_takes_anothers_name_is_refused() -> None:
             """ALiBi, changed."""
 
     assert METHODS["alibi"].__name__ == "Alibi"
-
-
-def test_a_section_has_the_keys_of_its_method() -> None:
-    rotary = tiny_config(position={"method": "rotary", "rotary_base": 500_000})
-    [section] = dump_config(rotary).split("[position]\n")[1:]
-    assert section.startswith('method = "rotary"\nrotary_base = 500000\nrotary_percent = 1.0\n\n[')
-    with pytest.raises(ConfigError) as error:
-        parse_config(TINY, "tiny", ["position.method=t5", "position.rotary_base=500000"])
-    assert str(error.value) == (
-        'tiny: position.rotary_base = 500000: position.method = "t5" has the keys '
-        "relative_attention_num_buckets, relative_attention_max_distance and not this one. Remove "
-        'it, or set position.method = "rotary"'
-    )
-    with pytest.raises(ConfigError, match=r'position\.method = "none" has no keys\. Remove it'):
-        parse_config(TINY, "tiny", ["position.method=none", "position.trainable_slopes=true"])
 
 
 def test_a_method_may_be_below_another_one() -> None:

@@ -2,83 +2,16 @@
 
 import itertools
 import json
-import os
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from pretrain.launcher.status import find_runs, read_statuses, table
-from pretrain.launcher.supervise import Repeater, Watchdog
-from pretrain.rundir.attempts import Attempt, read_attempts, read_progress, steps_done
+from pretrain.launcher.supervise import Repeater
+from pretrain.rundir.attempts import Attempt, read_attempts, steps_done
 from tests.end_to_end.commands import wait_for
 from tests.unit.test_status import make_run, no_slurm  # noqa: F401  a fixture
-
-EVENTS: list[tuple[str, str]] = []
-"""(event, path) of what this process does to files, while `counting`."""
-_COUNTS = False
-
-
-def _path(argument):
-    """Return what an event says was opened; "" for a descriptor."""
-    return "" if isinstance(argument, int) else os.fsdecode(argument)
-
-
-def _hook(event, arguments):
-    if _COUNTS and event in ("open", "os.listdir", "os.scandir") and arguments:
-        EVENTS.append((event, _path(arguments[0])))
-
-
-# It cannot be removed again.
-sys.addaudithook(_hook)
-
-
-class counting:
-    """Count the files that the block opens, below a folder."""
-
-    def __init__(self, folder="runs"):
-        self._folder = str(folder)
-
-    def __enter__(self):
-        global _COUNTS
-        EVENTS.clear()
-        _COUNTS = True
-        return self
-
-    def __exit__(self, *exception):
-        global _COUNTS
-        _COUNTS = False
-
-    @property
-    def opened(self):
-        return [path for event, path in EVENTS if event == "open" and path.startswith(self._folder)]
-
-    @property
-    def listed(self):
-        return [path for event, path in list(EVENTS) if event == "os.listdir"]
-
-
-def test_an_hour_of_training_writes_and_reads_progress_every_ten_seconds(tmp_path, monkeypatch):
-    now = [0.0]
-    holder = Attempt.begin(tmp_path)
-    rank_0 = Attempt.join(holder.directory, 900)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    watchdog = Watchdog(holder.directory, 900.0, 1800.0)
-    with counting(tmp_path) as seen:
-        for half_second in range(7200):
-            now[0] = half_second / 2
-            rank_0.progress(half_second, "training")
-            assert watchdog.stuck() is None
-        # Each write has a name of its own, and its opening is reported twice (open, os.open).
-        writes = {path for path in seen.opened if path.endswith(".partial")}
-        reads = [path for path in seen.opened if path.endswith("progress")]
-        assert len(writes) <= 361 and len(reads) <= 361
-    # A run with little patience still has its signs of life seen in time.
-    assert Attempt.join(holder.directory, 6).progress_seconds == 0.6
-    monkeypatch.undo()
-    assert read_progress(holder.directory).step > 7150
 
 
 def test_the_step_of_an_end_is_what_the_lines_of_the_steps_prove(tmp_path):

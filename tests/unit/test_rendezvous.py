@@ -21,7 +21,6 @@ import pytest
 
 from pretrain import topology
 from pretrain.config import RunFailed
-from pretrain.platform import device_index
 from pretrain.rundir.files import replace_file
 from pretrain.topology import FILE, Process, meet
 from tests.end_to_end.commands import wait_for
@@ -310,12 +309,6 @@ def test_where_the_ranks_meet(monkeypatch, variables, expected):
 
 
 # ---- devices -------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("num_visible", "expected"),
-    [(8, [0, 1, 2, 3, 4, 5, 6, 7]), (1, [0] * 8), (4, [0, 1, 2, 3] * 2), (2, [0, 1] * 4)],
-)
-def test_a_process_takes_the_gpu_of_its_local_rank_among_those_it_sees(num_visible, expected):
-    assert [device_index(rank, num_visible) for rank in range(8)] == expected
 
 
 def test_deepspeed_is_told_the_number_of_the_visible_gpu(monkeypatch):

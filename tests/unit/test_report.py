@@ -26,7 +26,7 @@ from pretrain.evaluation.records import (
     parts_of,
     read_records,
 )
-from pretrain.evaluation.report import check_overwrites, combine, format_table, write_report
+from pretrain.evaluation.report import combine, format_table, write_report
 from tests.unit.report_records import (
     curve_of,
     make_record,
@@ -115,13 +115,6 @@ def test_bits_per_byte_stand_beside_perplexities():
     assert "Bits per byte by length" in tables and "160,000" in tables
 
 
-def test_report_says_what_the_numbers_say(tmp_path):
-    write_report(tmp_path / "curve.json", make_records())
-    text = (tmp_path / "report.md").read_text()
-    assert "](curve.png)\n\nPerplexity by length. [SVG](curve.svg)" in text
-    assert "| alibi | nonoverlapping | 50,000 | 183.10 +-3.70 | 182.50 +-3.69 | 182.20 +-" in text
-
-
 def test_numbers_that_are_not_finite(tmp_path):
     lost = {key: math.nan for key in ("loss_low", "loss_high", "bits_per_byte")}
     records = [
@@ -152,11 +145,9 @@ def test_numbers_that_are_not_finite(tmp_path):
     [
         ([{}, {"method": "rotary"}], ["alibi", "rotary"]),
         ([{"run": "runs/a/alibi"}, {"run": "runs/b/alibi"}], ["a/alibi", "b/alibi"]),
-        ([{"run": "runs/a"}, {"run": "runs/b"}], ["run a", "run b"]),
         ([{"step": 100}, {"step": 200}], ["alibi, step 100", "alibi, step 200"]),
         ([{"seed": 1}, {"seed": 2, "step": 9}], ["alibi, seed 1", "alibi, seed 2"]),
         ([{}, {}], ["alibi, evaluation 1", "alibi, evaluation 2"]),
-        ([{"train_length": 64}, {"train_length": 128}], ["alibi", "alibi"]),
         (
             [{"protocol": "sliding"}, {"protocol": "sliding", "stride": 32}],
             ["sliding by 64", "sliding by 32"],
@@ -268,26 +259,6 @@ def test_runs_of_several_training_lengths_stand_in_one_report(tmp_path):
     assert "| rotary | 128 | nonoverlapping | 50,000 | 21.25 +-0.43 | 31.25 +-0.63 | - |" in text
 
 
-def test_colours_are_training_lengths_and_markers_are_methods():
-    records = [
-        *curve_of("alibi", [20.0, 19.0], train_length=256, first=256),
-        *curve_of("rotary", [20.0, 19.0], train_length=128),
-    ]
-    lines, frame = figures.lines_by_length(make_curves(records))
-    alone, _ = figures.lines_by_length(make_curves(records[:2]))
-    assert [(line.colour, line.mark, line.xs) for line in lines] == [
-        ("L = 128", "rotary", [128, 256]),
-        ("L = 256", "alibi", [256, 512]),
-    ]
-    assert (
-        frame.ticks == {128.0: "128", 256.0: "256", 512.0: "512"} and "50,000 tokens" in frame.title
-    )
-    assert [(line.colour, line.mark, line.xs) for line in alone] == [("alibi", "alibi", [256, 512])]
-    low, high = 20 * math.exp(-0.02), 20 * math.exp(0.02)
-    assert lines[0].values[0] == pytest.approx((20.0, low, high), rel=1e-12)
-    assert read_png(figures.draw(lines, frame)["png"])
-
-
 def test_a_users_matplotlibrc_changes_no_picture():
     curves = make_curves(curve_of("alibi", ALIBI))
     drawn = by_length(curves)
@@ -394,32 +365,7 @@ def test_values_of_one_text_are_compared_block_by_block():
     assert "no difference from 1. is shown" in stands_out(pair)
 
 
-@pytest.mark.parametrize("name", ["curve.json", "curve.png", "report.md"])
-def test_a_file_that_is_no_report_of_ours_is_not_overwritten(tmp_path, name):
-    (tmp_path / name).write_text("mine, not yours\n")
-    with pytest.raises(ConfigError, match=f"{name} would be overwritten"):
-        check_overwrites(tmp_path / "curve.json")
-    with pytest.raises(ConfigError, match=r"must end in \.json"):
-        check_overwrites(tmp_path / "curve.csv")
-    write_report(tmp_path / "new/a.json", [make_record()])
-    check_overwrites(tmp_path / "new/a.json")
-    # Its text has the same name.
-    with pytest.raises(ConfigError, match=r"report\.md would be overwritten"):
-        check_overwrites(tmp_path / "new/b.json")
-
-
 # ---- losses by position --------------------------------------------------------------------------
-def test_position_curves_of_two_runs_of_one_method_both_stand(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(report, "draw", lambda lines, frame: drawn.append((lines, frame)) or {})
-    records = [
-        make_record(run=run) | {POSITIONS: position_losses(128, offset=i)}
-        for i, run in enumerate(("runs/a", "runs/b"))
-    ]
-    write_report(tmp_path / "curve.json", records)
-    lines, _ = drawn[-1]
-    assert [line.mark for line in lines] == ["alibi, run a", "alibi, run b"]
-    assert lines[1].values[0].value - lines[0].values[0].value == pytest.approx(1)
 
 
 def test_positions_are_averaged_over_every_token_once():

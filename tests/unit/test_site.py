@@ -34,9 +34,7 @@ def test_a_site_without_gpus_says_its_ranks():
 
 REFUSED = [
     (CPU | {"node": 2}, ["site.toml: node: no such key", "did you mean nodes?"]),
-    (CPU | {"colour": 2}, ["colour: no such key; keys are name, nodes"]),
     (CPU | {"nodes": "2"}, ["nodes = '2'", "integer"]),
-    (CPU | {"nodes": 0}, ["nodes = 0", "greater than 0"]),
     ({k: v for k, v in CPU.items() if k != "nodes"}, ["nodes: missing"]),
     ({k: v for k, v in CPU.items() if k != "tasks_per_node"}, ["gpus_per_node: missing"]),
     (GPU | {"tasks_per_node": 4}, ["tasks_per_node = 4", "gpus_per_node = 8", "Leave it out"]),
@@ -54,23 +52,11 @@ REFUSED = [
         ["container = ['--container-image=x', 'env']", 'srun_arguments = ["--container-image=x"]'],
     ),
     (GPU | {"environment": {"A B": "1"}}, ["environment.A B", "not a variable's name"]),
-    (
-        GPU | {"environment": {"WANDB_API_KEY": "0"}},
-        ["WANDB_API_KEY", "looks like a secret", "export WANDB_API_KEY"],
-    ),
-    (
-        GPU | {"container": ["apptainer", "exec", "--env", "WANDB_API_KEY=0"]},
-        ["container: WANDB_API_KEY looks like a secret"],
-    ),
     (GPU | {"sbatch_arguments": ["--wr=touch x"]}, ["'--wr=touch x'", "sets this option itself"]),
     (GPU | {"srun_arguments": ["--nodes=2"]}, ["srun_arguments: '--nodes=2'", "sets this option"]),
     (GPU | {"sbatch_arguments": ["$(touch x)"]}, ["'$(touch x)'", "not an option"]),
     (GPU | {"environment": {"BASH_ENV": "x"}}, ["environment.BASH_ENV"]),
     (GPU | {"environment": {"RANK": "0"}}, ["environment.RANK", "set this themselves"]),
-    (
-        GPU | {"environment": {"SLURM_JOB_ID": "0"}},
-        ["environment.SLURM_JOB_ID", "set this themselves"],
-    ),
 ]
 
 
@@ -79,12 +65,6 @@ def test_a_wrong_site_is_refused_by_name(values, says):
     with pytest.raises(ConfigError) as error:
         parse_site(values, "site.toml")
     assert all(words in str(error.value) for words in ["site.toml: ", *says]), str(error.value)
-
-
-def test_a_secret_is_not_repeated_in_the_refusal():
-    with pytest.raises(ConfigError) as error:
-        parse_site(GPU | {"environment": {"MY_PASSWORD": "correct horse"}}, "site.toml")
-    assert "horse" not in str(error.value)
 
 
 def test_a_file_is_read_and_named_in_errors(tmp_path):

@@ -53,21 +53,6 @@ def test_no_other_file_of_the_launcher_speaks_slurm(path: Path) -> None:
     assert path.name == "slurm.py" or slurm_words(path.read_text()) == []
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "run(['scancel', job])",
-        "say(f'cancel it with `scancel {job}`')",
-        "job.state == 'PENDING'",
-        "os.environ['SLURM_JOB_ID']",
-        "f'--nodelist={nodes}'",
-        "re.compile(rb'srun: error')",
-    ],
-)
-def test_a_word_is_found(code: str) -> None:
-    assert len(slurm_words(code)) == 1
-
-
 def test_what_is_told_to_readers_and_our_own_names_are_not_found() -> None:
     code = '"""Run sbatch."""\nOption(help="As sbatch takes it")\n'
     assert slurm_words(code + 'f("--sbatch", "sbatch_arguments", "job.sbatch", "FAILED")') == []

@@ -27,7 +27,7 @@ from pretrain.study.runs import (
     states_of,
     table,
 )
-from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
+from tests.end_to_end.commands import wait_for
 from tests.unit.report_records import make_record
 
 ROOT = Path(__file__).parents[2]
@@ -141,15 +141,9 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
         ({"methods": '["alibo"]'}, "", "position.method = 'alibo'"),
         ({"training_lengths": "[100]"}, "", "= 100: does not divide the 4,096 tokens of tokens_"),
         ({"settings": '["run.directory=x"]'}, "", '"run.directory=x": directory says this'),
-        ({"settings": '["train.num_steps"]'}, "", "--set train.num_steps: expected"),
         ({"settings": '["run.seed=1"]', "seeds": "[1]"}, "", "seeds says this"),
         ({"published": '"wikitext103"'}, "", "published = wikitext103: its perplexities are of w"),
         ({"metods": "[]"}, "", "metods: no such key"),
-        (
-            {},
-            "[evaluation]\nlenghts = [64]",
-            "evaluation.lenghts: no such key",
-        ),
         ({}, "[model]\nnum_layers = 1", "the config of a run, not a study file"),
         ({}, "[evaluation]\nlengths = [64]\nstride = 65", "--stride 65: longer than the shortest"),
         ({"methods": '["learned"]'}, "", "max_position_embeddings"),
@@ -295,31 +289,6 @@ def test_a_failure_ends_the_others_and_is_the_exit_code() -> None:
     assert processes.run([["sleep", "600"], ["sh", "-c", "exit 7"]]) == 7
     assert processes.run([["sh", "-c", "kill -9 $$"]]) == 128 + 9
     assert processes.run([["true"], ["true"]]) == 0 and len(processes.launches) == 5
-
-
-def test_a_signal_is_passed_on_once_and_ends_the_study_after_that(tmp_path: Path) -> None:
-    """The command saves in its own time, as training does."""
-    heard = tmp_path / "heard"
-    script = f"trap 'echo one >> {heard}' INT; touch {tmp_path}/ready; while [ ! -e {heard} ]; do "
-    script += "sleep 0.05; done; exit 80"
-    code = f"""
-from pretrain.bench.methods import check_contestants
-from pretrain.processes import Processes, Stopped
-processes = Processes()
-with processes.listening():
-    code = processes.run([["sh", "-c", {script!r}]])
-    try:
-        processes.run([["true"]])
-    except Stopped:
-        print(code, len(processes.launches), flush=True)
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, process_group=0
-    )
-    wait_for((tmp_path / "ready").exists)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=TIMEOUT_SECONDS)[0] == "80 1\n"
-    assert heard.read_text() == "one\n"
 
 
 def test_what_a_study_started_dies_with_it(tmp_path: Path) -> None:

@@ -139,21 +139,6 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path, cap
     assert (tmp_path / "logs/rank-1.log").read_text().count("attempt") >= 2
 
 
-def test_restarts_without_progress_are_limited(tmp_path, capfd):
-    code = train(
-        tmp_path, training("if rank == 0 and step == number: die(9)"), "recovery.max_restarts=2"
-    )
-    assert code == 137
-    assert [outcome for outcome, _, _ in outcomes(tmp_path)] == ["failed", "failed", "gave_up"]
-    said = capfd.readouterr().err
-    assert "at step 1; starting again from scratch (1 of 2 without progress)\n" in said
-    assert "at step 2; starting again from scratch (2 of 2 without progress)\n" in said
-    reason = "given up: 3 attempts in a row without a new checkpoint (recovery.max_restarts = 2)"
-    assert said.endswith(f"{reason}\n") and read_attempts(tmp_path)[-1].ended.reason.endswith(
-        reason
-    )
-
-
 def test_a_failure_that_repeats_itself_is_not_tried_a_third_time(tmp_path, capfd):
     assert (
         train(
@@ -188,10 +173,6 @@ def test_bad_input_is_not_tried_again(tmp_path, capfd):
     [
         # As when a step is killed while it saves, and srun ends with 0 all the same.
         ("if step == 5: os._exit(0)", """rank 0's last word was "training", at step 0 of 12"""),
-        (
-            "if step == 5:\n    step = LAST\n    if rank == 0: phase('ending')\n    os._exit(0)",
-            "the newest checkpoint is none",
-        ),
         (
             "if step == 5:\n    if rank == 0: save()\n    step = LAST\n"
             "    if rank == 0: phase('ending')\n    os._exit(0)",
@@ -281,18 +262,6 @@ class Launched:
         return self.process.returncode, said
 
 
-def test_sigusr1_saves_and_starts_again(tmp_path):
-    launched = Launched(tmp_path)
-    launched.wait_until_it_trains()
-    launched.process.send_signal(signal.SIGUSR1)
-    code, said = launched.end()
-    (_, _, step), *_ = outcomes(tmp_path)
-    assert code == 0 and outcomes(tmp_path) == [("restart", 75, step), ("finished", 0, LAST)]
-    assert (
-        f"attempt 1: saved at step {step}; starting again from step {step}\n" in said and step > 0
-    )
-
-
 def test_a_signal_that_comes_before_the_ranks_can_take_it_is_not_lost(tmp_path):
     """SIGUSR1 would end a Python process that has not installed its handler yet."""
     launched = Launched(tmp_path)
@@ -303,27 +272,6 @@ def test_a_signal_that_comes_before_the_ranks_can_take_it_is_not_lost(tmp_path):
         "restart",
         "finished",
     ], said
-
-
-def test_sigterm_saves_and_stops(tmp_path):
-    launched = Launched(tmp_path)
-    launched.wait_until_it_trains()
-    launched.process.send_signal(signal.SIGTERM)
-    code, said = launched.end()
-    assert (
-        code == 80 and said == "SIGTERM: asked the processes to stop; a second signal ends them\n"
-    )
-    [(outcome, code, step)] = outcomes(tmp_path)
-    assert (outcome, code) == ("stopped", 80) and newest_checkpoint_step(tmp_path) == step
-    assert read_attempts(tmp_path)[0].ended.reason == f"saved at step {step}"
-
-
-def test_ctrl_c_before_training_has_nothing_to_save(tmp_path):
-    launched = Launched(tmp_path, begin="time.sleep(600)")
-    wait_for(lambda: (tmp_path / "logs/rank-1.log").exists())
-    launched.process.send_signal(signal.SIGINT)
-    assert launched.end()[0] == 130
-    assert read_attempts(tmp_path)[0].ended.reason.endswith("nothing to save")
 
 
 # ---- the lock ------------------------------------------------------------------------------------

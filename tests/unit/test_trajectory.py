@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
-from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.config import load_config
 from pretrain.config.load import section_keys
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import (
-    check_allowed,
-    check_differences,
     data_differences,
-    differences,
     effect_of,
     settings_hash,
 )
@@ -56,47 +53,6 @@ def test_the_classes_are_those_that_the_documentation_promises():
     assert {effect_of(key) for key in ("data.directory", "data.tokenizer")} == {Effect.CONTENT}
 
 
-def refusal(before: RunConfig, after: RunConfig, *allowed: str) -> str:
-    try:
-        check_differences(differences(before, after), "CHECKPOINT", allowed)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_each_class_is_treated_as_it_says():
-    before = tiny_config()
-    model = tiny_config(model={"hidden_size": 192})
-    rate = tiny_config(optimizer={"learning_rate": 2e-3})
-    free = tiny_config(run={"directory": "b"}, data={"directory": "c"}, train={"num_steps": 30})
-    assert refusal(before, before) == refusal(before, free) == ""
-    assert differences(before, before) == []
-    assert refusal(before, model, "model.hidden_size") == (
-        "model.hidden_size = 192: CHECKPOINT was trained with 96. Keep it, or train anew in "
-        "another run.directory"
-    )
-    assert refusal(before, rate, "optimizer.clip_grad") == (
-        "optimizer.learning_rate = 0.002: CHECKPOINT was trained with 0.001. Keep it, train anew "
-        "in another run.directory, or change it from here on with --allow-changed "
-        "optimizer.learning_rate"
-    )
-    assert refusal(before, rate, "optimizer.learning_rate") == ""
-
-
-def test_a_derived_value_counts_and_not_its_spelling():
-    """None stands for the value that follows from other keys."""
-    same = {"num_query_groups": 8, "ffn_hidden_size": 384}
-    assert differences(tiny_config(model={"ffn_hidden_size": None}), tiny_config(model=same)) == []
-    learned = {"method": "learned"}
-    short = tiny_config(position=learned, evaluation={"lengths": [16]})
-    long = tiny_config(position=learned, data={"sequence_length": 64}, evaluation={"lengths": [16]})
-    assert refusal(short, long, "data.sequence_length").startswith(
-        "position.max_position_embeddings = 64: CHECKPOINT was trained with 32."
-    )
-    exact = {**learned, "max_position_embeddings": 32}
-    assert differences(short, tiny_config(position=exact, evaluation={"lengths": [16]})) == []
-
-
 def test_another_tokenizer_stands_for_the_tokens_that_it_made():
     before = {"training": "a", "validation": "b", "tokenizer": "t"}
     after = {"training": "c", "validation": "d", "tokenizer": "u"}
@@ -104,22 +60,6 @@ def test_another_tokenizer_stands_for_the_tokens_that_it_made():
     assert (found.key, found.before, found.after) == ("data.tokenizer", "t", "u")
     # A checkpoint that records no data is not compared.
     assert data_differences({}, after, "data") == []
-
-
-@pytest.mark.parametrize(
-    ("key", "says"),
-    [
-        ("optimizer.learning_rat", "no such key, did you mean optimizer.learning_rate?"),
-        ("seed", "no such key"),
-        ("model.num_layers", "cannot be changed"),
-        ("optimizer.name", "cannot be changed"),
-        ("train.num_steps", "may change without this option"),
-    ],
-)
-def test_what_cannot_be_allowed(key, says):
-    with pytest.raises(ConfigError) as error:
-        check_allowed(["run.seed", key])
-    assert str(error.value).startswith(f"--allow-changed {key}: {says}")
 
 
 def test_the_tokens_of_a_run_whose_length_and_batch_were_changed():
