@@ -6,7 +6,7 @@ training, an evaluation job at its end, and `launcher evaluate-checkpoints`. So 
 one of them missed is found by the next.
 
 Two jobs for one checkpoint do no harm. A job claims its checkpoint as an attempt claims a run
-(pretrain.rundir.lock), only one succeeds, and its result appears whole in one move as
+(pretrain.rundir.attempts), only one succeeds, and its result appears whole in one move as
 RUN/evaluations/step-########.
 """
 

@@ -208,7 +208,7 @@ class Repeater(threading.Thread):
 # Ranks that hang in a collective operation cannot report it themselves, so the check is made
 # outside of them. Rank 0 replaces the file `progress` in the attempt's directory while it works,
 # ten times within recovery.hang_seconds or every ten seconds
-# (`pretrain.rundir.lock.Attempt.progress`).
+# (`pretrain.rundir.attempts.Attempt.progress`).
 
 
 WORKING = (Phase.TRAINING, Phase.EVALUATING)

@@ -22,12 +22,10 @@ running softmax in base 2. This kernel differs in five points:
 
 Files:
 
-- `host.py`: what callers use. Refusals, the autograd function.
-- `launch.py`: allocates outputs and launches the kernels of the forward and backward pass.
-- `schedules.py`: block sizes for each dtype, head width and GPU generation.
-- `device.py`: device functions that several kernels share.
-- `tile_skipping.py`: device functions that decide which tiles of keys are visited.
+- `launch.py`: what callers use. Refusals, the autograd function, block sizes for each dtype, head
+  width and GPU generation, and the launches of both passes.
+- `device.py`: device functions that several kernels share, those that decide which tiles of keys
+  are visited among them.
 - `forward.py`: the forward kernel.
-- `backward_dkdv.py`, `backward_dq.py`: the gradients of keys and values, and of queries.
-- `backward_row.py`: the gradient of the bias rows.
+- `backward.py`: the gradients of keys and values, of queries, and of the bias rows.
 """

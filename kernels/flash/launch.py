@@ -134,7 +134,7 @@ class TilePlan(NamedTuple):
     key_norms: Tensor
     """[B, G, key tiles], fp32: the largest norm of the keys of each tile."""
     row_bounds: Tensor
-    """[2, B, H, S], fp32: what decides for a single query (`tile_skipping.row_skips`)."""
+    """[2, B, H, S], fp32: what decides for a single query (`device.row_skips`)."""
     thresholds: Tensor
     """[B, H, query tiles, key tiles], fp32: likewise; -inf where no query visits the tile. Under a
     causal mask the entries from the own tiles on are not written."""
