@@ -177,12 +177,10 @@ def test_a_holder_elsewhere_is_gone_after_a_lease_without_a_heartbeat(
 ):
     directory = plant(tmp_path, **elsewhere)
     assert Attempt.begin(tmp_path).number == 2
-    said = capfd.readouterr().err
-    assert (
-        said.startswith(f"{directory}: begun by process {os.getpid()} ")
-        and "for its heartbeat" in said
-    )
-    assert len(said.splitlines()) == 1
+    # A store that an earlier test of this process left behind may speak here, too.
+    [said] = [line for line in capfd.readouterr().err.splitlines() if str(tmp_path) in line]
+    assert said.startswith(f"{directory}: begun by process {os.getpid()} ")
+    assert "for its heartbeat" in said
 
 
 @pytest.mark.parametrize("renews", [True, False])
