@@ -90,25 +90,6 @@ def test_a_job_that_has_not_begun_is_cancelled_and_has_nothing_to_save(desk: Des
     assert outcomes(desk) == []
 
 
-def test_a_suspended_job_is_left_alone_until_it_is_resumed_and_ends_completed(desk: Desk) -> None:
-    job = submit(desk)
-    begun = desk.wait_for_step(RUN, 1)
-    assert desk.cluster.run("scontrol", "suspend", job).returncode == 0
-    desk.cluster.wait_for_job(job, ["SUSPENDED"])
-    for words in (("cancel", RUN, "--save"), ("requeue", RUN)):
-        assert f"resume it, with `scontrol resume {job}`" in desk.launcher(*words, code=1).err
-    assert desk.cluster.run("scontrol", "resume", job).returncode == 0
-    desk.wait_for_step(RUN, 1)
-    options = ("--parsable", f"--dependency=afterok:{job}", "--output=/dev/null", "--wrap=true")
-    after = desk.cluster.run("sbatch", *options).stdout.strip()
-    assert "stopped after step" in desk.launcher("cancel", RUN, "--save").out
-    desk.cluster.wait_for_job(job, ["COMPLETED"])
-    desk.cluster.wait_for_job(after, ["COMPLETED"])
-    [attempt] = read_attempts(desk.folder / RUN)
-    assert attempt.ended and attempt.ended.outcome == "stopped"
-    assert newest_checkpoint_step(desk.folder / RUN) == attempt.ended.step > begun.step
-
-
 def test_a_cancelled_run_is_recorded_while_squeue_takes_longer_than_kill_wait(desk: Desk) -> None:
     """`scancel` gives the job KillWait seconds, in which squeue says nothing."""
     folder, slow = desk.folder / "commands", desk.folder / "slow"

@@ -146,7 +146,9 @@ def test_a_run_that_another_user_prepared_is_shown_and_not_run(users: Users) -> 
         users.launcher("evaluate-checkpoints", run, "--site", "site.toml"),
         users.launcher("attempt", run),
     ):
-        explained(done, 2, f"{run}: belongs to another user (owner nobody, mode 0777)", "cp -rL")
+        explained(
+            done, 2, f"{run}: belongs to another user (owner {ATTACKER}, mode 0777)", "cp -rL"
+        )
     assert users.mine.read_text() == "mine" and users.ran_as() == set()
     assert job_ids(run) == before
 
