@@ -119,7 +119,7 @@ class Process:
 
 
 class Readings:
-    """What all processes have said so far; one node after the other is filled with them."""
+    """Collects what the processes on all nodes have said so far."""
 
     def __init__(self, nodes: Sequence[str], per_node: int, python: str, has_gpus: bool) -> None:
         self.nodes, self.per_node, self.python, self.has_gpus = nodes, per_node, python, has_gpus

@@ -47,7 +47,7 @@ SPIN_CYCLES = 20_000_000
 
 
 class Case(NamedTuple):
-    """What all kernels compute in turn."""
+    """Describes the inputs that all kernels compute on in turn."""
 
     length: int
     inputs: str
