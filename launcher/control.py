@@ -6,6 +6,7 @@ rank. `launcher local` writes a log for each rank, to which all attempts append.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -37,6 +38,7 @@ from pretrain.rundir.paths import (
     STARTED_AGAIN,
     ExitCode,
     JobKind,
+    Phase,
     RunPaths,
     attempt_directory,
     attempt_numbers,
@@ -48,6 +50,9 @@ POLL_SECONDS = 0.5
 """Between two looks at the files of an attempt."""
 SQUEUE_SECONDS = 5.0
 """Between two calls of squeue."""
+ASK_AGAIN_SECONDS = 10.0
+"""Between two signals to a job that does not save yet."""
+SAVES = (Phase.SAVING, Phase.ENDING)
 FIRST_LINES = 20
 """The number of last lines that --follow prints first."""
 TAIL_BYTES = 1024 * 1024
@@ -486,10 +491,13 @@ def _newest(run: Path) -> str:
 def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
     """Print the phases of a job's attempt until no other attempt follows, or the job has ended.
 
+    A node drops the signals to a job that it still suspends: `scontrol resume` returns before the
+    nodes have done it, and scancel reports no error. So the job is asked again until it saves.
+
     Returns:
         The last attempt, or None if the job ended before it began one.
     """
-    printed = ""
+    printed, asked_at = "", time.monotonic()
     answers = Repeater(SQUEUE_SECONDS, lambda: ask_slurm([job.job_id]))
     answers.start()
     while True:
@@ -506,6 +514,11 @@ def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
         if progress and progress.phase != printed:
             printed = progress.phase
             print(f"  {printed}, step {progress.step}", flush=True)
+        if time.monotonic() - asked_at > ASK_AGAIN_SECONDS and printed not in SAVES:
+            # The job may be ending.
+            with contextlib.suppress(slurm.SlurmError):
+                slurm.signal(job.job_id, "TERM", batch=True)
+            asked_at = time.monotonic()
         time.sleep(POLL_SECONDS)
 
 

@@ -90,6 +90,20 @@ def test_a_job_that_has_not_begun_is_cancelled_and_has_nothing_to_save(desk: Des
     assert outcomes(desk) == []
 
 
+def test_a_run_whose_nodes_drop_the_signal_after_a_resume_is_asked_again(desk: Desk) -> None:
+    """A node needs 2 s to suspend a job, resumes it then, and drops what is sent meanwhile."""
+    job = submit(desk)
+    desk.wait_for_step(RUN, 1)
+    assert desk.cluster.run("scontrol", "suspend", job).returncode == 0
+    refused = desk.launcher("cancel", RUN, "--save", code=1).err
+    assert f"resume it, with `scontrol resume {job}`" in refused
+    assert desk.cluster.run("scontrol", "resume", job).returncode == 0
+    assert "stopped after step" in desk.launcher("cancel", RUN, "--save").out
+    # Slurm calls it COMPLETED, so jobs that depend on it (afterok) start.
+    desk.cluster.wait_for_job(job, ["COMPLETED"])
+    assert outcomes(desk) == ["stopped"] and newest_checkpoint_step(desk.folder / RUN)
+
+
 def test_a_cancelled_run_is_recorded_while_squeue_takes_longer_than_kill_wait(desk: Desk) -> None:
     """`scancel` gives the job KillWait seconds, in which squeue says nothing."""
     folder, slow = desk.folder / "commands", desk.folder / "slow"
