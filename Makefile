@@ -28,13 +28,10 @@ demo: $(SETUP)  ## train short, test long on Shakespeare (6 minutes on 2 cores)
 study: $(SETUP)  ## train four methods at 64 and 128 tokens and judge the claims (20 minutes)
 	$(BIN)/pretrain study configs/studies/demo.toml --nproc 2
 
-# One test builds the site. What waits for Slurm's clocks fails by chance beside what computes, and
-# the pools of ranks of tests/distributed live as long as its tests follow each other.
+# One test builds the site.
 test: $(SETUP)-docs  ## run all tests; installs Slurm for its tests where it can (root on Debian)
 	tests/slurm/install.sh
-	failed=0; for tests in 'tests/unit tests/kernels tests/end_to_end' tests/distributed tests/slurm; do \
-	    $(BIN)/python -m pytest -n 2 --dist loadfile $$tests || failed=1; \
-	done; exit $$failed
+	tests/all.sh $(BIN)/python
 
 test-changed: $(SETUP)  ## run the tests that import what is not on main, the nearest first; SINCE=COMMIT
 	$(BIN)/python tests/changed.py $(SINCE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import importlib
+import multiprocessing.forkserver
 import os
 import signal
 import warnings
@@ -40,6 +42,18 @@ def mark_torture(cases: list[tuple[Any, ...]], core: set[tuple[Any, ...]]) -> li
     assert core <= set(cases), core - set(cases)
     long = pytest.mark.torture
     return [case if case in core else pytest.param(*case, marks=long) for case in cases]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server from which the commands of these folders are forked.
+
+    A process has one such server. A test that builds data would start one without the imports, and
+    each command would then make them by itself, in three seconds of a processor.
+    """
+    folders = {item.path.parent.name for item in session.items}
+    if folders & {"distributed", "end_to_end", "slurm"}:
+        importlib.import_module("tests.end_to_end.commands")  # says what it imports
+        multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 Above each block of the guide stands a comment that says what the tests make of it:
 
     <!-- test: file NAME -->   it is written to the file NAME of the workspace
-    <!-- test: run -->         it is run by bash, in the workspace
+    <!-- test: run -->         its commands are run, in the workspace
     <!-- test: run torture --> the same, by `make torture`
     <!-- test: slurm -->       it is run on the tests' Slurm cluster
     <!-- test: read -->        not run, but its commands and options must exist
@@ -11,12 +11,10 @@ Above each block of the guide stands a comment that says what the tests make of 
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +23,11 @@ import typer
 
 from pretrain.cli.commands import app as pretrain
 from pretrain.launcher.cli import app as launcher
-from tests.end_to_end.commands import ON_CPU, ROOT, Done
+from tests.end_to_end.commands import LAUNCHER, PRETRAIN, ROOT, Done, forked
 
 GUIDE = ROOT / "docs" / "guide.md"
 APPS = {"pretrain": pretrain, "launcher": launcher}
+PROGRAMS = {"pretrain": PRETRAIN, "launcher": LAUNCHER}
 OTHERS = {"make", ".", "python", "python3.11", "pip", "hf", "cp", "torchrun"}
 """Other programs that the guide starts."""
 KINDS = {"file", "run", "slurm", "read"}
@@ -104,12 +103,6 @@ class Workspace:
         self.folder, self.environment = folder, dict(environment)
         for name in ("configs", "slurm"):
             shutil.copytree(ROOT / name, folder / name)
-        programs = folder / ".venv/bin"
-        programs.mkdir(parents=True)
-        for name, module in (("pretrain", "pretrain"), ("launcher", "pretrain.launcher")):
-            program = programs / name
-            program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
-            program.chmod(0o755)
 
     def write_files(self, found: list[Block]) -> None:
         """Write the files that the guide tells its reader to save."""
@@ -118,15 +111,15 @@ class Workspace:
                 (self.folder / block.argument).write_text(block.text)
 
     def run(self, block: Block) -> Done:
-        """Run a block with bash, which ends at the first command that fails."""
-        path = f"{self.folder / '.venv/bin'}:{os.environ['PATH']}"
-        own = {"PATH": path, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block.text],
-            cwd=self.folder,
-            env=os.environ | ON_CPU | self.environment | own,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, f"guide.md:{block.line}\n{done.stdout}{done.stderr}"
-        return Done(done.returncode, done.stdout, done.stderr)
+        """Run the commands of a block, which ends at the first one that fails; ours are forked."""
+        out = err = ""
+        for words in block.commands:
+            if words[0] in PROGRAMS:
+                command = [*PROGRAMS[words[0]], *words[1:]]
+                done = forked(command, self.environment | {"PYTHONPATH": str(ROOT)}, self.folder)
+            else:
+                ran = subprocess.run(words, cwd=self.folder, capture_output=True, text=True)
+                done = Done(ran.returncode, ran.stdout, ran.stderr)
+            out, err = out + done.out, err + done.err
+            assert done.code == 0, f"guide.md:{block.line}: {words}\n{out}{err}"
+        return Done(0, out, err)

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,13 @@ def test_the_demo_of_this_tree_is_the_one_that_was_drawn():
 def test_make_demo_comes_to_the_committed_numbers(tmp_path):
     workspace = Workspace(tmp_path)
     shutil.copy(ROOT / "Makefile", tmp_path)
-    # Without `make setup`: the workspace has the two programs that it would install.
+    # Without `make setup`, but with the two programs that it would install.
+    programs = tmp_path / ".venv/bin"
+    programs.mkdir(parents=True)
+    for name in ("pretrain", "launcher"):
+        module = "pretrain" if name == "pretrain" else "pretrain.launcher"
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        (programs / name).chmod(0o755)
     subprocess.run(
         ["make", "-o", ".venv/.installed", "demo"],
         cwd=workspace.folder,
