@@ -26,13 +26,15 @@ nice "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
     tests/distributed tests/end_to_end tests/kernels tests/unit &
 others=$!
 for signal in INT TERM HUP; do
-    # shellcheck disable=SC2064  # which signal it is, is known now
+    # shellcheck disable=SC2064  # which processes there are is known now
     trap "kill -$signal -- -$slurm -$others 2>/dev/null" "$signal"
 done
 
 failed=0
 finished "$others" || failed=1
+echo '== tests/slurm'
 tail -n +1 -f --pid="$slurm" "$said" &
 finished $!
+((failed)) && echo '== the tests of other folders failed, see above'
 finished "$slurm" || failed=1
 exit "$failed"

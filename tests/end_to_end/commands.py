@@ -163,6 +163,7 @@ def _main(
     cwd: Path,
 ) -> None:
     """Become a command line of Python's that is started in `cwd`."""
+    assert "tests.end_to_end.preload" in sys.modules, "another server than tests/conftest.py starts"
     os.setpgid(0, 0)
     # What a failing test leaves behind ends with the server, which ends with the tests.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -42,7 +42,7 @@ PACKAGES = "slurmctld slurmd slurm-client munge"
 PREFIX = os.environ.get("SLURM_PREFIX")
 """The folder of another Slurm than the system's (tests/slurm/build_slurm.sh), if it is to be
 tested. Its programs come first in PATH."""
-START_SECONDS = 60
+START_SECONDS = 180
 STATE_SAVE_SECONDS = 6
 """SAVE_MAX_WAIT (5 s) in Slurm's src/slurmctld/state_save.c, and a second for the writing."""
 CONTROLLER = "controller"

@@ -146,7 +146,7 @@ class ScriptedRun(Run):
                 return False
             return progress.count > 2
 
-        wait_for(trains, 90)
+        wait_for(trains)
         assert log.exists()
         return self.ranks()
 

@@ -66,7 +66,7 @@ class Sweep:
 
     def wait_until_over(self, *indices: int) -> None:
         ids = [self.ids[index] for index in indices]
-        wait_for(lambda: all(slurm.is_over(id) for id in ids), 60)
+        wait_for(lambda: all(slurm.is_over(id) for id in ids))
 
 
 def commands(folder: Path, cluster: Cluster) -> dict[str, str]:
@@ -106,7 +106,7 @@ def test_each_run_of_a_sweep_is_requeued_and_cancelled_alone(desk: Desk) -> None
     assert desk.job_states() == {sweep.ids[2]: "RUNNING"}
     before = sweep.standing(0, 1)
     assert "cancelled" in desk.launcher("cancel", sweep.runs[2]).out
-    wait_for(lambda: sweep.ids[2] not in desk.job_states(), 30)
+    wait_for(lambda: sweep.ids[2] not in desk.job_states())
     assert sweep.standing(0, 1) == before
 
 

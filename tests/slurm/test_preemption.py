@@ -66,7 +66,7 @@ def test_a_run_that_is_cancelled_during_its_save_is_not_finished(script: Script)
     run.ask("slow")
     run.cluster.run("scancel", run.job_id)
     run.cluster.wait_for_job(run.job_id, ["CANCELLED"])
-    wait_for(lambda: run.outcomes[0] in ("stopped", None), 30)
+    wait_for(lambda: run.outcomes[0] in ("stopped", None))
     assert newest_checkpoint_step(run.directory) is None
     if end := run.attempts[0].ended:
         assert "nothing saved" in end.reason

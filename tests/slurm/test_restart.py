@@ -18,7 +18,7 @@ def finish(run: ScriptedRun) -> dict[str, str]:
     """Let the run finish and return the fields of its job."""
     run.ask("finish")
     fields = run.cluster.wait_for_job(run.job_id)
-    wait_for(lambda: not run.cluster.processes(), 30)
+    wait_for(lambda: not run.cluster.processes())
     return fields
 
 
@@ -61,7 +61,7 @@ def test_a_node_that_dies_without_a_spare_sends_the_job_back_to_the_queue(script
     run = script.submit("no-spare")
     dead = run.wait_for_training(1)[1][1]
     script.cluster.kill_node(dead)
-    wait_for(lambda: script.cluster.job(run.job_id)["Restarts"] == "1", 60)
+    wait_for(lambda: script.cluster.job(run.job_id)["Restarts"] == "1")
     number = len(run.attempts) + 1
     run.wait_for_training(number)
     assert dead not in run.nodes()
@@ -116,7 +116,7 @@ def test_no_attempt_is_wasted_while_the_controller_is_away(script: Script) -> No
     pid, _ = run.wait_for_training(1)[0]
     script.cluster.kill_controller()
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: "waits for slurmctld, which is away" in run.job_said(), 120)
+    wait_for(lambda: "waits for slurmctld, which is away" in run.job_said())
     # Without slurmctld srun may not end, and then the watchdog ends it.
     [first] = run.outcomes
     assert first in ("failed", "hung")
@@ -133,7 +133,7 @@ def test_the_batch_host_of_a_job_with_spare_nodes_dies(script: Script) -> None:
     run.wait_for_training(1)
     host = script.cluster.job(run.job_id)["BatchHost"]
     script.cluster.kill_node(host)
-    wait_for(lambda: script.cluster.job(run.job_id)["Restarts"] == "1", 120)
+    wait_for(lambda: script.cluster.job(run.job_id)["Restarts"] == "1")
     run.wait_for_training(2)
     assert host not in run.nodes()
     finish(run)

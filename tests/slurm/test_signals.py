@@ -41,7 +41,7 @@ class Gate:
 
     def wait(self) -> None:
         """Wait until a launcher waits."""
-        wait_for((self.folder / "waits").exists, 60)
+        wait_for((self.folder / "waits").exists)
 
     def open(self) -> None:
         (self.folder / "open").touch()
@@ -74,7 +74,7 @@ def test_signals_before_the_launcher_runs_are_held_and_none_ends_the_job(desk: D
     time.sleep(0.5)
     assert desk.cluster.job(job)["JobState"] == "RUNNING"
     gate.open()
-    wait_for(lambda: outcomes(desk)[:1] == ["restart"], 60)
+    wait_for(lambda: outcomes(desk)[:1] == ["restart"])
     second = desk.wait_for_step(RUN, 2)
     assert second.owner.slurm_job_id == job and second.owner.slurm_restart_count == 1
     assert desk.cluster.job(job)["JobState"] == "RUNNING"
@@ -119,7 +119,7 @@ def test_a_cancelled_run_is_recorded_while_squeue_takes_longer_than_kill_wait(de
     assert desk.cluster.run("scancel", job).returncode == 0
     desk.cluster.wait_for_job(job, ["CANCELLED"])
     # The launcher has been killed by now, and so has its squeue.
-    wait_for(lambda: not desk.cluster.step_processes(job), 60)
+    wait_for(lambda: not desk.cluster.step_processes(job))
     [attempt] = read_attempts(desk.folder / RUN)
     assert attempt.ended is not None and attempt.ended.outcome == "stopped"
     assert attempt.ended.step == newest_checkpoint_step(desk.folder / RUN)
@@ -136,14 +136,14 @@ def test_a_run_directory_that_a_node_does_not_see_is_named(desk: Desk) -> None:
     subprocess.run([*inside, "mount", "-t", "tmpfs", "none", desk.folder], check=True)
     try:
         job = submit(desk)
-        wait_for(lambda: desk.cluster.job(job)["JobState"] == "FAILED", 60)
+        wait_for(lambda: desk.cluster.job(job)["JobState"] == "FAILED")
         text = " ".join(desk.launcher("status", RUN).out.split())
         assert f"node {node} could not open" in text and "all nodes share" in text, text
         assert f"logs/slurm-{job}.log" in text
         # The folder for the log is there, as with a copy on the node's own disk, and no more.
         subprocess.run([*inside, "mkdir", "-p", desk.folder / RUN / "logs"], check=True)
         job = submit(desk)
-        wait_for(lambda: desk.cluster.job(job)["JobState"] == "FAILED", 60)
+        wait_for(lambda: desk.cluster.job(job)["JobState"] == "FAILED")
         log = desk.folder / RUN / f"logs/slurm-{job}.log"
         said = subprocess.run([*inside, "cat", log], capture_output=True, text=True).stdout
         assert f"{RUN}/launch: node {node} does not see it" in said, said
@@ -159,7 +159,7 @@ def test_requeues_in_a_job_s_first_second_lose_no_job(desk: Desk) -> None:
         run = f"runs/{number}"
         jobs[run] = submit(desk, run=run)
         desk.cluster.wait_for_job(jobs[run], ["RUNNING"])
-        wait_for(lambda job=jobs[run]: desk.cluster.step_processes(job, "slurm_script"), 30)
+        wait_for(lambda job=jobs[run]: desk.cluster.step_processes(job, "slurm_script"))
         time.sleep(number / 12)
         done = desk.cluster.run("scancel", "--signal=USR1", "--batch", jobs[run])
         assert done.returncode == 0, done.stderr

@@ -68,7 +68,7 @@ def test_a_study_is_one_array_of_what_no_job_trains_yet(desk: Desk) -> None:
         desk.wait_for_step(run, 1)
     (desk.folder / folders[0] / "enough").touch()
     assert "cancelled" in desk.launcher("cancel", folders[1]).out
-    wait_for(lambda: not {first.job_id, second.job_id} & set(desk.job_states()), 60)
+    wait_for(lambda: not {first.job_id, second.job_id} & set(desk.job_states()))
     study(desk)
     assert states(desk) == ["finished", "waiting"]
     assert [len(read_jobs(desk.folder / run)) for run in folders] == [1, 2]
