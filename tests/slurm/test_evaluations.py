@@ -50,6 +50,7 @@ class Desk:
             f"train.num_steps={steps}",
             "checkpoint.interval_steps=1",
             "evaluation.interval_steps=1",
+            "recovery.preflight_seconds=0",
         ]
         words = ["submit", "run.toml", *sets(*settings), "--nodes", 1, "--evaluate-checkpoints"]
         # As evaluation.max_tokens of the run.
