@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from benchmarks.data_reading import drop
 from benchmarks.gpu_day.results import markdown
 from benchmarks.turns import Way, rounds, summary, timed
-from pretrain.bench.training import TrainingStep
+from pretrain.bench.timing import TrainingStep
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
 from pretrain.checkpoint.save import Saver

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.turns import rounds, summary, timed
 from pretrain import platform
-from pretrain.bench.training import TrainingStep
+from pretrain.bench.timing import TrainingStep
 from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
 from pretrain.positions.alibi import alibi_slopes
 from pretrain.topology import initialize

@@ -14,7 +14,7 @@ from benchmarks.gpu_day.results import Rows
 from benchmarks.gpu_day.sizes import CUDA, run_config
 from benchmarks.turns import timed
 from pretrain import platform
-from pretrain.bench.training import TrainingStep
+from pretrain.bench.timing import TrainingStep
 from pretrain.config import num_parameters
 from pretrain.topology import finish, initialize
 

@@ -23,7 +23,7 @@ from benchmarks.gpu_day.attention_correctness import backends
 from benchmarks.gpu_day.results import Rows, markdown
 from benchmarks.gpu_day.sizes import CUDA, run_config
 from benchmarks.turns import Way, rounds, summary, timed
-from pretrain.bench.training import TrainingStep
+from pretrain.bench.timing import TrainingStep
 from pretrain.config import RunConfig
 from pretrain.model.attention import CoreAttention
 from pretrain.topology import finish, initialize

@@ -24,7 +24,7 @@ from benchmarks.gpu_day.sizes import CUDA, run_config
 from benchmarks.gpu_day.training import predicted
 from benchmarks.turns import timed
 from pretrain import platform
-from pretrain.bench.training import TrainingStep
+from pretrain.bench.timing import TrainingStep
 from pretrain.plan.timing import Timing
 from pretrain.topology import finish, initialize
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.gpu_day.results import Row, Rows
 from benchmarks.gpu_day.sizes import device_name, run_config
-from pretrain.bench.training import bench_training
+from pretrain.bench.timing import bench_training
 from pretrain.config import RunConfig
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.plan.command import read_target

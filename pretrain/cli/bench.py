@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pretrain.config import ConfigError, RunConfig, load_config, writing
+from pretrain.config import ConfigError, EvaluationRequest, RunConfig, load_config, writing
 from pretrain.config.arguments import Commands, Config, Count, Numbers, OutFile, Overrides
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import RunPaths
@@ -36,9 +36,10 @@ def with_lengths(
     # First the config by itself, so that a wrong value is named as such.
     given = load_config(file, overrides)
     own = given.data.sequence_length
+    numbers = EvaluationRequest.parse(lengths, "nonoverlapping", None, None).lengths
     configs = []
     for method in (methods or given.position.method).split(","):
-        for length in parse_lengths(lengths) if lengths else [own]:
+        for length in numbers or (own,):
             settings = [f"position.method={method}", f"data.sequence_length={length}"]
             for key in ("global_batch_size", "micro_batch_size"):
                 tokens = getattr(given.batch, key) * own
@@ -54,20 +55,6 @@ def with_lengths(
                 # An empty name would remove the key, and measure its default.
                 raise ConfigError(f"--methods {methods}: {method!r} is not a position method")
     return configs
-
-
-def parse_lengths(lengths: str) -> list[int]:
-    """Return the numbers of --lengths."""
-    try:
-        parsed = [int(length) for length in lengths.split(",")]
-    except ValueError:
-        parsed = [0]
-    if min(parsed) < 1:
-        raise ConfigError(
-            f"--lengths {lengths}: expected numbers of tokens separated by commas, as in "
-            "--lengths 64,128"
-        )
-    return parsed
 
 
 bench = Commands(no_args_is_help=True, help="Measure speed and memory.")
@@ -93,7 +80,7 @@ def bench_train(
         out: Also write the result, for pretrain plan.
     """
     run = load_config(config, overrides)
-    from pretrain.bench.training import bench_training
+    from pretrain.bench.timing import bench_training
 
     bench_training(run, steps, out)
 
@@ -128,7 +115,7 @@ def bench_methods(
     """
     configs = with_lengths(config, overrides, methods, lengths)
     _check_folder(out)
-    from pretrain.bench.methods import efficiency_table, measure
+    from pretrain.bench.timing import efficiency_table, measure
 
     result = measure(configs, rounds, nproc)
     _show(efficiency_table(result), result, out)
@@ -142,15 +129,15 @@ def bench_generate(
     new_tokens: Annotated[int, typer.Option(min=2)] = 32,
     batch_size: Count = 1,
     rounds: Count = 5,
-    nproc: Count = 1,
     out: OutFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Time generation with a cache of keys and values, by length of the context and method.
 
     Prints tokens/s of the prompt and of the tokens generated behind it, the bytes of the cache and
-    peak memory. Methods and lengths take turns in processes of their own. Weights and prompts are
-    random, so neither a checkpoint nor data is needed.
+    peak memory. Methods and lengths take turns in processes of their own, as many as
+    parallel.tensor_model_parallel_size says. Weights and prompts are random, so neither a
+    checkpoint nor data is needed.
 
     \b
     Example:
@@ -164,17 +151,16 @@ def bench_generate(
         new_tokens: Tokens that are generated behind each prompt.
         batch_size: Sequences at once.
         rounds: How often each contestant takes its turn.
-        nproc: Processes of each contestant: its tensor-parallel size.
         out: Also write what was measured, as JSON.
     """
     file = RunPaths(config).config if config.is_dir() else config
     configs = with_lengths(file, overrides, methods)
-    numbers = parse_lengths(lengths)
+    numbers = EvaluationRequest.parse(lengths, "nonoverlapping", None, None).lengths or ()
     _check_folder(out)
-    from pretrain.bench.methods import Sizes, inference_table, measure_inference
+    from pretrain.bench.timing import Sizes, inference_table, measure_inference
 
     sizes = [Sizes(length, new_tokens, batch_size) for length in numbers]
-    result = measure_inference(configs, sizes, rounds, nproc)
+    result = measure_inference(configs, sizes, rounds)
     _show(inference_table(result), result, out)
 
 

@@ -355,11 +355,12 @@ class _WithSlopes(HuggingFaceClass):
     def note(self, config: RunConfig, settings: Any) -> str:
         trained = ", as training left them" if SLOPES in config.position.tensors(config) else ""
         slopes = ", ".join(f"{slope:.4g}" for slope in settings.slopes)
-        return f"""\
+        own = f"""\
 The slopes of ALiBi are those in `slopes` of config.json{trained}: {slopes}. Stock
 {self.stock} would compute others, so stock loaders refuse this folder, and the class that it
 brings along has to be allowed with `trust_remote_code=True`.
 """
+        return f"{own}\n{super().note(config, settings)}"
 
 
 def _with_slopes(rows: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -375,9 +376,6 @@ class BloomSlopes(_WithSlopes, Bloom):
     rows = _with_slopes(Bloom.rows)
     heads_key = "n_head"
 
-    def note(self, config: RunConfig, settings: Any) -> str:
-        return f"{super().note(config, settings)}\n{Bloom.note(self, config, settings)}"
-
 
 class MptSlopes(_WithSlopes, Mpt):
     model_type = "mpt_slopes"
@@ -385,9 +383,6 @@ class MptSlopes(_WithSlopes, Mpt):
     stock = Mpt.name
     rows = _with_slopes(Mpt.rows)
     heads_key = "n_heads"
-
-    def note(self, config: RunConfig, settings: Any) -> str:
-        return f"{super().note(config, settings)}\n{Mpt.note(self, config, settings)}"
 
 
 # ---- OPT: learned and sinusoidal positions (models/opt/modeling_opt.py) --------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters, writing
 from pretrain.data.shards import JSON, MODEL
 from pretrain.data.tokenizer import PROBES, Tokenizer, load_tokenizer
-from pretrain.evaluation.records import Table
+from pretrain.evaluation.records import Table, bounded_exp, number
 from pretrain.huggingface.base import CODE, HuggingFaceClass, same_bits
 from pretrain.huggingface.classes import class_of
 from pretrain.huggingface.parity import ParityReport
@@ -244,10 +244,9 @@ def check_same_ids(tokenizer: Tokenizer, directory: Path, settings: Any = None) 
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(directory, config=settings, local_files_only=True)
-    probes = PROBES
-    wanted = [(text, True, tokenizer.encode(text).tolist()) for text in probes]
+    wanted = [(text, True, tokenizer.encode(text).tolist()) for text in PROBES]
     names = [str(token) for token in theirs.added_tokens_decoder.values() if token.special]
-    plain = [text for text in probes if not any(name in text for name in names)]
+    plain = [text for text in PROBES if not any(name in text for name in names)]
     wanted += [(text, False, tokenizer.encode(text).tolist()) for text in plain]
     wanted += [(str(theirs.convert_ids_to_tokens(i)), False, [i]) for i in _declared(tokenizer)]
     for text, split, ids in wanted:
@@ -377,12 +376,10 @@ def metadata(config: RunConfig, curve: Sequence[Mapping[str, Any]]) -> str:
         pipeline_tag="text-generation",
         tags=[config.position.method],
         datasets=list(config.export.datasets) or None,
-        model_name=Path(config.run.directory).name or "model",
+        # It names a model for its results only.
+        model_name=(Path(config.run.directory).name or "model") if results else None,
         eval_results=results or None,
     )
-    if not results:
-        # It names a model for its results only.
-        data.model_name = None
     return data.to_yaml().strip()
 
 
@@ -397,24 +394,21 @@ def _results(config: RunConfig, record: Mapping[str, Any]) -> list[Any]:
 
     datasets, length = config.export.datasets, record["length"]
     keys = ("protocol", "stride", "length", "tokens", "tokenizer", "validation")
-    found = []
-    for key, title in (("perplexity", "Perplexity per token"), ("bits_per_byte", "Bits per byte")):
-        value = record.get(key)
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            continue
-        found.append(
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=datasets[0] if datasets else "text",
-                dataset_name=f"{datasets[0]}, held-out part" if datasets else "validation text",
-                dataset_split="validation",
-                metric_type=key,
-                metric_value=value,
-                metric_name=f"{title} in windows of {length} tokens, {record['protocol']}",
-                metric_args={k: record[k] for k in keys if record.get(k) is not None},
-            )
+    titles = {"perplexity": "Perplexity per token", "bits_per_byte": "Bits per byte"}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=datasets[0] if datasets else "text",
+            dataset_name=f"{datasets[0]}, held-out part" if datasets else "validation text",
+            dataset_split="validation",
+            metric_type=key,
+            metric_value=record[key],
+            metric_name=f"{title} in windows of {length} tokens, {record['protocol']}",
+            metric_args={k: record[k] for k in keys if record.get(k) is not None},
         )
-    return found
+        for key, title in titles.items()
+        if math.isfinite(number(record.get(key)))
+    ]
 
 
 def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:
@@ -425,7 +419,10 @@ def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:
     """
     if not curve:
         return ""
-    cells = {(_column(r), r["length"]): _cell(r) for r in curve}
+    # metrics.jsonl has null for what is not finite.
+    cells = {
+        (_column(r), r["length"]): f"{number(r['perplexity']):.2f}{_interval(r)}" for r in curve
+    }
     titles = list(dict.fromkeys(column for column, _ in cells))
     rows = []
     for length in sorted({r["length"] for r in curve}):
@@ -436,23 +433,13 @@ def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:
     return Table(title, ["tokens", *titles, "tokens scored"], rows, names=0).markdown()
 
 
-def _cell(record: Mapping[str, Any]) -> str:
-    """Return a record's perplexity, with its confidence interval where that is known."""
-    perplexity = record["perplexity"]
-    # metrics.jsonl has null for what is not finite.
-    if perplexity is None or not math.isfinite(perplexity):
-        return "not finite"
-    return f"{perplexity:.2f}{_interval(record)}"
-
-
 def _interval(record: Mapping[str, Any]) -> str:
     """Return the confidence interval of a record's perplexity in brackets; "" where it is unknown.
 
     That is so where the text has too few blocks.
     """
-    ends = [record.get(key) for key in ("loss_low", "loss_high")]
-    finite = [math.exp(end) for end in ends if isinstance(end, int | float) and end < 700]
-    return f" ({finite[0]:.2f} to {finite[1]:.2f})" if len(finite) == 2 else ""
+    low, high = (bounded_exp(number(record.get(key))) for key in ("loss_low", "loss_high"))
+    return f" ({low:.2f} to {high:.2f})" if math.isfinite(high) else ""
 
 
 def _column(record: Mapping[str, Any]) -> str:

@@ -277,18 +277,11 @@ def _check_parity(source: Source, out: Path, checkpoint: Path) -> None:
     report = compare_with_folder(config, opened, source.folder, ids)
     print(report.format())
     if not report.passed:
-        advice = (
-            "Leave out --set of [model] and [position]"
-            if not source.is_export
-            else (
-                f"Leave out --set of [model] and [position]; if the folder was changed after its "
-                f"export, remove {source.folder / MARKER} to import it as its class computes it"
-            )
-        )
         raise RunFailed(
             f"{source.folder}: our model does not compute what transformers computes, so {out} was "
-            f"not made. {advice}. Else this is a defect of the import: report it with the folder's "
-            f"{CONFIG}"
+            "not made. Leave out --set of [model] and [position]; if the folder was changed after "
+            f"`pretrain export`, remove its {MARKER} to import it as its class computes it. Else "
+            f"this is a defect of the import: report it with the folder's {CONFIG}"
         )
 
 
@@ -300,11 +293,9 @@ def _tokenizer(source: Source) -> Tokenizer | None:
 
 def _advice(config: RunConfig, out: Path, tokenizer: Tokenizer | None) -> str:
     """Return what has to be known about the data before the run is evaluated or trained on."""
-    build = f"`pretrain data build {out}/config.toml`"
-    needs = f"To evaluate it or train on, data.directory = {config.data.directory} needs tokens of"
-    if tokenizer is None:
-        return (
-            f"{needs} this model's own tokenizer: name its SentencePiece model or tokenizer.json "
-            f"as data.tokenizer and run {build}. Others would give meaningless numbers"
-        )
-    return f"{needs} {out / tokenizer.file_name}: set data.paths and run {build}"
+    own = "this model's own tokenizer, named as data.tokenizer"
+    return (
+        f"To evaluate it or train on, data.directory = {config.data.directory} needs tokens of "
+        f"{own if tokenizer is None else out / tokenizer.file_name}: set data.paths and run "
+        f"`pretrain data build {out}/config.toml`"
+    )

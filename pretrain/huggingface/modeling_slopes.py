@@ -22,29 +22,34 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
-from transformers import BloomConfig, MptConfig
+from transformers import BloomConfig, MptConfig, PreTrainedConfig
 from transformers.models.bloom.modeling_bloom import BloomForCausalLM, BloomModel
 from transformers.models.mpt.modeling_mpt import MptForCausalLM, MptModel
 
 
+class _Slopes(PreTrainedConfig):
+    """A config with the slopes of the heads, which also say how many heads there are."""
+
+    slopes: list[float] | None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.slopes is not None:
+            setattr(self, self.attribute_map["num_attention_heads"], len(self.slopes))
+        super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as config.json has them, in which the number of heads is null."""
+        return super().to_dict() | {self.attribute_map["num_attention_heads"]: None}
+
+
 @strict
-class BloomSlopesConfig(BloomConfig):  # type: ignore[no-untyped-call]  # untyped in transformers
-    """BloomConfig with the slopes of the heads, which also say how many heads there are."""
+class BloomSlopesConfig(_Slopes, BloomConfig):  # type: ignore[no-untyped-call]  # as below
+    """BloomConfig with slopes."""
 
     model_type = "bloom_slopes"
 
     n_head: int | None = None  # type: ignore[assignment]  # null in config.json
     slopes: list[float] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.slopes is not None:
-            self.n_head = len(self.slopes)
-        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # untyped in transformers
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as config.json has them, in which n_head is null."""
-        settings: dict[str, Any] = super().to_dict()
-        return settings | {"n_head": None}
 
 
 class BloomSlopesModel(BloomModel):  # type: ignore[no-untyped-call]  # untyped in transformers
@@ -96,23 +101,13 @@ class BloomSlopesForCausalLM(BloomForCausalLM):  # type: ignore[no-untyped-call]
 
 
 @strict
-class MptSlopesConfig(MptConfig):  # type: ignore[no-untyped-call]  # untyped in transformers
-    """MptConfig with the slopes of the heads, which also say how many heads there are."""
+class MptSlopesConfig(_Slopes, MptConfig):  # type: ignore[no-untyped-call]  # as above
+    """MptConfig with slopes."""
 
     model_type = "mpt_slopes"
 
     n_heads: int | None = None  # type: ignore[assignment]  # null in config.json
     slopes: list[float] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.slopes is not None:
-            self.n_heads = len(self.slopes)
-        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # untyped in transformers
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as config.json has them, in which n_heads is null."""
-        settings: dict[str, Any] = super().to_dict()
-        return settings | {"n_heads": None}
 
 
 class MptSlopesModel(MptModel):  # type: ignore[no-untyped-call]  # untyped in transformers

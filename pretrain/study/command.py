@@ -464,7 +464,7 @@ def _measure(work: Work) -> bool:
     if work.request.site is not None or work.request.report_only:
         say("efficiency: measured without --site and --report-only, on a machine that trains")
         return False
-    from pretrain.bench.methods import measure
+    from pretrain.bench.timing import measure
 
     say(f"measuring speed and memory of {len(configs)} methods and lengths, {rounds} rounds")
     try:

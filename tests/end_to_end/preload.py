@@ -18,7 +18,7 @@ for name in (
     "pretrain.launcher.cli",
     "pretrain.data.build",
     "pretrain.training.loop",
-    "pretrain.bench.training",
+    "pretrain.bench.timing",
     "pretrain.evaluation.command",
     "pretrain.huggingface.export",
     "tests.end_to_end.forks",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.bench.methods import check_contestants
+from pretrain.bench.timing import check_contestants
 from pretrain.config import ConfigError, load_config
 from pretrain.processes import Processes, Stopped
 from pretrain.study import command
