@@ -27,7 +27,7 @@ from transformers.models.bloom.modeling_bloom import BloomForCausalLM, BloomMode
 from transformers.models.mpt.modeling_mpt import MptForCausalLM, MptModel
 
 
-class _Slopes(PreTrainedConfig):
+class _Slopes(PreTrainedConfig):  # type: ignore[no-untyped-call]  # untyped in transformers
     """A config with the slopes of the heads, which also say how many heads there are."""
 
     slopes: list[float] | None
@@ -35,7 +35,7 @@ class _Slopes(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.slopes is not None:
             setattr(self, self.attribute_map["num_attention_heads"], len(self.slopes))
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # as above
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as config.json has them, in which the number of heads is null."""
@@ -43,7 +43,7 @@ class _Slopes(PreTrainedConfig):
 
 
 @strict
-class BloomSlopesConfig(_Slopes, BloomConfig):  # type: ignore[no-untyped-call]  # as below
+class BloomSlopesConfig(_Slopes, BloomConfig):  # type: ignore[no-untyped-call]  # as above
     """BloomConfig with slopes."""
 
     model_type = "bloom_slopes"
