@@ -27,6 +27,7 @@ from tests.end_to_end.commands import (
     LAUNCHER,
     TIMEOUT_SECONDS,
     ended,
+    forked,
     sets,
     started,
     succeeded,
@@ -237,7 +238,7 @@ def nothing_runs(run: Path) -> None:
 def whole(config: Path, workspace: Path) -> Path:
     """The run that nobody disturbs."""
     run = workspace / "runs/whole"
-    succeeded(ended(started(command(config, run))))
+    succeeded(forked(command(config, run)))
     return run
 
 
