@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.config import ConfigError, load_config
-from pretrain.config.display import say
+from pretrain.config.errors import say
 from pretrain.launcher import slurm
 from pretrain.launcher.site import Site, load_site
 from pretrain.launcher.submit import check_time

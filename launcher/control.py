@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.config.display import plain_output
+from pretrain.config.errors import plain_output
 from pretrain.launcher import evaluations, slurm
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.status import (

@@ -28,7 +28,7 @@ from pathlib import Path
 from pydantic import Field
 
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, load_config, writing
-from pretrain.config.display import say
+from pretrain.config.errors import say
 from pretrain.config.schema import Section
 from pretrain.launcher import slurm
 from pretrain.launcher.ranks import SrunRanks

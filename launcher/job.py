@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.config.display import say
+from pretrain.config.errors import say
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import PendingEvaluations

@@ -23,7 +23,7 @@ def main() -> None:
     # Not above: they take most of the command's start, in which Ctrl-C would print a traceback.
     from pretrain.config import ConfigError, RunFailed
     from pretrain.config.arguments import expand_home
-    from pretrain.config.display import PlainStream
+    from pretrain.config.errors import PlainStream
     from pretrain.launcher.cli import app
     from pretrain.rundir.paths import ExitCode, exit_code_of
 

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretrain.config import ConfigError, NoSpace, RunConfig, writing
-from pretrain.config.display import say
-from pretrain.config.errors import is_supported, not_supported
+from pretrain.config.errors import is_supported, not_supported, say
 from pretrain.launcher import slurm
 from pretrain.launcher.supervise import Repeater, Signals, signals_blocked
 from pretrain.rundir.attempts import HEARTBEAT_SECONDS, PREFLIGHT, Attempt, Preflight

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
-from pretrain.config.display import say
+from pretrain.config.errors import say
 from pretrain.launcher import slurm
 from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor, signals_blocked
 from pretrain.processes import dies_with_parent

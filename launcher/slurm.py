@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.config.display import say
+from pretrain.config.errors import say
 from pretrain.rundir.jobs import job_id_of
 
 # ---- Run one of Slurm's commands, without a shell, and tell its failures apart ----

@@ -22,8 +22,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from pretrain.config import ConfigError
-from pretrain.config.display import say
-from pretrain.config.errors import columns
+from pretrain.config.errors import columns, say
 from pretrain.launcher import slurm
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.supervise import failing_nodes

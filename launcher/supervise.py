@@ -44,7 +44,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
-from pretrain.config.display import say
+from pretrain.config.errors import say
 from pretrain.launcher import slurm
 from pretrain.rundir.attempts import (
     HEARTBEAT_SECONDS,

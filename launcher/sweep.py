@@ -24,7 +24,7 @@ import tomli_w
 from pydantic import BaseModel
 
 from pretrain.config import ConfigError, RunConfig, RunFailed, load_config
-from pretrain.config.display import say
+from pretrain.config.errors import say
 from pretrain.config.load import key_of
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm

@@ -19,9 +19,7 @@ import importlib.util
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
@@ -63,10 +61,6 @@ MODULES = ("megatron.core", "deepspeed.runtime.zero.muon.original_muon")
 """Modules that decorate with torch.compile, or import wandb, when they are imported."""
 
 
-_WITHHELD = threading.local()
-"""Whether this thread finds no wandb."""
-
-
 def install() -> None:
     """Make the first import of each of MODULES a lean one, whoever imports it."""
     if not any(isinstance(finder, _LeanFinder) for finder in sys.meta_path):
@@ -82,9 +76,7 @@ class _LeanFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of MODULES, or of wandb while it is withheld; else None."""
-        if name == "wandb" and getattr(_WITHHELD, "wandb", False):
-            return ModuleSpec(name, _Withheld())
+        """Return the spec of a module of MODULES; else None."""
         if name not in self._left:
             return None
         self._left.remove(name)
@@ -100,29 +92,26 @@ class _LeanFinder:
         return spec
 
 
-class _Withheld(Loader):
-    """Fail to import a module that was found: a search alone must not raise an exception."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        raise ModuleNotFoundError("withheld by pretrain.startup", name=module.__name__)
-
-
 @contextlib.contextmanager
 def _lean() -> Iterator[None]:
     """Let no import in this context find wandb, and no decoration with torch.compile load it.
 
-    Other threads find wandb meanwhile. What they decorate is compiled when it is called, too.
+    For other threads, too. What they decorate is compiled when it is called.
     """
     import torch
 
     compile_now = torch.compile
-    _WITHHELD.wandb = True
+    is_withheld = "wandb" not in sys.modules
+    if is_withheld:
+        # Python's own mark of a module that is not to be found.
+        sys.modules["wandb"] = None  # type: ignore[assignment]
     torch.compile = compile_when_called  # type: ignore[assignment]  # a patch
     try:
         yield
     finally:
         torch.compile = compile_now
-        _WITHHELD.wandb = False
+        if is_withheld:
+            del sys.modules["wandb"]
 
 
 def compile_when_called(

@@ -62,7 +62,7 @@ from pretrain.data.shards import TOKENIZER_FILES
 from pretrain.data.stream import TokenStream
 from pretrain.rundir.checkpoints import MANIFEST, Branch, Lineage, Name, Natural, check_name, run_of
 from pretrain.rundir.files import parse_json
-from pretrain.rundir.provenance import Provenance
+from pretrain.rundir.jobs import Provenance
 
 # ---- content ----
 # Define the content of a checkpoint's small files: the manifest and the state of the trainer.

@@ -38,6 +38,7 @@ from pretrain.checkpoint.manifest import (
 )
 from pretrain.checkpoint.writer import Publication, Writer, publish
 from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, writing
+from pretrain.config.errors import say
 from pretrain.config.trajectory import DIGITS, TOKENIZER
 from pretrain.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from pretrain.optim.zero import Fragment, ZeroOptimizer
@@ -48,7 +49,7 @@ from pretrain.rundir.checkpoints import (
     new_id,
     writing_as_holder,
 )
-from pretrain.rundir.files import replace_file, say
+from pretrain.rundir.files import replace_file
 from pretrain.rundir.metrics import WarnOnce
 from pretrain.topology import Process, Topology, on_main, ranks_here
 

@@ -19,9 +19,8 @@ from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import MASTER, Checkpoint, open_checkpoint
 from pretrain.checkpoint.store import Rounds, Store, split_checkpoint
 from pretrain.config import ConfigError, RunFailed, dump_config, load_config, writing
-from pretrain.config.describe import describe
-from pretrain.config.errors import columns, moment, size
-from pretrain.config.run import is_url
+from pretrain.config.errors import columns, moment, printable, size
+from pretrain.config.run import describe, is_url
 from pretrain.optim.optimizers import meaning
 from pretrain.rundir.attempts import check_free
 from pretrain.rundir.checkpoints import (
@@ -47,7 +46,6 @@ from pretrain.rundir.files import (
 )
 from pretrain.rundir.history import Policy, old_checkpoints, read_abandoned
 from pretrain.rundir.paths import RunPaths, check_version
-from pretrain.rundir.provenance import printable
 
 # ---- list ----
 

@@ -106,7 +106,7 @@ def config(
     Args:
         list_files: List the configs and example sites that are installed with this package.
     """
-    from pretrain.config.describe import describe
+    from pretrain.config.run import describe
     from pretrain.huggingface.classes import describe_export
 
     run = load_config(config, overrides)

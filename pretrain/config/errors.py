@@ -1,4 +1,4 @@
-"""Say to people what happened: the errors that end a command, and tables, sizes and times.
+"""Say to people what happened: the errors that end a command, tables, sizes, times and messages.
 
 An error ends a command without a traceback: wrong input, or a failed run.
 
@@ -10,9 +10,12 @@ traceback.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
 import re
+import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -156,6 +159,67 @@ def size(count: int) -> str:
 def moment(at: float) -> str:
     """Return Unix seconds as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+# ---- Messages as text that steers no terminal ----------------------------------------------------
+_STEERING = re.compile(rb"\x1b\[[\d;]*m|[\t\r\n]")
+"""Sequences that a log may send to a terminal: colours, and where a progress bar begins anew."""
+
+
+class PlainStream(io.TextIOWrapper):
+    """A stream of text in which every control character but a line end is written as an escape.
+
+    The launcher prints through it. Files of a run may be another user's, and name what they like as
+    a reason or a node. A terminal would obey it: rename its window, change what was printed before,
+    answer as if the user typed.
+    """
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        return super().write(plain_lines(text))
+
+
+def plain_lines(text: str) -> str:
+    """Return text with an escape, such as "\\x1b", for each control character but line ends.
+
+    Characters that turn the direction of writing are among them, and halves of surrogate pairs,
+    which cannot be printed at all.
+    """
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def plain_output(output: bytes) -> bytes:
+    """Return what a rank printed as it may go to a terminal: with line ends, tabs and colours.
+
+    Everything else that is no printable character is written as an escape.
+    """
+    parts, end = [], 0
+    for match in _STEERING.finditer(output):
+        parts += [_plain_bytes(output[end : match.start()]), match[0]]
+        end = match.end()
+    return b"".join([*parts, _plain_bytes(output[end:])])
+
+
+def say(*lines: str) -> None:
+    """Print lines to stderr; nothing where there are none.
+
+    A terminal that was closed, or a full disk under a log, must not end the run, so the lines are
+    lost then.
+    """
+    if lines:
+        with contextlib.suppress(OSError):
+            print(*map(plain_lines, lines), sep="\n", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Return a text with an escape for each control character, line ends included."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _plain_bytes(part: bytes) -> bytes:
+    return printable(part.decode(errors="backslashreplace")).encode()
 
 
 # ---- Whether a build of torch has code for a GPU -------------------------------------------------

@@ -110,11 +110,6 @@ def num_parameters_of_rank(config: RunConfig, pipeline_rank: int) -> int:
     return sum(each.of_rank(tensor) for each in stage_tensors(config, pipeline_rank))
 
 
-def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the bytes of the tensors of a checkpoint: fp32 masters and moments."""
-    return config.state_bytes * num_parameters(config)
-
-
 class Widths(NamedTuple):
     """Numbers that a token has on one tensor-parallel rank; every model of memory counts by them.
 

@@ -8,9 +8,8 @@ runs on login nodes.
 - paths.py: where everything lies, the version of the layout; phases, outcomes, exit codes
 - files.py: publish files and folders in one move; read JSON whatever state it is in
 - attempts.py: the attempts at a run, of which one at a time is made
-- provenance.py: what an attempt was made with
 - trust.py: that nobody else put something there, and that no secret is written there
 - checkpoints.py, history.py: ancestry, which checkpoints there are, which go
 - metrics.py: metrics.jsonl
-- jobs.py: the Slurm jobs sent for a run
+- jobs.py: the starts of a run: the Slurm jobs sent for it, what an attempt was made with
 """

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, load_config, writing
+from pretrain.config.errors import say
 from pretrain.rundir.checkpoints import (
     checkpoint_step,
     complete_checkpoints,
@@ -40,7 +41,6 @@ from pretrain.rundir.files import (
     read_records,
     read_text,
     replace_json,
-    say,
 )
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import (

@@ -16,7 +16,6 @@ import os
 import shutil
 import stat
 import struct
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -424,11 +423,3 @@ def _has_odd_number(value: Any) -> bool:
     if isinstance(value, dict | list):
         return any(map(_has_odd_number, value.values() if isinstance(value, dict) else value))
     return isinstance(value, int | float) and not abs(value) < MAX_NUMBER
-
-
-def say(*lines: str) -> None:
-    """Print lines on stderr, which may be a file on a disk that is full for a moment."""
-    if not lines:
-        return
-    with contextlib.suppress(OSError):
-        print(*lines, sep="\n", file=sys.stderr, flush=True)

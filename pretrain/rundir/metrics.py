@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pretrain.config import writing
-from pretrain.rundir.files import MAX_NUMBER, new_file, open_own, read_json_lines, say
+from pretrain.config.errors import say
+from pretrain.rundir.files import (
+    MAX_NUMBER,
+    new_file,
+    open_own,
+    read_json_lines,
+)
 
 # ---- Warn about what goes wrong beside training, once for each kind, and let training go on ----
 
@@ -215,7 +221,7 @@ def _is_whole(record: Record) -> bool:
 
 
 def copy_after(path: Path, step: int, copy: Path) -> None:
-    """Write the records after a step to another file, in one move; without records, no file.
+    """Write the records after a step to another file, in one move.
 
     Args:
         path: The metrics.jsonl.
@@ -223,36 +229,24 @@ def copy_after(path: Path, step: int, copy: Path) -> None:
         copy: The file to write.
     """
     records = (record for record in read_metrics(path) if record["step"] > step)
-    _write_all(copy, records, even_empty=False)
+    _write_all(copy, records)
 
 
 def drop_after(path: Path, step: int) -> None:
     """Rewrite the file without the records after `step` and without damaged lines, in one move."""
     kept = (r for r in read_metrics(path) if 0 < r["step"] <= step - is_change(r))
-    _write_all(path, kept, even_empty=True)
+    _write_all(path, kept)
 
 
-def _write_all(path: Path, records: Iterable[Record], *, even_empty: bool) -> None:
-    """Write records to a file in one move. They may be read from that very file.
-
-    Args:
-        path: The file to write.
-        records: Its records.
-        even_empty: Make the file also when there is no record.
-    """
+def _write_all(path: Path, records: Iterable[Record]) -> None:
+    """Write records to a file in one move. They may be read from that very file."""
     # Not `replace_file`: the records of a long run are streamed, not held in memory. The whole
     # history is in this file, so it must be on the disk before it is replaced.
-    with contextlib.suppress(_NothingWritten), new_file(path, durable=True) as partial:
+    with new_file(path, durable=True) as partial:
         with partial.open("w") as file:
-            written = sum(file.write(json.dumps(_to_json(r)) + "\n") for r in records)
-        if not (written or even_empty):
-            raise _NothingWritten
+            file.writelines(json.dumps(_to_json(record)) + "\n" for record in records)
         if path.exists():
             shutil.copymode(path, partial)
-
-
-class _NothingWritten(Exception):
-    """Raised to leave a file as it is."""
 
 
 def _to_json(record: Record) -> Record:

@@ -22,6 +22,7 @@ from pretrain import platform
 from pretrain.checkpoint.save import Saver
 from pretrain.checkpoint.store import Uploader
 from pretrain.config import Diverged, Poisoned, num_parameters
+from pretrain.config.errors import say
 from pretrain.config.run import recorded_protocol
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.evaluation.perplexity import Evaluator, check_memory
@@ -37,7 +38,7 @@ from pretrain.optim.health import (
     update_counts,
 )
 from pretrain.rundir.checkpoints import check_room, checkpoint_directory, checkpoint_step
-from pretrain.rundir.files import make_directory, say
+from pretrain.rundir.files import make_directory
 from pretrain.rundir.history import saving_then_stopping
 from pretrain.rundir.metrics import CHANGED, EVALUATION, Record
 from pretrain.rundir.paths import Phase, RunPaths
@@ -46,7 +47,6 @@ from pretrain.training.metrics import PASS, MetricsWriter
 from pretrain.training.reporter import Interrupted
 from pretrain.training.start import Run, is_evaluated_after
 from pretrain.training.step import Hook, agree
-from pretrain.training.upload import Patience
 
 VIEWER = "https://ui.perfetto.dev"
 """Shows a trace in the browser, and sends it nowhere."""
@@ -521,6 +521,26 @@ class CheckpointHook(Hook):
         check_room(paths.checkpoints, run.config.state_bytes * num_parameters(run.config))
         if self.writer is not None:
             self.writer.flush()
+
+
+STOP_SECONDS = 30.0
+"""How long a run that is asked to stop waits for an upload; the next start makes up for it."""
+
+
+class Patience:
+    """Decides how long the end of a run waits for uploads."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._asked_at: float | None = None
+
+    def may_wait(self) -> bool:
+        """Return True as long as nobody asked the run to stop, and for a while after that."""
+        # A sign of life, for the watchdog.
+        self._run.reporter.progress(self._run.state.step)
+        if self._asked_at is None and any(self._run.requests.votes()[:-1]):
+            self._asked_at = time.monotonic()
+        return self._asked_at is None or time.monotonic() - self._asked_at < STOP_SECONDS
 
 
 class UploadHook(Hook):

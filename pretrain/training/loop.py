@@ -14,11 +14,12 @@ from pretrain import platform
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import TrainerState, data_hashes, open_checkpoint
 from pretrain.config import ConfigError, Poisoned, RunConfig, RunFailed, dump_config, writing
+from pretrain.config.errors import say
 from pretrain.config.trajectory import describe_differences
 from pretrain.data.loader import batches
 from pretrain.model.forward import Batch
 from pretrain.optim.optimizers import learning_rate
-from pretrain.rundir.files import replace_file, say
+from pretrain.rundir.files import replace_file
 from pretrain.rundir.metrics import collecting
 from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import Topology, on_main, supervised_attempt
@@ -28,7 +29,9 @@ from pretrain.training.reporter import EXIT_CODES, AttemptReporter, Requests
 from pretrain.training.start import (
     Run,
     StartPoint,
+    bring,
     check_same_data,
+    check_store,
     evaluations_of,
     load_run,
     prepare,
@@ -44,7 +47,6 @@ from pretrain.training.step import (
     seed_step,
     update,
 )
-from pretrain.training.upload import bring, check_store
 
 
 def train(

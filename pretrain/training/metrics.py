@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig
-from pretrain.rundir.files import make_directory, replace_file, say
+from pretrain.config.errors import say
+from pretrain.rundir.files import make_directory, replace_file
 from pretrain.rundir.metrics import (
     CHANGED,
     EVALUATION,
@@ -491,8 +492,6 @@ class Console(Destination):
         self._seconds: deque[float] = deque(maxlen=RATE_WINDOW_STEPS)
 
     def step(self, record: Record) -> None:
-        for line in _pass_lines(record):
-            say(line)
         step, is_first = record["step"], not self._seconds
         self._seconds.append(record["step_seconds"])
         if step % self._interval == 0 or step == self._num_steps:
@@ -521,15 +520,6 @@ def _data_wait(record: Record) -> str:
     """Return how much of a step was spent waiting for its data, if it is worth a look."""
     share = record["data_wait_seconds"] / record["step_seconds"]
     return f"  data wait {share:.0%}" if share > SHOWN_WAIT else ""
-
-
-def _pass_lines(record: Record) -> list[str]:
-    """Return a line for each corpus that begins another pass in a step."""
-    return [
-        f"step {record['step']}: corpus {key.removeprefix(PASS)} begins pass {number}"
-        for key, number in record.items()
-        if key.startswith(PASS)
-    ]
 
 
 def _evaluation_lines(records: list[Record]) -> list[str]:

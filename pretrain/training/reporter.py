@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from pretrain.config.errors import say
 from pretrain.rundir.attempts import HEARTBEAT_SECONDS, Attempt, Owner
 from pretrain.rundir.checkpoints import Superseded
-from pretrain.rundir.files import say
 from pretrain.rundir.metrics import WarnOnce
 from pretrain.rundir.paths import (
     ExitCode,

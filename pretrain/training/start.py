@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 import sys
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +31,9 @@ from pretrain.checkpoint.manifest import (
     data_hashes,
     open_checkpoint,
 )
+from pretrain.checkpoint.store import Store, Stored, StoreError, split_checkpoint
 from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config.errors import say
 from pretrain.config.run import is_url
 from pretrain.config.trajectory import DIGITS, Difference
 from pretrain.data.order import Blend, segment_of
@@ -41,24 +45,28 @@ from pretrain.model.gpt import build_model
 from pretrain.optim.health import SpikeDetector
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.platform import device_name, versions
-from pretrain.rundir.attempts import Owner, poisoned, read_attempts
+from pretrain.rundir.attempts import Owner, check_free, poisoned, read_attempts
 from pretrain.rundir.checkpoints import (
     Branch,
+    begin_partial,
+    checkpoint_directory,
     checkpoint_step,
     checkpoints_to_resume,
     complete_checkpoints,
     find_checkpoint,
     new_id,
+    read_lineage,
+    saved_checkpoints,
 )
-from pretrain.rundir.files import make_directory, say
+from pretrain.rundir.files import make_directory, publish_directory
 from pretrain.rundir.history import begins_branch, keeps_lines_of, recover, settle
-from pretrain.rundir.metrics import evaluations_at
-from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.provenance import (
+from pretrain.rundir.jobs import (
     PROVENANCE,
     Provenance,
     write_provenance,
 )
+from pretrain.rundir.metrics import evaluations_at
+from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology, gather, host_name, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
 from pretrain.training.metrics import StepMetrics
@@ -104,7 +112,7 @@ def choose_checkpoint(
             )
         return None, ()
     if is_url(resume):
-        # It is downloaded when the processes have joined (`pretrain.training.upload.bring`).
+        # It is downloaded when the processes have joined (`bring`).
         return None, ()
     if resume != "auto":
         return _open(find_checkpoint(Path(resume)), opened), ()
@@ -559,3 +567,147 @@ def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) ->
             f"{config.directory}: {names} moved to {folder}, because training goes on from step "
             f"{start_point.step}"
         )
+
+
+# ---- Bring the newest checkpoint of a store back to an empty node ----
+
+
+POLL_SECONDS = 60.0
+"""The longest time for which the other ranks wait in a collective while rank 0 downloads."""
+
+
+def check_store(config: RunConfig, resume: str) -> None:
+    """Check that the packages for the run's URLs are installed. Every process does so.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for url in (config.checkpoint.upload_to, resume if is_url(resume) else None):
+        if url is not None:
+            Store(split_checkpoint(url)[0])
+
+
+def bring(config: RunConfig, topology: Topology, resume: str) -> str:
+    """Download the checkpoint to resume from, if it is in a store. All ranks together.
+
+    With "auto" that is done if checkpoint.upload_to has a checkpoint that descends from the run's
+    newest one, as on another node's empty disk.
+
+    Args:
+        config: The run.
+        topology: The processes' layout.
+        resume: "auto", "none", a path or a URL.
+
+    Returns:
+        What to resume from now: a path in place of a URL.
+
+    Raises:
+        ConfigError: The store holds no such checkpoint, or another run's.
+        RunFailed: It cannot be read, or the disk refused.
+    """
+    url = config.checkpoint.upload_to
+    if not is_url(resume) and url is None:
+        return resume
+    if not is_url(resume) and resume not in ("auto", "none"):
+        return resume
+    work = _Download(config, resume)
+    while not on_main(topology, work.go_on):
+        pass
+    return on_main(topology, lambda: work.resume)
+
+
+class _Download:
+    """The download on rank 0, while the other ranks wait in short collectives."""
+
+    def __init__(self, config: RunConfig, resume: str) -> None:
+        self.resume = resume
+        self._config = config
+        self._problem: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def go_on(self) -> bool:
+        """Begin or go on for at most POLL_SECONDS; return True when it is done."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+        self._thread.join(POLL_SECONDS)
+        if self._thread.is_alive():
+            return False
+        if self._problem is not None:
+            raise self._problem
+        return True
+
+    def _work(self) -> None:
+        try:
+            with writing(self._config.directory):
+                self.resume = fetch(self._config, self.resume)
+        except Exception as error:
+            self._problem = error
+
+
+def fetch(config: RunConfig, resume: str) -> str:
+    """Do the work of `bring`, in one process."""
+    url = resume if is_url(resume) else config.checkpoint.upload_to
+    assert url is not None
+    base, name = split_checkpoint(url)
+    store = Store(base)
+    own = [saved for saved in saved_checkpoints(config.directory) if saved.is_sound]
+    try:
+        wanted = store.stored(name) if name else store.newest()
+    except StoreError as error:
+        if resume == "auto" and own:
+            say(f"warning: {error}. Training goes on from what is on the disk")
+            return resume
+        raise
+    if wanted is None:
+        if is_url(resume):
+            raise ConfigError(f"--resume {resume}: holds no complete checkpoint. Give another URL")
+        return resume
+    if resume == "none":
+        raise ConfigError(
+            f"checkpoint.upload_to = {url}: holds a run already, and --resume none would mix "
+            "another one with it. Resume (--resume auto), or set another URL"
+        )
+    if resume == "auto" and own:
+        newest = own[-1].lineage
+        assert newest is not None
+        if wanted.lineage.branches[0].id != newest.branches[0].id:
+            raise ConfigError(
+                f"checkpoint.upload_to = {url}: holds another run's checkpoints "
+                f"({wanted.name}), not those of {config.directory}. Set another URL"
+            )
+        if not newest.is_ancestor_of(wanted.lineage):
+            return resume
+    for stored in [wanted] if name else store.line_to(wanted):
+        final = checkpoint_directory(config.directory, stored.step)
+        there = read_lineage(final)
+        try:
+            if there is None or there.id != stored.lineage.id:
+                _fetch_one(config, store, stored, final)
+        except DamagedCheckpoint as error:
+            say(f"warning: {error}. The checkpoint before it is tried")
+            continue
+        return resume if resume == "auto" else str(final)
+    raise ConfigError(
+        f"{store.url}: every checkpoint there is damaged. --resume one that is elsewhere"
+    )
+
+
+def _fetch_one(config: RunConfig, store: Store, stored: Stored, final: Path) -> None:
+    """Download a checkpoint under a hidden name, verify it, and give it its name."""
+    if supervised_attempt() is None:
+        # Under a supervisor the run is held already.
+        check_free(config.directory)
+    if final.exists():
+        raise ConfigError(
+            f"{final}: is there already, and is not {store.url}/{stored.name}. Move it elsewhere, "
+            "or train in another run.directory"
+        )
+    say(f"{config.directory}: downloading {store.url}/{stored.name}, {stored.bytes / 1e9:.2f} GB")
+    partial = begin_partial(config.directory, stored.step, supervised_attempt())
+    try:
+        store.download(stored, partial)
+        open_checkpoint(partial)
+        publish_directory(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

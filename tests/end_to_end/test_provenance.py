@@ -7,7 +7,7 @@ import shutil
 
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.tools import show_source
-from pretrain.rundir.provenance import Provenance
+from pretrain.rundir.jobs import Provenance
 from tests.end_to_end.commands import pretrain, sets, succeeds
 
 

@@ -233,19 +233,3 @@ def test_a_rollback_keeps_what_was_allowed_to_change_at_its_step(tmp_path):
     records = list(read_metrics(tmp_path / "metrics.jsonl"))
     assert [record["step"] for record in records] == [4, 5]
     assert records[0]["changed"] == {"optimizer.learning_rate": [1e-3, 5e-4]}
-
-
-def test_the_end_of_a_corpus_is_said_at_its_step(tmp_path, capsys):
-    """Although the log shows the first step and every tenth one alone."""
-    writer = MetricsWriter(make_config(), tmp_path, 0)
-    writer.step(step_record(1))
-    assert capsys.readouterr().err.startswith("step 1/")
-    writer.step(step_record(3, begun_pass_of_books=2))
-    writer.step(step_record(4))
-    writer.step(step_record(7, begun_pass_of_books=3, begun_pass_of_news=12))
-    writer.close()
-    assert capsys.readouterr().err.splitlines() == [
-        "step 3: corpus books begins pass 2",
-        "step 7: corpus books begins pass 3",
-        "step 7: corpus news begins pass 12",
-    ]

@@ -14,9 +14,9 @@ import pytest
 
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.tools import show_source
-from pretrain.rundir import provenance
+from pretrain.rundir import jobs
 from pretrain.rundir.attempts import Owner
-from pretrain.rundir.provenance import (
+from pretrain.rundir.jobs import (
     PROVENANCE,
     Provenance,
     Source,
@@ -107,7 +107,7 @@ def test_without_git_or_a_repository_nothing_fails(clone, tmp_path, monkeypatch)
     assert read_source(clone) == Source()
     (tmp_path / "git").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     (tmp_path / "git").chmod(0o755)
-    monkeypatch.setattr(provenance, "GIT_SECONDS", 0.2)
+    monkeypatch.setattr(jobs, "GIT_SECONDS", 0.2)
     assert read_source(clone) == Source()
     monkeypatch.undo()
     shutil.rmtree(clone / ".git")

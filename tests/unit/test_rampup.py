@@ -9,8 +9,7 @@ from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBat
 
 from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
 from pretrain.config import ConfigError
-from pretrain.config.describe import describe
-from pretrain.config.run import batch_size_at, samples_of_steps
+from pretrain.config.run import batch_size_at, describe, samples_of_steps
 from tests.conftest import tiny_config
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.config.display import PlainStream, plain_lines, plain_output
+from pretrain.config.errors import PlainStream, plain_lines, plain_output
 from pretrain.launcher import control, status
 from pretrain.launcher.status import read_statuses
 from pretrain.rundir.attempts import Attempt, Owner

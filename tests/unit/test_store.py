@@ -23,7 +23,7 @@ from pretrain.cli.commands import app
 from pretrain.config import ConfigError, dump_config
 from pretrain.rundir.attempts import Attempt, RunBusy
 from pretrain.rundir.checkpoints import complete_checkpoints
-from pretrain.training.upload import fetch
+from pretrain.training.start import fetch
 from tests.conftest import tiny_config
 from tests.unit.saved import after, flip, save
 
