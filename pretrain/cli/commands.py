@@ -377,7 +377,7 @@ def evaluate_tasks(
             1, 2, 4, 8 and 16 times the training length, as far as the text reaches.
         samples: Samples of each task at each length. More make intervals narrower: half as wide
             with four times as many.
-        out: Write the results to this file, and a figure and Markdown beside it.
+        out: Write the results to this file, and Markdown beside it.
     """
     from pretrain.evaluation.tasks import evaluate_tasks as run
 

@@ -460,23 +460,13 @@ class EvaluationRequest:
         section.pop("max_tokens", None)
         if self.lengths is not None:
             section["lengths"] = list(self.lengths)
-        if self.shortened_stride(config) is not None:
-            # Without the key, the stride is the shortest of the new lengths.
-            del section["stride"]
+            own = config.evaluation.stride
+            if own is not None and own > min(self.lengths):
+                # Without the key, the stride is the shortest of the new lengths.
+                del section["stride"]
         asked = {"stride": self.stride, "max_tokens": self.max_tokens}
         section |= {key: value for key, value in asked.items() if value is not None}
         return parse_config(values, origin)
-
-    def shortened_stride(self, config: RunConfig) -> int | None:
-        """Return the stride in place of the run's own, where that is longer than --lengths allow.
-
-        None where the run's own stays, or --stride names one.
-        """
-        own = config.evaluation.stride
-        if self.lengths is None or self.stride is not None or own is None:
-            return None
-        shortest = min(self.lengths)
-        return shortest if own > shortest else None
 
 
 # ---- What is installed with the package ----------------------------------------------------------

@@ -43,7 +43,7 @@ from pretrain.evaluation.records import (
     HASH_DIGITS,
     POSITIONS,
     Binned,
-    BlockLosses,
+    Losses,
     bounded_exp,
     check_objectives,
     fields_of,
@@ -96,12 +96,6 @@ def evaluation_config(
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length}: {checkpoint.path} was "
             f"trained at {trained} tokens. Use --lengths to choose the lengths to evaluate at"
-        )
-    shortened = request.shortened_stride(config)
-    if shortened is not None and "sliding" in request.protocols:
-        say(
-            f"{checkpoint.path}: evaluation.stride = {config.evaluation.stride} of its config is "
-            f"longer than the shortest of --lengths; sliding windows move by {shortened}"
         )
     return request.applied_to(config, str(checkpoint.path / CONFIG))
 
@@ -193,16 +187,12 @@ def measure_all(
         out: FILE.json of the report; None for no report.
 
     Raises:
-        ConfigError: The report's folder cannot be made.
+        RunFailed: The report cannot be written.
     """
     if out is not None:
         # A bad --out fails before the measurement, not after.
-        try:
+        with writing(out):
             make_directory(out.parent)
-        except OSError as error:
-            raise ConfigError(
-                f"--out {out}: cannot create {out.parent} ({error.strerror}). Choose another path"
-            ) from None
     with contextlib.ExitStack() as held:
         # All from now on: while one is measured, its run may go on and delete the next one.
         for job in jobs:
@@ -284,7 +274,7 @@ class Job(Opened):
         training = self.checkpoint.origin.data.get(TRAINING)
         settings = settings_hash(self.checkpoint.config, training)[:HASH_DIGITS]
         record = fields_of({**self.common(), "settings": settings, **result.record()})
-        record[BLOCKS] = BlockLosses(result.block_losses, result.block_tokens)
+        record[BLOCKS] = Losses(result.block_losses, result.block_tokens)
         # Sliding windows score few positions: loss by position is that without overlap.
         if result.protocol.name == NONOVERLAPPING:
             record[POSITIONS] = Binned.of(result.by_position)
@@ -317,8 +307,6 @@ def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> 
         request.protocols,
         min(total, found.config.evaluation.max_tokens or total),
         total,
-        lengths_from="--lengths" if request.lengths else "evaluation.lengths =",
-        limit="--max-tokens",
     )
     for note in notes:
         say(f"{found.checkpoint.path}: {note}")

@@ -85,18 +85,6 @@ class Frame:
     """The panels in their order; by default in the order of the lines."""
     bars: str = "95 % interval"
     """What error bars show."""
-    holds_zero: bool = False
-    """The y axis is linear and holds 0, as of a gain."""
-
-
-def in_words(lines: Sequence[Line], frame: Frame) -> str:
-    """Return what is drawn, for those who do not see it."""
-    panels = "; ".join(dict.fromkeys(line.panel for line in lines if line.panel))
-    named = dict.fromkeys(
-        line.mark if line.mark == line.colour else f"{line.mark} ({line.colour})" for line in lines
-    )
-    axes = f"{frame.y_label} over {frame.x_label[:1].lower()}{frame.x_label[1:]}"
-    return f"Chart: {axes}. Panels: {panels or 'one'}. Lines: {', '.join(named)}."
 
 
 @matplotlib.rc_context()
@@ -120,11 +108,7 @@ def draw(lines: Sequence[Line], frame: Frame) -> dict[str, bytes]:
         _draw_line(panels[line.panel], line, marks[line.mark] | colours[line.colour])
     # The panels share their y axis.
     axes = next(iter(panels.values()))
-    values = [v for line in lines for value in line.values for v in value]
-    if frame.holds_zero:
-        axes.axhline(0, color="#888888", linewidth=1, zorder=0)
-    else:
-        _scale_values(axes, values)
+    _scale_values(axes, [v for line in lines for value in line.values for v in value])
     for panel in panels.values():
         for x, word in frame.marked.items():
             colour = colours[word]["color"] if word in colours else DOTTED["color"]
@@ -216,7 +200,7 @@ def _is_plain(lines: Iterable[Line]) -> bool:
 
 
 def _draw_line(axes: Axes, line: Line, look: Mapping[str, Any]) -> None:
-    """Draw one line with its intervals. What is not finite is marked at the upper edge."""
+    """Draw one line with its intervals. What is not finite leaves a gap in it."""
     values = [v.value if math.isfinite(v.value) else math.nan for v in line.values]
     low = [v.low if math.isfinite(v.low) else math.nan for v in line.values]
     high = [v.high if math.isfinite(v.high) else math.nan for v in line.values]
@@ -238,15 +222,6 @@ def _draw_line(axes: Axes, line: Line, look: Mapping[str, Any]) -> None:
         halves = [(b - a) / 2 for a, b in zip(low, high)]
         axes.errorbar(
             line.xs, middles, yerr=halves, fmt="none", ecolor=colour, elinewidth=0.9, capsize=2.5
-        )
-    lost = [x for x, v in zip(line.xs, values) if math.isnan(v)]
-    if lost:
-        axes.plot(
-            lost,
-            [1.0] * len(lost),
-            transform=axes.get_xaxis_transform(),
-            clip_on=False,
-            **{**look, "linestyle": "none", "markerfacecolor": "white"},
         )
 
 
@@ -305,8 +280,6 @@ def _legend(
         notes.append(f"bars: {frame.bars}")
     if any(found and line.has_band for found, line in zip(has_ranges, lines)):
         notes.append("band: least to largest\nof the seeds")
-    if any(not math.isfinite(v.value) for line in lines for v in line.values):
-        notes.append("hollow, at the upper\nedge: not finite")
     handles += [Line2D([], [], linestyle="none", label=note) for note in notes]
     figure.legend(
         handles=handles,

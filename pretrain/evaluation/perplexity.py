@@ -24,10 +24,10 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from pretrain import platform
-from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, in_bytes
+from pretrain.config import ConfigError, Layout, RunConfig, in_bytes
 from pretrain.config.tensors import widths
 from pretrain.data.order import mask_text
-from pretrain.evaluation.records import PositionLosses, bounded_exp, confidence_interval
+from pretrain.evaluation.records import Losses, bounded_exp, confidence_interval
 from pretrain.evaluation.windows import Protocol, ScoredText, Window, block_ends
 from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
 from pretrain.topology import Topology, ranks_here
@@ -76,31 +76,6 @@ def check_memory(config: RunConfig, topology: Topology, protocols: Iterable[Prot
                 f"length {length}: a forward pass takes about {in_bytes(needed)} of memory on each "
                 f"process, and {in_bytes(free)} are free. {remedy}"
             )
-
-
-@contextlib.contextmanager
-def explained_memory(length: int) -> Iterator[None]:
-    """Turn torch's errors about memory in the `with` block into one that says what to do.
-
-    `check_memory` estimates, and other processes may take memory meanwhile.
-
-    Args:
-        length: Tokens in a window.
-
-    Raises:
-        RunFailed: The memory was not enough.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        # On a CPU torch raises a plain RuntimeError.
-        is_torchs = isinstance(error, torch.OutOfMemoryError) or "CPUAllocator" in str(error)
-        if not (isinstance(error, MemoryError) or is_torchs):
-            raise
-        raise RunFailed(
-            f"length {length}: out of memory ({str(error).partition(chr(10))[0]}). Choose a "
-            "shorter length, or lower evaluation.tokens_per_batch"
-        ) from error
 
 
 def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
@@ -156,7 +131,7 @@ class Evaluation:
     bytes: int
     """Bytes of the text of these tokens, in UTF-8; 0 where they are not known, and for masked
     tokens, which are no text."""
-    by_position: PositionLosses
+    by_position: Losses
     """Mean loss and number of tokens at each position of the window. At the first positions of
     sliding windows no token is scored."""
     block_losses: NDArray[np.float64]
@@ -267,7 +242,7 @@ class Evaluator:
         """
         # Over this rank's share of windows.
         totals = _Totals(protocol.length, torch.from_numpy(self.text.block_ends))
-        with torch.no_grad(), self._eval_mode(), explained_memory(protocol.length):
+        with torch.no_grad(), _eval_mode(self.chunks):
             for batches, windows in self._passes(protocol, progress and self.topology.is_main):
                 before_pass()
                 self._score(protocol.length, batches, windows, totals)
@@ -277,7 +252,7 @@ class Evaluator:
         assert counts.sum() == block_tokens.sum() == tokens, f"{counts.sum()} tokens of {tokens}"
         # A position at which no token was scored is 0 / 0 = nan.
         with np.errstate(invalid="ignore"):
-            by_position = PositionLosses(sums / counts, counts.astype(np.int64))
+            by_position = Losses(sums / counts, counts.astype(np.int64))
         loss = float(sums.sum() / counts.sum())
         return Evaluation(protocol, loss, tokens, size, by_position, block_losses, block_tokens)
 
@@ -322,18 +297,6 @@ class Evaluator:
                     totals.add(all_losses, batch_windows, batch.chosen)
                 else:
                     totals.add(loss.double().cpu(), batch_windows)
-
-    @contextlib.contextmanager
-    def _eval_mode(self) -> Iterator[None]:
-        """Switch dropout off, and on exit restore the mode in which the model was."""
-        training = self.chunks[0].training
-        try:
-            for chunk in self.chunks:
-                chunk.eval()
-            yield
-        finally:
-            for chunk in self.chunks:
-                chunk.train(training)
 
     def _passes(
         self, protocol: Protocol, progress: bool
@@ -393,6 +356,19 @@ class Evaluator:
             labels[row] = self.text.inputs(window.start + 1, length - 1)
             inputs[row], chosen[row] = mask_text(labels[row], window.start, mask_id)
         return MaskedBatch(*map(torch.from_numpy, (inputs, labels, chosen)))
+
+
+@contextlib.contextmanager
+def _eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Switch dropout off, and on exit restore the mode in which the model was."""
+    training = modules[0].training
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for module in modules:
+            module.train(training)
 
 
 def _token_losses(losses: Tensor) -> tuple[Tensor, Tensor]:
@@ -465,7 +441,6 @@ def evaluate_stock(
     protocols: Sequence[str],
     stride: int | None = None,
     max_tokens: int | None = None,
-    eos_id: int | None = None,
 ) -> list[dict[str, Any]]:
     """Measure perplexity at several lengths with a transformers model that predicts next tokens.
 
@@ -476,8 +451,6 @@ def evaluate_stock(
         protocols: "nonoverlapping" and "sliding".
         stride: Tokens from one sliding window to the next; None for the shortest length.
         max_tokens: Score at most so many tokens.
-        eos_id: Token that ends documents, where blocks for the interval prefer to end; None for
-            that of the model's config.
 
     Returns:
         Records with the keys of `records.FIELDS` that say what was measured.
@@ -491,7 +464,8 @@ def evaluate_stock(
         raise ConfigError(f"lengths = {wrong}: the text has {tokens} tokens to score")
     if set(protocols) - {"nonoverlapping", "sliding"}:
         raise ConfigError(f"protocols = {list(protocols)}: there are nonoverlapping and sliding")
-    eos = eos_id if eos_id is not None else getattr(model.config, "eos_token_id", None)
+    # Blocks for the interval prefer to end where documents do.
+    eos = getattr(model.config, "eos_token_id", None)
     # A list of several ends, as some configs have, chooses none of them for the blocks.
     ends = block_ends(ids[1 : tokens + 1].numpy(), eos if isinstance(eos, int) else -1)
     step = stride or min(lengths)
@@ -512,28 +486,18 @@ def _evaluate_stock(
     """Score every token once under one protocol."""
     losses = np.zeros(tokens)
     sums, counts = np.zeros(protocol.length), np.zeros(protocol.length, dtype=np.int64)
-    was_training = model.training
-    model.eval()
-    try:
-        batch: list[Window] = []
-        for window in [*protocol.windows(tokens), None]:
-            full = len(batch) * protocol.length + protocol.length > max(
-                STOCK_TOKENS_PER_BATCH, protocol.length
-            )
-            if batch and (window is None or full or window.size != batch[0].size):
+    rows = max(1, STOCK_TOKENS_PER_BATCH // protocol.length)
+    with _eval_mode([model]):
+        for _, alike in itertools.groupby(protocol.windows(tokens), lambda window: window.size):
+            while batch := list(itertools.islice(alike, rows)):
                 for each, row in zip(batch, _stock_losses(model, ids, batch)):
                     first = each.size - each.scored
                     losses[each.start + first : each.start + each.size] = row[first:]
                     sums[first : each.size] += row[first:]
                     counts[first : each.size] += 1
-                batch = []
-            if window is not None:
-                batch.append(window)
-    finally:
-        model.train(was_training)
     block_losses = np.add.reduceat(losses, [0, *ends[:-1]])
     with np.errstate(invalid="ignore"):
-        by_position = PositionLosses(sums / counts, counts)
+        by_position = Losses(sums / counts, counts)
     block_tokens = np.diff([0, *ends]).astype(np.float64)
     mean = float(losses.sum() / tokens)
     return Evaluation(protocol, mean, tokens, 0, by_position, block_losses, block_tokens)

@@ -71,7 +71,7 @@ are those of a text for some of whose words a vocabulary of words has `<unk>`.
 """
 
 BLOCKS, POSITIONS = "blocks", "positions"
-"""Further keys of a record: its BlockLosses and its Binned losses by position; in a file as lists.
+"""Further keys of a record: its Losses by block and its Binned losses by position; in a file as lists.
 Values are compared block by block, where both have losses by block."""
 HASH_DIGITS = 12
 """Hex digits of a SHA-256 in a record."""
@@ -97,14 +97,17 @@ def fields_of(record: Record) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class PositionLosses:
-    """Losses by position in the window, of one checkpoint at one length."""
+class Losses:
+    """Losses in nats, of one checkpoint under one protocol at one length.
+
+    By block of the text they are sums. By position in the window they are means, nan at a position
+    where no token was scored.
+    """
 
     losses: NDArray[np.float64]
-    """[length] mean loss in nats; nan at a position where no token was scored."""
-
-    counts: NDArray[np.int64]
-    """[length] tokens scored at each position."""
+    """[n]"""
+    counts: NDArray[Any]
+    """[n] tokens scored."""
 
 
 def check_objectives(found: Iterable[tuple[str, str]]) -> None:
@@ -194,16 +197,6 @@ def cluster_interval(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> 
 # that of the difference between two values, taken block by block, does not.
 
 
-@dataclass(frozen=True)
-class BlockLosses:
-    """Losses of the blocks of a text, of one checkpoint under one protocol at one length."""
-
-    losses: NDArray[np.float64]
-    """[blocks] summed losses in nats."""
-    counts: NDArray[np.float64]
-    """[blocks] tokens scored."""
-
-
 def paired_interval(a: Record, b: Record) -> tuple[float, float] | None:
     """Return the 95 % interval of loss a - loss b, or None where they cannot be paired.
 
@@ -239,7 +232,7 @@ class Binned(NamedTuple):
     """[bins] tokens scored in a range."""
 
     @staticmethod
-    def of(positions: PositionLosses) -> Binned:
+    def of(positions: Losses) -> Binned:
         """Average losses over BINS_PER_OCTAVE ranges for each doubling of the position.
 
         Single positions are noisy, and a logarithmic axis shows ranges of a constant ratio at a
@@ -275,7 +268,7 @@ def _as_json(value: Any) -> Any:
     """Return what JSON can hold of a value."""
     if isinstance(value, Mapping):
         return {key: _as_json(each) for key, each in value.items()}
-    if isinstance(value, BlockLosses):
+    if isinstance(value, Losses):
         return {"losses": _as_json(value.losses), "tokens": _as_json(value.counts)}
     if isinstance(value, Binned):
         edges, losses, counts = map(_as_json, value)
@@ -305,7 +298,7 @@ def _record(row: Mapping[str, Any]) -> dict[str, Any]:
         record[key] = number(record[key])
     if found := row.get(BLOCKS):
         losses, counts = (np.array(found[key], np.float64) for key in ("losses", "tokens"))
-        record[BLOCKS] = BlockLosses(losses, counts)
+        record[BLOCKS] = Losses(losses, counts)
     if found := row.get(POSITIONS):
         edges = np.array(found["edges"], np.int64)
         record[POSITIONS] = Binned(edges, list(map(number, found["losses"])), found["tokens"])
@@ -595,13 +588,10 @@ class PositionCurve(NamedTuple):
         """Return the mean loss of each range of positions, with the range of the seeds."""
         result = []
         for losses in zip(*(b.losses for b in self.binned)):
-            known = [loss for loss in losses if not math.isnan(loss)]
-            if len(known) < len(losses):
-                result.append(Value(math.nan, math.nan, math.nan))
-            elif len(known) == 1:
-                result.append(Value(known[0], math.nan, math.nan))
-            else:
-                result.append(Value(sum(known) / len(known), min(known), max(known)))
+            mean = sum(losses) / len(losses)
+            is_range = len(losses) > 1 and not math.isnan(mean)
+            ends = (min(losses), max(losses)) if is_range else (math.nan, math.nan)
+            result.append(Value(mean, *ends))
         return result
 
 

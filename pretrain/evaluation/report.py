@@ -20,7 +20,6 @@ from pretrain.evaluation.figures import (
     Frame,
     Line,
     draw,
-    in_words,
     lines_by_length,
     lines_by_position,
     lines_by_step,
@@ -101,7 +100,7 @@ class Page:
             frame: What to write around it.
         """
         self.files |= {f"{name}.{kind}": found for kind, found in draw(lines, frame).items()}
-        self.add(f"![{plain(in_words(lines, frame))}]({name}.png)", f"{caption} [SVG]({name}.svg)")
+        self.add(f"![{caption}]({name}.png)", f"{caption} [SVG]({name}.svg)")
 
     def text(self) -> str:
         """Return the report's text."""

@@ -36,16 +36,8 @@ from pretrain import platform
 from pretrain.config import ConfigError, EvaluationRequest
 from pretrain.data.stream import TokenStream
 from pretrain.evaluation.command import Opened, is_main, measure_all, open_source, say
-from pretrain.evaluation.figures import FORMATS, Frame, Line
 from pretrain.evaluation.perplexity import deal
-from pretrain.evaluation.records import (
-    Table,
-    Value,
-    cluster_interval,
-    length_label,
-    number,
-    records_json,
-)
+from pretrain.evaluation.records import Table, cluster_interval, length_label, records_json
 from pretrain.evaluation.report import Page, check_out, write_files
 from pretrain.evaluation.windows import NONOVERLAPPING, Protocol
 from pretrain.model.forward import is_reporting_rank, run_schedule
@@ -311,8 +303,7 @@ def evaluate_tasks(
             "token do not compare. Measure them one by one"
         )
     if out is not None:
-        pictures = [f"{out.stem}.{kind}" for kind in FORMATS]
-        check_out(out, {"task", "measure"}, [f"{out.stem}.md", *pictures])
+        check_out(out, {"task", "measure"}, [f"{out.stem}.md"])
     return measure_all(plans, partial(_measure, samples), format_tables, write_report, out)
 
 
@@ -410,7 +401,7 @@ def format_tables(records: Sequence[Record]) -> str:
 
 
 def write_report(out: Path, records: Sequence[Record]) -> None:
-    """Write FILE.json and, beside it, FILE.md and the figure, with a panel for each task."""
+    """Write FILE.json and, beside it, FILE.md."""
     trained = {r["run"]: r["train_length"] for r in records}
     page = Page(
         "# Long-context tasks",
@@ -420,27 +411,9 @@ def write_report(out: Path, records: Sequence[Record]) -> None:
         "\n".join(f"- **{t.name}**: {t.says}" for t in TASKS.values()),
         INTERVALS,
     )
-    lines = []
-    for task in TASKS:
-        for (run, step), label in _labels(records).items():
-            of = (run, step, task, 0, "gain_nats")
-            keys = ("run", "step", "task", "depth", "measure")
-            own = [r for r in records if tuple(r[key] for key in keys) == of]
-            if own:
-                values = [Value(*(number(r[key]) for key in ("value", "low", "high"))) for r in own]
-                xs = [float(r["length"]) for r in own]
-                lines.append(Line(f"{task} at depth 0", label, label, xs, values))
-    frame = Frame(
-        "Context (tokens)",
-        "Gain (nats per token)",
-        ticks={x: f"{x:g}" for line in lines for x in sorted(line.xs)},
-        marked={float(length): "" for length in trained.values()},
-        holds_zero=True,
-    )
-    page.show(out.stem, "Gain by length of the context.", lines, frame)
     page.add(*(table.markdown() for table in make_tables(records)))
-    files = {out.name: records_json(records), **page.files}
-    write_files(out.parent, files | {f"{out.stem}.md": page.text().encode()})
+    files = {out.name: records_json(records), f"{out.stem}.md": page.text().encode()}
+    write_files(out.parent, files)
 
 
 # ---- the model ----------------------------------------------------------------------------------

@@ -87,14 +87,8 @@ class Protocol:
         """Yield the windows over a stream of `tokens` tokens."""
         if self.name == MASKED:
             return whole(tokens, self.length)
-        if self.name == NONOVERLAPPING:
-            return nonoverlapping(tokens, self.length)
-        return sliding(tokens, self.length, self.stride)
-
-
-def nonoverlapping(tokens: int, length: int) -> Iterator[Window]:
-    """Yield consecutive windows of `length` tokens; the last one may be shorter."""
-    return sliding(tokens, length, length)
+        _, stride, length = self.key
+        return sliding(tokens, length, stride)
 
 
 def whole(tokens: int, length: int) -> Iterator[Window]:
@@ -106,7 +100,7 @@ def whole(tokens: int, length: int) -> Iterator[Window]:
         tokens: Number of tokens in the stream, all of which are scored; at least `length`.
         length: Number of tokens in a window.
     """
-    for window in nonoverlapping(tokens, length):
+    for window in sliding(tokens, length, length):
         yield Window(window.start + window.size - length, length, window.scored)
 
 
@@ -143,13 +137,7 @@ def sliding(tokens: int, length: int, stride: int) -> Iterator[Window]:
 
 
 def choose_protocols(
-    config: RunConfig,
-    names: Sequence[str],
-    tokens: int,
-    total: int,
-    *,
-    lengths_from: str = "evaluation.lengths =",
-    limit: str = "evaluation.max_tokens",
+    config: RunConfig, names: Sequence[str], tokens: int, total: int
 ) -> tuple[tuple[Protocol, ...], list[str]]:
     """Return what is measured, and lines that say what is left out.
 
@@ -160,8 +148,6 @@ def choose_protocols(
         names: The protocols.
         tokens: Tokens that are scored.
         total: Tokens of the validation split.
-        lengths_from: What a user changes to name other lengths.
-        limit: What a user changes to have more of the split scored.
 
     Raises:
         ConfigError: The text is shorter than one window of a length that was named, or than the
@@ -171,17 +157,17 @@ def choose_protocols(
     short = f"the {tokens:,} tokens that are scored are less than one window"
     more = "hold out more text (data.validation_fraction, data.validation_paths) and build again"
     if tokens < total:
-        more = f"score more of the validation split's {total:,} tokens ({limit})"
+        more = f"score more of the validation split's {total:,} tokens (max_tokens)"
     notes: list[str] = []
     if config.is_masked:
         names, notes = _masked(names)
     too_long = [length for length in lengths if length > tokens]
     if too_long and (config.evaluation.lengths is not None or too_long == list(lengths)):
         choose = f"Choose lengths up to {tokens:,}, or {more}"
-        raise ConfigError("\n".join(f"{lengths_from} {n}: {short}. {choose}" for n in too_long))
+        raise ConfigError("\n".join(f"length {n}: {short}. {choose}" for n in too_long))
     if too_long:
         left_out = ", ".join(map(str, too_long))
-        notes.append(f"{lengths_from} {left_out} left out: {short}; to measure them, {more}")
+        notes.append(f"lengths {left_out} left out: {short}; to measure them, {more}")
     chosen = []
     for name in dict.fromkeys(names):
         for length in lengths:

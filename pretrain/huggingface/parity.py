@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.evaluation.records import Table
+from pretrain.evaluation.records import Table, bounded_exp
 from pretrain.huggingface.classes import CLASSES
 
 PERPLEXITY_TOLERANCE = 1e-4
@@ -133,7 +133,7 @@ def check_parity(
         for ids, row in ours:
             outputs = ((model(one, use_cache=False), one) for one in _sequences(ids))
             nats = sum(_summed_loss(output.logits, one) for output, one in outputs)
-            theirs = _exp(nats / row.num_tokens)
+            theirs = bounded_exp(nats / row.num_tokens)
             rows.append(Parity(precision, row.length, row.num_tokens, row.perplexity, theirs))
     return ParityReport(name, tuple(rows))
 
@@ -156,7 +156,7 @@ def _compare(logits_fn: Callable[[Tensor], Tensor], model: Any, ids: Tensor) -> 
     largest = torch.stack(sizes).max().item()
     tolerance = 2.0**-23 * max(length, model.config.hidden_size) * largest
     scored = ids.shape[0] * (length - 1)
-    perplexities = _exp(nats / scored), _exp(exported_nats / scored)
+    perplexities = bounded_exp(nats / scored), bounded_exp(exported_nats / scored)
     # Of torch, the maximum of numbers with a NaN is a NaN.
     difference = torch.stack(differences).max().item()
     return Parity("fp32", length, scored, *perplexities, difference, tolerance)
@@ -170,8 +170,3 @@ def _sequences(ids: Tensor) -> tuple[Tensor, ...]:
 def _summed_loss(logits: Tensor, ids: Tensor) -> float:
     """Return the summed loss in nats of tokens 1 .. T - 1 of ids [1, T] under logits [1, T, V]."""
     return F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum").item()
-
-
-def _exp(nats: float) -> float:
-    """Return the perplexity of a loss in nats; infinity where it is beyond a float."""
-    return math.exp(nats) if not nats > 700 else math.inf

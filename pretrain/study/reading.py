@@ -17,8 +17,8 @@ from pretrain.data.stream import TokenStream
 from pretrain.evaluation.judge import Evidence, Gap, Row, Unigram
 from pretrain.evaluation.records import (
     BLOCKS,
-    BlockLosses,
     Curve,
+    Losses,
     Record,
     confidence_interval,
     make_curves,
@@ -247,7 +247,7 @@ def _parts(at_l: Record, beyond: Record, full: Record) -> dict[str, Gap]:
     return parts
 
 
-def _interval(weighted: Sequence[tuple[float, BlockLosses | None]]) -> tuple[float, float]:
+def _interval(weighted: Sequence[tuple[float, Losses | None]]) -> tuple[float, float]:
     """Return the 95 % interval of a weighted sum of losses of the same blocks; nan without them."""
     known = [(factor, blocks) for factor, blocks in weighted if blocks is not None]
     counts = known[0][1].counts if known else np.zeros(0)

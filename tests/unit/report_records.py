@@ -8,7 +8,7 @@ import math
 import numpy as np
 from PIL import Image
 
-from pretrain.evaluation.records import FIELDS, Binned, PositionLosses
+from pretrain.evaluation.records import FIELDS, Binned, Losses
 
 
 def make_record(method="alibi", protocol="nonoverlapping", length=128, perplexity=20.0, **changes):
@@ -55,7 +55,7 @@ def curve_of(method, perplexities, first=128, **changes):
 def position_losses(length, windows=10, offset=0.0):
     """Return losses that fall with the position, of this many windows."""
     losses = 4 + offset + 3 / np.sqrt(np.arange(1, length + 1))
-    return Binned.of(PositionLosses(losses, np.full(length, windows)))
+    return Binned.of(Losses(losses, np.full(length, windows)))
 
 
 def read_png(content):

@@ -11,8 +11,7 @@ from pretrain.evaluation.records import (
     BLOCKS,
     POSITIONS,
     Binned,
-    BlockLosses,
-    PositionLosses,
+    Losses,
     records_json,
 )
 from pretrain.study.reading import read_results
@@ -119,7 +118,7 @@ def with_positions(records):
         shape = 1 / np.sqrt(np.arange(1, length + 1))
         losses = record["loss_nats"] + shape - shape.mean()
         counts = np.full(length, record["tokens"] // length)
-        binned = Binned.of(PositionLosses(losses, counts))
+        binned = Binned.of(Losses(losses, counts))
         is_whole = record["protocol"] == "nonoverlapping"
         found.append(record | ({POSITIONS: binned} if is_whole else {}))
     return found
@@ -133,7 +132,7 @@ def with_blocks(records, blocks=25):
         own = np.random.default_rng(i + 10).normal(0, 0.001, blocks)
         counts = np.full(blocks, record["tokens"] / blocks)
         losses = record["loss_nats"] + hard - hard.mean() + own - own.mean()
-        found.append(record | {BLOCKS: BlockLosses(losses * counts, counts)})
+        found.append(record | {BLOCKS: Losses(losses * counts, counts)})
     return found
 
 

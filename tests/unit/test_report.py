@@ -19,8 +19,7 @@ from pretrain.evaluation.records import (
     BLOCKS,
     POSITIONS,
     Binned,
-    BlockLosses,
-    PositionLosses,
+    Losses,
     fields_of,
     make_curves,
     parts_of,
@@ -338,7 +337,7 @@ def blocks_of(record, difficulty, noise, seed):
     """Return losses by block with this difficulty of each block and noise of this model's own."""
     blocks = np.random.default_rng(seed).normal(0, noise, len(difficulty))
     counts = np.full(len(difficulty), record["tokens"] / len(difficulty))
-    return BlockLosses((record["loss_nats"] + difficulty + blocks - blocks.mean()) * counts, counts)
+    return Losses((record["loss_nats"] + difficulty + blocks - blocks.mean()) * counts, counts)
 
 
 def test_values_of_one_text_are_compared_block_by_block():
@@ -361,7 +360,7 @@ def test_values_of_one_text_are_compared_block_by_block():
     assert found.high - found.low == pytest.approx(test.high - test.low, rel=0.15)
     # Without the blocks, or with those of other splits of the text, the intervals overlap.
     assert "no difference from 1. is shown" in stands_out(alone)
-    pair[1][BLOCKS] = BlockLosses(of_b.losses[:-1], of_b.counts[:-1])
+    pair[1][BLOCKS] = Losses(of_b.losses[:-1], of_b.counts[:-1])
     assert "no difference from 1. is shown" in stands_out(pair)
 
 
@@ -373,7 +372,7 @@ def test_positions_are_averaged_over_every_token_once():
     # The text ends in the middle of a window, and no token was scored at position 7.
     counts = np.where(np.arange(300) < 100, 3, 2)
     losses[7], counts[7] = math.nan, 0
-    binned = Binned.of(PositionLosses(losses, counts))
+    binned = Binned.of(Losses(losses, counts))
     ranges = list(itertools.starmap(range, itertools.pairwise(binned.edges)))
     assert [position for r in ranges for position in r] == list(range(300))
     for loss, tokens, r in zip(binned.losses, binned.counts, ranges, strict=True):

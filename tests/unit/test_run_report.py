@@ -2,9 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +10,8 @@ from pretrain.evaluation import report
 from pretrain.evaluation.figures import lines_by_step
 from pretrain.evaluation.records import make_curves, records_json
 from pretrain.evaluation.report import combine, report_run
-from tests.end_to_end.commands import TIMEOUT_SECONDS
 from tests.unit.report_records import make_record
 
-ROOT = Path(__file__).parents[2]
 # (step, protocol, length) -> perplexity. Not in the order of the steps: jobs end in any order.
 PERPLEXITIES = {
     (400, "nonoverlapping", 128): 20.0,
@@ -113,16 +108,6 @@ def test_what_could_not_be_evaluated_is_named_and_holds_up_nothing(tmp_path):
     assert "00000300 cannot be read" in text and "00000400" not in text
 
 
-def test_a_bad_results_folder_is_warned_about_and_left_out(tmp_path, capfd):
-    evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
-    (tmp_path / "evaluations/step-00000200").mkdir()
-    (tmp_path / "evaluations/step-00000300").write_text("a file")
-    assert "30.00" in report_run(tmp_path)
-    assert [r["step"] for r in curve(tmp_path)["records"]] == [100]
-    said = capfd.readouterr().err
-    assert said.count("warning: ") == 2 and "step-00000200 cannot be read" in said
-
-
 def test_nothing_evaluated_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no checkpoint has been evaluated yet"):
         report_run(tmp_path)
@@ -142,28 +127,6 @@ def test_a_checkpoint_that_lands_meanwhile_is_not_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_write", write_late)
     assert report_run(tmp_path).count("20.00") == 1
     assert [r["step"] for r in curve(tmp_path)["records"]] == [100, 200]
-
-
-def test_two_at_once_disturb_each_other_in_nothing(tmp_path):
-    """Two processes add checkpoints and report at the same time; the last report has them all."""
-    code = """
-import sys
-from pathlib import Path
-from tests.unit.test_run_report import evaluate
-from pretrain.evaluation.report import report_run
-for step in range(int(sys.argv[2]), 7, 2):
-    evaluate(Path(sys.argv[1]), step, {("nonoverlapping", 128): 100.0 + step})
-    report_run(Path(sys.argv[1]))
-"""
-    both = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), first], cwd=ROOT)
-        for first in ("1", "2")
-    ]
-    assert [process.wait(TIMEOUT_SECONDS) for process in both] == [0, 0]
-    assert [(r["step"], r["perplexity"]) for r in curve(tmp_path)["records"]] == [
-        (n, 100.0 + n) for n in range(1, 7)
-    ]
-    assert not list((tmp_path / "evaluations").glob(".*"))
 
 
 def test_runs_that_were_evaluated_are_combined(tmp_path, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pretrain.evaluation.records import BLOCKS, BlockLosses, make_curves
+from pretrain.evaluation.records import BLOCKS, Losses, make_curves
 from pretrain.study.reading import CONTEXT, EARLY, TOTAL, gains
 from tests.unit.report_records import make_record
 
@@ -39,7 +39,7 @@ def measured(loss_at, stride, noise=0.0):
                 tokens=TOKENS,
             )
             sums = losses.reshape(COUNT, -1).sum(1)
-            losses = BlockLosses(sums, np.full(COUNT, TOKENS / COUNT))
+            losses = Losses(sums, np.full(COUNT, TOKENS / COUNT))
             records.append(record | {BLOCKS: losses})
     return make_curves(records)
 

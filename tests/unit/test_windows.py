@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretrain.evaluation.windows import nonoverlapping, sliding
+from pretrain.evaluation.windows import Protocol, sliding
 
 SIZES = [1, 2, 7, 8, 64]
 # The config refuses a stride longer than the window, which would leave tokens unscored.
@@ -32,7 +32,11 @@ def test_every_token_is_scored_once_with_the_promised_context(tokens, length, st
 
 
 def test_nonoverlapping_by_hand():
-    assert [tuple(w) for w in nonoverlapping(10, 4)] == [(0, 4, 4), (4, 4, 4), (8, 2, 2)]
+    assert [tuple(w) for w in Protocol("nonoverlapping", 4, 2).windows(10)] == [
+        (0, 4, 4),
+        (4, 4, 4),
+        (8, 2, 2),
+    ]
 
 
 def test_sliding_by_hand():
