@@ -65,16 +65,11 @@ def check_memory(config: RunConfig, topology: Topology, protocols: Iterable[Prot
     for length in sorted({protocol.length for protocol in protocols}):
         needed = forward_bytes(config, topology.layout, length)
         if needed > free:
-            is_whole_batch = length <= config.evaluation.tokens_per_batch
-            remedy = (
-                "Lower evaluation.tokens_per_batch"
-                if is_whole_batch
-                else "Choose a shorter length, or split the model over more processes "
-                "(parallel.tensor_model_parallel_size)"
-            )
             raise ConfigError(
                 f"length {length}: a forward pass takes about {in_bytes(needed)} of memory on each "
-                f"process, and {in_bytes(free)} are free. {remedy}"
+                f"process, and {in_bytes(free)} are free. Choose a shorter length, lower "
+                "evaluation.tokens_per_batch down to it, or split the model over more processes "
+                "(parallel.tensor_model_parallel_size)"
             )
 
 
@@ -247,21 +242,15 @@ class Evaluator:
                 before_pass()
                 self._score(protocol.length, batches, windows, totals)
         (sums, counts), (block_losses, block_tokens) = totals.over_all_ranks()
-        tokens = self._scored_tokens()
+        tokens = int(counts.sum())
         size = self.text.bytes if self.mask_id is None else 0
-        assert counts.sum() == block_tokens.sum() == tokens, f"{counts.sum()} tokens of {tokens}"
+        expected = self.text.tokens if self.mask_id is None else tokens
+        assert tokens == block_tokens.sum() == expected, f"{tokens} tokens of {expected}"
         # A position at which no token was scored is 0 / 0 = nan.
         with np.errstate(invalid="ignore"):
             by_position = Losses(sums / counts, counts.astype(np.int64))
         loss = float(sums.sum() / counts.sum())
         return Evaluation(protocol, loss, tokens, size, by_position, block_losses, block_tokens)
-
-    def _scored_tokens(self) -> int:
-        """Return the number of tokens that are scored."""
-        if self.mask_id is None:
-            return self.text.tokens
-        _, chosen = mask_text(self.text.inputs(1, self.text.tokens - 1), 0, self.mask_id)
-        return int(chosen.sum())
 
     def _score(
         self,

@@ -71,8 +71,8 @@ are those of a text for some of whose words a vocabulary of words has `<unk>`.
 """
 
 BLOCKS, POSITIONS = "blocks", "positions"
-"""Further keys of a record: its Losses by block and its Binned losses by position; in a file as lists.
-Values are compared block by block, where both have losses by block."""
+"""Further keys of a record: its Losses by block and its Binned losses by position; in a file as
+lists. Values are compared block by block, where both have losses by block."""
 HASH_DIGITS = 12
 """Hex digits of a SHA-256 in a record."""
 PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
