@@ -157,7 +157,8 @@ def choose_protocols(
     short = f"the {tokens:,} tokens that are scored are less than one window"
     more = "hold out more text (data.validation_fraction, data.validation_paths) and build again"
     if tokens < total:
-        more = f"score more of the validation split's {total:,} tokens (max_tokens)"
+        limits = "--max-tokens, evaluation.max_tokens"
+        more = f"score more of the validation split's {total:,} tokens ({limits})"
     notes: list[str] = []
     if config.is_masked:
         names, notes = _masked(names)
@@ -167,7 +168,7 @@ def choose_protocols(
         raise ConfigError("\n".join(f"length {n}: {short}. {choose}" for n in too_long))
     if too_long:
         left_out = ", ".join(map(str, too_long))
-        notes.append(f"lengths {left_out} left out: {short}; to measure them, {more}")
+        notes.append(f"evaluation.lengths {left_out} left out: {short}; to measure them, {more}")
     chosen = []
     for name in dict.fromkeys(names):
         for length in lengths:
