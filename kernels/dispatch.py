@@ -129,7 +129,7 @@ def attention(
         backend: "triton", "folded" or "sdpa", which then serves or fails; or "auto", which chooses
             one (`choose_backend`) and logs the choice and its reason once per process.
         skip: For "triton": skip tiles of keys too far away to matter
-            (`pretrain.kernels.skipping`). True at any length, False never, None where it pays.
+            (`pretrain.kernels.flash`). True at any length, False never, None where it pays.
 
     Returns:
         The output, [queries, B, H, D] in the dtype of q.

@@ -80,37 +80,3 @@ def attention_reference(
     else:
         weights = torch.where(keep, weights / (1 - dropout_p), 0)
     return (weights.to(dtype) @ v).permute(2, 0, 1, 3)
-
-
-def dropout_keep(seed: int, shape: tuple[int, int, int, int], dropout_p: float) -> Tensor:
-    """Return the weights that the Triton kernel's dropout keeps.
-
-    The random numbers are those of Philox4x32 with 7 rounds (Salmon et al., "Parallel random
-    numbers: as easy as 1, 2, 3", SC 2011, section 3.3), from the counter (key, query, b * H + h,
-    0). The upper 24 bits of the first word, read as a fraction, are kept if they are at least
-    dropout_p.
-
-    Args:
-        seed: Key of the generator, below 2^64.
-        shape: (B, H, queries, keys).
-        dropout_p: Probability that a weight is dropped.
-
-    Returns:
-        bool, [B, H, queries, keys].
-    """
-    batch, heads, num_queries, num_keys = shape
-    word = (1 << 32) - 1
-    head, query, key = torch.meshgrid(
-        *(torch.arange(n) for n in (batch * heads, num_queries, num_keys)), indexing="ij"
-    )
-    c0, c1, c2, c3 = key, query, head, torch.zeros_like(key)
-    key_low, key_high = seed & word, seed >> 32
-    for _ in range(7):
-        # int64 products wrap and right shifts keep the sign; masking with `word` corrects both. In
-        # Python `&` binds tighter than `^`.
-        low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = (high >> 32) & word ^ c1 ^ key_low, high & word
-        c2, c3 = (low >> 32) & word ^ c3 ^ key_high, low & word
-        key_low, key_high = (key_low + 0x9E3779B9) & word, (key_high + 0xBB67AE85) & word
-    kept = (c0 >> 8).float() / (1 << 24) >= dropout_p
-    return kept.reshape(shape)

@@ -1,6 +1,6 @@
 """List the tiles of keys that each tile of queries visits under ALiBi, for block-sparse kernels.
 
-The bound is that of `pretrain.kernels.skipping` (read its docstring first), computed here by a few
+The bound is that of `pretrain.kernels.flash` (read its docstring first), computed here by a few
 batched torch operations on the device of q, since kernels of other projects take lists that exist
 before they run.
 
@@ -24,14 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.kernels.skipping import (
-    ABSOLUTE_SLACK,
-    LOG2E,
-    NEEDED_BITS,
-    NORM_SLACK,
-    RELATIVE_SLACK,
-)
+from pretrain.kernels.flash import device
 
+ABSOLUTE_SLACK, RELATIVE_SLACK = device.ABSOLUTE_SLACK.value, device.RELATIVE_SLACK.value
+NEEDED_BITS, NORM_SLACK = device.NEEDED_BITS.value, device.NORM_SLACK.value
+LOG2E = device.LOG2E.value
 KEY_TILE = 128
 """Keys in a tile, and the granularity of floors."""
 

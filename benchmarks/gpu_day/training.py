@@ -12,7 +12,7 @@ from benchmarks.gpu_day.results import Row, Rows
 from benchmarks.gpu_day.sizes import device_name, run_config
 from pretrain.bench.timing import bench_training
 from pretrain.config import RunConfig
-from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
+from pretrain.model import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.plan.command import read_target
 from pretrain.plan.memory import stages_of
 from pretrain.plan.timing import GPU_TYPES, Timing, time_of_step

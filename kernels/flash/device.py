@@ -8,10 +8,10 @@ position i + num_keys - num_queries. `batch_head` is batch * heads + head.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
-
-from pretrain.kernels import skipping
 
 # Triton compiles these functions from their source, and an annotation would change the type of an
 # argument there, so they carry none but `tl.constexpr`.
@@ -19,7 +19,7 @@ from pretrain.kernels import skipping
 
 
 # Scores are kept in base 2: they are multiplied by log2(e) once, and exp2 is a single instruction.
-LOG2E = tl.constexpr(skipping.LOG2E)
+LOG2E = tl.constexpr(math.log2(math.e))
 
 PHILOX_ROUNDS = tl.constexpr(7)
 """Rounds of Philox4x32 for dropout. Seven is the fewest that pass every test of randomness (Salmon
@@ -146,7 +146,7 @@ def dropout_keeps(Seed, batch_head, query, key, dropout_p):
     """Return which weights dropout keeps, as booleans of the shape of query and key broadcast.
 
     The decision is a function of (seed, batch_head, query, key) alone, so forward and backward draw
-    the same one whatever their block sizes. `pretrain.kernels.reference.dropout_keep` mirrors it.
+    the same one whatever their block sizes. `dropout_keep` of tests/kernels/oracles.py mirrors it.
     """
     bits, _, _, _ = tl.philox(tl.load(Seed), key, query, batch_head, 0, PHILOX_ROUNDS)
     # The upper 24 bits are a fraction in [0, 1) that fp32 holds exactly.
@@ -158,8 +158,7 @@ INTERPRETED = not isinstance(dot, triton.JITFunction)
 
 
 # ---- Device functions that decide which tiles of keys are visited under ALiBi ----
-# They do the arithmetic of `pretrain.kernels.skipping`, which proves the bound and has the same
-# code in plain torch. Two steps:
+# The package's docstring proves the bound. Two steps:
 #
 # 1. `norms_kernel` runs before the forward pass. For every tile of keys it stores the largest norm
 #    of its keys and of its values, and it sorts the heads by slope.
@@ -175,10 +174,15 @@ INTERPRETED = not isinstance(dot, triton.JITFunction)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 
-NEEDED_BITS = tl.constexpr(skipping.NEEDED_BITS)
-NORM_SLACK = tl.constexpr(skipping.NORM_SLACK)
-RELATIVE_SLACK = tl.constexpr(skipping.RELATIVE_SLACK)
-ABSOLUTE_SLACK = tl.constexpr(skipping.ABSOLUTE_SLACK)
+NEEDED_BITS = tl.constexpr(24.0)
+"""All weights that a row loses sum to less than 2^-24: half an fp32 ulp of 1."""
+NORM_SLACK = tl.constexpr(1 + 2.0**-12)
+"""Factor on the product of norms. It exceeds the relative rounding of sums over up to 256 columns,
+in the norms and in the products q.k, which tensor cores round more coarsely than fp32 does."""
+RELATIVE_SLACK = tl.constexpr(2.0**-18)
+"""Relative reduction of the floor and of slope * distance, for their rounding in fp32."""
+ABSOLUTE_SLACK = tl.constexpr(2.0**-6)
+"""Bits added to `need`, for the rounding of logarithms and of the remaining sums in fp32."""
 
 
 @triton.jit
@@ -312,9 +316,8 @@ def list_key_tiles(
 ):
     """List the tiles of keys, other than its own, that a tile of queries visits; return how many.
 
-    This is `pretrain.kernels.skipping.visited_tiles` for one tile of queries. A list and not a
-    range, since a single key that must be visited far back (an attention sink) would otherwise
-    bring back every tile between.
+    A list and not a range, since a single key that must be visited far back (an attention sink)
+    would otherwise bring back every tile between.
     """
     if CAUSAL:
         # The one key of the own tiles that every query of the tile sees is that of the first query.

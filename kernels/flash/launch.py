@@ -8,7 +8,6 @@ import torch
 import triton
 from torch import Tensor
 
-from pretrain.kernels import skipping
 from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.flash.backward import (
     delta_kernel,
@@ -16,7 +15,7 @@ from pretrain.kernels.flash.backward import (
     dq_kernel,
     row_gradient_kernel,
 )
-from pretrain.kernels.flash.device import INTERPRETED, NO_BIAS, ROW, SLOPES, norms_kernel
+from pretrain.kernels.flash.device import INTERPRETED, LOG2E, NO_BIAS, ROW, SLOPES, norms_kernel
 from pretrain.kernels.flash.forward import forward_kernel
 
 # ---- schedules ----
@@ -193,7 +192,7 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
     forward_kernel[(batch * heads * query_tiles,)](
         q, k, v, out, lse, *_bias_arguments(inputs), plan.key_norms, value_norms, plan.head_order,
         plan.row_bounds, plan.thresholds, plan.key_tiles,
-        options.scale * skipping.LOG2E, options.dropout_p,
+        options.scale * LOG2E.value, options.dropout_p,
         *_strides(q), *_strides(k), *_strides(v),
         batch, heads, num_queries, num_keys, _row_reach(bias_row),
         HEADS_PER_GROUP=heads // groups, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
@@ -387,7 +386,7 @@ def _bias_arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | No
     starts = inputs.document_starts
     return (
         q if slopes is None else slopes.contiguous(),
-        q if bias_row is None else (bias_row.detach() * skipping.LOG2E).contiguous(),
+        q if bias_row is None else (bias_row.detach() * LOG2E.value).contiguous(),
         q if seed is None else seed,
         None if starts is None else starts.contiguous(),
     )
@@ -465,8 +464,7 @@ def attention_triton(
         bias: Score bias of this rank's heads, and whether attention is causal.
         scale: Factor of the products q k^T; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped. Dropout draws one seed from torch's default
-            generator of the device; `pretrain.kernels.reference.dropout_keep` says which weights a
-            seed keeps.
+            generator of the device (`device.dropout_keeps`).
         skip: Skip tiles of keys that cannot matter: True at any length, False never, None from
             MIN_SKIP_KEYS keys on. Only slopes make tiles skippable.
         schedule: Block sizes; chosen by dtype, width and GPU if None.

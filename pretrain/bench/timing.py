@@ -47,7 +47,7 @@ from pretrain import platform
 from pretrain.config import ConfigError, RunConfig, RunFailed, num_parameters, writing
 from pretrain.evaluation.perplexity import Evaluator
 from pretrain.evaluation.windows import Protocol, ScoredText
-from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
+from pretrain.model import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.model.forward import Decoder, cache_bytes, check_generation, greedy
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer

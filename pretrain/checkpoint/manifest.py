@@ -23,14 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from pretrain.checkpoint.format import (
     CONFIG,
@@ -200,24 +193,6 @@ class Manifest(Strict):
         return manifest
 
 
-class SegmentEntry(Strict):
-    start: Natural
-    samples: dict[str, Natural]
-    shares: dict[str, Natural]
-    consumed: dict[str, Natural]
-
-    @model_validator(mode="after")
-    def _has_each_corpus_everywhere(self) -> SegmentEntry:
-        """Refuse a blend that no run can have."""
-        if not self.samples.keys() == self.shares.keys() == self.consumed.keys():
-            raise ValueError("samples, shares and consumed are not of the same corpora")
-        if not any(self.shares.values()) or any(
-            share and not self.samples[name] for name, share in self.shares.items()
-        ):
-            raise ValueError("a share of nothing")
-        return self
-
-
 class StateContent(Strict):
     """The content of state.json."""
 
@@ -228,20 +203,12 @@ class StateContent(Strict):
     data: dict[str, str]
     changes: tuple[Change, ...]
     spikes: dict[str, list[float]] | None
-    segment: SegmentEntry | None
+    segment: Segment | None
     provenance: dict[str, Any] | None
-
-    @model_validator(mode="after")
-    def _begins_in_the_past(self) -> StateContent:
-        """Refuse a blend that begins later than the state."""
-        if self.segment is not None and self.segment.start > self.consumed_samples:
-            raise ValueError("segment: begins after consumed_samples")
-        return self
 
     @property
     def trainer_state(self) -> TrainerState:
-        segment = None if self.segment is None else Segment(**self.segment.model_dump())
-        return TrainerState(self.step, self.consumed_samples, self.spikes, segment)
+        return TrainerState(self.step, self.consumed_samples, self.spikes, self.segment)
 
 
 def state_content(

@@ -1,10 +1,9 @@
-"""What `pretrain checkpoint` does: list, show, verify, prune, consolidate and upload."""
+"""What `pretrain checkpoint` does: list, show, verify, prune and upload."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +11,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from pretrain.checkpoint.format import CONFIG, BlockReader, DamagedCheckpoint, FileRecord
-from pretrain.checkpoint.load import load_global_state
+from pretrain.checkpoint.format import BlockReader, DamagedCheckpoint, FileRecord
 from pretrain.checkpoint.manifest import MASTER, Checkpoint, open_checkpoint
 from pretrain.checkpoint.store import Rounds, Store, split_checkpoint
-from pretrain.config import ConfigError, RunFailed, dump_config, load_config, writing
+from pretrain.config import ConfigError, RunFailed, load_config, writing
 from pretrain.config.errors import columns, moment, printable, size
 from pretrain.config.run import describe, is_url
 from pretrain.optim.optimizers import meaning
@@ -36,14 +32,7 @@ from pretrain.rundir.checkpoints import (
     saved_checkpoints,
     unheld,
 )
-from pretrain.rundir.files import (
-    FILE_MODE,
-    flush_directory,
-    flush_file,
-    new_directory,
-    remove_directory,
-    replace_file,
-)
+from pretrain.rundir.files import remove_directory
 from pretrain.rundir.history import Policy, old_checkpoints, read_abandoned
 from pretrain.rundir.paths import RunPaths, check_version
 
@@ -358,69 +347,6 @@ def prune(run: Path, policy: Policy) -> list[Path]:
                 remove_directory(path)
                 deleted.append(path)
     return deleted
-
-
-# ---- consolidate ----
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def consolidate(source: Path, out: Path, dtype: str = "fp32") -> list[Path]:
-    """Write the weights of a checkpoint as plain safetensors, by global name, and its tokenizer.
-
-    Above 5 GB there are several files and an index, laid out as Hugging Face does. The weights are
-    in memory as a whole, as for an export.
-
-    Args:
-        source: The checkpoint, or a run, which means its newest one.
-        out: The directory to make.
-        dtype: A key of DTYPES.
-
-    Returns:
-        The files.
-
-    Raises:
-        ConfigError: `out` exists, the dtype is unknown, or `source` is no good checkpoint.
-        RunFailed: The disk refused.
-    """
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: not one of {', '.join(DTYPES)}")
-    if os.path.lexists(out):
-        raise ConfigError(f"{out}: exists already. Remove it, or name another directory")
-    path = find_checkpoint(source)
-    if out.resolve().is_relative_to(path.resolve()):
-        # A file that the manifest does not list would make the checkpoint count as damaged.
-        raise ConfigError(f"{out}: lies in the checkpoint {path}. Name a directory elsewhere")
-    with hold(path), writing(out):
-        checkpoint = open_checkpoint(path)
-        with new_directory(out) as partial:
-            _write_weights(checkpoint, partial, DTYPES[dtype])
-            if checkpoint.tokenizer_file is not None:
-                content = (path / checkpoint.tokenizer_file).read_bytes()
-                replace_file(partial / checkpoint.tokenizer_file, content)
-            replace_file(partial / CONFIG, dump_config(checkpoint.config))
-            for written in partial.iterdir():
-                flush_file(written)
-            flush_directory(partial)
-    return sorted(out.iterdir())
-
-
-def _write_weights(checkpoint: Checkpoint, directory: Path, dtype: torch.dtype) -> None:
-    """Write model*.safetensors. Raises OSError when the disk refuses."""
-    from huggingface_hub import save_torch_state_dict
-    from safetensors import SafetensorError
-
-    weights = {name: each.to(dtype) for name, each in load_global_state(checkpoint).items()}
-    origin = {"step": str(checkpoint.lineage.step), "checkpoint": checkpoint.lineage.id}
-    try:
-        save_torch_state_dict(weights, directory, metadata=origin)
-    except SafetensorError as error:
-        # safetensors reports a full disk as an error of its own, which is not an OSError.
-        raise OSError(str(error)) from error
-    for path in directory.iterdir():
-        # safetensors makes its files readable by the owner only.
-        path.chmod(FILE_MODE)
 
 
 # ---- upload ----

@@ -56,7 +56,7 @@ app = Commands(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 data = Commands(no_args_is_help=True, help="Build, verify and look at a data set.")
-checkpoint = Commands(no_args_is_help=True, help="List, check, prune and convert checkpoints.")
+checkpoint = Commands(no_args_is_help=True, help="List, check, prune and upload checkpoints.")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")
@@ -672,32 +672,6 @@ def prune(
         return
     for path in prunable(run, policy)[1]:
         print(f"would be deleted with --yes: {path}")
-
-
-@checkpoint.command()
-def consolidate(
-    source: Source,
-    out: Annotated[Path, typer.Argument(metavar="OUT")],
-    dtype: Annotated[str, typer.Option(metavar="fp32|bf16")] = "fp32",
-) -> None:
-    """Write the weights as plain safetensors, whole and by name.
-
-    For programs that know nothing of this project. Weights of more than 5 GB become several files
-    with an index, as Hugging Face lays them out. The weights are in memory as a whole. `pretrain
-    export` writes a model that transformers can load.
-
-    \b
-    Example:
-      pretrain checkpoint consolidate runs/demo/alibi weights --dtype bf16
-
-    Args:
-        out: Directory to make.
-        dtype: What the weights are written as.
-    """
-    from pretrain.checkpoint.tools import consolidate as write
-
-    for path in write(source, out, dtype):
-        print(path)
 
 
 @checkpoint.command()

@@ -1,1 +1,111 @@
-"""Build this rank's part of the model from a config, and run batches through it."""
+"""Megatron's GPT with our attention, positions and loss; here, the operations that it takes.
+
+The floating-point operations of training and the model FLOPs utilization are pure arithmetic,
+without torch. Two conventions for attention are in use, and a utilization means little without its
+convention, so both are offered (n layers, hidden size d, L tokens):
+
+    all of it        12 n d L per token, as in PaLM (Chowdhery et al. 2022, appendix B) and
+                     llm-foundry (scripts/train/benchmarking)
+    the causal half  6 n d L per token, as in Megatron-LM (megatron/training/training.py,
+                     num_floating_point_operations)
+"""
+
+from __future__ import annotations
+
+from pretrain.config import RunConfig
+
+# Dense 16-bit tensor-core peaks in TFLOP/s, from NVIDIA's data sheets. For Hopper and Blackwell
+# the data sheets print the number with 2:4 sparsity, which is twice the dense one; it is given in
+# the comments. The first entry whose name is part of the device's name counts, so the more
+# specific names come first.
+_PEAK_TFLOPS = (
+    # V100 data sheet, fp16: Volta has no bf16. V100S is PCIe; plain "V100" is SXM2 and SXM3.
+    ("V100S", 130.0),
+    ("V100-PCIE", 112.0),
+    ("V100", 125.0),
+    # A100 data sheet: PCIe and SXM, 40 and 80 GB.
+    ("A100", 312.0),
+    # H100 data sheets: 1,513 (PCIe), 1,671 (NVL) and 1,979 (SXM5) with sparsity. The SXM5 module
+    # reports itself as "H100 80GB HBM3".
+    ("H100 PCIe", 756.5),
+    ("H100 NVL", 835.5),
+    ("H100", 989.5),
+    # H200 data sheet: 1,671 (NVL) and 1,979 (SXM) with sparsity. "GH200" contains "H200", and has
+    # the same die as the SXM module.
+    ("H200 NVL", 835.5),
+    ("H200", 989.5),
+    # GB200 NVL72 data sheet, per GPU: 5,000 with sparsity.
+    ("GB200", 2500.0),
+    # HGX B200 data sheet, per GPU: 4,500 with sparsity.
+    ("B200", 2250.0),
+)
+
+
+def num_matmul_parameters(config: RunConfig) -> int:
+    """Return N, the number of weights of the whole model that multiply every token.
+
+    N counts every linear layer, and the output layer over the padded vocabulary whether or not it
+    is tied. It leaves out what is looked up or added: the input embedding, position tables, biases
+    and LayerNorms. Tying therefore does not change N, as it does not change the work. This is the
+    convention of nanochat's `estimate_flops`. llm-foundry's N, all parameters of a tied model,
+    also counts biases and norms; it is 0.02 % larger for 25 layers of width 2048.
+
+    Of adaptive inputs and an adaptive softmax it counts the head alone: how many tokens are in a
+    tail, where the products are narrow, is up to the text.
+    """
+    m = config.model
+    qkv = (m.num_attention_heads + 2 * config.num_query_groups) * config.head_dim
+    layer = m.hidden_size * (qkv + m.hidden_size + 2 * config.ffn_hidden_size)
+    words = config.padded_vocab_size * m.hidden_size
+    if clusters := config.adaptive_clusters:
+        head = clusters[0].size + len(clusters) - 1
+        words = (head + m.hidden_size) * m.hidden_size
+    return m.num_layers * layer + words
+
+
+def flops_per_token(config: RunConfig, sequence_length: int, causal: bool) -> float:
+    """Return the model FLOPs of one token, forward and backward.
+
+    FLOPs = 6 N + 12 n d L, or 6 N + 6 n d L with `causal`. A multiply-add counts as two
+    operations, and the backward pass costs twice the forward pass, hence 6 N. The second term is
+    the product of queries and keys and the product of scores and values. Recomputed activations
+    are not counted: this is the work that the model requires, not the work that the hardware does.
+    data.per_document_attention needs less of the second term, by how much the text decides; it is
+    counted whole. A model that predicts masked tokens needs all of it, by either convention.
+
+    Args:
+        config: The run's config.
+        sequence_length: L, tokens in a sequence.
+        causal: Count only the lower triangle of the scores (see the module's docstring).
+    """
+    attention = 12 * config.model.num_layers * config.model.hidden_size * sequence_length
+    is_half = causal and not config.is_masked
+    return 6 * num_matmul_parameters(config) + attention * (0.5 if is_half else 1.0)
+
+
+def peak_tflops_per_second(device_name: str) -> float | None:
+    """Return the dense fp16/bf16 peak of a device in TFLOP/s, or None if it is not known.
+
+    Args:
+        device_name: The name that torch.cuda.get_device_name() reports.
+    """
+    name = device_name.upper()
+    # A MIG slice carries the name of the whole device but has only a part of its peak.
+    if " MIG " in name:
+        return None
+    return next((peak for part, peak in _PEAK_TFLOPS if part.upper() in name), None)
+
+
+def model_flops_utilization(
+    tokens_per_second: float, flops_per_token: float, peak_tflops: float
+) -> float:
+    """Return the model FLOPs utilization (MFU), in 0..1.
+
+    The rate and the peak must belong to the same devices: both to one, or both to all of them.
+
+    Args:
+        tokens_per_second: Training throughput.
+        flops_per_token: From the function of that name.
+        peak_tflops: Peak of the devices in TFLOP/s.
+    """
+    return tokens_per_second * flops_per_token / (peak_tflops * 1e12)

@@ -72,15 +72,6 @@ class Positions(nn.Module):
         added = self.method.embedded(self.config, torch.zeros(1, 1, dtype=torch.int64))
         return None if added is None else AddedPositions(self.config)
 
-    def queries_and_keys(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys as the scores see them, beside Megatron's rotation.
-
-        Args:
-            query: [queries, B, heads, D].
-            key: [keys, B, groups, D].
-        """
-        return self.method.queries_and_keys(self.config, query, key)
-
     def score_terms(self, device: torch.device) -> dict[str, Any]:
         """Return what is added to the attention scores of this rank's heads.
 
@@ -300,7 +291,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         """
         dropout = self.dropout if self.training else 0.0
         position = self.position[0]
-        query, key = position.queries_and_keys(query, key)
+        query, key = position.method.queries_and_keys(position.config, query, key)
         # Tensor-parallel ranks hold different heads and must draw different masks, so dropout uses
         # the tracked generator that is seeded per tensor rank. Under sequence parallelism Megatron
         # has already forked it around all layers (megatron/core/transformer/transformer_block.py).

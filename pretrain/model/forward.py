@@ -295,11 +295,6 @@ class Decoder:
         """Begin new sequences, in the same memory."""
         self.context.reset()
 
-    def allocated_bytes(self) -> int:
-        """Return the bytes that the cache takes on this rank; 0 before the first tokens."""
-        layers = self.context.key_value_memory_dict.values()
-        return sum(x.numel() * x.element_size() for pair in layers for x in pair)
-
 
 def greedy(decoder: Decoder, prompt: Tensor, count: int, vocab_size: int) -> Tensor:
     """Generate the most probable token `count` times, and return these tokens, [B, count].

@@ -231,7 +231,6 @@ class WeightGather:
         buckets: list[Bucket],
         flat_weights: list[Tensor],
         group: dist.ProcessGroup,
-        overlap: bool = True,
     ) -> None:
         """Register a hook on each module that has to wait.
 
@@ -241,11 +240,9 @@ class WeightGather:
             flat_weights: The flat weights of each bucket, [padded elements], of which this rank
                 updates its part.
             group: The data-parallel ranks.
-            overlap: Return from `start` at once. False waits there for all weights.
         """
         self._flat_weights, self._group = flat_weights, group
         self._size, self._rank = group.size(), group.rank()
-        self._overlap = overlap
         self._works: dict[int, Any] = {}
         """The gathers under way, by the number of the bucket."""
         bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.parameters}
@@ -275,8 +272,6 @@ class WeightGather:
             self._works[number] = dist.all_gather_into_tensor(
                 flat, own, group=self._group, async_op=True
             )
-        if not self._overlap:
-            self.wait()
 
     def wait(self) -> None:
         """Wait until all weights are complete, for what reads them outside a forward pass."""
@@ -284,8 +279,6 @@ class WeightGather:
 
     def _wait(self, buckets: list[int]) -> None:
         """Wait for the gathers of some buckets, if they are still under way."""
-        if not self._works:
-            return
         for number in buckets:
             work = self._works.pop(number, None)
             if work is not None:

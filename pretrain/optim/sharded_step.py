@@ -139,7 +139,6 @@ class GradientReducer:
         flat_weights: list[Tensor],
         group: dist.ProcessGroup,
         wire_dtype: torch.dtype,
-        overlap: bool = True,
     ) -> None:
         """Allocate the gradients, and register a hook on every parameter.
 
@@ -149,10 +148,8 @@ class GradientReducer:
                 like them. Each length is a multiple of the group's size.
             group: The data-parallel ranks.
             wire_dtype: Data type in which gradients are sent. Sums are taken in fp32 in any case.
-            overlap: Send a bucket as soon as it is complete. False sends all buckets in `finish`.
         """
         self._group, self._is_alone = group, group.size() == 1
-        self._overlap = overlap and not self._is_alone
         if not self._is_alone:
             self._wire = make_wire(group, wire_dtype)
         self._buckets = [_FlatBucket(b, weights) for b, weights in zip(buckets, flat_weights)]
@@ -230,7 +227,7 @@ class GradientReducer:
                 "bucket may have been sent"
             )
         bucket.num_complete += 1
-        if self._overlap:
+        if not self._is_alone:
             self._send_complete()
 
     def _send_complete(self) -> None:
@@ -292,7 +289,6 @@ class ShardedStep:
         clip_grad: float,
         wire_dtype: torch.dtype,
         add_in_layers: bool,
-        overlap: bool,
     ) -> None:
         """Register the hooks that reduce gradients and gather weights.
 
@@ -303,7 +299,6 @@ class ShardedStep:
             clip_grad: Largest global gradient norm; 0 turns clipping off.
             wire_dtype: Data type in which gradients are sent.
             add_in_layers: Let linear layers add their weights' gradients to the sums themselves.
-            overlap: Communicate while the model computes.
         """
         group = parallel_state.get_data_parallel_group()
         self._zero, self._chunks, self._buckets = zero, chunks, buckets
@@ -312,10 +307,10 @@ class ShardedStep:
         partitions = zero.parallel_partitioned_bit16_groups
         self._weights: list[Tensor] = [parts[group.rank()] for parts in partitions]
         flat_weights = zero.bit16_groups_flat
-        self._reducer = GradientReducer(buckets, flat_weights, group, wire_dtype, overlap)
+        self._reducer = GradientReducer(buckets, flat_weights, group, wire_dtype)
         if add_in_layers:
             accumulate_in_layers(chunks)
-        self._gather = WeightGather(chunks, buckets, flat_weights, group, overlap)
+        self._gather = WeightGather(chunks, buckets, flat_weights, group)
 
     def begin(self, num_microbatches: int) -> None:
         """Prepare for a step's backward passes, one for each micro batch."""

@@ -156,9 +156,7 @@ DEFAULT_BUCKET_SIZE = 500_000_000
 class ZeroOptimizer:
     """The optimizer of a run, whose state ZeRO shards over the data-parallel ranks."""
 
-    def __init__(
-        self, config: RunConfig, topology: Topology, chunks: list[GPTModel], overlap: bool = True
-    ) -> None:
+    def __init__(self, config: RunConfig, topology: Topology, chunks: list[GPTModel]) -> None:
         """Build DeepSpeed's engine around the model. All ranks together.
 
         Args:
@@ -166,8 +164,6 @@ class ZeroOptimizer:
             topology: The processes' layout.
             chunks: This rank's model chunks. ZeRO 1 moves their parameters into flat tensors, and
                 ZeRO 3 replaces their storage.
-            overlap: At stage 1, communicate while the model computes. False, for tests and
-                measurements, gives the same bits.
         """
         self.stage = _stage(config, topology)
         self.before_change: Callable[[], None] = lambda: None
@@ -193,7 +189,6 @@ class ZeroOptimizer:
                 clip_grad=config.optimizer.clip_grad,
                 wire_dtype=platform.DTYPES[config.parallel.gradient_reduce_dtype],
                 add_in_layers=choose_fusion(config).weight_gradients,
-                overlap=overlap,
             )
         if self.is_fp16:
             # Megatron's schedule multiplies the loss by `grad_scale_func` before the backward

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pretrain.config import Layout, RunConfig
 from pretrain.config.tensors import widths
-from pretrain.model.flops import (
+from pretrain.model import (
     flops_per_token,
     model_flops_utilization,
     peak_tflops_per_second,
@@ -33,7 +33,7 @@ class Device:
     """The speeds that one GPU achieves."""
 
     name: str
-    """As torch.cuda.get_device_name() reports it; `pretrain.model.flops` knows its peak."""
+    """As torch.cuda.get_device_name() reports it; `pretrain.model` knows its peak."""
     gemm_fraction: float
     """Part of the peak that a product reaches with all multiprocessors busy and a large K."""
     multiprocessors: int
@@ -65,7 +65,7 @@ class Device:
 
     @cached_property
     def peak_tflops(self) -> float:
-        """Dense 16-bit peak in TFLOP/s, from `pretrain.model.flops`."""
+        """Dense 16-bit peak in TFLOP/s, from `pretrain.model`."""
         peak = peak_tflops_per_second(self.name)
         assert peak is not None, self.name
         return peak

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pretrain.positions.base import PositionMethod
-
-if TYPE_CHECKING:
-    pass
 
 
 class NoPositions(PositionMethod):

@@ -28,7 +28,7 @@ from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.evaluation.perplexity import Evaluator, check_memory
 from pretrain.evaluation.records import HASH_DIGITS
 from pretrain.evaluation.windows import Protocol, ScoredText
-from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
+from pretrain.model import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.optim.health import (
     Copies,
     checksum,
@@ -216,7 +216,7 @@ class LoggingHook(Hook):
         self.blend = run.blend
         self.sequence_length = length = run.config.data.sequence_length
         # Suffix of the metric's name -> FLOPs of one token. Two conventions are in use: all of the
-        # attention scores (PaLM), or only the causal half (Megatron-LM). See model/flops.py.
+        # attention scores (PaLM), or only the causal half (Megatron-LM).
         self.flops_per_token = {
             "": flops_per_token(run.config, length, causal=False),
             "_causal": flops_per_token(run.config, length, causal=True),

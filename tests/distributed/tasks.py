@@ -7,8 +7,9 @@ which imports this module too, does without them.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -444,10 +445,11 @@ def reduce_gradients(
     from pretrain.training.step import forward_backward, seed_step
 
     topology, chunks = _build_model_with(config, state)
-    # Not overlapped, so that this rank's own sums over its micro batches can be read.
-    optimizer = ZeroOptimizer(config, topology, chunks, overlap=False)
+    optimizer = ZeroOptimizer(config, topology, chunks)
     seed_step(config, topology, 0)
-    forward_backward(chunks, optimizer, _split_among_ranks(config, topology, tokens))
+    # So that this rank's own sums over its micro batches can be read.
+    with without_overlap():
+        forward_backward(chunks, optimizer, _split_among_ranks(config, topology, tokens))
     group = parallel_state.get_data_parallel_group()
     sums, magnitudes = {}, {}
     own = {named.name: gradient(named.parameter).clone() for named in optimizer.parameters}
@@ -481,6 +483,25 @@ def reduce_gradients(
     return found
 
 
+@contextlib.contextmanager
+def without_overlap() -> Iterator[None]:
+    """Send gradients when the backward pass has ended, and wait at once for weights."""
+    from pretrain.optim.buckets import WeightGather
+    from pretrain.optim.sharded_step import GradientReducer
+
+    start = WeightGather.start
+
+    def start_and_wait(self: Any) -> None:
+        start(self)
+        self.wait()
+
+    with (
+        patch.object(GradientReducer, "_send_complete", lambda _: None),
+        patch.object(WeightGather, "start", start_and_wait),
+    ):
+        yield
+
+
 def train_and_watch_reductions(
     config: RunConfig, state: dict[str, Tensor], steps: list[Tensor], overlap: bool
 ) -> dict[str, Any]:
@@ -504,7 +525,7 @@ def train_and_watch_reductions(
     from pretrain.training.step import average_loss, forward_backward
 
     topology, chunks = _build_model_with(config, state)
-    optimizer = ZeroOptimizer(config, topology, chunks, overlap=overlap)
+    optimizer = ZeroOptimizer(config, topology, chunks)
     counts: Counter[str] = Counter()
     send, wait = GradientReducer._send, WeightGather._wait
     in_forward = False
@@ -524,6 +545,7 @@ def train_and_watch_reductions(
     with (
         patch.object(GradientReducer, "_send", counted_send),
         patch.object(WeightGather, "_wait", counted_wait),
+        contextlib.nullcontext() if overlap else without_overlap(),
     ):
         for step, tokens in enumerate(steps):
             in_forward = True

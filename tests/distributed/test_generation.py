@@ -78,7 +78,8 @@ def decode(config: RunConfig, state: dict[str, Tensor], tokens: Tensor, prompt: 
     first = torch.stack([decoder.feed(piece) for piece in tokens.split(ends, dim=1)])
     decoder.reset()
     second = torch.stack([decoder.feed(piece) for piece in tokens.flip(1).split(ends, dim=1)])
-    return first, decoder.allocated_bytes(), second
+    layers = decoder.context.key_value_memory_dict.values()
+    return first, sum(x.nbytes for pair in layers for x in pair), second
 
 
 def generate(config: RunConfig, state: dict[str, Tensor], prompt: Tensor, count: int) -> Tensor:

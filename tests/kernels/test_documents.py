@@ -10,8 +10,9 @@ import torch
 from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import REFUSALS, attention, choose_backend
 from pretrain.kernels.flash.launch import Blocks, Schedule, attention_triton
-from pretrain.kernels.reference import attention_reference, dropout_keep
+from pretrain.kernels.reference import attention_reference
 from pretrain.positions.alibi import alibi_slopes
+from tests.kernels.oracles import dropout_keep
 from tests.kernels.test_choice import ALIBI
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch, run
 from tests.kernels.test_flash import visited_tiles

@@ -10,7 +10,6 @@ import logging
 import pytest
 import torch
 
-from pretrain.kernels import skipping
 from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import _log_once, attention
 from pretrain.kernels.flash.launch import (
@@ -22,8 +21,10 @@ from pretrain.kernels.flash.launch import (
     choose_schedule,
     run_forward,
 )
-from pretrain.kernels.reference import attention_reference, dropout_keep
+from pretrain.kernels.reference import attention_reference
 from pretrain.positions.alibi import alibi_slopes
+from tests.kernels import oracles
+from tests.kernels.oracles import dropout_keep
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch
 from tests.kernels.test_skipping import share_visited
 
@@ -63,7 +64,6 @@ def visited_tiles(
     v_SBGD: torch.Tensor,
     slopes: torch.Tensor,
     causal: bool = True,
-    scale: float | None = None,
     schedule: Schedule | None = None,
     document_starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Schedule]:
@@ -75,17 +75,16 @@ def visited_tiles(
         v_SBGD: Values, [keys, B, G, D].
         slopes: ALiBi slopes, [H].
         causal: Apply a causal mask.
-        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
         schedule: Block sizes; chosen by dtype, width and GPU if None.
         document_starts: As in `pretrain.kernels.dispatch.attention`, or None.
 
     Returns:
         Which tiles of keys each tile of queries visited, bool [B, H, query tiles, key tiles], as
-        `skipping.visited_tiles` does; and the schedule, which says how large the tiles are.
+        `oracles.visited_tiles` does; and the schedule, which says how large the tiles are.
     """
     options = Options(
         causal=causal,
-        scale=q_SBHD.shape[3] ** -0.5 if scale is None else scale,
+        scale=q_SBHD.shape[3] ** -0.5,
         dropout_p=0.0,
         skip=True,
         schedule=schedule or choose_schedule(q_SBHD),
@@ -93,7 +92,7 @@ def visited_tiles(
     inputs = Inputs(q_SBHD, k_SBGD, v_SBGD, slopes, None, None, document_starts)
     _, _, plan = run_forward(inputs, options)
     query_tile, key_tile = options.schedule.forward.queries, options.schedule.key_tile
-    visited = skipping.own_tiles(len(q_SBHD), len(k_SBGD), query_tile, key_tile)
+    visited = oracles.own_tiles(len(q_SBHD), len(k_SBGD), query_tile, key_tile)
     visited = visited.to(q_SBHD.device).expand_as(plan.thresholds).clone()
     counts, listed = plan.key_tiles[..., :1], plan.key_tiles[..., 1:].long()
     exists = torch.arange(listed.shape[3], device=listed.device) < counts
@@ -278,7 +277,7 @@ def test_skipping_visits_what_the_model_says_and_changes_nothing(kind, shape):
     tiles = {"query_tile": SMALL.forward.queries, "key_tile": SMALL.key_tile}
 
     tiles_visited, _ = visited_tiles(q, k, v, slopes, causal, schedule=SMALL)
-    model = skipping.visited_tiles(*(x.cpu() for x in (q, k, v, slopes)), causal=causal, **tiles)
+    model = oracles.visited_tiles(*(x.cpu() for x in (q, k, v, slopes)), causal=causal, **tiles)
     assert torch.equal(tiles_visited.cpu(), model.tiles_BHTK)
     share = share_visited(tiles_visited, queries, keys, causal=causal, **tiles)
     if kind in ("gaussian", "constant", "one-hot"):
@@ -356,7 +355,7 @@ def test_a_query_skips_for_itself_in_a_tile_that_others_visit():
     bias = ScoreBias(slopes, None, 0, True)
     plain = attention_triton(q, k, v, bias, None, 0.0, skip=True, schedule=SMALL)
     q[127] *= 1e4
-    visits = skipping.visited_tiles(
+    visits = oracles.visited_tiles(
         *(x.cpu() for x in (q, k, v, slopes)), query_tile=32, key_tile=SMALL.key_tile
     )
     assert visits.tiles_BHTK[0, 0, 3].all() and visits.rows_BHSK[0, 0, 127].all()
@@ -437,7 +436,7 @@ def test_views_of_a_fused_projection_are_read_where_they_lie():
     slopes = torch.tensor([1.0, 1.5], device=DEVICE)
     tiles_visited = visited_tiles(q * 0.1, k, across, slopes, schedule=SMALL)[0]
     tiles = {"query_tile": SMALL.forward.queries, "key_tile": SMALL.key_tile}
-    model = skipping.visited_tiles(*(x.cpu() for x in (q * 0.1, k, across, slopes)), **tiles)
+    model = oracles.visited_tiles(*(x.cpu() for x in (q * 0.1, k, across, slopes)), **tiles)
     assert torch.equal(tiles_visited.cpu(), model.tiles_BHTK)
     assert not torch.equal(*model.tiles_BHTK), "only that head of that sequence visits them"
     expanded = attention_triton(

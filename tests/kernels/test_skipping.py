@@ -1,7 +1,7 @@
 """Test the bound behind tile skipping against dense attention in fp64, at lengths up to 4,096.
 
-The tiles come from `pretrain.kernels.skipping`, in plain torch; `test_flash` tests that the kernel
-visits the same ones.
+The tiles come from `oracles`, in plain torch; `test_flash` tests that the kernel visits the same
+ones.
 """
 
 import math
@@ -9,9 +9,8 @@ import math
 import pytest
 import torch
 
-from pretrain.kernels import skipping
-from pretrain.kernels.skipping import visited_tiles
 from pretrain.positions.alibi import alibi_slopes
+from tests.kernels.oracles import longest_rows, visited_tiles
 
 TILES = {"query_tile": 128, "key_tile": 128}
 
@@ -125,7 +124,7 @@ def assert_skipping_changes_nothing(q, k, v, slopes, visits, query_tile, key_til
         # The rounding of the oracle itself, where giant values cancel.
         noise = 1e-12 + 1e-18 * float(rows(v).max() * rows(k).max())
         assert (x - truth).abs().max() <= 2.0**-20 * truth.abs().max() + noise, name
-    # The bounds that `pretrain.kernels.skipping` states, row by row.
+    # The bounds that `pretrain.kernels.flash` states, row by row.
     own_value, own_key = (
         own_rows(x.detach(), len(q), query_tile, key_tile, causal) for x in (v, k)
     )
@@ -154,7 +153,7 @@ def own_rows(x, num_queries, query_tile, key_tile, causal):
     if causal:
         return rows(x)[:, :, first]
     last = (first + query_tile).clamp(max=len(x)) - 1
-    norms = skipping.longest_rows(x, key_tile)
+    norms = longest_rows(x, key_tile)
     own = [
         norms[:, :, max(a, 0) // key_tile : max(b, 0) // key_tile + 1].amax(dim=2)
         for a, b in zip(first.tolist(), last.tolist())

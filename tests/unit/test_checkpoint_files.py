@@ -46,7 +46,7 @@ from pretrain.checkpoint.manifest import (
     open_checkpoint,
 )
 from pretrain.checkpoint.store import Store
-from pretrain.checkpoint.tools import consolidate, verify_checkpoint
+from pretrain.checkpoint.tools import verify_checkpoint
 from pretrain.config import ConfigError
 from pretrain.huggingface.export import export_source
 from pretrain.training.start import choose_checkpoint
@@ -261,12 +261,6 @@ def _drop(*keys: Any) -> Any:
     return change
 
 
-def _segment(start: int = 0, samples: int = 5, share: int = 1) -> dict:
-    """Return a blend of one corpus as state.json has it."""
-    parts = {"samples": samples, "shares": share, "consumed": 0}
-    return {"start": start, **{name: {"a": value} for name, value in parts.items()}}
-
-
 FILE = "rank-00000.safetensors"
 HOSTILE = {
     # The manifest.
@@ -278,8 +272,6 @@ HOSTILE = {
     "no digest": ("manifest.json", _put("files", "state.json", value={"bytes": 5}), "no SHA-256"),
     # The state.
     "odd changes": ("state.json", _put("changes", value=[{"a": 1}]), "changes"),
-    "a blend of nothing": ("state.json", _put("segment", value=_segment(share=0)), "segment"),
-    "a blend to come": ("state.json", _put("segment", value=_segment(start=10**9)), "begins after"),
     # The index.
     "no tensors": ("index.json", _put("tensors", value={}), "not of the same parameters"),
     "a tensor less": ("index.json", _drop("tensors", "exp_avg/layer.bias"), "not of the same"),
@@ -404,13 +396,10 @@ def test_what_is_no_file_is_damage_and_the_run_goes_on_before_it(make, tmp_path)
     assert chosen is not None and chosen.path == first.path and damaged[0][0] == last
 
 
-@pytest.mark.parametrize(
-    "write", [consolidate, lambda source, out: export_source(source, out, None)]
-)
-def test_nothing_is_written_into_a_checkpoint(write, tmp_path):
+def test_nothing_is_written_into_a_checkpoint(tmp_path):
     checkpoint = save(tmp_path, 1).path
     with pytest.raises(ConfigError, match="lies in the checkpoint"):
-        write(checkpoint, checkpoint / "plain")
+        export_source(checkpoint, checkpoint / "plain", None)
     open_checkpoint(checkpoint)
 
 

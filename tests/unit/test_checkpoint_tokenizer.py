@@ -7,7 +7,7 @@ import pytest
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.save import tokenizer_of
 from pretrain.checkpoint.store import Store
-from pretrain.checkpoint.tools import consolidate, verify_checkpoint
+from pretrain.checkpoint.tools import verify_checkpoint
 from pretrain.config import ConfigError
 from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
 from tests.unit.saved import first_origin, flip, save
@@ -49,12 +49,6 @@ def test_an_upload_carries_it(tokenizer, saved, tmp_path):
     assert tokenizer_of(open_checkpoint(back), Path("/none")).content == tokenizer.content
     flip(tmp_path / "store" / stored.name / tokenizer.file_name, 40)
     assert [tokenizer.file_name in line for line in store.verify(stored)] == [True]
-
-
-def test_consolidated_weights_carry_it(tokenizer, saved, tmp_path):
-    files = consolidate(saved.path, tmp_path / "plain")
-    assert tmp_path / "plain" / tokenizer.file_name in files
-    assert (tmp_path / "plain" / tokenizer.file_name).read_bytes() == tokenizer.content
 
 
 def test_an_imported_models_checkpoint_takes_the_data_sets(tokenizer, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""pretrain checkpoint list, show, verify, prune and consolidate."""
+"""pretrain checkpoint list, show, verify and prune."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-import safetensors.torch
-import torch
 from typer.testing import CliRunner
 
-from pretrain.checkpoint.manifest import MASTER, Change, Checkpoint
-from pretrain.checkpoint.tools import consolidate, policy_of, prune, show_source, verify_sources
+from pretrain.checkpoint.manifest import Change, Checkpoint
+from pretrain.checkpoint.tools import policy_of, prune, show_source, verify_sources
 from pretrain.cli.commands import app
 from pretrain.config import ConfigError, RunFailed
 from pretrain.rundir.attempts import Attempt, RunBusy
 from pretrain.rundir.checkpoints import complete_checkpoints, hold
 from pretrain.rundir.history import Policy
-from tests.unit.saved import SHAPES, after, flip, save, values
+from tests.unit.saved import after, flip, save
 
 
 @pytest.fixture
@@ -115,25 +113,3 @@ def test_prune_keeps_everything_when_the_newest_is_damaged_or_the_run_is_trained
     assert len(complete_checkpoints(run)) == 4
     with pytest.raises(ConfigError, match=r"no checkpoint\.keep"):
         policy_of(run, None, None, None)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_consolidated_weights_are_the_masters(tmp_path, dtype):
-    save(tmp_path / "run", 2, tensors=values(1), world_size=3)
-    [path, _] = reversed(consolidate(tmp_path / "run", tmp_path / "out", dtype))
-    assert path.name == "model.safetensors"
-    found = safetensors.torch.load_file(path)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    assert found.keys() == SHAPES.keys()
-    for name in SHAPES:
-        assert torch.equal(found[name], torch.from_numpy(values(1)[f"{MASTER}/{name}"]).to(kind))
-    with pytest.raises(ConfigError, match="exists already"):
-        consolidate(tmp_path / "run", tmp_path / "out", dtype)
-
-
-def test_what_is_damaged_leaves_nothing_behind(tmp_path):
-    checkpoint = save(tmp_path / "run", 2)
-    flip(checkpoint.path / "rank-00001.safetensors", 5000)
-    with pytest.raises(ConfigError, match=r"rank-00001.safetensors: bytes"):
-        consolidate(tmp_path / "run", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]

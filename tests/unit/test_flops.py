@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import RunConfig, load_config
-from pretrain.model.flops import (
+from pretrain.model import (
     flops_per_token,
     model_flops_utilization,
     num_matmul_parameters,

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 from pretrain.config import RunConfig, load_config, num_parameters
-from pretrain.model.flops import num_matmul_parameters
+from pretrain.model import num_matmul_parameters
 from pretrain.plan.command import read_target
 from pretrain.plan.memory import stages_of
 from pretrain.plan.operators import (

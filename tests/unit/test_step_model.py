@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.model.flops import flops_per_token
+from pretrain.model import flops_per_token
 from pretrain.plan.command import read_target
 from pretrain.plan.memory import stages_of
 from pretrain.plan.timing import (

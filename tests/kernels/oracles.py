@@ -1,92 +1,6 @@
-"""The bound by which the flash-attention kernel skips tiles of keys under ALiBi, in plain torch.
+"""What the Triton kernel decides, in plain torch: tiles that are skipped, weights that are dropped.
 
-A key far from its query carries the bias -slope * distance. Where no product q.k can make up for
-that bias, the key's weight is too small to show in any result, and its tile need not be loaded. The
-kernel decides this per tile of queries and tile of keys, from numbers it has anyway. The same
-arithmetic is in `pretrain.kernels.flash.device`, on the device; the tests compare the two.
-
-**The bound.** All scores are in base 2. For query i and key j, with N keys in all,
-
-    s_ij = log2(e) * (scale * q_i . k_j - slope * |i - j|)        the score
-    L_i  = log2(sum over j of 2^s_ij)                             the logsumexp of row i
-    w_ij = 2^(s_ij - L_i)                                         the weight
-
-Take a tile of queries and a tile of keys. Let |q| and |k| be the largest 2-norms in the tiles, and
-d the smallest distance between them.
-
-1. No score is above `most`. By Cauchy-Schwarz,
-
-       s_ij <= most = log2(e) * (|scale| |q| |k| - slope * d).
-
-2. No logsumexp is below `floor`. A sum only grows with more terms, so L_i is at least the logsumexp
-   over the query's *own* tiles, those that hold the keys at the positions of the tile's queries.
-   `floor` is the lowest of these over the queries of the tile. The kernel attends to the own tiles
-   first, so it has them before it decides.
-3. Hence w_ij <= 2^(most - floor). The tile is skipped if
-
-       floor - most > need + log2(N).
-
-   Then each of its weights is below 2^-need / N, and since a row has at most N keys, all weights
-   that a row loses sum to less than 2^-need.
-
-A simpler `floor` would be the lowest score that norms permit, -|scale| |q| |k_own|. It is much
-weaker: for Gaussian inputs the products of norms are several times as large as the scores.
-
-**What `need` must cover.** It is NEEDED_BITS = 24, plus:
-
-- log2(|v| / |v_own|) where a tile's longest value is longer than v_own, the value at the position
-  of the first query (without a causal mask, the longest of the own tiles).
-  What the output loses is a sum of weights times values. With this term it stays below 2^-24 of the
-  own values, even if one giant value is far away.
-- log2(|k| / |k_own|), likewise. The gradient of q is a sum of score gradients times keys, so a
-  giant key can show there although its weight does not.
-- log2(N) once more if the slopes want a gradient. That gradient multiplies each score gradient by
-  its distance, which is below N.
-
-**What is lost.** With d_out_i the gradient of output i, w_ij the weights and N the number of keys:
-
-    |error of out_i| < 2^-24 * (|v_own| + |out_i|)
-    |error of dq_i|  < 2^-24 * |scale| |d_out_i| * (|k_own| (|v_own| + |out_i|)
-                       + sum over j of w_ij |k_j| (|v_own| + 2 |out_i| + |v_j|))
-    |error of dk_j|  < 2^-24 * |scale| * sum over i of |q_i| |d_out_i|
-                       * ((w_ij + 1 / N) (|v_own| + 2 |out_i|) + w_ij |v_j|)
-    |error of dv_j|  < 2^-24 * sum over i of (w_ij + 1 / N) |d_out_i|
-
-These are relative to the terms that a gradient is a sum of, and not to the sum, in which they may
-nearly cancel. Terms with |k_own| or 1 / N are the weights that are dropped; those with w_ij are
-what the renormalised weights and the changed output make of the others.
-
-**Rounding** always counts against skipping (the three SLACK constants). Heads whose slope is not
-positive skip nothing. Rows that are not finite count as infinitely long, so every query that could
-see a NaN or an infinity does visit it.
-
-**Lists.** The kernels go through a list of the tiles that matter, so one key far back that must be
-visited (an attention sink, often key 0) costs one tile. The backward pass visits the same tiles as
-the forward pass.
-
-**Documents.** Where queries see no key before the start of their own document, the bound is that of
-the keys that a query sees: floors are made of these alone, so they are lower, and |q|, |k| and |v|
-are taken over whole tiles, so they are larger. A query that sees any key before its own tiles sees
-all of its document from there on, the position of the tile's first query included, and so the own
-value and key in `need` are its own. What a token of another document contains can decide whether a
-tile is skipped on which both documents lie, and thereby move an output by the 2^-24 above.
-
-**Causality.** Under a causal mask and with finite q, k and v, no output depends on a later token by
-a single bit, though a tile of queries decides as one. (Keys after a query get the weight 0, and 0
-times an infinity or a NaN among their values is NaN, as in every backend.) The own value and key in
-`need` are those at the position of the tile's first query, which all its queries see. Floor and |q|
-of the tile decide which tiles are loaded; within a loaded tile, a query that could skip it by its
-own logsumexp and its own norm gives it no weight. As the tile decides with twice the slack, it
-skips only what each of its queries skips.
-
-That holds where the slack covers the rounding of the two comparisons in fp32. Terms of the size of
-the floor are covered everywhere, by RELATIVE_SLACK. What else is rounded errs by at most 7 * 2^-24
-of the threshold, counted over both, as the device associates their products differently.
-ABSOLUTE_SLACK covers that for thresholds down to -2^15 bits: a slope * distance of 22,700, or
-22,700 keys at a slope of 1. Further away a tile may be skipped that one of its queries would visit,
-if the product of norms is also of that size. The weights that are lost are within the bounds above
-even then, since the distance has a RELATIVE_SLACK of its own, but they may depend on a later token
-of the tile.
+The bound behind skipping and its proof stand in the docstring of `pretrain.kernels.flash`.
 """
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head,
@@ -101,14 +15,9 @@ import torch
 from torch import Tensor
 
 NEEDED_BITS = 24.0
-"""All weights that a row loses sum to less than 2^-24: half an fp32 ulp of 1."""
 NORM_SLACK = 1 + 2.0**-12
-"""Factor on the product of norms. It exceeds the relative rounding of sums over up to 256 columns,
-in the norms and in the products q.k, which tensor cores round more coarsely than fp32 does."""
 RELATIVE_SLACK = 2.0**-18
-"""Relative reduction of the floor and of slope * distance, for their rounding in fp32."""
 ABSOLUTE_SLACK = 2.0**-6
-"""Bits added to `need`, for the rounding of logarithms and of the remaining sums in fp32."""
 LOG2E = math.log2(math.e)
 
 
@@ -130,7 +39,6 @@ def visited_tiles(
     query_tile: int,
     key_tile: int,
     causal: bool = True,
-    scale: float | None = None,
     trained_slopes: bool = False,
 ) -> Visits:
     """Return the tiles of keys that each tile of queries, and each query, must visit.
@@ -143,7 +51,6 @@ def visited_tiles(
         query_tile: Queries in a tile.
         key_tile: Keys in a tile.
         causal: Apply a causal mask.
-        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
         trained_slopes: The slopes want a gradient.
 
     Returns:
@@ -151,7 +58,7 @@ def visited_tiles(
     """
     num_queries, num_keys, heads = q_SBHD.shape[0], k_SBGD.shape[0], q_SBHD.shape[2]
     heads_per_group = heads // k_SBGD.shape[2]
-    scale = q_SBHD.shape[3] ** -0.5 if scale is None else scale
+    scale = q_SBHD.shape[3] ** -0.5
     floors = own_floors(q_SBHD, k_SBGD, slopes, query_tile, key_tile, causal, scale)
     own = own_tiles(num_queries, num_keys, query_tile, key_tile)
     longest_k = longest_rows(k_SBGD, key_tile).repeat_interleave(heads_per_group, dim=1)
@@ -185,7 +92,7 @@ def visited_tiles(
     threshold = torch.where(finite[:, :, None] & (slope > 0), threshold, torch.inf)
     # Comparisons with NaN are false, so a tile with a NaN in its terms is not skipped.
     norms = longest_k[:, :, None] * NORM_SLACK
-    reach = abs(scale) * LOG2E * longest_rows(q_SBHD, query_tile)[..., None]
+    reach = scale * LOG2E * longest_rows(q_SBHD, query_tile)[..., None]
     floor = _by_tile(floors, query_tile).amin(dim=3)[..., None]
     floor = floor - floor.abs() * (2 * RELATIVE_SLACK)
     visited = ~(floor - reach * norms > threshold + ABSOLUTE_SLACK) | own
@@ -197,7 +104,7 @@ def visited_tiles(
         later = (torch.arange(num_queries) - starts[tile_of_query]).float()[:, None]
         row_floor = floors[..., None] - floors[..., None].abs() * RELATIVE_SLACK
         row_floor = row_floor + slope * later * (1 - RELATIVE_SLACK)
-        row_reach = abs(scale) * LOG2E * longest_rows(q_SBHD, 1)[..., None]
+        row_reach = scale * LOG2E * longest_rows(q_SBHD, 1)[..., None]
         skips = row_floor - row_reach * norms > threshold[:, :, tile_of_query]
         rows = rows & ~(skips & ~own[tile_of_query])
     return Visits(visited, rows)
@@ -287,3 +194,37 @@ def longest_rows(x_SBHD: Tensor, tile: int) -> Tensor:
     norms = x_SBHD.float().square().sum(dim=3).sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
     padded = torch.nn.functional.pad(norms.permute(1, 2, 0), (0, -length % tile))
     return padded.reshape(batch, heads, -1, tile).amax(dim=3)
+
+
+def dropout_keep(seed: int, shape: tuple[int, int, int, int], dropout_p: float) -> Tensor:
+    """Return the weights that the Triton kernel's dropout keeps, bool [B, H, queries, keys].
+
+    The random numbers are those of Philox4x32 with 7 rounds (Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3", SC 2011, section 3.3), from the counter (key, query, b * H + h,
+    0). The upper 24 bits of the first word, read as a fraction, are kept if they are at least
+    dropout_p.
+
+    Args:
+        seed: Key of the generator, below 2^64.
+        shape: (B, H, queries, keys).
+        dropout_p: Probability that a weight is dropped.
+
+    Returns:
+        bool, [B, H, queries, keys].
+    """
+    batch, heads, num_queries, num_keys = shape
+    word = (1 << 32) - 1
+    head, query, key = torch.meshgrid(
+        *(torch.arange(n) for n in (batch * heads, num_queries, num_keys)), indexing="ij"
+    )
+    c0, c1, c2, c3 = key, query, head, torch.zeros_like(key)
+    key_low, key_high = seed & word, seed >> 32
+    for _ in range(7):
+        # int64 products wrap and right shifts keep the sign; masking with `word` corrects both. In
+        # Python `&` binds tighter than `^`.
+        low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = (high >> 32) & word ^ c1 ^ key_low, high & word
+        c2, c3 = (low >> 32) & word ^ c3 ^ key_high, low & word
+        key_low, key_high = (key_low + 0x9E3779B9) & word, (key_high + 0xBB67AE85) & word
+    kept = (c0 >> 8).float() / (1 << 24) >= dropout_p
+    return kept.reshape(shape)
