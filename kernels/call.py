@@ -119,10 +119,6 @@ class Call(NamedTuple):
         return self.capability is not None
 
     @property
-    def is_half(self) -> bool:
-        return self.dtype in (torch.float16, torch.bfloat16)
-
-    @property
     def dtype_name(self) -> str:
         return {
             torch.float16: "fp16",

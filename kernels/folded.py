@@ -126,7 +126,9 @@ def attention_folded(
     for start in range(0, num_queries, QUERY_CHUNK):
         queries = min(QUERY_CHUNK, num_queries - start)
         keys = num_keys - num_queries + start + queries
-        columns_SE = _cached_key_columns(keys, keys - queries // 2, q.dtype, q.device)
+        columns_SE = _cached_key_columns(
+            keys, keys - queries // 2, q.dtype, q.device, active_fake_mode()
+        )
         k = _widened(k_SBGD[:keys], columns_SE[:, None, None])
         with only_fused():
             out = sdpa_without_bias(q[start : start + queries], k, v_SBGD[:keys], scale, dropout_p)
@@ -157,7 +159,7 @@ def _query_columns_of_version(
     dtype: torch.dtype,
     mode: FakeTensorMode | None,
 ) -> Tensor:
-    # A tensor is a key by its identity, and so is a mode (see `_key_columns_of_mode`).
+    # A tensor is a key by its identity, and so is a mode (see `_cached_key_columns`).
     with torch.inference_mode(False):
         return query_columns(slopes, scale, dtype)
 
@@ -181,29 +183,16 @@ def query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return torch.stack(parts, dim=1)
 
 
-def _cached_key_columns(
-    num_keys: int, centre: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return `key_columns`, made once for all layers and, in training, for all steps.
-
-    Args:
-        num_keys: Number of keys.
-        centre: The position that is represented by 0.
-        dtype: Dtype of k: fp16 or bf16.
-        device: Where to make them.
-    """
-    return _key_columns_of_mode(num_keys, centre, dtype, device, active_fake_mode())
-
-
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def _key_columns_of_mode(
+def _cached_key_columns(
     num_keys: int,
     centre: int,
     dtype: torch.dtype,
     device: torch.device,
     mode: FakeTensorMode | None,
 ) -> Tensor:
+    """Return `key_columns`, made once for all layers and, in training, for all steps."""
     # Columns that a fake mode makes (`pretrain.plan` counts under one) have no values: a real call
     # must not get them, nor another mode. Each mode keeps its own, so that what is counted is what
     # a real step does.

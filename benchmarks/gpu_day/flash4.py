@@ -47,7 +47,7 @@ def refusal(call: Call) -> str | None:
     options = getattr(torch_flex, "FlexKernelOptions", None)
     if "BACKEND" not in getattr(options, "__annotations__", {}):
         return f"FlexAttention of torch {torch.__version__} has no option BACKEND"
-    if not call.is_half:
+    if call.dtype not in (torch.float16, torch.bfloat16):
         return f"it serves fp16 and bf16, this is {call.dtype_name}"
     if call.head_dim > 128 or call.head_dim % 8:
         return f"it needs a head width that is a multiple of 8 and at most 128, not {call.head_dim}"

@@ -35,7 +35,7 @@ def refusal(call: Call) -> str | None:
         return "it has no dropout"
     if not 16 <= call.head_dim <= 256:
         return f"it is used with heads of width 16 to 256, these have {call.head_dim}"
-    if not (call.is_half or call.dtype == torch.float32):
+    if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it is used in bf16, fp16 and fp32, this is {call.dtype_name}"
     return None
 

@@ -183,11 +183,12 @@ def state_is_plausible(optimizer: ZeroOptimizer) -> Tensor:
     Returns:
         A boolean scalar on the device.
     """
-    names = ["master", *optimizer.moments]
     buffers, limits = [], []
     for flat in flat_masters(optimizer):
         # The optimizer makes its moments at the first update.
-        for name, buffer in zip(names, _state_of(optimizer, flat)):
+        state = optimizer.zero.optimizer.state[flat]
+        moments = {name: state[name] for name in optimizer.moments if name in state}
+        for name, buffer in {"master": flat.detach(), **moments}.items():
             buffers.append(buffer)
             limits.append(_limit(name))
     # The largest magnitude: a Euclidean norm overflows where every element is finite.
@@ -270,10 +271,3 @@ def _holds_tied_embedding(optimizer: ZeroOptimizer) -> bool:
     # Megatron's mark of weights that the first and the last stage share.
     tied = [n for n in optimizer.parameters if n.name == TIED]
     return bool(tied) and hasattr(tied[0].parameter, "shared_embedding")
-
-
-def _state_of(optimizer: ZeroOptimizer, flat: Tensor) -> Iterator[Tensor]:
-    """Yield a flat master tensor and its moments, as far as the optimizer has made them."""
-    yield flat.detach()
-    state = optimizer.zero.optimizer.state[flat]
-    yield from (state[moment] for moment in optimizer.moments if moment in state)

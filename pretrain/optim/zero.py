@@ -222,11 +222,6 @@ class ZeroOptimizer:
         """Return True under ZeRO 3, where no rank holds a whole weight."""
         return self.stage == 3
 
-    @property
-    def shapes(self) -> dict[str, list[int]]:
-        """Return global names and shapes of the parameters of which this rank holds a part."""
-        return {named.name: list(named.global_shape) for named in self.parameters}
-
     def state(self) -> OptimizerState:
         """Return this rank's share of masters and moments, as views, and the optimizer's scalars.
 

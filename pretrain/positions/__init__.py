@@ -10,22 +10,4 @@ Nothing here imports torch before a model is built: the launcher reads configs t
 # RunConfig needs PositionMethod, which is a section of a config. Whichever of the two packages is
 # imported first, this line makes pretrain.config the outer one.
 import pretrain.config  # noqa: F401  # isort: skip
-from pretrain.positions.alibi import Alibi
-from pretrain.positions.base import METHODS, PositionMethod, Rope
-from pretrain.positions.learned import Learned
-from pretrain.positions.none import NoPositions
-from pretrain.positions.rotary import Rotary
-from pretrain.positions.sinusoidal import Sinusoidal
-from pretrain.positions.t5 import T5
-
-__all__ = [
-    "METHODS",
-    "Alibi",
-    "Learned",
-    "NoPositions",
-    "PositionMethod",
-    "Rope",
-    "Rotary",
-    "Sinusoidal",
-    "T5",
-]
+from pretrain.positions import alibi, learned, none, rotary, sinusoidal, t5  # noqa: F401

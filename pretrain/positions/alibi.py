@@ -167,12 +167,7 @@ def published_slopes(num_heads: int) -> tuple[float, ...]:
     For n heads, n a power of two, head h has the slope 2^(-8 (h + 1) / n) (section 3 of the paper).
     For other n, this follows the authors' code and every public model: the slopes of the largest
     power of two below n, then every second slope of twice as many heads.
-
-    Raises:
-        ValueError: `num_heads` is less than 1.
     """
-    if num_heads < 1:
-        raise ValueError(f"num_heads = {num_heads}: it must be at least 1")
     power = 1 << (num_heads.bit_length() - 1)
     return (*_geometric(power), *_geometric(2 * power)[0::2][: num_heads - power])
 

@@ -152,15 +152,6 @@ def activation_masks(config: RunConfig, steps: int) -> list[list[Tensor]] | None
     return [masks[step * layers : (step + 1) * layers] for step in range(steps)]
 
 
-def second_linear_layers(config: RunConfig) -> list[str]:
-    """Return the name of the class of each MLP's second linear layer."""
-    from pretrain.model.gpt import build_model
-
-    initialize(config)
-    layers = [layer for chunk in build_model(config) for layer in chunk.decoder.layers]
-    return [type(layer.mlp.linear_fc2).__name__ for layer in layers]
-
-
 def evaluated_logits(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """Return the logits of token ids [B, S] in evaluation. On one process."""
     _, chunks = _build_model_with(config, state)

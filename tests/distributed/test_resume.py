@@ -9,12 +9,10 @@ import torch
 from pretrain.checkpoint.format import BLOCK_BYTES
 from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.store import Store
 from pretrain.checkpoint.tools import list_run, verify_sources
 from pretrain.rundir.checkpoints import checkpoint_directory, find_checkpoint
 from tests.conftest import ALL_LAYOUTS, LAYOUTS, tiny_config
 from tests.distributed import tasks
-from tests.end_to_end.commands import flip
 
 
 def _config(directory, data, parallel, **sections):
@@ -136,13 +134,3 @@ def test_a_checkpoint_in_blocks_of_another_size_is_as_good(pools, tiny_data, tmp
     assert capsys.readouterr().out.count("every byte is as it was written") == 3
     a, b = _state(tmp_path / "whole", 6), _state(tmp_path / "run", 6)
     assert all(torch.equal(a[key], b[key]) for key in a)
-    # A store that holds it sends it back as it is.
-    store = Store((tmp_path / "store").as_uri())
-    store.upload(checkpoint_directory(tmp_path / "run", 2))
-    [stored] = store.checkpoints()
-    assert store.verify(stored) == []
-    (tmp_path / "back").mkdir()
-    store.download(stored, tmp_path / "back")
-    assert verify_sources([tmp_path / "back"])
-    flip(next((tmp_path / "back").glob("*.safetensors")))
-    assert not verify_sources([tmp_path / "back"])

@@ -1,4 +1,4 @@
-"""Poisoned state and ranks that differ, as a user meets them: exit code, message, what is saved."""
+"""A checkpoint with a poisoned state, as a user meets it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pretrain.rundir.history import read_abandoned
 from tests.end_to_end.commands import (
     LAUNCHER,
     PRETRAIN,
-    explained,
     forked,
     sets,
     succeeded,
@@ -23,49 +22,24 @@ from tests.end_to_end.commands import (
 )
 
 DAMAGED = """
-import sys
-
+from pretrain.optim import health
 from pretrain.training import loop
+
+health.LARGEST_WEIGHT = 1e38
 
 def damaged(run, *args):
     step = queue_step(run, *args)
-    if run.state.step == STEP and run.topology.rank == 0:
+    if run.state.step == 8 and run.topology.rank == 0:
         run.optimizer.wait_for_weights()
         fragments = run.optimizer.state().fragments
         norm = next(f for f in fragments if "final_layernorm" in f.named.name)
-        norm.tensors["KIND"][0] = VALUE
+        norm.tensors["master"][0] = 1e37
     return step
 
 queue_step, loop.queue_step = loop.queue_step, damaged
 from pretrain.cli.main import main
 main()
 """
-UNBOUNDED = """
-from pretrain.optim import health
-
-health.LARGEST_WEIGHT = 1e38
-"""
-
-
-def _program(step: int, kind: str, value: str) -> list[str]:
-    code = DAMAGED.replace("STEP", str(step)).replace("KIND", kind).replace("VALUE", value)
-    return [sys.executable, "-c", code]
-
-
-@pytest.mark.parametrize(
-    ("step", "kind", "value"),
-    [
-        (8, "master", 'float("nan")'),
-        (4, "exp_avg_sq", 'float("inf")'),
-    ],
-)
-def test_poisoned_state_ends_the_command_with_83(workspace, config, step, kind, value):
-    run = workspace / f"runs/poisoned-{kind}-{step}"
-    arguments = ["train", config, "--set", f"run.directory={run}"]
-    done = forked([*_program(step, kind, value), *map(str, arguments)])
-    explained(done, 83, f"after step {step} the optimizer's state is not finite", f"{kind} of ")
-    assert [path.name for path in complete_checkpoints(run)] == ["step-00000004"][: step == 8]
-    assert [a.ended.outcome for a in read_attempts(run)] == ["poisoned"]
 
 
 @pytest.fixture
@@ -75,8 +49,7 @@ def poisoned_run(workspace, config, request):
     No check saw it, as where a bit flips on the way to the disk before it is hashed.
     """
     run = workspace / f"runs/{request.node.name}"
-    program = _program(8, "master", "1e37")
-    program[-1] = UNBOUNDED + program[-1]
+    program = [sys.executable, "-c", DAMAGED]
     settings = [f"run.directory={run}", "checkpoint.interval_steps=4", "checkpoint.keep=1"]
     forked([*program, "train", str(config), *sets(*settings)])
     assert [path.name[-1] for path in complete_checkpoints(run)] == ["4", "8"]

@@ -39,7 +39,6 @@ def visited_tiles(
     query_tile: int,
     key_tile: int,
     causal: bool = True,
-    trained_slopes: bool = False,
 ) -> Visits:
     """Return the tiles of keys that each tile of queries, and each query, must visit.
 
@@ -51,7 +50,6 @@ def visited_tiles(
         query_tile: Queries in a tile.
         key_tile: Keys in a tile.
         causal: Apply a causal mask.
-        trained_slopes: The slopes want a gradient.
 
     Returns:
         The visited tiles.
@@ -76,7 +74,7 @@ def visited_tiles(
     # What the floor must exceed a tile's best score by. From here on, tensors are [B, H, query
     # tiles, key tiles].
     log2_keys = math.log2(num_keys)
-    need = torch.tensor(NEEDED_BITS + log2_keys * (2 if trained_slopes else 1) + ABSOLUTE_SLACK)
+    need = torch.tensor(NEEDED_BITS + log2_keys + ABSOLUTE_SLACK)
     for x, tile_norms in ((k_SBGD, longest_k), (v_SBGD, longest_v)):
         longest = tile_norms[:, :, None]
         if causal:

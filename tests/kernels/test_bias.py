@@ -36,11 +36,6 @@ def test_slopes_of_twelve_heads_are_those_of_the_authors_code():
     assert alibi_slopes(1).tolist() == [2.0**-8]
 
 
-def test_slopes_of_no_heads_are_refused():
-    with pytest.raises(ValueError, match="num_heads = 0"):
-        alibi_slopes(0)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (16, 64), (8, 1000)])
 def test_buckets_equal_those_of_transformers(causal, num_buckets, max_distance):

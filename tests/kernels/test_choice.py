@@ -99,6 +99,8 @@ def test_double_precision_on_a_gpu_is_refused(bias):
 
 def test_named_backends_refuse_what_they_cannot_serve():
     assert "8.0 or more" in folded.refusal(call(dtype=BF16, capability=V100))
+    on_cpu = call(dtype=FP16, capability=None, dropout=True)
+    assert "rounds scores to the dtype of q" in folded.refusal(on_cpu)
     assert "float64" in REFUSALS["triton"](call(dtype=FP64))
     assert "not installed" in REFUSALS["triton"](call(has_triton=False))
 

@@ -227,25 +227,6 @@ def test_columns_are_made_once_and_follow_the_slopes():
         torch.autograd.grad(out.sum(), qkv)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dtype": torch.float32}, "it serves fp16 and bf16, this is fp32"),
-        ({"trained": True}, "fixed slopes, and nothing else"),
-        ({"slopes": None}, "fixed slopes, and nothing else"),
-        ({"causal": False}, "does not fold; it needs a causal mask"),
-        ({"dropout_p": 0.1}, "rounds scores to the dtype of q"),
-    ],
-)
-def test_what_cannot_be_folded_is_refused(change, message):
-    """Trained slopes above all: their gradient would be dropped."""
-    (q, k, v), arguments = make("one chunk", change.pop("dtype", torch.bfloat16))
-    if change.pop("trained", False):
-        arguments["slopes"].requires_grad_()
-    with pytest.raises(ValueError, match=f"folded cannot serve: .*{message}"):
-        attention(q, k, v, backend="folded", **(arguments | change))
-
-
 @pytest.mark.cuda
 @CUDA
 @pytest.mark.parametrize("case", CASES)

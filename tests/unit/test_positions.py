@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import dump_config
-from pretrain.positions import METHODS
+from pretrain.positions.base import METHODS
 from tests.conftest import tiny_config
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def test_a_method_may_be_below_another_one() -> None:
 from typing import Literal
 from pretrain.config import parse_config
 from pretrain.config.trajectory import differences, settings_hash
-from pretrain.positions import Rotary
+from pretrain.positions.rotary import Rotary
 from tests.conftest import TINY
 class Scaled(Rotary):
     method: Literal["scaled"] = "scaled"
