@@ -77,6 +77,15 @@ def describe(path: Path) -> dict[str, Any]:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
+def first_problem(error: Exception) -> str:
+    """Return the first thing that is wrong with a small file, with the key."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
 def checksum(manifest: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a manifest's content, without its own checksum."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
@@ -399,9 +408,7 @@ class Index:
         try:
             content = _Content.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise DamagedCheckpoint(f"not an index ({where}: {first['msg']})") from None
+            raise DamagedCheckpoint(f"not an index ({first_problem(error)})") from None
         if content.dtype != DTYPE or not 0 < content.block_bytes <= MAX_BLOCK_BYTES:
             # Not damaged: it would be wrong to go on from an earlier one.
             raise ConfigError(

@@ -35,6 +35,7 @@ from pretrain.checkpoint.format import (
     DamagedCheckpoint,
     Index,
     checksum,
+    first_problem,
 )
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
 from pretrain.config.run import is_url
@@ -178,7 +179,7 @@ class Manifest(Strict):
         try:
             manifest = Manifest.model_validate_json(json.dumps(content))
         except (ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"not a manifest ({_first(error)})") from None
+            raise DamagedCheckpoint(f"not a manifest ({first_problem(error)})") from None
         if manifest.checksum != checksum(content):
             raise DamagedCheckpoint("its checksum is not that of its content")
         for name in manifest.files.keys() - manifest.digests.keys():
@@ -368,7 +369,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         content = _read(path, STATE, sizes[STATE], digests[STATE])
         state = StateContent.model_validate_json(content)
     except ValidationError as error:
-        raise _damaged(path / STATE, f"not a state ({_first(error)})") from None
+        raise _damaged(path / STATE, f"not a state ({first_problem(error)})") from None
     if state.step != manifest.step:
         raise _damaged(path / STATE, f"step {state.step}, the manifest says {manifest.step}")
     tokenizer = next((name for name in digests if name not in REQUIRED), None)
@@ -458,15 +459,6 @@ REMEDY = "The checkpoint is damaged: go on from an earlier one"
 
 def _damaged(path: Path, reason: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"{path}: {reason}. {REMEDY}")
-
-
-def _first(error: Exception) -> str:
-    """Return the first thing that is wrong, with the key."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 # ---- data set ----

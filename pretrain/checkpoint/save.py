@@ -260,7 +260,7 @@ class Saver:
         After a failure or Ctrl-C a save may be under way. It is waited for, for a while and without
         the other ranks, which may be gone: its checkpoint appears if all parts of it are written.
         """
-        self._optimizer.before_change = _nothing
+        self._optimizer.before_change = lambda: None
         if self._copy is not None:
             self._copy.wait()
         if self._save is not None and self._save.is_beside and self._writing is not None:
@@ -424,10 +424,6 @@ def _split(memory: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]
         parts.append(memory.narrow(0, start, tensor.numel()))
         start += tensor.numel()
     return parts
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 # ---- Write a checkpoint from whole weights, in one process, as for an imported model ----

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.save import tokenizer_of
-from pretrain.checkpoint.store import Store
 from pretrain.checkpoint.tools import verify_checkpoint
 from pretrain.config import ConfigError
 from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
-from tests.unit.saved import first_origin, flip, save
+from tests.unit.saved import first_origin, save
 from tests.unit.test_tokenizer_json import gpt2
 
 
@@ -36,19 +34,6 @@ def test_a_checkpoint_has_it(tokenizer, saved):
     assert found.encode("12 foxes").tolist() == tokenizer.encode("12 foxes").tolist()
     problems, read = verify_checkpoint(saved.path)
     assert not problems and read == sum(saved.files.values())
-
-
-def test_an_upload_carries_it(tokenizer, saved, tmp_path):
-    store = Store(f"file://{tmp_path}/store")
-    store.upload(saved.path)
-    (stored,) = store.checkpoints()
-    assert store.verify(stored) == []
-    back = tmp_path / "again" / saved.path.name
-    back.mkdir(parents=True)
-    store.download(stored, back)
-    assert tokenizer_of(open_checkpoint(back), Path("/none")).content == tokenizer.content
-    flip(tmp_path / "store" / stored.name / tokenizer.file_name, 40)
-    assert [tokenizer.file_name in line for line in store.verify(stored)] == [True]
 
 
 def test_an_imported_models_checkpoint_takes_the_data_sets(tokenizer, tmp_path, capsys):
