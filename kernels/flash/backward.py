@@ -280,7 +280,7 @@ def accumulate_over_keys(
     d_score * |distance|, `sums_after` that of d_score and `mean_distance` that of weight *
     |distance|, from which dq_kernel makes the query's share. For bias rows, `sums` is the gradient
     of the last entry, for distances of row_reach and more, and `sums_after` that of the first
-    entry, for distances of -row_reach and less. `backward_row.py` covers the entries between.
+    entry, for distances of -row_reach and less. `row_gradient_kernel` covers the entries between.
     """
     position = (query + num_keys - num_queries)[:, None]
     for step in range(begin, stop, BLOCK_N):

@@ -258,7 +258,7 @@ def run_backward(
 
     blocks = options.schedule.dq
     bias_grad = options.trained_slopes or row_wants_grad
-    # Each query's share of the gradient of the bias: see accumulate_over_keys in backward_dq.py.
+    # Each query's share of the gradient of the bias: see accumulate_over_keys in backward.py.
     sums = torch.empty(2 if bias_grad else 0, *lse.shape, dtype=torch.float32, device=q.device)
     dq_kernel[(batch * heads * triton.cdiv(num_queries, blocks.queries),)](
         *tensors, dq, sums, *_strides(dq), *scalars,

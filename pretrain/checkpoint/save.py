@@ -475,9 +475,6 @@ def write_checkpoint(
             Publication(
                 partial=str(partial),
                 final=str(final),
-                attempt=None,
-                keep=(None, None, 0),
-                world_size=1,
                 lineage=lineage_content(new_id(), trainer_state.step, origin),
                 state=state_content(trainer_state, 0, None, origin),
                 config=dump_config(config),

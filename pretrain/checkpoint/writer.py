@@ -71,11 +71,6 @@ class Publication:
     """The hidden directory, in which every rank writes its part."""
     final: str
     """The checkpoint's directory."""
-    attempt: str | None
-    """RUN/attempts/#### that must still hold the run; None for a save without an attempt."""
-    keep: tuple[int | None, int | None, int]
-    """checkpoint.keep, keep_every and keep_best."""
-    world_size: int
     lineage: dict[str, Any]
     """The manifest's entries that say which checkpoint it is."""
     state: dict[str, Any]
@@ -84,6 +79,11 @@ class Publication:
     """The content of config.toml."""
     tokenizer: str | None = None
     """Name of the tokenizer's file, which lies in the hidden directory; None without one."""
+    attempt: str | None = None
+    """RUN/attempts/#### that must still hold the run; None for a save without an attempt."""
+    keep: tuple[int | None, int | None, int] = (None, None, 0)
+    """checkpoint.keep, keep_every and keep_best."""
+    world_size: int = 1
 
 
 class Patience:
