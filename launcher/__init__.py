@@ -2,7 +2,7 @@
 
 It never imports torch: it also runs on login nodes, where torch may be missing and takes seconds.
 
-- main.py, cli.py: the command line
+- __main__.py, cli.py: the command line
 - slurm.py, site.py: the only file that knows Slurm's words, and what a user's cluster has
 - submit.py, sweep.py, build.py, status.py, control.py: on the login node, where each command ends
   before the run does

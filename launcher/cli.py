@@ -1,16 +1,16 @@
 """Define the `launcher` command: one short function per subcommand, which parses and calls.
 
 The docstring of such a function is the text of its --help, so it speaks to the user of the command
-and its options document themselves. What a subcommand needs beyond the config is imported inside
-its function, to keep the others quick.
+and its options document themselves.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,8 +25,16 @@ from pretrain.config.arguments import (
     version_flag,
 )
 from pretrain.config.trajectory import allow_options, check_allowed
-from pretrain.launcher.site import SlurmRequest
-from pretrain.launcher.status import GOODPUT
+from pretrain.launcher import control, job
+from pretrain.launcher.build import build, data_job, run_array
+from pretrain.launcher.evaluations import evaluate_run, plan_evaluations, run_job
+from pretrain.launcher.ranks import run_locally
+from pretrain.launcher.site import NO_REQUEST, SlurmRequest, load_site
+from pretrain.launcher.status import GOODPUT, print_end, show_status
+from pretrain.launcher.submit import submit as submit_run
+from pretrain.launcher.sweep import sweep as submit_sweep
+from pretrain.launcher.sweep import sweep_locally
+from pretrain.rundir.jobs import already_done, check_data, is_done
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")]
 SITE_HELP = "TOML file of your Slurm cluster. Copy one of the examples slurm/site.*.toml."
@@ -58,24 +66,6 @@ class Evaluations:
     def request(self) -> EvaluationRequest:
         """Return what is asked for. Raises ConfigError for a wrong value."""
         return EvaluationRequest.parse(self.lengths, self.protocols, self.stride, self.max_tokens)
-
-
-def _refuse(group: Any, why: str, **others: object) -> None:
-    """Refuse options that would have no effect; the user has forgotten another one.
-
-    Args:
-        group: A dataclass of options.
-        why: The rest of the message.
-        others: Further options by name; None for one that is not given.
-
-    Raises:
-        ConfigError: One of them is given.
-    """
-    default = type(group)()
-    given = {name: value for name, value in vars(group).items() if value != getattr(default, name)}
-    for name, value in {**others, **given}.items():
-        if value is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: has no effect {why}")
 
 
 app = Commands(
@@ -146,10 +136,6 @@ def local(
         resume: Start from the run's newest checkpoint if there is one (auto), from step 0 (none),
             or from this checkpoint. Default: auto.
     """
-    from pretrain.launcher.ranks import run_locally
-    from pretrain.launcher.status import print_end
-    from pretrain.rundir.jobs import already_done, check_data, is_done
-
     run = load_config(config, overrides)
     check_allowed(allow_changed)
     # Refuse a layout that does not fit `nproc` here, once, before every process does.
@@ -203,24 +189,13 @@ def submit(
         dry_run: Print the job and when it could start, and submit nothing.
         evaluate_checkpoints: Evaluate each checkpoint when it is complete, in a job of its own.
     """
-    from pretrain.launcher.evaluations import EvaluationOptions
-    from pretrain.launcher.site import load_site
-    from pretrain.launcher.submit import submit as submit_run
-
-    run, options = load_config(config, overrides), None
+    run = load_config(config, overrides)
     check_allowed(allow_changed)
-    if evaluate_checkpoints:
-        options = EvaluationOptions(evaluations.request())
-        options.check(config, overrides)
-    else:
-        _refuse(evaluations, "without --evaluate-checkpoints. Add that option, or leave it out")
+    if evaluations != Evaluations() and not evaluate_checkpoints:
+        raise ConfigError("options of evaluations have no effect without --evaluate-checkpoints")
+    plan = partial(plan_evaluations, evaluations.request()) if evaluate_checkpoints else None
     submit_run(
-        run,
-        load_site(site),
-        request,
-        dry_run=dry_run,
-        plan=options.plan_text if options else None,
-        allow_changed=allow_changed,
+        run, load_site(site), request, dry_run=dry_run, plan=plan, allow_changed=allow_changed
     )
 
 
@@ -262,10 +237,6 @@ def sweep(
         concurrent: The most runs that train at the same time. Default: all.
         dry_run: Print the job and when it could start, and submit nothing.
     """
-    from pretrain.launcher.site import load_site
-    from pretrain.launcher.sweep import sweep as submit_sweep
-    from pretrain.launcher.sweep import sweep_locally
-
     check_allowed(allow_changed)
     if (site is None) == (nproc is None):
         raise ConfigError(
@@ -273,11 +244,11 @@ def sweep(
             "a Slurm cluster"
         )
     if nproc is not None:
-        why = (
-            "with --nproc, which trains on this machine, one run after the other. Leave it out, or "
-            "give --site instead of --nproc"
-        )
-        _refuse(request, why, concurrent=concurrent)
+        if concurrent or request != NO_REQUEST:
+            raise ConfigError(
+                "--nproc trains on this machine, one run after the other, where options of Slurm's "
+                "jobs have no effect. Leave them out, or give --site in place of --nproc"
+            )
         raise typer.Exit(sweep_locally(configs, nproc, over, overrides, dry_run, allow_changed))
     assert site is not None
     submit_sweep(
@@ -318,13 +289,7 @@ def evaluate_checkpoints(
         nproc: Processes of an evaluation, one per GPU, on one node. Default: all of the node.
         time: Time limit of an evaluation. Default: the site's time_limit.
     """
-    from pretrain.launcher.evaluations import EvaluationOptions, evaluate_run, run_config
-    from pretrain.launcher.site import load_site
-
-    directory = Path.cwd() / run
-    options = EvaluationOptions(evaluations.request(), nproc, time)
-    options.check(run_config(directory), [])
-    evaluate_run(directory, load_site(site), options)
+    evaluate_run(Path.cwd() / run, load_site(site), evaluations.request(), nproc, time)
 
 
 @data.command("build")
@@ -356,9 +321,7 @@ def data_build(
         time: Time limit of each job, as in 12:00:00. Default: the site's time_limit.
         dry_run: Estimate tokens, bytes and time; submit and write nothing.
     """
-    from pretrain.launcher import build
-
-    build.build(config, overrides, site, nodes, time, dry_run)
+    build(config, overrides, site, nodes, time, dry_run)
 
 
 @data.command("array", hidden=True)
@@ -375,11 +338,7 @@ def data_array(
 
     The process that `launcher data build` becomes runs this command.
     """
-    from pretrain.launcher import build
-    from pretrain.launcher.site import load_site
-
-    job = build.data_job(load_site(site), name, array, tasks, concurrent, time)
-    build.run_array(job, stop)
+    run_array(data_job(load_site(site), name, array, tasks, concurrent, time), stop)
 
 
 # ---- looking after runs --------------------------------------------------------------------------
@@ -400,8 +359,6 @@ def status(
     Args:
         runs: Directories of runs. Default: all runs below runs/.
     """
-    from pretrain.launcher.status import show_status
-
     show_status(runs or [])
 
 
@@ -410,11 +367,11 @@ def logs(
     run: Run,
     follow: bool = False,
     rank: Annotated[int | None, typer.Option(min=0, metavar="N")] = None,
-    attempt: AtLeastOne = None,
 ) -> None:
-    """Print what the ranks of a run have printed.
+    """Print what the ranks of a run have printed, in the newest attempt.
 
-    Under `launcher local` each rank has a log of its own; without --rank, rank 0's is printed.
+    Under `launcher local` each rank has a log of its own, of all attempts; without --rank, rank 0's
+    is printed. Logs of earlier attempts on a cluster are RUN/logs/attempt-####.log.
 
     \b
     Example:
@@ -424,16 +381,8 @@ def logs(
         follow: Go on printing new lines, across restarts, until the run ends. Ctrl-C ends only the
             printing.
         rank: Print this rank only. Default: all.
-        attempt: Number of the attempt. Default: the newest.
     """
-    from pretrain.launcher import control
-
-    if follow and attempt is not None:
-        raise ConfigError(
-            f"--attempt {attempt}: --follow always shows the newest attempt. Leave one of the two "
-            "options out"
-        )
-    control.print_log(run, rank, attempt, follow)
+    control.print_log(run, rank, follow)
 
 
 @app.command()
@@ -454,8 +403,6 @@ def cancel(
         save: Save a checkpoint first, and wait until training has ended. Evaluations go on. Ctrl-C
             ends only the waiting.
     """
-    from pretrain.launcher import control
-
     control.cancel(run, save)
 
 
@@ -470,8 +417,6 @@ def requeue(run: Run) -> None:
     Example:
       launcher requeue runs/demo/alibi
     """
-    from pretrain.launcher import control
-
     control.requeue(run)
 
 
@@ -482,9 +427,6 @@ def attempt(run: Run) -> None:
 
     The batch script of `launcher submit` runs this command.
     """
-    from pretrain.launcher import job
-    from pretrain.launcher.status import print_end
-
     code = job.attempt(run)
     print_end(run, code)
     raise typer.Exit(code)
@@ -496,9 +438,7 @@ def guard(run: Run) -> None:
 
     The jobs of runs with spare nodes run this command as a job step.
     """
-    from pretrain.launcher.job import guard
-
-    raise typer.Exit(guard(run))
+    raise typer.Exit(job.guard(run))
 
 
 @app.command(hidden=True)
@@ -510,6 +450,4 @@ def evaluation(run: Run, checkpoint: Annotated[str, typer.Argument(metavar="CHEC
     Args:
         checkpoint: Name of one of its checkpoints, step-########.
     """
-    from pretrain.launcher.evaluations import run_job
-
     raise typer.Exit(run_job(run, checkpoint))

@@ -12,6 +12,8 @@ import os
 import shlex
 import sys
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -55,20 +57,17 @@ ASK_AGAIN_SECONDS = 10.0
 SAVES = (Phase.SAVING, Phase.ENDING)
 FIRST_LINES = 20
 """The number of last lines that --follow prints first."""
-TAIL_BYTES = 1024 * 1024
-"""Bytes at the end of a log that are searched for these lines."""
 CHUNK_BYTES = 1024 * 1024
-"""Bytes of a log that are read at a time."""
+"""The longest line that is taken for one."""
 
 
 # ---- logs ----------------------------------------------------------------------------------------
-def print_log(run: Path, rank: int | None, number: int | None, following: bool) -> None:
+def print_log(run: Path, rank: int | None, following: bool) -> None:
     """Run `launcher logs`. Ctrl-C, or a closed pipe (to `head` or a pager), is no error.
 
     Args:
         run: The run's directory.
         rank: Print only this rank's lines; None: all.
-        number: The attempt; None: the newest.
         following: Follow the newest attempt, and those after it, until the run ends.
 
     Raises:
@@ -78,7 +77,7 @@ def print_log(run: Path, rank: int | None, number: int | None, following: bool) 
         if following:
             print(follow(run, rank), file=sys.stderr)
         else:
-            show_log(run, rank, number)
+            show_log(run, rank)
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:
@@ -86,45 +85,27 @@ def print_log(run: Path, rank: int | None, number: int | None, following: bool) 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def show_log(run: Path, rank: int | None = None, number: int | None = None) -> None:
-    """Write the log of an attempt to stdout.
+def show_log(run: Path, rank: int | None = None) -> None:
+    """Write the log of the newest attempt to stdout; without Slurm, that of all attempts.
 
     Args:
         run: The run's directory.
         rank: Only this rank's lines; None: all.
-        number: The attempt; None: the newest, and without Slurm all of them.
 
     Raises:
-        ConfigError: There is no such attempt or rank, or it has no log yet.
+        ConfigError: There is no such rank, or no log yet.
     """
     check_run(run)
     attempts = read_attempts(run)
     if not attempts:
         raise ConfigError(f"{run}: no attempt has begun, so there is no log. {_why_no_log(run)}")
-    attempt = attempts[-1]
-    if number is not None:
-        found = [a for a in attempts if a.number == number]
-        if not found:
-            raise ConfigError(
-                f"--attempt {number}: no such attempt. {run} has attempts {attempts[0].number} to "
-                f"{attempts[-1].number}"
-            )
-        attempt = found[0]
-        if attempt.owner.slurm_job_id is None:
-            raise ConfigError(
-                f"--attempt {number}: `launcher local` writes all attempts into one log of each "
-                "rank. Leave the option out"
-            )
-    path, label = _find_log(run, attempt, rank)
-    if not path.is_file():
+    log = _find_log(run, attempts[-1], rank)
+    if not log.path.is_file():
         raise ConfigError(
-            f"{path}: no such file, because the attempt's ranks have not started. "
+            f"{log.path}: no such file, because the attempt's ranks have not started. "
             f"{_why_no_log(run)}"
         )
-    log = LogReader(path, label)
-    while lines := log.read():
-        _write(lines)
-    _write(log.last_line())
+    _write(log.read(to_end=True))
 
 
 def follow(run: Path, rank: int | None = None) -> str:
@@ -170,98 +151,74 @@ def _follow(run: Path, rank: int | None, asking: Repeater) -> str:
             end, last_answer = answer if answer == last_answer else "", answer
             if not number and answer != end:
                 print(f"{run}: no attempt has begun. {_why_no_log(run)}", file=sys.stderr)
-        lines = log.read() if log else []
-        _write(lines)
         # The old log is read to its end before the next attempt's is begun.
-        if newest and (attempt is None or (newest.number > attempt.number and not lines)):
-            path, label = _find_log(run, newest, rank)
+        is_new = newest is not None and (attempt is None or newest.number > attempt.number)
+        if log:
+            _write(log.read(to_end=is_new or bool(end)))
+        if newest is not None and is_new:
+            found = _find_log(run, newest, rank)
+            if log is None:
+                _write(deque(found.read(), FIRST_LINES))
             # Without Slurm, a rank has one log of all attempts, which is simply read on.
-            if log is None or path != log.path:
-                if log is not None:
-                    _write(log.last_line())
-                log = LogReader(path, label, FIRST_LINES if log is None else None)
+            log = log if log and found.path == log.path else found
             if attempt is not None:
                 print(f"attempt {newest.number}:", file=sys.stderr, flush=True)
             attempt = newest
-        elif end and not lines:
-            if log is not None:
-                _write(log.last_line())
+        elif end:
             return end
-        elif not lines:
+        else:
             time.sleep(POLL_SECONDS)
 
 
 class LogReader:
     """Read a growing log in whole lines, of all ranks or of one."""
 
-    def __init__(self, path: Path, rank: int | None, last_lines: int | None = None) -> None:
+    def __init__(self, path: Path, rank: int | None) -> None:
         """Prepare to read a log, which need not exist yet.
 
         Args:
             path: The log.
             rank: Only lines with this rank's label are returned, without the label; None: all.
-            last_lines: Begin with this many of the last lines; None: begin with the first line.
         """
         self.path, self._rank = path, rank
         # The beginning of a line of which the end has not been written yet.
         self._rest = b""
         self._file: IO[bytes] | None = None
-        self._first: list[bytes] = []
-        if last_lines is not None and (file := self._opened()):
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            if size > TAIL_BYTES:
-                # Most likely the second part of a line.
-                file.readline()
-            lines: list[bytes] = []
-            while more := self.read():
-                lines += more
-            self._first = lines[-last_lines:]
 
-    def read(self) -> list[bytes]:
-        """Return new lines, about `CHUNK_BYTES` of them; [] at the end of the log."""
-        lines, self._first = self._first, []
-        size = sum(map(len, lines))
-        file = self._opened()
-        # Lines of other ranks alone would be taken for the end.
-        while file and (not lines or size < CHUNK_BYTES) and (text := file.readline(CHUNK_BYTES)):
-            size += len(text)
+    def read(self, to_end: bool = False) -> Iterator[bytes]:
+        """Yield the new lines.
+
+        Args:
+            to_end: Nothing more is written, so also yield what there is of a last line. It may be
+                what a rank printed just before it was killed.
+        """
+        if self._file is None and self.path.is_file():
+            self._file = open_regular(self.path)
+        while self._file and (text := self._file.readline(CHUNK_BYTES)):
             self._rest += text
             # A line that is as long as a chunk is not one of text. It must not fill the memory.
             if self._rest.endswith(b"\n") or len(self._rest) >= CHUNK_BYTES:
-                lines += self.last_line()
-        return lines
+                yield from self._line()
+        if to_end and self._rest:
+            yield from self._line()
 
-    def last_line(self) -> list[bytes]:
-        """Return what there is of a line, or []; call it when nothing more is written.
-
-        It may be what a rank printed just before it was killed.
-        """
-        if not self._rest:
-            return []
+    def _line(self) -> Iterator[bytes]:
+        """Yield the line that was read, if it is of the rank."""
         line, self._rest = self._rest.removesuffix(b"\n"), b""
         rank, text = slurm.labelled(line) or (None, line)
         if self._rank is None:
-            return [line + b"\n"]
-        return [text + b"\n"] if rank == self._rank else []
-
-    def _opened(self) -> IO[bytes] | None:
-        """Return the log if it exists."""
-        if self._file is None and self.path.is_file():
-            self._file = open_regular(self.path)
-        return self._file
+            yield line + b"\n"
+        elif rank == self._rank:
+            yield text + b"\n"
 
 
-def _find_log(run: Path, attempt: AttemptRecord, rank: int | None) -> tuple[Path, int | None]:
-    """Find the log of an attempt.
+def _find_log(run: Path, attempt: AttemptRecord, rank: int | None) -> LogReader:
+    """Return the log of an attempt.
 
     Args:
         run: The run's directory.
         attempt: The attempt.
         rank: The rank whose lines are wanted; None: all, and without Slurm those of rank 0.
-
-    Returns:
-        The log, and the rank whose label to look for in it; None if all its lines are wanted.
 
     Raises:
         ConfigError: The attempt has no such rank.
@@ -273,8 +230,8 @@ def _find_log(run: Path, attempt: AttemptRecord, rank: int | None) -> tuple[Path
             f"{num_ranks - 1}"
         )
     if attempt.owner.slurm_job_id is not None:
-        return paths.attempt_log(attempt.number), rank
-    return paths.rank_log(rank or 0), None
+        return LogReader(paths.attempt_log(attempt.number), rank)
+    return LogReader(paths.rank_log(rank or 0), None)
 
 
 def _why_no_log(run: Path) -> str:
@@ -288,12 +245,11 @@ def _why_no_log(run: Path) -> str:
     return "; ".join(words)
 
 
-def _write(lines: list[bytes]) -> None:
+def _write(lines: Iterable[bytes]) -> None:
     """Write lines to stdout: to a file or a pipe byte for byte, to a terminal what it may get."""
-    if lines:
-        is_terminal = sys.stdout.isatty()
-        sys.stdout.buffer.writelines(map(plain_output, lines) if is_terminal else lines)
-        sys.stdout.buffer.flush()
+    is_terminal = sys.stdout.isatty()
+    sys.stdout.buffer.writelines(map(plain_output, lines) if is_terminal else lines)
+    sys.stdout.buffer.flush()
 
 
 # ---- cancel and requeue --------------------------------------------------------------------------

@@ -5,9 +5,8 @@ that are complete and have neither a result nor a job, and submit a job for each
 training, an evaluation job at its end, and `launcher evaluate-checkpoints`. So a checkpoint that
 one of them missed is found by the next.
 
-Two jobs for one checkpoint do no harm. A job claims its checkpoint as an attempt claims a run
-(pretrain.rundir.attempts), only one succeeds, and its result appears whole in one move as
-RUN/evaluations/step-########.
+Two jobs for one checkpoint do no harm. The jobs of a run have one name and run one after the other,
+and a result appears whole in one move as RUN/evaluations/step-########, so the second job finds it.
 """
 
 from __future__ import annotations
@@ -19,36 +18,36 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
 
-from pretrain.config import ConfigError, EvaluationRequest, RunConfig, load_config, writing
+from pretrain.config import (
+    ConfigError,
+    EvaluationRequest,
+    RunConfig,
+    load_config,
+    parse_config,
+    writing,
+)
 from pretrain.config.errors import say
 from pretrain.config.schema import Section
 from pretrain.launcher import slurm
 from pretrain.launcher.ranks import SrunRanks
 from pretrain.launcher.site import Site
 from pretrain.launcher.submit import check_time
-from pretrain.launcher.supervise import Ranks, Signals, job_is_over, job_owner, job_signals
-from pretrain.rundir.attempts import HEARTBEAT_SECONDS, Attempt, JobIsOver, Owner, RunBusy, unknown
+from pretrain.launcher.supervise import Ranks, Signals, job_signals
 from pretrain.rundir.checkpoints import (
     checkpoint_step,
     checkpoints_awaiting_evaluation,
     named_by_step,
 )
-from pretrain.rundir.files import (
-    DIRECTORY_MODE,
-    make_directory,
-    publish_directory,
-    replace_file,
-)
+from pretrain.rundir.files import make_directory, publish_directory, replace_file
 from pretrain.rundir.jobs import JobRecord, append_job, job_id_of, read_jobs
-from pretrain.rundir.paths import ExitCode, JobKind, Outcome, RunPaths, check_version
+from pretrain.rundir.paths import ExitCode, JobKind, RunPaths, check_version
 from pretrain.rundir.trust import check_trusted, read_trusted
 
 TRIES = 3
@@ -90,8 +89,7 @@ class Plan(Section):
             dependency="singleton",
         )
 
-    def dump(self) -> str:
-        """Return the plan as JSON."""
+    def __str__(self) -> str:
         return self.model_dump_json(indent=1) + "\n"
 
 
@@ -100,7 +98,7 @@ def write_plan(run: Path, plan: Plan) -> None:
     path = RunPaths(run).evaluation_plan
     with writing(path):
         make_directory(path.parent)
-        replace_file(path, plan.dump())
+        replace_file(path, str(plan))
 
 
 def read_plan(run: Path) -> Plan:
@@ -239,18 +237,43 @@ def _give_up(run: Path, name: str, tries: Sequence[str]) -> None:
         f"jobs {', '.join(tries)} ended without a result; see {paths.evaluation_log(name)}. "
         "`launcher evaluate-checkpoints` tries again"
     )
-    folder = paths.evaluations / f".{name}.{uuid.uuid4().hex}"
-    with writing(folder):
-        folder.mkdir(mode=DIRECTORY_MODE)
-        (folder / "failed.json").write_text(
-            json.dumps({"reason": reason, "jobs": list(tries)}) + "\n"
-        )
-    try:
-        publish_directory(folder, paths.evaluations / name)
+    out = _new_folder(run, name) / "failed"
+    with writing(out):
+        make_directory(out)
+        (out / "failed.json").write_text(json.dumps({"reason": reason, "jobs": list(tries)}) + "\n")
+    if _publish(out, paths.evaluations / name):
         say(f"{name}: {reason}")
+
+
+def _new_folder(run: Path, name: str) -> Path:
+    """Make a folder for the result of a checkpoint, in place of those that killed jobs left."""
+    evaluations = RunPaths(run).evaluations
+    with writing(evaluations):
+        make_directory(evaluations)
+        for left in evaluations.glob(f".{name}.*"):
+            shutil.rmtree(left, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=f".{name}.", dir=evaluations))
+
+
+def _publish(out: Path, result: Path) -> bool:
+    """Move a result to its place, unless there is one, and remove the folder in which it was made.
+
+    Returns:
+        True if it was moved.
+
+    Raises:
+        OSError: The file system refused.
+    """
+    try:
+        publish_directory(out, result)
     except OSError:
-        # There is a result after all, and it must stay.
-        shutil.rmtree(folder)
+        # Publishing fails if a result is there already, and that must stay.
+        if not result.exists():
+            raise
+        return False
+    finally:
+        shutil.rmtree(out.parent, ignore_errors=True)
+    return True
 
 
 def pause(run: Path) -> None:
@@ -267,79 +290,67 @@ def resume(run: Path) -> None:
         paths.paused_evaluation_plan.replace(paths.evaluation_plan)
 
 
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """Hold the user's options for the evaluation of checkpoints."""
+def plan_evaluations(
+    request: EvaluationRequest,
+    config: RunConfig,
+    run: Path,
+    training: slurm.Job,
+    tasks: int | None = None,
+    time_limit: str | None = None,
+) -> Plan:
+    """Return the plan for the checkpoints of a run.
 
-    request: EvaluationRequest
-    """The lengths and protocols to measure."""
-    tasks: int | None = None
-    """GPUs of one evaluation, on one node; None: as many as training has on each of its nodes."""
-    time_limit: str | None = None
-    """Time limit of one evaluation; None: training's."""
+    A model that training splits by tensor parallelism stays split where the evaluation's tasks
+    allow it, because it may not fit on one GPU otherwise. The remaining ranks are data-parallel.
+    Pipeline stages are not needed: weights alone are a small part of what a GPU holds in training.
 
-    def check(self, config: Path, overrides: Sequence[str]) -> None:
-        """Check that a run's model can be evaluated so.
+    Args:
+        request: The lengths and protocols to measure.
+        config: The run's config.
+        run: The run's directory.
+        training: The job that trains the run. Its site and directory are used.
+        tasks: GPUs of one evaluation, on one node; by default as many as training has on each.
+        time_limit: Of one evaluation; by default training's.
 
-        Args:
-            config: The config of the run whose checkpoints will be evaluated.
-            overrides: The run's settings, as --set takes them.
-
-        Raises:
-            ConfigError: It cannot, for example at a length beyond its position embeddings.
-        """
-        # An evaluation does not split sequences between ranks, even where training does.
-        run = load_config(config, [*overrides, "parallel.sequence_parallel=false"])
-        self.request.applied_to(run, str(config))
-
-    def plan(self, config: RunConfig, run: Path, training: slurm.Job) -> Plan:
-        """Return the plan for the checkpoints of a run.
-
-        A model that training splits by tensor parallelism stays split where the evaluation's tasks
-        allow it, because it may not fit on one GPU otherwise. The remaining ranks are
-        data-parallel. Pipeline stages are not needed: weights alone are a small part of what a GPU
-        holds in training.
-
-        Args:
-            config: The run's config.
-            run: The run's directory.
-            training: The job that trains the run. Its site, directory and, by default, its tasks
-                per node and time limit are used.
-
-        Raises:
-            ConfigError: A node of the site has fewer GPUs than were asked for, or the time limit is
-                malformed.
-        """
-        site, tasks = training.site, self.tasks or training.tasks_per_node
-        if tasks > site.max_tasks_per_node:
-            raise ConfigError(
-                f"--nproc {tasks}: a node of site {site.name} takes {site.max_tasks_per_node}. "
-                "Request fewer"
-            )
-        tensor = config.parallel.tensor_model_parallel_size
-        is_split = tensor > 1 and tasks % tensor == 0
-        # Jobs of one name wait for each other. The hash keeps runs apart whose shortened names
-        # agree.
-        digest = hashlib.sha256(os.fsencode(run)).hexdigest()[:8]
-        time_limit = self.time_limit or training.time_limit
-        # An evaluation saves nothing before its time limit, so it needs no time before the signal.
-        check_time(time_limit, 0)
-        return Plan(
-            request=self.request,
-            name=slurm.job_name(f"eval-{training.name[:40]}-{digest}"),
-            site=site,
-            directory=str(training.directory),
-            tasks_per_node=tasks,
-            time_limit=time_limit,
-            overrides=(f"parallel.tensor_model_parallel_size={tensor}",) if is_split else (),
+    Raises:
+        ConfigError: The model cannot be evaluated so, for example at a length beyond its position
+            embeddings; a node of the site has fewer GPUs; or the time limit is malformed.
+    """
+    # An evaluation does not split sequences between ranks, even where training does.
+    values = config.model_dump(mode="json", exclude_none=True)
+    whole = parse_config(values, str(run), ["parallel.sequence_parallel=false"])
+    request.applied_to(whole, str(run))
+    site, tasks = training.site, tasks or training.tasks_per_node
+    if tasks > site.max_tasks_per_node:
+        raise ConfigError(
+            f"--nproc {tasks}: a node of site {site.name} takes {site.max_tasks_per_node}. "
+            "Request fewer"
         )
+    tensor = config.parallel.tensor_model_parallel_size
+    is_split = tensor > 1 and tasks % tensor == 0
+    # Jobs of one name wait for each other. The hash keeps runs apart whose shortened names agree.
+    digest = hashlib.sha256(os.fsencode(run)).hexdigest()[:8]
+    time_limit = time_limit or training.time_limit
+    # An evaluation saves nothing before its time limit, so it needs no time before the signal.
+    check_time(time_limit, 0)
+    return Plan(
+        request=request,
+        name=slurm.job_name(f"eval-{training.name[:40]}-{digest}"),
+        site=site,
+        directory=str(training.directory),
+        tasks_per_node=tasks,
+        time_limit=time_limit,
+        overrides=(f"parallel.tensor_model_parallel_size={tensor}",) if is_split else (),
+    )
 
-    def plan_text(self, config: RunConfig, run: Path, training: slurm.Job) -> str:
-        """Return the text of RUN/evaluations/plan.json for a run that the job `training` trains."""
-        return self.plan(config, run, training).dump()
 
-
-def evaluate_run(run: Path, site: Site, options: EvaluationOptions) -> None:
+def evaluate_run(
+    run: Path,
+    site: Site,
+    request: EvaluationRequest,
+    tasks: int | None = None,
+    time_limit: str | None = None,
+) -> None:
     """Plan the evaluation of a run that was submitted, and send jobs for the checkpoints it has.
 
     Checkpoints that were given up after failed evaluations are tried again. The jobs start in the
@@ -348,7 +359,9 @@ def evaluate_run(run: Path, site: Site, options: EvaluationOptions) -> None:
     Args:
         run: The run's directory, absolute.
         site: The cluster.
-        options: What the user asked for.
+        request: The lengths and protocols to measure.
+        tasks: As for `plan_evaluations`; by default all of a node.
+        time_limit: As for `plan_evaluations`; by default the site's.
 
     Raises:
         ConfigError: `run` is not a run's directory, or the plan does not fit the site.
@@ -357,7 +370,11 @@ def evaluate_run(run: Path, site: Site, options: EvaluationOptions) -> None:
     slurm.check_path("RUN", run)
     check_trusted(run)
     check_version(run)
-    config = load_config(run_config(run))
+    config = RunPaths(run).newest_config()
+    if config is None:
+        raise ConfigError(
+            f"{run}: not a run's directory (no config.toml). Give the run.directory of its config"
+        )
     # The run's own job may be long over, so this stands in for it: whole nodes of the site.
     training = slurm.Job(
         slurm.job_name(".".join(run.parts[-2:])),
@@ -368,7 +385,7 @@ def evaluate_run(run: Path, site: Site, options: EvaluationOptions) -> None:
         tasks_per_node=site.max_tasks_per_node,
         time_limit=site.time_limit,
     )
-    plan = options.plan(config, run, training)
+    plan = plan_evaluations(request, load_config(config), run, training, tasks, time_limit)
     # Written before the jobs are sent: they read it when they start.
     write_plan(run, plan)
     # A folder with failed.json stands in the place of a result; without it the checkpoint counts
@@ -383,20 +400,6 @@ def evaluate_run(run: Path, site: Site, options: EvaluationOptions) -> None:
             f"{run}: no checkpoint is waiting for an evaluation; those that training saves from "
             "now on will be evaluated"
         )
-
-
-def run_config(run: Path) -> Path:
-    """Return the config that a run was submitted or started with.
-
-    Raises:
-        ConfigError: The directory has none, so it is not a run's.
-    """
-    config = RunPaths(run).newest_config()
-    if config is None:
-        raise ConfigError(
-            f"{run}: not a run's directory (no config.toml). Give the run.directory of its config"
-        )
-    return config
 
 
 POLL_SECONDS = 0.1
@@ -431,15 +434,14 @@ def run_job(run: Path, name: str) -> int:
     def start(out: Path) -> Ranks:
         settings = [word for override in plan.overrides for word in ("--set", override)]
         evaluate = ["evaluate", str(checkpoint), *plan.request.options(), *settings]
-        # The directory of this claim, which no other evaluation of the checkpoint has.
+        # A directory that no other evaluation has.
         environment = {"PRETRAIN_RENDEZVOUS": str(out.parents[1])}
         command = [*job.step(), *python, *evaluate, "--out", str(out)]
         return SrunRanks(command, job_id, name, environment, paths.evaluation_log(name))
 
     # SIGUSR1 asks to save and start again: an evaluation has nothing to save, and goes on.
     with job_signals() as signals:
-        owner = job_owner(job_id, job.num_tasks)
-        code = evaluate_once(run, name, start, owner, job_is_over, signals)
+        code = evaluate_once(run, name, start, signals)
         if signals.stops:
             return code
         # Also when another job made the result: that job may have been killed before its report.
@@ -451,94 +453,40 @@ def run_job(run: Path, name: str) -> int:
 
 
 def evaluate_once(
-    run: Path,
-    name: str,
-    start: Callable[[Path], Ranks],
-    owner: Owner | None = None,
-    job_is_over: JobIsOver = unknown,
-    signals: Signals | None = None,
+    run: Path, name: str, start: Callable[[Path], Ranks], signals: Signals | None = None
 ) -> int:
-    """Evaluate a checkpoint, unless that was done before or another job is doing it.
+    """Evaluate a checkpoint, unless that was done before.
 
-    The claim on a checkpoint works like the lock of a run. The result is written in the directory
-    of the claim and published in one move, so whenever this is killed, nothing is left that could
-    be taken for a result. The next job starts from the beginning.
+    The result is written in a hidden folder and published in one move, so whenever this is killed,
+    nothing is left that could be taken for a result. The next job starts from the beginning.
 
     Args:
         run: The run's directory.
         name: The checkpoint's name, step-########.
         start: Given the curve.json to write, starts the ranks that evaluate.
-        owner: Who evaluates; this process by default.
-        job_is_over: Asks Slurm about the job of another owner.
         signals: Signals to this process. One that asks to stop ends the ranks.
 
     Returns:
         The exit code: 0 also when there was nothing to do.
     """
-    paths, step = RunPaths(run), checkpoint_step(name) or 0
-    result = paths.evaluations / name
+    result, signals = RunPaths(run).evaluations / name, signals or Signals()
     if result.exists():
         say(f"{name}: evaluated before")
         return ExitCode.FINISHED
-    try:
-        claim = Attempt.begin(paths.evaluation_claim(name), owner, job_is_over)
-    except RunBusy as busy:
-        say(f"{name}: another job is evaluating it: {busy}")
-        return ExitCode.FINISHED
-    # Another job may have published between the look above and the claim.
-    if result.exists():
-        claim.end(Outcome.FINISHED, ExitCode.FINISHED, "evaluated before", step)
-        say(f"{name}: evaluated before")
-        return ExitCode.FINISHED
-    out = claim.directory / "result"
+    out = _new_folder(run, name) / "result"
     ranks = start(out / "curve.json")
     try:
-        code = _wait(ranks, claim, signals or Signals())
+        while (code := ranks.poll()) is None:
+            if signals.stops:
+                ranks.kill()
+            time.sleep(POLL_SECONDS)
     finally:
         if ranks.poll() is None:
             ranks.kill()
-    if code is None:
-        say(f"{name}: another job took over its evaluation, because this one sent no heartbeat")
-        return ExitCode.FAILED
-    if code and signals and signals.stops:
-        claim.end(Outcome.STOPPED, code, "asked to stop", step)
-        say(f"{name}: not evaluated: asked to stop")
-        return code
     if code:
-        claim.end(Outcome.FAILED, code, ranks.failure, step)
-        say(f"{name}: not evaluated: {ranks.failure or f'exit code {code}'}")
+        why = "asked to stop" if signals.stops else ranks.failure or f"exit code {code}"
+        say(f"{name}: not evaluated: {why}")
         return code
-    try:
-        publish_directory(out, result)
-    except OSError:
-        # Publishing fails if a result is there already, which is as good as ours.
-        if not result.exists():
-            raise
-    claim.end(Outcome.FINISHED, ExitCode.FINISHED, "evaluated", step)
+    _publish(out, result)
     say(f"{name}: evaluated; see {result}/report.md")
     return ExitCode.FINISHED
-
-
-def _wait(ranks: Ranks, claim: Attempt, signals: Signals) -> int | None:
-    """Renew the claim until the ranks have ended, and end them on a signal to stop.
-
-    Args:
-        ranks: The ranks.
-        claim: The claim on the checkpoint.
-        signals: Signals to this process.
-
-    Returns:
-        Their exit code, or None when another job has taken the claim.
-    """
-    renewed = time.monotonic()
-    while (code := ranks.poll()) is None:
-        if signals.stops:
-            ranks.kill()
-            continue
-        if time.monotonic() - renewed >= HEARTBEAT_SECONDS:
-            renewed = time.monotonic()
-            if not claim.heartbeat():
-                return None
-        time.sleep(POLL_SECONDS)
-    # The claim may have been lost since the last heartbeat.
-    return None if claim.superseded() else code

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.config.errors import say
@@ -25,7 +25,6 @@ from pretrain.processes import dies_with_parent
 from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
 from pretrain.rundir.files import make_directory, open_own, replace_file
-from pretrain.rundir.jobs import write_over
 from pretrain.rundir.paths import ExitCode, RunPaths, check_apart, claim_version
 from pretrain.rundir.trust import check_trusted
 
@@ -260,7 +259,6 @@ def run_locally(
     arguments: Sequence[str] | None,
     resume: str | None = None,
     signals: Signals | None = None,
-    over: Mapping[str, Any] | None = None,
 ) -> int:
     """Run `nproc` copies of `command` with `arguments` until the run is over.
 
@@ -277,7 +275,6 @@ def run_locally(
             `config` as it is, whatever the files say by now.
         resume: The value of --resume for the first attempt; None leaves the option out.
         signals: Records PASSED_ON already, and none came so far; None records them from now on.
-        over: In a sweep, the keys and values that make this run.
 
     Returns:
         The exit code of the last attempt.
@@ -295,8 +292,6 @@ def run_locally(
     with contextlib.nullcontext(signals) if signals else Signals(*PASSED_ON) as signals:
         attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
         claim_version(run)
-        if over:
-            write_over(run, over)
         first = attempt.number
 
         def start(attempt: Attempt) -> LocalRanks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -130,10 +129,8 @@ def load_site(path: str | Path) -> Site:
             f"{path}: no such site file. `pretrain config --list` shows the example sites; copy "
             "one and set your cluster's values"
         ) from None
-    except (IsADirectoryError, NotADirectoryError, PermissionError, UnicodeError) as error:
-        raise ConfigError(f"{path}: not a readable site file ({error})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a readable site file: {error}") from None
     return parse_site(values, str(path))
 
 
@@ -147,11 +144,6 @@ def parse_site(values: dict[str, Any], origin: str) -> Site:
     Raises:
         ConfigError: A value is wrong.
     """
-    if {"model", "run"} & set(values):
-        raise ConfigError(
-            f"{origin}: the config of a run, not a site file. `pretrain config --list` shows the "
-            "example sites"
-        )
     try:
         site = Site.model_validate(values)
     except ValidationError as error:
@@ -176,17 +168,10 @@ def _refusals(site: Site) -> list[str]:
 
 def _refused_text(site: Site) -> Iterator[str]:
     """Refuse empty and unprintable text, which could not be passed to Slurm as it is."""
-    values = {
-        key: value
-        for key, value in site.model_dump().items()
-        if key not in ("environment", "precisions")
-    }
-    for key, value in values.items():
+    for key, value in site.model_dump(exclude={"environment"}).items():
         for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and not text:
-                yield f"{key} = {text!r}: is empty. Leave it out"
-            elif isinstance(text, str) and not is_plain(text):
-                yield f"{key} = {text!r}: has control characters. Use printable text"
+            if isinstance(text, str) and not (text and is_plain(text)):
+                yield f"{key} = {text!r}: is empty or has control characters. Use printable text"
 
 
 def _refused_variables(site: Site) -> Iterator[str]:
@@ -251,26 +236,13 @@ def _refused_arguments(site: Site) -> Iterator[str]:
 
 def _explain(error: Any) -> str:
     """Turn one error of pydantic into a line that says what to change."""
-    key, keys = ".".join(str(part) for part in error["loc"]), list(Site.model_fields)
+    key, message = ".".join(map(str, error["loc"])), error["msg"]
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, keys, 1, cutoff=0.5)
-        return f"{key}: no such key" + (
-            f", did you mean {near[0]}?" if near else f"; keys are {', '.join(keys)}"
-        )
+        return f"{key}: no such key; keys are {', '.join(Site.model_fields)}"
     if error["type"] == "missing":
         return f"{key}: missing; it has no default"
-    got, shown = error["input"], repr(error["input"])
-    # A secret must not be repeated, and what is no single value may hold one anywhere.
-    secret = any(is_credential(str(part)) for part in error["loc"]) or credential_in(shown)
-    if secret or not isinstance(got, str | int | float):
-        shown = "..."
-    return (
-        f"{key} = {shown}: {error['msg'][:1].lower()}{error['msg'][1:]} (got {type(got).__name__})"
-    )
-
-
-OWN_OPTIONS = ("nodes", "time", "partition", "account", "qos", "dependency")
-"""Options that sbatch and the launcher's commands have in common."""
+    # Without the value, which may hold a secret.
+    return f"{key}: {message[:1].lower()}{message[1:]} (got {type(error['input']).__name__})"
 
 
 @dataclass(frozen=True)
@@ -329,8 +301,7 @@ def _argument(text: str) -> str:
         raise ConfigError(refusal("--sbatch", what))
     argument = f"--{text.removeprefix('--')}"
     if why := why_refused(argument):
-        name = option_name(argument)
-        own = [option for option in OWN_OPTIONS if option == name]
-        remedy = f"Use --{own[0]} of this command" if own else "Leave it out"
-        raise ConfigError(f"--sbatch {text!r}: {why}. {remedy}")
+        raise ConfigError(
+            f"--sbatch {text!r}: {why}. Use this command's option of that name, or leave it out"
+        )
     return argument

@@ -288,8 +288,6 @@ OVER = _words(
 """States of a job that has ended."""
 STARTS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 """States of a job that is in the queue and of which nothing runs."""
-LAUNCH_FAILURES = ("JobLaunchFailure", "launch failed")
-"""Beginnings of the reasons for a job whose batch script could not be started."""
 _COLUMNS = """
     JobArrayID JobID State Reason NodeList SubmitTime StartTime EndTime PreemptTime BatchHost
     RestartCnt Name
@@ -365,11 +363,6 @@ class JobState:
         """Return True if the job waits until somebody releases it."""
         # JobHeldUser, JobHeldAdmin, or "launch failed requeued held" after a failed prolog.
         return "held" in self.reason.lower()
-
-    @property
-    def was_not_launched(self) -> bool:
-        """Return True if Slurm could not start the job's batch script."""
-        return self.reason.replace("_", " ").startswith(LAUNCH_FAILURES)
 
 
 def submit(job: Job) -> str:
@@ -685,35 +678,6 @@ def has_lost_batch_host(job_id: str) -> bool:
         return bool(state and state.is_running and state.batch_host not in hostnames(state.nodes))
     except SlurmError:
         return False
-
-
-# ---- Time limits ----
-
-
-def longest_limit(names: str | None) -> int | None:
-    """Return the longest time limit in seconds of partitions, or of the default one.
-
-    Returns:
-        None where one of them has no limit, or Slurm does not say.
-    """
-    try:
-        lines = run_command("scontrol", ["--oneliner", "show", "partition"]).stdout.splitlines()
-    except (ConfigError, SlurmError):
-        return None
-    found = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
-    wanted = (names or "").split(",")
-    limits = [
-        each.get("MaxTime", "UNLIMITED")
-        for each in found
-        if each.get("PartitionName") in wanted or (not names and each.get("Default") == "YES")
-    ]
-    seconds = [seconds_of(limit) for limit in limits]
-    return None if None in seconds else max((s for s in seconds if s is not None), default=None)
-
-
-def clock(seconds: int) -> str:
-    """Return seconds as "H:MM:SS", a time limit of sbatch."""
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 # ---- The options with which a job was sent, as it reads them back ----

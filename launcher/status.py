@@ -360,8 +360,7 @@ def ask_slurm(ids: Sequence[str], tries: int = 1) -> Queue:
 def find_runs(given: Sequence[Path]) -> list[Path]:
     """Return the runs in `given`, or if it is empty all runs below runs/ or the current directory.
 
-    Of several, what is there and is no run is left out, and named on stderr: a shell's `*` gives
-    everything that lies beside the runs.
+    Of several, what is there and is no run is left out.
 
     Raises:
         ConfigError: A single one of `given` is not a run's directory, or no run was found.
@@ -369,12 +368,8 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
     if len(given) == 1:
         check_run(given[0])
     if given:
-        others = [path for path in given if path.exists() and not is_run(path)]
-        if len(others) == len(given):
-            check_run(others[0])
-        if others:
-            say(f"no runs: {', '.join(map(str, others))}")
-        return [path for path in given if path not in others]
+        # A shell's `*` gives everything that lies beside the runs.
+        return [path for path in given if is_run(path) or not path.exists()]
     root = Path("runs") if Path("runs").is_dir() else Path()
     found = []
     for folder, folders, _ in os.walk(root):
@@ -454,7 +449,7 @@ def _status(run: Path, sent: Sequence[JobRecord], queue: Queue, now: float) -> R
     newest = training[-1] if training else None
     job = next((job for job in training if job.is_running), newest)
     if job:
-        state, reason = job.state, job.reason + _why_not_launched(run, job)
+        state, reason = job.state, job.reason
     else:
         state, reason = _state_without_a_job(run, sent, attempts, alive, queue)
     # A heartbeat may be late because the file system is slow, so Slurm's word that the job runs
@@ -519,26 +514,11 @@ def _state_without_a_job(
         how = "left the queue"
         if last:
             how = f"{last.state} ({last.reason})" if last.reason else last.state
-        ended = f"job {jobs[-1].job_id}: {how} before an attempt began"
-        return "ended", ended + (_why_not_launched(run, last) if last else "")
+        return "ended", f"job {jobs[-1].job_id}: {how} before an attempt began"
     if newest.ended is not None:
         return in_words(newest.ended.outcome), newest.ended.reason
     job = f"job {last.job_id}: {last.state}, " if last else ""
     return "died", f"{job}no sign of life since {moment(newest.last_heartbeat)}"
-
-
-def _why_not_launched(run: Path, job: JobState) -> str:
-    """Return what Slurm's "JobLaunchFailure" most likely means, as the end of a sentence.
-
-    Slurm's own log on the node says it; a user sees only that the job's log was never opened.
-    """
-    log = RunPaths(run).slurm_log(job.job_id)
-    if not job.was_not_launched or log.exists():
-        return ""
-    return (
-        f": node {job.nodes or 'of the job'} could not open {log}. Put run.directory on a file "
-        "system that all nodes share, or leave out a node that lacks it (--sbatch exclude=NODE)"
-    )
 
 
 # ---- what is printed -----------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters, writing
 from pretrain.config.errors import is_supported, not_supported
@@ -109,8 +108,6 @@ class TrainingRun:
     """The run's directory, absolute."""
     nodes: int
     tasks_per_node: int
-    over: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """In a sweep: the keys and values that distinguish this run from the others."""
     allow_changed: tuple[str, ...] = ()
     """The keys of --allow-changed."""
 
@@ -131,7 +128,7 @@ class TrainingRun:
 
 
 def allocate(
-    config: RunConfig, site: Site, nodes: int | None, over: Mapping[str, Any] | None = None
+    config: RunConfig, site: Site, nodes: int | None, allow_changed: Sequence[str] = ()
 ) -> TrainingRun:
     """Choose the nodes and the tasks per node of a run.
 
@@ -139,7 +136,7 @@ def allocate(
         config: The run.
         site: The cluster.
         nodes: Nodes to request; by default as many as parallel.world_size needs, else one.
-        over: In a sweep, the keys and values that distinguish this run.
+        allow_changed: Keys that may differ from the checkpoint's although they change training.
 
     Returns:
         The run with its allocation. Every node gets the same number of tasks.
@@ -184,7 +181,7 @@ def allocate(
     # Absolute, because the job gets this path whatever directory it starts in.
     directory = Path.cwd() / config.directory
     slurm.check_path("run.directory", directory)
-    return TrainingRun(config, directory, num_nodes, tasks, over or {})
+    return TrainingRun(config, directory, num_nodes, tasks, tuple(allow_changed))
 
 
 def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -> None:
@@ -271,7 +268,7 @@ def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:
             )
 
 
-# ---- Refuse a job that could not train before its time limit, or that Slurm could never start ----
+# ---- Refuse a job that could not train before its time limit ----
 # How long saving and starting take is measured by the run's earlier attempts; before the first one
 # it is estimated.
 
@@ -361,31 +358,6 @@ def check_time(time_limit: str | None, lead_seconds: int, runs: Sequence[Trainin
         )
 
 
-# ---- what Slurm could never start ----------------------------------------------------------------
-def check_with_slurm(job: slurm.Job) -> str:
-    """Ask Slurm whether it would take a job and could ever start it.
-
-    Returns:
-        What `sbatch --test-only` prints.
-
-    Raises:
-        ConfigError: The partition's time limit is shorter than the job's; or there is no sbatch
-            here.
-        SlurmError: Slurm would refuse the job.
-        SlurmAway: slurmctld does not answer.
-    """
-    said = slurm.test([*job.waiting(), *job.arguments()], job.script())
-    wanted = slurm.seconds_of(job.time_limit) if job.time_limit else 0
-    most = slurm.longest_limit(job.site.partition)
-    # A quality of service may allow more than its partition does.
-    if most is not None and not job.site.qos and (wanted is None or wanted > most):
-        raise ConfigError(
-            f"time limit {job.time_limit}: longer than the partition allows, which is "
-            f"{slurm.clock(most)}, so the job would never start. Set a shorter one with --time"
-        )
-    return said
-
-
 NO_FILES: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -395,7 +367,7 @@ def submit(
     request: SlurmRequest = NO_REQUEST,
     *,
     dry_run: bool = False,
-    plan: Callable[[RunConfig, Path, slurm.Job], str] | None = None,
+    plan: Callable[[RunConfig, Path, slurm.Job], object] | None = None,
     allow_changed: Sequence[str] = (),
 ) -> None:
     """Submit one run as one job, or with `dry_run` print what would be sent and write nothing.
@@ -407,7 +379,7 @@ def submit(
         site: The cluster.
         request: What this command asks of Slurm.
         dry_run: Only print the job.
-        plan: Makes the text of RUN/evaluations/plan.json, with which the run's checkpoints are
+        plan: Makes what RUN/evaluations/plan.json says, by which the run's checkpoints are
             evaluated while it trains. Without it they are not evaluated.
         allow_changed: Keys that may differ from the checkpoint's although they change training.
 
@@ -416,19 +388,16 @@ def submit(
         SlurmError: Slurm refused the job; nothing is left of it in the run's directory.
     """
     site = request.site(site)
-    run = dataclasses.replace(
-        allocate(config, site, request.nodes), allow_changed=tuple(allow_changed)
-    )
+    run = allocate(config, site, request.nodes, allow_changed)
     if is_done(config, allow_changed):
         print(already_done(config))
         return
     check_runs([run], site, dry_run)
     job = training_job([run], site, request)
-    files = (
-        {RunPaths(run.directory).evaluation_plan: plan(config, run.directory, job)}
-        if plan
-        else NO_FILES
-    )
+    files = {}
+    if plan:
+        planned = str(plan(config, run.directory, job))
+        files[RunPaths(run.directory).evaluation_plan] = planned
     if dry_run:
         print_dry_run([run], job, files)
         return
@@ -520,14 +489,10 @@ def print_dry_run(
     # Before sbatch, whose answer may take a while, or be the error that ends this command.
     sys.stdout.flush()
     try:
-        print(slurm.answer(check_with_slurm(job)))
+        print(slurm.answer(slurm.test([*job.waiting(), *job.arguments()], job.script())))
     except (slurm.SlurmAway, slurm.NoSlurm) as error:
         # The job may be shown all the same, also on a machine without Slurm's commands.
         print(slurm.answer(f"not asked: {error}"))
-        if isinstance(error, slurm.SlurmAway):
-            print(
-                f"warning: Slurm was not asked whether it takes the job: {error}", file=sys.stderr
-            )
 
 
 # ---- sending it ----
@@ -545,12 +510,12 @@ def send(
         The job id of each run: "123", or "123_0" in an array.
 
     Raises:
-        ConfigError: The job does not fit into the time limits of its partition.
+        NoSlurm: There is no sbatch here.
         SlurmError: sbatch refused. Nothing was written if it did so when it was asked before.
         SlurmAway: Nobody knows if Slurm has taken the job.
     """
     try:
-        check_with_slurm(job)
+        slurm.test([*job.waiting(), *job.arguments()], job.script())
     except slurm.SlurmAway as error:
         raise slurm.SlurmAway(f"{error}. Nothing was submitted; try again later") from None
     # Slurm writes there as this user, and follows links.
@@ -598,7 +563,6 @@ def _launch_files(run: TrainingRun, job: slurm.Job) -> dict[Path, str]:
         python=_ranks_python(job.site),
         num_tasks=run.num_tasks,
         nodes=run.nodes,
-        over=dict(run.over),
         sbatch=tuple(job.arguments()),
         site=job.site.model_dump(mode="json"),
         allow_changed=run.allow_changed,

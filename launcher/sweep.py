@@ -6,7 +6,6 @@ directories are the same, so a sweep may begin in one place and go on in the oth
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -41,7 +40,7 @@ from pretrain.launcher.submit import (
     training_job,
 )
 from pretrain.launcher.supervise import Signals
-from pretrain.rundir.jobs import check_data, check_goes_on, is_done, read_over
+from pretrain.rundir.jobs import check_data, check_goes_on, is_done
 from pretrain.rundir.paths import ExitCode, exit_code_of, is_run
 
 # ---- Name the runs of a sweep: one for each combination of values, or for each config ----
@@ -206,8 +205,7 @@ def sweep_runs(
         base: The config's run.directory.
 
     Raises:
-        ConfigError: A value is wrong, --set gives a key that is swept over, or a run's directory
-            is that of another combination.
+        ConfigError: A value is wrong, or --set gives a key that is swept over.
     """
     for override in overrides:
         # One of the two would be lost.
@@ -223,23 +221,7 @@ def sweep_runs(
         directory = sweep_folder(base) / run_name(over)
         own = config.run.model_copy(update={"directory": str(directory)})
         runs[directory] = SweepRun(path, config.model_copy(update={"run": own}), over)
-        _check_same_run(directory, over)
     return list(runs.values())
-
-
-def _check_same_run(directory: Path, over: dict[str, Any]) -> None:
-    """Raise ConfigError when an earlier sweep over other keys or values used this directory.
-
-    Otherwise "alibi-64" of a sweep over the hidden size would resume "alibi-64" of a sweep over
-    the sequence length.
-    """
-    before = read_over(directory)
-    # As launch.json has them: tuples become lists.
-    if before and before != json.loads(json.dumps(over)):
-        raise ConfigError(
-            f"{directory}: is the run of {before}, not of {over}. Choose another directory for "
-            "this sweep with --set run.directory=DIRECTORY"
-        )
 
 
 def _value(config: RunConfig, key: str) -> Any:
@@ -309,9 +291,7 @@ def sweep(
     site = request.site(site)
     wanted, shared = wanted_runs(paths, axes, overrides)
     folder = Path.cwd() / shared
-    allocated = [allocate(each.config, site, request.nodes, each.over) for each in wanted]
-    allowed = tuple(allow_changed)
-    runs = [dataclasses.replace(run, allow_changed=allowed) for run in allocated]
+    runs = [allocate(each.config, site, request.nodes, allow_changed) for each in wanted]
     if not (runs := _to_send(runs, dry_run)):
         return
     _check_same_size(runs)
@@ -448,7 +428,7 @@ def _train(run: SweepRun, nproc: int, allow_changed: Sequence[str], signals: Sig
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
     try:
         # Not the config's file: it may have been edited while the runs before this one trained.
-        code = run_locally(run.config, nproc, train, None, signals=signals, over=run.over)
+        code = run_locally(run.config, nproc, train, None, signals=signals)
     except (ConfigError, RunFailed) as error:
         say(f"error: {error}")
         code = exit_code_of(error)

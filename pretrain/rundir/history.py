@@ -171,11 +171,10 @@ def settle(
     with new_directory(folder) as partial:
         replace_json(partial / WHY, dataclasses.asdict(why), durable=True, indent=2)
         copy_after(paths.metrics, fork, partial / paths.metrics.name)
-    for name in ("evaluations", "evaluations/claims"):
-        for path in named_by_step(run / name):
-            if path.name in why.checkpoints or _step(path) > fork:
-                make_directory(folder / name)
-                path.rename(folder / name / path.name)
+    for path in named_by_step(paths.evaluations):
+        if path.name in why.checkpoints or _step(path) > fork:
+            make_directory(folder / "evaluations")
+            path.rename(folder / "evaluations" / path.name)
     for saved in away:
         if saved is away[-1] and paths.metrics.exists():
             drop_after(paths.metrics, fork)

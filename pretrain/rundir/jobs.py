@@ -29,11 +29,8 @@ from pretrain.rundir.files import (
     Json,
     append_json_line,
     from_json,
-    make_directory,
     parse_json,
-    read_json,
     read_records,
-    replace_json,
 )
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import DATA_MANIFESTS, Outcome, RunPaths, check_apart, check_version
@@ -78,8 +75,6 @@ class LaunchRecord:
     """Ranks."""
     nodes: int
     """Nodes."""
-    over: dict[str, Any]
-    """Of a sweep: the keys and values that make this run."""
     sbatch: tuple[str, ...]
     """The arguments of sbatch."""
     site: dict[str, Any]
@@ -109,25 +104,6 @@ def append_job(run: Path, record: JobRecord) -> None:
 def read_jobs(run: Path) -> list[JobRecord]:
     """Return the jobs sent for a run, oldest first."""
     return read_records(JobRecord, RunPaths(run).jobs)
-
-
-def write_over(run: Path, over: Mapping[str, Any]) -> None:
-    """Write RUN/launch/local.json: the keys and values of the sweep that made a run here.
-
-    Raises:
-        RunFailed: The disk refused.
-    """
-    path = RunPaths(run).local_launch
-    with writing(path):
-        make_directory(path.parent)
-        replace_json(path, {"over": dict(over)})
-
-
-def read_over(run: Path) -> dict[str, Any]:
-    """Return the keys and values of the sweep that made a run; {} if it is of no sweep."""
-    paths = RunPaths(run)
-    found = (read_json(path).get("over") for path in (paths.launch_record, paths.local_launch))
-    return next((over for over in found if over and isinstance(over, dict)), {})
 
 
 def read_launch(run: Path) -> LaunchRecord:

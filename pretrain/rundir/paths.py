@@ -156,7 +156,6 @@ class RunPaths:
         self.launch_config = self.launch / "config.toml"
         self.launch_record = self.launch / "launch.json"
         self.launch_script = self.launch / "train.sbatch"
-        self.local_launch = self.launch / "local.json"
         # The evaluations of checkpoints.
         self.evaluations = root / "evaluations"
         self.evaluation_plan = self.evaluations / "plan.json"
@@ -181,10 +180,6 @@ class RunPaths:
     def newest_config(self) -> Path | None:
         """Return the config the run was submitted with, or else was started with."""
         return next((p for p in (self.launch_config, self.config) if p.is_file()), None)
-
-    def evaluation_claim(self, checkpoint: str) -> Path:
-        """Return the folder whose attempts/ say who evaluates a checkpoint."""
-        return self.evaluations / "claims" / checkpoint
 
 
 RUN_MARKS = ("run.json", "jobs.jsonl", "attempts/####", "launch/launch.json", "metrics.jsonl")

@@ -174,7 +174,6 @@ def check_trusted(run: Path) -> None:
         paths.logs,
         paths.attempts,
         paths.evaluations,
-        paths.evaluations / "claims",
         paths.checkpoints,
         paths.abandoned,
     ):

@@ -31,7 +31,7 @@ TIMEOUT_SECONDS = 300
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Environment of every command: two ranks need no second GPU, and numbers repeat bit for bit."""
 PRETRAIN = (sys.executable, "-m", "pretrain")
-LAUNCHER = (sys.executable, "-c", "from pretrain.launcher.main import main; main()")
+LAUNCHER = (sys.executable, "-c", "from pretrain.launcher.__main__ import main; main()")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 SERVER = multiprocessing.get_context("forkserver")

@@ -73,7 +73,6 @@ def other_branch(train: Train, copy: Path, to: int = 6) -> None:
 # ---- branches ------------------------------------------------------------------------------------
 def test_auto_follows_the_branch_that_was_begun_last(copy, train):
     (copy / "evaluations/step-00000008").mkdir(parents=True)
-    (copy / "evaluations/claims/step-00000008").mkdir(parents=True)
     before = (copy / "metrics.jsonl").read_text().splitlines()
     other_branch(train, copy)
     assert steps(copy) == [2, 4, 6]
@@ -86,7 +85,6 @@ def test_auto_follows_the_branch_that_was_begun_last(copy, train):
         "step-00000008",
     }
     assert (aside / "evaluations/step-00000008").is_dir()
-    assert (aside / "evaluations/claims/step-00000008").is_dir()
     assert not list((copy / "evaluations").glob("step-*"))
     kept = (aside / "metrics.jsonl").read_text().splitlines()
     assert kept == [line for line in before if json.loads(line)["step"] > 4]

@@ -137,9 +137,6 @@ def test_a_run_directory_that_a_node_does_not_see_is_named(desk: Desk) -> None:
     try:
         job = submit(desk)
         wait_for(lambda: desk.cluster.job(job)["JobState"] == "FAILED")
-        text = " ".join(desk.launcher("status", RUN).out.split())
-        assert f"node {node} could not open" in text and "all nodes share" in text, text
-        assert f"logs/slurm-{job}.log" in text
         # The folder for the log is there, as with a copy on the node's own disk, and no more.
         subprocess.run([*inside, "mkdir", "-p", desk.folder / RUN / "logs"], check=True)
         job = submit(desk)

@@ -180,11 +180,6 @@ def test_what_slurm_could_never_start_is_refused(cluster: Cluster, desk: Desk) -
     small = ["--set", "batch.micro_batch_size=1"]
     for refused in (desk.submit("run", "--nodes", 32, *small), desk.launcher(*sweep, *small)):
         explained(refused, 1, "sbatch: allocation failure", "not available")
-    with partition(cluster, ["MaxTime=20"], ["MaxTime=INFINITE"]):
-        for words in ([], ["--dry-run"]):
-            explained(desk.submit("run", *words), 2, "time limit 30", "0:20:00", "--time")
-        explained(desk.submit("run", "--time", "UNLIMITED"), 2, "time limit UNLIMITED")
-        assert desk.submit("run", "--time", "20", "--dry-run").code == 0
     assert files(desk.work) == before
 
 
@@ -206,7 +201,7 @@ def test_options_of_sbatch_are_passed_on_or_refused(cluster: Cluster, desk: Desk
         assert desk.submit("run", *options, "main").code == 0
         fields = described(cluster, *desk.job_ids("run"))
         assert fields["ExcNodeList"] == "n[2-3]" and fields["OverSubscribe"] == "NO"
-    explained(desk.submit("other", "--sbatch", "nodes=1-4"), 2, "--nodes of this command")
+    explained(desk.submit("other", "--sbatch", "nodes=1-4"), 2, "sets this option")
     explained(desk.submit("other", "--sbatch", "het-group=1"), 1, "unrecognized option")
     explained(desk.submit("other", "--dependency", "never:1"), 1, "ependency")
     assert not (desk.work / "other").exists()

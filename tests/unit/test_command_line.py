@@ -18,7 +18,7 @@ import pytest
 from pretrain.config.arguments import expand_home
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = {"pretrain": "pretrain.cli.main", "launcher": "pretrain.launcher.main"}
+COMMANDS = {"pretrain": "pretrain.cli.main", "launcher": "pretrain.launcher.__main__"}
 MODULES = {"pretrain": "pretrain", "launcher": "pretrain.launcher"}
 # argv[0] as the installed script has it. Says at the end if the slow import was made.
 SCRIPT = """
@@ -67,8 +67,8 @@ MOMENTS = 20
 # A signal from outside comes late on a busy machine, when the command has already ended.
 INTERRUPTED = """
 import os, runpy, signal, sys
-module, main, moment, file = sys.argv[1:5]
-sys.argv[1:5] = []
+module, moment, file = sys.argv[1:4]
+sys.argv[1:4] = []
 # The tests may run in a background job, which ignores it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 file = open(file, "ab", buffering=0)
@@ -76,7 +76,7 @@ imports = 0
 
 def look(event, values):
     global imports
-    if event == "import" and hasattr(sys.modules.get(main), "main"):
+    if event == "import" and hasattr(sys.modules["__main__"], "main"):
         imports += 1
         file.write(b".")
         if imports == int(moment):
@@ -97,7 +97,7 @@ def ended_at(name: str, words: Sequence[str], moment: int, imports: Path) -> tup
         moment: The import at which Ctrl-C comes, from 1; 0 for none.
         imports: Gets a byte for each import.
     """
-    how = [MODULES[name], COMMANDS[name], str(moment), imports]
+    how = [MODULES[name], str(moment), imports]
     process = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, *how, *words],
         cwd=ROOT,

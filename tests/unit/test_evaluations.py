@@ -1,7 +1,6 @@
 """Test evaluation jobs without Slurm, with real processes.
 
-Tested are which checkpoints wait for an evaluation, that one of several jobs gets a checkpoint, and
-what a job leaves when it is killed.
+Tested are which checkpoints wait for an evaluation, and what a job leaves when it is killed.
 """
 
 import os
@@ -16,15 +15,14 @@ from pretrain.config import ConfigError, EvaluationRequest
 from pretrain.launcher import evaluations
 from pretrain.launcher.cli import app
 from pretrain.launcher.evaluations import (
-    EvaluationOptions,
     PendingEvaluations,
     evaluate_once,
+    plan_evaluations,
     read_plan,
     write_plan,
 )
 from pretrain.launcher.site import parse_site
 from pretrain.launcher.slurm import Job
-from pretrain.rundir.attempts import Attempt, Owner, read_attempts
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
 from pretrain.rundir.paths import RunPaths
 from tests.conftest import tiny_config
@@ -82,7 +80,7 @@ def make_training(run, tasks_per_node=8):
 def planned(run, **changes):
     """Write a plan for evaluations into a run's directory, and return it."""
     request = EvaluationRequest((32, 64), ("nonoverlapping",), None, 1000)
-    plan = EvaluationOptions(request).plan(tiny_config(**changes), run, make_training(run))
+    plan = plan_evaluations(request, tiny_config(**changes), run, make_training(run))
     write_plan(run, plan)
     return plan
 
@@ -93,13 +91,6 @@ def save(run, step):
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
     return checkpoint.name
-
-
-def outcomes(run, name=STEP):
-    return [
-        a.ended and (a.ended.outcome, a.ended.reason)
-        for a in read_attempts(run / "evaluations/claims" / name)
-    ]
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -119,7 +110,8 @@ def test_tensor_parallelism_is_kept_where_it_fits(tmp_path, tensor, tasks, kept)
     config = tiny_config(
         parallel={"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2}
     )
-    plan = EvaluationOptions(request, tasks, "30").plan(config, tmp_path, make_training(tmp_path))
+    training = make_training(tmp_path)
+    plan = plan_evaluations(request, config, tmp_path, training, tasks, "30")
     assert plan.overrides == ((f"parallel.tensor_model_parallel_size={tensor}",) if kept else ())
     assert (plan.tasks_per_node, plan.time_limit) == (tasks, "30")
 
@@ -128,7 +120,7 @@ def test_options_of_evaluations_need_evaluations(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = ["submit", "configs/demo.toml", "--site", "slurm/site.h100.toml", "--dry-run"]
     words += ["--set", f"run.directory={tmp_path}/run", "--lengths", "128"]
-    with pytest.raises(ConfigError, match="--lengths 128: has no effect without"):
+    with pytest.raises(ConfigError, match="have no effect without --evaluate-checkpoints"):
         app(words, standalone_mode=False)
 
 
@@ -143,8 +135,8 @@ def test_what_waits_for_an_evaluation(tmp_path):
     (tmp_path / "checkpoints/.step-00000030.partial").mkdir()
     # A checkpoint without a manifest is not complete.
     (tmp_path / "checkpoints/step-00000030").mkdir()
-    # An evaluation that was claimed has no result yet.
-    (tmp_path / "evaluations/claims" / two).mkdir(parents=True)
+    # An evaluation that has begun has no result yet.
+    (tmp_path / f"evaluations/.{two}.x").mkdir(parents=True)
     (tmp_path / "evaluations" / one).mkdir()
     assert waiting(tmp_path) == [two]
 
@@ -154,7 +146,7 @@ def test_giving_up_does_not_hide_a_result(tmp_path):
     assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
     evaluations._give_up(tmp_path, STEP, ["7"])
     assert os.listdir(tmp_path / "evaluations" / STEP) == ["curve.json"]
-    assert sorted(os.listdir(tmp_path / "evaluations")) == ["claims", "plan.json", STEP]
+    assert sorted(os.listdir(tmp_path / "evaluations")) == ["plan.json", STEP]
 
 
 def test_training_is_never_disturbed(tmp_path, capsys, monkeypatch):
@@ -180,7 +172,7 @@ def test_training_is_never_disturbed(tmp_path, capsys, monkeypatch):
     assert "not a plan" in capsys.readouterr().err
 
 
-def test_a_killed_evaluation_leaves_nothing_and_is_made_again(tmp_path, capfd):
+def test_a_killed_evaluation_leaves_nothing_and_is_made_again(tmp_path):
     code = f"""
 from pathlib import Path
 from tests.unit.test_evaluations import *
@@ -188,45 +180,15 @@ evaluate_once(Path({str(tmp_path)!r}), STEP, evaluating(Path({str(tmp_path)!r}),
 """
     holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, process_group=0)
     try:
-        wait_for((tmp_path / f"evaluations/claims/{STEP}/attempts/0001/result/curve.json").exists)
-        # A second evaluation of the checkpoint neither begins nor waits.
-        assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
-        assert f"{STEP}: another job is evaluating it" in capfd.readouterr().err
-        assert not (tmp_path / "evaluations" / STEP).exists()
+        wait_for(lambda: list(tmp_path.glob(f"evaluations/.{STEP}.*/result/curve.json")))
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
         holder.wait()
     assert not (tmp_path / "evaluations" / STEP).exists()
     assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
     assert (tmp_path / "evaluations" / STEP / "curve.json").read_text() == "{}\n"
-    assert outcomes(tmp_path) == [None, ("finished", "evaluated")]
     assert (tmp_path / "begun").read_text() == "begun\n" * 2
-
-
-def test_who_lost_its_claim_publishes_nothing(tmp_path):
-    """A job that was taken for dead, as on a suspended host, leaves the result to the other job."""
-    claims = tmp_path / "evaluations/claims" / STEP / "attempts"
-
-    def start(out):
-        (claims / "0002").mkdir()
-        (claims / "0002/owner.json").write_text("{}")
-        return evaluating(tmp_path)(out)
-
-    assert evaluate_once(tmp_path, STEP, start) == 1
-    assert not (tmp_path / "evaluations" / STEP).exists()
-
-
-def test_what_was_finished_while_we_asked_is_not_made_again(tmp_path):
-    """Another job publishes its result and ends between the first look and the claim."""
-    held = Attempt.begin(
-        tmp_path / "evaluations/claims" / STEP, Owner(nonce="other", host="n7", slurm_job_id="7")
-    )
-
-    def job_is_over(owner):
-        assert (owner.host, owner.slurm_job_id) == ("n7", "7")
-        (tmp_path / "evaluations" / STEP).mkdir()
-        return True
-
-    assert evaluate_once(tmp_path, STEP, evaluating(tmp_path), None, job_is_over) == 0
-    assert held.superseded() and not (tmp_path / "begun").exists()
-    assert outcomes(tmp_path) == [None, ("finished", "evaluated before")]
+    assert os.listdir(tmp_path / "evaluations") == [STEP]
+    # What is there is not made again.
+    assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
+    assert (tmp_path / "begun").read_text() == "begun\n" * 2

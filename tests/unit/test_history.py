@@ -107,7 +107,7 @@ def test_whatever_moment_a_kill_comes_at_the_run_has_one_line_and_loses_nothing(
     kills = 0
     for last in range(100):
         run = run_of(tmp_path / str(last), 2, 4, 6, 8)
-        for name in ("step-00000004", "step-00000008", "claims/step-00000008"):
+        for name in ("step-00000004", "step-00000008"):
             (run / "evaluations" / name).mkdir(parents=True)
         (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 10)))
         path = checkpoint_directory(run, 4)
@@ -136,7 +136,6 @@ def test_whatever_moment_a_kill_comes_at_the_run_has_one_line_and_loses_nothing(
         aside = run / "abandoned"
         assert names(sorted(aside.glob("*/step-*"))) == [6, 8]
         assert list(aside.glob("*/evaluations/step-00000008"))
-        assert list(aside.glob("*/evaluations/claims/step-00000008"))
         assert (run / "evaluations/step-00000004").exists()
         lines = [path.read_text() for path in aside.glob("*/metrics.jsonl")]
         assert "".join(f'{{"step": {n}}}\n' for n in range(5, 10)) in lines
@@ -144,7 +143,7 @@ def test_whatever_moment_a_kill_comes_at_the_run_has_one_line_and_loses_nothing(
         assert kept == [1, 2, 3, 4]
         if len(renames) < last:
             break
-    assert kills >= 7
+    assert kills >= 6
 
 
 def test_a_branch_begins_where_its_checkpoints_could_be_taken_for_others(tmp_path):

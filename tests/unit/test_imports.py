@@ -48,7 +48,6 @@ LAUNCHER_FLOORS = [
         "evaluations preflight",
         "job control sweep build",
         "cli",
-        "main",
         "__main__",
     )
 ]

@@ -346,10 +346,6 @@ def test_runs_of_a_sweep_lie_beside_the_run(tmp_path):
         return [run.config.directory for run in runs]
 
     assert directories("position.method=alibi,rotary") == [beside / "alibi", beside / "rotary"]
-    (beside / "64/launch").mkdir(parents=True)
-    (beside / "64/launch/launch.json").write_text('{"over": {"model.hidden_size": 64}}')
-    with pytest.raises(ConfigError, match="mine-sweep/64: is the run of"):
-        directories("data.sequence_length=64")
     assert sweep.sweep_folder(Path(".")) == Path("sweep")
 
 

@@ -101,7 +101,7 @@ class Desk:
     def start(self, *words: str, config: str = CONFIG) -> subprocess.Popen[str]:
         code = (
             f"import os; os.environ['PYTHONPATH'] = {str(self.folder / 'ranks')!r}\n"
-            "from pretrain.launcher.main import main; main()"
+            "from pretrain.launcher.__main__ import main; main()"
         )
         settings = ["train.num_steps=12", "schedule.lr_warmup_steps=1", "recovery.max_restarts=0"]
         given = {word.partition("=")[0] for word in words}
@@ -205,7 +205,7 @@ def test_a_sweep_stops_when_asked_however_the_present_run_ends(
     ("words", "says"),
     [
         ([], "give --nproc N to train on this machine, or --site SITE"),
-        (["--nproc", "2", "--nodes", "2"], "--nodes 2: has no effect with --nproc"),
+        (["--nproc", "2", "--nodes", "2"], "have no effect"),
         (["--nproc", "2", "--set", "data.directory=nowhere"], "no built data set"),
     ],
 )

@@ -33,18 +33,18 @@ def test_a_site_without_gpus_says_its_ranks():
 
 
 REFUSED = [
-    (CPU | {"node": 2}, ["site.toml: node: no such key", "did you mean nodes?"]),
-    (CPU | {"nodes": "2"}, ["nodes = '2'", "integer"]),
+    (CPU | {"node": 2}, ["site.toml: node: no such key", "nodes,"]),
+    (CPU | {"nodes": "2"}, ["nodes: ", "integer (got str)"]),
     ({k: v for k, v in CPU.items() if k != "nodes"}, ["nodes: missing"]),
     ({k: v for k, v in CPU.items() if k != "tasks_per_node"}, ["gpus_per_node: missing"]),
     (GPU | {"tasks_per_node": 4}, ["tasks_per_node = 4", "gpus_per_node = 8", "Leave it out"]),
     (GPU | {"cpus_per_node": 7}, ["cpus_per_node = 7", "8 ranks"]),
-    (GPU | {"precisions": ["fp8"]}, ["precisions.0 = 'fp8'"]),
-    (GPU | {"gpu_type": "v100:8,a"}, ["gpu_type = 'v100:8,a'", "match pattern"]),
+    (GPU | {"precisions": ["fp8"]}, ["precisions.0: "]),
+    (GPU | {"gpu_type": "v100:8,a"}, ["gpu_type: ", "match pattern"]),
     (GPU | {"time_limit": "tomorrow"}, ["time limit 'tomorrow'", "12:00:00"]),
     (GPU | {"memory_per_node": "lots"}, ["memory_per_node = 'lots'", '"480G"']),
     (GPU | {"partition": "a\nb"}, ["partition = 'a\\nb'", "control characters"]),
-    (GPU | {"account": ""}, ["account = ''", "Leave it out"]),
+    (GPU | {"account": ""}, ["account = ''", "is empty"]),
     (GPU | {"modules": ["cuda\0"]}, ["modules = 'cuda\\x00'"]),
     (GPU | {"srun_arguments": ["--container-env=MY_TOKEN=0"]}, ["MY_TOKEN looks like a secret"]),
     (
@@ -79,7 +79,7 @@ def test_a_file_is_read_and_named_in_errors(tmp_path):
         load_site(path)
     path.write_text("nodes = ")
     for wrong, says in (
-        (path, "not valid TOML"),
+        (path, "not a readable site file"),
         (tmp_path / "none", "no such site file. `pretrain config --list` shows"),
         (tmp_path, "not a readable"),
     ):

@@ -198,12 +198,9 @@ def test_what_is_no_run():
                 command(Path(path))
 
 
-def test_a_run_is_known_by_its_files_and_not_by_names(capfd):
+def test_a_run_is_known_by_its_files_and_not_by_names():
     """A source tree beside the runs, with folders named as a run's, is none."""
     base, _ = make_run("base")
-    # As evaluations make it: who evaluates a checkpoint of the run, and no run of its own.
-    claim = base / "evaluations/claims/step-00000100/attempts/0001"
-    claim.mkdir(parents=True)
     imported = Path("runs/imported")
     imported.mkdir()
     (imported / "run.json").write_text('{"run_directory_version": 1}')
@@ -214,10 +211,8 @@ def test_a_run_is_known_by_its_files_and_not_by_names(capfd):
     assert find_runs([]) == [base, imported]
     given = sorted(Path("runs").iterdir())
     assert find_runs([*given, Path("runs/none")]) == [base, imported, Path("runs/none")]
-    assert capfd.readouterr().err == "no runs: runs/package\n"
-    for paths in ([package], [package, Path("empty")]):
-        with pytest.raises(ConfigError, match="not a run's directory"):
-            find_runs(paths)
+    with pytest.raises(ConfigError, match="not a run's directory"):
+        find_runs([package])
 
 
 def test_a_local_run_has_no_job_to_cancel_or_requeue():
@@ -270,26 +265,23 @@ def test_a_local_run_has_a_log_for_each_rank(capfdbinary):
     for rank, text in ((None, b"0: not a label\n"), (0, b"0: not a label\n"), (1, b"without a h")):
         control.show_log(run, rank)
         assert capfdbinary.readouterr().out.startswith(text)
-    with pytest.raises(ConfigError, match="all attempts into one log"):
-        control.show_log(run, 1, number=1)
 
 
 def test_a_rank_that_printed_little_is_found_behind_what_others_printed(tmp_path):
     path = tmp_path / "log"
     path.write_text(f"0: {'x' * 100}\n" * 20_000 + "1: here\n")
-    assert control.LogReader(path, 1).read() == [b"here\n"]
+    assert list(control.LogReader(path, 1).read()) == [b"here\n"]
 
 
-def test_follow_begins_with_the_last_lines_of_a_long_log_and_waits_for_whole_lines(tmp_path):
+def test_a_growing_log_is_read_in_whole_lines(tmp_path):
     path = tmp_path / "log"
+    log = control.LogReader(path, 1)
+    assert list(log.read()) == []
     with path.open("w") as file:
-        file.writelines(f"{n % 2}: line {n} {'x' * 100}\n" for n in range(20_000))
-        file.write("1: cut")
+        file.write("0: a\n1: b\n1: cut")
         file.flush()
-        log = control.LogReader(path, 1, 20)
-        assert [int(line.split()[1]) for line in log.read()] == list(
-            range(19_961, 20_000, 2)
-        ) and log.read() == []
-        file.write(" off\n0: other\n")
+        assert list(log.read()) == [b"b\n"] and list(log.read()) == []
+        file.write(" off\n0: other\n1: end")
         file.flush()
-        assert log.read() == [b"cut off\n"] and log.read() == []
+        assert list(log.read()) == [b"cut off\n"]
+        assert list(log.read(to_end=True)) == [b"end\n"]

@@ -176,7 +176,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "status": lambda run: print(status.table(read_statuses([run])[0])),
     "summary": lambda run: print(status.summary(run)),
     "logs": lambda run: control.show_log(run),
-    "logs --rank --attempt": lambda run: control.show_log(run, 1, 1),
+    "logs --rank": lambda run: control.show_log(run, 1),
     "cancel": lambda run: control.cancel(run, save=False),
     "requeue": control.requeue,
 }
@@ -249,7 +249,7 @@ def test_every_text_of_a_run_is_printed_without_what_steers_a_terminal(tmp_path:
     log = RunPaths(run).rank_log(1)
     log.write_bytes(b"\x1b[31mred\x1b[0m \x1b]0;owned\x07\xff\ta\r50%\n")
     # The two others refuse the runs of others.
-    for name in ("status RUN", "status", "summary", "logs", "logs --rank --attempt"):
+    for name in ("status RUN", "status", "summary", "logs", "logs --rank"):
         said = output_of(COMMANDS[name], run)
         assert "\x1b" not in said.replace("\x1b[31m", "").replace("\x1b[0m", "")
         assert not STEERING_CHARACTERS & {*said}
@@ -263,8 +263,8 @@ def test_every_text_of_a_run_is_printed_without_what_steers_a_terminal(tmp_path:
 def test_a_log_goes_to_a_pipe_as_it_is(tmp_path: Path, capfdbinary: Any) -> None:
     make_run(tmp_path / "run")
     content = b"0: \x1b]0;title\x07\xff\0\n"
-    RunPaths(tmp_path / "run").attempt_log(1).write_bytes(content)
-    control.show_log(tmp_path / "run", None, 1)
+    RunPaths(tmp_path / "run").attempt_log(2).write_bytes(content)
+    control.show_log(tmp_path / "run")
     sys.stdout.flush()
     assert capfdbinary.readouterr().out == content
 

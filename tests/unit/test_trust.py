@@ -43,7 +43,6 @@ LAUNCH = {
     "python": "python3",
     "num_tasks": 1,
     "nodes": 1,
-    "over": {},
     "sbatch": ["--requeue"],
     "site": {},
 }
