@@ -26,11 +26,11 @@ from pretrain.config.arguments import (
 )
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.launcher import control, job
-from pretrain.launcher.build import build, data_job, run_array
 from pretrain.launcher.evaluations import evaluate_run, plan_evaluations, run_job
 from pretrain.launcher.ranks import run_locally
 from pretrain.launcher.site import NO_REQUEST, SlurmRequest, load_site
 from pretrain.launcher.status import GOODPUT, print_end, show_status
+from pretrain.launcher.submit import build_data, data_job, run_array
 from pretrain.launcher.submit import submit as submit_run
 from pretrain.launcher.sweep import sweep as submit_sweep
 from pretrain.launcher.sweep import sweep_locally
@@ -321,7 +321,7 @@ def data_build(
         time: Time limit of each job, as in 12:00:00. Default: the site's time_limit.
         dry_run: Estimate tokens, bytes and time; submit and write nothing.
     """
-    build(config, overrides, site, nodes, time, dry_run)
+    build_data(config, overrides, site, nodes, time, dry_run)
 
 
 @data.command("array", hidden=True)

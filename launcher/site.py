@@ -63,10 +63,6 @@ class Site(Section):
     partition's."""
     time_limit: str | None = None
     """As in sbatch: "1-00:00:00", "12:00:00", "90" (minutes). The default is the partition's."""
-    gpu_compute_capability: str | None = Field(default=None, pattern=r"^\d+\.\d$")
-    """Compute capability of the GPUs: "7.0" for a V100, "8.0" for an A100, "9.0" for an H100 or
-    H200. With it `launcher submit` checks before a job is sent that the ranks' torch was built for
-    them, which a job without it finds out on its nodes."""
     partition: str | None = None
     """The partition of the jobs, as `sinfo` lists it. The default is the cluster's."""
     account: str | None = None

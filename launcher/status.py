@@ -553,40 +553,24 @@ def table(statuses: Sequence[RunStatus]) -> str:
 
 
 def detail(status: RunStatus) -> str:
-    """Return all about one run: its state, its progress, its attempts and its faulty nodes."""
-    job, of = status.job, f" of {status.num_steps}" if status.num_steps else ""
-    progress = [] if status.step is None else [f"{status.step}{of}"]
-    if status.rates:
-        progress.append(f"{tqdm.format_sizeof(status.rates.tokens_per_second)} tokens/s")
-        progress.append(f"loss {status.rates.loss_nats:.3f}")
-    if status.ends_at:
-        progress.append(f"estimated end {moment(status.ends_at)}")
+    """Return all about one run: what the table says, its attempts and its faulty nodes."""
+    job = status.job
     # Slurm has an estimate only for pending jobs that its backfill scheduler has looked at.
     starts = job.started_at if job and job.is_pending else None
-    ends = job.ends_at if job and job.is_running else None
-    state = [
-        status.state,
-        f"job {job.job_id}" if job else "",
-        f"on {status.nodes}" if status.nodes else "",
-        f"time limit at {moment(ends)}" if ends else "",
-        f"estimated start {moment(starts)}" if starts else "",
-    ]
+    limit = job.ends_at if job and job.is_running else None
     fields = {
-        "state": ", ".join(filter(None, state)),
-        "reason": status.reason,
-        "step": ", ".join(progress),
-        "checkpoint": "" if status.checkpoint is None else checkpoint_name(status.checkpoint),
-        "goodput": percent(goodput(status.times), 1) if status.attempts else "",
+        **dict(zip(HEAD.lower().split(), _row(status))),
+        "starts": moment(starts) if starts else "",
+        "time limit": moment(limit) if limit else "",
     }
-    shown = [(f"  {name}", _one_line(value)) for name, value in fields.items() if value]
-    lines = [str(status.run), *columns(shown, ())]
+    lines = columns([(name, _one_line(value)) for name, value in fields.items() if value], ())
     if status.attempts:
         # Of the newest job alone: another one may be given these nodes again.
         newest = status.attempts[-1].owner.slurm_job_id
         same_job = [each for each in status.attempts if each.owner.slurm_job_id == newest]
         lines += ["", *_attempts(status)]
         lines += [
-            f"  node {node}: not used any more if Slurm has others: {why}"
+            f"node {node}: not used any more if Slurm has others: {why}"
             for node, why in failing_nodes(same_job).items()
         ]
     return "\n".join(lines)
@@ -649,7 +633,7 @@ def _attempts(status: RunStatus) -> list[str]:
         ended = attempt.ended
         rows.append(
             (
-                f"  {attempt.number}",
+                str(attempt.number),
                 moment(attempt.owner.began_at),
                 str(ended.step if ended else attempt.step),
                 percent(goodput([found])),

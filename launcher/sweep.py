@@ -295,7 +295,7 @@ def sweep(
     if not (runs := _to_send(runs, dry_run)):
         return
     _check_same_size(runs)
-    check_runs(runs, site, dry_run)
+    check_runs(runs, dry_run)
     job = training_job(
         runs,
         site,

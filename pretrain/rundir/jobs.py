@@ -31,6 +31,7 @@ from pretrain.rundir.files import (
     from_json,
     parse_json,
     read_records,
+    replace_json,
 )
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import DATA_MANIFESTS, Outcome, RunPaths, check_apart, check_version

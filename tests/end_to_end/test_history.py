@@ -289,6 +289,6 @@ def test_every_reader_passes_over_what_a_power_cut_left(copy, train, tmp_path, k
     ):
         succeeds(*command)
     status = forked([*LAUNCHER, "status", str(copy)])
-    assert status.code == 0 and "8 of 8" in status.out, status.text
+    assert status.code == 0 and "8/8" in status.out, status.text
     succeeded(train(settings=("train.num_steps=9",)))
     assert trained_steps(copy) == list(range(1, 10))

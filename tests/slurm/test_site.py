@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.launcher import slurm
-from pretrain.launcher.build import data_job
 from pretrain.launcher.site import load_site
+from pretrain.launcher.submit import data_job
 from pretrain.rundir.checkpoints import checkpoint_directory
 from tests.end_to_end.commands import ROOT, explained, succeeded
 from tests.slurm.cluster import Cluster, pyxis_options

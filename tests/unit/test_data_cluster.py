@@ -13,8 +13,8 @@ import pytest
 from pretrain.config import RunFailed, dump_config
 from pretrain.data.build.folder import BuildFolder
 from pretrain.data.build.tasks import Cluster, run_on_cluster
-from pretrain.launcher import build as data
 from pretrain.launcher import slurm
+from pretrain.launcher import submit as data
 from pretrain.launcher.site import load_site, parse_site
 from tests.end_to_end.commands import LAUNCHER, ROOT
 from tests.unit.test_data_build import config, write_text

@@ -46,7 +46,7 @@ LAUNCHER_FLOORS = [
         "supervise",
         "ranks status submit",
         "evaluations preflight",
-        "job control sweep build",
+        "job control sweep",
         "cli",
         "__main__",
     )

@@ -168,11 +168,11 @@ def test_a_run_that_cannot_go_on_from_its_checkpoint_is_refused(tmp_path):
     (checkpoint / "manifest.json").touch()
     run = allocate(run_config(**sections, optimizer={"learning_rate": 2e-3}), site, None)
     with pytest.raises(ConfigError, match=f"learning_rate = 0.002: {checkpoint} was trained with"):
-        check_runs([run], site)
-    check_runs([dataclasses.replace(run, allow_changed=("optimizer.learning_rate",))], site)
+        check_runs([run])
+    check_runs([dataclasses.replace(run, allow_changed=("optimizer.learning_rate",))])
     (checkpoint / "config.toml").write_text("torn")
     # Which checkpoint the run then goes on from, the ranks find out.
-    check_runs([run], site)
+    check_runs([run])
 
 
 FAKE_SLURM = {

@@ -1,18 +1,12 @@
-"""A torch that was not built for a GPU is refused before a job is sent and before training."""
+"""A torch that was not built for a GPU is refused before training."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from pretrain import platform
 from pretrain.config import ConfigError
 from pretrain.config.errors import is_supported
-from pretrain.launcher.site import Site, parse_site
-from pretrain.launcher.submit import check_build
-
-SITE = {"name": "there", "nodes": 4, "gpus_per_node": 8, "cpus_per_node": 40, "gpu": "V100"}
 
 
 @pytest.mark.parametrize(
@@ -31,37 +25,6 @@ SITE = {"name": "there", "nodes": 4, "gpus_per_node": 8, "cpus_per_node": 40, "g
 )
 def test_what_a_build_of_torch_runs_on(architectures, capability, runs):
     assert is_supported(architectures, capability) is runs
-
-
-def site(folder: Path, *printed: str, **changes: object) -> Site:
-    """Return a site of V100s whose Python prints these lines, whatever it is asked."""
-    python = folder / "python"
-    lines = "".join(f"echo '{line}'\n" for line in printed)
-    python.write_text(f"#!/bin/sh\n{lines}")
-    python.chmod(0o755)
-    values = {"gpu_compute_capability": "7.0", "python": str(python), **SITE, **changes}
-    return parse_site(values, "site.toml")
-
-
-def test_a_build_without_the_sites_gpu_is_refused(tmp_path):
-    check_build(site(tmp_path, "2.13.0+cu126", "sm_70 sm_80 sm_90"))
-    with pytest.raises(ConfigError) as caught:
-        check_build(site(tmp_path, "the greeting of a module", "2.13.0+cu130", "sm_75 sm_80 sm_90"))
-    message = str(caught.value)
-    assert message.startswith("gpu_compute_capability = 7.0: V100 has compute capability 7.0, and")
-    for part in ("torch is built for sm_75, sm_80, sm_90", "2.13.0+cu130", str(tmp_path)):
-        assert part in message
-
-
-def test_what_cannot_be_asked_is_left_to_the_job(tmp_path, capsys):
-    check_build(site(tmp_path, "Segmentation fault"))
-    check_build(site(tmp_path, python=str(tmp_path / "missing")))
-    said = capsys.readouterr().err
-    assert said.count("warning: ") == 2 and "The job's preflight will" in said
-    # Without the key, and for a container, nothing is asked.
-    check_build(site(tmp_path, "2.13.0", "", gpu_compute_capability=None))
-    check_build(site(tmp_path, "2.13.0", "", container=["apptainer", "exec", "image.sif"]))
-    assert capsys.readouterr().err == ""
 
 
 def test_a_machine_with_gpus_that_torch_cannot_use_does_not_train_on_its_cpu(tmp_path, monkeypatch):
