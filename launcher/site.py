@@ -218,16 +218,11 @@ def _refused_sizes(site: Site) -> Iterator[str]:
 
 
 def _refused_arguments(site: Site) -> Iterator[str]:
-    """Refuse options that the launcher sets itself, and words in the wrong place."""
+    """Refuse options that the launcher sets itself."""
     for key, ours in (("sbatch_arguments", OUR_OPTIONS), ("srun_arguments", SRUN_OPTIONS)):
         for argument in getattr(site, key):
             if why := why_refused(argument, ours):
                 yield f"{key}: {argument!r}: {why}. Leave it out"
-    if site.container and site.container[0].startswith("-"):
-        yield (
-            f"container = {list(site.container)}: begins with an option, and is a command. Options "
-            f'of pyxis belong into srun_arguments = ["{site.container[0]}"]'
-        )
 
 
 def _explain(error: Any) -> str:
@@ -270,9 +265,6 @@ class SlurmRequest:
 
     def site(self, site: Site) -> Site:
         """Return the site with what this command asks for. Raises ConfigError for wrong options."""
-        after = self.dependency
-        if after is not None and (not after.isprintable() or " " in after or not after):
-            raise ConfigError(f"--dependency {after!r}: has blanks or control characters")
         given = [_argument(text) for text in self.sbatch]
         names = {option_name(argument) for argument in given}
         kept = [a for a in site.sbatch_arguments if option_name(a) not in names]

@@ -357,15 +357,11 @@ def submit(
     spare = f" and {run.spare_nodes} spare" if run.spare_nodes else ""
     limit = "the partition's default time limit"
     if job.time_limit:
-        # A bare number is minutes to sbatch, which "time limit 90" would not tell.
-        unit = " minutes" if job.time_limit.isdigit() else ""
-        limit = f"time limit {job.time_limit}{unit}, saves {job.signal_seconds} s before it"
+        limit = f"time limit {job.time_limit}, saves {job.signal_seconds} s before it"
     print(
         f"job {job_id}: submitted {run.directory} on {run.nodes} nodes x {run.tasks_per_node} "
         f"ranks{spare}, {limit}"
     )
-    if job.dependency:
-        print(f"it starts after {job.dependency}, and is cancelled if that cannot happen any more")
     argument = shlex.quote(config.run.directory)
     print(f"next: launcher status {argument}\n      launcher logs {argument} --follow")
 

@@ -47,10 +47,6 @@ REFUSED = [
     (GPU | {"account": ""}, ["account = ''", "is empty"]),
     (GPU | {"modules": ["cuda\0"]}, ["modules = 'cuda\\x00'"]),
     (GPU | {"srun_arguments": ["--container-env=MY_TOKEN=0"]}, ["MY_TOKEN looks like a secret"]),
-    (
-        GPU | {"container": ["--container-image=x", "env"]},
-        ["container = ['--container-image=x', 'env']", 'srun_arguments = ["--container-image=x"]'],
-    ),
     (GPU | {"environment": {"A B": "1"}}, ["environment.A B", "not a variable's name"]),
     (GPU | {"sbatch_arguments": ["--wr=touch x"]}, ["'--wr=touch x'", "sets this option itself"]),
     (GPU | {"srun_arguments": ["--nodes=2"]}, ["srun_arguments: '--nodes=2'", "sets this option"]),
