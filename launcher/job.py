@@ -24,7 +24,7 @@ from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import PendingEvaluations
 from pretrain.launcher.preflight import check_nodes
-from pretrain.launcher.ranks import SrunRanks
+from pretrain.launcher.ranks import SrunRanks, start_srun
 from pretrain.launcher.submit import EARLY_SECONDS, start_seconds
 from pretrain.launcher.supervise import (
     End,
@@ -37,7 +37,6 @@ from pretrain.launcher.supervise import (
     job_is_over,
     job_owner,
     job_signals,
-    signals_blocked,
 )
 from pretrain.rundir.attempts import (
     HEARTBEAT_SECONDS,
@@ -79,7 +78,6 @@ class Allocation:
         self._signals = signals
         self.faults: dict[str, str] = {}
         """Nodes in which the preflight found a fault, each with the cause."""
-        self._lost: dict[str, str] = {}
 
     # ---- nodes ----
     def nodes(self) -> list[str]:
@@ -97,7 +95,6 @@ class Allocation:
             **failing_nodes([each for each in self._records() if _is_of_this_start(each)]),
             **self.faults,
             **slurm.unusable_nodes(self.nodes()),
-            **self._lost,
         }
 
     def excluded(self) -> dict[str, str]:
@@ -120,17 +117,6 @@ class Allocation:
             return nodes
         say(f"job {self._job_id}: may start on {', '.join(nodes)} again: Slurm has too few others")
         return []
-
-    def lose(self, nodes: Sequence[str], reason: str) -> None:
-        """Leave nodes out of this start of the job: they died, or take no task.
-
-        Slurm itself gives such a node to no job until it answers again, so it is not excluded.
-
-        Args:
-            nodes: The nodes.
-            reason: What srun said.
-        """
-        self._lost |= dict.fromkeys(nodes, reason)
 
     def check(self, attempt: Attempt) -> None:
         """Check all nodes of the job, spare ones too, and leave those with a fault out from now on.
@@ -259,14 +245,7 @@ def guarded(run: Path, job_id: str, options: Sequence[str]) -> Iterator[None]:
     launcher = [sys.executable, "-m", "pretrain.launcher", "guard", str(run)]
     # Slurm's warning before the time limit goes to every process of every step.
     shell = ["sh", "-c", f"trap '' USR1 USR2; exec {shlex.join(launcher)}"]
-    with signals_blocked():
-        step = subprocess.Popen(
-            slurm.own_step(STEP, nodes, options, shell),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            process_group=0,
-        )
+    step = start_srun(slurm.own_step(STEP, nodes, options, shell), stdout=subprocess.DEVNULL)
     try:
         yield
     finally:
@@ -287,8 +266,6 @@ REQUEUED_SECONDS = 300.0
 """The time that a job that has been requeued gives Slurm to end it."""
 RETRY_SECONDS = 2.0
 """Time between two tries of a requeue."""
-EXCLUDE_TRIES = 3
-"""The number of times that Slurm is asked to keep a requeued job off a node."""
 NOT_REQUEUED = (
     "Slurm did not put the job back into its queue. `launcher requeue {run}` submits it again, "
     "from the newest checkpoint"
@@ -338,7 +315,6 @@ class _Start(Allocation):
     """One start of the job: the attempts that it makes in its allocation."""
 
     _check_nodes = True
-    _ranks: SrunRanks | None = None
 
     def make_attempts(self) -> int:
         """Make one attempt after the other. Returns the exit code of the job."""
@@ -358,8 +334,6 @@ class _Start(Allocation):
             end = supervisor.make_attempt(attempt, self._start, PendingEvaluations(self._run))
             if not end.again:
                 return _exit_code(end)
-            if self._ranks is not None:
-                self.lose(self._ranks.lost, end.reason)
             if why := self._why_requeue(end):
                 if end.outcome != Outcome.RESTART:
                     say(f"job {self._job_id}: goes back to the queue: {why}")
@@ -367,7 +341,7 @@ class _Start(Allocation):
                     supervisor.give_up(end, NOT_REQUEUED.format(run=self._run))
                 return _exit_code(end)
             self._check_nodes = True
-            self._wait_for_slurm()
+            self._wait_for_slurm(attempt)
             # The nodes have not been waited for since.
             owner = job_owner(self._job_id, launch.num_tasks, is_first=False)
 
@@ -377,17 +351,16 @@ class _Start(Allocation):
         Raises:
             NotStarted: Too few can.
         """
-        self._ranks = None
         if self._check_nodes:
             self.check(attempt)
             self._check_nodes = False
         nodes = self.choose()
         where = ",".join(nodes) or "this job's nodes"
         say(f"attempt {attempt.number}: {self._launch.num_tasks} ranks on {where}")
-        self._ranks = SrunRanks(
+        return SrunRanks(
             self._command,
             self._job_id,
-            f"attempt-{attempt.directory.name}",
+            _step_name(attempt),
             {
                 "PRETRAIN_ATTEMPT": str(attempt.directory),
                 "PRETRAIN_RENDEZVOUS": str(attempt.directory),
@@ -395,13 +368,12 @@ class _Start(Allocation):
             RunPaths(self._run).attempt_log(attempt.number),
             nodes,
         )
-        return self._ranks
 
-    def _wait_for_slurm(self) -> None:
+    def _wait_for_slurm(self, attempt: Attempt) -> None:
         """Wait until slurmctld answers, for `AWAY_SECONDS` at most, or until a signal comes.
 
-        No job step can be made without it, so each attempt would fail and count as one without
-        progress.
+        No job step can be made without it, nor until it knows that the step before is over: each
+        attempt would fail and count as one without progress.
         """
         num_signals = len(self._signals.received)
         if not slurm.is_away():
@@ -409,7 +381,10 @@ class _Start(Allocation):
         minutes = f"{AWAY_SECONDS / 60:.0f} minutes"
         say(f"job {self._job_id}: waits for {slurm.CONTROLLER}, which is away, for up to {minutes}")
         _wait_for(
-            lambda: len(self._signals.received) > num_signals or not slurm.is_away(),
+            lambda: (
+                len(self._signals.received) > num_signals
+                or slurm.knows_end(self._job_id, _step_name(attempt))
+            ),
             AWAY_SECONDS,
         )
 
@@ -450,6 +425,10 @@ class _Start(Allocation):
         # A user who stops a run in its grace time asks for the stop, and `scancel` asks Slurm.
         is_chosen = state.preempted_at is not None
         return is_chosen and (not state.is_running or not self._signals.stops)
+
+
+def _step_name(attempt: Attempt) -> str:
+    return f"attempt-{attempt.directory.name}"
 
 
 T = TypeVar("T")
@@ -496,10 +475,6 @@ def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool
         try:
             slurm.requeue(job_id)
             break
-        except slurm.SlurmInterrupted:
-            # Slurm ends this job, and with it scontrol before that has had its answer.
-            is_ending = True
-            break
         except slurm.SlurmError as error:
             # A controller that restarts comes back within minutes. A refusal lasts, except in the
             # moments in which Slurm changes the job's state itself.
@@ -524,13 +499,9 @@ def _exclude(job_id: str, nodes: Iterable[str]) -> None:
     """Keep a job that has just been requeued off these nodes, if Slurm can find it others."""
     if not (names := sorted(nodes)):
         return
-    for _ in range(EXCLUDE_TRIES):
-        try:
-            slurm.exclude(job_id, names)
-        except slurm.SlurmError as error:
-            # SIGTERM, with which Slurm ends the job, may have ended scontrol.
-            refused = error
-            continue
+    try:
+        slurm.exclude(job_id, names)
+    except slurm.SlurmError as error:
+        say(f"job {job_id}: may start on {', '.join(names)} again, which failed ({error})")
+    else:
         say(f"job {job_id}: will not start on {', '.join(names)} again")
-        return
-    say(f"job {job_id}: may start on {', '.join(names)} again, which failed ({refused})")

@@ -28,8 +28,6 @@ from pretrain.rundir.files import make_directory, open_own, replace_file
 from pretrain.rundir.paths import ExitCode, RunPaths, check_apart, claim_version
 from pretrain.rundir.trust import check_trusted
 
-STEP_SECONDS, STEP_RETRY_SECONDS = 120.0, 5.0
-"""For how long a step that could not be made is started again, and the time between two tries."""
 KILL_SECONDS = 60.0
 """Time for Slurm to end the processes of a job step."""
 FORWARDED_BY_SRUN = (signal.SIGUSR1, signal.SIGUSR2)
@@ -72,42 +70,20 @@ class SrunRanks:
         """
         self.failure = ""
         self.nodes: tuple[str, ...] = ()
-        self.lost: tuple[str, ...] = ()
-        """The nodes of the failure that died or take no task, as srun says."""
         self._job_id, self._name, self._log = job_id, name, log
         self._where = slurm.nodes_of_ranks(command, nodes)
         self._dumped_from = 0
-        self._command = slurm.named_step(command, name, nodes)
-        self._environment = dict(environment)
-        self._tries_until = time.monotonic() + STEP_SECONDS
-        self._next_try: float | None = None
-        self._start()
-
-    def _start(self) -> None:
-        """Start srun and the thread that copies its output."""
-        with writing(self._log):
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            file = open_own(self._log, "ab")  # closed by _copy_output
-            self._began_at = file.tell()
-        try:
-            with signals_blocked():
-                # A process group of its own: a signal that is sent to the group of this process
-                # must reach the ranks once, passed on by the supervisor.
-                self._srun = subprocess.Popen(
-                    self._command,
-                    env={**os.environ, **self._environment},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    process_group=0,
-                )
-        except OSError as error:
-            file.close()
-            raise ConfigError(
-                f"{self._command[0]}: cannot be started on this node ({error.strerror})"
-            ) from None
+        self._end_by = float("inf")
+        with writing(log):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            file = open_own(log, "ab")  # closed by _copy_output
+        self._srun = start_srun(
+            slurm.named_step(command, name, nodes),
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+        )
         output = self._srun.stdout
-        self._copier = threading.Thread(target=_copy_output, args=(output, file), daemon=True)
+        self._copier = threading.Thread(target=self._copy_output, args=(output, file), daemon=True)
         self._copier.start()
 
     def poll(self) -> int | None:
@@ -116,34 +92,25 @@ class SrunRanks:
         srun's own exit code is the highest of all tasks. It includes the tasks that srun killed
         after the first failure (137), so it would hide codes such as 75, which asks for a restart.
         """
-        if self._next_try is not None:
-            if time.monotonic() >= self._next_try:
-                self._next_try = None
-                self._start()
-            return None
+        if time.monotonic() > self._end_by:
+            # While slurmctld is away srun says that a rank has ended, and does not end the others.
+            self._end_by = float("inf")
+            self.kill()
         code = self._srun.poll()
         if not code:
             return code
         # Wait until the log is complete: it says which rank failed first.
         self._copier.join(KILL_SECONDS)
-        if time.monotonic() < self._tries_until and slurm.made_no_step(self._said()):
-            self._next_try = time.monotonic() + STEP_RETRY_SECONDS
-            return None
         code = SIGNAL_CODE - code if code < 0 else code
         failure = slurm.first_failure(_lines(self._log), code)
         self.failure, self.nodes = f"{failure.reason}; see {self._log}", failure.nodes
-        self.lost = failure.nodes if failure.is_loss else ()
         return failure.code
-
-    def _said(self) -> list[str]:
-        """Return what this start of the step has written."""
-        return _lines(self._log, self._began_at)
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank, through srun where it forwards the signal.
 
         Other signals are sent by slurmctld. When it does not answer, that is printed and the ranks
-        do not get the signal. SIGTERM is not waited for: after `scancel` Slurm has sent it to the
+        do not get the signal. It is not waited for: after `scancel` Slurm has sent SIGTERM to the
         ranks itself, and kills this process within KillWait, before which the end of the ranks
         must be recorded.
         """
@@ -154,14 +121,7 @@ class SrunRanks:
             self._srun.send_signal(number)
             return
         step = (self._job_id, self._name, number)
-        sending = threading.Thread(target=slurm.signal_step, args=step, daemon=True)
-        sending.start()
-        if number != signal.SIGTERM:
-            sending.join()
-
-    def have_failed(self) -> bool:
-        """Return True if srun has said that a rank ended badly, and not ended the others yet."""
-        return any(map(slurm.ended_tasks, self._said()))
+        threading.Thread(target=slurm.signal_step, args=step, daemon=True).start()
 
     def stuck_nodes(self) -> tuple[str, ...]:
         """Return the nodes of ranks that wrote no stacks, or of the one outside a collective."""
@@ -184,33 +144,69 @@ class SrunRanks:
 
     def kill(self) -> None:
         """Have srun kill the ranks, or slurmctld where srun does not."""
-        self._next_try, self._tries_until = None, 0.0
         slurm.end_step(self._srun, self._job_id, self._name, KILL_SECONDS)
         self._copier.join(KILL_SECONDS)
 
+    def _copy_output(self, source: IO[bytes], log: IO[bytes]) -> None:
+        """Copy srun's output to the log, and the lines of rank 0 and of srun to stdout, unlabelled.
 
-def _copy_output(source: IO[bytes], log: IO[bytes]) -> None:
-    """Copy srun's output to the log, and the lines of rank 0 and of srun to stdout, unlabelled."""
-    with source, log:
-        for line in source:
-            rank, text = slurm.labelled(line) or (0, line)
-            copies = [(log, line)]
-            if rank == 0:
-                copies.append((sys.stdout.buffer, text))
-            for file, copy in copies:
-                # A full disk must not end this thread: srun would block on a full pipe, and with it
-                # every rank that prints.
-                with contextlib.suppress(OSError):
-                    file.write(copy)
-                    file.flush()
+        With the first rank that ended badly, the others get a time in which Slurm has to end them.
+        """
+        with source, log:
+            for line in source:
+                rank, text = slurm.labelled(line) or (0, line)
+                copies = [(log, line)]
+                if rank == 0:
+                    copies.append((sys.stdout.buffer, text))
+                for file, copy in copies:
+                    # A full disk must not end this thread: srun would block on a full pipe, and
+                    # with it every rank that prints.
+                    with contextlib.suppress(OSError):
+                        file.write(copy)
+                        file.flush()
+                if slurm.ended_tasks(line.decode(errors="replace").rstrip("\n")):
+                    self._end_by = min(self._end_by, time.monotonic() + KILL_SECONDS)
 
 
-def _lines(log: Path, begin: int = 0) -> list[str]:
-    """Return the lines of a log from a byte on; none when it cannot be read."""
+def start_srun(
+    words: Sequence[str],
+    stdout: int | IO[bytes],
+    stdin: int = subprocess.DEVNULL,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start srun.
+
+    Args:
+        words: Its command.
+        stdout: What it writes to, errors too.
+        stdin: What it reads.
+        env: Its environment; by default this process's.
+
+    Raises:
+        ConfigError: It cannot be started.
+    """
     try:
-        with open(log, "rb") as file:
-            file.seek(begin)
-            return file.read().decode(errors="replace").splitlines()
+        with signals_blocked():
+            # A process group of its own: a signal that is sent to the group of this process must
+            # reach the ranks once, passed on by the supervisor.
+            return subprocess.Popen(
+                words,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=subprocess.STDOUT,
+                env=env,
+                process_group=0,
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"{words[0]}: cannot be started on this node ({error.strerror})"
+        ) from None
+
+
+def _lines(log: Path) -> list[str]:
+    """Return the lines of a log; none when it cannot be read."""
+    try:
+        return log.read_bytes().decode(errors="replace").splitlines()
     except OSError:
         return []
 
@@ -439,10 +435,6 @@ class LocalRanks:
         self._asked_to_end |= number in PASSED_ON
         for process in self._processes:
             process.send_signal(number)
-
-    def have_failed(self) -> bool:
-        """Return False: `poll` itself ends the others when one fails."""
-        return False
 
     def stuck_nodes(self) -> tuple[str, ...]:
         """Return nothing: there is no other node to choose."""

@@ -81,14 +81,12 @@ class SlurmAway(SlurmError):
     """slurmctld, Slurm's controller, does not answer. A later try may succeed."""
 
 
-class SlurmInterrupted(SlurmError):
-    """SIGTERM ended the command, as it does when Slurm ends the job in which the command runs."""
-
-
 def run_command(
     program: str, arguments: Sequence[str], script: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands and return its output.
+
+    SIGTERM, with which Slurm ends the job in which the command may run, does not end it.
 
     Args:
         program: The command.
@@ -98,7 +96,6 @@ def run_command(
     Raises:
         NoSlurm: There is no such command here, or no cluster.
         SlurmAway: slurmctld does not answer.
-        SlurmInterrupted: SIGTERM ended the command.
         SlurmError: The command failed otherwise.
     """
     environment = slurm_environment()
@@ -106,6 +103,8 @@ def run_command(
         # Times in unix seconds instead of a format without a time zone.
         environment["SLURM_TIME_FORMAT"] = "%s"
     try:
+        # The command inherits the mask of this thread.
+        before = signals.pthread_sigmask(signals.SIG_BLOCK, [signals.SIGTERM])
         answer = subprocess.run(
             [program, *arguments],
             input=script,
@@ -124,8 +123,8 @@ def run_command(
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(f"{program}: {AWAY} within {COMMAND_SECONDS:.0f} s") from None
-    if answer.returncode == -signals.SIGTERM:
-        raise SlurmInterrupted(f"{program}: ended by SIGTERM")
+    finally:
+        signals.pthread_sigmask(signals.SIG_SETMASK, before)
     if answer.returncode:
         words = words_of(answer.stderr or answer.stdout) or f"exit code {answer.returncode}"
         # In a job there is a cluster, so its configuration is missing for a moment only.
@@ -483,6 +482,14 @@ def is_away() -> bool:
     return False
 
 
+def knows_end(job_id: str, name: str) -> bool:
+    """Return True if slurmctld answers, and knows that a job's step is over."""
+    try:
+        return not steps(job_id, name)
+    except SlurmError:
+        return False
+
+
 def jobs_named(name: str) -> dict[str, set[str]] | None:
     """Ask Slurm for this user's jobs of a name that are not over; the tasks of an array are one.
 
@@ -515,11 +522,7 @@ def array_size() -> int:
 
 
 def requeue(job_id: str) -> None:
-    """Put a running job back into the queue. Slurm ends its processes first.
-
-    Raises:
-        SlurmInterrupted: Inside the job: Slurm ends its processes, and with them this command.
-    """
+    """Put a running job back into the queue. Slurm ends its processes first."""
     run_command("scontrol", ["requeue", job_id])
 
 
@@ -708,7 +711,7 @@ def can_start(options: Sequence[str]) -> bool:
     try:
         test(options, "#!/bin/sh\n")
     except SlurmError as error:
-        return isinstance(error, SlurmAway | SlurmInterrupted)
+        return isinstance(error, SlurmAway)
     return True
 
 
@@ -808,12 +811,6 @@ _LOST = re.compile(
     r"|Task launch for \S+ failed on node (?P<silent>\S+): (?P<why>.*))"
 )
 """A node died, or no task can be started on it."""
-_NO_STEP = re.compile(
-    r"srun: error: Unable to (?:create step|confirm allocation) for job \S+: "
-    r"(?:Memory required by task is not available|Unable to contact slurm controller)"
-)
-"""srun gives up because slurmctld is away, or has just come back and does not know yet that the
-step before is over."""
 
 
 class EndedTasks(NamedTuple):
@@ -851,11 +848,6 @@ def lost_node(line: str) -> tuple[str, str] | None:
     return (match["failed"] or match["silent"], match["why"] or "it died") if match else None
 
 
-def made_no_step(lines: Sequence[str]) -> bool:
-    """Return True if srun ended because slurmctld made no job step, and may make one soon."""
-    return any(map(_NO_STEP.match, lines)) and not any(map(ended_tasks, lines))
-
-
 def nodes_of_ranks(step: Sequence[str], nodes: Sequence[str]) -> list[str]:
     """Return the node of each rank of a step that fills one node after the other.
 
@@ -877,8 +869,6 @@ class Failure(NamedTuple):
     """The exit code of what failed first."""
     nodes: tuple[str, ...] = ()
     """The nodes it came from; empty where more than one may have failed first."""
-    is_loss: bool = False
-    """True if the nodes died, or take no task."""
 
 
 def first_failure(lines: Sequence[str], code: int) -> Failure:
@@ -897,7 +887,7 @@ def first_failure(lines: Sequence[str], code: int) -> Failure:
         nodes = tuple(dict.fromkeys(node[0] for line in lost if (node := lost_node(line))))
         where = f"{', '.join(nodes)} failed ({lost[0].removeprefix(_SAID)})"
         first = tasks[0].code if tasks else None
-        return Failure(where, code or 1 if first is None else first, nodes, is_loss=True)
+        return Failure(where, code or 1 if first is None else first, nodes)
     for task in tasks[:1]:
         where = f"rank {task.ranks} on {task.node}"
         if task.code is None:

@@ -290,9 +290,6 @@ class Ranks(Protocol):
     def signal(self, number: int) -> None:
         """Send a signal to every rank."""
 
-    def have_failed(self) -> bool:
-        """Return True if a rank is known to have ended badly while `poll` still returns None."""
-
     def stuck_nodes(self) -> tuple[str, ...]:
         """Return the nodes of ranks that hang by themselves, by the stacks written since SIGUSR2.
 
@@ -353,11 +350,10 @@ def judge(attempt: Attempt, code: int, ranks: Ranks, num_steps: int, is_asked: b
     save = f"saved at step {saved}" if saved is not None else f"nothing saved, at {at}"
     failure = ranks.failure
     if code == ExitCode.FINISHED:
-        if has_finished(record, num_steps):
+        if not (missing := _missing(record, num_steps)):
             return Verdict(Outcome.FINISHED, code, f"at step {num_steps}")
         # Exit code 0 would be taken for success.
-        code = ExitCode.FAILED
-        failure = f"the ranks ended with exit code 0, but {_missing(record, num_steps)}"
+        code, failure = ExitCode.FAILED, f"the ranks ended with exit code 0, but {missing}"
     if code == ExitCode.BAD_INPUT:
         return Verdict(Outcome.REFUSED, code, "bad input; see the last lines of the ranks")
     if attempt.superseded():
@@ -380,16 +376,6 @@ def judge(attempt: Attempt, code: int, ranks: Ranks, num_steps: int, is_asked: b
     return Verdict(Outcome.FAILED, code, f"{failure}, at {at}", ranks.nodes)
 
 
-def has_finished(record: AttemptRecord, num_steps: int) -> bool:
-    """Return True if a run is done: its newest checkpoint and its ranks' last word say so."""
-    newest = newest_checkpoint_step(record.directory.parents[1])
-    if newest is None:
-        # A run that began at its last step, with another run's checkpoint, has no step to save.
-        began = next((mark.step for mark in record.phases if mark.phase in WORK), num_steps)
-        return said_done(record, num_steps) and began >= num_steps
-    return said_done(record, num_steps) and newest >= num_steps
-
-
 def saved_in(record: AttemptRecord) -> int | None:
     """Return the step of the newest checkpoint if this attempt has saved it, else None."""
     newest = newest_checkpoint_step(record.directory.parents[1])
@@ -401,12 +387,19 @@ def saved_in(record: AttemptRecord) -> int | None:
 
 
 def _missing(record: AttemptRecord, num_steps: int) -> str:
-    """Return what is missing of the proof that a run is done."""
+    """Return what is missing of the proof that a run is done: its ranks' last word, a checkpoint.
+
+    A run that began at its last step, with another run's checkpoint, has no step to save.
+    """
     if not said_done(record, num_steps):
         last = record.phases[-1] if record.phases else None
         said = f'"{last.phase}", at step {last.step}' if last else "never written"
         return f"rank 0's last word was {said} of {num_steps}"
     newest = newest_checkpoint_step(record.directory.parents[1])
+    began = next((mark.step for mark in record.phases if mark.phase in WORK), num_steps)
+    done = began if newest is None else newest
+    if done >= num_steps:
+        return ""
     return f"the newest checkpoint is {'none' if newest is None else f'of step {newest}'}"
 
 
@@ -747,9 +740,6 @@ class Supervisor:
                 )
                 return Verdict(Outcome.SUPERSEDED, ExitCode.FAILED, reason)
             if stuck := watchdog.stuck():
-                if ranks.have_failed():
-                    # The others wait for one that has ended, and Slurm is slow to end them.
-                    return judge(attempt, ranks.end(), ranks, steps, self.signals.stops > 0)
                 nodes = self._dump_stacks(attempt, ranks, stuck)
                 ranks.kill()
                 return Verdict(Outcome.HUNG, ExitCode.KILLED, stuck, nodes)

@@ -1,13 +1,10 @@
 """Check on a real Slurm how ranks find each other and which GPU each takes.
 
-The ranks do nothing else; see `tests.slurm.meeting`. All nodes share this machine's network, so a
-port that this process takes is taken on every node.
+The ranks do nothing else; see `tests.slurm.meeting`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -72,44 +69,7 @@ def allocation(cluster: Cluster, folder: Path, *options: str) -> Iterator[Alloca
         cluster.run("scancel", held.job_id)
 
 
-@contextmanager
-def listener(port: int) -> Iterator[None]:
-    """Take a port, accept connections on it and say nothing."""
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # OSError: another program of this machine has the port, which is as good.
-        with contextlib.suppress(OSError):
-            taken.bind(("", port))
-            taken.listen()
-        yield
-
-
-def port_of_job(job_id: str) -> int:
-    """The port on which every attempt of a job met before ranks published one."""
-    return 15_000 + int(job_id) % 20_000
-
-
-TWO_NODES = ("--nodes=2", "--ntasks-per-node=2")
-
-
 ONE_EACH = ("--nodes=2", "--ntasks-per-node=1")
-
-
-def check_starts(held: Allocation, steps: int, starts: int) -> None:
-    everyone = {0: "met", 1: "met", 2: "met", 3: "met"}
-    for _ in range(steps):
-        assert held.step(*TWO_NODES, starts=starts) == [everyone] * starts
-
-
-def test_ranks_meet_although_the_port_of_the_job_is_taken(cluster: Cluster, tmp_path: Path) -> None:
-    with allocation(cluster, tmp_path, *TWO_NODES) as held, listener(port_of_job(held.job_id)):
-        check_starts(held, steps=1, starts=3)
-
-
-@pytest.mark.torture
-def test_two_hundred_starts_with_the_port_taken(cluster: Cluster, tmp_path: Path) -> None:
-    with allocation(cluster, tmp_path, *TWO_NODES) as held, listener(port_of_job(held.job_id)):
-        check_starts(held, steps=4, starts=50)
 
 
 @pytest.mark.torture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher.job import _requeue
+from pretrain.launcher import job
 from pretrain.launcher.ranks import _stuck_nodes
 from pretrain.launcher.slurm import lead_seconds, nodes_of_ranks
 from pretrain.launcher.supervise import Signals, choose_nodes, count_failures, failing_nodes
@@ -73,17 +73,14 @@ def test_the_time_that_another_attempt_needs():
     assert lead_seconds(["--time=10"]) == 0
 
 
-# A requeue ends the job, and with it scontrol and once more the next one.
+# A requeue ends the job, and with it every process in it.
 SCONTROL = """#!/bin/sh
+kill -TERM $$
 echo "$*" >> {said}
-case "$1" in
-requeue) kill -TERM $$ ;;
-update) test "$(grep -c update {said})" -gt 1 || kill -TERM $$ ;;
-esac
 """
 
 
-def test_a_node_is_excluded_although_slurm_ends_scontrol_before_its_answer(tmp_path, monkeypatch):
+def test_a_job_that_slurm_ends_is_still_requeued_without_a_node(tmp_path, monkeypatch):
     said = tmp_path / "said"
     scripts = {
         "scontrol": SCONTROL.format(said=said),
@@ -93,7 +90,8 @@ def test_a_node_is_excluded_although_slurm_ends_scontrol_before_its_answer(tmp_p
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert _requeue("7", Signals(), ["n2"])
-    requeued, *updates = [line for line in said.read_text().splitlines() if "show" not in line]
-    assert requeued == "requeue 7" and len(updates) == 2
-    assert updates[1].startswith("update JobId=7 ExcNodeList=") and "n2" in updates[1]
+    monkeypatch.setattr(job, "REQUEUED_SECONDS", 0)
+    assert job._requeue("7", Signals(), ["n2"])
+    requeued, update = [line for line in said.read_text().splitlines() if "show" not in line]
+    assert requeued == "requeue 7"
+    assert update.startswith("update JobId=7 ExcNodeList=") and "n2" in update

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.launcher import slurm
+from pretrain.launcher import ranks, slurm
 from pretrain.launcher.ranks import SrunRanks
 from pretrain.launcher.supervise import Signals, Supervisor
 from pretrain.rundir.attempts import Attempt, read_attempts
@@ -59,11 +59,12 @@ exec sleep 600
 
 
 def test_a_rank_that_has_failed_is_the_cause_although_slurm_is_slow_to_end_the_others(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ranks, "KILL_SECONDS", 0.5)
     (program := tmp_path / "srun").write_text(SLOW)
     program.chmod(0o755)
-    settings = [f"run.directory={tmp_path / 'run'}", "recovery.hang_seconds=1"]
+    settings = [f"run.directory={tmp_path / 'run'}", "recovery.hang_seconds=60"]
     attempt = Attempt.begin(tmp_path / "run")
 
     def start(attempt: Attempt) -> SrunRanks:

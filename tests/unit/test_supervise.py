@@ -422,9 +422,9 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
                 "srun: error: n2: tasks 2-3: Killed",
             ],
             137,
-            ("rank 0 on n1 ended with exit code 75", 75, ("n1",), False),
+            ("rank 0 on n1 ended with exit code 75", 75, ("n1",)),
         ),
-        ([], 143, ("srun ended with exit code 143", 143, (), False)),
+        ([], 143, ("srun ended with exit code 143", 143, ())),
         # The ranks of other nodes may end first, when their connections break.
         (
             [
@@ -433,7 +433,7 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
                 "srun: error: Node failure on n2",
             ],
             137,
-            ("n2 failed (Node failure on n2)", 1, ("n2",), True),
+            ("n2 failed (Node failure on n2)", 1, ("n2",)),
         ),
         (
             [
@@ -447,7 +447,6 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
                 "failure)",
                 1,
                 ("n3",),
-                True,
             ),
         ),
         # A bug: more than one node.
@@ -457,7 +456,7 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
                 "srun: error: n2: tasks 2-3: Exited with exit code 1",
             ],
             1,
-            ("rank 0 on n1 ended with exit code 1", 1, (), False),
+            ("rank 0 on n1 ended with exit code 1", 1, ()),
         ),
     ],
 )
