@@ -39,7 +39,8 @@ def test_the_first_commands_clone_and_start_from_there(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "pretrain data build configs/demo.toml" in done.stdout and "pytest" in done.stdout
+    assert "pretrain data build configs/demo.toml" in done.stdout
+    assert "tests/all.sh .venv/bin/python" in done.stdout
     links = [path for path in (tmp_path / "pretrain/pretrain").iterdir() if path.is_symlink()]
     assert len(links) == 4 and all(path.is_dir() for path in links)
     guide = (ROOT / "docs/guide.md").read_text()
