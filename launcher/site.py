@@ -140,6 +140,11 @@ def parse_site(values: dict[str, Any], origin: str) -> Site:
     Raises:
         ConfigError: A value is wrong.
     """
+    if {"model", "run"} & set(values):
+        raise ConfigError(
+            f"{origin}: the config of a run, not a site file. `pretrain config --list` shows the "
+            "example sites"
+        )
     try:
         site = Site.model_validate(values)
     except ValidationError as error:
