@@ -83,9 +83,7 @@ class Bench:
             "--cpus-per-task=1",
         )
         step = (*words, f"--ntasks={count * per_node}", "--kill-on-bad-exit=1", "--label")
-        launch = LaunchRecord(
-            step, str(python), count * per_node, count, {}, (), {"gpus_per_node": 0}
-        )
+        launch = LaunchRecord(step, str(python), count * per_node, count, (), {"gpus_per_node": 0})
         attempt = Attempt.begin(self.run)
         signals = signals or Signals()
         try:
