@@ -256,13 +256,16 @@ class Task(NamedTuple):
     local_rank: int
     """Its number on its node."""
     node: str
+    num_tasks: int
+    per_node: int
 
 
 def own_task() -> Task:
     """Return which process of its step this one is."""
     given = os.environ
     rank, local_rank = int(given["SLURM_PROCID"]), int(given["SLURM_LOCALID"])
-    return Task(rank, local_rank, given["SLURMD_NODENAME"])
+    num_tasks, nodes = int(given["SLURM_STEP_NUM_TASKS"]), int(given["SLURM_STEP_NUM_NODES"])
+    return Task(rank, local_rank, given["SLURMD_NODENAME"], num_tasks, num_tasks // nodes)
 
 
 def own_cluster() -> str | None:

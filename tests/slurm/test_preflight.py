@@ -27,12 +27,11 @@ import os, signal, sys, time
 from pathlib import Path
 import pretrain.launcher.preflight as it
 node = os.environ["SLURMD_NODENAME"]
-it._import_torch = lambda: {{}}
-it._look_at_device = it._multiply = lambda what: {{}}
-it._offer_store = lambda stores: stores.append(None) or {{"at": ["", 0]}}
-it._add_up = lambda *arguments: None
+it._import_torch = it._check_architecture = it._check_memory = lambda: None
+it._find_device = it._multiply = it._add_up = lambda *arguments: None
 # CHANGE
-it.main(Path(sys.argv[3]), sys.argv[4])
+it.main(Path(sys.argv[3]), sys.argv[4], False)
+sys.stdin.read()
 os._exit(0)
 """
 
@@ -139,7 +138,7 @@ def test_nodes_that_are_well_are_all_fit(bench: Bench) -> None:
     bench.check_nothing_is_left()
 
 
-def test_broken_nodes_are_named_and_the_others_add_up_without_them(bench: Bench) -> None:
+def test_broken_nodes_are_named(bench: Bench) -> None:
     python = bench.fake()
     blind, bare, node = bench.nodes[1:]
     bench.run.mkdir()
@@ -152,18 +151,15 @@ def test_broken_nodes_are_named_and_the_others_add_up_without_them(bench: Bench)
     assert "failed while it writes to the run's directory ([Errno 2] No such" in faults[blind]
     assert f"{python} -m pretrain cannot be started there" in faults[bare]
     assert "No such file or directory" in faults[bare]
-    said = (bench.record.directory / "preflight.log").read_text()
-    assert said.count('"stage": "all"') == 2
-    # One is killed. One is stopped while the others wait for it.
-    killed = bench.fake(
-        f"it._multiply = lambda what: os.kill(os.getpid(), 9 * (node == '{node}')) or {{}}"
-    )
+    # One is killed, one stops, and all wait for each other.
+    killed = bench.fake(f"it._multiply = lambda what: os.kill(os.getpid(), 9 * (node == '{node}'))")
     assert bench.check(killed) == {node: "process 3 ended while it multiplies matrices (Killed)"}
-    stop = "lambda stage, *rest: stage == 'all' and (%s)"
-    stops = f"os.kill(os.getpid(), signal.SIGSTOP) if node == '{node}' else time.sleep(1000)"
-    faults = bench.check(bench.fake(f"it._add_up = {stop % stops}"), limit=20)
-    assert faults == {node: "process 3 does not answer in the all-reduce of all nodes"}
-    assert any("all together (not complete" in line for line in bench.found.warnings)
+    stops = f"lambda what: node == '{node}' and os.kill(os.getpid(), signal.SIGSTOP)"
+    faults = bench.check(bench.fake(f"it._multiply = {stops}"), limit=20)
+    assert faults == {node: "process 3 does not answer while it multiplies matrices"}
+    waits = "it._add_up = lambda folder, *rest: folder.name == 'all' and time.sleep(1000)"
+    assert bench.check(bench.fake(waits), limit=20) == {}
+    assert bench.found.warnings == ("the nodes cannot add up numbers all together (no answer)",)
     bench.check_nothing_is_left()
 
 

@@ -39,6 +39,8 @@ APART = {
 # The launcher has floors of its own, and of ours uses LAUNCHER_USES alone.
 LAUNCHER = "pretrain.launcher"
 LAUNCHER_USES = {"pretrain.config", "pretrain.rundir", "pretrain.startup", "pretrain.processes"}
+# The processes of the preflight find each other as ranks do.
+LAUNCHER_USES |= {"pretrain.topology"}
 LAUNCHER_FLOORS = [
     {f"{LAUNCHER}.{name}" for name in names.split()}
     for names in (

@@ -6,20 +6,10 @@ from typing import Any
 
 import pytest
 
-from pretrain.launcher.preflight import Readings, diagnose
+from pretrain.launcher.preflight import STAGES, Readings, diagnose
 from pretrain.launcher.supervise import failing_nodes
 from pretrain.rundir.attempts import Ended, Owner, Preflight, read_attempt
 from pretrain.rundir.files import replace_json
-
-GPU = {
-    "gpu": "H200",
-    "index": 0,
-    "capability": [9, 0],
-    "architectures": ["sm_80", "sm_90"],
-    "free": 140 * 2**30,
-    "total": 141 * 2**30,
-}
-STAGES = ("start", "directory", "torch", "device", "gemm", "ready", "node", "all")
 
 
 def readings(num_nodes: int = 4, silent: dict[int, str] | None = None, **others: Any) -> Readings:
@@ -28,17 +18,17 @@ def readings(num_nodes: int = 4, silent: dict[int, str] | None = None, **others:
     Args:
         num_nodes: Nodes n1, n2, ...
         silent: By rank, the first stage of which it says nothing.
-        others: By "rank_stage", what is found instead.
+        others: By "rank_stage", the error instead.
     """
-    made = Readings([f"n{i}" for i in range(1, num_nodes + 1)], 2, "/usr/bin/python", True)
+    made = Readings([f"n{i}" for i in range(1, num_nodes + 1)], 2, "/usr/bin/python")
     for process in made.processes:
         for stage in STAGES:
             if stage == (silent or {}).get(process.rank):
                 break
-            process.asked += [stage] if stage in ("node", "all") else []
-            found = others.get(f"r{process.rank}_{stage}", GPU if stage == "device" else {})
+            error = others.get(f"r{process.rank}_{stage}")
+            found = {"error": error, "number": None} if error else {}
             made.take(f"{process.rank:>4}: {json.dumps({'stage': stage, **found})}")
-            if "error" in found:
+            if error:
                 break
     return made
 
@@ -51,29 +41,26 @@ def causes(made: Readings) -> dict[str, str]:
 
 def test_up_to_128_nodes_that_are_well_are_fit() -> None:
     assert diagnose(readings(128)) == ({}, [], "") == diagnose(readings(1))
+    assert readings(128).are_over() and not readings(silent={2: "gemm"}).are_over()
+    # The others wait in vain for one that has failed.
+    waiting = dict.fromkeys((0, 1, 3, 4, 5, 6, 7), "all")
+    assert readings(silent=waiting, r2_node="reset by peer").are_over()
 
 
 @pytest.mark.parametrize(
     ("others", "cause"),
     [
-        ({"r2_directory": {"error": "No such file"}}, "failed while it writes to the run's"),
-        ({"r3_torch": {"error": "libcudart"}}, "process 3 failed while it imports torch (libcuda"),
-        ({"r3_gemm": {"error": "7 wrong"}}, "failed while it multiplies matrices (7 wrong)"),
-        ({"r2_device": {"why": "No NVIDIA driver"}}, "torch finds no GPU there (No NVIDIA driver)"),
-        ({"r2_device": GPU | {"capability": [7, 0]}}, "GPU 0 (H200)"),
-        ({"r3_device": GPU | {"free": 100 * 2**30}}, "29 % of the memory of GPU 0 (H200) are in"),
-        ({"r2_node": {"error": "NCCL error"}}, "in the all-reduce of its node (NCCL error)"),
-        ({"r2_node": {"error": "not complete", "late": True}}, "its node (not complete)"),
+        ({"r2_directory": "No such file"}, "process 2 failed while it writes to the run's dir"),
+        ({"r3_memory": "29 %"}, "process 3 failed while it looks at the memory of its GPU (29 %)"),
+        ({"r2_node": "NCCL error"}, "in the all-reduce of its node (NCCL error)"),
         ({"silent": {3: "device"}}, "process 3 does not answer while it looks at its device"),
-        ({"silent": {2: "all"}}, "process 2 does not answer in the all-reduce of all nodes"),
+        # The other process of the node waits for it.
+        ({"silent": {2: "node", 3: "gemm"}}, "process 3 does not answer while it multiplies"),
+        ({"silent": {2: "node"}, "r3_gemm": "7 wrong"}, "process 3 failed while it multiplies"),
     ],
 )
 def test_a_faulty_node_is_named_with_its_cause(others: dict[str, Any], cause: str) -> None:
-    made = readings(**others)
-    if "silent" in others:
-        for process in made.processes:
-            process.asked = list(STAGES)
-    [(node, said)] = causes(made).items()
+    [(node, said)] = causes(readings(**others)).items()
     assert node == "n2" and cause in said, said
 
 
@@ -97,18 +84,15 @@ def test_what_srun_says_is_read() -> None:
 
 def test_what_all_nodes_have_is_the_run_s_fault_or_nobody_s() -> None:
     everyone = range(4)
-    error = {"error": "no"}
-    for stage in ("directory", "torch"):
-        made = readings(2, **{f"r{rank}_{stage}": error for rank in everyone})
+    for stage in ("directory", "torch", "device"):
+        made = readings(2, **{f"r{rank}_{stage}": "no" for rank in everyone})
         assert diagnose(made)[2].startswith("all 2 nodes: process 0 failed while it")
-    blind = {f"r{rank}_device": {"why": "no driver"} for rank in everyone}
-    assert diagnose(readings(2, **blind))[2] == "all 2 nodes: torch finds no GPU there (no driver)"
     # One node by itself is suspected.
-    assert set(causes(readings(1, r0_device={"why": "no driver"}))) == {"n1"}
-    late = {f"r{rank}_node": {"error": "not complete", "late": True} for rank in everyone}
-    faults, [warning], refusal = diagnose(readings(2, **late))
+    assert set(causes(readings(1, r0_device="no driver"))) == {"n1"}
+    faults, [warning], refusal = diagnose(readings(2, silent=dict.fromkeys(everyone, "node")))
     assert (faults, refusal) == ({}, "") and "all 2 nodes" in warning
-    faults, [warning], refusal = diagnose(readings(r3_all={"error": "reset by peer"}))
+    waiting = dict.fromkeys((0, 1, 2, 4, 5, 6, 7), "all")
+    faults, [warning], refusal = diagnose(readings(silent=waiting, r3_all="reset by peer"))
     assert (faults, refusal) == ({}, "") and "all together (reset by peer)" in warning
 
 
