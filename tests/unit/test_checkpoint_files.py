@@ -204,6 +204,13 @@ def _index(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...
     return Index((file,), {"master/x": TensorRecord(shape=shape, chunks=chunks)})
 
 
+def test_a_file_is_listed_once():
+    index = _index((4,), ((0,), (4,)))
+    index.check()
+    with pytest.raises(DamagedCheckpoint, match="twice"):
+        Index((*index.files, *index.files), index.tensors).check()
+
+
 def test_random_tilings_cover_and_lose_that_with_any_box_shifted():
     dice = random.Random(1)
     for _ in range(200):

@@ -189,6 +189,15 @@ def test_a_tar_with_damaged_headers_never_ends_silently(tmp_path):
         assert len(skipped) <= 2
 
 
+def test_a_tar_whose_headers_go_on_and_on_is_damaged(tmp_path):
+    """Each long name announces another header: tarfile calls itself for every one of them."""
+    chain = tarfile.TarInfo("x")
+    chain.type, chain.size = tarfile.GNUTYPE_LONGNAME, 1
+    (tmp_path / "x.tar").write_bytes((chain.tobuf() + b"n".ljust(512, b"\0")) * 3000)
+    with pytest.raises(ConfigError, match=r"x\.tar:0: the tar is damaged"):
+        texts(section("webdataset", tmp_path / "x.tar"))
+
+
 def test_tars_put_together_with_cat_are_not_read_in_part(tmp_path):
     raw = tar_bytes(("a.txt", b"a"))
     (tmp_path / "x.tar").write_bytes(raw + raw)

@@ -127,6 +127,13 @@ def test_compressed_files_are_read_member_after_member(tmp_path, suffix):
     assert all(raw[d.offset :].startswith(d.text.encode()) for d in found)
 
 
+def test_a_file_of_zstd_long_31_is_read(tmp_path):
+    # RFC 8878, 3.1: the magic number, no flags, a window of 2^31 bytes, one block as it is.
+    block = (len(b"one\n\ntwo") << 3 | 1).to_bytes(3, "little")
+    (tmp_path / "x.txt.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00\xa8" + block + b"one\n\ntwo")
+    assert texts(section("blank_lines", tmp_path / "x.txt.zst")) == ["one", "two"]
+
+
 # ---- Byte ranges.
 
 

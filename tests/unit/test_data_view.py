@@ -96,6 +96,9 @@ def test_show_prints_the_text_and_where_it_is_from(config, tmp_path):
     path, offset = re.search(r", (/\S+) at offset ([\d,]+) \(", lines[heading]).groups()
     document = Path(path).read_bytes()[int(offset.replace(",", "")) :].split(b"\n\n")[0].decode()
     assert lines[heading + 1].strip()[:60] in document
+    options = {"corpus": "pages", "count": 4, "characters": 400}
+    third, other = (list(view.shown_samples(config, "train", seed=s, **options)) for s in (3, 4))
+    assert shown.output == "\n".join([*third, ""]) and third != other
 
 
 def test_a_terminal_is_not_controlled_by_a_corpus(config, monkeypatch):

@@ -293,6 +293,10 @@ def test_a_limit_without_time_before_the_signal_is_refused(tmp_path):
     check_time("5", 239, runs)
     with pytest.raises(ConfigError, match=r"takes 61 s to start and is asked to save 240 s before"):
         check_time("5", 240, runs)
+    # A larger model beside it takes longer to read.
+    large = run_config(model={"hidden_size": 1024, "num_layers": 48})
+    with pytest.raises(ConfigError, match="nothing would be saved"):
+        check_time("5", 239, [*runs, TrainingRun(large, tmp_path, 1, 1)])
     with pytest.raises(ConfigError, match="65535"):
         check_time(None, 70_000)
 

@@ -10,10 +10,19 @@ import pytest
 
 from pretrain.config import ConfigError
 from pretrain.evaluation.judge import CLAIMS, judge
+from pretrain.evaluation.records import make_curves
 from pretrain.evaluation.report import Page, plain
 from pretrain.study import published
 from pretrain.study.reading import read_results
-from pretrain.study.report import _growth, _longest_multiple, as_code, to_html, write_study_report
+from pretrain.study.report import (
+    _growth,
+    _longest_multiple,
+    _nearest,
+    as_code,
+    to_html,
+    write_study_report,
+)
+from tests.unit.report_records import curve_of
 from tests.unit.study_files import (
     make_study,
 )
@@ -75,8 +84,10 @@ def test_every_published_number_is_found_in_the_file_under_the_key_beside_it(tex
         if row["published"] != "-":
             value, base = map(look_up, row["where in published.toml"].split(" / "))
             assert row["published"] == f"{value / base:.3f}"
+    rows = rows_of(text, "Perplexity beside the published numbers")
+    assert {row["L"] for row in rows} == {row["L"] for row in rows if row["length"] == row["L"]}
     # Numbers are of the method, lengths and protocol of their row.
-    for row in rows_of(text, "Perplexity beside the published numbers"):
+    for row in rows:
         if row["method"] == "alibi" and row["protocol"] == "nonoverlapping":
             key = f"wikitext103.alibi_nonoverlapping.{row['L']}.{row['length']}"
             assert row["published"] == f"{look_up(key):.2f}"
@@ -130,6 +141,12 @@ def test_early_tokens_and_growth_are_there(study, text):
 )
 def test_growth_is_shown_at_one_multiple_of_all_training_lengths(lengths, multiple):
     assert _longest_multiple(lengths) == multiple
+
+
+@pytest.mark.parametrize(("trained", "nearest"), [(60, 64), (700, 512), (800, 1024), (1000, 1024)])
+def test_the_published_curve_drawn_is_of_the_nearest_training_length(trained, nearest):
+    curves = make_curves(curve_of("alibi", [20.0], train_length=trained, first=trained))
+    assert [c.train_length for c in _nearest(curves, "wikitext103")] == [nearest]
 
 
 # ---- files ---------------------------------------------------------------------------------------

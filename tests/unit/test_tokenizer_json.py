@@ -142,6 +142,14 @@ def test_an_end_of_document_that_is_not_marked_as_special(saved, tmp_path):
         assert tokenizer.decode([*tokenizer.encode("a<|endoftext|>b"), 0]) == "a<|endoftext|>b"
 
 
+def test_the_vocabulary_reaches_to_the_highest_id(saved, tmp_path):
+    """Ids may have holes, and an embedding has a row for each id below the highest."""
+    settings = json.loads(saved["gpt2"].read_text())
+    settings["model"]["vocab"]["far"] = 700
+    (tmp_path / "t.json").write_text(json.dumps(settings))
+    assert load_tokenizer(tmp_path / "t.json").vocab_size == 701
+
+
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exported_tokenizer_gives_the_same_ids(kind, split, saved, tmp_path):
