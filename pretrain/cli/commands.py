@@ -160,19 +160,18 @@ def data_build(
     Args:
         workers: Processes. Default: as many as this process may use cores. Does not change what is
             built.
-        dry_run: Estimate tokens, bytes and time from a sample of the corpus; write nothing.
+        dry_run: Estimate tokens and bytes from a sample of the corpus; write nothing.
     """
     run = load_config(config, overrides)
     from pretrain.data.build import Cluster, build, estimate
 
-    count = workers or len(os.sched_getaffinity(0))
     if dry_run:
-        estimate(run, count)
+        estimate(run)
     elif job_array:
         # `launcher data build` gives a command, as a JSON list.
         build(run, cluster=Cluster(json.loads(job_array), array_size))
     else:
-        build(run, count)
+        build(run, workers or len(os.sched_getaffinity(0)))
 
 
 @data.command("verify")

@@ -8,7 +8,6 @@ is done about slow or broken storage is done here. A location is an absolute pat
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import glob
 import io
@@ -190,9 +189,10 @@ def reading(where: str, *, allow_missing: bool = True) -> Iterator[None]:
 def unreadable(where: str, error: Exception) -> RunFailed:
     """Return the error for a file that cannot be read."""
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    stale = isinstance(error, OSError) and error.errno == errno.ESTALE
-    hint = "it was replaced on the server" if stale else "the disk, the network or the permissions"
-    return RunFailed(f"{where}: cannot be read ({reason}). Look at {hint}, then start again")
+    return RunFailed(
+        f"{where}: cannot be read ({reason}). Look at the disk, the network or the permissions, "
+        "then start again"
+    )
 
 
 # ---- Give a split's files as local ones: as they are, or fetched into a bounded cache ----
@@ -263,9 +263,9 @@ class Folder:
         """
         return os.open(self.local(name, size, digest), os.O_RDONLY | os.O_CLOEXEC)
 
-    def remedy(self, name: str, digest: str) -> str:
+    def remedy(self, where: str) -> str:
         """Return what to do about a damaged file that a stream has open."""
-        return rebuild_advice(self.where(name))
+        return f"`pretrain data verify` names every damaged file. {rebuild_advice(where)}"
 
 
 class RemoteFolder(Folder):
@@ -317,9 +317,9 @@ class RemoteFolder(Folder):
                 os.utime(found)
         return found
 
-    def remedy(self, name: str, digest: str) -> str:
+    def remedy(self, where: str) -> str:
         """Return what to do about a damaged file: it was sound when it arrived."""
-        return f"Remove its copy {self._kept(name, digest)}, which is what is damaged, and go on"
+        return f"Remove the copies in {self._cache}, which are what is damaged, and go on"
 
     def _kept(self, name: str, digest: str) -> Path:
         """Return where a file is kept.

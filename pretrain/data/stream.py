@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 import xxhash
@@ -29,6 +29,7 @@ from pretrain.data.shards import (
     HEADER_BYTES,
     MANIFEST,
     PIECE_BYTES,
+    CorpusRecord,
     Manifest,
     Shard,
     Split,
@@ -182,8 +183,8 @@ class VerifiedReader:
         stored = self._pread(CHECKSUMS, self._opened_checksums, CHECKSUM_BYTES, place)
         checksum = xxh3_64(content, self._seeds[shard] + number)
         if checksum.to_bytes(CHECKSUM_BYTES, "little") != stored:
-            self._check_checksums()
-            raise self._damaged(shard, block, offset, "its checksum differs")
+            problem = f"its checksum is not that in {self._folder.where(CHECKSUMS)}: one of the two"
+            raise self._damaged(shard, block, offset, f"{problem} files is damaged")
         return content
 
     def _pread(self, name: str, opened: Callable[[], _Descriptor], size: int, offset: int) -> bytes:
@@ -205,24 +206,11 @@ class VerifiedReader:
                 )
         return self._checksums
 
-    def _check_checksums(self) -> None:
-        """Raise ConfigError if it is checksums.bin that is damaged, rather than a shard."""
-        digest, offset = xxhash.xxh3_128(), 0
-        while chunk := os.pread(self._opened_checksums().number, 1 << 22, offset):
-            digest.update(chunk)
-            offset += len(chunk)
-        if digest.hexdigest() != self._manifest.checksums_xxh3_128:
-            expected = self._manifest.checksums_xxh3_128
-            raise ConfigError(
-                f"{self._folder.where(CHECKSUMS)}: damaged: its XXH3-128 is {digest.hexdigest()}, "
-                f"but the manifest says {expected}. {self._folder.remedy(CHECKSUMS, expected)}"
-            )
-
     def _damaged(self, shard: int, block: int, offset: int, problem: str) -> ConfigError:
-        name, digest = self._manifest.shards[shard].name, self._manifest.shards[shard].xxh3_128
+        where = self._folder.where(self._manifest.shards[shard].name)
         return ConfigError(
-            f"{self._folder.where(name)}: damaged: block {block}, {PIECE_BYTES} bytes from byte "
-            f"{offset}: {problem}. {self._folder.remedy(name, digest)}"
+            f"{where}: damaged: block {block}, {PIECE_BYTES} bytes from byte {offset}: {problem}. "
+            f"{self._folder.remedy(where)}"
         )
 
 
@@ -299,18 +287,6 @@ def problems(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
         )
 
 
-class CorpusRange(NamedTuple):
-    """The range of a corpus in the stream."""
-
-    name: str
-    start: int
-    """Its first token."""
-
-    tokens: int
-    documents: int
-    text_bytes: int
-
-
 class TokenStream:
     """Give random access to the tokens of a split, each verified against its checksum.
 
@@ -318,7 +294,7 @@ class TokenStream:
     position of a token is computed, the shard it is in is found among the manifest's, and of the
     checksums those are read that are needed. The files are read with positioned reads rather than
     mapped, because a mapped file that shrinks kills the process without a word. Several threads may
-    read, and a stream can be pickled to another process.
+    read.
     """
 
     documents: int
@@ -336,8 +312,11 @@ class TokenStream:
     tokenizer_sha256: str
     """Hex digest of that tokenizer's file."""
 
-    corpora: tuple[CorpusRange, ...]
+    corpora: tuple[CorpusRecord, ...]
     """The corpora, in the order of the stream."""
+
+    starts: dict[str, int]
+    """Corpus -> its first token."""
 
     def __init__(self, directory: str | Path, cache: Cache | None = None) -> None:
         """Open a split and run every check that does not read the shards.
@@ -352,12 +331,16 @@ class TokenStream:
             RunFailed: if a file is there and cannot be read.
         """
         self.directory: str | Path = str(directory) if is_url(directory) else Path(directory)
-        self._cache = cache
         self.files = folder(directory, cache)
-        self.manifest = _load_manifest(self.files)
-        for problem in problems(self.files, self.manifest):
+        self.manifest = m = _load_manifest(self.files)
+        for problem in problems(self.files, m):
             raise problem
-        self._prepare()
+        self.documents, self.text_bytes, self.corpora = m.documents, m.text_bytes, m.corpora
+        self.vocab_size, self.eos_id = m.vocab_size, m.eos_id
+        self.tokenizer_sha256 = m.tokenizer_sha256
+        ends = accumulate((corpus.tokens for corpus in m.corpora), initial=0)
+        self.starts = dict(zip((corpus.name for corpus in m.corpora), ends))
+        self._reader = VerifiedReader(self.files, m)
 
     def __len__(self) -> int:
         return self.manifest.tokens
@@ -435,28 +418,6 @@ class TokenStream:
                 f"{self.vocab_size}. {rebuild_advice(self.files.where(MANIFEST))}"
             )
         return tokens
-
-    def _prepare(self) -> None:
-        """Compute what the manifest implies, O(shards), and what cannot be pickled."""
-        m = self.manifest
-        self.documents, self.text_bytes = m.documents, m.text_bytes
-        self.vocab_size, self.eos_id = m.vocab_size, m.eos_id
-        self.tokenizer_sha256 = m.tokenizer_sha256
-        starts = accumulate((corpus.tokens for corpus in m.corpora), initial=0)
-        self.corpora = tuple(
-            CorpusRange(c.name, start, c.tokens, c.documents, c.text_bytes)
-            for c, start in zip(m.corpora, starts)
-        )
-        self._reader = VerifiedReader(self.files, m)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The rest is computed again.
-        keys = ("directory", "_cache", "files", "manifest")
-        return {key: self.__dict__[key] for key in keys}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._prepare()
 
 
 def open_stream(config: RunConfig, split: Split) -> TokenStream:

@@ -69,11 +69,6 @@ class Tokenizer(ABC):
         self.path, self.content = path, content
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Made anew from the file's bytes: a pickled tokenizers.Tokenizer forgets that it is not to
-        # look for special tokens.
-        return type(self), (self.path, self.content)
-
     unk_id: int | None = None
     """Id that stands for words which `decode` cannot give back; None if there is no such id."""
 
@@ -261,17 +256,8 @@ NORMAL, USER_DEFINED, UNUSED = 1, 4, 5
 """Values of SentencePiece.Type in sentencepiece_model.proto."""
 
 
-def convert(path: Path, proto: Any) -> tokenizers.Tokenizer:
-    """Return the Hugging Face tokenizer of a SentencePiece BPE model.
-
-    Args:
-        path: Where the model is, for messages.
-        proto: Its ModelProto.
-
-    Raises:
-        ConfigError: The model has settings whose ids a Hugging Face tokenizer would not reproduce.
-    """
-    _check_settings(path, proto)
+def convert(proto: Any) -> tokenizers.Tokenizer:
+    """Return the Hugging Face tokenizer of the ModelProto of a SentencePiece BPE model."""
     vocab = {piece.piece: i for i, piece in enumerate(proto.pieces)}
     unknown = proto.pieces[proto.trainer_spec.unk_id].piece
     tokenizer = tokenizers.Tokenizer(
@@ -291,8 +277,13 @@ def convert(path: Path, proto: Any) -> tokenizers.Tokenizer:
 
 
 def _check_settings(path: Path, proto: Any) -> None:
-    """Raise ConfigError if the two libraries would tokenize differently."""
+    """Raise ConfigError if the two libraries, or `WordCache`, would tokenize differently.
+
+    A piece that is not to be used is taken apart again in a way that depends on the rest of the
+    text.
+    """
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    is_local = fits_pieces(p.piece for p in proto.pieces if p.type == NORMAL)
     # Setting -> (True if the model has it right, the value that can be exported).
     wanted = {
         "model_type": (trainer.model_type == trainer.BPE, "bpe"),
@@ -302,6 +293,8 @@ def _check_settings(path: Path, proto: Any) -> None:
         "escape_whitespaces": (normalizer.escape_whitespaces, True),
         "remove_extra_whitespaces": (not normalizer.remove_extra_whitespaces, False),
         "user_defined_symbols": (all(p.type != USER_DEFINED for p in proto.pieces), "none"),
+        "unused pieces": (all(p.type != UNUSED for p in proto.pieces), "none"),
+        "pieces with a space behind a letter": (is_local, "none"),
     }
     wrong = [f"{name} must be {right}" for name, (holds, right) in wanted.items() if not holds]
     if wrong:
@@ -342,7 +335,8 @@ class PieceTokenizer(Tokenizer):
         """Load the model in `content`.
 
         Raises:
-            ConfigError: It is no SentencePiece model, or has no </s> piece.
+            ConfigError: It is no SentencePiece model, has no </s> piece, or has settings whose ids
+                a Hugging Face tokenizer would not reproduce.
         """
         # Here, because machines that only measure training need no SentencePiece.
         import sentencepiece
@@ -377,16 +371,13 @@ class PieceTokenizer(Tokenizer):
         found = {"unk": spec.unk_id, "eos": self.eos_id, "pad": spec.pad_id}
         # SentencePiece marks an absent token with -1.
         self.special = {role: i for role, i in found.items() if i >= 0}
-        self._words = WordCache(self._word_encoder()) if _is_local(self.proto) else None
+        _check_settings(path, self.proto)
+        self._words = WordCache(self._word_encoder())
         self._prefix = " " if self.proto.normalizer_spec.add_dummy_prefix else ""
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text, int64 [tokens], without an end-of-document token."""
-        if self._words is None:
-            return np.array(self._processor.encode(text), dtype=np.int64)
-        if text:
-            text = self._prefix + text
-        return self._words.encode(text)
+        return self._words.encode(self._prefix + text if text else text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids. Control tokens decode to nothing."""
@@ -395,7 +386,7 @@ class PieceTokenizer(Tokenizer):
 
     def to_hugging_face(self) -> tokenizers.Tokenizer:
         """Return a Hugging Face tokenizer with the same ids; see `convert`."""
-        return convert(self.path, self.proto)
+        return convert(self.proto)
 
     def _word_encoder(self) -> Any:
         """Return a function from a word to its ids; it adds no space before the word."""
@@ -405,32 +396,6 @@ class PieceTokenizer(Tokenizer):
         proto.CopyFrom(self.proto)
         proto.normalizer_spec.add_dummy_prefix = False
         return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString()).encode
-
-
-def _is_local(proto: Any) -> bool:
-    """Return True if a text that is cut by `WORD` has the same ids as the whole text.
-
-    It is true of the models that `train_tokenizer` makes, and checked because data.tokenizer may
-    name any model. Unigram models score the whole text. Without byte pieces, unknown characters
-    that are neighbours are one token. A piece that is not to be used is taken apart again in a way
-    that depends on the rest of the text.
-
-    Args:
-        proto: The SentencePiece ModelProto.
-    """
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
-    unchanged = normalizer.escape_whitespaces and not (
-        normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
-    )
-    plain = (
-        trainer.model_type == trainer.BPE
-        and trainer.byte_fallback
-        and not trainer.treat_whitespace_as_suffix
-        and not any(piece.type in (USER_DEFINED, UNUSED) for piece in proto.pieces)
-    )
-    return bool(
-        unchanged and plain and fits_pieces(p.piece for p in proto.pieces if p.type == NORMAL)
-    )
 
 
 # ---- Train a SentencePiece BPE tokenizer ----

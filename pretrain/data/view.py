@@ -11,9 +11,9 @@ import numpy as np
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.data import order
-from pretrain.data.shards import BUILD_RECORD, DICTIONARY, DOCUMENTS, Split
+from pretrain.data.shards import BUILD_RECORD, DOCUMENTS, Split
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.data.tokenizer import UNK, load_tokenizer
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.rundir.files import Json
 
 # ---- Say of any range of a split's tokens which documents it holds, and where these come from ----
@@ -156,7 +156,7 @@ def shown_samples(
         found, number = places[at]
         index = place - int(ends[at]) + number
         start, tokens = order.token_range(index, length)
-        first = found.start + start
+        first = stream.starts[found.name] + start
         yield f"== {split}, {found.name}: sample {index:,} (tokens {first:,} to {first + tokens:,})"
         for part in origins.excerpts(first, tokens):
             yield _heading(part)
@@ -197,9 +197,6 @@ _REASONS = {
     "contaminated": "{documents:,} with held-out text",
 }
 """Count -> how the summary says it."""
-SAMPLED_TOKENS = 1 << 22
-"""In so many tokens of the training split, spread evenly over it, `<unk>` is counted."""
-_WINDOW = 4096
 
 
 def stats(config: RunConfig) -> Iterator[str]:
@@ -213,12 +210,6 @@ def stats(config: RunConfig) -> Iterator[str]:
     shares = order.segment_of(config, train).shares
     for name, share in shares.items():
         yield f"{name}: {share / sum(shares.values()):.1%} of the training samples"
-    if train.manifest.tokenizer == DICTIONARY:
-        window = min(_WINDOW, len(train))
-        windows = max(1, min(SAMPLED_TOKENS, len(train)) // window)
-        starts = np.linspace(0, len(train) - window, windows).astype(np.int64)
-        unknown = (train.read_batch(starts, window) == UNK).mean()
-        yield f"<unk>: {unknown:.2%} of the tokens: words beyond data.vocab_size, or spelled so"
 
 
 def summary(directory: str) -> Iterator[str]:
@@ -237,10 +228,7 @@ def _summary(streams: dict[Split, TokenStream]) -> Iterator[str]:
         for reason in corpus["skipped"]:
             yield f"{name}: skipped {reason}"
     leakage = report["leakage"]
-    yield (
-        f"{leakage['after']:.2%} of the held-out text's 13-word sequences are also in training "
-        f"({leakage['before']:.2%} before documents were left out)"
-    )
+    yield f"{leakage['after']:.2%} of the held-out text's 13-word sequences are also in training"
 
 
 def _amount(totals: Json) -> str:

@@ -16,7 +16,7 @@ from pretrain.checkpoint.manifest import TrainerState, data_hashes, open_checkpo
 from pretrain.config import ConfigError, Poisoned, RunConfig, RunFailed, dump_config, writing
 from pretrain.config.errors import say
 from pretrain.config.trajectory import describe_differences
-from pretrain.data.loader import batches
+from pretrain.data.order import batches
 from pretrain.model.forward import Batch
 from pretrain.optim.optimizers import learning_rate
 from pretrain.rundir.files import replace_file

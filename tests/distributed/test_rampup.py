@@ -43,7 +43,7 @@ def take_steps_of(config: RunConfig, sizes: list[int]) -> list[tuple[float, floa
     Returns:
         (loss, gradient norm) of every step.
     """
-    from pretrain.data.loader import batches
+    from pretrain.data.order import batches
     from pretrain.training.loop import queue_step
     from pretrain.training.reporter import AttemptReporter, Requests
     from pretrain.training.start import StartPoint, load_run, prepare

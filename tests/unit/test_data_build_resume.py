@@ -17,10 +17,9 @@ import pytest
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import NoSpace
 from pretrain.data import build as command
-from pretrain.data.build import build, tasks
+from pretrain.data.build import Merger, build, tasks
 from pretrain.data.build import folder as folder_module
 from pretrain.data.build.folder import BuildFolder, locked
-from pretrain.data.build.merge import Merger
 from pretrain.data.stream import verify
 from tests.conftest import mark_torture
 from tests.end_to_end.commands import fresh

@@ -10,7 +10,7 @@ import torch
 
 from pretrain.config import ConfigError
 from pretrain.data import order
-from pretrain.data.loader import batches
+from pretrain.data.order import batches
 from tests.unit.splits import make_stream
 
 LENGTH, GLOBAL, MICRO = 7, 16, 2
@@ -172,7 +172,8 @@ class Counted:
     """A stream that counts its calls, fails at one of them, and answers the first ones together."""
 
     def __init__(self, stream, fails_at: int | None = None, together: int = 1) -> None:
-        self.corpora, self.calls, self._stream = stream.corpora, [], stream
+        self.corpora, self.starts = stream.corpora, stream.starts
+        self.calls, self._stream = [], stream
         self._fails_at, self._meeting = fails_at, threading.Barrier(together)
 
     def read_batch(self, starts, count):

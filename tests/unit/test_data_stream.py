@@ -77,7 +77,7 @@ def test_any_ranges_are_those_of_the_concatenated_documents(tmp_path, vocab_size
     assert len(stream) == len(expected)
     assert [(c.name, c.tokens) for c in stream.corpora] == [(n, len(t)) for n, t in flat.items()]
     for corpus in stream.corpora:
-        found = stream.read(corpus.start, corpus.tokens)
+        found = stream.read(stream.starts[corpus.name], corpus.tokens)
         assert np.array_equal(found, flat[corpus.name])
         assert corpus.documents == sum(len(task) for task in corpora[corpus.name])
         assert corpus.text_bytes == 3 * corpus.tokens
@@ -279,7 +279,7 @@ def test_a_shard_that_shrinks_is_named(open_run, number):
     with pytest.raises(
         ConfigError,
         match=rf"text-00000{number}\.tar: damaged: block 0, 4096 bytes from byte 8832: "
-        r"truncated: 168 of 4096 bytes\. Restore it",
+        r"truncated: 168 of 4096 bytes\. `pretrain data verify` names every damaged file\. Restore",
     ):
         stream.read(number * 10_000 + 4200, 10)
 

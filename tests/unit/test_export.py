@@ -24,10 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomForCausalLM, Mpt
 
 from pretrain.cli.commands import tokenizer_obstacles
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.data.tokenizer import PROBES, load_tokenizer
+from pretrain.data.tokenizer import PROBES
 from pretrain.huggingface.classes import describe_export
 from pretrain.huggingface.export import _curve, checked_length
-from pretrain.huggingface.folder import curve_table, fast_tokenizer, to_huggingface
+from pretrain.huggingface.folder import curve_table, to_huggingface
 from pretrain.huggingface.parity import check_parity
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, alibi_slopes, random_state
@@ -419,20 +419,6 @@ def test_no_program_finds_a_shorter_limit(name, exported):
     assert set(found.values()) == {MAX_LENGTH} and "max_position_embeddings" in found, found
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert tokenizer.model_max_length == MAX_LENGTH
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "unigram"}, "model_type must be bpe"),
-        ({"byte_fallback": False}, "byte_fallback must be True"),
-        ({"user_defined_symbols": ["<tag>"]}, "user_defined_symbols must be none"),
-    ],
-)
-def test_tokenizers_that_would_give_other_ids_are_refused(change, message, tmp_path):
-    tokenizer = load_tokenizer(train_tokenizer(tmp_path / "other", **change))
-    with pytest.raises(ConfigError, match=f"would not give the same ids, .*: {message}"):
-        fast_tokenizer(tokenizer, max_length=64)
 
 
 def test_the_card_takes_whole_evaluations_of_its_own_step(tmp_path):

@@ -1,7 +1,6 @@
 """Test that encoding word by word gives the ids of the libraries on the whole text."""
 
 import importlib.util
-import pickle
 import random
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
+from pretrain.config import ConfigError
 from pretrain.data import tokenizer as module
-from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
-from tests.unit.test_tokenizer_json import gpt2
+from pretrain.data.tokenizer import load_tokenizer
 
 ALPHABETS = [
     "abcdefghijklmnopqrstuvwxyz  ",
@@ -77,24 +76,17 @@ def sentencepiece_model(path: Path, **changes) -> Path:
 
 
 MODELS = {
-    "ours": ({"split_digits": True}, True),
-    "large": ({"vocab_size": 3000}, True),
-    "llama": ({"add_dummy_prefix": True, "split_digits": True}, True),
-    # Pieces across spaces, such as "of▁the".
-    "across": ({"split_by_whitespace": False, "vocab_size": 1500}, False),
-    "no bytes": ({"byte_fallback": False}, False),
-    "symbols": ({"user_defined_symbols": ["<tag>", "th e"]}, False),
-    "defaults": ({"model_type": "unigram", "add_dummy_prefix": True, "vocab_size": 600}, False),
+    "ours": {"split_digits": True},
+    "large": {"vocab_size": 3000},
+    "llama": {"add_dummy_prefix": True, "split_digits": True},
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sentencepiece(name, texts, tmp_path, monkeypatch):
-    """Word by word where that is exact, and else not; several parts, and a memory that is full."""
-    settings, is_local = MODELS[name]
-    path = sentencepiece_model(tmp_path / "own", **settings)
+    """Word by word, in several parts, and with a memory that is full."""
+    path = sentencepiece_model(tmp_path / "own", **MODELS[name])
     tokenizer = load_tokenizer(path)
-    assert (tokenizer._words is not None) is is_local
     stock = sentencepiece.SentencePieceProcessor(model_file=str(path))
     monkeypatch.setattr(module, "PART_CHARACTERS", 100)
     monkeypatch.setattr(module, "MAX_WORDS", 50)
@@ -102,46 +94,50 @@ def test_sentencepiece(name, texts, tmp_path, monkeypatch):
         ids = tokenizer.encode(text)
         assert ids.dtype == np.int64 and ids.tolist() == stock.encode(text), repr(text)
         assert tokenizer.decode(ids) == stock.decode(ids.tolist())
-        if is_local and "▁" not in text:
+        if "▁" not in text:
             assert tokenizer.decode(ids) == text
-    if is_local:
-        assert 0 < len(tokenizer._words) <= 50
+    assert 0 < len(tokenizer._words) <= 50
+
+
+REFUSED = {
+    # Pieces across spaces, such as "of▁the".
+    "across": {"split_by_whitespace": False, "vocab_size": 1500},
+    "no bytes": {"byte_fallback": False},
+    "symbols": {"user_defined_symbols": ["<tag>", "th e"]},
+    "defaults": {"model_type": "unigram", "add_dummy_prefix": True, "vocab_size": 600},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_whose_ids_depend_on_more_than_a_word_is_refused(name, tmp_path):
+    path = sentencepiece_model(tmp_path / "own", **REFUSED[name])
+    with pytest.raises(ConfigError, match=r"own\.model: .* would not give the same ids"):
+        load_tokenizer(path)
 
 
 def test_a_piece_across_a_cut_is_noticed(tmp_path):
     """One piece with an inner space or a newline is enough."""
     path = sentencepiece_model(tmp_path / "own")
     proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+
+    def write(piece: str) -> None:
+        changed = sentencepiece_model_pb2.ModelProto()
+        changed.CopyFrom(proto)
+        changed.pieces.add(piece=piece, score=1.0)
+        path.write_bytes(changed.SerializeToString())
+
     for piece in ("e▁", "e▁t", "\n\n", "e\n", "▁\n", "\n▁"):
-        changed = sentencepiece_model_pb2.ModelProto()
-        changed.CopyFrom(proto)
-        changed.pieces.add(piece=piece, score=1.0)
-        path.write_bytes(changed.SerializeToString())
-        assert load_tokenizer(path)._words is None, piece
+        write(piece)
+        with pytest.raises(ConfigError, match="behind a letter"):
+            load_tokenizer(path)
     for piece in ("▁▁e", "\n", "\u200be"):
-        changed = sentencepiece_model_pb2.ModelProto()
-        changed.CopyFrom(proto)
-        changed.pieces.add(piece=piece, score=1.0)
-        path.write_bytes(changed.SerializeToString())
-        tokenizer = load_tokenizer(path)
+        write(piece)
         stock = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        assert tokenizer._words is not None, piece
         text = f"th{piece}\n{piece}{piece} e \n\n x{piece.replace('▁', ' ')}"
-        assert tokenizer.encode(text).tolist() == stock.encode(text)
+        assert load_tokenizer(path).encode(text).tolist() == stock.encode(text)
 
 
 def test_words_are_cut_without_gaps(texts):
     for pattern in (module.WORD, module.PLAIN_WORD):
         for text in texts:
             assert "".join(pattern.findall(text)) == text, repr(text)
-
-
-def test_a_pickled_tokenizer_is_the_same(tmp_path):
-    gpt2().save(str(tmp_path / "t.json"))
-    (tmp_path / "t.model").write_bytes(train_tokenizer(corpus().split("\n"), 500))
-    for name in ("t.json", "t.model"):
-        tokenizer = load_tokenizer(tmp_path / name)
-        again = pickle.loads(pickle.dumps(tokenizer))
-        text = "To be </s> or not <|endoftext|> to be"
-        assert again.encode(text).tolist() == tokenizer.encode(text).tolist()
-        assert again.fingerprint == tokenizer.fingerprint

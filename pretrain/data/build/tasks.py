@@ -361,27 +361,19 @@ def _trained(
     repeated = merge / f"duplicates-{work.planned:06d}.npy"
     duplicates = np.load(repeated) if repeated.exists() else np.zeros(len(hashes), bool)
     held_out = set(np.load(merge / HELD_OUT_HASHES).tolist())
-    head = work.token_task.head if work.token_task else 0
-    # A document is noted in one of them; together they are the leakage before.
-    kept = HeldOut.load(merge / HELD_OUT_SEQUENCES)
-    left = HeldOut.load(merge / HELD_OUT_SEQUENCES)
+    seen = HeldOut.load(merge / HELD_OUT_SEQUENCES)
     for index, document in enumerate(documents):
         text = document.text
-        if head and index == 0:
-            yield document._replace(text=text[:head])
-        elif hashes[index] in held_out:
+        if hashes[index] in held_out:
             work.leave_out("held_out", text)
         elif duplicates[index]:
-            left.note(text)
             work.leave_out("duplicates", text)
-        elif work.plan.cleaning.decontaminate and kept.is_leaked(text):
-            left.note(text)
+        elif work.plan.cleaning.decontaminate and seen.is_leaked(text):
             work.leave_out("contaminated", text)
         else:
-            kept.note(text)
+            seen.note(text)
             yield document
-    kept.save_seen(path / "seen-kept")
-    left.save_seen(path / "seen-left-out")
+    seen.save_seen(path / "seen")
 
 
 def _write(work: Work, documents: _Documents, path: Path) -> Json:

@@ -120,27 +120,29 @@ class Damaged(Exception):
         self.reason = reason
 
 
-def decoded(offset: int, raw: bytes | bytearray) -> Found:
-    """Decode the UTF-8 of a document that begins at `offset`."""
+def decoded(offset: int, raw: bytes | bytearray | None, limit: int | None = None) -> Found:
+    """Decode the UTF-8 of a document.
+
+    Args:
+        offset: Where it begins, as Document.offset says.
+        raw: Its bytes; None if they were too many to be held.
+        limit: The most bytes that it may have. Default: MAX_DOCUMENT_BYTES.
+    """
+    limit = limit or MAX_DOCUMENT_BYTES
+    if raw is None or len(raw) > limit:
+        fault = (
+            f"the document is longer than {limit} bytes. Divide or remove it, or set source to "
+            "what the files are"
+        )
+        return Found(offset, "", fault)
     try:
         return Found(offset, raw.decode())
     except UnicodeDecodeError as error:
-        return Found(
-            offset,
-            "",
+        fault = (
             f"byte {error.start} of this document is not UTF-8 ({error.reason}). Convert the file, "
-            "as in `iconv -f latin1 -t utf-8`, or remove the document",
+            "as in `iconv -f latin1 -t utf-8`, or remove the document"
         )
-
-
-def too_long(offset: int, limit: int) -> Found:
-    """Return what stands for a document of more than `limit` bytes."""
-    return Found(
-        offset,
-        "",
-        f"the document is longer than {limit} bytes. Divide or remove it, or set source to what "
-        "the files are",
-    )
+        return Found(offset, "", fault)
 
 
 def optional(package: str, user: str) -> Any:

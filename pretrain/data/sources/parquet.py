@@ -19,9 +19,9 @@ from pretrain.data.sources import (
     Piece,
     Source,
     check_reaches,
+    decoded,
     optional,
     register,
-    too_long,
 )
 
 _ROWS = 256
@@ -80,7 +80,7 @@ def _document(row: int, value: Any) -> Found:
         return Found(row, "", "this row has no text (null). Remove it")
     # No character has more bytes than four.
     if len(text) * 4 > sources.MAX_DOCUMENT_BYTES < len(text.encode()):
-        return too_long(row, sources.MAX_DOCUMENT_BYTES)
+        return decoded(row, None)
     return Found(row, text)
 
 

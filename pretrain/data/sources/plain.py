@@ -25,7 +25,6 @@ from pretrain.data.sources import (
     end_of,
     open_piece,
     register,
-    too_long,
 )
 
 _BLANK = b" \t\r\n"
@@ -46,10 +45,9 @@ class Text(Source):
             raw = bytearray()
             while len(raw) <= sources.MAX_FILE_BYTES and (chunk := stream.read(_CHUNK_BYTES)):
                 raw += chunk
-        if len(raw) > sources.MAX_FILE_BYTES:
-            yield too_long(0, sources.MAX_FILE_BYTES)
-        else:
-            yield decoded(0, raw.removeprefix(codecs.BOM_UTF8))
+        is_whole = len(raw) <= sources.MAX_FILE_BYTES
+        text = raw.removeprefix(codecs.BOM_UTF8) if is_whole else None
+        yield decoded(0, text, sources.MAX_FILE_BYTES)
 
 
 HELD_OUT = ("hamlet", "macbeth", "tempest")
@@ -143,13 +141,12 @@ class Jsonl(Source):
                     return
                 if offset < piece.start:
                     continue
-                if line is None:
-                    yield too_long(offset, sources.MAX_DOCUMENT_BYTES)
-                elif line and not line.isspace():
-                    yield parse_json(offset, line, self.field(corpus))
+                if line is None or (line and not line.isspace()):
+                    raw = line and line.removesuffix(b"\n")
+                    yield parse_json(offset, raw, self.field(corpus))
 
 
-def parse_json(offset: int, raw: bytes, field: str) -> Found:
+def parse_json(offset: int, raw: bytes | None, field: str) -> Found:
     """Return the document that a JSON object holds under the key `field`."""
     text, found_text, fault = decoded(offset, raw), None, ""
     if text.fault:
@@ -170,7 +167,7 @@ def parse_json(offset: int, raw: bytes, field: str) -> Found:
             offset,
             "",
             f'expected one JSON object with the document under "{field}", as in {{"{field}": '
-            f'"..."}}, but got {raw[:60]!r} ({fault}). Correct or remove it, or set source '
+            f'"..."}}, but got {text.text[:60]!r} ({fault}). Correct or remove it, or set source '
             "to what the files are",
         )
     return Found(offset, str(found_text))
@@ -189,8 +186,6 @@ def _document(begin: int, held: bytearray | None) -> Found:
     """Return the document whose lines were held, without its last line break."""
     if held is not None and held.endswith(b"\n"):
         del held[-2 if held.endswith(b"\r\n") else -1 :]
-    if held is None or len(held) > sources.MAX_DOCUMENT_BYTES:
-        return too_long(begin, sources.MAX_DOCUMENT_BYTES)
     return decoded(begin, held)
 
 

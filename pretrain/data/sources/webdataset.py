@@ -21,7 +21,6 @@ from pretrain.data.sources import (
     decoded,
     open_piece,
     register,
-    too_long,
 )
 from pretrain.data.sources.plain import parse_json
 
@@ -111,7 +110,7 @@ def _document(number: int, member: tarfile.TarInfo, tar: Any, wanted: str) -> Fo
     if not member.isreg() or member.issparse():
         return Found(number, "", f"its member {member.name!r} is no regular file. Remove it")
     if member.size > sources.MAX_DOCUMENT_BYTES:
-        return too_long(number, sources.MAX_DOCUMENT_BYTES)
+        return decoded(number, None)
     with tar.extractfile(member) as content:
         raw = content.read().removeprefix(codecs.BOM_UTF8)
     return parse_json(number, raw, "text") if wanted == "json" else decoded(number, raw)
