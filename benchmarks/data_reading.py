@@ -23,8 +23,7 @@ import numpy as np
 from torch.utils.data import DataLoader, RandomSampler
 
 from benchmarks.turns import rounds, summary, timed
-from pretrain.data.order import batches
-from pretrain.data.order import blend_of
+from pretrain.data.order import batches, blend_of
 from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.stream import TokenStream
 
