@@ -560,11 +560,10 @@ def _report(folder: BuildFolder, plan: Plan, tasks: list[TokenTask], records: li
         for record in (record for of, record in own if of == "train"):
             kept = ("held_out.", "duplicates.", "contaminated.")
             counts.update({k: v for k, v in record["counts"].items() if k.startswith(kept)})
-        report["corpora"][name] = {
-            "counts": dict(sorted(counts.items())),
-            "skipped": examples[:EXAMPLES],
-            **{split: _totals([r for of, r in own if of == split]) for split in SPLITS},
-        }
+        found: Json = {"counts": dict(sorted(counts.items())), "skipped": examples[:EXAMPLES]}
+        for split in SPLITS:
+            found[split] = _totals([record for of, record in own if of == split])
+        report["corpora"][name] = found
     return report
 
 
