@@ -495,7 +495,7 @@ class DataSection(Section):
 
     validation_fraction: Free[float] = Field(default=0.01, gt=0, lt=1)
     """Share of each corpus's documents that is held out when validation_paths is not set, at least
-    one document. One is always left for training."""
+    one document. A data set of a single document is cut in two instead."""
 
     validation_bytes: Free[int] = Field(default=3_000_000, gt=0)
     """The most bytes of text that are held out of the whole data set, approximately (the default is

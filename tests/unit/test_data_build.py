@@ -207,12 +207,20 @@ def test_validation_files_are_the_validation_split(tmp_path):
     assert documents(tmp_path / "data/train") == [t for t in DOCUMENTS if t != DOCUMENTS[2]]
 
 
-def test_corpora_of_one_document_each_are_refused(tmp_path):
+def test_a_single_document_is_cut_in_two(tmp_path):
+    (tmp_path / "only.txt").write_text(DOCUMENTS[-1])
+    (tmp_path / "same.txt").write_text(DOCUMENTS[-1])
+    build(config(tmp_path))
+    cut = len(DOCUMENTS[-1]) - round(len(DOCUMENTS[-1]) * 0.1)
+    assert documents(tmp_path / "data/train") == [DOCUMENTS[-1][:cut]]
+    assert documents(tmp_path / "data/validation") == [DOCUMENTS[-1][cut:]]
+
+
+def test_two_corpora_of_one_document_each_are_not_cut(tmp_path):
     corpora = {}
     for i, text in enumerate(DOCUMENTS[:2]):
-        for name in (f"{i}.txt", f"{i}-again.txt"):
-            (tmp_path / name).write_text(text)
-        corpora[f"c{i}"] = {"paths": [str(tmp_path / f"{i}*.txt")]}
+        (tmp_path / f"{i}.txt").write_text(text)
+        corpora[f"c{i}"] = {"paths": [str(tmp_path / f"{i}.txt")]}
     with refused("no corpus has two different documents.*set data.validation_paths"):
         build(config(tmp_path, corpora=corpora))
 

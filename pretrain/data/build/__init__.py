@@ -307,8 +307,10 @@ class Merger:
                 can be trained.
         """
         self._check_skipped()
-        held_out = self._choose_held_out()
-        self._check_held_out(held_out)
+        held_out, head = self._choose_held_out(), ""
+        if not held_out and not self._documents(self.num_train, len(self.records)):
+            head, end = self._cut()
+            held_out = [end]
         clear(self.folder.merge)
         with output(self.folder.merge) as (path, record):
             hashes = self._held_out_hashes(held_out)
@@ -317,9 +319,9 @@ class Merger:
             if self.tokenizer:
                 shutil.copyfile(self.tokenizer.path, path / self.tokenizer.file_name)
             else:
-                name, content = train(self.plan.data, self._training(left_out))
+                name, content = train(self.plan.data, self._training(left_out, head))
                 (path / name).write_bytes(content)
-            record["token_tasks"] = self._token_tasks(held_out)
+            record["token_tasks"] = self._token_tasks(held_out, len(head))
 
     # ---- checks ----
     def _documents(self, start: int, end: int) -> int:
@@ -411,17 +413,27 @@ class Merger:
             chosen.pop()
         return sorted(first[digest] for digest in chosen)
 
-    def _check_held_out(self, held_out: list[_HeldOutDocument]) -> None:
-        """Raise ConfigError if there is nothing to validate on."""
-        if held_out or self._documents(self.num_train, len(self.records)):
-            return
+    def _cut(self) -> tuple[str, _HeldOutDocument]:
+        """Cut the only text of a data set in two, of which the end is held out.
+
+        Raises:
+            ConfigError: There are several texts, but no corpus has two; or it is too short.
+        """
         if own := self.plan.data.validation_paths:
             raise _no_text("data.validation_paths", list(own), "validation")
-        raise ConfigError(
-            "data.validation_fraction: no corpus has two different documents, so none can be held "
-            "out for validation. Add text, cut a file in two, set the source of a corpus if a file "
-            "of it holds many documents, or set data.validation_paths"
-        )
+        ranks = [r for r in range(self.num_train) if self.records[r]["documents"]]
+        if len(np.unique(np.concatenate([self._scanned(r)["hash"] for r in ranks]))) > 1:
+            raise ConfigError(
+                "data.corpora: no corpus has two different documents, so none can be held out for "
+                "validation. Add text, set the source of a corpus if a file of it holds many "
+                "documents, or set data.validation_paths"
+            )
+        text, row = next(read_again(self.folder, ranks[0])), self._scanned(ranks[0])[0]
+        length = len(text) - max(1, round(len(text) * self.plan.data.validation_fraction))
+        if length <= 0:
+            raise _no_text("data.paths", self._paths(), "train")
+        place = int(row["piece"]), int(row["offset"])
+        return text[:length], _HeldOutDocument(ranks[0], 0, text[length:], *place)
 
     def _held_out_hashes(self, held_out: list[_HeldOutDocument]) -> npt.NDArray[np.uint64]:
         found = [self._scanned(d.task)["hash"][[d.row]] for d in held_out]
@@ -469,8 +481,13 @@ class Merger:
                     left_out[rank] = mask | left_out.get(rank, False)
         return left_out
 
-    def _training(self, left_out: dict[int, Mask]) -> Iterator[str]:
+    def _training(self, left_out: dict[int, Mask], head: str) -> Iterator[str]:
         """Yield the text to train the tokenizer on: for words all of it, else an even sample."""
+        if head:
+            most = self.plan.data.tokenizer_training_bytes
+            is_words = self.plan.data.tokenizer == WORDS
+            yield head if is_words else head[:most].encode()[:most].decode(errors="ignore")
+            return
         for rank, most in self._sample_sizes():
             out = set(np.flatnonzero(left_out.get(rank, [])).tolist())
             if self.plan.data.tokenizer == WORDS:
@@ -480,14 +497,18 @@ class Merger:
                 yield from read_sample(self.folder.scan(rank) / "sample.jsonl", most, out)
 
     # ---- what follows ----
-    def _token_tasks(self, held_out: list[_HeldOutDocument]) -> list[TokenTask]:
+    def _token_tasks(self, held_out: list[_HeldOutDocument], head: int) -> list[TokenTask]:
         """Return the tasks of the tokenize stage: of train, then of validation by corpus."""
+        cut = held_out[0].task if head else None
         validation = [(rank, False) for rank in range(self.num_train, len(self.names))]
         validation += [(self.names.index(n), True) for n in {self.names[d.task] for d in held_out}]
         order = list(self.plan.corpora())
         validation.sort(key=lambda each: (order.index(self.names[each[0]]), each[1]))
         return [
-            *(TokenTask("train", rank, rank, False) for rank in range(self.num_train)),
+            *(
+                TokenTask("train", rank, rank, False, head if rank == cut else 0)
+                for rank in range(self.num_train)
+            ),
             *(
                 TokenTask("validation", number, rank, holds_out)
                 for number, (rank, holds_out) in enumerate(validation)
@@ -695,7 +716,7 @@ def _sampled(plan: Plan, corpus: Corpus, own: list[tuple[Piece, int]]) -> tuple[
     cleaner, texts = Cleaner(plan.cleaning), list[str]()
     chosen = own[:: max(1, -(-len(own) // PLACES))]
     most = SAMPLE_BYTES // len(chosen)
-    all_kept = all_read = 0.0
+    weighted = 0.0
     for piece, stored in chosen:
         source, kept, read = sources.source_of(corpus, piece.path), 0.0, 0
         bytes_read: float = stored
@@ -711,6 +732,5 @@ def _sampled(plan: Plan, corpus: Corpus, own: list[tuple[Piece, int]]) -> tuple[
             if (text := cleaner.clean(begin)) is not None:
                 texts.append(text)
                 kept += text_size(text) * len(document.text) / max(len(begin), 1)
-        all_kept += kept
-        all_read += bytes_read
-    return texts, all_kept / max(all_read, 1)
+        weighted += stored * kept / max(bytes_read, 1)
+    return texts, weighted / max(sum(stored for _, stored in chosen), 1)

@@ -260,6 +260,8 @@ class TokenTask(NamedTuple):
     """The task of the plan that it reads; for held-out documents the first one of their corpus."""
     holds_out: bool
     """Its documents are those that the merge has held out of a corpus."""
+    head: int = 0
+    """Characters of its first document that are trained on, if that one is cut in two; or 0."""
 
 
 def load_token_tasks(folder: BuildFolder) -> list[TokenTask]:

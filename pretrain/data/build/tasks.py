@@ -361,10 +361,13 @@ def _trained(
     repeated = merge / f"duplicates-{work.planned:06d}.npy"
     duplicates = np.load(repeated) if repeated.exists() else np.zeros(len(hashes), bool)
     held_out = set(np.load(merge / HELD_OUT_HASHES).tolist())
+    head = work.token_task.head if work.token_task else 0
     seen = HeldOut.load(merge / HELD_OUT_SEQUENCES)
     for index, document in enumerate(documents):
         text = document.text
-        if hashes[index] in held_out:
+        if head and index == 0:
+            yield document._replace(text=text[:head])
+        elif hashes[index] in held_out:
             work.leave_out("held_out", text)
         elif duplicates[index]:
             work.leave_out("duplicates", text)
