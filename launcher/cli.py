@@ -28,12 +28,11 @@ from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.launcher import control, job
 from pretrain.launcher.evaluations import evaluate_run, plan_evaluations, run_job
 from pretrain.launcher.ranks import run_locally
-from pretrain.launcher.site import NO_REQUEST, SlurmRequest, load_site
+from pretrain.launcher.site import SlurmRequest, load_site
 from pretrain.launcher.status import GOODPUT, print_end, show_status
 from pretrain.launcher.submit import build_data, data_job, run_array
 from pretrain.launcher.submit import submit as submit_run
 from pretrain.launcher.sweep import sweep as submit_sweep
-from pretrain.launcher.sweep import sweep_locally
 from pretrain.rundir.jobs import already_done, check_data, is_done
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")]
@@ -202,10 +201,9 @@ def submit(
 @app.command()
 def sweep(
     configs: Annotated[list[Path], typer.Argument(metavar="CONFIG")],
+    site: SiteFile,
     request: SlurmRequest,
     over: Annotated[list[str], typer.Option(metavar="SECTION.KEY=VALUE,VALUE")] = [],  # noqa: B006
-    site: Annotated[Path | None, typer.Option(metavar="SITE", help=SITE_HELP)] = None,
-    nproc: AtLeastOne = None,
     overrides: Overrides = [],  # noqa: B006
     concurrent: AtLeastOne = None,
     dry_run: bool = False,
@@ -213,10 +211,7 @@ def sweep(
 ) -> None:
     """Train one run for each combination of values, or for each of several configs.
 
-    With --site submits one job array to a Slurm cluster. With --nproc trains on this machine, one
-    run after the other as `launcher local` does, and prints a table of all runs at the end. The
-    exit code is 1 if a run failed; the others are trained all the same. Ctrl-C saves the present
-    run and stops the sweep.
+    Submits one job array to a Slurm cluster.
 
     The runs lie beside the config's run.directory, in RUN-sweep, each in a directory named after
     its values, such as RUN-sweep/alibi-512; several configs have a run.directory each. Runs that
@@ -225,7 +220,6 @@ def sweep(
 
     \b
     Examples:
-      launcher sweep configs/demo.toml --nproc 2 --over position.method=alibi,rotary
       launcher sweep configs/demo.toml --site slurm/site.toml --concurrent 2 \\
           --over position.method=alibi,sinusoidal --over data.sequence_length=128,256
       launcher sweep configs/cc100_roberta/*_512.toml --site slurm/site.toml
@@ -233,24 +227,10 @@ def sweep(
     Args:
         configs: TOML file that the runs have in common; or, without --over, of each run.
         over: A key of the config and the values to try. Can be repeated.
-        nproc: Train on this machine instead of a Slurm cluster, each run with N processes.
         concurrent: The most runs that train at the same time. Default: all.
         dry_run: Print the job and when it could start, and submit nothing.
     """
     check_allowed(allow_changed)
-    if (site is None) == (nproc is None):
-        raise ConfigError(
-            "launcher sweep: give --nproc N to train on this machine, or --site SITE to submit to "
-            "a Slurm cluster"
-        )
-    if nproc is not None:
-        if concurrent or request != NO_REQUEST:
-            raise ConfigError(
-                "--nproc trains on this machine, one run after the other, where options of Slurm's "
-                "jobs have no effect. Leave them out, or give --site in place of --nproc"
-            )
-        raise typer.Exit(sweep_locally(configs, nproc, over, overrides, dry_run, allow_changed))
-    assert site is not None
     submit_sweep(
         configs,
         load_site(site),

@@ -252,9 +252,8 @@ def run_locally(
     config: RunConfig,
     nproc: int,
     command: Sequence[str],
-    arguments: Sequence[str] | None,
+    arguments: Sequence[str],
     resume: str | None = None,
-    signals: Signals | None = None,
 ) -> int:
     """Run `nproc` copies of `command` with `arguments` until the run is over.
 
@@ -267,10 +266,8 @@ def run_locally(
         config: The run.
         nproc: Number of ranks.
         command: What each rank runs, up to its subcommand: [python, "-m", "pretrain", "train"].
-        arguments: The config file and its --set options, which give `config`; None gives the ranks
-            `config` as it is, whatever the files say by now.
+        arguments: The config file and its --set options, which give `config`.
         resume: The value of --resume for the first attempt; None leaves the option out.
-        signals: Records PASSED_ON already, and none came so far; None records them from now on.
 
     Returns:
         The exit code of the last attempt.
@@ -285,7 +282,7 @@ def run_locally(
     _make_logs(run)
     saved_before = _saved_ids(run)
     # Before the attempt begins: whoever sees it may send a signal.
-    with contextlib.nullcontext(signals) if signals else Signals(*PASSED_ON) as signals:
+    with Signals(*PASSED_ON) as signals:
         attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
         claim_version(run)
         first = attempt.number
@@ -293,8 +290,8 @@ def run_locally(
         def start(attempt: Attempt) -> LocalRanks:
             """Start the ranks of an attempt; after the first one, with the config as it was."""
             again = attempt.number > first
-            config_arguments = None if again else arguments
-            if config_arguments is None:
+            config_arguments = arguments
+            if again:
                 # The user may have edited the config file, or a base of it, since it was read.
                 frozen = attempt.directory / "config.toml"
                 replace_file(frozen, dump_config(config))

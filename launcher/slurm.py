@@ -119,7 +119,7 @@ def run_command(
     except FileNotFoundError:
         raise NoSlurm(
             f"{program}: no such command here. Slurm's commands are on the login nodes of a "
-            "cluster; `launcher local` and `launcher sweep --nproc` train on this machine"
+            "cluster; `launcher local` trains on this machine"
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(f"{program}: {AWAY} within {COMMAND_SECONDS:.0f} s") from None

@@ -657,10 +657,6 @@ def percent(share: float | None, digits: int = 0) -> str:
     return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
-STOPPED_BY_USER = (ExitCode.STOPPED, ExitCode.INTERRUPTED)
-"""Exit codes of a run that its user stopped."""
-
-
 def print_end(run: Path, code: int, command: Sequence[str] = ()) -> None:
     """Print what has become of a run, and how one that was stopped goes on.
 
@@ -673,12 +669,7 @@ def print_end(run: Path, code: int, command: Sequence[str] = ()) -> None:
     """
     if code in (ExitCode.FINISHED, ExitCode.STOPPED):
         print(summary(run), file=sys.stderr, flush=True)
-    if command and code in STOPPED_BY_USER:
-        print_stopped(run, command)
-
-
-def print_stopped(run: Path, command: Sequence[str]) -> None:
-    """Print what a run that was stopped has saved, and the command that goes on."""
-    saved = newest_checkpoint_step(run)
-    words = "nothing is saved" if saved is None else f"{checkpoint_name(saved)} is saved"
-    say(f"{run}: {words}; go on with:\n  {shlex.join(command)}")
+    if command and code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+        saved = newest_checkpoint_step(run)
+        words = "nothing is saved" if saved is None else f"{checkpoint_name(saved)} is saved"
+        say(f"{run}: {words}; go on with:\n  {shlex.join(command)}")

@@ -1,8 +1,4 @@
-"""Train several runs: one for each combination of values, or for each config.
-
-On a Slurm cluster they are one job array, on this machine they train one after the other. Their
-directories are the same, so a sweep may begin in one place and go on in the other.
-"""
+"""Submit several runs as one job array: one for each combination of values, or for each config."""
 
 from __future__ import annotations
 
@@ -12,24 +8,18 @@ import json
 import os
 import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from pydantic import BaseModel
 
-from pretrain.config import ConfigError, RunConfig, RunFailed, load_config
-from pretrain.config.errors import say
+from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.load import key_of
-from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
-from pretrain.launcher.ranks import PASSED_ON, run_locally
 from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest
-from pretrain.launcher.status import STOPPED_BY_USER, print_stopped, read_statuses, table
 from pretrain.launcher.submit import (
     TrainingRun,
     allocate,
@@ -39,9 +29,7 @@ from pretrain.launcher.submit import (
     send,
     training_job,
 )
-from pretrain.launcher.supervise import Signals
-from pretrain.rundir.jobs import check_data, check_goes_on, is_done
-from pretrain.rundir.paths import ExitCode, exit_code_of, is_run
+from pretrain.rundir.jobs import is_done
 
 # ---- Name the runs of a sweep: one for each combination of values, or for each config ----
 
@@ -50,27 +38,9 @@ NAME_LENGTH = 80
 """Longest name of a run's directory, before its hash."""
 
 
-@dataclass(frozen=True)
-class SweepRun:
-    """One combination of the values, or one config, and the run that it gives."""
-
-    path: Path
-    """The config file."""
-    config: RunConfig
-    over: dict[str, Any]
-    """The keys of the sweep with this run's values, as the config resolves them; none in a list of
-    configs."""
-
-    @property
-    def name(self) -> str:
-        """Return the run's directory and what distinguishes it."""
-        over = ", ".join(f"{key} = {value}" for key, value in self.over.items())
-        return f"{self.config.run.directory} ({over or self.path})"
-
-
 def wanted_runs(
     paths: Sequence[Path], axes: Sequence[str], overrides: Sequence[str]
-) -> tuple[list[SweepRun], Path]:
+) -> tuple[list[RunConfig], Path]:
     """Return the runs that a command line names, and the folder for what they share.
 
     Args:
@@ -89,25 +59,19 @@ def wanted_runs(
         )
     if axes:
         base = load_config(paths[0], overrides).directory
-        runs = sweep_runs(paths[0], parse_axes(axes), overrides, base)
-        check_directories(runs)
-        return runs, sweep_folder(base)
-    runs = [SweepRun(path, load_config(path, overrides), {}) for path in paths]
-    check_directories(runs)
-    parents = [os.path.dirname(os.path.abspath(each.config.directory)) for each in runs]
-    return runs, Path(os.path.relpath(os.path.commonpath(parents)))
-
-
-def check_directories(runs: Sequence[SweepRun]) -> None:
-    """Raise ConfigError when the directory of one run is that of another."""
-    found: dict[Path, SweepRun] = {}
-    for run in runs:
-        other = found.setdefault(Path(os.path.realpath(run.config.directory)), run)
-        if other is not run:
+        return sweep_runs(paths[0], parse_axes(axes), overrides, base), sweep_folder(base)
+    runs: dict[Path, RunConfig] = {}
+    for path in paths:
+        config = load_config(path, overrides)
+        directory = Path(os.path.realpath(config.directory))
+        if directory in runs:
             raise ConfigError(
-                f"{run.path}: {run.name} is the run of {other.path} ({other.name}) as well, and "
-                "two runs never share a directory. Name another, or make the runs with --over"
+                f"{path}: run.directory = {config.run.directory} is another run's of this sweep. "
+                "Name another directory, or make the runs with --over"
             )
+        runs[directory] = config
+    parents = [os.path.dirname(os.path.abspath(each.directory)) for each in runs.values()]
+    return list(runs.values()), Path(os.path.relpath(os.path.commonpath(parents)))
 
 
 def parse_axes(axes: Sequence[str]) -> dict[str, list[str]]:
@@ -195,7 +159,7 @@ def sweep_folder(base: Path) -> Path:
 
 def sweep_runs(
     path: Path, axes: dict[str, list[str]], overrides: Sequence[str], base: Path
-) -> list[SweepRun]:
+) -> list[RunConfig]:
     """Return one run for each combination of values.
 
     Args:
@@ -213,14 +177,13 @@ def sweep_runs(
             raise ConfigError(
                 f"--set {override}: --over gives {key} its values. Leave one of the two out"
             )
-    runs: dict[Path, SweepRun] = {}
+    runs: dict[Path, RunConfig] = {}
     for values in itertools.product(*axes.values()):
         settings = [f"{key}={value}" for key, value in zip(axes, values)]
         config = load_config(path, [*overrides, *settings])
-        over = {key: _value(config, key) for key in axes}
-        directory = sweep_folder(base) / run_name(over)
+        directory = sweep_folder(base) / run_name({key: _value(config, key) for key in axes})
         own = config.run.model_copy(update={"directory": str(directory)})
-        runs[directory] = SweepRun(path, config.model_copy(update={"run": own}), over)
+        runs[directory] = config.model_copy(update={"run": own})
     return list(runs.values())
 
 
@@ -291,7 +254,7 @@ def sweep(
     site = request.site(site)
     wanted, shared = wanted_runs(paths, axes, overrides)
     folder = Path.cwd() / shared
-    runs = [allocate(each.config, site, request.nodes, allow_changed) for each in wanted]
+    runs = [allocate(each, site, request.nodes, allow_changed) for each in wanted]
     if not (runs := _to_send(runs, dry_run)):
         return
     _check_same_size(runs)
@@ -315,7 +278,7 @@ def sweep(
         f"submitted {len(ids)} runs of {runs[0].nodes} nodes x {runs[0].tasks_per_node} ranks, at "
         f"most {job.concurrent} at the same time"
     )
-    folders = sorted({str(Path(each.config.run.directory).parent) for each in wanted})
+    folders = sorted({str(Path(each.run.directory).parent) for each in wanted})
     print("next: launcher status", *(f"{shlex.quote(folder)}/*" for folder in folders))
 
 
@@ -349,89 +312,3 @@ def _check_same_size(runs: Sequence[TrainingRun]) -> None:
             f"these runs need {shown} ranks (nodes x ranks per node), but all tasks of a "
             "job array have the same size. Sweep over each size separately"
         )
-
-
-def sweep_locally(
-    paths: Sequence[Path],
-    nproc: int,
-    axes: Sequence[str],
-    overrides: Sequence[str] = (),
-    dry_run: bool = False,
-    allow_changed: Sequence[str] = (),
-) -> int:
-    """Train one run for each combination of values, or for each config, one after the other.
-
-    Finished runs are left out and others go on from their newest checkpoint, so the same command
-    goes on where it was. All runs are checked before the first one starts; one that fails does not
-    keep the others from training.
-
-    Args:
-        paths: The config that the runs have in common, or several, each of which is a run.
-        nproc: Processes of each run.
-        axes: The keys and their values, as "section.key=value,value"; none in a list of configs.
-        overrides: Settings of all runs, as --set takes them.
-        dry_run: Only print the runs.
-        allow_changed: Keys that may differ from the checkpoints' although they change training.
-
-    Returns:
-        The exit code: that of the run in which the user stopped the sweep, else 1 if a run failed.
-
-    Raises:
-        ConfigError: The axes are malformed, or a run cannot work; nothing was started.
-    """
-    runs, _ = wanted_runs(paths, axes, overrides)
-    for run in runs:
-        run.config.layout(nproc)
-        check_goes_on(run.config, allow_changed)
-        if not dry_run:
-            check_data(run.config)
-    left = [run for run in runs if not is_done(run.config, allow_changed)]
-    if dry_run:
-        for run in runs:
-            print(f"{run.name}: {'would train' if run in left else 'finished'}")
-        return ExitCode.FINISHED
-    over = [word for axis in axes for word in ("--over", axis)]
-    settings = [word for override in overrides for word in ("--set", override)]
-    again = ["launcher", "sweep", *map(str, paths), f"--nproc={nproc}", *over, *settings]
-    again += allow_options(allow_changed)
-    code = ExitCode.FINISHED.value
-    # One record for all runs: a signal may come between two of them, or too late to stop one.
-    with Signals(*PASSED_ON) as signals:
-        for number, run in enumerate(left, start=1):
-            say(f"run {number} of {len(left)}: {run.name}")
-            # A failure of an earlier run counts as long as the user does not end the sweep.
-            ended = _train(run, nproc, allow_changed, signals)
-            if ended in STOPPED_BY_USER or (signals.stops and (ended or number < len(left))):
-                code = ended if ended in STOPPED_BY_USER else ExitCode.STOPPED
-                break
-            code = ExitCode.FAILED if ended else code
-            # The next run must not follow a SIGUSR1 that this one has followed.
-            signals.received.clear()
-    statuses, _ = read_statuses(
-        [each.config.directory for each in runs if is_run(each.config.directory)]
-    )
-    print(table(statuses), flush=True)
-    if code in STOPPED_BY_USER:
-        print_stopped(run.config.directory, again)
-    return code
-
-
-def _train(run: SweepRun, nproc: int, allow_changed: Sequence[str], signals: Signals) -> int:
-    """Train one run as `launcher local` does, and return its exit code. Errors are printed.
-
-    Args:
-        run: The run.
-        nproc: Its processes.
-        allow_changed: Keys that may differ from the checkpoint's.
-        signals: Records the signals to this process; none came so far.
-    """
-    train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
-    try:
-        # Not the config's file: it may have been edited while the runs before this one trained.
-        code = run_locally(run.config, nproc, train, None, signals=signals)
-    except (ConfigError, RunFailed) as error:
-        say(f"error: {error}")
-        code = exit_code_of(error)
-    if code and code not in STOPPED_BY_USER and not signals.stops:
-        say(f"{run.config.run.directory}: failed with exit code {code}; the other runs go on")
-    return code

@@ -347,7 +347,7 @@ def test_runs_of_a_sweep_lie_beside_the_run(tmp_path):
 
     def directories(axis):
         runs = sweep.sweep_runs(Path("configs/demo.toml"), sweep.parse_axes([axis]), [], base)
-        return [run.config.directory for run in runs]
+        return [run.directory for run in runs]
 
     assert directories("position.method=alibi,rotary") == [beside / "alibi", beside / "rotary"]
     assert sweep.sweep_folder(Path(".")) == Path("sweep")
@@ -388,11 +388,10 @@ def test_a_sweep_trains_the_values_that_it_names(tmp_path, axis, values):
     axes = sweep.parse_axes([axis])
     runs = sweep.sweep_runs(Path("configs/demo.toml"), axes, [], tmp_path / "s")
     [key] = axes
-    assert [sweep._value(run.config, key) for run in runs] == values
-    assert [run.over for run in runs] == [{key: value} for value in values]
-    assert len({run.config.directory for run in runs}) == len(values)
+    assert [sweep._value(run, key) for run in runs] == values
+    assert len({run.directory for run in runs}) == len(values)
     if key == "position.method":
-        assert [run.config.directory.name for run in runs] == values
+        assert [run.directory.name for run in runs] == values
 
 
 def test_a_sweep_does_not_remove_a_key_and_does_not_lose_a_setting(tmp_path):
@@ -404,3 +403,5 @@ def test_a_sweep_does_not_remove_a_key_and_does_not_lose_a_setting(tmp_path):
         plan(["evaluation.max_tokens=,1000"])
     with pytest.raises(ConfigError, match=r"--set position . method=t5: --over gives"):
         plan(["position.method=alibi,none"], ["position . method=t5"])
+    with pytest.raises(ConfigError, match="is another run's of this sweep"):
+        submit_sweep([Path("configs/demo.toml")] * 2, site, [], dry_run=True)
