@@ -18,6 +18,7 @@ from typing import Any
 
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, dump_config, writing
+from pretrain.config.errors import say
 from pretrain.config.trajectory import VALIDATION
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.records import read_records
@@ -38,7 +39,6 @@ from pretrain.study.runs import (
     data_sets,
     dump_study,
     load_study_file,
-    not_asked,
     other_differences,
     request_of,
     resolve,
@@ -257,11 +257,6 @@ def run_study(path: Path, request: Request) -> int:
     study = resolve(path, load_study_file(path))
     check_directory(study)
     check_runs(study, None if request.site else request.nproc)
-    for name in not_asked(study):
-        say(
-            f"{study.directory}/runs/{name}: no run of {path}, so no part of the results; it stays "
-            "as it is"
-        )
     for line in other_differences(study):
         say(f"{path}: the runs differ in more than method, length and seed: {line}")
     work = Work(study, request)
@@ -304,12 +299,6 @@ def print_plan(path: Path, nproc: int | None) -> None:
         print(f"{run.config.data.directory}: not built yet; it would be built first")
     lengths = ", ".join(f"{length:,}" for length in study.lengths)
     print(f"{len(left)} of {len(states)} runs would train; all would be evaluated at {lengths}")
-
-
-def say(text: str) -> None:
-    """Print a message to stderr; it is lost where the terminal was closed."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _work(work: Work) -> int:

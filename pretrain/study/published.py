@@ -35,8 +35,6 @@ class Published(NamedTuple):
     value: float
     key: str
     """Where it stands in published.toml: "wikitext103.alibi_nonoverlapping.512.1024"."""
-    status: str
-    """ "text" or "transcribed": see published.toml."""
 
 
 class Ratio(NamedTuple):
@@ -87,12 +85,11 @@ def perplexities(model: str) -> Mapping[Perplexity, Published]:
                 }.get(name) or _model(row)
                 protocol = SLIDING if name.startswith(SLIDING) else NONOVERLAPPING
                 of = Perplexity(method, int(trained), protocol, int(length))
-                found[of] = Published(value, f"{model}.{name}.{row}.{length}", family["status"])
+                found[of] = Published(value, f"{model}.{name}.{row}.{length}")
     for row, values in family.get("equal_updates", {}).items():
         for length, value in values["ppl"].items():
             of = Perplexity(*_model(row), family["protocol"], int(length))
-            key = f"{model}.equal_updates.{row}.ppl.{length}"
-            found[of] = Published(value, key, family["status"])
+            found[of] = Published(value, f"{model}.equal_updates.{row}.ppl.{length}")
     return found
 
 
@@ -105,12 +102,11 @@ def _model(name: str) -> tuple[str, int]:
 @functools.cache
 def efficiency() -> Mapping[tuple[str, int, str], Published]:
     """Return (method, training length, value of QUANTITIES) -> the published number."""
-    table = content()[EFFICIENCY]
     return {
         (method, int(length), quantity): Published(
-            value, f"{EFFICIENCY}.{method}.{column}.{length}", table["status"]
+            value, f"{EFFICIENCY}.{method}.{column}.{length}"
         )
-        for method, columns in table.items()
+        for method, columns in content()[EFFICIENCY].items()
         if isinstance(columns, dict)
         for column, quantity in QUANTITIES.items()
         for length, value in columns[column].items()

@@ -8,6 +8,7 @@ import html
 import json
 import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -41,10 +42,7 @@ from pretrain.evaluation.windows import SLIDING
 from pretrain.study import published, reading
 from pretrain.study.published import RATIOS_FROM, cost_table, costs, perplexity_table
 from pretrain.study.reading import CONTEXT, EARLY, TOTAL, Results
-from pretrain.study.runs import FINISHED, dump_study, not_asked, other_differences
-
-RATIO = ("low", "value", "high")
-"""Keys of a case's ratio in claims.json."""
+from pretrain.study.runs import FINISHED, dump_study, other_differences
 
 
 def write_study_report(results: Results) -> None:
@@ -92,16 +90,9 @@ def to_html(title: str, page: Page) -> str:
     )
 
 
-def as_code(text: str, language: str = "") -> str:
-    """Return a block of code that nothing in the text can end.
-
-    Args:
-        text: The code.
-        language: Its language, for colours.
-    """
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+def as_code(text: str) -> str:
+    """Return a block of code that nothing in the text can end."""
+    return textwrap.indent(text.rstrip(), "    ")
 
 
 # ---- the sections ------------------------------------------------------------------------------
@@ -140,8 +131,8 @@ def report(results: Results, judged: Sequence[Judgement]) -> Page:
     """
     study, curves = results.study, results.curves
     page = Page(f"# {plain(study.asked.title)}", _in_short(results, judged))
-    page.add("## What was asked", as_code(study.command, "sh"))
-    page.add(as_code(dump_study(study.asked), "toml"))
+    page.add("## What was asked", as_code(study.command))
+    page.add("Every key of the study file with its value:", as_code(dump_study(study.asked)))
     page.add("## Runs", *_runs(results))
     page.add("## The published claims", *_claims(judged, study.asked.published or RATIOS_FROM))
     page.add("## Perplexity by length")
@@ -190,11 +181,6 @@ def _runs(results: Results) -> Iterable[str]:
     ]
     header = ["run", "method", "L", "seed", "state", "reason"]
     yield Table("Runs of the study", header, rows, names=len(header)).markdown()
-    if beside := not_asked(study):
-        yield (
-            f"**In `runs/`, but not in the study file: {plain(', '.join(beside))}. No part of the "
-            "results.**"
-        )
     if differ := other_differences(study):
         yield (
             "**The runs differ in more than method, training length and seed, so every comparison "
@@ -390,11 +376,12 @@ def claims_json(judged: Sequence[Judgement]) -> bytes:
             for field in dataclasses.fields(each.claim)
             if field.name != "judge"
         }
+        ends = ("low", "value", "high")
         cases = [
             {
                 "train_length": case.train_length,
                 "verdict": case.verdict.value,
-                "ratio": case.ratio and dict(zip(RATIO, map(finite_or_none, case.ratio))),
+                "ratio": case.ratio and dict(zip(ends, map(finite_or_none, case.ratio))),
                 "tokens": case.tokens,
                 "seeds": case.seeds,
                 "words": case.words,

@@ -7,6 +7,7 @@ experiment.
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import math
 import operator
@@ -22,9 +23,9 @@ from pydantic import Field, PositiveInt, ValidationError
 from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.manifest import data_hashes, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, load_config
-from pretrain.config.load import expand_path, explain, key_of, read_toml
+from pretrain.config.load import expand_path, explain, read_toml
 from pretrain.config.schema import Effect, Section
-from pretrain.config.trajectory import Difference, data_differences, differences
+from pretrain.config.trajectory import data_differences, differences
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.records import Table, grouped
 from pretrain.rundir.attempts import read_attempts
@@ -100,7 +101,8 @@ class StudyFile(Section):
     the config. Two or more show which differences are noise."""
 
     settings: tuple[str, ...] = Field(default=(), strict=False)
-    """Settings of all runs, each as --set takes it, such as "train.num_steps=320"."""
+    """Settings of all runs, each as --set takes it, such as "train.num_steps=320". The study's own
+    keys, such as methods and seeds, come after them."""
 
     evaluation: StudyEvaluation = StudyEvaluation()
     efficiency: StudyEfficiency = StudyEfficiency()
@@ -119,31 +121,7 @@ def load_study_file(path: Path) -> StudyFile:
             the file, the key, the value and the remedy.
     """
     try:
-        values = read_toml(path)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such study file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a readable study file: {error}") from None
-    return parse_study(values, path)
-
-
-def parse_study(values: dict[str, Any], path: Path) -> StudyFile:
-    """Build and check a study file from its values.
-
-    Args:
-        values: As tomllib returns them.
-        path: The file that they come from, for messages.
-
-    Raises:
-        ConfigError: The values cannot work together.
-    """
-    if {"model", "run"} & set(values):
-        raise ConfigError(
-            f"{path}: the config of a run, not a study file. A study names it: config = "
-            f'"{path.name}"; `launcher local` trains it by itself'
-        )
-    try:
-        study = StudyFile.model_validate(values)
+        study = StudyFile.model_validate(read_toml(path))
         if problem := _problem(study):
             raise ConfigError(problem)
         return study.model_copy(update={"directory": expand_path("directory", study.directory)})
@@ -153,6 +131,8 @@ def parse_study(values: dict[str, Any], path: Path) -> StudyFile:
         raise ConfigError(
             "\n".join(f"{path}: {line}" for line in str(error).splitlines())
         ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a readable study file: {error}") from None
 
 
 def _explain(error: Any) -> str:
@@ -205,23 +185,6 @@ def _problem(study: StudyFile) -> str:
     if not all(study.methods):
         # An empty value would remove the key, and train its default in place of what was asked.
         return 'methods = "": expected a value of position.method, such as "alibi"'
-    return _setting_problem(study)
-
-
-def _setting_problem(study: StudyFile) -> str:
-    """Return what is wrong with `settings`; empty when nothing is."""
-    own = {"run.directory": "directory"}
-    if not study.configs:
-        own |= {
-            "position.method": "methods",
-            "data.sequence_length": "training_lengths",
-            "batch.global_batch_size": "tokens_per_step",
-        }
-    if study.seeds is not None:
-        own["run.seed"] = "seeds"
-    for setting in study.settings:
-        if key := own.get(key_of(setting)):
-            return f'settings = "{setting}": {key} says this. Leave it out of settings'
     return ""
 
 
@@ -310,9 +273,11 @@ def resolve(path: Path, asked: StudyFile) -> Study:
         ConfigError: A run cannot work, two have one method, length and seed, or a pattern finds no
             file.
     """
-    asked_for = _of_files(path, asked) if asked.configs else _of_fields(path, asked)
+    asked_for = list(_of_files(path, asked) if asked.configs else _of_fields(path, asked))
+    seeds = [[f"run.seed={seed}"] for seed in asked.seeds or ()] or [[]]
     runs: dict[str, StudyRun] = {}
-    for source, settings in asked_for:
+    for seed_set, (source, own) in itertools.product(seeds, asked_for):
+        settings = [*asked.settings, *own, *seed_set]
         config = load_config(source, settings)
         length, seed = config.data.sequence_length, config.run.seed
         name = f"{config.position_name}-{length}-s{seed}"
@@ -401,14 +366,6 @@ def _values(study: Study, what: str, value: Callable[[RunConfig], Any]) -> list[
     return [f"{what}: {said}"] if len(runs) > 1 else []
 
 
-def not_asked(study: Study) -> list[str]:
-    """Return the names of what lies in STUDY/runs and is no run of the study's file."""
-    named = {run.name for run in study.runs}
-    # Slurm's logs of an array lie in a hidden folder beside its runs.
-    found = (study.directory / "runs").glob("[!.]*/")
-    return sorted(path.name for path in found if path.name not in named)
-
-
 def data_sets(runs: Sequence[StudyRun]) -> list[StudyRun]:
     """Return one run for each data set that is not built."""
     by_directory = {run.config.data.directory: run for run in runs}
@@ -416,46 +373,36 @@ def data_sets(runs: Sequence[StudyRun]) -> list[StudyRun]:
 
 
 def _of_files(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]:
-    """Yield config file and settings of each run of a study that lists config files."""
+    """Yield each config file of a study that lists them, without settings of its own."""
     sources: dict[Path, RunConfig] = {}
     for pattern in asked.configs:
-        # The folder's own name is no pattern; an absolute pattern is one as a whole.
-        within = Path(pattern if Path(pattern).is_absolute() else glob.escape(str(path.parent)))
-        files = sorted(map(Path, glob.glob(str(within / pattern), recursive=True)))
-        if not files:
+        names = glob.glob(pattern, root_dir=path.parent, recursive=True)
+        if not (files := sorted(path.parent / name for name in names)):
             raise ConfigError(f"{path}: configs = {pattern!r}: no such file in {path.parent}")
         sources |= {file: load_config(file, asked.settings) for file in files}
     # The shortest length first, and the methods of one length beside each other.
-    order = sorted(sources, key=lambda file: sources[file].data.sequence_length)
-    for seed in asked.seeds or (None,):
-        for file in order:
-            yield file, [*asked.settings, *_seed(seed)]
+    for file in sorted(sources, key=lambda file: sources[file].data.sequence_length):
+        yield file, []
 
 
 def _of_fields(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]:
-    """Yield config file and settings of each run of a study of methods and lengths."""
+    """Yield the config file and own settings of each run of a study of methods and lengths."""
     source = path.parent / str(asked.config)
     base = load_config(source, asked.settings)
     tokens = asked.tokens_per_step or base.tokens_per_step
     micro_tokens = base.batch.micro_batch_size * base.data.sequence_length
-    for seed in asked.seeds or (None,):
-        for length in asked.training_lengths:
-            if tokens % length:
-                raise ConfigError(
-                    f"{path}: training_lengths = {length}: does not divide the {tokens:,} tokens "
-                    "of tokens_per_step. Choose lengths that do, or another tokens_per_step"
-                )
-            # Micro batches of as equal sizes as whole sequences allow.
-            batch = [f"batch.global_batch_size={tokens // length}"]
-            batch += [f"batch.micro_batch_size={max(1, micro_tokens // length)}"]
-            for method in asked.methods:
-                own = [f"position.method={method}", f"data.sequence_length={length}"]
-                yield source, [*asked.settings, *own, *batch, *_seed(seed)]
-
-
-def _seed(seed: int | None) -> list[str]:
-    """Return the setting of a seed; none for the config's own."""
-    return [] if seed is None else [f"run.seed={seed}"]
+    for length in asked.training_lengths:
+        if tokens % length:
+            raise ConfigError(
+                f"{path}: training_lengths = {length}: does not divide the {tokens:,} tokens "
+                "of tokens_per_step. Choose lengths that do, or another tokens_per_step"
+            )
+        # Micro batches of as equal sizes as whole sequences allow.
+        batch = [f"batch.global_batch_size={tokens // length}"]
+        batch += [f"batch.micro_batch_size={max(1, micro_tokens // length)}"]
+        for method in asked.methods:
+            own = [f"position.method={method}", f"data.sequence_length={length}"]
+            yield source, [*own, *batch]
 
 
 def _check_evaluation(study: Study) -> None:
@@ -501,21 +448,16 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
     for each in found:
         # Another validation text: losses while training could not be compared.
         if each.effect is not Effect.FREE or each.data:
+            what = f" ({each.data})" if each.data else ""
             yield (
-                f"{_difference_shown(each)}: {checkpoint.path} was trained with {each.before}. "
-                f"{remedy}"
+                f"{each.key}{what} = {each.after}: {checkpoint.path} was trained with "
+                f"{each.before}. {remedy}"
             )
     for change in checkpoint.origin.changes:
         yield (
             f"{change.key}: was changed from {change.before} to {change.after} after step "
             f"{change.step} of {checkpoint.path}. {remedy}"
         )
-
-
-def _difference_shown(difference: Difference) -> str:
-    """Return a key and its present value."""
-    what = f" ({difference.data})" if difference.data else ""
-    return f"{difference.key}{what} = {difference.after}"
 
 
 # ---- Tell how the runs of a study stand, from their directories, and record it in study.json ----
@@ -573,8 +515,7 @@ def states_of(
         study: The study.
         launched: Name -> how the launcher failed just now.
     """
-    failures = launched or {}
-    return [(run, state_of(run, failures.get(run.name, ""))) for run in study.runs]
+    return [(run, state_of(run, (launched or {}).get(run.name, ""))) for run in study.runs]
 
 
 def write_study(study: Study, states: Sequence[tuple[StudyRun, State]]) -> None:

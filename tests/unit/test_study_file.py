@@ -21,7 +21,6 @@ from pretrain.study.runs import (
     check_directory,
     check_runs,
     load_study_file,
-    not_asked,
     other_differences,
     resolve,
     states_of,
@@ -76,7 +75,9 @@ def test_methods_lengths_and_seeds_are_a_run_each_with_equal_tokens_a_step(tmp_p
 def test_a_study_differs_from_its_config_in_what_it_says_and_in_nothing_else(
     tmp_path: Path,
 ) -> None:
-    found = study(tmp_path, FIELDS | {"settings": '["train.num_steps=640"]'})
+    own = '["train.num_steps=640", "run.directory=x", "run.seed=7"]'
+    found = study(tmp_path, FIELDS | {"settings": own, "seeds": "[1234]"})
+    assert all(run.config.run.directory == f"s/runs/{run.name}" for run in found.runs)
     given = load_config(DEMO).model_dump()
     said = {
         "run": {"directory"},
@@ -140,11 +141,9 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
         ({"directory": '"-s"'}, "", "directory = -s: commands take this for an option"),
         ({"methods": '["alibo"]'}, "", "position.method = 'alibo'"),
         ({"training_lengths": "[100]"}, "", "= 100: does not divide the 4,096 tokens of tokens_"),
-        ({"settings": '["run.directory=x"]'}, "", '"run.directory=x": directory says this'),
-        ({"settings": '["run.seed=1"]', "seeds": "[1]"}, "", "seeds says this"),
         ({"published": '"wikitext103"'}, "", "published = wikitext103: its perplexities are of w"),
         ({"metods": "[]"}, "", "metods: no such key"),
-        ({}, "[model]\nnum_layers = 1", "the config of a run, not a study file"),
+        ({}, "[model]\nnum_layers = 1", "model: no such key"),
         ({}, "[evaluation]\nlengths = [64]\nstride = 65", "--stride 65: longer than the shortest"),
         ({"methods": '["learned"]'}, "", "max_position_embeddings"),
     ],
@@ -206,15 +205,6 @@ def test_a_second_command_on_a_study_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another `pretrain study` works on it"):
             run_study(found.file, Request())
     assert [path.name for path in (tmp_path / "s").iterdir()] == [".lock"]
-
-
-def test_a_seed_in_place_of_another_is_a_run_of_its_own_and_the_other_stays(tmp_path: Path) -> None:
-    keys = FIELDS | {"directory": f'"{tmp_path}/s"', "training_lengths": "[64]"}
-    for run in study(tmp_path, keys).runs:
-        run.config.directory.mkdir(parents=True)
-    found = study(tmp_path, keys | {"seeds": "[2, 1234]", "methods": '["t5"]'})
-    assert [run.name for run in found.runs] == ["t5-64-s2", "t5-64-s1234"]
-    assert not_asked(found) == ["alibi-64-s1234"]
 
 
 # ---- what is not the study's ---------------------------------------------------------------------
