@@ -29,7 +29,7 @@ from pretrain.launcher import control, job
 from pretrain.launcher.evaluations import evaluate_run, plan_evaluations, run_job
 from pretrain.launcher.ranks import run_locally
 from pretrain.launcher.site import SlurmRequest, load_site
-from pretrain.launcher.status import GOODPUT, print_end, show_status
+from pretrain.launcher.status import print_end, show_status
 from pretrain.launcher.submit import build_data, data_job, run_array
 from pretrain.launcher.submit import submit as submit_run
 from pretrain.launcher.sweep import sweep as submit_sweep
@@ -322,7 +322,7 @@ def data_array(
 
 
 # ---- looking after runs --------------------------------------------------------------------------
-@app.command(epilog=GOODPUT)
+@app.command()
 def status(
     runs: Annotated[list[Path] | None, typer.Argument(metavar="RUN")] = None,
 ) -> None:
@@ -330,6 +330,9 @@ def status(
 
     Prints a table of all runs. For a single RUN also prints its attempts, how each ended, and the
     nodes that are not used any more.
+
+    Goodput is the time spent on training steps that the run kept, as a share of the time it held
+    its nodes. Attempts that were refused or found every step done do not count.
 
     \b
     Examples:

@@ -16,8 +16,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -26,7 +26,14 @@ from pretrain.config.errors import columns, say
 from pretrain.launcher import slurm
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.supervise import failing_nodes
-from pretrain.rundir.attempts import LEASE_SECONDS, AttemptRecord, is_idle, read_attempts
+from pretrain.rundir.attempts import (
+    LEASE_SECONDS,
+    AttemptRecord,
+    Owner,
+    PhaseChange,
+    is_idle,
+    read_attempts,
+)
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.files import MAX_NUMBER, read_text
 from pretrain.rundir.jobs import JobRecord, read_jobs
@@ -46,138 +53,52 @@ from pretrain.rundir.paths import (
     is_run,
 )
 
+
 # ---- goodput -------------------------------------------------------------------------------------
-GOODPUT = (
-    "Goodput is the time spent on training steps that the run kept, as a share of the time it held "
-    "its nodes. Attempts that were refused or found every step done do not count."
-)
+def goodput(
+    attempts: Sequence[AttemptRecord], checkpoint: int | None, running: bool = False
+) -> float | None:
+    """Return the time of the training steps that a run kept over that in which it held its nodes.
 
-
-class Time(NamedTuple):
-    """Milliseconds of an attempt, with those between it and the attempt before in the same job."""
-
-    kept: int
-    """Spent on training steps that the run kept."""
-    held: int
-    """In which the run held its nodes."""
-
-
-class Interval(NamedTuple):
-    """The time [begin, end) that an attempt spent in one phase."""
-
-    begin: int
-    """Milliseconds since 1970."""
-    end: int
-    """Milliseconds since 1970."""
-    phase: str
-    step: int
-    """Steps done when the phase began."""
-
-
-def times(attempts: Sequence[AttemptRecord], now: float | None = None) -> list[Time]:
-    """Return the time that each attempt held its nodes and how much of it was kept.
-
-    An attempt that left no ended.json ends at its last sign of life. The clocks of different hosts
-    may disagree, so an attempt is cut to the time that earlier ones have left free.
+    Attempts that were refused or found every step done do not count.
 
     Args:
         attempts: All attempts, oldest first.
-        now: Unix seconds if the last attempt still runs, else None.
+        checkpoint: The step of the newest complete checkpoint, from which the run would go on.
+        running: The last attempt still runs.
+
+    Returns:
+        0 to 1; None where no node was held.
     """
-    found, free_from = [], 0
-    for index, attempt in enumerate(attempts):
-        later = attempts[index + 1 :]
-        running = not later and now is not None
-        begin = max(free_from, _begin(attempt))
-        end = _milliseconds(now) if running and now is not None else _end(attempt)
+    # When an attempt began whose owner.json is damaged is not known.
+    counted = [each for each in attempts if each.owner.began_at and not is_idle(each)]
+    # While an attempt runs, all its work may still be saved.
+    ended = counted[-1].ended if counted else None
+    keeps_all = running or (ended is not None and ended.outcome == Outcome.FINISHED)
+    kept_step = sys.maxsize if keeps_all else checkpoint or 0
+    kept, held, later = 0.0, 0.0, Owner(began_at=math.inf)
+    for attempt in reversed(counted):
+        owner, marks = attempt.owner, attempt.phases
+        last_sign = max(attempt.last_heartbeat, owner.began_at, *(mark.at for mark in marks))
         # A superseded attempt notices it late, and records an end after the next one's begin.
-        end = max(begin, min(end, _begin(later[0])) if later else end)
-        intervals = _intervals(attempt, begin, end)
-        # While an attempt runs, all its work may still be saved.
-        kept_until = end if running else _kept_until(intervals, attempt, later)
-        kept = sum(
-            each.end - each.begin
-            for each in intervals
-            if each.phase == Phase.TRAINING and each.begin < kept_until
-        )
+        end = min(attempt.ended.at if attempt.ended else last_sign, later.began_at)
         # Between two attempts of one start of a job its nodes are held.
-        gap = begin - free_from if index and _is_same_start(attempts[index - 1], attempt) else 0
-        found.append(Time(0, gap) if is_idle(attempt) else Time(kept, gap + end - begin))
-        free_from = end
-    return found
-
-
-def goodput(found: Sequence[Time]) -> float | None:
-    """Return the kept share of the held time, 0 to 1; None if no node was held."""
-    held = sum(each.held for each in found)
-    return sum(each.kept for each in found) / held if held else None
-
-
-def _milliseconds(seconds: float) -> int:
-    return round(seconds * 1000)
-
-
-def _is_same_start(before: AttemptRecord, attempt: AttemptRecord) -> bool:
-    """Return True if one start of one Slurm job made both attempts."""
-    job = before.owner.slurm_job_id, before.owner.slurm_restart_count
-    return job == (attempt.owner.slurm_job_id, attempt.owner.slurm_restart_count) != (None, None)
-
-
-def _begin(attempt: AttemptRecord) -> int:
-    """Return when an attempt began; by its first sign of life if owner.json is damaged."""
-    signs = [attempt.owner.began_at, *(mark.at for mark in attempt.phases), attempt.last_heartbeat]
-    return _milliseconds(next((at for at in signs if at), 0.0))
-
-
-def _end(attempt: AttemptRecord) -> int:
-    """Return when an attempt ended; by its last sign of life if it left no ended.json."""
-    if attempt.ended is not None:
-        return _milliseconds(attempt.ended.at)
-    phase_changes = (mark.at for mark in attempt.phases)
-    return _milliseconds(max(attempt.owner.began_at, attempt.last_heartbeat, *phase_changes))
-
-
-def _intervals(attempt: AttemptRecord, begin: int, end: int) -> list[Interval]:
-    """Cut [begin, end) at each phase change; before the first one the attempt was starting."""
-    intervals, since, step = [], begin, 0
-    phase: str = Phase.STARTING
-    for mark in attempt.phases:
-        # Never backwards, whatever a clock that was set did to the times in phases.jsonl.
-        at = min(max(_milliseconds(mark.at), since), end)
-        intervals.append(Interval(since, at, phase, step))
-        since, phase, step = at, mark.phase, mark.step
-    return [*intervals, Interval(since, end, phase, step)]
-
-
-def _kept_until(
-    intervals: Sequence[Interval], attempt: AttemptRecord, later: Sequence[AttemptRecord]
-) -> int:
-    """Return the moment in milliseconds from which on the work of a past attempt was lost.
-
-    It is the end of the newest save that every later attempt has resumed from or from beyond. A
-    user may resume from an old checkpoint by hand, so all later attempts count, not only the next.
-    """
-    resumed = [step for each in later if (step := resumed_from(each)) is not None]
-    if not resumed and attempt.ended is not None and attempt.ended.outcome == Outcome.FINISHED:
-        return intervals[-1].end
-    saved = [mark.saved for mark in attempt.phases if mark.saved is not None]
-    # If no attempt has resumed it yet, the next one will, from its newest checkpoint.
-    step = min(resumed) if resumed else max(saved, default=-1)
-    return max(
-        (i.end for i in intervals if i.phase == Phase.SAVING and i.step <= step),
-        default=intervals[0].begin,
-    )
-
-
-def resumed_from(attempt: AttemptRecord) -> int | None:
-    """Return the number of steps that an attempt had when its work began.
-
-    If it never got that far, return the step of the checkpoint that it would have loaded, or None
-    if there was none.
-    """
-    return next(
-        (mark.step for mark in attempt.phases if mark.phase in WORK), attempt.owner.checkpoint_step
-    )
+        if owner.is_of_job(later.slurm_job_id) and (
+            owner.slurm_restart_count == later.slurm_restart_count
+        ):
+            end = later.began_at
+        # The clocks of different hosts may disagree.
+        held += max(0.0, end - owner.began_at)
+        # How far training came after the last mark is known only where all of it is kept.
+        last = PhaseChange(end, "", sys.maxsize)
+        for mark, following in reversed([*pairwise([*marks, last])]):
+            if mark.phase == Phase.TRAINING and following.step <= kept_step:
+                kept += max(0.0, following.at - mark.at)
+            if mark.phase in WORK:
+                # What was done beyond this step before is lost.
+                kept_step = min(kept_step, mark.step)
+        later = owner
+    return min(1.0, kept / held) if held else None
 
 
 # ---- progress ------------------------------------------------------------------------------------
@@ -290,8 +211,8 @@ class RunStatus:
     checkpoint: int | None = None
     """The step of the newest complete checkpoint."""
     attempts: list[AttemptRecord] = field(default_factory=list)
-    times: list[Time] = field(default_factory=list)
-    """One per attempt."""
+    goodput: float | None = None
+    """0 to 1."""
     job: JobState | None = None
     """The training job in the queue."""
 
@@ -461,7 +382,7 @@ def _status(run: Path, sent: Sequence[JobRecord], queue: Queue, now: float) -> R
         and attempts[-1].ended is None
     )
     rates, num_steps = read_rates(RunPaths(run).metrics), read_num_steps(run)
-    step = rates.step if rates else None
+    step, checkpoint = rates.step if rates else None, newest_checkpoint_step(run)
     return RunStatus(
         run=run,
         state=state,
@@ -472,9 +393,9 @@ def _status(run: Path, sent: Sequence[JobRecord], queue: Queue, now: float) -> R
         num_steps=num_steps,
         rates=rates,
         ends_at=_estimated_end(attempts[-1], step, num_steps, now) if running else None,
-        checkpoint=newest_checkpoint_step(run),
+        checkpoint=checkpoint,
         attempts=attempts,
-        times=times(attempts, now if running else None),
+        goodput=goodput(attempts, checkpoint, running),
         job=job,
     )
 
@@ -590,7 +511,7 @@ def summary(run: Path) -> str:
         saved = f"newest checkpoint {checkpoint_name(checkpoint)}"
     plural = "" if len(attempts) == 1 else "s"
     said = f"{run}: {outcome} at {step}, {len(attempts)} attempt{plural}, {saved}"
-    share = percent(goodput(times(attempts)), 1)
+    share = percent(goodput(attempts, checkpoint), 1)
     return f"{said}\ngoodput: {share} of the time it held its nodes"
 
 
@@ -616,7 +537,7 @@ def _row(status: RunStatus) -> Sequence[str]:
         step,
         f"{rates.loss_nats:.3f}" if rates else "",
         tqdm.format_sizeof(rates.tokens_per_second) if rates else "",
-        percent(goodput(status.times)) if status.times else "",
+        percent(status.goodput) if status.attempts else "",
         moment(status.ends_at) if status.ends_at else "",
         "" if status.checkpoint is None else str(status.checkpoint),
         str(status.restarts),
@@ -629,19 +550,18 @@ def _row(status: RunStatus) -> Sequence[str]:
 def _attempts(status: RunStatus) -> list[str]:
     """Return a table of the attempts: when each began, how it ended, and why if it failed."""
     rows = []
-    for attempt, found in zip(status.attempts, status.times):
+    for attempt in status.attempts:
         ended = attempt.ended
         rows.append(
             (
                 str(attempt.number),
                 moment(attempt.owner.began_at),
                 str(ended.step if ended else attempt.step),
-                percent(goodput([found])),
                 in_words(ended.outcome) if ended else "",
                 ended.reason if ended and ended.outcome not in ENDED_WELL else "",
             )
         )
-    return _lines(["ATTEMPT", "BEGAN", "STEP", "GOODPUT", "END", "REASON"], rows)
+    return _lines(["ATTEMPT", "BEGAN", "STEP", "END", "REASON"], rows)
 
 
 def moment(at: float) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher.status import times
+from pretrain.launcher.status import goodput
 from pretrain.rundir.attempts import Owner, read_attempts
 
 BEGAN = 1_700_000_000.0
@@ -28,7 +28,8 @@ PARTS = [
 class History:
     """Write attempts as the supervisor and rank 0 do, and sum up the true time of each part."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, job: str | None = None) -> None:
+        self.job = job
         self.run, self.now, self.number = run, BEGAN, 0
         self.truth = dict.fromkeys(PARTS, 0)
         # Work that a later attempt may lose: (step that has to be saved to keep it, part, ms).
@@ -51,6 +52,7 @@ class History:
         owner = Owner(
             nonce=str(self.number),
             host="n1",
+            slurm_job_id=self.job,
             began_at=self.now,
             submitted_at=self.submitted,
             checkpoint_step=max(self.saves) or None,
@@ -60,6 +62,11 @@ class History:
         # Parts that count if the attempt was meant to train, and are idle if it was not.
         self.unsure = dict.fromkeys(PARTS, 0)
         self.is_worked = False
+
+    def began_at_once(self, milliseconds: int) -> None:
+        """Begin an attempt that trains from its first moment on."""
+        self.begin(0)
+        self.phase("training", milliseconds)
 
     def phase(self, name: str, milliseconds: int, saved: int | None = None) -> None:
         """Spend some time in a phase; `saved` is the step of the checkpoint just completed."""
@@ -164,23 +171,50 @@ def random_history(run: Path, dice: random.Random) -> History:
     return history
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_random_histories(seed, tmp_path):
-    history = random_history(tmp_path, random.Random(seed))
-    found, truth = times(read_attempts(tmp_path)), history.truth
-    assert round((history.now - BEGAN) * 1000) == sum(truth.values())
-    assert sum(each.kept for each in found) == truth["training"]
-    assert (
-        sum(each.held for each in found) == sum(truth.values()) - truth["waiting"] - truth["idle"]
-    )
-    assert all(0 <= each.kept <= each.held for each in found)
+def test_random_histories(tmp_path):
+    for seed in range(30):
+        history = random_history(tmp_path / str(seed), random.Random(seed))
+        truth = history.truth
+        assert round((history.now - BEGAN) * 1000) == sum(truth.values())
+        held = sum(truth.values()) - truth["waiting"] - truth["idle"]
+        found = goodput(read_attempts(history.run), max(history.saves))
+        assert found == (pytest.approx(truth["training"] / held) if held else None), seed
+
+
+def test_what_an_attempt_lost_itself_and_what_it_may_still_save(tmp_path):
+    history = History(tmp_path)
+    history.began_at_once(1_000)
+    history.step = 5
+    history.phase("saving", 1_000)
+    history.phase("training", 10_000)
+    # Training goes back to the checkpoint of step 5.
+    history.step = 9
+    history.phase("loading", 3_000)
+    history.step = 5
+    history.phase("training", 5_000)
+    history.end(None)
+    attempts = read_attempts(tmp_path)
+    assert goodput(attempts, 5) == pytest.approx(1 / 20)
+    assert goodput(attempts, 5, running=True) == pytest.approx(6 / 20)
+
+
+def test_the_time_between_two_attempts_of_one_start_of_a_job_is_held(tmp_path):
+    for job, held in ((None, 20), ("7", 30)):
+        history = History(tmp_path / str(job), job)
+        for _ in range(2):
+            history.began_at_once(9_000)
+            history.step = 5
+            history.phase("saving", 1_000)
+            history.end("failed")
+            history.now += 10
+        assert goodput(read_attempts(history.run), 5) == pytest.approx(9 / held)
 
 
 def test_an_attempt_that_notices_late_that_it_is_superseded_is_cut(tmp_path):
     history = History(tmp_path)
-    history.begin(1_000)
-    history.phase("starting", 1_000)
-    history.phase("training", 10_000)
+    history.began_at_once(10_000)
+    history.step = 5
+    history.phase("saving", 1_000)
     first = history.directory
     history.begin(0)
     history.phase("starting", 20_000)
@@ -188,25 +222,20 @@ def test_an_attempt_that_notices_late_that_it_is_superseded_is_cut(tmp_path):
     (first / "ended.json").write_text(
         json.dumps({"at": history.now, "code": 1, "outcome": "superseded", "reason": "", "step": 0})
     )
-    assert times(read_attempts(tmp_path)) == [(0, 11_000), (0, 20_000)]
+    assert goodput(read_attempts(tmp_path), 5) == pytest.approx(10 / 31)
 
 
-def test_clocks_that_disagree_and_damaged_files_break_no_sum(tmp_path):
+def test_clocks_that_disagree_and_damaged_files_give_a_share(tmp_path):
     history = History(tmp_path)
-    history.begin(1_000)
-    history.phase("starting", 1_000)
-    history.phase("training", 10_000)
+    history.began_at_once(10_000)
     history.end(None)
     # The next host's clock is behind.
     history.now -= 30
-    history.begin(0)
-    history.phase("starting", 5_000)
-    history.phase("training", 60_000)
+    history.began_at_once(60_000)
     with open(history.directory / "phases.jsonl", "a") as file:
         file.write('{"at": 17')
+    history.end("finished")
+    assert 0 < goodput(read_attempts(tmp_path), 5) <= 1
+    # Without its begin the time of the first attempt is not known.
     (tmp_path / "attempts/0001/owner.json").write_text("{")
-    history.end("stopped")
-    found = times(read_attempts(tmp_path))
-    assert all(0 <= each.kept <= each.held for each in found)
-    # owner.json is damaged, so the time counts from the first sign of life that is left.
-    assert sum(each.held for each in found) == round((history.now - (BEGAN + 1)) * 1000)
+    assert goodput(read_attempts(tmp_path), 5) == 1
