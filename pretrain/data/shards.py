@@ -560,12 +560,8 @@ def finish_split(
 
 
 def _corpora(tasks: Sequence[TaskShards]) -> tuple[CorpusRecord, ...]:
-    return tuple(
-        CorpusRecord(
-            name=name,
-            tokens=sum(task.tokens for task in tasks if task.corpus == name),
-            documents=sum(task.documents for task in tasks if task.corpus == name),
-            text_bytes=sum(task.text_bytes for task in tasks if task.corpus == name),
-        )
-        for name in dict.fromkeys(task.corpus for task in tasks)
-    )
+    sums: dict[str, Counter[str]] = {}
+    for task in tasks:
+        counts = task.model_dump(include={"tokens", "documents", "text_bytes"})
+        sums.setdefault(task.corpus, Counter()).update(counts)
+    return tuple(CorpusRecord(name=name, **counts) for name, counts in sums.items())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.data import order
+from pretrain.data.files import Folder
 from pretrain.data.shards import BUILD_RECORD, DOCUMENTS, Split
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import load_tokenizer
@@ -35,14 +36,18 @@ class Excerpt(NamedTuple):
     """True if the part holds the document's beginning."""
 
 
+def _loaded(files: Folder, name: str, load: Callable[[bytes], Any]) -> Any:
+    """Return what `load` makes of a file, or raise ConfigError."""
+    try:
+        return load(files.read(name))
+    except (OSError, ValueError) as error:
+        where = files.where(name)
+        raise ConfigError(f"{where}: cannot be read ({error}). Restore it from a copy") from None
+
+
 def _build_record(stream: TokenStream) -> Json:
     """Return build.json of the data set."""
-    files = stream.files.parent()
-    try:
-        record: Json = json.loads(files.read(BUILD_RECORD))
-    except (OSError, ValueError) as error:
-        where = files.where(BUILD_RECORD)
-        raise ConfigError(f"{where}: cannot be read ({error}). Restore it from a copy") from None
+    record: Json = _loaded(stream.files.parent(), BUILD_RECORD, json.loads)
     return record
 
 
@@ -102,13 +107,7 @@ class Origins:
         """Return the index of one task."""
         corpus, task = self._written[number]
         name = f"{DOCUMENTS}/{corpus}-{task:06d}.npy"
-        try:
-            rows: np.ndarray = np.load(io.BytesIO(self._stream.files.read(name)))
-        except (OSError, ValueError) as error:
-            where = self._stream.files.where(name)
-            raise ConfigError(
-                f"{where}: cannot be read ({error}). Restore it from a copy"
-            ) from None
+        rows: np.ndarray = _loaded(self._stream.files, name, lambda raw: np.load(io.BytesIO(raw)))
         return rows
 
 
