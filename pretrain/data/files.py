@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import glob
 import io
 import os
@@ -83,16 +84,22 @@ def _matches(pattern: str) -> list[str]:
     """Return the files of this machine that a pattern matches.
 
     The module glob passes over directories that it may not list, and a corpus would lack their
-    text.
+    text. So each directory that the pattern reaches into is listed first.
     """
-    if "**" in pattern:
-        for _ in os.walk(pattern.partition("**")[0] or ".", onerror=_refuse):
-            pass
+    parts = pattern.split(os.sep)
+    first = next((n for n, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    root = os.path.join(os.sep if pattern.startswith(os.sep) else os.curdir, *parts[:first])
+    follow = "**" not in parts
+    for folder, names, _ in os.walk(root, onerror=_refuse, followlinks=follow):
+        level = first + len(Path(folder).relative_to(root).parts)
+        if "**" not in parts[: level + 1]:
+            names[:] = fnmatch.filter(names, parts[level]) if level < len(parts) - 1 else []
     return [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
 
 
 def _refuse(error: OSError) -> None:
-    raise unreadable(error.filename, error)
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise unreadable(error.filename, error)
 
 
 def _matches_in_store(pattern: str) -> list[str]:

@@ -718,7 +718,12 @@ def _words(path: Path, content: bytes) -> list[str]:
     Raises:
         ConfigError: It has another format, or a word twice.
     """
-    lines = content.decode(errors="replace").removesuffix("\n").split("\n")
+    try:
+        lines = content.decode().removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: byte {error.start} is not UTF-8. Convert it, as in `iconv -f latin1 -t utf-8`"
+        ) from None
     found: dict[str, None] = dict.fromkeys(SPECIAL)
     for number, line in enumerate(lines, start=1):
         word, space, count = line.removesuffix("\r").rpartition(" ")

@@ -5,8 +5,12 @@ import io
 import json
 import random
 import re
+import subprocess
+import sys
 import tarfile
+import tempfile
 import tracemalloc
+from pathlib import Path
 
 import pyarrow
 import pytest
@@ -29,6 +33,7 @@ def block(text: str) -> bytes:
 
 BAD_DOCUMENTS = {
     "broken UTF-8": ("blank_lines", b"caf\xe9\n\n", r"byte 3 of this document is not UTF-8.*iconv"),
+    "UTF-16 without a mark": ("blank_lines", b"c\0a\0" * 9 + b"\n\n", "is UTF-16"),
     "UTF-8 cut short": ("blank_lines", b"\xe6\xbc\n\n", "not UTF-8"),
     "broken UTF-8 in JSON": ("jsonl", b'{"text": "\xff"}\n', "not UTF-8"),
     "damaged JSON": ("jsonl", b"{not json\n", 'expected one JSON object with the document under "'),
@@ -301,3 +306,29 @@ def test_a_small_file_that_unpacks_to_a_huge_one_takes_no_memory(tmp_path, suffi
         skipped = []
         assert texts(section(source, tmp_path / f"x{suffix}"), skip=skipped.append) == []
         assert len(skipped) == 1 and "longer than" in skipped[0]
+
+
+@pytest.mark.parametrize("pattern", ["p/**/*.txt", "p/*/x.txt", "*/[ab]/*"])
+def test_a_directory_that_may_not_be_listed_is_not_passed_over(pattern):
+    """The corpus would lack its text. Root may list all, so another user looks."""
+    code = (
+        "import os, sys; from pretrain.data.files import find; os.chdir(sys.argv[1]);"
+        "os.getuid() or os.setuid(65534); print(len(find('paths', (sys.argv[2],))))"
+    )
+    with tempfile.TemporaryDirectory() as place:
+        for folder in (Path(place, "p", name) for name in "abc"):
+            folder.mkdir(parents=True)
+            (folder / "x.txt").write_text("text")
+        Path(place).chmod(0o755)
+
+        def look() -> subprocess.CompletedProcess[str]:
+            words = [sys.executable, "-c", code, place, pattern]
+            return subprocess.run(words, capture_output=True, text=True)
+
+        assert int(look().stdout) == (2 if "[ab]" in pattern else 3)
+        Path(place, "p", "b").chmod(0)
+        assert "p/b: cannot be read" in look().stderr
+        # One that the pattern does not reach is none of its business.
+        Path(place, "p", "b").rename(Path(place, "p", "z"))
+        assert ("[ab]" in pattern) == (int(look().stdout or -1) == 1)
+        Path(place, "p", "z").chmod(0o755)

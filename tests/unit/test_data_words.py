@@ -75,6 +75,12 @@ def tokenizer_of(tmp_path: Path, content: bytes):
     return load_tokenizer(path)
 
 
+def test_words_in_another_encoding_are_refused(tmp_path):
+    """They would be words that no text has, and all of these <unk>."""
+    with pytest.raises(ConfigError, match=r"dict\.txt: byte 3 is not UTF-8.*iconv"):
+        tokenizer_of(tmp_path, "caf\u00e9 10\nthe 9\n".encode("latin1"))
+
+
 @pytest.mark.parametrize("limit", [None, 64, 100])
 def test_the_file_and_the_ids_are_those_of_fairseq(tmp_path, limit):
     expected = FairseqDictionary(TEXT, limit or -1)

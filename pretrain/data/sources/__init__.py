@@ -135,6 +135,10 @@ def decoded(offset: int, raw: bytes | bytearray | None, limit: int | None = None
             "what the files are"
         )
         return Found(offset, "", fault)
+    # UTF-16 without a mark may be valid UTF-8, with a NUL beside every letter.
+    if 3 * raw.count(0) > len(raw) > 8:
+        fault = "this document is UTF-16 or UTF-32. Convert the file, as in `iconv -t utf-8`"
+        return Found(offset, "", fault)
     try:
         return Found(offset, raw.decode())
     except UnicodeDecodeError as error:
