@@ -225,7 +225,8 @@ def sweep(
       launcher sweep configs/cc100_roberta/*_512.toml --site slurm/site.toml
 
     Args:
-        configs: TOML file that the runs have in common; or, without --over, of each run.
+        configs: TOML file that the runs have in common. Several give these runs each; without
+            --over each file is a run.
         over: A key of the config and the values to try. Can be repeated.
         concurrent: The most runs that train at the same time. Default: all.
         dry_run: Print the job and when it could start, and submit nothing.

@@ -39,39 +39,30 @@ NAME_LENGTH = 80
 
 
 def wanted_runs(
-    paths: Sequence[Path], axes: Sequence[str], overrides: Sequence[str]
-) -> tuple[list[RunConfig], Path]:
-    """Return the runs that a command line names, and the folder for what they share.
+    paths: Sequence[Path], axes: dict[str, list[str]], overrides: Sequence[str]
+) -> list[RunConfig]:
+    """Return the runs that a command line names.
 
     Args:
-        paths: The config that the runs have in common, or with no axes one for each run.
-        axes: The keys and their values, as "section.key=value,value".
+        paths: The configs, each of which is a run, or with axes one for each combination.
+        axes: The keys and their values.
         overrides: Settings of all runs, as --set takes them.
 
     Raises:
-        ConfigError: The axes are malformed or stand beside several configs, a value is wrong, or
-            the directory of one run is another's.
+        ConfigError: A value is wrong, --set gives a key that is swept over, or the directory of one
+            run is another's.
     """
-    if axes and len(paths) > 1:
-        raise ConfigError(
-            f"--over {axes[0]}: goes with one CONFIG, from which it makes the runs. Leave --over "
-            "out, or sweep over each config by itself"
-        )
-    if axes:
-        base = load_config(paths[0], overrides).directory
-        return sweep_runs(paths[0], parse_axes(axes), overrides, base), sweep_folder(base)
-    runs: dict[Path, RunConfig] = {}
+    runs: dict[str, RunConfig] = {}
     for path in paths:
-        config = load_config(path, overrides)
-        directory = Path(os.path.realpath(config.directory))
-        if directory in runs:
-            raise ConfigError(
-                f"{path}: run.directory = {config.run.directory} is another run's of this sweep. "
-                "Name another directory, or make the runs with --over"
-            )
-        runs[directory] = config
-    parents = [os.path.dirname(os.path.abspath(each.directory)) for each in runs.values()]
-    return list(runs.values()), Path(os.path.relpath(os.path.commonpath(parents)))
+        for config in sweep_runs(path, axes, overrides):
+            directory = os.path.realpath(config.directory)
+            if directory in runs:
+                raise ConfigError(
+                    f"{path}: run.directory = {config.run.directory} is another run's of this "
+                    "sweep. Name another directory, or make the runs with --over"
+                )
+            runs[directory] = config
+    return list(runs.values())
 
 
 def parse_axes(axes: Sequence[str]) -> dict[str, list[str]]:
@@ -157,16 +148,13 @@ def sweep_folder(base: Path) -> Path:
     return Path(f"{base}-sweep") if base.name not in ("", "..") else base / "sweep"
 
 
-def sweep_runs(
-    path: Path, axes: dict[str, list[str]], overrides: Sequence[str], base: Path
-) -> list[RunConfig]:
-    """Return one run for each combination of values.
+def sweep_runs(path: Path, axes: dict[str, list[str]], overrides: Sequence[str]) -> list[RunConfig]:
+    """Return one run for each combination of values; the config's own run without axes.
 
     Args:
         path: The config that the runs have in common.
         axes: The keys and their values.
         overrides: Settings of all runs, as --set takes them.
-        base: The config's run.directory.
 
     Raises:
         ConfigError: A value is wrong, or --set gives a key that is swept over.
@@ -177,14 +165,17 @@ def sweep_runs(
             raise ConfigError(
                 f"--set {override}: --over gives {key} its values. Leave one of the two out"
             )
-    runs: dict[Path, RunConfig] = {}
+    if not axes:
+        return [load_config(path, overrides)]
+    runs = []
     for values in itertools.product(*axes.values()):
         settings = [f"{key}={value}" for key, value in zip(axes, values)]
         config = load_config(path, [*overrides, *settings])
-        directory = sweep_folder(base) / run_name({key: _value(config, key) for key in axes})
-        own = config.run.model_copy(update={"directory": str(directory)})
-        runs[directory] = config.model_copy(update={"run": own})
-    return list(runs.values())
+        name = run_name({key: _value(config, key) for key in axes})
+        directory = str(sweep_folder(config.directory) / name)
+        own = config.run.model_copy(update={"directory": directory})
+        runs.append(config.model_copy(update={"run": own}))
+    return runs
 
 
 def _value(config: RunConfig, key: str) -> Any:
@@ -238,9 +229,9 @@ def sweep(
     more values. All other runs are checked before anything is sent.
 
     Args:
-        paths: The config that the runs have in common, or several, each of which is a run.
+        paths: The configs, each of which is a run, or with axes one for each combination.
         site: The cluster.
-        axes: The keys and their values, as "section.key=value,value"; none in a list of configs.
+        axes: The keys and their values, as "section.key=value,value".
         overrides: Settings of all runs, as --set takes them.
         request: What this command asks of Slurm.
         concurrent: How many runs may train at the same time; by default all.
@@ -252,8 +243,9 @@ def sweep(
         SlurmError: Slurm refused the array; nothing is left of it on disk.
     """
     site = request.site(site)
-    wanted, shared = wanted_runs(paths, axes, overrides)
-    folder = Path.cwd() / shared
+    wanted = wanted_runs(paths, parse_axes(axes), overrides)
+    parents = [os.path.dirname(os.path.abspath(each.directory)) for each in wanted]
+    folder = Path(os.path.commonpath(parents))
     runs = [allocate(each, site, request.nodes, allow_changed) for each in wanted]
     if not (runs := _to_send(runs, dry_run)):
         return

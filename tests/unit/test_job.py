@@ -343,10 +343,10 @@ def test_names_of_different_values_differ():
 
 
 def test_runs_of_a_sweep_lie_beside_the_run(tmp_path):
-    base, beside = tmp_path / "mine", tmp_path / "mine-sweep"
+    own, beside = [f"run.directory={tmp_path}/mine"], tmp_path / "mine-sweep"
 
     def directories(axis):
-        runs = sweep.sweep_runs(Path("configs/demo.toml"), sweep.parse_axes([axis]), [], base)
+        runs = sweep.sweep_runs(Path("configs/demo.toml"), sweep.parse_axes([axis]), own)
         return [run.directory for run in runs]
 
     assert directories("position.method=alibi,rotary") == [beside / "alibi", beside / "rotary"]
@@ -386,7 +386,7 @@ def test_a_new_run_lies_in_no_other_run_s_directory(tmp_path):
 )
 def test_a_sweep_trains_the_values_that_it_names(tmp_path, axis, values):
     axes = sweep.parse_axes([axis])
-    runs = sweep.sweep_runs(Path("configs/demo.toml"), axes, [], tmp_path / "s")
+    runs = sweep.sweep_runs(Path("configs/demo.toml"), axes, [f"run.directory={tmp_path}/s"])
     [key] = axes
     assert [sweep._value(run, key) for run in runs] == values
     assert len({run.directory for run in runs}) == len(values)
