@@ -98,9 +98,7 @@ def is_done(study: Study, runs: Sequence[StudyRun]) -> bool:
 def records_of(study: Study) -> list[dict[str, Any]]:
     """Return the records of the evaluation that is there; none without one."""
     path = study.directory / "evaluation" / CURVE
-    if not (path.with_name(DONE)).is_file():
-        return []
-    return read_records(path)
+    return read_records(path) if path.with_name(DONE).is_file() else []
 
 
 def ranks(command: Sequence[str], nproc: int, rendezvous: str) -> list[list[str]]:
@@ -377,11 +375,9 @@ def _submit(work: Work, left: list[StudyRun]) -> int:
     files = [str(study.config_file(run)) for run in left]
     work.run("launcher sweep", _launcher("sweep", *files, "--site", str(work.request.site)))
     print(table(work.record(), records_of(study)))
-    here = Request(work.request.nproc, report_only=True).options()
-    report = shlex.join(["pretrain", "study", str(study.file), *here])
     print(f"next: {work.again}")
     print("      sends what failed again, and reports when all runs are finished.")
-    print(f"      To report on those that are:\n      {report}")
+    print(f"      To report on those that are:\n      {study.command} --report-only")
     return ExitCode.FINISHED
 
 

@@ -21,7 +21,6 @@ from pretrain.evaluation.records import (
 )
 from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING
 
-FILE = "published.toml"
 MODELS = ("wikitext103", "cc100_roberta")
 """Tables of the file that hold perplexities of one model family each."""
 EFFICIENCY = "efficiency_v100"
@@ -65,7 +64,9 @@ class Perplexity(NamedTuple):
 @functools.cache
 def content() -> Mapping[str, Any]:
     """Return published.toml."""
-    return tomllib.loads(resources.files("pretrain.study").joinpath(FILE).read_text("utf-8"))
+    return tomllib.loads(
+        resources.files("pretrain.study").joinpath("published.toml").read_text("utf-8")
+    )
 
 
 @functools.cache
@@ -177,11 +178,6 @@ class Beside(NamedTuple):
     """The published perplexity at this multiple of L to that at L; of this L, or the nearest."""
 
     @property
-    def value(self) -> float:
-        """Return the study's perplexity."""
-        return self.curve.value(self.length).value
-
-    @property
     def to_l(self) -> float | None:
         """Return the study's ratio to the perplexity at L."""
         return None if self.ratio is None else self.ratio.ratios()[1]
@@ -237,9 +233,10 @@ def perplexity_table(rows: Sequence[Beside], model: str | None) -> Table:
     cells = []
     for row in rows:
         curve, trained = row.curve, row.curve.train_length
+        value = curve.value(row.length).value
         words = [curve.name, str(trained), curve.protocol, str(row.length)]
         words += [relative_length(row.length / trained), cell(curve, row.length)]
-        words += [_shown(row.to_l, 3), *(_beside(row.value, row.same, 2) if model else ())]
+        words += [_shown(row.to_l, 3), *(_beside(value, row.same, 2) if model else ())]
         keys = dict.fromkeys(each.key for each in (row.same, row.at_multiple) if each)
         cells.append([*words, *_beside(row.to_l, row.at_multiple, 3), "; ".join(keys) or "-"])
     return Table("Perplexity beside the published numbers", header, cells, names=3)
