@@ -279,10 +279,6 @@ class SlurmRequest:
         return parse_site(values, f"site {site.name} with the options of this command")
 
 
-NO_REQUEST = SlurmRequest()
-"""A command that asks for nothing."""
-
-
 def _argument(text: str) -> str:
     """Return the option of sbatch that a value of --sbatch is.
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from pretrain.config import (
     ConfigError,
@@ -33,7 +32,7 @@ from pretrain.config import (
 )
 from pretrain.config.errors import say
 from pretrain.launcher import slurm
-from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest, load_site
+from pretrain.launcher.site import Site, SlurmRequest, load_site
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.files import let_nobody_write, make_directory, replace_file
 from pretrain.rundir.jobs import (
@@ -310,13 +309,10 @@ def check_time(time_limit: str | None, lead_seconds: int, runs: Sequence[Trainin
         )
 
 
-NO_FILES: Mapping[Path, str] = MappingProxyType({})
-
-
 def submit(
     config: RunConfig,
     site: Site,
-    request: SlurmRequest = NO_REQUEST,
+    request: SlurmRequest,
     *,
     dry_run: bool = False,
     plan: Callable[[RunConfig, Path, slurm.Job], object] | None = None,
@@ -407,9 +403,7 @@ def training_job(
     )
 
 
-def print_dry_run(
-    runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str] = NO_FILES
-) -> None:
+def print_dry_run(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str]) -> None:
     """Print all that would be sent, and what Slurm says about the job's start.
 
     Args:
@@ -444,9 +438,7 @@ def print_dry_run(
 
 
 # ---- sending it ----
-def send(
-    runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str] = NO_FILES
-) -> list[str]:
+def send(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str]) -> list[str]:
     """Write RUN/launch, submit the job and record it in each RUN/jobs.jsonl.
 
     Args:

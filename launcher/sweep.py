@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.load import key_of
 from pretrain.launcher import slurm
-from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest
+from pretrain.launcher.site import Site, SlurmRequest
 from pretrain.launcher.submit import (
     TrainingRun,
     allocate,
@@ -69,8 +69,8 @@ def parse_axes(axes: Sequence[str]) -> dict[str, list[str]]:
     """Parse the arguments of --over: the values of each key, as `--set` reads them.
 
     Raises:
-        ConfigError: An argument is not of the form section.key=value,value; a key or a value is
-            given twice; or the key is run.directory, which the sweep sets itself.
+        ConfigError: An argument is not of the form section.key=value,value, or a key is given
+            twice.
     """
     parsed: dict[str, list[str]] = {}
     for text in axes:
@@ -82,11 +82,6 @@ def parse_axes(axes: Sequence[str]) -> dict[str, list[str]]:
             )
         if key in parsed:
             raise ConfigError(f"--over {key}: given twice. List all its values in one --over")
-        if key == "run.directory":
-            raise ConfigError(
-                "--over run.directory: each run gets a directory of its own below run.directory. "
-                "Remove this --over"
-            )
         parsed[key] = split_values(values, text)
     return parsed
 
@@ -105,7 +100,7 @@ def split_values(text: str, argument: str) -> list[str]:
         The values, each as TOML writes it, or as it is when the text is not TOML.
 
     Raises:
-        ConfigError: Brackets or quotes do not match, or a value is missing or given twice.
+        ConfigError: Brackets or quotes do not match, or a value is missing.
     """
     # The text is read as a TOML array, since TOML knows where a value ends.
     try:
@@ -120,8 +115,6 @@ def split_values(text: str, argument: str) -> list[str]:
         values = [value.strip() for value in text.split(",")]
     if not values or "" in values:
         raise ConfigError(f"--over {argument}: a value is missing")
-    if len(set(values)) < len(values):
-        raise ConfigError(f"--over {argument}: a value is given twice")
     return values
 
 
@@ -143,13 +136,10 @@ def run_name(over: dict[str, Any]) -> str:
     return f"{name[:NAME_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def sweep_folder(base: Path) -> Path:
-    """Return the folder of the runs of a sweep: runs/mine-sweep for the run.directory runs/mine."""
-    return Path(f"{base}-sweep") if base.name not in ("", "..") else base / "sweep"
-
-
 def sweep_runs(path: Path, axes: dict[str, list[str]], overrides: Sequence[str]) -> list[RunConfig]:
     """Return one run for each combination of values; the config's own run without axes.
+
+    The runs of the run.directory runs/mine lie in runs/mine-sweep.
 
     Args:
         path: The config that the runs have in common.
@@ -172,8 +162,7 @@ def sweep_runs(path: Path, axes: dict[str, list[str]], overrides: Sequence[str])
         settings = [f"{key}={value}" for key, value in zip(axes, values)]
         config = load_config(path, [*overrides, *settings])
         name = run_name({key: _value(config, key) for key in axes})
-        directory = str(sweep_folder(config.directory) / name)
-        own = config.run.model_copy(update={"directory": directory})
+        own = config.run.model_copy(update={"directory": f"{config.directory}-sweep/{name}"})
         runs.append(config.model_copy(update={"run": own}))
     return runs
 
@@ -216,8 +205,8 @@ def sweep(
     paths: Sequence[Path],
     site: Site,
     axes: Sequence[str],
-    overrides: Sequence[str] = (),
-    request: SlurmRequest = NO_REQUEST,
+    overrides: Sequence[str],
+    request: SlurmRequest,
     *,
     concurrent: int | None = None,
     dry_run: bool = False,
@@ -260,11 +249,11 @@ def sweep(
         folder / LOGS,
     )
     if dry_run:
-        print_dry_run(runs, job)
+        print_dry_run(runs, job, {})
         return
     # squeue shows one name for all tasks of an array. Names of their own would take a call of
     # scontrol each, and split the array's one record in slurmctld into as many.
-    for job_id, run in zip(ids := send(runs, job), runs):
+    for job_id, run in zip(ids := send(runs, job, {}), runs):
         print(f"job {job_id}: {run.config.run.directory}")
     print(
         f"submitted {len(ids)} runs of {runs[0].nodes} nodes x {runs[0].tasks_per_node} ranks, at "

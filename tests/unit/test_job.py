@@ -6,7 +6,6 @@ Tested are sbatch's arguments, the script as bash runs it, what is refused, and 
 import dataclasses
 import json
 import os
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from pretrain.config import ConfigError, RunFailed, dump_config, load_config
 from pretrain.launcher import job as node_job
 from pretrain.launcher import sweep
 from pretrain.launcher.cli import app as launcher
-from pretrain.launcher.site import parse_site
+from pretrain.launcher.site import SlurmRequest, parse_site
 from pretrain.launcher.slurm import OUR_OPTIONS, Job, job_name
 from pretrain.launcher.submit import (
     TrainingRun,
@@ -323,9 +322,7 @@ def test_jobs_are_read_back_and_damage_is_left_out(tmp_path):
         ("position.method", "want section.key="),
         ("data.x=", "a value is missing"),
         ("data.x=1,,2", "a value is missing"),
-        ("data.x=a,a", "given twice"),
         ("data.x=[1,2", "not values separated by commas"),
-        ("run.directory=a,b", "a directory of its own"),
         ("a.b.c=1", "want section.key="),
     ],
 )
@@ -350,7 +347,6 @@ def test_runs_of_a_sweep_lie_beside_the_run(tmp_path):
         return [run.directory for run in runs]
 
     assert directories("position.method=alibi,rotary") == [beside / "alibi", beside / "rotary"]
-    assert sweep.sweep_folder(Path(".")) == Path("sweep")
 
 
 def test_a_new_run_lies_in_no_other_run_s_directory(tmp_path):
@@ -396,7 +392,11 @@ def test_a_sweep_trains_the_values_that_it_names(tmp_path, axis, values):
 
 def test_a_sweep_does_not_remove_a_key_and_does_not_lose_a_setting(tmp_path):
     site = parse_site(CPU | {"tasks_per_node": 2}, "s")
-    plan = partial(submit_sweep, [Path("configs/demo.toml")], site, dry_run=True)
+
+    def plan(axes, overrides=(), configs=1):
+        paths = [Path("configs/demo.toml")] * configs
+        submit_sweep(paths, site, axes, overrides, SlurmRequest(), dry_run=True)
+
     with pytest.raises(ConfigError, match=r"evaluation\.max_tokens = 'none': input should be"):
         plan(["evaluation.max_tokens=none,1000"])
     with pytest.raises(ConfigError, match="a value is missing"):
@@ -404,4 +404,6 @@ def test_a_sweep_does_not_remove_a_key_and_does_not_lose_a_setting(tmp_path):
     with pytest.raises(ConfigError, match=r"--set position . method=t5: --over gives"):
         plan(["position.method=alibi,none"], ["position . method=t5"])
     with pytest.raises(ConfigError, match="is another run's of this sweep"):
-        submit_sweep([Path("configs/demo.toml")] * 2, site, [], dry_run=True)
+        plan([], configs=2)
+    with pytest.raises(ConfigError, match="is another run's of this sweep"):
+        plan(["optimizer.learning_rate=1e-3,0.001"])
