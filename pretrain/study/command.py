@@ -68,11 +68,10 @@ def evaluate(work: Work, runs: Sequence[StudyRun]) -> None:
     asked = _asked(study, runs)
     make_directory(folder)
     (folder / DONE).unlink(missing_ok=True)
-    request = _request(study, runs[0])
     command = [
         *(sys.executable, "-m", "pretrain", "evaluate"),
         *(run.config.run.directory for run in runs),
-        *request.options(),
+        *_request(study, runs[0]).options(),
         *("--out", str(folder / CURVE)),
     ]
     with tempfile.TemporaryDirectory(prefix="pretrain-study-") as rendezvous:
@@ -443,8 +442,6 @@ def _measure(work: Work) -> bool:
         file.unlink()
         there = {}
     if not rounds or there.get("rounds") == rounds:
-        if there.get("failed"):
-            say(f"{file}: not all could be measured then; remove it to measure all again")
         return False
     if work.request.site is not None or work.request.report_only:
         say("efficiency: measured without --site and --report-only, on a machine that trains")

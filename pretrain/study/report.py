@@ -327,7 +327,7 @@ def _early(results: Results) -> Iterable[str]:
 def _costs(results: Results) -> Iterable[str]:
     """Yield the table of speed and memory."""
     for line in results.unmeasured:
-        yield f"**Not measured: {plain(line)}.**"
+        yield f"**Not measured: {plain(line)}.** Remove efficiency.json to measure all again."
     found = costs(results.evidence)
     if not found:
         yield (

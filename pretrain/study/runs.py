@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import Field, PositiveInt, ValidationError
@@ -70,9 +70,10 @@ class StudyFile(Section):
     title: str = Field(min_length=1)
     """Title of the report."""
 
-    directory: str = Field(min_length=1)
+    directory: str = Field(pattern="^[^-]")
     """Directory of the study, relative to where the command is started: study.json, runs/,
-    evaluation/ and report/. ~ and $VARIABLE are expanded when the file is read."""
+    evaluation/ and report/. ~ and $VARIABLE are expanded when the file is read. It begins with no
+    "-", which commands would take for an option."""
 
     published: Literal["wikitext103", "cc100_roberta"] | None = None
     """Published numbers that the report puts beside those of the study. Default: none."""
@@ -80,7 +81,7 @@ class StudyFile(Section):
     config: str | None = None
     """Config file that all runs have in common, relative to the study file."""
 
-    methods: tuple[str, ...] = Field(default=(), strict=False)
+    methods: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
     """Values of position.method. Each is trained at each of training_lengths."""
 
     training_lengths: tuple[PositiveInt, ...] = Field(default=(), strict=False)
@@ -180,11 +181,6 @@ def _problem(study: StudyFile) -> str:
                 f"{missing[0]}: missing. Name a config, methods and training_lengths, or list "
                 "config files in configs"
             )
-    if study.directory.startswith("-"):
-        return f"directory = {study.directory}: commands take this for an option. Name another"
-    if not all(study.methods):
-        # An empty value would remove the key, and train its default in place of what was asked.
-        return 'methods = "": expected a value of position.method, such as "alibi"'
     return ""
 
 
