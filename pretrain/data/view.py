@@ -40,15 +40,14 @@ def _loaded(files: Folder, name: str, load: Callable[[bytes], Any]) -> Any:
     """Return what `load` makes of a file, or raise ConfigError."""
     try:
         return load(files.read(name))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         where = files.where(name)
         raise ConfigError(f"{where}: cannot be read ({error}). Restore it from a copy") from None
 
 
-def _build_record(stream: TokenStream) -> Json:
-    """Return build.json of the data set."""
-    record: Json = _loaded(stream.files.parent(), BUILD_RECORD, json.loads)
-    return record
+def _build_record(stream: TokenStream, key: str) -> Any:
+    """Return the value of a key in build.json of the data set."""
+    return _loaded(stream.files.parent(), BUILD_RECORD, lambda raw: json.loads(raw)[key])
 
 
 class Origins:
@@ -57,7 +56,7 @@ class Origins:
     def __init__(self, stream: TokenStream) -> None:
         """Open the index of documents; the documents themselves are not read."""
         self._stream = stream
-        self._tasks: list[Any] = _build_record(stream)["tasks"]
+        self._tasks: list[Any] = _build_record(stream, "tasks")
         # (corpus, task) in the order of the stream, and the first token of each.
         self._written: list[tuple[str, int]] = []
         self._starts: list[int] = []
@@ -217,7 +216,7 @@ def summary(directory: str) -> Iterator[str]:
 
 
 def _summary(streams: dict[Split, TokenStream]) -> Iterator[str]:
-    report = _build_record(streams["train"])["report"]
+    report = _build_record(streams["train"], "report")
     yield f"{streams['train'].data_set}: tokenizer of {streams['train'].vocab_size:,} pieces"
     for split, stream in streams.items():
         shards = len(stream.manifest.shards)

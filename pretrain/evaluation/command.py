@@ -30,7 +30,7 @@ from pretrain.checkpoint.manifest import (
 )
 from pretrain.checkpoint.save import tokenizer_of
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
-from pretrain.config.run import MASKED
+from pretrain.config.run import MASKED, PROTOCOLS
 from pretrain.config.trajectory import TRAINING, settings_hash
 from pretrain.data.files import find
 from pretrain.data.shards import ShardWriter, finish_split
@@ -85,10 +85,14 @@ def evaluation_config(
         "parallel": {},
         "batch": {"micro_batch_size": 1, "global_batch_size": world_size},
     }
-    # The run's limit is for the evaluations in its training loop. A --set of it is for this one.
-    config = checkpoint.load_config(["evaluation.max_tokens=", *overrides], sections)
+    # The run's own are for the evaluations in its training loop. A --set of them is for this one.
+    not_own = ["evaluation.max_tokens=", "evaluation.protocols="]
+    config = checkpoint.load_config([*not_own, *overrides], sections)
     if request.max_tokens is None:
         request = replace(request, max_tokens=config.evaluation.max_tokens)
+    # Both is the default of --protocols.
+    if request.protocols == PROTOCOLS and "protocols" in config.evaluation.model_fields_set:
+        request = replace(request, protocols=config.evaluation.protocols)
     check_model(config, checkpoint)
     trained = checkpoint.config.data.sequence_length
     # data.sequence_length is the training length L of every table; lengths are chosen separately.
@@ -97,7 +101,10 @@ def evaluation_config(
             f"data.sequence_length = {config.data.sequence_length}: {checkpoint.path} was "
             f"trained at {trained} tokens. Use --lengths to choose the lengths to evaluate at"
         )
-    return request.applied_to(config, str(checkpoint.path / CONFIG))
+    config = request.applied_to(config, str(checkpoint.path / CONFIG))
+    # Not in `applied_to`: of a masked model, both stand for its own protocol.
+    evaluation = config.evaluation.model_copy(update={"protocols": request.protocols})
+    return config.model_copy(update={"evaluation": evaluation})
 
 
 def open_validation(checkpoint: Checkpoint, config: RunConfig) -> TokenStream:
@@ -304,7 +311,7 @@ def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> 
     total = len(found.stream)
     protocols, notes = choose_protocols(
         found.config,
-        request.protocols,
+        found.config.evaluation.protocols,
         min(total, found.config.evaluation.max_tokens or total),
         total,
     )

@@ -31,7 +31,8 @@ from pretrain.config import (
     parse_config,
     writing,
 )
-from pretrain.config.trajectory import TOKENIZER
+from pretrain.config.schema import Effect
+from pretrain.config.trajectory import TOKENIZER, differences
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.huggingface.base import HuggingFaceClass
 from pretrain.huggingface.classes import CLASSES
@@ -202,12 +203,20 @@ def run_config(source: Source, out: Path, overrides: Sequence[str]) -> RunConfig
         overrides: `section.key=value` settings of the user.
 
     Raises:
-        ConfigError: Our model cannot hold the folder's.
+        ConfigError: Our model cannot hold the folder's, or an override changes the model or the
+            run's directory.
     """
     values = _exported_values(source, out) if source.is_export else _new_values(source, out)
     values["run"] = values.get("run", {}) | {"directory": str(out)}
     origin = str(source.folder / (MARKER if source.is_export else CONFIG))
-    return parse_config(values, origin, overrides)
+    found, config = parse_config(values, origin), parse_config(values, origin, overrides)
+    free = ["data.vocab_size"] * (found.padded_vocab_size == config.padded_vocab_size)
+    for d in differences(found, config):
+        if d.key == "run.directory" or (d.effect is Effect.FIXED and d.key not in free):
+            raise ConfigError(
+                f"{d.key} = {d.after}: an import makes it {d.before}. Remove the --set"
+            )
+    return config
 
 
 def _exported_values(source: Source, out: Path) -> dict[str, Any]:
@@ -279,9 +288,8 @@ def _check_parity(source: Source, out: Path, checkpoint: Path) -> None:
     if not report.passed:
         raise RunFailed(
             f"{source.folder}: our model does not compute what transformers computes, so {out} was "
-            "not made. Leave out --set of [model] and [position]; if the folder was changed after "
-            f"`pretrain export`, remove its {MARKER} to import it as its class computes it. Else "
-            f"this is a defect of the import: report it with the folder's {CONFIG}"
+            f"not made. If the folder was changed after its export, remove its {MARKER}. Else this "
+            f"is a defect of the import: report it with the folder's {CONFIG}"
         )
 
 

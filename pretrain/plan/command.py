@@ -66,9 +66,10 @@ def candidates(
     Args:
         config: The run.
         gpus: Number of GPUs.
-        refused: Counts the others by the rule that refuses them: the first line of its message,
-            with N for numbers.
+        refused: Counts the others by the rule that refuses them: the first line of its first
+            message, for messages that differ in numbers alone.
     """
+    examples: dict[str, str] = {}
     for keys in _parallel_keys(config, gpus):
         parallel = config.parallel.model_copy(update={**keys, "world_size": gpus})
         data = gpus // (keys["tensor_model_parallel_size"] * keys["pipeline_model_parallel_size"])
@@ -86,7 +87,8 @@ def candidates(
                 rules.check(run)
                 layout = run.layout(gpus)
             except ConfigError as error:
-                refused[re.sub(r"\d[\d,.]*", "N", str(error).splitlines()[0])] += 1
+                line = str(error).splitlines()[0]
+                refused[examples.setdefault(re.sub(r"\d[\d,.]*", "N", line), line)] += 1
                 continue
             for recompute in RECOMPUTE:
                 train = run.train.model_copy(update={"recompute_granularity": recompute})
@@ -205,7 +207,7 @@ def check_target(config: RunConfig, target: Target) -> None:
     if precision != "fp16" and not (is_modern and precision == "bf16"):
         raise ConfigError(
             f"train.precision = {precision}: the speeds of `pretrain plan` on a {gpu} are those of "
-            f"other products. Plan with --set train.precision={'bf16' if is_modern else 'fp16'}"
+            f"16-bit products. Plan with --set train.precision={'bf16' if is_modern else 'fp16'}"
         )
     masks = config.data.per_document_attention and taken == "sdpa"
     is_wide = is_modern and config.head_dim > WIDEST_HEAD and config.position.bias != "none"

@@ -323,8 +323,13 @@ def check_directory(study: Study) -> None:
     """Check that a study would write over nothing that is not its own.
 
     Raises:
-        ConfigError: Its directory has files of these names already that no study has written.
+        ConfigError: It would write over a file that it reads, or its directory has files of these
+            names already that no study has written.
     """
+    read = {path.resolve() for path in (study.file, *(run.source for run in study.runs))}
+    for path in (study.directory / "study.toml", *map(study.config_file, study.runs)):
+        if path.resolve() in read:
+            raise ConfigError(f"{study.file}: the study would write over {path}, which it reads")
     if any((study.directory / name).exists() for name in MARKS):
         return
     for name in OWN_NAMES:

@@ -73,6 +73,14 @@ def test_all_of_the_text_is_scored_unless_told_otherwise(run, tiny_data, tmp_pat
     assert [record["tokens"] for record in curve(part)] == [1024]
 
 
+def test_protocols_of_a_set_are_measured(run, tmp_path):
+    settings = ["evaluation.stride=32", 'evaluation.protocols=["sliding"]']
+    sets = [word for setting in settings for word in ("--set", setting)]
+    out = tmp_path / "curve.json"
+    succeeds("evaluate", run, "--lengths", "64", "--max-tokens", "1000", "--out", out, *sets)
+    assert [record["protocol"] for record in curve(out)] == ["sliding"]
+
+
 # ---- records -------------------------------------------------------------------------------------
 def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
     out = tmp_path / "curve.json"

@@ -286,10 +286,13 @@ def test_other_settings_are_refused_and_nothing_is_lost(built):
     assert contents(built / "data") == before
 
 
-def test_a_directory_of_something_else_is_left_alone(tmp_path):
+@pytest.mark.parametrize(
+    "record", ["{", '{"inputs": 3}', '{"inputs": {"settings": {}, "files": {"train": [[1]]}}}']
+)
+def test_a_directory_of_something_else_is_left_alone(tmp_path, record):
     write_text(tmp_path)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/build.json").write_text("{")
+    (tmp_path / "data/build.json").write_text(record)
     before = contents(tmp_path / "data")
     with refused(r"data\.directory = .*(holds no finished data set)"):
         build(config(tmp_path))

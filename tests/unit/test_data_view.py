@@ -131,6 +131,13 @@ def test_a_data_set_at_a_url_is_shown_like_a_local_one(config, tmp_path):
     assert list(view.stats(remote))[1:] == list(view.stats(config))[1:]
 
 
+def test_a_damaged_record_of_the_build_is_named(config, tmp_path):
+    shutil.copytree(config.data_directory, tmp_path / "data")
+    (tmp_path / "data/build.json").write_text('{"inputs": {}}')
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/data/build.json: cannot be read")):
+        list(view.summary(str(tmp_path / "data")))
+
+
 def test_a_damaged_index_of_documents_is_named(config, tmp_path):
     shutil.copytree(config.data_directory, tmp_path / "data")
     path = next((tmp_path / "data/train/documents").iterdir())

@@ -391,7 +391,14 @@ def test_a_damaged_folder_is_explained_and_leaves_no_run(name, imported, tmp_pat
 def test_overrides_change_the_run_and_not_the_model(imported, tmp_path):
     folder = imported("bloom")[1]
     out = tmp_path / "run"
-    refused(folder, out, "model.layernorm_epsilon=1e-3")
+    for key, value in {
+        "model.layernorm_epsilon": "0.001",
+        "model.num_layers": "3",
+        "model.hidden_size": "96",
+        "run.directory": f"{tmp_path}/x",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"^{key} = {value}: an import makes it"):
+            import_folder(folder, out, [f"{key}={value}"])
     with pytest.raises(ConfigError, match=r"train\.steps: no such key"):
         import_folder(folder, out, ["train.steps=3"])
     overrides = ["train.num_steps=7", "data.vocab_size=400", "model.attention_dropout=0.1"]

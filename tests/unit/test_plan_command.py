@@ -100,7 +100,7 @@ DOCUMENTS, MASKED = "data.per_document_attention=true", 'train.objective="masked
         (12, "v100-32", None, "", "--gpus 12: not a multiple of the 8 GPUs of a node. Choose 8 or"),
         (128, "v100-32", None, NO_LAYOUT, "no layout is legal, because\nbatch.global_batch_size"),
         (128, "v100-32", None, "train.precision=bf16", "Plan with --set train.precision=fp16"),
-        (128, "h100", None, "train.precision=fp32", "train.precision = fp32: the speeds"),
+        (128, "h100", None, "train.precision=fp32", "a h100 are those of 16-bit products."),
         (128, "v100-32", None, MASKED, "attention looks both ways"),
         (128, "v100-32", None, "model.adaptive_cutoffs=[9,99]", "a tail computes is up to"),
         (128, "v100-32", None, "model.attention_backend=triton", "not know memory and time"),
@@ -112,6 +112,11 @@ def test_nonsense_is_refused(gpus, gpu_type, network, overrides, says):
     with pytest.raises(ConfigError) as caught:
         plan_run(PAPER, overrides.split(), read_target(gpus, gpu_type, network))
     assert says in str(caught.value)
+
+
+def test_a_refusal_keeps_its_numbers_and_its_commas():
+    with pytest.raises(ConfigError, match=r"= 2047: [^N]*$"):
+        plan_run(PAPER, NO_LAYOUT.split(), read_target(128, "v100-32"))
 
 
 def test_the_planned_run_is_written(tmp_path):

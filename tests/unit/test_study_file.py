@@ -215,7 +215,7 @@ def test_a_study_never_writes_over_files_of_the_user(tmp_path: Path) -> None:
     found = study(tmp_path, CONFIGS | {"configs": '["configs/*.toml"]', "directory": '"."'})
     here = replaced(found, tmp_path)
     before = {path: path.read_text() for path in tmp_path.rglob("*.toml")}
-    with pytest.raises(ConfigError, match=r"study\.toml is there and of no study"):
+    with pytest.raises(ConfigError, match=r"write over .*study\.toml, which it reads"):
         check_directory(here)
     other = tmp_path / "other.toml"
     (tmp_path / "study.toml").rename(other)

@@ -190,13 +190,14 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
     if is_empty or not os.path.lexists(directory):
         return False
     remedy = f"Choose another data.directory, or remove {directory} to build it anew"
-    inputs = read_json(directory / BUILD_RECORD, most=None).get("inputs")
-    if inputs is None:
+    try:
+        different = differences(read_json(directory / BUILD_RECORD, most=None)["inputs"], plan)
+    except (KeyError, TypeError, AttributeError):
         raise ConfigError(
             f"data.directory = {directory}: exists, but holds no finished data set (no readable "
             f"{BUILD_RECORD}). {remedy}"
-        )
-    if different := differences(inputs, plan):
+        ) from None
+    if different:
         raise ConfigError(
             f"data.directory = {directory}: holds a data set built from other inputs: "
             f"{'; '.join(different)}. Nothing was changed. {remedy}"
