@@ -8,14 +8,16 @@ is done about slow or broken storage is done here. A location is an absolute pat
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import fnmatch
 import glob
 import io
 import os
 import re
+import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -68,7 +70,8 @@ def find(key: str, patterns: tuple[str, ...]) -> list[Location]:
         if not is_name and is_url(pattern):
             matches = _matches_in_store(pattern)
         else:
-            matches = [pattern] if is_name else _matches(pattern)
+            root = os.sep if pattern.startswith(os.sep) else ""
+            matches = [pattern] if is_name else list(_matches(root, pattern.split(os.sep)))
         if not matches:
             raise ConfigError(
                 f"{key} = {pattern!r}: no such file (relative names start at {os.getcwd()}). Give "
@@ -80,26 +83,45 @@ def find(key: str, patterns: tuple[str, ...]) -> list[Location]:
     return sorted(found.values())
 
 
-def _matches(pattern: str) -> list[str]:
-    """Return the files of this machine that a pattern matches.
+def _matches(
+    folder: str, parts: Sequence[str], above: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """Yield the files below a folder that the parts of a pattern match, as the module glob does.
 
-    The module glob passes over directories that it may not list, and a corpus would lack their
-    text. So each directory that the pattern reaches into is listed first.
+    But glob passes over directories that it may not list, so that a corpus would lack their text,
+    and follows links in circles.
+
+    Args:
+        folder: Where to look; "" is the working directory.
+        parts: What stands between the slashes of the pattern.
+        above: The real paths of the folders that ** has come through.
     """
-    parts = pattern.split(os.sep)
-    first = next((n for n, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    root = os.path.join(os.sep if pattern.startswith(os.sep) else os.curdir, *parts[:first])
-    follow = "**" not in parts
-    for folder, names, _ in os.walk(root, onerror=_refuse, followlinks=follow):
-        level = first + len(Path(folder).relative_to(root).parts)
-        if "**" not in parts[: level + 1]:
-            names[:] = fnmatch.filter(names, parts[level]) if level < len(parts) - 1 else []
-    return [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
-
-
-def _refuse(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise unreadable(error.filename, error)
+    part, *rest = parts
+    names, real = [part], os.path.realpath(folder)
+    if glob.has_magic(part):
+        if real in above:
+            return
+        with reading(folder or os.curdir):
+            found = sorted(os.listdir(folder or os.curdir))
+        names = [name for name in found if part.startswith(".") or not name.startswith(".")]
+        names = names if part == "**" else fnmatch.filter(names, part)
+    if part == "**" and rest:
+        yield from _matches(folder, rest)
+    for name in names:
+        path = os.path.join(folder, name)
+        try:
+            with reading(path):
+                is_directory = stat.S_ISDIR(os.stat(path).st_mode)
+        except FileNotFoundError as error:
+            if os.path.islink(path):
+                raise unreadable(path, error) from None
+            continue
+        if is_directory and part == "**":
+            yield from _matches(path, parts, above | {real})
+        elif is_directory and rest:
+            yield from _matches(path, rest)
+        elif not is_directory and not rest:
+            yield path
 
 
 def _matches_in_store(pattern: str) -> list[str]:
@@ -136,6 +158,8 @@ def look(path: str) -> tuple[int, int | str]:
     with reading(path, allow_missing=False):
         if not is_url(path):
             status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
             return status.st_size, status.st_mtime_ns
         system, name = store(path)
         size, version = system.size(name), str(system.ukey(name))
