@@ -3,10 +3,9 @@
 `pretrain bench train` takes steps of one run. They are those of training, but without data, hooks
 or a run's directory, so nothing has to be built or written first.
 
-`pretrain bench methods` and `pretrain bench generate` have contestants: methods and lengths. They
-take turns round by round, and in the opposite order every second round, so that what else the
-machine does hits all of them alike. Numbers of runs at different times could not be compared.
-Ratios are therefore taken within a round.
+`pretrain bench methods` has contestants: methods and lengths. They take turns round by round, and
+in the opposite order every second round, so that what else the machine does hits all of them alike.
+Numbers of runs at different times could not be compared. Ratios are therefore taken within a round.
 
 Each turn has new processes: memory is then that of one contestant alone, a GPU is empty when the
 next one begins, and no idle process of another contestant takes time from the one that is measured.
@@ -15,7 +14,6 @@ Between turns nothing is kept but compiled kernels on the disk.
 
 from __future__ import annotations
 
-import functools
 import json
 import multiprocessing
 import os
@@ -28,7 +26,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +45,6 @@ from pretrain.config import ConfigError, RunConfig, RunFailed, num_parameters, w
 from pretrain.evaluation.perplexity import Evaluator
 from pretrain.evaluation.windows import Protocol, ScoredText
 from pretrain.model import flops_per_token, model_flops_utilization, peak_tflops_per_second
-from pretrain.model.forward import Decoder, cache_bytes, check_generation, greedy
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.topology import Process, Topology, finish, initialize
@@ -292,7 +288,6 @@ class Column(NamedTuple):
     """How the median of the rounds is shown."""
     unit: int = 1
     """What it is divided by."""
-    has_ratio: bool = True
 
 
 def table(result: dict[str, Any], about: str, columns: Sequence[Column]) -> str:
@@ -311,7 +306,7 @@ def table(result: dict[str, Any], about: str, columns: Sequence[Column]) -> str:
     baselines = {row[length]: row for row in result["rows"] if row["method"] == BASELINE}
     titles = ["method", length.replace("_", " ")]
     for column in columns:
-        titles += [column.title, "ratio"] if column.has_ratio else [column.title]
+        titles += [column.title, "ratio"]
     lines = [
         f"{result['device']}{about}; medians of {result['rounds']} rounds in turn; ratios to "
         f"{BASELINE} positions at the same length, with their range over the rounds",
@@ -325,9 +320,8 @@ def table(result: dict[str, Any], about: str, columns: Sequence[Column]) -> str:
             value = row[column.name]
             value = statistics.median(value) if isinstance(value, list) else value
             cells.append(column.form.format(value / column.unit))
-            if column.has_ratio:
-                other = baselines.get(row[length])
-                cells.append("-" if other is None else ratio(row, other, column.name))
+            other = baselines.get(row[length])
+            cells.append("-" if other is None else ratio(row, other, column.name))
         lines.append(f"| {' | '.join(cells)} |")
     for each in result["failed"]:
         lines += ["", f"{each['method']}, {each[length]:,} tokens: failed: {each['reason']}"]
@@ -530,113 +524,3 @@ def _together() -> float:
     platform.synchronize()
     dist.barrier()
     return time.perf_counter()
-
-
-# ---- Generation: `pretrain bench generate` ----
-
-
-WARM_UP_TOKENS = 4
-"""Tokens that are generated before the clock runs."""
-REPEATS = 5
-"""How often a turn generates behind its prompts; means count."""
-PREFILL, DECODE = "prefill_tokens_per_second", "decode_tokens_per_second"
-CACHE = "cache_bytes"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers of tokens that are generated, and of those before them."""
-
-    length: int
-    """Tokens of each prompt."""
-    new_tokens: int
-    """Tokens that are generated behind each prompt."""
-    batch_size: int
-    """Sequences at once."""
-
-
-def measure_inference(
-    configs: Sequence[RunConfig], sizes: Sequence[Sizes], rounds: int
-) -> dict[str, Any]:
-    """Time prompts and generated tokens of each config at each length, in turns.
-
-    The weights are random, and so are the prompts: neither changes the speed. One copy of the model
-    is measured, on as many processes as it is split over.
-
-    Args:
-        configs: One for each method, alike in all else.
-        sizes: The lengths to measure each at.
-        rounds: How often each config takes its turn at each length.
-
-    Returns:
-        As `contest`, of "method" and "length", with "batch_size" and "new_tokens":
-        "prefill_tokens_per_second" and "decode_tokens_per_second" of all sequences together,
-        "cache_bytes" and "peak_memory_bytes" of one process.
-
-    Raises:
-        ConfigError: A config cannot generate so many tokens.
-        RunFailed: All failed.
-    """
-    for config in configs:
-        for each in sizes:
-            check_generation(config, each.length + each.new_tokens)
-    contestants: list[tuple[Key, Task, RunConfig]] = [
-        (
-            {"method": config.position_name, "length": each.length},
-            functools.partial(generation_turn, sizes=each),
-            config,
-        )
-        for each in sizes
-        for config in configs
-    ]
-    own = {"batch_size": sizes[0].batch_size, "new_tokens": sizes[0].new_tokens}
-    return own | contest(contestants, rounds, configs[0].parallel.tensor_model_parallel_size)
-
-
-def inference_table(result: dict[str, Any]) -> str:
-    """Return what `measure_inference` returned as a Markdown table."""
-    columns = (
-        Column("prompt, tokens/s", PREFILL, "{:,.1f}"),
-        Column("generated, tokens/s", DECODE, "{:,.1f}"),
-        Column("cache, bytes a process", CACHE, "{:,.0f}", has_ratio=False),
-        Column("peak memory", MEMORY, "{:,.0f} MiB", 2**20, has_ratio=False),
-    )
-    return table(
-        result,
-        f", {result['batch_size']} sequences at once, {result['new_tokens']} tokens generated "
-        "behind each prompt",
-        columns,
-    )
-
-
-def generation_turn(config: RunConfig, topology: Topology, sizes: Sizes) -> tuple[str, Measured]:
-    """Build a model and time the prompt and the generated tokens. All ranks together.
-
-    Args:
-        config: The run.
-        topology: This process's place in it.
-        sizes: How much to generate.
-    """
-    (chunk,) = build_model(config)
-    decoder = Decoder(chunk, sizes.batch_size, sizes.length + sizes.new_tokens)
-    shape = sizes.batch_size, sizes.length
-    generator = torch.Generator().manual_seed(config.run.seed)
-    prompt = torch.randint(0, config.data.vocab_size, shape, generator=generator)
-    prompt = prompt.to(platform.device())
-    vocabulary = config.data.vocab_size
-    # A prompt of the full length, so that kernels and memory are those that are timed.
-    greedy(decoder, prompt, min(WARM_UP_TOKENS, sizes.new_tokens), vocabulary)
-    prefill = decode = 0.0
-    for _ in range(REPEATS):
-        decoder.reset()
-        begin = synchronized()
-        first = greedy(decoder, prompt, 1, vocabulary)
-        middle = synchronized()
-        greedy(decoder, first, sizes.new_tokens - 1, vocabulary)
-        prefill, decode = prefill + middle - begin, decode + synchronized() - middle
-    return platform.device_name(), {
-        PREFILL: REPEATS * sizes.batch_size * sizes.length / prefill,
-        DECODE: REPEATS * sizes.batch_size * (sizes.new_tokens - 1) / decode,
-        CACHE: cache_bytes(config, sizes.batch_size, sizes.length + sizes.new_tokens),
-        MEMORY: platform.peak_memory_bytes(),
-    }

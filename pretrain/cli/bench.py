@@ -11,13 +11,12 @@ import typer
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, load_config, writing
 from pretrain.config.arguments import Commands, Config, Count, Numbers, OutFile, Overrides
 from pretrain.rundir.files import replace_file
-from pretrain.rundir.paths import RunPaths
 
 # ---- Turn the options of a comparison into configs, before anything slow is imported ----
 
 
 def with_lengths(
-    file: Path, overrides: list[str], methods: str | None, lengths: str | None = None
+    file: Path, overrides: list[str], methods: str, lengths: str | None = None
 ) -> list[RunConfig]:
     """Return a config for each method and training length, alike in all else.
 
@@ -26,7 +25,7 @@ def with_lengths(
     Args:
         file: The config file.
         overrides: `section.key=value` settings.
-        methods: Values of position.method, separated by commas; None for the config's own.
+        methods: Values of position.method, separated by commas.
         lengths: Training lengths in tokens, separated by commas; None for the config's own.
 
     Raises:
@@ -38,7 +37,7 @@ def with_lengths(
     own = given.data.sequence_length
     numbers = EvaluationRequest.parse(lengths, "nonoverlapping", None, None).lengths
     configs = []
-    for method in (methods or given.position.method).split(","):
+    for method in methods.split(","):
         for length in numbers or (own,):
             settings = [f"position.method={method}", f"data.sequence_length={length}"]
             for key in ("global_batch_size", "micro_batch_size"):
@@ -119,49 +118,6 @@ def bench_methods(
 
     result = measure(configs, rounds, nproc)
     _show(efficiency_table(result), result, out)
-
-
-@bench.command("generate")
-def bench_generate(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG|RUN")],
-    lengths: Annotated[str, typer.Option(metavar="N,N,...")],
-    methods: Annotated[str | None, typer.Option(metavar="NAME,NAME,...")] = None,
-    new_tokens: Annotated[int, typer.Option(min=2)] = 32,
-    batch_size: Count = 1,
-    rounds: Count = 5,
-    out: OutFile = None,
-    overrides: Overrides = [],  # noqa: B006
-) -> None:
-    """Time generation with a cache of keys and values, by length of the context and method.
-
-    Prints tokens/s of the prompt and of the tokens generated behind it, the bytes of the cache and
-    peak memory. Methods and lengths take turns in processes of their own, as many as
-    parallel.tensor_model_parallel_size says. Weights and prompts are random, so neither a
-    checkpoint nor data is needed.
-
-    \b
-    Example:
-      pretrain bench generate configs/demo.toml --lengths 128,1024 \\
-          --methods alibi,sinusoidal,rotary,t5
-
-    Args:
-        config: TOML file of a run, or a run's directory, which means its config.
-        lengths: Tokens of the prompt, as in 128,1024.
-        methods: Values of position.method to compare. Default: the config's.
-        new_tokens: Tokens that are generated behind each prompt.
-        batch_size: Sequences at once.
-        rounds: How often each contestant takes its turn.
-        out: Also write what was measured, as JSON.
-    """
-    file = RunPaths(config).config if config.is_dir() else config
-    configs = with_lengths(file, overrides, methods)
-    numbers = EvaluationRequest.parse(lengths, "nonoverlapping", None, None).lengths or ()
-    _check_folder(out)
-    from pretrain.bench.timing import Sizes, inference_table, measure_inference
-
-    sizes = [Sizes(length, new_tokens, batch_size) for length in numbers]
-    result = measure_inference(configs, sizes, rounds)
-    _show(inference_table(result), result, out)
 
 
 @bench.command("step")

@@ -238,21 +238,6 @@ def check_generation(config: RunConfig, length: int) -> None:
         )
 
 
-def cache_bytes(config: RunConfig, batch_size: int, length: int) -> int:
-    """Return the bytes of the cache on each tensor-parallel rank.
-
-    A key and a value of head_dim numbers, for each layer, key head of the rank, and token.
-
-    Args:
-        config: The run.
-        batch_size: Sequences at once.
-        length: Tokens of each that the cache has room for.
-    """
-    groups = config.num_query_groups // config.parallel.tensor_model_parallel_size
-    numbers = 2 * config.model.num_layers * groups * config.head_dim * batch_size * length
-    return numbers * platform.DTYPES[config.train.precision].itemsize
-
-
 class Decoder:
     """Passes sequences through a model piece by piece, each token once.
 

@@ -44,7 +44,6 @@ CONFIG_COMMANDS = {
     "data verify": ["data", "verify"],
     "bench train": ["bench", "train"],
     "bench methods": ["bench", "methods"],
-    "bench generate": ["bench", "generate", "--lengths", "64"],
 }
 # What the messages say is tests/unit/test_messages.py's.
 SETTINGS = {

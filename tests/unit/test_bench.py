@@ -146,23 +146,6 @@ def invoke(*words: str) -> Any:
     return CliRunner().invoke(app, ["bench", *words])
 
 
-def test_generate_measures_the_config_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(dump_config(tiny_config()))
-    out = tmp_path / "generation.json"
-    options = ("--lengths", "8,40", "--methods", "sinusoidal", "--rounds", "1")
-    ended = invoke("generate", str(tmp_path), *options, "--out", str(out))
-    assert ended.exit_code == 0, ended.output
-    rows = json.loads(out.read_text())["rows"]
-    # 4 layers of 8 heads of 12 numbers of 4 bytes, for keys and for values.
-    assert [(row["length"], row["method"], row["cache_bytes"]) for row in rows] == [
-        (length, "sinusoidal", 2 * 4 * 8 * 12 * 4 * (length + 32)) for length in (8, 40)
-    ]
-    for row in rows:
-        assert min(*row["prefill_tokens_per_second"], *row["decode_tokens_per_second"]) > 0
-        assert row["peak_memory_bytes"] > row["cache_bytes"]
-    assert "| sinusoidal | 40 |" in ended.output
-
-
 def test_methods_measures_training_and_evaluation(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(dump_config(tiny_config()))
