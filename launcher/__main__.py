@@ -38,6 +38,7 @@ def main() -> None:
             encoding=stream.encoding,
             errors="backslashreplace",
             line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
         )
         if isinstance(stream, io.TextIOWrapper)
         else stream

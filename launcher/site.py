@@ -270,6 +270,8 @@ class SlurmRequest:
 
     def site(self, site: Site) -> Site:
         """Return the site with what this command asks for. Raises ConfigError for wrong options."""
+        if self.dependency is not None and not self.dependency.strip():
+            raise ConfigError("--dependency: is empty. Name the jobs to wait for, or leave it out")
         given = [_argument(text) for text in self.sbatch]
         names = {option_name(argument) for argument in given}
         kept = [a for a in site.sbatch_arguments if option_name(a) not in names]

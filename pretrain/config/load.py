@@ -228,9 +228,7 @@ def suggestion(*location: str) -> str:
     """
     keys, (section, *_, name) = section_keys(), (*location[:1], location[-1])
     meant = [f"{other}.{name}" for other, names in keys.items() if name in names]
-    among = [*keys, _BASE]
-    if len(location) > 1:
-        among = [f"{section}.{key}" for key in keys.get(section, ())]
+    among = [f"{section}.{key}" for key in keys.get(section, ())] or [*keys, _BASE]
     meant += difflib.get_close_matches(".".join(location).lower(), among, 1)
     return f", did you mean {meant[0]}?" if meant else f"; there are {', '.join(among)}"
 

@@ -110,6 +110,9 @@ def _adaptive(c: RunConfig) -> Iterator[Refusal]:
             f"{c.data.vocab_size}",
             f"Choose rising numbers below {c.data.vocab_size}, or remove the key",
         )
+    if (factor := c.model.adaptive_factor) ** len(cutoffs) > c.model.hidden_size:
+        why = f"leaves no channel of model.hidden_size = {c.model.hidden_size} to the last tail"
+        yield Refusal("model.adaptive_factor", factor, why, "Lower it, or have fewer tails")
     for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         if (size := getattr(c.parallel, key)) > 1:
             yield Refusal(
@@ -242,8 +245,12 @@ def _processes(c: RunConfig, world_size: int) -> Iterator[Refusal]:
 
 # ---- [schedule] and [train] ----------------------------------------------------------------------
 def _schedule(c: RunConfig) -> Iterator[Refusal]:
-    """Check that the learning rate can rise and fall within the run."""
+    """Check that the learning rate can rise and fall within the run, and what is profiled."""
     s, steps = c.schedule, c.train.num_steps
+    first, last = c.train.profile_steps or (1, 1)
+    if not first <= last <= steps:
+        why = f"not the first and the last of some steps of a run of train.num_steps = {steps}"
+        yield Refusal("train.profile_steps", [first, last], why, "Correct it, or remove the key")
     if s.lr_warmup_steps >= steps:
         yield Refusal(
             "schedule.lr_warmup_steps",

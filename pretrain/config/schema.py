@@ -18,6 +18,7 @@ from pydantic import (
     PositiveInt,
     StringConstraints,
     ValidationError,
+    field_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -71,6 +72,15 @@ class Section(BaseModel):
 
     EFFECT: ClassVar[Effect | None] = None
     """What a change of a key means that says nothing of its own."""
+
+    @field_validator("*")
+    @classmethod
+    def _is_exact(cls, value: Any) -> Any:
+        """Refuse integers that a run's records, which are JSON, would not hold for every reader."""
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, int) and abs(each) >= 2**53:
+                raise PydanticCustomError("large", "above 2^53 - 1, more than JSON holds exactly")
+        return value
 
 
 class ChosenSection(Section):

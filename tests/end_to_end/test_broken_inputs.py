@@ -98,6 +98,7 @@ def test_what_is_wrong_shows_before_torch_is_imported(config, tmp_path):
     [
         (["evaluate"], "RUN|CHECKPOINT"),
         (["trane"], "trane"),
+        (["train", "configs/demo.toml", "--allow-changed", "foo"], "no such key; there are run, "),
     ],
 )
 def test_a_wrong_command_line(arguments, word):

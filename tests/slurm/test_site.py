@@ -204,6 +204,7 @@ def test_options_of_sbatch_are_passed_on_or_refused(cluster: Cluster, desk: Desk
     explained(desk.submit("other", "--sbatch", "nodes=1-4"), 2, "sets this option")
     explained(desk.submit("other", "--sbatch", "het-group=1"), 1, "unrecognized option")
     explained(desk.submit("other", "--dependency", "never:1"), 1, "ependency")
+    explained(desk.submit("other", "--dependency", ""), 2, "--dependency: is empty")
     assert not (desk.work / "other").exists()
 
 

@@ -53,6 +53,17 @@ def test_version_and_help(name):
     assert run(name, command, "-h").stdout == run(name, command, "--help").stdout != ""
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_full_disk_under_the_output_is_an_error(name):
+    command = [sys.executable, "-m", MODULES[name], "--version"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode and done.stderr == "error: [Errno 28] No space left on device\n"
+
+
 def test_the_home_directory_in_the_value_of_an_option(tmp_path):
     words = ["submit", "configs/demo.toml", "--site=~/none.toml"]
     assert f"{tmp_path}/none.toml" in run("launcher", *words, HOME=str(tmp_path)).stderr

@@ -76,6 +76,7 @@ REFUSALS = [
     ('train.objective=masked evaluation.protocols=["sliding"]', "evaluation.protocols = "),
     ("model.adaptive_cutoffs=[100,50]", "[100, 50]: not the rising first ids"),
     ("model.adaptive_cutoffs=[100,1000]", "Choose rising numbers below 1000"),
+    (f"{CUTOFFS} model.adaptive_factor=10", "model.adaptive_factor = 10: leaves no channel of"),
     (f"{CUTOFFS} {TP2}", "parallel.tensor_model_parallel_size = 2: every rank needs all"),
     (f"{CUTOFFS} {PP2}", "parallel.pipeline_model_parallel_size = 2: every rank needs all"),
     ("optimizer.name=nag optimizer.learning_rate=20.0", "optimizer.weight_decay = 0.1"),
@@ -117,6 +118,8 @@ REFUSALS = [
     ("parallel.virtual_pipeline_model_parallel_size=2", "needs more than one pipeline stage"),
     ("parallel.pipeline_model_parallel_size=26", "= 25: fewer than the 26 pipeline chunks"),
     ("schedule.lr_warmup_steps=100", "schedule.lr_warmup_steps = 100: the warm-up would not end"),
+    ("train.profile_steps=[3,2]", "train.profile_steps = [3, 2]: not the first and the last"),
+    ("train.profile_steps=[99,101]", "a run of train.num_steps = 100"),
     ("schedule.min_learning_rate=0.01", "0.01: above the peak, optimizer.learning_rate = 0.001"),
     (WSD, "schedule.lr_wsd_decay_steps = 0: schedule.lr_decay_style"),
     (f"{WSD} schedule.lr_wsd_decay_steps=101", "schedule.lr_wsd_decay_steps = 101"),
@@ -128,6 +131,10 @@ REFUSALS = [
     (f"parallel.world_size=3 {TP2}", "does not divide the 3 processes"),
     # Keys, types and malformed settings.
     ("model.zzz=1", "model.zzz: no such key; there are model.num_layers, "),
+    ("foo.zzz=", "foo.zzz: no such key; there are run, "),
+    ("run.seed=9007199254740992", "run.seed = 9007199254740992: above 2^53 - 1"),
+    (f"{T5} position.relative_attention_num_buckets=9007199254740992", "above 2^53 - 1"),
+    ("evaluation.lengths=[9007199254740992]", "above 2^53 - 1"),
     ("model.hidden_dropout=1.0", "model.hidden_dropout = 1.0: input should be less than 1"),
 ]
 
