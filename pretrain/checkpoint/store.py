@@ -172,7 +172,8 @@ class Store:
         """Return the checkpoint that the run went on to last.
 
         Raises:
-            ConfigError: One is of another version.
+            ConfigError: One is of another version, or newest.json names none that is complete, and
+                it cannot be known which of several lines of checkpoints is the run's.
             StoreError: The store cannot be read.
         """
         named = parse_json(self._read(NEWEST) or b"").get("checkpoint")
@@ -180,6 +181,13 @@ class Store:
             return found
         # An upload was cut off before it was named.
         complete = self.checkpoints()
+        for other in complete:
+            if not other.lineage.is_ancestor_of(complete[-1].lineage):
+                raise ConfigError(
+                    f"{self.url}: holds several lines of checkpoints, and no {NEWEST} that names a "
+                    "complete one. Name one to go on from "
+                    f"(--resume {self.url}/{other.name} or {self.url}/{complete[-1].name})"
+                )
         return complete[-1] if complete else None
 
     def line_to(self, newest: Stored) -> list[Stored]:

@@ -29,11 +29,12 @@ from pretrain.rundir.checkpoints import (
     hold,
     is_complete,
     named_by_step,
+    read_abandoned,
     saved_checkpoints,
     unheld,
 )
 from pretrain.rundir.files import remove_directory
-from pretrain.rundir.history import Policy, old_checkpoints, read_abandoned
+from pretrain.rundir.history import Policy, old_checkpoints
 from pretrain.rundir.paths import RunPaths, check_version
 
 # ---- list ----

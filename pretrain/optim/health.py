@@ -149,8 +149,11 @@ class SpikeDetector:
 
 
 LARGEST_WEIGHT = 1e6
-"""The magnitude of an fp32 master beyond which a model does not work: fp16 ends at 65,504. Moments
-may be of any finite size."""
+"""The magnitude of an fp32 master beyond which a model does not work: fp16 ends at 65,504."""
+SLACK = 1e6
+"""How far beyond a clipped gradient and its square a moment may lie: it may be a sum of them, and
+clip_grad may have been another one before. A flipped high bit of an exponent changes a number by
+2^64 or more."""
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integers as which its bits are summed."""
 
@@ -178,7 +181,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def state_is_plausible(optimizer: ZeroOptimizer) -> Tensor:
-    """Return if all moments of this rank are finite, and no master is beyond LARGEST_WEIGHT.
+    """Return if no master and no moment of this rank is beyond its limit; a nan is.
 
     Returns:
         A boolean scalar on the device.
@@ -190,15 +193,20 @@ def state_is_plausible(optimizer: ZeroOptimizer) -> Tensor:
         moments = {name: state[name] for name in optimizer.moments if name in state}
         for name, buffer in {"master": flat.detach(), **moments}.items():
             buffers.append(buffer)
-            limits.append(_limit(name))
+            limits.append(_limit(optimizer, name))
     # The largest magnitude: a Euclidean norm overflows where every element is finite.
     largest = torch.stack(torch._foreach_norm(buffers, math.inf))
     # A nan is not below anything.
     return (largest <= platform.to_device(torch.tensor(limits))).all()
 
 
-def _limit(kind: str) -> float:
-    return LARGEST_WEIGHT if kind == "master" else torch.finfo(torch.float32).max
+def _limit(optimizer: ZeroOptimizer, kind: str) -> float:
+    """Return the magnitude beyond which a master or a moment cannot come from training."""
+    if kind == "master":
+        return LARGEST_WEIGHT
+    # No element of a clipped gradient is larger than its norm. Unclipped, it may be of any size.
+    largest = optimizer.clip_grad or math.inf
+    return min(SLACK * max(largest, largest * largest), torch.finfo(torch.float32).max)
 
 
 def implausible_state(optimizer: ZeroOptimizer) -> list[str]:
@@ -206,7 +214,7 @@ def implausible_state(optimizer: ZeroOptimizer) -> list[str]:
     found = []
     for fragment in read_fragments(optimizer):
         for kind, values in fragment.tensors.items():
-            bad = values[~(values.abs() <= _limit(kind))]
+            bad = values[~(values.abs() <= _limit(optimizer, kind))]
             if bad.numel():
                 found.append(f"{kind} of {fragment.named.name} ({float(bad[0])})")
     return found

@@ -171,6 +171,7 @@ class ZeroOptimizer:
         self.is_fp16 = config.train.precision == "fp16"
         self.moments = config.moments
         """What the optimizer keeps of each parameter beside the master, by torch's names."""
+        self.clip_grad = config.optimizer.clip_grad
         # Listed before DeepSpeed is given the model: afterwards ZeRO 3's parameters are empty.
         self.parameters: list[Named] = list(named_parameters(chunks))
         if self.stage == 1:
@@ -186,7 +187,7 @@ class ZeroOptimizer:
                 self.zero,
                 chunks,
                 buckets,
-                clip_grad=config.optimizer.clip_grad,
+                clip_grad=self.clip_grad,
                 wire_dtype=platform.DTYPES[config.parallel.gradient_reduce_dtype],
                 add_in_layers=choose_fusion(config).weight_gradients,
             )

@@ -25,7 +25,7 @@ from pretrain.config.errors import say
 from pretrain.rundir.checkpoints import (
     checkpoint_step,
     complete_checkpoints,
-    headless_checkpoints,
+    named_by_step,
     newest_checkpoint_step,
     read_lineage,
 )
@@ -348,8 +348,8 @@ def is_finished(run: Path, num_steps: int | None = None) -> bool:
             RunPaths(run).newest_config() or RunPaths(run).config
         ).train.num_steps
     newest = newest_checkpoint_step(run)
-    if newest is None and headless_checkpoints(run):
-        # Its weights cannot be used. A start says so.
+    if newest is None and named_by_step(RunPaths(run).checkpoints):
+        # It has no manifest, so its weights cannot be used. A start says so.
         return False
     return newest in (None, num_steps) and any(
         said_done(attempt, num_steps) for attempt in finished

@@ -14,9 +14,9 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
@@ -340,12 +340,35 @@ def complete_checkpoints(run: Path) -> list[Path]:
     return [path for path in named_by_step(RunPaths(run).checkpoints) if is_complete(path)]
 
 
-def headless_checkpoints(run: Path) -> list[Path]:
-    """Return what lies under a checkpoint's name without a manifest, by step.
+WHY = "why.json"
 
-    Publication is one rename, so a checkpoint has lost its manifest: it is damaged.
-    """
-    return [path for path in named_by_step(RunPaths(run).checkpoints) if not is_complete(path)]
+
+@dataclass(frozen=True)
+class Why:
+    """why.json: what a run turned away from, when and why."""
+
+    at: float
+    """Unix seconds."""
+    reason: str
+    """For people."""
+    id: str | None = None
+    """The checkpoint that training goes on from instead."""
+    step: int | None = None
+    """Its step."""
+    resumed: str = ""
+    """Its path."""
+    checkpoints: dict[str, Any] = field(default_factory=dict)
+    """Name -> id of each checkpoint that is moved; null for a damaged one."""
+    stayed: dict[str, str] = field(default_factory=dict)
+    """Name -> id of each checkpoint that stays where it is."""
+
+
+def read_abandoned(run: Path) -> list[tuple[Path, Why]]:
+    """Return the folders of RUN/abandoned whose why.json can be read, oldest first."""
+    directory = RunPaths(run).abandoned
+    folders = [directory / f"{number:04d}" for number in sorted(attempt_numbers(directory))]
+    found = ((folder, from_json(Why, read_json(folder / WHY))) for folder in folders)
+    return [(folder, why) for folder, why in found if why is not None]
 
 
 def abandoned_checkpoints(run: Path) -> Iterator[Path]:
@@ -391,16 +414,18 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     They are of one line of descent. Damaged ones are among them: whoever opens them finds out.
 
     Raises:
-        ConfigError: Checkpoints of two lines lie side by side, or all are in RUN/abandoned.
+        ConfigError: Checkpoints of two lines lie side by side, or the run was last started from one
+            that is not here, and has saved none since.
     """
     found = saved_checkpoints(run)
     check_one_line(found)
-    if not found and (left := [p for p in abandoned_checkpoints(run) if is_complete(p)]):
-        # Not from scratch, as if the run had never saved anything.
-        raise ConfigError(
-            f"{run}: its only checkpoints are in abandoned/. Name one (--resume {left[-1]}), or "
-            "start from scratch (--resume none)"
-        )
+    ids = {saved.path.name: saved.lineage.id for saved in found if saved.lineage}
+    for folder, why in read_abandoned(run)[-1:]:
+        if why.id not in ids.values() and ids.items() <= why.stayed.items():
+            raise ConfigError(
+                f"{folder / WHY}: this run was last started from {why.resumed}, and has saved no "
+                f"checkpoint since. Go on from there (--resume {why.resumed}) or name another one"
+            )
     return [saved.path for saved in reversed(found)]
 
 

@@ -12,14 +12,15 @@ import shutil
 import time
 import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pretrain.rundir.checkpoints import (
     MANIFEST,
+    WHY,
     Lineage,
     Saved,
+    Why,
     abandoned_checkpoints,
     check_still_holds,
     checkpoint_name,
@@ -33,7 +34,6 @@ from pretrain.rundir.checkpoints import (
 from pretrain.rundir.files import (
     REMOVED,
     flush_directory,
-    from_json,
     make_directory,
     new_directory,
     read_json,
@@ -92,35 +92,6 @@ def recover(run: Path, attempt: Path | None) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-WHY = "why.json"
-
-
-@dataclass(frozen=True)
-class Why:
-    """why.json: what a run turned away from, when and why."""
-
-    at: float
-    """Unix seconds."""
-    reason: str
-    """For people."""
-    id: str | None = None
-    """The checkpoint that training goes on from instead."""
-    step: int | None = None
-    """Its step."""
-    resumed: str = ""
-    """Its path."""
-    checkpoints: dict[str, Any] = field(default_factory=dict)
-    """Name -> id of each checkpoint that is moved; null for a damaged one."""
-
-
-def read_abandoned(run: Path) -> list[tuple[Path, Why]]:
-    """Return the folders of RUN/abandoned whose why.json can be read, oldest first."""
-    directory = RunPaths(run).abandoned
-    folders = [directory / f"{number:04d}" for number in sorted(attempt_numbers(directory))]
-    found = ((folder, from_json(Why, read_json(folder / WHY))) for folder in folders)
-    return [(folder, why) for folder, why in found if why is not None]
-
-
 def settle(
     run: Path,
     resumed: Path,
@@ -152,7 +123,8 @@ def settle(
         OSError: The disk refused; the next start moves the rest.
     """
     paths, passed_over = RunPaths(run), passed_over or {}
-    away = [saved for saved in saved_checkpoints(run) if not _leads_to(saved, lineage)]
+    found = saved_checkpoints(run)
+    away = [saved for saved in found if not _leads_to(saved, lineage)]
     if not away:
         return None
     fork = _fork(away, lineage)
@@ -163,6 +135,7 @@ def settle(
         step=lineage.step,
         resumed=str(resumed.resolve()),
         checkpoints={s.path.name: s.lineage.id if s.lineage else None for s in away},
+        stayed={s.path.name: s.lineage.id for s in found if s not in away and s.lineage},
     )
     # Loading may have taken long. What a new holder saves from here on is not in the list.
     check_still_holds(attempt)

@@ -52,7 +52,6 @@ from pretrain.rundir.checkpoints import (
     checkpoint_directory,
     checkpoint_step,
     checkpoints_to_resume,
-    complete_checkpoints,
     find_checkpoint,
     new_id,
     read_lineage,
@@ -105,7 +104,8 @@ def choose_checkpoint(
     """
     run = config.directory
     if resume == "none":
-        if complete_checkpoints(run):
+        # A damaged one too: it would be in the way of the save of its step.
+        if saved_checkpoints(run):
             raise ConfigError(
                 f"{run}: has checkpoints, and --resume none would write over them. "
                 "Resume (--resume auto), remove them, or set another run.directory"

@@ -80,6 +80,10 @@ def test_a_run_whose_only_checkpoint_lost_its_manifest_is_not_begun_anew(refused
         "all of its checkpoints are damaged",
         f"{copy / STEP_8}/manifest.json: missing",
     )
+    refused(
+        ["train", config, "--set", f"run.directory={copy}", "--resume", "none"],
+        f"{copy}: has checkpoints",
+    )
     assert contents(copy) == before
 
 

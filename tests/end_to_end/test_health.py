@@ -10,8 +10,7 @@ import torch
 from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.rundir.attempts import read_attempts
-from pretrain.rundir.checkpoints import complete_checkpoints
-from pretrain.rundir.history import read_abandoned
+from pretrain.rundir.checkpoints import complete_checkpoints, read_abandoned
 from tests.end_to_end.commands import (
     LAUNCHER,
     PRETRAIN,

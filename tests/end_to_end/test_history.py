@@ -171,10 +171,23 @@ def test_a_checkpoint_elsewhere_after_which_nothing_was_saved(copy, train, confi
     done = train("--resume", other, largest_file=20_000)
     assert done.code == 1, done.err
     assert steps(copy) == [] and len(list((copy / "abandoned/0001").glob("step-*"))) == 4
-    explained(train(), 2, "its only checkpoints are in abandoned/")
+    explained(train(), 2, "abandoned/0001/why.json", f"--resume {other}")
     done = train("--resume", other)
     assert done.code == 0 and steps(copy) == [6, 8], done.err
     assert train(settings=("train.num_steps=9",)).code == 0
+
+
+def test_a_checkpoint_turned_away_from_after_which_nothing_was_saved(copy, train):
+    """The ancestors that it shares with the line before are not gone on from silently."""
+    other_branch(train, copy)
+    aside, further = copy / "abandoned/0001/step-00000008", ("train.num_steps=10",)
+    # The first save of the new branch fails, and so does the run.
+    assert train("--resume", aside, settings=further, largest_file=20_000).code == 1
+    assert steps(copy) == [2, 4]
+    explained(train(settings=further), 2, f"last started from {aside}", f"--resume {aside}")
+    # Another one may be named; what it saves is gone on from.
+    succeeded(train("--resume", step(copy, 4), settings=("train.num_steps=5",)))
+    assert "going on from step 5" in succeeded(train(settings=("train.num_steps=6",))).err
 
 
 # ---- damage --------------------------------------------------------------------------------------

@@ -235,6 +235,24 @@ def test_an_empty_run_gets_the_newest_good_checkpoint_of_the_runs_line(tmp_path,
     assert open_checkpoint(Path(resumed)).lineage == old.lineage
 
 
+def test_of_several_lines_none_is_chosen_without_newest_json(tmp_path):
+    run, url = tmp_path / "run", f"file://{tmp_path}/store"
+    first = save(run, 2)
+    left = save(run, 8, after(first))
+    upload_all(run, url)
+    shutil.rmtree(left.path)
+    save(run, 4, after(first, branch=True))
+    upload_all(run, url)
+    (tmp_path / "store/newest.json").unlink()
+    config = config_for(tmp_path / "other", url)
+    with pytest.raises(ConfigError, match=r"several lines of checkpoints.*Name one") as caught:
+        fetch(config, "auto")
+    assert not complete_checkpoints(tmp_path / "other")
+    named = f"{url}/step-00000008-{left.lineage.id}"
+    assert named in str(caught.value)
+    assert open_checkpoint(Path(fetch(config, named))).lineage == left.lineage
+
+
 def test_what_a_run_has_on_its_disk_is_used_unless_the_store_is_ahead(tmp_path):
     run, url = tmp_path / "run", f"file://{tmp_path}/store"
     config = config_for(run, url)
