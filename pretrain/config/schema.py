@@ -359,8 +359,8 @@ class EvaluationSection(Section):
         default=("nonoverlapping",), min_length=1, strict=False
     )
     """Protocols of the evaluations in the training loop. Sliding windows overlap, so every scored
-    token has much context, and cost length / stride times as much. `pretrain evaluate` has an
-    option of its own and runs both."""
+    token has much context, and cost length / stride times as much. `pretrain evaluate` runs
+    both, unless --protocols or --set says otherwise."""
 
     stride: int | None = Field(default=None, gt=0)
     """sliding: tokens from one window to the next, and predictions of each window that are scored.
@@ -368,8 +368,8 @@ class EvaluationSection(Section):
 
     max_tokens: int | None = Field(default=None, gt=0)
     """Most tokens of the validation stream that an evaluation in the training loop scores. Default:
-    all of them. `pretrain evaluate` and the launcher's evaluation jobs do not read it; they score
-    all, or what their --max-tokens says."""
+    all of them. `pretrain evaluate` and the launcher's evaluation jobs score all, unless
+    --max-tokens or --set says otherwise."""
 
     tokens_per_batch: int = Field(default=8_192, gt=0)
     """Tokens in one forward pass of a rank, at whatever window length (at least one window). Lower

@@ -169,6 +169,9 @@ def _read_weights(source: Source) -> Mapping[str, Tensor]:
                 f"{folder}: {kind} for the model that {CONFIG} describes: {', '.join(names[:5])}"
             )
     weights: dict[str, Tensor] = model.state_dict()
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise ConfigError(f"{folder}: {name} holds a NaN or an infinity. Get a sound copy")
     return weights
 
 

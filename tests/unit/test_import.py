@@ -8,6 +8,7 @@ without biases, OPT with learned positions, Pythia with parallel residuals and p
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -371,6 +372,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "string": (settings(n_layer="2"), "config.json: transformers cannot read it: .*n_layer"),
     "no_weights": (renamed("model.safetensors", "w"), f"{LOAD}OSError"),
     "missing": (tensors(lambda t: t.pop(UP)), f"missing for the model .*: {UP}"),
+    "nan": (tensors(lambda t: t[UP].view(-1)[5:6].fill_(math.nan)), f"{UP} holds a NaN"),
     "truncated": (truncate, f"{LOAD}SafetensorError"),
     "pickle": (malicious, f"{LOAD}UnpicklingError: Weights only load failed"),
 }
