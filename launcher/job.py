@@ -315,6 +315,8 @@ class _Start(Allocation):
     """One start of the job: the attempts that it makes in its allocation."""
 
     _check_nodes = True
+    _overlap = False
+    """Start the next step beside one that slurmctld does not know to be over."""
 
     def make_attempts(self) -> int:
         """Make one attempt after the other. Returns the exit code of the job."""
@@ -355,10 +357,12 @@ class _Start(Allocation):
             self.check(attempt)
             self._check_nodes = False
         nodes = self.choose()
+        self._nodes = nodes or self.nodes()
         where = ",".join(nodes) or "this job's nodes"
         say(f"attempt {attempt.number}: {self._launch.num_tasks} ranks on {where}")
+        srun, *options = self._command
         return SrunRanks(
-            self._command,
+            [srun, *(["--overlap"] if self._overlap else []), *options],
             self._job_id,
             _step_name(attempt),
             {
@@ -370,23 +374,25 @@ class _Start(Allocation):
         )
 
     def _wait_for_slurm(self, attempt: Attempt) -> None:
-        """Wait until slurmctld answers, for `AWAY_SECONDS` at most, or until a signal comes.
+        """Wait until slurmctld knows that an attempt's step is over, or a signal comes.
 
-        No job step can be made without it, nor until it knows that the step before is over: each
-        attempt would fail and count as one without progress.
+        Before that no step can be made, and each attempt would fail and count as one without
+        progress. Of a step that ends before slurmctld notices that a node of it died, slurmctld
+        never knows the end (seen with 22.05).
         """
         num_signals = len(self._signals.received)
-        if not slurm.is_away():
-            return
-        minutes = f"{AWAY_SECONDS / 60:.0f} minutes"
-        say(f"job {self._job_id}: waits for {slurm.CONTROLLER}, which is away, for up to {minutes}")
-        _wait_for(
-            lambda: (
-                len(self._signals.received) > num_signals
-                or slurm.knows_end(self._job_id, _step_name(attempt))
-            ),
-            AWAY_SECONDS,
-        )
+
+        def may_start() -> bool:
+            known = slurm.knows_end(self._job_id, _step_name(attempt))
+            self._overlap = known is False
+            lost = self._overlap and bool(slurm.unusable_nodes(self._nodes))
+            return bool(known) or lost or len(self._signals.received) > num_signals
+
+        if slurm.is_away():
+            minutes = f"{AWAY_SECONDS / 60:.0f} minutes"
+            away = f"waits for {slurm.CONTROLLER}, which is away, for up to {minutes}"
+            say(f"job {self._job_id}: {away}")
+        _wait_for(may_start, AWAY_SECONDS)
 
     def _why_requeue(self, end: End) -> str | None:
         """Return why the next attempt needs another start of the job, or None if it does not.

@@ -485,12 +485,12 @@ def is_away() -> bool:
     return False
 
 
-def knows_end(job_id: str, name: str) -> bool:
-    """Return True if slurmctld answers, and knows that a job's step is over."""
+def knows_end(job_id: str, name: str) -> bool | None:
+    """Return whether slurmctld knows that a job's step is over; None where it does not answer."""
     try:
         return not steps(job_id, name)
     except SlurmError:
-        return False
+        return None
 
 
 def jobs_named(name: str) -> dict[str, set[str]] | None:

@@ -555,7 +555,7 @@ def _attempts(status: RunStatus) -> list[str]:
         rows.append(
             (
                 str(attempt.number),
-                moment(attempt.owner.began_at),
+                moment(attempt.owner.began_at) if attempt.owner.began_at else "",
                 str(ended.step if ended else attempt.step),
                 in_words(ended.outcome) if ended else "",
                 ended.reason if ended and ended.outcome not in ENDED_WELL else "",
