@@ -16,10 +16,12 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 
 from pretrain.config import ConfigError, parse_config
 from pretrain.data import build as command
+from pretrain.data import sources
 from pretrain.data.build import build, estimate
 from pretrain.data.build.tasks import Sampler, read_sample
 from pretrain.data.clean import document_hash
@@ -99,6 +101,40 @@ def report(directory: Path):
 
 def refused(message: str):
     return pytest.raises(ConfigError, match=message)
+
+
+# ---- a source of one's own ----------------------------------------------------------------------
+class Arrow(sources.Source):
+    """Arrow's IPC files, one document a row. Its parts are record batches."""
+
+    name, endings, text_field, in_bytes = "arrow", (".arrow",), "text", False
+
+    def parts(self, corpus, file, bytes_per_task):
+        opened = pyarrow.ipc.open_file(file.path)
+        for number in range(opened.num_record_batches):
+            size = opened.get_batch(number).get_total_buffer_size()
+            yield sources.Part(sources.Piece(file.path, number, number + 1), size)
+
+    def read(self, piece, corpus):
+        opened = pyarrow.ipc.open_file(piece.path)
+        batches = [opened.get_batch(i) for i in range(piece.end)]
+        row = sum(map(len, batches[: piece.start]))
+        for value in pyarrow.chunked_array(b[self.field(corpus)] for b in batches[piece.start :]):
+            yield sources.Found(row, value.as_py())
+            row += 1
+
+
+def test_a_source_of_a_test_s_own_is_built_by_the_ends_of_names(built, tmp_path, monkeypatch):
+    monkeypatch.setitem(sources.SOURCES, "arrow", Arrow())
+    table = pyarrow.table({"n": range(len(DOCUMENTS)), "text": DOCUMENTS})
+    with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
+        file.write_table(table, max_chunksize=3)
+    data = config(tmp_path, paths=[str(tmp_path / "*")])
+    tasks = sources.plan(data.data)["train"]
+    assert [p[1:] for t in tasks for p in t.pieces] == [(i, i + 1) for i in range(4)]
+    build(data)
+    for split in ("train", "validation"):
+        assert documents(tmp_path / "data" / split) == documents(built / "data" / split)
 
 
 # ---- what is built -------------------------------------------------------------------------------
