@@ -360,9 +360,8 @@ class _Start(Allocation):
         self._nodes = nodes or self.nodes()
         where = ",".join(nodes) or "this job's nodes"
         say(f"attempt {attempt.number}: {self._launch.num_tasks} ranks on {where}")
-        srun, *options = self._command
         return SrunRanks(
-            [srun, *(["--overlap"] if self._overlap else []), *options],
+            slurm.overlapping(self._command) if self._overlap else self._command,
             self._job_id,
             _step_name(attempt),
             {

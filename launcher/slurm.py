@@ -761,6 +761,11 @@ def named_step(step: Sequence[str], name: str, nodes: Sequence[str]) -> list[str
     return [step[0], f"--job-name={name}", *where, *step[1:]]
 
 
+def overlapping(step: Sequence[str]) -> list[str]:
+    """Return the command of a step that starts beside one that slurmctld counts as running."""
+    return [step[0], "--overlap", *step[1:]]
+
+
 def check_step(step: Sequence[str], name: str, nodes: Sequence[str], num_tasks: int) -> list[str]:
     """Return the command of a step that checks these nodes, up to what its processes run.
 
