@@ -469,6 +469,11 @@ def beside() -> Iterator[None]:
         yield
 
 
+def is_main_queue() -> bool:
+    """Return True outside of `beside`."""
+    return not has_cuda() or torch.cuda.current_stream() != _queue_beside()
+
+
 @functools.cache
 def _queue_beside() -> torch.cuda.Stream:
     """Return the stream of `beside`, the same in every call."""

@@ -47,6 +47,7 @@ from pretrain.training.metrics import PASS, MetricsWriter
 from pretrain.training.reporter import Interrupted
 from pretrain.training.start import Run, is_evaluated_after
 from pretrain.training.step import Hook, agree
+from pretrain.training.stragglers import SHARED, Place, Stragglers
 
 VIEWER = "https://ui.perfetto.dev"
 """Shows a trace in the browser, and sends it nowhere."""
@@ -224,6 +225,9 @@ class LoggingHook(Hook):
 
     def at_start(self, run: Run) -> None:
         """Log what was allowed to change at the step that training goes on from."""
+        device = f"{platform.device()} {platform.device_name()}" if platform.has_cuda() else "cpu"
+        places = gather((host_name(), device, run.topology.pipeline_rank))
+        self.stragglers = Stragglers([Place(*place) for place in places])
         step = run.state.step
         changed = {c.key: [c.before, c.after] for c in run.origin.changes if c.step == step}
         if self.writer is not None and changed:
@@ -234,6 +238,11 @@ class LoggingHook(Hook):
         if self.writer is None:
             return
         size, consumed = record["global_batch_size"], record["consumed_samples"]
+        if shared := record.pop(SHARED, None):
+            judged, lines = self.stragglers.judge(record["step"], shared, size)
+            record.update(judged)
+            for line in lines:
+                say(line)
         rate = size * self.sequence_length / record["step_seconds"]
         rate_per_device = rate / run.topology.layout.world_size
         record["tokens_per_second"] = rate

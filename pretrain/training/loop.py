@@ -229,7 +229,7 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
     """
     step = run.state.step
     rate = learning_rate(run.config, step)
-    with collecting(run.metrics.collect):
+    with collecting(run.metrics.collect), run.times.measuring(run.topology, step + 1):
         asked = time.perf_counter()
         batches = next(steps)
         data_wait = time.perf_counter() - asked

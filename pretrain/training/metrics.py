@@ -211,12 +211,18 @@ TAGS = {
     "tokens_per_second": "throughput/tokens_per_second",
     "step_seconds": "throughput/step_seconds",
     "data_wait_seconds": "throughput/data_wait_seconds",
+    "compute_seconds": "throughput/compute_seconds",
+    "wait_seconds": "throughput/wait_seconds",
     "tflops_per_second": "throughput/tflops_per_second",
     "tflops_per_second_causal": "throughput/tflops_per_second_causal",
     "model_flops_utilization": "throughput/model_flops_utilization",
     "model_flops_utilization_causal": "throughput/model_flops_utilization_causal",
     "peak_memory_bytes": "health/peak_memory_bytes",
     "loss_scale": "health/loss_scale",
+    "straggler_rank": "health/straggler_rank",
+    "straggler_seconds": "health/straggler_seconds",
+    "straggler_since_step": "health/straggler_since_step",
+    "num_stragglers": "health/num_stragglers",
     "skipped_updates": "health/skipped_updates",
     "rollbacks": "health/rollbacks",
     "rolled_back_from_step": "health/rolled_back_from_step",
@@ -249,7 +255,10 @@ def _recorded(record: Record) -> Record:
     return {
         key: value
         for key, value in record.items()
-        if key not in TAGS and key != STEP and not key.startswith(PASS)
+        if key not in TAGS
+        and key != STEP
+        and not key.startswith(PASS)
+        and isinstance(value, int | float)
     }
 
 

@@ -70,6 +70,7 @@ from pretrain.topology import Topology, gather, host_name, on_main, owner, super
 from pretrain.topology import initialize as initialize_topology
 from pretrain.training.metrics import StepMetrics
 from pretrain.training.reporter import AttemptReporter, Requests
+from pretrain.training.stragglers import StepTimes
 
 # ---- Choose the checkpoint that a run goes on from ----
 
@@ -327,6 +328,8 @@ class Run:
     """End-of-document token, if data.per_document_attention; else None."""
     metrics: StepMetrics = field(default_factory=StepMetrics)
     """What `record_metric` is given on this rank."""
+    times: StepTimes = field(default_factory=StepTimes)
+    """What this rank does with the time of its steps."""
 
     @property
     def blend(self) -> Blend:

@@ -23,6 +23,7 @@ from pretrain.rundir.metrics import Record
 from pretrain.topology import Topology
 from pretrain.training.reporter import NUM_VOTES, Requests
 from pretrain.training.start import Run
+from pretrain.training.stragglers import SHARED
 
 # ---- The interface of what the loop calls around its steps ----
 # Numbers of a step reach the hooks while the device works on the next one. A hook that needs the
@@ -172,11 +173,12 @@ def update(run: Run, losses: list[Tensor], learning_rate: float) -> tuple[Tensor
 
     Returns:
         (global gradient norm, a scalar; [mean loss, sums of the votes, number of ranks with new
-        metrics]), on the device.
+        metrics, what `StepTimes.shared` returns]), on the device.
     """
 
     def average() -> Tensor:
         votes = [*run.requests.votes(), float(run.metrics.has_new())]
+        votes += run.times.shared(run.topology, run.state.step + 1)
         return _sum_over_ranks(losses, run.topology, votes)
 
     spikes = run.spikes
@@ -224,6 +226,8 @@ class QueuedStep:
         self._requests, self._train, self._state = run.requests, run.config.train, run.state
         self._begin, self._record = begin, record
         self._metrics = run.metrics.take()
+        self._times, self._waits = run.times, run.times.take()
+        self._num_shared = total.numel() - NUM_VOTES - 2
         numbers = [norm.to(total).view(1), total, *self._metrics.numbers]
         if run.spikes is not None:
             numbers.append(run.spikes.summary)
@@ -249,6 +253,7 @@ class QueuedStep:
         """
         norm, loss, *numbers = self._readback.numbers()
         votes, (num_lacking, *numbers) = numbers[:NUM_VOTES], numbers[NUM_VOTES:]
+        shared, numbers = numbers[: self._num_shared], numbers[self._num_shared :]
         recorded, judged = numbers[: self._metrics.size], numbers[self._metrics.size :]
         policy = self._train.spike_policy
         if not math.isfinite(norm) and self._train.precision != "fp16":
@@ -259,7 +264,7 @@ class QueuedStep:
                 f"{seen}. Resume from the last checkpoint with a lower optimizer.learning_rate, a "
                 "longer schedule.lr_warmup_steps or a smaller optimizer.clip_grad"
             )
-        measured = {"loss_nats": loss, "gradient_norm": norm}
+        measured: Record = {"loss_nats": loss, "gradient_norm": norm}
         if judged:
             is_spike, loss_limit, norm_limit, num_skipped = judged
             if policy == "skip":
@@ -277,7 +282,10 @@ class QueuedStep:
                     '"rollback", or, if it was no spike, with a higher train.spike_threshold'
                 )
         self._requests.settle(votes)
-        measured["step_seconds"] = self.end.seconds_since(self._begin)
+        seconds = measured["step_seconds"] = self.end.seconds_since(self._begin)
+        self._times.add(seconds, self._waits, self._record["data_wait_seconds"])
+        if shared:
+            measured[SHARED] = shared
         metrics = self._metrics.record(recorded, is_lacking=num_lacking > 0)
         return {**self._record, **measured, **metrics}
 

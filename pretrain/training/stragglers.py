@@ -1,0 +1,276 @@
+"""Measure what each rank does with a step's time, and name the ranks that hold up the others.
+
+All ranks take equally long for a step, because they wait for each other in its collectives. So a
+slow rank is known by its waits: of the ranks that do the same work, it waits least. A step's
+seconds are split into those in which this rank waited for others, those in which its host waited
+for data, and the rest, in which it computed. Time in which a process was stopped or had no
+processor counts where it struck.
+
+Nothing is synchronised for it. Waits lie between two `platform.Moment`s around each collective that
+the present queue of work waits for: on a CPU the host's clock, on a GPU events that are read with
+the step's other numbers. The seconds travel with the loss, in no collective of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from pretrain import platform
+from pretrain.rundir.metrics import Record
+from pretrain.topology import Topology
+
+WINDOW_STEPS = 8
+"""After so many steps the ranks tell each other the median of their seconds in these steps: what
+strikes fewer than half of them, such as a collection of garbage or a save, is not seen."""
+NUM_WINDOWS = 2
+"""A rank begins and ends to be slow when it is that in so many windows in a row."""
+SHARE = 0.1
+"""A rank is slow if it takes longer than its peers by this share of a step."""
+
+SHARED = "shared_seconds"
+"""The key under which a step's record brings what all ranks shared to `Stragglers`."""
+Waits = list[tuple[platform.Moment, platform.Moment]]
+
+
+class Seconds(NamedTuple):
+    """A rank's seconds of a step."""
+
+    compute: float
+    wait: float
+    """Waiting for other ranks, and for what they send."""
+    data: float
+    """The host waiting for data; on a GPU the device may have had work meanwhile."""
+
+    @property
+    def busy(self) -> float:
+        """Return the seconds in which others may have waited for this rank."""
+        return self.compute + self.data
+
+
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "alltoall"),
+    *("_allgather_base", "all_gather_single", "reduce_scatter", "_reduce_scatter_base"),
+    *("reduce_scatter_single", "alltoall_base", "all_to_all_single"),
+)
+"""Methods of torch's ProcessGroup, of several releases."""
+
+
+class StepTimes:
+    """What this rank did with the time of its latest steps. Every rank makes one."""
+
+    def __init__(self) -> None:
+        self._waits: Waits = []
+        self._begin: platform.Moment | None = None
+        self._latest: deque[Seconds] = deque(maxlen=WINDOW_STEPS)
+        # As the classes hold them, which is not as they give them out.
+        calls = {name: vars(dist.ProcessGroup).get(name) for name in _COLLECTIVES}
+        self._measured: list[tuple[type, str, Any, Any]] = [
+            (dist.ProcessGroup, name, call, self._begun(getattr(dist.ProcessGroup, name)))
+            for name, call in calls.items()
+            if call is not None
+        ]
+        wait = vars(dist.Work)["wait"]
+        self._measured += [(dist.Work, "wait", wait, self._waited(dist.Work.wait))]
+
+    @contextlib.contextmanager
+    def measuring(self, topology: Topology, step: int) -> Iterator[None]:
+        """Note how long the step of the block waits for other ranks: in torch's collectives."""
+        if topology.layout.world_size == 1 or step % _interval(topology):
+            yield
+            return
+        for owner, name, _, measured in self._measured:
+            setattr(owner, name, measured)
+        try:
+            yield
+        finally:
+            for owner, name, original, _ in self._measured:
+                setattr(owner, name, original)
+
+    def _begun(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            # NCCL runs one that is not asynchronous in the present queue, before it is waited for.
+            if not getattr(args[-1], "asyncOp", True):
+                self._begin = platform.Moment()
+            return function(*args)
+
+        return call
+
+    def _waited(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any) -> Any:
+            begin, self._begin = self._begin or platform.Moment(), None
+            done = function(*args)
+            if platform.is_main_queue():
+                self._waits.append((begin, platform.Moment()))
+            return done
+
+        return wait
+
+    def take(self) -> Waits:
+        """Return the waits of the step that is over, and begin another."""
+        waits, self._waits = self._waits, []
+        return waits
+
+    def add(self, step_seconds: float, waits: Waits, data: float) -> None:
+        """Note a step that is over, and so are its waits. One without any was not measured."""
+        if not waits:
+            return
+        waited = sum(end.seconds_since(begin) for begin, end in waits)
+        self._latest.append(Seconds(max(0.0, step_seconds - waited - data), waited, data))
+
+    def shared(self, topology: Topology, step: int) -> list[float]:
+        """Return what to add up over the ranks in a step: three numbers of each rank, or nothing.
+
+        Args:
+            topology: This process's coordinates.
+            step: The step, counted from 1.
+        """
+        num_ranks = topology.layout.world_size
+        if num_ranks == 1 or step % (WINDOW_STEPS * _interval(topology)):
+            return []
+        cells = [0.0] * (3 * num_ranks)
+        if self._latest:
+            ordered = sorted(self._latest, key=lambda seconds: seconds.busy)
+            cells[3 * topology.rank : 3 * topology.rank + 3] = ordered[(len(ordered) - 1) // 2]
+            self._latest.clear()
+        return cells
+
+
+def _interval(topology: Topology) -> int:
+    """Return how often a step is measured: the first of so many.
+
+    On a GPU a wait costs the host some 15 microseconds, and tensor ranks wait four times a layer in
+    every micro batch.
+    """
+    return 4 if platform.has_cuda() and topology.layout.tensor > 1 else 1
+
+
+# ---- Judge, on rank 0 ----
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs, and what it does."""
+
+    host: str
+    device: str
+    """As "cuda:1 NVIDIA H200", or "cpu"."""
+    stage: int
+    """Its pipeline stage. Ranks of one do the same work."""
+
+
+@dataclass
+class _Course:
+    """How a rank has come along."""
+
+    windows: int = 0
+    """Windows in a row that speak against what is said of it: that it is slow, or is not."""
+    since: int | None = None
+    """The first step in which it was slow; None if it is not."""
+    usual: float = math.inf
+    """The fewest seconds for a sample that it has been busy in a window."""
+
+
+class Stragglers:
+    """Tells which ranks are slow from what all have shared, in a few numbers of memory a rank.
+
+    A rank is compared with the median of the others of its pipeline stage. One that is alone in its
+    stage is compared with itself: with its fastest window, slowed down by as much as the least
+    slowed of all others. So it is not noticed if it was slow from the start.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+        self._courses = [_Course() for _ in places]
+        self._peers = [
+            [other for other, its in enumerate(places) if other != rank and its.stage == own.stage]
+            for rank, own in enumerate(places)
+        ]
+        self._judged_at = self._listed_at = 0
+
+    def judge(self, step: int, shared: Sequence[float], size: int) -> tuple[Record, list[str]]:
+        """Judge the steps since those that were judged last.
+
+        Args:
+            step: The step in which the numbers were shared.
+            shared: `StepTimes.shared`, added up over the ranks.
+            size: Samples of a step.
+
+        Returns:
+            (what the step's record gets, lines for the log).
+        """
+        seconds = [Seconds(*shared[i : i + 3]) for i in range(0, len(shared), 3)]
+        if not all(map(sum, seconds)):
+            return {}, []
+        # All ranks' steps are equally long, but for how far apart they pass the last collective.
+        whole = statistics.median(map(sum, seconds))
+        excess = [self._excess(rank, seconds, size) for rank in range(len(seconds))]
+        lines = []
+        for rank, (course, each) in enumerate(zip(self._courses, seconds)):
+            course.usual = min(course.usual, each.busy / size)
+            is_slow = excess[rank] > SHARE * whole / (1 if course.since is None else 2)
+            course.windows = course.windows + 1 if is_slow == (course.since is None) else 0
+            if course.windows == NUM_WINDOWS:
+                lines.append(self._change(rank, step, excess[rank], seconds))
+        record: Record = {
+            "compute_seconds": statistics.median(each.compute for each in seconds),
+            "wait_seconds": statistics.median(each.wait for each in seconds),
+            **self._slowest(excess),
+        }
+        if lines or step - self._listed_at >= len(seconds):
+            # The lists are as long as the job has ranks, so they come less often in large ones.
+            self._listed_at = step
+            for name in Seconds._fields:
+                values = [float(f"{getattr(each, name):.4g}") for each in seconds]
+                record[f"rank_{name}_seconds"] = values
+        self._judged_at = step
+        return record, lines
+
+    def _excess(self, rank: int, seconds: Sequence[Seconds], size: int) -> float:
+        """Return by how many seconds of a step a rank is busy longer than is expected of it."""
+        busy = [each.busy for each in seconds]
+        if peers := self._peers[rank]:
+            return busy[rank] - statistics.median(busy[peer] for peer in peers)
+        usual = [course.usual * size for course in self._courses]
+        slowed = (now / before for now, before in zip(busy, usual) if before < math.inf)
+        return busy[rank] - min(usual[rank] * max(1.0, min(slowed, default=1.0)), busy[rank])
+
+    def _change(self, rank: int, step: int, excess: float, seconds: Sequence[Seconds]) -> str:
+        """Note that a rank begins or ends to be slow, and return the line that says so."""
+        course, place, peers = self._courses[rank], self._places[rank], self._peers[rank]
+        name = f"rank {rank} (host {place.host}, device {place.device})"
+        since, course.windows = course.since, 0
+        if since is not None:
+            course.since = None
+            return f"{name} is no longer slow, as it was since step {since}"
+        course.since = max(1, self._judged_at - (step - self._judged_at))
+        than = "the other ranks of its pipeline stage" if peers else "before"
+        data = [each.data for each in seconds]
+        own_data = data[rank] - statistics.median([data[peer] for peer in peers] or [0.0])
+        does = "waits for data" if own_data > excess / 2 else "computes"
+        return (
+            f"warning: {name} is slow, and the others wait for it: since step {course.since} it "
+            f"{does} {excess:.3g} s a step longer than {than} (of {sum(seconds[rank]):.3g} s)"
+        )
+
+    def _slowest(self, excess: Sequence[float]) -> Record:
+        """Return what is recorded of the slowest of the ranks that are slow, if any is."""
+        slow = [rank for rank, course in enumerate(self._courses) if course.since is not None]
+        if not slow:
+            return {}
+        rank = max(slow, key=excess.__getitem__)
+        return {
+            "straggler_rank": rank,
+            "straggler_seconds": excess[rank],
+            "straggler_since_step": self._courses[rank].since,
+            "straggler_host": self._places[rank].host,
+            "straggler_device": self._places[rank].device,
+            "num_stragglers": len(slow),
+        }
