@@ -121,6 +121,8 @@ class Rates:
     """The last step's loss, which may be nan or infinite."""
     tokens_per_second: float
     """Mean over the last `RATE_STEPS` steps, weighted by their time."""
+    slow: str = ""
+    """The slowest rank, while one is slow (pretrain/training/stragglers.py)."""
 
 
 def read_num_steps(run: Path) -> int | None:
@@ -147,7 +149,21 @@ def read_rates(path: Path) -> Rates | None:
     seconds = sum(record["step_seconds"] for record in latest)
     # Weighted by time: the tokens of all these steps over the seconds of all these steps.
     tokens = sum(record["step_seconds"] * _number(record, "tokens_per_second") for record in latest)
-    return Rates(last["step"], _number(last, "loss_nats", math.nan), tokens / seconds)
+    judged = next((record for record in reversed(latest) if "compute_seconds" in record), {})
+    loss = _number(last, "loss_nats", math.nan)
+    return Rates(last["step"], loss, tokens / seconds, _slow_rank(judged))
+
+
+def _slow_rank(record: Record) -> str:
+    """Return which rank the others wait for, as a step's record says; "" if none."""
+    if "straggler_rank" not in record:
+        return ""
+    keys = ("rank", "host", "device", "since_step")
+    rank, host, device, since = (record.get(f"straggler_{key}") for key in keys)
+    seconds, others = _number(record, "straggler_seconds"), _number(record, "num_stragglers") - 1
+    said = f"rank {rank} (host {host}, device {device}) is slow since step {since}"
+    also = f"; {others:.0f} other ranks are slow, too" if others > 0 else ""
+    return f"{said}, by {seconds:.3g} s a step{also}"
 
 
 def _number(record: Record, key: str, default: float = 0.0) -> float:
@@ -543,7 +559,7 @@ def _row(status: RunStatus) -> Sequence[str]:
         str(status.restarts),
         status.job.job_id if status.job else "",
         status.nodes,
-        status.reason,
+        status.reason or (rates.slow if rates and status.ends_at else ""),
     )
 
 

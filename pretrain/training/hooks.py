@@ -47,7 +47,7 @@ from pretrain.training.metrics import PASS, MetricsWriter
 from pretrain.training.reporter import Interrupted
 from pretrain.training.start import Run, is_evaluated_after
 from pretrain.training.step import Hook, agree
-from pretrain.training.stragglers import SHARED, Place, Stragglers
+from pretrain.training.stragglers import SHARED, Stragglers, places
 
 VIEWER = "https://ui.perfetto.dev"
 """Shows a trace in the browser, and sends it nowhere."""
@@ -146,7 +146,7 @@ def make_hooks(run: Run) -> list[Hook]:
     return [
         # First, so that what follows the last step that it records is not in the trace.
         ProfileHook(run),
-        LoggingHook(run, writer),
+        LoggingHook(run, writer, Stragglers(places(run.topology))),
         EvaluationHook(run, writer),
         HealthHook(saver),
         saver,
@@ -211,8 +211,8 @@ class ProfileHook(Hook):
 class LoggingHook(Hook):
     """Pass records of steps, with rates, and of changes to the writer; on rank 0 alone."""
 
-    def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
-        self.writer = writer
+    def __init__(self, run: Run, writer: MetricsWriter | None, stragglers: Stragglers) -> None:
+        self.writer, self.stragglers = writer, stragglers
         self.peak_tflops_per_second = peak_tflops_per_second(platform.device_name())
         self.blend = run.blend
         self.sequence_length = length = run.config.data.sequence_length
@@ -225,9 +225,6 @@ class LoggingHook(Hook):
 
     def at_start(self, run: Run) -> None:
         """Log what was allowed to change at the step that training goes on from."""
-        device = f"{platform.device()} {platform.device_name()}" if platform.has_cuda() else "cpu"
-        places = gather((host_name(), device, run.topology.pipeline_rank))
-        self.stragglers = Stragglers([Place(*place) for place in places])
         step = run.state.step
         changed = {c.key: [c.before, c.after] for c in run.origin.changes if c.step == step}
         if self.writer is not None and changed:

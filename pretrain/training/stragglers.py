@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from pretrain import platform
 from pretrain.rundir.metrics import Record
-from pretrain.topology import Topology
+from pretrain.topology import Topology, gather, host_name
 
 WINDOW_STEPS = 8
 """After so many steps the ranks tell each other the median of their seconds in these steps: what
@@ -33,7 +33,11 @@ strikes fewer than half of them, such as a collection of garbage or a save, is n
 NUM_WINDOWS = 2
 """A rank begins and ends to be slow when it is that in so many windows in a row."""
 SHARE = 0.1
-"""A rank is slow if it takes longer than its peers by this share of a step."""
+"""A rank is slow if it takes longer than its peers by this share of a step. It is so no more below
+that, or below half of the seconds that it was named with."""
+LOST_SECONDS = 3.0
+"""And if the others have waited for it so long in a row. Two ranks and a busy process on two cores
+share them unevenly for up to two seconds, in which the others wait for 0.8 s."""
 
 SHARED = "shared_seconds"
 """The key under which a step's record brings what all ranks shared to `Stragglers`."""
@@ -166,12 +170,24 @@ class Place:
     """Its pipeline stage. Ranks of one do the same work."""
 
 
+def places(topology: Topology) -> list[Place]:
+    """Return where every rank runs, in the order of ranks. All ranks together."""
+    device = f"{platform.device()} {platform.device_name()}" if platform.has_cuda() else "cpu"
+    return [Place(*each) for each in gather((host_name(), device, topology.pipeline_rank))]
+
+
 @dataclass
 class _Course:
     """How a rank has come along."""
 
     windows: int = 0
     """Windows in a row that speak against what is said of it: that it is slow, or is not."""
+    lost: float = 0.0
+    """Seconds that the others have waited for it in these windows."""
+    began: int = 0
+    """The first step of these windows."""
+    named: float = 0.0
+    """The seconds a step that it was named with; 0 if it is not slow."""
     since: int | None = None
     """The first step in which it was slow; None if it is not."""
     usual: float = math.inf
@@ -215,10 +231,8 @@ class Stragglers:
         lines = []
         for rank, (course, each) in enumerate(zip(self._courses, seconds)):
             course.usual = min(course.usual, each.busy / size)
-            is_slow = excess[rank] > SHARE * whole / (1 if course.since is None else 2)
-            course.windows = course.windows + 1 if is_slow == (course.since is None) else 0
-            if course.windows == NUM_WINDOWS:
-                lines.append(self._change(rank, step, excess[rank], seconds))
+            if self._has_changed(course, step, excess[rank], whole):
+                lines.append(self._change(rank, excess[rank], seconds))
         record: Record = {
             "compute_seconds": statistics.median(each.compute for each in seconds),
             "wait_seconds": statistics.median(each.wait for each in seconds),
@@ -242,15 +256,27 @@ class Stragglers:
         slowed = (now / before for now, before in zip(busy, usual) if before < math.inf)
         return busy[rank] - min(usual[rank] * max(1.0, min(slowed, default=1.0)), busy[rank])
 
-    def _change(self, rank: int, step: int, excess: float, seconds: Sequence[Seconds]) -> str:
+    def _has_changed(self, course: _Course, step: int, excess: float, whole: float) -> bool:
+        """Count a window of a rank, and return True if it begins or ends to be slow."""
+        is_named = course.since is not None
+        if (excess > max(SHARE * whole, course.named / 2)) == is_named:
+            course.windows, course.lost = 0, 0.0
+            return False
+        if not course.windows:
+            course.began = self._judged_at + 1
+        course.windows += 1
+        course.lost += excess * (step - self._judged_at)
+        return course.windows >= NUM_WINDOWS and (is_named or course.lost >= LOST_SECONDS)
+
+    def _change(self, rank: int, excess: float, seconds: Sequence[Seconds]) -> str:
         """Note that a rank begins or ends to be slow, and return the line that says so."""
         course, place, peers = self._courses[rank], self._places[rank], self._peers[rank]
         name = f"rank {rank} (host {place.host}, device {place.device})"
-        since, course.windows = course.since, 0
+        since, course.windows, course.lost = course.since, 0, 0.0
         if since is not None:
-            course.since = None
+            course.since, course.named = None, 0.0
             return f"{name} is no longer slow, as it was since step {since}"
-        course.since = max(1, self._judged_at - (step - self._judged_at))
+        course.since, course.named = course.began, excess
         than = "the other ranks of its pipeline stage" if peers else "before"
         data = [each.data for each in seconds]
         own_data = data[rank] - statistics.median([data[peer] for peer in peers] or [0.0])

@@ -27,6 +27,7 @@ from pretrain.training.metrics import (
     MetricsWriter,
     step_tags,
 )
+from pretrain.training.stragglers import Stragglers
 from tests.end_to_end.commands import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -224,7 +225,7 @@ def test_a_rollback_keeps_what_was_allowed_to_change_at_its_step(tmp_path):
         blend=None,
     )
     writer = MetricsWriter(run.config, tmp_path, 4)
-    hook = LoggingHook(run, writer)
+    hook = LoggingHook(run, writer, Stragglers([]))
     hook.at_start(run)
     writer.step(step_record(5))
     hook.after_rollback(run)
