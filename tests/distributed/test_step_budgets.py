@@ -20,6 +20,7 @@ import pytest
 from pretrain.config import RunConfig, num_parameters_of_rank
 from pretrain.plan.operators import Collective, OpClass, Phase, StepCounts
 from pretrain.plan.simulation import PASSES, count_run
+from pretrain.training import stragglers
 from tests.conftest import tiny_config
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -273,6 +274,21 @@ def test_the_collectives_of_a_step(case, precision):
     _, stages = counted(case, precision)
     expected = [line.format(dtype=PRECISIONS[precision]) for line in COLLECTIVES[case]]
     assert lines(stages.values()) == sorted(expected)
+
+
+@pytest.mark.parametrize("case", ["dp4", "tp2dp2", "pp2dp2"])
+def test_what_the_ranks_did_with_their_time_travels_with_the_loss(monkeypatch, case):
+    """Every WINDOW_STEPS-th step: three fp64 numbers of each rank, and no call more."""
+    before = counted(case, "bf16")[1]
+    monkeypatch.setattr(stragglers, "WINDOW_STEPS", 1)
+    after = counted.__wrapped__(case, "bf16")[1]
+    assert lines(after.values()) == lines(before.values())
+    for stage in before:
+        assert after[stage].synchronisations == before[stage].synchronisations
+        more = sum(c.num_bytes for c in after[stage].collectives) - sum(
+            c.num_bytes for c in before[stage].collectives
+        )
+        assert more == 3 * 8 * CASES[case].world_size
 
 
 @pytest.mark.parametrize(("case", "precision"), BUDGETS)

@@ -17,6 +17,7 @@ from pretrain.launcher import control
 from pretrain.launcher.status import (
     HEAD,
     TAIL_BYTES,
+    _row,
     detail,
     find_runs,
     read_rates,
@@ -103,6 +104,28 @@ def test_a_loss_that_is_no_number_and_a_file_without_steps(tmp_path):
     assert read_rates(path).loss_nats == math.inf
     path.write_text('{"step": 1, "evaluation": true}\n[]\nnot json\n')
     assert read_rates(path) is None
+
+
+def test_a_slow_rank_is_named_while_the_run_goes_on():
+    run, attempt = make_run("a")
+    path = run / "metrics.jsonl"
+    [*_, last] = map(json.loads, path.read_text().splitlines())
+    place = {"straggler_host": "n7", "straggler_device": "cuda:1 NVIDIA H200"}
+    slow = {"straggler_rank": 3, "straggler_seconds": 1.0234, "straggler_since_step": 17, **place}
+
+    def reason(*records):
+        path.write_text("".join(json.dumps(last | record) + "\n" for record in records))
+        return _row(status_of(run))[HEAD.split().index("REASON")]
+
+    window = {"compute_seconds": 1.0}
+    assert reason(window | slow | {"num_stragglers": 1}, {}) == (
+        "rank 3 (host n7, device cuda:1 NVIDIA H200) is slow since step 17, by 1.02 s a step"
+    )
+    assert "; 2 other ranks are slow, too" in reason(window | slow | {"num_stragglers": 3})
+    assert reason(window | slow, window) == reason({}) == ""
+    path.write_text(json.dumps(last | window | slow) + "\n")
+    attempt.end("finished", 0, "all steps are done", 100)
+    assert "rank 3" not in detail(status_of(run))
 
 
 def test_a_run_under_way_says_when_it_will_end():
