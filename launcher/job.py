@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -49,6 +50,7 @@ from pretrain.rundir.attempts import (
 )
 from pretrain.rundir.jobs import LaunchRecord, already_done, is_done, read_launch
 from pretrain.rundir.paths import (
+    STARTED_AGAIN,
     ExitCode,
     Outcome,
     RunPaths,
@@ -331,6 +333,8 @@ class _Start(Allocation):
             lambda record: record.owner.is_of_job(owner.slurm_job_id),
             is_preempted=self._is_preempted,
         )
+        if (code := self._take_over()) is not None:
+            return code
         while True:
             attempt = Attempt.begin(self._run, owner, job_is_over)
             end = supervisor.make_attempt(attempt, self._start, PendingEvaluations(self._run))
@@ -343,9 +347,27 @@ class _Start(Allocation):
                     supervisor.give_up(end, NOT_REQUEUED.format(run=self._run))
                 return _exit_code(end)
             self._check_nodes = True
-            self._wait_for_slurm(attempt)
+            self._wait_for_slurm(attempt.directory)
             # The nodes have not been waited for since.
             owner = job_owner(self._job_id, launch.num_tasks, is_first=False)
+
+    def _take_over(self) -> int | None:
+        """Follow a launcher of this start of the job that was killed, if there was one.
+
+        Returns:
+            The exit code of the job where no attempt is to follow its last one.
+        """
+        records = [each for each in self._records() if _is_of_this_start(each)]
+        if not records:
+            return None
+        last = records[-1]
+        if last.ended and last.ended.outcome not in STARTED_AGAIN:
+            return last.ended.code
+        say(f"job {self._job_id}: the launcher of attempt {last.number} was killed")
+        # srun ends its ranks as well, if it was not killed too.
+        slurm.signal_step(self._job_id, _step_name(last.directory), signal.SIGKILL)
+        self._wait_for_slurm(last.directory)
+        return None
 
     def _start(self, attempt: Attempt) -> SrunRanks:
         """Start the ranks of an attempt on the nodes that can be used.
@@ -363,7 +385,7 @@ class _Start(Allocation):
         return SrunRanks(
             slurm.overlapping(self._command) if self._overlap else self._command,
             self._job_id,
-            _step_name(attempt),
+            _step_name(attempt.directory),
             {
                 "PRETRAIN_ATTEMPT": str(attempt.directory),
                 "PRETRAIN_RENDEZVOUS": str(attempt.directory),
@@ -372,7 +394,7 @@ class _Start(Allocation):
             nodes,
         )
 
-    def _wait_for_slurm(self, attempt: Attempt) -> None:
+    def _wait_for_slurm(self, attempt: Path) -> None:
         """Wait until slurmctld knows that an attempt's step is over, or a signal comes.
 
         Before that no step can be made, and each attempt would fail and count as one without
@@ -432,8 +454,8 @@ class _Start(Allocation):
         return is_chosen and (not state.is_running or not self._signals.stops)
 
 
-def _step_name(attempt: Attempt) -> str:
-    return f"attempt-{attempt.directory.name}"
+def _step_name(attempt: Path) -> str:
+    return f"attempt-{attempt.name}"
 
 
 T = TypeVar("T")

@@ -196,6 +196,8 @@ def start_srun(
                 stderr=subprocess.STDOUT,
                 env=env,
                 process_group=0,
+                # On SIGTERM srun ends its tasks, which SIGKILL would leave running.
+                preexec_fn=dies_with_parent(signal.SIGTERM),
             )
     except OSError as error:
         raise ConfigError(

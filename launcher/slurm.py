@@ -1063,6 +1063,8 @@ class Job:
     """Makes a job array, of which at most this many tasks run at once."""
     repeats: int | None = None
     """Makes a job array with so many tasks, which all run the only command."""
+    restarts: int = 0
+    """How often the batch script starts its command again after a signal has ended that."""
     dependency: str | None = None
     """As in sbatch --dependency. It belongs to one sending, so a job that is sent again does not
     wait any more."""
@@ -1146,6 +1148,7 @@ class Job:
             # Only a login shell is sure to know `module`.
             "SHELL": "/bin/bash -l" if self.site.modules else "/bin/bash",
             "READY": "" if self.is_launcher else "yes",
+            "RESTARTS": str(self.restarts),
             "NAME": self.name,
             "OPTIONS": "\n".join(f"#SBATCH {_quoted(word)}" for word in self.arguments()),
             "DIRECTORY": shlex.quote(str(self.directory)),

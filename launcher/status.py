@@ -381,6 +381,9 @@ def _status(run: Path, sent: Sequence[JobRecord], queue: Queue, now: float) -> R
     """
     attempts = read_attempts(run)
     alive = bool(attempts) and is_alive(attempts[-1], now)
+    if alive and (owner := queue.states.get(attempts[-1].owner.slurm_job_id or "")):
+        # The lease of a launcher that was killed with its job has not expired yet.
+        alive = not owner.is_over
     training = queued(sent, queue, JobKind.TRAIN)
     # Two can be in the queue when one was sent by hand. The running one is of interest.
     newest = training[-1] if training else None

@@ -399,6 +399,7 @@ def training_job(
         time_limit=time_limit,
         signal_seconds=lead_seconds,
         concurrent=concurrent,
+        restarts=max(run.config.recovery.max_restarts for run in runs),
         dependency=request.dependency,
     )
 

@@ -134,8 +134,8 @@ class Processes:
             process.send_signal(number)
 
 
-def dies_with_parent() -> Callable[[], None] | None:
-    """Return a function that makes the process that calls it die with this one.
+def dies_with_parent(number: int = signal.SIGKILL) -> Callable[[], None] | None:
+    """Return a function that makes the process that calls it get a signal when this one dies.
 
     It is for subprocess's preexec_fn. Linux offers this through prctl(2); elsewhere None is
     returned, and a command that is killed by SIGKILL leaves behind what it started.
@@ -146,7 +146,7 @@ def dies_with_parent() -> Callable[[], None] | None:
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def die_with_parent() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, number)
         # If the parent died before prctl took effect, no signal will come.
         if os.getppid() != parent:
             os._exit(1)

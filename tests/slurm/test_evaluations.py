@@ -43,13 +43,14 @@ class Desk:
         done = self.cluster.run(*command, cwd=self.folder)
         return Done(done.returncode, done.stdout, done.stderr)
 
-    def submit(self, steps: int) -> str:
+    def submit(self, steps: int, restarts: int = 3) -> str:
         """Submit training that saves and evaluates after every step; return the job's id."""
         settings = [
             f"train.num_steps={steps}",
             "checkpoint.interval_steps=1",
             "evaluation.interval_steps=1",
             "recovery.preflight_seconds=0",
+            f"recovery.max_restarts={restarts}",
         ]
         words = ["submit", "run.toml", *sets(*settings), "--nodes", 1, "--evaluate-checkpoints"]
         # As evaluation.max_tokens of the run.
@@ -100,7 +101,7 @@ def desk(cluster: Cluster, tmp_path: Path, tiny_data: Path) -> Desk:
 def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
     run, cluster = desk.run, desk.cluster
     # The first checkpoint appears while its supervisor is frozen; killing it ends the job.
-    training = desk.submit(steps=1)
+    training = desk.submit(steps=1, restarts=0)
     supervisor = desk.freeze(training, run / "logs/attempt-0001.log", "launcher", "attempt")
     wait_for((run / "checkpoints" / NAMES[0] / "manifest.json").exists)
     os.kill(supervisor, signal.SIGKILL)

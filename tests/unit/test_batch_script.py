@@ -54,11 +54,10 @@ def test_the_exit_code_is_the_command_s_whenever_signals_come(seed, tmp_path):
 def test_the_exit_code_is_read_whole_when_the_time_to_read_ends_inside_it(tmp_path):
     """On a busy machine bash may lose the processor between two digits until its second is over."""
     job = Job("a", parse_site(CPU, "site"), tmp_path, tmp_path, (("true",),))
-    before, starts, after = job.script().partition("exec 4>&1\n")
-    loop = after.partition("read -r command <&3\n")
-    assert starts and loop[1]
     read, write = os.pipe()
-    script = f"{before}exec 3<&{read}\n{''.join(loop[1:])}"
+    starts = re.compile(r"^exec 3< <\(\n.*?^\)\n", re.DOTALL | re.MULTILINE)
+    script, count = starts.subn(f"exec 3<&{read}\n", job.script())
+    assert count == 1
     with subprocess.Popen(
         ["bash", "-x", "-c", script], stderr=subprocess.PIPE, text=True, pass_fds=[read]
     ) as process:

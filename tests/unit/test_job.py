@@ -217,7 +217,8 @@ def test_what_was_allowed_is_kept_for_every_attempt(tmp_path, monkeypatch):
     launcher(submit, standalone_mode=False)
     assert read_launch(run).allow_changed == ("optimizer.learning_rate", "data.directory")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    for _ in range(2):
+    for start in range(2):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(start))
         assert node_job.attempt(run) == 2
         words = (tmp_path / "note").read_text().splitlines()
         assert words[words.index("train") :] == ["train", f"{run}/launch/config.toml", *allowed]
