@@ -16,8 +16,9 @@ What each outcome of an attempt leads to:
   failure looks permanent; then the outcome becomes GAVE_UP.
 - DIVERGED: the ranks found that they differ in what must be equal. As after a failure, another
   attempt follows. It starts from a good checkpoint, because the ranks compare before each save.
-- POISONED: numbers were not finite. Another attempt follows, as after a failure. A checkpoint from
-  which that happened twice is passed over: the attempt begins with the one before it.
+- POISONED: numbers were not finite. Another attempt follows, as after a failure, unless a replay of
+  the steps from a proven checkpoint has shown them again. A checkpoint on probation from which that
+  happened twice, or in a replay, is passed over: the attempt begins with the one before it.
 - STOPPED: a user or Slurm asked the run to stop. No attempt follows, even when the ranks failed to
   save.
 - REFUSED: the input is wrong, and would be wrong again. No attempt follows.
@@ -53,6 +54,7 @@ from pretrain.rundir.attempts import (
     PROGRESS_SECONDS,
     Attempt,
     AttemptRecord,
+    Cause,
     Owner,
     Progress,
     poisoned,
@@ -366,6 +368,9 @@ def judge(attempt: Attempt, code: int, ranks: Ranks, num_steps: int, is_asked: b
     if code == ExitCode.DIVERGED and not is_asked:
         reason = f"the ranks differ in what must be equal, at {at}; see the ranks' last lines"
         return Verdict(Outcome.DIVERGED, code, reason)
+    found = record.diagnosis
+    if code == ExitCode.FAILED and found and found.kind == Cause.PERSISTENT and found.host:
+        return Verdict(Outcome.FAILED, code, f"{found.what}, at {at}", (found.host,))
     if code == ExitCode.POISONED and not is_asked:
         return Verdict(Outcome.POISONED, code, f"{failure}, at {at}", ranks.nodes)
     if code == ExitCode.RESTART:
@@ -461,6 +466,9 @@ def why_permanent(
         return (
             f"{count} attempts in a row without a new checkpoint (recovery.max_restarts = {most})"
         )
+    found = records[-1].diagnosis
+    if code == ExitCode.POISONED and found and found.kind == Cause.REPRODUCES and not goes_back:
+        return f"a replay from step {found.replayed_from} with the same data fails in the same way"
     now, before = records[-1], records[-2] if count > 1 else None
     if before is None or before.ended is None or goes_back:
         return None
@@ -501,8 +509,10 @@ def failing_nodes(records: Sequence[AttemptRecord]) -> dict[str, str]:
     reasons = {node: end.reason for end in ends for node in end.nodes}
     failures = count_failures(records)
     failed = {node: reasons[node] for node, count in failures.items() if count > MOST_FAILURES}
-    # A preflight names a node and its cause for certain, so once is enough.
+    # A preflight, and a replay, name a node and its cause for certain, so once is enough.
     checks = [record.preflight for record in records if record.preflight]
+    replays = [record.diagnosis for record in records if record.diagnosis]
+    failed |= {d.host: d.what for d in replays if d.host and d.kind == Cause.PERSISTENT}
     return failed | {node: cause for check in checks for node, cause in check.faults.items()}
 
 

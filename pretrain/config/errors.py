@@ -37,14 +37,32 @@ class RunFailed(RuntimeError):
     """
 
 
-class Diverged(RunFailed):
+class Unsound(RunFailed):
+    """What a rank holds or has computed cannot be right. A replay of the steps can tell why.
+
+    It is raised on all ranks together, with the same message.
+    """
+
+    def __init__(self, seen: str, advice: str = "", ranks: Collection[int] = ()) -> None:
+        """Note what was seen, what to do where no replay tells more, and the ranks it came from.
+
+        Args:
+            seen: What cannot be right, without a full stop.
+            advice: Sentences.
+            ranks: As far as they are known.
+        """
+        super().__init__(f"{seen}. {advice}" if advice else seen)
+        self.seen, self.ranks = seen, tuple(ranks)
+
+
+class Diverged(Unsound):
     """Ranks of a run hold different values of what must be equal.
 
     The message names the parameters, and the ranks and hosts that differ.
     """
 
 
-class Poisoned(RunFailed):
+class Poisoned(Unsound):
     """Numbers of training are not finite, or so large that no training makes them.
 
     Nothing of them is saved. Where it happens again and again from one checkpoint, the checkpoint

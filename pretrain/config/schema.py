@@ -391,6 +391,19 @@ class RecoverySection(Section):
     """Restarts after failures in a row without a new checkpoint between them. After one failure
     more the launcher gives up; 0 never restarts."""
 
+    replay: Free[bool] = True
+    """When a gradient norm is not finite, a loss is a spike (train.spike_policy "rollback" or
+    "stop"), or ranks or their memory are found unequal, go back to the last proven checkpoint and
+    take the same steps again with the same data, which tells a fault of a machine from one of the
+    data or the settings. It takes up to two times checkpoint.interval_steps. Kernels that do not
+    repeat their sums in one order leave open on which rank a fault was."""
+
+    memory_check_interval_steps: Free[int | None] = Field(default=None, gt=0)
+    """Every so many steps, sums of the bits of masters, moments and weights are taken after an
+    update and compared before the next one. Default: as often as costs at most 1 % of the steps on
+    an H100, which is every step from 60,000 to 100,000 tokens of a global batch on. It has a
+    meaning only beside recovery.replay, and fp16 is not checked."""
+
     spare_nodes: Free[int] = Field(default=0, ge=0)
     """Nodes that a Slurm job holds beside those that train. When a node fails, a spare one takes
     its place at once, and the job does not go back to the queue."""

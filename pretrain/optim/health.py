@@ -20,7 +20,8 @@ elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,11 +31,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from pretrain import platform
+from pretrain.config import Poisoned
 from pretrain.config.tensors import TIED
 from pretrain.model.gpt import Named
 from pretrain.optim.zero import flat_masters, read_fragments
+from pretrain.topology import gather, host_name
 
 if TYPE_CHECKING:
+    from pretrain.config import RunConfig
     from pretrain.optim.zero import ZeroOptimizer
 
 
@@ -154,6 +158,9 @@ SLACK = 1e6
 """How far beyond a clipped gradient and its square a moment may lie: it may be a sum of them, and
 clip_grad may have been another one before. A flipped high bit of an exponent changes a number by
 2^64 or more."""
+GROWTH, SPAN = 1e3, 1e12
+"""How far the largest master, and the largest element of a moment, may grow between a proven state
+and the save after the next one. A spike of one clipped gradient raises a square by 1e10."""
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integers as which its bits are summed."""
 
@@ -180,44 +187,151 @@ def checksum(tensor: Tensor) -> Tensor:
     return tensor.detach().view(BITS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
-def state_is_plausible(optimizer: ZeroOptimizer) -> Tensor:
-    """Return if no master and no moment of this rank is beyond its limit; a nan is.
+def largest_magnitudes(optimizer: ZeroOptimizer) -> Tensor:
+    """Return the largest magnitude of this rank's masters and of each moment; nan if one is.
 
     Returns:
-        A boolean scalar on the device.
+        fp32 [1 + moments], on the device; 0 for moments that the optimizer has not made yet.
     """
-    buffers, limits = [], []
+    buffers = []
     for flat in flat_masters(optimizer):
         # The optimizer makes its moments at the first update.
         state = optimizer.zero.optimizer.state[flat]
-        moments = {name: state[name] for name in optimizer.moments if name in state}
-        for name, buffer in {"master": flat.detach(), **moments}.items():
-            buffers.append(buffer)
-            limits.append(_limit(optimizer, name))
+        buffers += [flat.detach(), *(state.get(m, flat.new_zeros(1)) for m in optimizer.moments)]
     # The largest magnitude: a Euclidean norm overflows where every element is finite.
     largest = torch.stack(torch._foreach_norm(buffers, math.inf))
-    # A nan is not below anything.
-    return (largest <= platform.to_device(torch.tensor(limits))).all()
+    return largest.view(-1, 1 + len(optimizer.moments)).amax(0)
 
 
-def _limit(optimizer: ZeroOptimizer, kind: str) -> float:
-    """Return the magnitude beyond which a master or a moment cannot come from training."""
-    if kind == "master":
-        return LARGEST_WEIGHT
+def plausible_limits(optimizer: ZeroOptimizer, proven: Tensor | None) -> Tensor:
+    """Return the magnitudes beyond which masters and moments cannot come from training.
+
+    Args:
+        optimizer: The optimizer.
+        proven: Its `largest_magnitudes` in the last proven state; None if that is not known.
+
+    Returns:
+        fp32 [1 + moments], on the device.
+    """
     # No element of a clipped gradient is larger than its norm. Unclipped, it may be of any size.
-    largest = optimizer.clip_grad or math.inf
-    return min(SLACK * max(largest, largest * largest), torch.finfo(torch.float32).max)
+    clip, moments = optimizer.clip_grad or math.inf, len(optimizer.moments)
+    most = min(SLACK * max(clip, clip * clip), torch.finfo(torch.float32).max)
+    limits = platform.to_device(torch.tensor([LARGEST_WEIGHT, *[most] * moments]))
+    if proven is None:
+        return limits
+    growth = platform.to_device(torch.tensor([GROWTH, *[SPAN] * moments]))
+    # Moments, and with them their limits, begin at 0.
+    return torch.minimum(limits, torch.where(proven > 0, proven * growth, torch.inf))
 
 
-def implausible_state(optimizer: ZeroOptimizer) -> list[str]:
+def implausible_state(optimizer: ZeroOptimizer, limits: Tensor) -> list[str]:
     """Return the names of this rank's masters and moments beyond their limits, with a value."""
     found = []
+    limit = dict(zip(("master", *optimizer.moments), limits.tolist()))
     for fragment in read_fragments(optimizer):
         for kind, values in fragment.tensors.items():
-            bad = values[~(values.abs() <= _limit(optimizer, kind))]
+            bad = values[~(values.abs() <= limit[kind])]
             if bad.numel():
                 found.append(f"{kind} of {fragment.named.name} ({float(bad[0])})")
     return found
+
+
+# ---- See that memory keeps what an update has written until the next one reads it ----
+# A sum of the bits of each buffer is taken after an update and compared before the next one. It is
+# bound by memory, a step by arithmetic: on an H100 (a step at 400 TFLOP/s, sums at 3 TB/s) 24 bytes
+# of masters and moments over the data-parallel ranks and 2 of weights take, of a step of 6 FLOP a
+# parameter and token, (533 + 44 ranks) / (tokens of the global batch).
+
+
+def memory_check_interval(config: RunConfig, data_size: int) -> int:
+    """Return recovery.memory_check_interval_steps, by default as few as cost 1 % of the time."""
+    if config.recovery.memory_check_interval_steps is not None:
+        return config.recovery.memory_check_interval_steps
+    tokens = config.batch.global_batch_size * config.data.sequence_length
+    return math.ceil(100 * (533 + 44 * data_size) / tokens)
+
+
+class Resting:
+    """The sums of the bits of what this rank keeps between two updates."""
+
+    def __init__(self, optimizer: ZeroOptimizer, interval: int) -> None:
+        """Take nothing yet.
+
+        Args:
+            optimizer: The optimizer.
+            interval: Steps from one check to the next.
+        """
+        self._optimizer, self._interval = optimizer, interval
+        self._group = parallel_state.get_data_parallel_group()
+        self._sums: Tensor | None = None
+
+    def take(self, step: int) -> None:
+        """Sum what an update has left behind, if the next update is to check it.
+
+        Args:
+            step: Steps done.
+        """
+        self._sums = self._sum() if step % self._interval == 0 else None
+
+    @torch.no_grad()
+    def check(self) -> Tensor | None:
+        """Compare with what `take` has seen; None if it has taken nothing.
+
+        Returns:
+            fp64 [3], on the device: 1 if masters or moments have changed; a number whose sum over
+            all ranks is 0 if replicas hold the same weights; and the sum of all bits.
+        """
+        if self._sums is None:
+            return None
+        now = self._sum()
+        copies = torch.zeros_like(now[:1])
+        if self._group.size() > 1 and self._optimizer.stage < 3:
+            flats = self._optimizer.zero.bit16_groups_flat
+            copies = torch.stack([checksum(flat) for flat in flats]).sum(0, keepdim=True)
+        # Exact in fp64: 32 bits, of up to 2^20 ranks.
+        lead = self._group.size() - 1 if self._group.rank() == 0 else -1
+        seen = [(now != self._sums).any()[None], lead * (copies & 0xFFFFFFFF)]
+        return torch.cat([*seen, now.sum(0, keepdim=True) & 0xFFFFFFFFFFFF]).double()
+
+    def _sum(self) -> Tensor:
+        """Return the sum of the bits of each buffer of masters, moments and own weights, int64."""
+        zero, buffers = self._optimizer.zero, []
+        for flat in flat_masters(self._optimizer):
+            state = zero.optimizer.state[flat]
+            buffers += [flat, *(state[m] for m in self._optimizer.moments if m in state)]
+        if self._optimizer.stage == 3:
+            buffers += zero.fp16_partitioned_groups_flat
+        elif self._group.size() == 1:
+            buffers += zero.bit16_groups_flat
+        return torch.stack([checksum(buffer) for buffer in buffers])
+
+
+def changed_memory(step: int, own: Sequence[float]) -> Poisoned:
+    """Return the error about memory that has changed between updates. All ranks together.
+
+    Args:
+        step: The step in which it was found.
+        own: What `Resting.check` has returned on this rank.
+    """
+    group = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    everyone = gather((host_name(), group, list(own)))
+    ranks = {rank for rank, (_, _, (changed, *_)) in enumerate(everyone) if changed}
+    if not ranks:
+        for _, members, _ in everyone:
+            # As `Resting.check` weighs them.
+            lead = everyone[members[0]][2][1] / max(len(members) - 1, 1)
+            values = {rank: -everyone[rank][2][1] for rank in members[1:]} | {members[0]: lead}
+            [(common, count), *others] = Counter(values.values()).most_common()
+            if others and 2 * count > len(members):
+                ranks |= {rank for rank, value in values.items() if value != common}
+    named = ", ".join(f"{rank} ({everyone[rank][0]})" for rank in sorted(ranks))
+    what = f"rank {named}" if ranks else "a rank, of which there is no majority"
+    return Poisoned(
+        f"step {step}: the memory of {what} has changed since the update of the step before",
+        "Nothing after it is saved. Start again from the last checkpoint; if it is always the same "
+        "host, leave it out",
+        sorted(ranks),
+    )
 
 
 def find_copies(optimizer: ZeroOptimizer) -> list[Copies]:

@@ -311,6 +311,8 @@ class ShardedStep:
         if add_in_layers:
             accumulate_in_layers(chunks)
         self._gather = WeightGather(chunks, buckets, flat_weights, group)
+        self.own_square: Tensor | None = None
+        """What this rank added to the last squared norm, before the reduction; fp64 scalar."""
 
     def begin(self, num_microbatches: int) -> None:
         """Prepare for a step's backward passes, one for each micro batch."""
@@ -376,6 +378,7 @@ class ShardedStep:
         squares = torch.zeros((), dtype=torch.float64, device=shards[0].device)
         if own:
             squares += torch.stack(torch._foreach_norm(own)).double().square().sum()
+        self.own_square = squares.clone()
         # Every element of the model is counted by one rank: its data-parallel owner, on the one
         # model-parallel rank for which it is no copy.
         dist.all_reduce(squares)

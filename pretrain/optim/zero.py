@@ -219,6 +219,11 @@ class ZeroOptimizer:
         return float(self.zero.loss_scale) if self.is_fp16 else None
 
     @property
+    def own_square(self) -> Tensor | None:
+        """Return what this rank added to the last squared gradient norm; None at stages 2 and 3."""
+        return self._sharded_step.own_square if self._sharded_step is not None else None
+
+    @property
     def partitions_weights(self) -> bool:
         """Return True under ZeRO 3, where no rank holds a whole weight."""
         return self.stage == 3

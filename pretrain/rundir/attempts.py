@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ ENDED = "ended.json"
 METRICS_BYTES = 64 * 1024
 """How much of the end of metrics.jsonl is read for the last step: some 200 lines."""
 PREFLIGHT = "preflight.json"
+DIAGNOSIS = "diagnosis.json"
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,44 @@ class Preflight:
     """Why the run can train on none of the nodes, where the cause is the run's and not theirs."""
 
 
+class Cause(StrEnum):
+    """What a replay of the same steps on the same data found out about a failed check."""
+
+    TRANSIENT = "transient"
+    """It did not happen again; the run went on from the replayed steps."""
+    REPRODUCES = "reproduces"
+    """It happened again: it comes from the data, the settings or the code."""
+    PERSISTENT = "persistent"
+    """One rank computes wrong again and again."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings of the last replay of an attempt (diagnosis.json)."""
+
+    kind: str
+    """A `Cause`."""
+    step: int
+    """The step whose check failed."""
+    rank: int | None
+    """The rank from which it came, where a single one is known; so are its host and device."""
+    host: str | None
+    device: str | None
+    what: str
+    """What was seen, for people."""
+    replayed_from: int = 0
+    """The step of the state that was replayed from; 0 for the initial one."""
+
+    @staticmethod
+    def read(directory: Path) -> Diagnosis | None:
+        """Return the diagnosis of an attempt; None where nothing was replayed."""
+        return from_json(Diagnosis, read_json(directory / DIAGNOSIS))
+
+    def write(self, directory: Path) -> None:
+        """Write it to RUN/attempts/####. Raises OSError when the disk refuses."""
+        replace_json(directory / DIAGNOSIS, dataclasses.asdict(self), durable=True, indent=1)
+
+
 @dataclass(frozen=True)
 class AttemptRecord:
     """An attempt as its files tell it."""
@@ -211,6 +251,7 @@ class AttemptRecord:
     progress: Progress | None = None
     ended: Ended | None = None
     preflight: Preflight | None = None
+    diagnosis: Diagnosis | None = None
     last_heartbeat: float = 0.0
     """Unix seconds by the file server's clock."""
 
@@ -240,6 +281,7 @@ def read_attempt(directory: Path) -> AttemptRecord:
         progress=read_progress(directory),
         ended=from_json(Ended, read_json(directory / ENDED)),
         preflight=from_json(Preflight, read_json(directory / PREFLIGHT)),
+        diagnosis=Diagnosis.read(directory),
         last_heartbeat=last_heartbeat(directory),
     )
 
@@ -284,7 +326,8 @@ def poisoned(
     A checkpoint is on probation until the run has saved another one after it: only then numbers
     that came from it have passed the checks of steps and of a save. While it is on probation, two
     attempts that began with it and ended as POISONED make it poisoned. If attempts that began with
-    another checkpoint of the same step ended so before, the cause is not in the checkpoint.
+    another checkpoint of the same step ended so before, the cause is not in the checkpoint. One
+    attempt is enough if a replay from the checkpoint reproduced the numbers.
 
     Args:
         run: The run's directory.
@@ -306,11 +349,19 @@ def poisoned(
         for attempt, ended in zip(attempts, codes)
         if ended == ExitCode.POISONED and attempt.owner.checkpoint_step == lineage.step
     ]
-    if len(began_with) < POISONED_ATTEMPTS or set(began_with) != {lineage.id}:
+    found_out = attempts[-1].diagnosis if attempts else None
+    is_certain = (
+        found_out is not None
+        and found_out.kind == Cause.REPRODUCES
+        and found_out.replayed_from == lineage.step
+    )
+    enough = 1 if is_certain else POISONED_ATTEMPTS
+    if len(began_with) < enough or set(began_with) != {lineage.id}:
         return {}
+    count = f"{len(began_with)} attempt{'s' * (len(began_with) > 1)}"
     why = (
-        f"poisoned: {len(began_with)} attempts that began with it met numbers that are not finite "
-        "or too large, before the next save"
+        f"poisoned: {count} that began with it met numbers that are not finite or too large, "
+        "before the next save"
     )
     return {found[-1]: why}
 

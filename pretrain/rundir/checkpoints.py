@@ -352,7 +352,7 @@ class Why:
     reason: str
     """For people."""
     id: str | None = None
-    """The checkpoint that training goes on from instead."""
+    """The checkpoint that training goes on from instead; None for the initial state."""
     step: int | None = None
     """Its step."""
     resumed: str = ""
@@ -421,7 +421,7 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     check_one_line(found)
     ids = {saved.path.name: saved.lineage.id for saved in found if saved.lineage}
     for folder, why in read_abandoned(run)[-1:]:
-        if why.id not in ids.values() and ids.items() <= why.stayed.items():
+        if why.id and why.id not in ids.values() and ids.items() <= why.stayed.items():
             raise ConfigError(
                 f"{folder / WHY}: this run was last started from {why.resumed}, and has saved no "
                 f"checkpoint since. Go on from there (--resume {why.resumed}) or name another one"

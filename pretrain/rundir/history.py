@@ -111,7 +111,7 @@ def settle(
     Args:
         run: The run's directory.
         resumed: The checkpoint that training goes on from, here or elsewhere.
-        lineage: Its ancestry.
+        lineage: Its ancestry; with an empty id for the initial state.
         passed_over: Name -> why, of checkpoints that were passed over.
         attempt: RUN/attempts/#### of this attempt; None when it has none.
 
@@ -131,7 +131,7 @@ def settle(
     why = Why(
         at=time.time(),
         reason=_reason(resumed, lineage, passed_over),
-        id=lineage.id,
+        id=lineage.id or None,
         step=lineage.step,
         resumed=str(resumed.resolve()),
         checkpoints={s.path.name: s.lineage.id if s.lineage else None for s in away},

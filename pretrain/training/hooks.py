@@ -34,7 +34,8 @@ from pretrain.optim.health import (
     checksum,
     find_copies,
     implausible_state,
-    state_is_plausible,
+    largest_magnitudes,
+    plausible_limits,
     update_counts,
 )
 from pretrain.rundir.checkpoints import check_room, checkpoint_directory, checkpoint_step
@@ -44,6 +45,7 @@ from pretrain.rundir.metrics import CHANGED, EVALUATION, Record
 from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import gather, host_name
 from pretrain.training.metrics import PASS, MetricsWriter
+from pretrain.training.replay import Point, ReplayHook
 from pretrain.training.reporter import Interrupted
 from pretrain.training.start import Run, is_evaluated_after
 from pretrain.training.step import Hook, agree
@@ -151,6 +153,7 @@ def make_hooks(run: Run) -> list[Hook]:
         HealthHook(saver),
         saver,
         UploadHook(run),
+        ReplayHook(),
     ]
 
 
@@ -284,6 +287,8 @@ COUNTERS = ("steps done", "samples consumed", "fewest updates", "most updates", 
 class Findings:
     """The findings of a check on this rank, on the device."""
 
+    limits: Tensor
+    """Of masters and moments; see `plausible_limits`."""
     copies: list[Copies]
     checksums: list[Tensor]
     """Of each of `copies`, int64 [tensors]."""
@@ -306,9 +311,9 @@ def check_health(run: Run) -> None:
     findings = inspect(run)
     poisoned, differs = platform.Readback(findings.verdict).numbers()
     if poisoned:
-        raise Poisoned(_explain_poison(run))
+        raise _poison(run, findings)
     if differs:
-        raise Diverged(_explain_difference(run, findings))
+        raise _difference(run, findings)
 
 
 @torch.no_grad()
@@ -320,7 +325,12 @@ def inspect(run: Run) -> Findings:
     differs = [_differs(sums, each.group) for sums, each in zip(checksums, copies)]
     counters = _counters(run)
     flags = [any_.any() for any_ in differs]
-    poisoned = ~state_is_plausible(run.optimizer)
+    largest, ledger = largest_magnitudes(run.optimizer), run.ledger
+    limits = plausible_limits(run.optimizer, ledger.proven.largest if ledger else None)
+    # A nan is not below anything.
+    poisoned = ~(largest <= limits).all()
+    if ledger is not None:
+        ledger.saw(run.state.step, largest)
     flag = torch.stack(flags).any() if flags else torch.zeros_like(poisoned)
     # One message for all ranks: the flags, and the counters' largest and smallest values.
     message = torch.cat([torch.stack([poisoned, flag]).long(), counters, -counters])
@@ -328,7 +338,7 @@ def inspect(run: Run) -> Findings:
     poison, difference, bounds = message[0], message[1], message[2:].view(2, -1)
     unequal = (bounds[0] + bounds[1]).ne(0).any().long()
     verdict = torch.stack([poison, difference | unequal])
-    return Findings(copies, checksums, differs, counters, verdict)
+    return Findings(limits, copies, checksums, differs, counters, verdict)
 
 
 def _differs(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -348,20 +358,22 @@ def _counters(run: Run) -> Tensor:
     return torch.cat([host, update_counts(run.optimizer), window])
 
 
-def _explain_poison(run: Run) -> str:
-    """Return the message about state that is not finite. All ranks together."""
-    everyone = gather((dist.get_rank(), host_name(), implausible_state(run.optimizer)))
+def _poison(run: Run, findings: Findings) -> Poisoned:
+    """Return the error about state that is not finite. All ranks together."""
+    own = implausible_state(run.optimizer, findings.limits)
+    everyone = gather((dist.get_rank(), host_name(), own))
     lines = [f"rank {rank} ({host}): {name}" for rank, host, names in everyone for name in names]
-    return (
+    return Poisoned(
         f"after step {run.state.step} the optimizer's state is not finite or too large to be true: "
-        f"{_some(lines)}. Nothing "
-        "is saved. Start again from the last checkpoint, which was checked. If it happens again at "
-        "the same step, lower optimizer.learning_rate; if always on one host, leave that host out"
+        f"{_some(lines)}",
+        "Nothing is saved. Start again from the last checkpoint, which was checked; if it is "
+        "always on one host, leave that host out",
+        [rank for rank, _, names in everyone if names],
     )
 
 
-def _explain_difference(run: Run, findings: Findings) -> str:
-    """Return the message that says what differs, and on which ranks. All ranks together."""
+def _difference(run: Run, findings: Findings) -> Diverged:
+    """Return the error that says what differs, and on which ranks. All ranks together."""
     mine: dict[tuple[tuple[int, ...], str], int] = {}
     for copies, sums, differs in zip(findings.copies, findings.checksums, findings.differs):
         ranks = tuple(dist.get_process_group_ranks(copies.group))
@@ -370,21 +382,24 @@ def _explain_difference(run: Run, findings: Findings) -> str:
     everyone = tuple(range(dist.get_world_size()))
     mine |= {(everyone, n): v for n, v in zip(COUNTERS, findings.counters.tolist())}
     gathered = gather((host_name(), mine))
-    lines = []
+    lines, guilty = [], set[int]()
     for ranks, name in dict.fromkeys(key for _, items in gathered for key in items):
         by_rank = {rank: gathered[rank][1][ranks, name] for rank in ranks}
         [(common, count), *others] = Counter(by_rank.values()).most_common()
         has_majority = 2 * count > len(by_rank)
         odd = [rank for rank, value in by_rank.items() if value != common or not has_majority]
         named = ", ".join(f"{rank} ({gathered[rank][0]})" for rank in odd)
+        if others:
+            guilty |= set(odd)
         if others and has_majority:
             lines.append(f"{name}: ranks {named} differ from the others")
         elif others:
             lines.append(f"{name}: no majority among ranks {named}")
-    return (
-        f"after step {run.state.step} ranks differ in what must be equal. {_some(lines)}. Nothing "
-        "is saved. Start again from the last checkpoint, before which the ranks were equal. If it "
-        "is always the same host, suspect its memory or GPU and leave it out"
+    return Diverged(
+        f"after step {run.state.step} ranks differ in what must be equal. {_some(lines)}",
+        "Nothing is saved. Start again from the last checkpoint, before which the ranks were "
+        "equal. If it is always the same host, suspect its memory or GPU and leave it out",
+        sorted(guilty),
     )
 
 
@@ -490,6 +505,11 @@ class CheckpointHook(Hook):
         began_with = run.start_point.checkpoint
         return began_with.path if began_with is not None else None
 
+    def after_rollback(self, run: Run) -> None:
+        """Save the steps that are taken again, too."""
+        began = run.start_point
+        self.saved_step = began.saved_step if run.state.step == began.step else run.state.step
+
     def at_end(self, run: Run) -> None:
         """Leave Ctrl-C to Python again: everything is saved."""
         run.requests.on_interrupt = None
@@ -520,6 +540,9 @@ class CheckpointHook(Hook):
                 self.saver.finish()
         run.origin = dataclasses.replace(run.origin, parent=identifier, validation_loss_nats=None)
         self.saved_step = step
+        if run.ledger is not None:
+            path = checkpoint_directory(run.config.directory, step)
+            run.ledger.saved(Point(path, run.state, run.origin))
 
     def _prepare(self, run: Run) -> None:
         """Check that there is room for a checkpoint, and put all numbers so far on the disk."""

@@ -13,11 +13,20 @@ from torch import Tensor
 from pretrain import platform
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import TrainerState, data_hashes, open_checkpoint
-from pretrain.config import ConfigError, Poisoned, RunConfig, RunFailed, dump_config, writing
+from pretrain.config import (
+    ConfigError,
+    Poisoned,
+    RunConfig,
+    RunFailed,
+    Unsound,
+    dump_config,
+    writing,
+)
 from pretrain.config.errors import say
 from pretrain.config.trajectory import describe_differences
 from pretrain.data.order import batches
 from pretrain.model.forward import Batch
+from pretrain.optim.health import Resting, memory_check_interval
 from pretrain.optim.optimizers import learning_rate
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.metrics import collecting
@@ -25,6 +34,7 @@ from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import Topology, on_main, supervised_attempt
 from pretrain.training.hooks import make_hooks
 from pretrain.training.metrics import check_wandb
+from pretrain.training.replay import Ledger, Point, replay
 from pretrain.training.reporter import EXIT_CODES, AttemptReporter, Requests
 from pretrain.training.start import (
     Run,
@@ -39,6 +49,7 @@ from pretrain.training.start import (
 )
 from pretrain.training.step import (
     Hook,
+    Jump,
     QueuedStep,
     Spike,
     agree,
@@ -102,6 +113,7 @@ def train(
 
 def _train_steps(run: Run) -> None:
     """Take steps and call the hooks until the run is finished or all ranks agree to stop."""
+    run.ledger = _ledger(run)
     hooks = make_hooks(run)
     try:
         # From here on the lines of metrics.jsonl are this attempt's (rundir.attempts.steps_done).
@@ -114,8 +126,9 @@ def _train_steps(run: Run) -> None:
             try:
                 with contextlib.closing(step_batches(run)) as steps:
                     _take_steps(run, hooks, steps)
-            except Spike as spike:
-                _roll_back(run, hooks, spike)
+            except (Spike, Unsound) as trouble:
+                if not replay(run, hooks, trouble):
+                    _act(run, hooks, trouble)
         # No message may still be on its way when the processes go their own ways after this.
         run.optimizer.wait_for_weights()
         for hook in hooks:
@@ -124,6 +137,34 @@ def _train_steps(run: Run) -> None:
     finally:
         for hook in hooks:
             hook.close()
+
+
+def _ledger(run: Run) -> Ledger:
+    """Return what the run can go back to, and compare, when it begins to train."""
+    interval = memory_check_interval(run.config, run.topology.layout.data)
+    began = run.start_point.checkpoint
+    # The state's moments are made here, before any sum of theirs is taken.
+    scaler = run.optimizer.state().loss_scaler_state
+    point = Point(began.path if began else None, run.state, run.origin, scaler)
+    ledger = Ledger(point, Resting(run.optimizer, interval) if run.config.recovery.replay else None)
+    ledger.take_memory(run.state.step)
+    return ledger
+
+
+def _act(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> None:
+    """Do what follows where nothing is to be replayed, or a replay has shown the same."""
+    if not isinstance(trouble, Spike):
+        raise trouble
+    if isinstance(trouble, Jump):
+        return
+    if run.config.train.spike_policy == "rollback":
+        _roll_back(run, hooks, trouble)
+        return
+    raise RunFailed(
+        f"{trouble}. Nothing after it is saved. Resume from the last checkpoint with a lower "
+        'optimizer.learning_rate, with train.spike_policy = "skip" or "rollback", or, if it was no '
+        "spike, with a higher train.spike_threshold"
+    )
 
 
 def _is_over(run: Run) -> bool:
@@ -209,6 +250,9 @@ def _roll_back(run: Run, hooks: Sequence[Hook], spike: Spike) -> None:
     run.state = replace(restored, consumed_samples=consumed, segment=segment)
     run.spikes.load(restored.spikes)
     run.spikes.rollbacks = [*before, (spike.state.step, step)]
+    if run.ledger is not None:
+        state = replace(run.state, spikes=run.spikes.to_lists())
+        run.ledger.restart(Point(path, state, run.origin))
     for hook in hooks:
         hook.after_rollback(run)
     if run.topology.is_main:
@@ -235,7 +279,7 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
         data_wait = time.perf_counter() - asked
         seed_step(run.config, run.topology, step)
         losses = forward_backward(run.chunks, run.optimizer, _as_trained(run, batches), run.eos_id)
-        norm, total = update(run, losses, rate)
+        updated = update(run, losses, rate)
     before = run.state
     size = run.config.batch_size_at(before.consumed_samples)
     run.state = TrainerState(step + 1, before.consumed_samples + size, segment=before.segment)
@@ -254,7 +298,7 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
         record["rollbacks"] = len(run.spikes.rollbacks)
         if run.spikes.rollbacks and run.spikes.rollbacks[-1][1] == step:
             record["rolled_back_from_step"] = run.spikes.rollbacks[-1][0]
-    return QueuedStep(run, norm, total, begin, record)
+    return QueuedStep(run, updated, begin, record)
 
 
 def _as_trained(run: Run, batches: list[Tensor]) -> Sequence[Batch]:

@@ -17,12 +17,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from megatron.core.models.gpt import GPTModel
 
 from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import (
+    MASTER,
     Checkpoint,
     Origin,
     TrainerState,
@@ -41,7 +44,7 @@ from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluation.windows import Protocol, choose_protocols
 from pretrain.model.attention import check_positions
-from pretrain.model.gpt import build_model
+from pretrain.model.gpt import build_model, named_parameters
 from pretrain.optim.health import SpikeDetector
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.platform import device_name, versions
@@ -71,6 +74,9 @@ from pretrain.topology import initialize as initialize_topology
 from pretrain.training.metrics import StepMetrics
 from pretrain.training.reporter import AttemptReporter, Requests
 from pretrain.training.stragglers import StepTimes
+
+if TYPE_CHECKING:
+    from pretrain.training.replay import Ledger
 
 # ---- Choose the checkpoint that a run goes on from ----
 
@@ -330,6 +336,8 @@ class Run:
     """What `record_metric` is given on this rank."""
     times: StepTimes = field(default_factory=StepTimes)
     """What this rank does with the time of its steps."""
+    ledger: Ledger | None = None
+    """Where the run can go back to, and what is compared then; None before it trains."""
 
     @property
     def blend(self) -> Blend:
@@ -529,6 +537,26 @@ def _load(
             left_out = (*start_point.passed_over, (start_point.checkpoint.path, str(damage)))
             start_point = on_main(topology, partial(_fall_back, config, start_point, left_out))
     return TrainerState(step=0, consumed_samples=0), start_point
+
+
+@torch.no_grad()
+def load_initial(
+    config: RunConfig, optimizer: ZeroOptimizer, loss_scaler: dict[str, float] | None
+) -> None:
+    """Set the optimizer to what a run from scratch begins with. All ranks together.
+
+    Args:
+        config: The run.
+        optimizer: The optimizer; its model is set with it.
+        loss_scaler: fp16: the fields of the loss scaler at the start.
+    """
+    optimizer.before_change()
+    drawn = {n.name: n.parameter.view(-1) for n in named_parameters(build_model(config))}
+    for fragment in optimizer.state().fragments:
+        for kind, values in fragment.tensors.items():
+            begin = drawn[fragment.named.name][fragment.start :][: values.numel()]
+            values.copy_(begin if kind == MASTER else torch.zeros_like(values))
+    optimizer.load_state(0, loss_scaler)
 
 
 def _fall_back(config: RunConfig, before: StartPoint, passed_over: PassedOver) -> StartPoint:

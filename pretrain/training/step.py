@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.checkpoint.manifest import TrainerState
-from pretrain.config import Poisoned, RunConfig, RunFailed
+from pretrain.config import Poisoned, RunConfig
 from pretrain.data.order import mask_samples, rank_samples
 from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
+from pretrain.optim.health import changed_memory
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.metrics import Record
 from pretrain.topology import Topology
@@ -36,17 +38,23 @@ from pretrain.training.stragglers import SHARED
 
 
 class Spike(Exception):
-    """Raised on every rank when a spike's numbers are read, to go back to a checkpoint."""
+    """Raised on every rank when a spike's numbers are read, to act on it."""
 
-    def __init__(self, message: str, state: TrainerState) -> None:
+    ranks: tuple[int, ...] = ()
+
+    def __init__(self, seen: str, state: TrainerState) -> None:
         """Note what was seen.
 
         Args:
-            message: Which step it was, its numbers and their limits.
+            seen: Which step it was, its numbers and their limits.
             state: How far training had come after the spike.
         """
-        super().__init__(message)
-        self.state = state
+        super().__init__(seen)
+        self.seen, self.state = seen, state
+
+
+class Jump(Spike):
+    """A gradient norm that no training makes, where train.spike_policy does not look for spikes."""
 
 
 class Hook:
@@ -142,60 +150,85 @@ def average_loss(losses: list[Tensor], topology: Topology) -> float:
     Returns:
         The mean loss in nats, the same on every rank.
     """
-    return float(_sum_over_ranks(losses, topology, [])[0])
+    own = torch.zeros(1, dtype=torch.float64, device=platform.device())
+    return float(_sum_over_ranks(losses, topology, own)[0])
 
 
-def _sum_over_ranks(losses: list[Tensor], topology: Topology, votes: list[float]) -> Tensor:
-    """Return [mean loss, sums of the votes], the same on every rank; fp64, on the device.
+def _sum_over_ranks(losses: list[Tensor], topology: Topology, own: Tensor) -> Tensor:
+    """Return [mean loss, sums of the other numbers], the same on every rank; fp64, on the device.
 
     Args:
         losses: This rank's micro batch losses.
         topology: The layout of the processes.
-        votes: This rank's votes. They travel with the loss, so that agreeing on requests costs a
-            step nothing.
+        own: [0, this rank's other numbers], which travel with the loss, so that agreeing on them
+            costs a step nothing. Its first element becomes this rank's share of the loss.
     """
-    total = platform.to_device(torch.tensor([0.0, *votes], dtype=torch.float64))
     # One rank of each data-parallel replica contributes its mean; all replicas have equally many
     # micro batches, so the mean of means is the mean over all tokens.
     if is_reporting_rank():
-        total[0] = torch.stack(losses).double().mean() / topology.layout.data
+        own[0] = torch.stack(losses).double().mean() / topology.layout.data
+    total = own.clone()
     dist.all_reduce(total)
     return total
 
 
-def update(run: Run, losses: list[Tensor], learning_rate: float) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Updated:
+    """The numbers of an update, on the device."""
+
+    norm: Tensor
+    """Global gradient norm, a scalar."""
+    total: Tensor
+    """fp64: mean loss, sums of the votes, number of ranks with new metrics, what `StepTimes.shared`
+    returns, and where the memory was checked, the number of ranks whose state has changed, and 0 if
+    the weights are equal."""
+    num_memory: int
+    """How many numbers of `total` are about the memory: 2 or none."""
+    own: list[Tensor]
+    """fp64: what this rank added to `total` and to the squared norm, and what its check of the
+    memory has seen."""
+
+
+def update(run: Run, losses: list[Tensor], learning_rate: float) -> Updated:
     """Update the weights, and average the loss over all ranks. All ranks together.
 
     Args:
         run: The run, whose requests to stop are voted on.
         losses: This rank's micro batch losses.
         learning_rate: AdamW's learning rate for this step.
-
-    Returns:
-        (global gradient norm, a scalar; [mean loss, sums of the votes, number of ranks with new
-        metrics, what `StepTimes.shared` returns]), on the device.
     """
+    resting = run.ledger.resting if run.ledger else None
+    checked = resting.check() if resting else None
 
-    def average() -> Tensor:
-        votes = [*run.requests.votes(), float(run.metrics.has_new())]
+    def average() -> tuple[Tensor, Tensor]:
+        votes = [0.0, *run.requests.votes(), float(run.metrics.has_new())]
         votes += run.times.shared(run.topology, run.state.step + 1)
-        return _sum_over_ranks(losses, run.topology, votes)
+        own = platform.to_device(torch.tensor(votes, dtype=torch.float64))
+        if checked is not None:
+            own = torch.cat([own, checked[:2]])
+        return own, _sum_over_ranks(losses, run.topology, own)
 
     spikes = run.spikes
     if spikes is None:
         norm = run.optimizer.step(learning_rate)
-        return norm, average()
-    # The loss first: it may decide if there is an update.
-    total = average()
-    if run.config.train.spike_policy == "skip":
-        loss = total[0]
-        norm = run.optimizer.step(
-            learning_rate, lambda norm: spikes.observe(loss, norm, skips=True)
-        )
+        own, total = average()
     else:
-        norm = run.optimizer.step(learning_rate)
-        spikes.observe(total[0], norm.to(total), skips=False)
-    return norm, total
+        # The loss first: it may decide if there is an update.
+        own, total = average()
+        if run.config.train.spike_policy == "skip":
+            norm = run.optimizer.step(
+                learning_rate, lambda norm: spikes.observe(total[0], norm, skips=True)
+            )
+        else:
+            norm = run.optimizer.step(learning_rate)
+            spikes.observe(total[0], norm.to(total), skips=False)
+    square = run.optimizer.own_square
+    parts = [own, square if square is None else square.view(1), checked]
+    if resting:
+        resting.take(run.state.step + 1)
+    return Updated(
+        norm, total, 0 if checked is None else 2, [part for part in parts if part is not None]
+    )
 
 
 class QueuedStep:
@@ -209,8 +242,7 @@ class QueuedStep:
     def __init__(
         self,
         run: Run,
-        norm: Tensor,
-        total: Tensor,
+        updated: Updated,
         begin: platform.Moment,
         record: Record,
     ) -> None:
@@ -218,20 +250,20 @@ class QueuedStep:
 
         Args:
             run: The run, as it is after the step.
-            norm: As `update` returns it.
-            total: As `update` returns it.
+            updated: As `update` returns it.
             begin: When the step began.
             record: What is already known.
         """
         self._requests, self._train, self._state = run.requests, run.config.train, run.state
         self._begin, self._record = begin, record
-        self._metrics = run.metrics.take()
+        self._metrics, self._ledger = run.metrics.take(), run.ledger
         self._times, self._waits = run.times, run.times.take()
-        self._num_shared = total.numel() - NUM_VOTES - 2
-        numbers = [norm.to(total).view(1), total, *self._metrics.numbers]
-        if run.spikes is not None:
-            numbers.append(run.spikes.summary)
-        self._readback = platform.Readback(torch.cat(numbers))
+        total, self._num_memory = updated.total, updated.num_memory
+        spikes = [] if run.spikes is None else [run.spikes.summary]
+        own = updated.own if run.ledger and run.ledger.resting else []
+        parts = [[updated.norm.to(total).view(1)], [total], self._metrics.numbers, spikes, own]
+        self._sizes = [sum(tensor.numel() for tensor in part) for part in parts]
+        self._readback = platform.Readback(torch.cat(list(itertools.chain(*parts))))
 
     @property
     def end(self) -> platform.Moment:
@@ -248,22 +280,32 @@ class QueuedStep:
         Raises:
             Poisoned: The gradient norm is not finite, and the precision is not fp16, where the
                 loss scale is lowered and the update skipped.
-            RunFailed: The step was a spike, and train.spike_policy is to stop.
-            Spike: The run has to go back to a checkpoint.
+            Spike: The step was a spike, and train.spike_policy says what follows; or (Jump) its
+                norm is to be replayed.
         """
-        norm, loss, *numbers = self._readback.numbers()
-        votes, (num_lacking, *numbers) = numbers[:NUM_VOTES], numbers[NUM_VOTES:]
-        shared, numbers = numbers[: self._num_shared], numbers[self._num_shared :]
-        recorded, judged = numbers[: self._metrics.size], numbers[self._metrics.size :]
+        numbers, step = iter(self._readback.numbers()), self._record["step"]
+        parts = [list(itertools.islice(numbers, size)) for size in self._sizes]
+        [norm], (loss, *others), recorded, judged, own = parts
+        votes, (num_lacking, *shared) = others[:NUM_VOTES], others[NUM_VOTES:]
+        memory = [shared.pop() for _ in range(self._num_memory)]
         policy = self._train.spike_policy
+        if self._ledger is not None and own:
+            share, (*square, digest) = own[0], [*own[len(others) + 1 :], *[0.0] * (not memory)]
+            self._ledger.note(step, [norm, loss, share, sum(square[:1]), digest])
+            if any(memory):
+                raise changed_memory(step, own[-3:])
         if not math.isfinite(norm) and self._train.precision != "fp16":
-            seen = f"step {self._record['step']}: the gradient norm is {norm}"
+            seen = f"step {step}: the gradient norm is {norm}"
             if policy == "rollback":
                 raise Spike(seen, self._state)
             raise Poisoned(
-                f"{seen}. Resume from the last checkpoint with a lower optimizer.learning_rate, a "
-                "longer schedule.lr_warmup_steps or a smaller optimizer.clip_grad"
+                seen,
+                "Resume from the last checkpoint. With recovery.replay = true the run finds out "
+                "whether it comes from the data and the settings or from a machine",
             )
+        if policy == "none" and own and self._ledger and self._ledger.jumps(step, norm):
+            seen = f"step {step}: the gradient norm is {norm:.4g}, that of no step before is above "
+            raise Jump(f"{seen}{self._ledger.most:.4g}", self._state)
         measured: Record = {"loss_nats": loss, "gradient_norm": norm}
         if judged:
             is_spike, loss_limit, norm_limit, num_skipped = judged
@@ -271,16 +313,10 @@ class QueuedStep:
                 measured["skipped_updates"] = int(num_skipped)
             elif is_spike:
                 seen = (
-                    f"step {self._record['step']}: a spike, with a loss of {loss:.4g} nats (limit "
+                    f"step {step}: a spike, with a loss of {loss:.4g} nats (limit "
                     f"{loss_limit:.4g}) and a gradient norm of {norm:.4g} (limit {norm_limit:.4g})"
                 )
-                if policy == "rollback":
-                    raise Spike(seen, self._state)
-                raise RunFailed(
-                    f"{seen}. Nothing after it is saved. Resume from the last checkpoint with a "
-                    'lower optimizer.learning_rate, with train.spike_policy = "skip" or '
-                    '"rollback", or, if it was no spike, with a higher train.spike_threshold'
-                )
+                raise Spike(seen, self._state)
         self._requests.settle(votes)
         seconds = measured["step_seconds"] = self.end.seconds_since(self._begin)
         self._times.add(seconds, self._waits, self._record["data_wait_seconds"])

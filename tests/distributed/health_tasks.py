@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -68,6 +68,106 @@ def outcome(config: RunConfig, resume: str = "auto") -> dict[str, Any]:
     dist.barrier()
     saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
     return {"code": code, "error": error, "saved": saved}
+
+
+class Flip(NamedTuple):
+    """A bit of one element that flips on one rank."""
+
+    after: int
+    """Steps done when it flips; that of a gradient or an activation flips during the next step."""
+    rank: int
+    what: str
+    """"weight", "master", a moment, "gradient", "activation" or "host copy"."""
+    bit: int
+    """0 is the lowest bit of the fraction, 30 the highest of the exponent; of 16 bit the like."""
+    name: str = ""
+    """Parameter; a weight matrix of the rank where it is empty."""
+    times: int = 1
+    """It flips this many times, each time that the step is taken."""
+
+
+def flip(tensor: Tensor, bit: int, index: int = 0) -> None:
+    """Flip one bit of one element of a tensor."""
+    flat = tensor.detach().view(-1)[index : index + 1]
+    two = flat.element_size() == 2
+    bits = flat.view(torch.int16 if two else torch.int32)
+    bits.bitwise_xor_(1 << (bit - 16 if two else bit))
+
+
+def _matrix(run: Any) -> Any:
+    """Return a weight matrix of this rank of which it keeps a part of the state."""
+    kept = {f.named.name for f in run.optimizer.state().fragments if not f.named.is_copy}
+    return next(
+        n for n in run.optimizer.parameters if n.name in kept and "linear_fc1.weight" in n.name
+    )
+
+
+def train_flipped(config: RunConfig, flips: list[Flip]) -> dict[str, Any]:
+    """Train a run in which bits flip.
+
+    Returns:
+        That of `outcome`, and "flips": how many flipped on this rank.
+    """
+    from pretrain.training import loop
+
+    left = {each: each.times for each in flips if each.rank == dist.get_rank()}
+    queue_step, make_copy, count = loop.queue_step, platform.HostCopy.wait, 0
+    state: dict[str, Any] = {}
+
+    def due(run: Any, whats: tuple[str, ...]) -> list[Flip]:
+        nonlocal count
+        found = [f for f, n in left.items() if n and f.after == run.state.step and f.what in whats]
+        for each in found:
+            left[each] -= 1
+            count += 1
+        return found
+
+    def in_passes(run: Any, each: Flip) -> Any:
+        """Flip once, in the first micro batch of the step."""
+        named, done = _matrix(run), list[int]()
+
+        def once(tensor: Tensor | None) -> None:
+            if tensor is not None and not done:
+                done.append(1)
+                flip(tensor, each.bit, tensor.numel() // 2)
+
+        if each.what == "gradient":
+            return named.parameter.register_post_accumulate_grad_hook(lambda p: once(_sums(p)))
+        layer = next(m for m in run.chunks[0].modules() if type(m).__name__ == "MLP")
+        return layer.register_forward_hook(
+            lambda module, inputs, output: once(output[0] if torch.is_grad_enabled() else None)
+        )
+
+    def with_flips(run: Any, *args: Any) -> Any:
+        state["run"] = run
+        for each in due(run, ("weight", "master", *run.config.moments)):
+            run.optimizer.wait_for_weights()
+            run.optimizer.before_change()
+            tensor = tensor_of(run, each.name or _matrix(run).name, each.what)
+            assert tensor is not None
+            flip(tensor, each.bit)
+        handles = [in_passes(run, each) for each in due(run, ("gradient", "activation"))]
+        try:
+            return queue_step(run, *args)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def copied(copy: Any) -> None:
+        make_copy(copy)
+        for each in due(state["run"], ("host copy",)):
+            flip(copy.targets[0], each.bit)
+
+    with (
+        patch.object(loop, "queue_step", with_flips),
+        patch.object(platform.HostCopy, "wait", copied),
+    ):
+        return {**outcome(config), "flips": count}
+
+
+def _sums(parameter: Any) -> Tensor:
+    """Return where a parameter's gradient is added up, or the gradient itself at stages 2 and 3."""
+    return getattr(parameter, "main_grad", parameter.grad)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,8 @@ def _config(directory, data, parallel, **train):
         train={"num_steps": 5, **train},
         checkpoint={"interval_steps": 3},
         evaluation={"interval_steps": 100, "lengths": [32], "max_tokens": 512},
+        # What follows where nothing is replayed; test_replay.py replays.
+        recovery={"replay": False},
     )
 
 

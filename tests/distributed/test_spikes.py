@@ -35,6 +35,8 @@ def _config(directory, data, parallel, policy, interval=SAVED_STEP, **train):
         },
         checkpoint={"interval_steps": interval},
         evaluation={"interval_steps": 100, "lengths": [32], "max_tokens": 512},
+        # What follows where nothing is replayed; test_replay.py replays.
+        recovery={"replay": False},
     )
 
 

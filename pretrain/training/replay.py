@@ -1,0 +1,398 @@
+"""Replay steps of which one cannot be right, to tell a machine's fault from the data's.
+
+Runs repeat bit for bit, so the same steps on the same data give the same numbers. Where a check
+fails (`config.Unsound`, or a spike), all ranks go back to the last proven state in this process and
+take the steps again in the ordinary way, with their logs, evaluations and saves. Each rank compares
+its own numbers of every step with those of the first time:
+
+- it does not happen again: transient; the run goes on from the replayed steps;
+- it happens again, after equal numbers on every rank: it reproduces, and comes from the data, the
+  settings or the code, or where one rank alone was wrong, from that rank;
+- the same rank is found different in two replays: persistent; the run ends, and the launcher leaves
+  the rank's host out.
+
+A state is proven when the run has saved another one after it: the steps between have passed the
+checks. So the run goes back behind its newest checkpoint, which is set aside and saved anew.
+
+Megatron-LM's rerun_state_machine.py repeats the last forward and backward pass, whose inputs it
+keeps, and asks for another GPU to tell a persistent fault from a correct result. It cannot see
+faults of the optimizer's state or of an earlier step, and its error injector changes the outcome of
+a comparison, not a number.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from torch import Tensor
+
+from pretrain import platform
+from pretrain.checkpoint.load import load_checkpoint
+from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
+from pretrain.config import ConfigError, RunFailed, Unsound, writing
+from pretrain.config.errors import say
+from pretrain.optim.health import Resting
+from pretrain.rundir.attempts import Cause, Diagnosis
+from pretrain.rundir.checkpoints import Branch, Lineage, new_id, read_lineage, saved_checkpoints
+from pretrain.rundir.history import settle
+from pretrain.topology import Topology, gather, host_name, on_main
+from pretrain.training.start import Run, load_initial
+from pretrain.training.step import Hook, Jump, Spike
+
+NAMES = ("norm", "loss", "own loss", "own gradient", "own memory")
+"""The numbers of a step that are compared, in the order in which `Ledger.note` takes them."""
+JUMP = 1e3
+"""How far above all norms since the start of the process a norm is replayed, whatever the policy.
+Spikes of published runs reach some hundred times the norm before them."""
+MOST_REPLAYS = 2
+"""Replays after which a check that failed in each of them is taken to fail again."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A state that a run can go back to."""
+
+    path: Path | None
+    """Its checkpoint; None for the initial state, which follows from run.seed."""
+    state: TrainerState
+    origin: Origin
+    """What the next save after it records."""
+    loss_scaler: dict[str, float] | None = None
+    """fp16, of the initial state: the loss scaler's fields."""
+    largest: Tensor | None = None
+    """Its `health.largest_magnitudes`."""
+
+
+@dataclass
+class Replay:
+    """A replay that is under way."""
+
+    until: int
+    """The step whose check had failed."""
+    seen: str
+    ranks: tuple[int, ...]
+    """Those that the check named."""
+    is_jump: bool
+    """It was a `Jump`, which is accepted if it happens again."""
+    number: int
+    """1 for the first of a failure."""
+    first: tuple[int, frozenset[str]] | None = None
+    """The first step whose numbers differed on this rank, and which of NAMES."""
+
+
+class Ledger:
+    """This rank's numbers since the last proven state, and the two last states to go back to."""
+
+    def __init__(self, point: Point, resting: Resting | None) -> None:
+        """Begin at a state.
+
+        Args:
+            point: The state.
+            resting: Checks the memory; None if nothing is to be replayed.
+        """
+        self.points, self.resting = [point], resting
+        self.largest = point.largest
+        """The `health.largest_magnitudes` that the last check of health has seen."""
+        self.replay: Replay | None = None
+        self.most = 0.0
+        """The largest gradient norm that is not taken for a fault."""
+        self.last = point.state.step
+        """The last step of which the numbers have been read."""
+        self.blamed: Counter[int] = Counter()
+        """In how many replays a rank was the only one that differed first."""
+        self._numbers: dict[int, bytes] = {}
+
+    @property
+    def proven(self) -> Point:
+        """Return the last proven state, or the one that this process began with."""
+        return self.points[0]
+
+    def note(self, step: int, numbers: Sequence[float]) -> None:
+        """Take a step's numbers, and compare them with those of the time before."""
+        seen, before = struct.pack(f"{len(numbers)}d", *numbers), self._numbers.get(step)
+        if self.replay and not self.replay.first and before not in (None, seen):
+            pairs = enumerate(
+                zip(*(struct.iter_unpack("d", each) for each in (seen, before or b"")))
+            )
+            bits = [i for i, (a, b) in pairs if struct.pack("d", *a) != struct.pack("d", *b)]
+            self.replay.first = step, frozenset(NAMES[i] for i in bits)
+        self._numbers[step], self.last = seen, step
+
+    def jumps(self, step: int, norm: float) -> bool:
+        """Return True if a step is to be replayed for its norm; not again at a replay's end."""
+        is_end = self.replay is not None and self.replay.until == step
+        if self.most and not is_end and self.most * JUMP < norm < math.inf:
+            return True
+        self.most = max(self.most, norm if math.isfinite(norm) else 0.0)
+        return False
+
+    def saw(self, step: int, largest: Tensor) -> None:
+        """Take the largest magnitudes of the state after a step."""
+        self.largest, newest = largest, self.points[-1]
+        if newest.state.step == step:
+            self.points[-1] = replace(newest, largest=largest)
+
+    def saved(self, point: Point) -> None:
+        """Note a save: the one before it is proven."""
+        self.points = [self.points[-1], replace(point, largest=self.largest)]
+        proven = self.proven.state.step
+        self._numbers = {step: seen for step, seen in self._numbers.items() if step > proven}
+
+    def restart(self, point: Point) -> None:
+        """Begin anew at a state, of which nothing is to be compared."""
+        self.points, self._numbers, self.replay = [point], {}, None
+        self.take_memory(point.state.step)
+
+    def take_memory(self, step: int) -> None:
+        """Take the sums of the memory as it is after a step."""
+        if self.resting is not None:
+            self.resting.take(step)
+
+
+class _Place(NamedTuple):
+    """A rank, for all others to know."""
+
+    host: str
+    device: str
+    replica: int
+    """Its data-parallel rank."""
+    part: tuple[int, int]
+    """Its pipeline and tensor rank."""
+    first: tuple[int, frozenset[str]] | None
+
+
+class _Findings(NamedTuple):
+    """What all ranks together know of a replay."""
+
+    everyone: list[_Place]
+    step: int | None
+    """The first step whose numbers differed; None if all were equal."""
+    ranks: list[int]
+    """Those from which the difference may come."""
+
+
+def _compare(topology: Topology, first: tuple[int, frozenset[str]] | None) -> _Findings:
+    """Gather where the replay has differed first. All ranks together."""
+    device = f"{platform.device()} ({platform.device_name()})"
+    part = topology.pipeline_rank, topology.tensor_rank
+    everyone = gather(_Place(host_name(), device, topology.data_rank, part, first))
+    step = min((place.first[0] for place in everyone if place.first), default=None)
+    odd: dict[str, list[int]] = {name: [] for name in NAMES}
+    for rank, place in enumerate(everyone):
+        for name in place.first[1] if place.first and place.first[0] == step else ():
+            odd[name].append(rank)
+    if odd["own memory"]:
+        return _Findings(everyone, step, odd["own memory"])
+    # A loss is that of all ranks which hold a part of the model; a gradient has been summed over
+    # the ranks that hold the same part.
+    replicas = {everyone[rank].replica for rank in odd["own loss"]}
+    parts = {everyone[rank].part for rank in odd["own gradient"]}
+    ranks = [
+        rank
+        for rank, place in enumerate(everyone)
+        if (place.replica in replicas if replicas else place.part in parts)
+    ]
+    return _Findings(everyone, step, ranks)
+
+
+def replay(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> bool:
+    """Go back to the last proven state, unless a replay has shown the same. All ranks together.
+
+    Args:
+        run: The run.
+        hooks: The run's hooks.
+        trouble: What was seen, the same on every rank.
+
+    Returns:
+        False where nothing is to be replayed, or a spike has happened again.
+
+    Raises:
+        Unsound: It has happened again.
+        RunFailed: It comes from one rank again and again, or the state cannot be loaded.
+    """
+    ledger = run.ledger
+    if ledger is None or ledger.resting is None:
+        return False
+    before, number = ledger.replay, 1
+    if before is not None:
+        found, number = _compare(run.topology, before.first), before.number + 1
+        ledger.replay = None
+        is_same = found.step is None and ledger.last == before.until
+        if is_same and len(trouble.ranks) == 1 and isinstance(trouble, Unsound):
+            _end_persistent(run, found, trouble.ranks[0], trouble.seen)
+        if not is_same:
+            _blame(run, found, trouble.seen, trouble.ranks)
+        if is_same or number > MOST_REPLAYS:
+            _reproduced(run, found, trouble)
+            return False
+    steps = ledger.last - ledger.proven.state.step
+    place = ledger.proven.path or "the initial state"
+    if run.topology.is_main:
+        say(
+            f"{trouble.seen}: replaying {steps} step{'s' * (steps != 1)} with the same data from "
+            f"{place}, to find out why"
+        )
+    _go_back(run, hooks, trouble.seen)
+    ledger.replay = Replay(
+        ledger.last, trouble.seen, trouble.ranks, isinstance(trouble, Jump), number
+    )
+    return True
+
+
+class ReplayHook(Hook):
+    """Conclude a replay that has come past the step whose check had failed."""
+
+    def is_due(self, run: Run) -> bool:
+        """Return True in a replay, whose steps are read one by one."""
+        return run.ledger is not None and run.ledger.replay is not None
+
+    def between_steps(self, run: Run) -> None:
+        """Say what was found. All ranks together; RunFailed if it is the same rank as before."""
+        ledger = run.ledger
+        if ledger is None or ledger.replay is None or run.state.step < ledger.replay.until:
+            return
+        done, ledger.replay = ledger.replay, None
+        found = _compare(run.topology, done.first)
+        if done.is_jump and found.step is None:
+            line = f"{done.seen}: it happens again with the same data. Training goes on"
+            _write(run, Cause.REPRODUCES, done.until, found, [], line)
+            if run.topology.is_main:
+                say(line)
+            return
+        _blame(run, found, done.seen, done.ranks)
+        ranks = list(done.ranks) or found.ranks
+        since = f", which differed from step {found.step} on" if found.step is not None else ""
+        line = (
+            f"{done.seen}: transient. It did not happen again with the same data{since}; "
+            f"{_whose(found, ranks)}. Training goes on from the replayed step {run.state.step}"
+        )
+        _write(run, Cause.TRANSIENT, done.until, found, ranks, line)
+        if run.topology.is_main:
+            say(line)
+
+
+def _whose(found: _Findings, ranks: Sequence[int]) -> str:
+    """Return from which ranks a difference may have come, in words."""
+    if not ranks or len(ranks) == len(found.everyone) > 1:
+        return "it cannot be told on which rank"
+    named = ", ".join(f"{r} ({found.everyone[r].host}, {found.everyone[r].device})" for r in ranks)
+    return f"it came from rank {named}" if len(ranks) == 1 else f"it came from one of ranks {named}"
+
+
+def _blame(run: Run, found: _Findings, seen: str, named: Sequence[int]) -> None:
+    """Count a single rank that differed, and end the run if it is the second time."""
+    ranks = list(named) or found.ranks
+    if len(ranks) == 1 and run.ledger is not None:
+        run.ledger.blamed[ranks[0]] += 1
+        if run.ledger.blamed[ranks[0]] > 1:
+            _end_persistent(run, found, ranks[0], seen)
+
+
+def _end_persistent(run: Run, found: _Findings, rank: int, seen: str) -> NoReturn:
+    """End the run because of one rank. All ranks together."""
+    place, step = found.everyone[rank], run.ledger.last if run.ledger else run.state.step
+    line = (
+        f"{seen}: rank {rank} ({place.host}, {place.device}) computes or remembers other numbers "
+        "than before with the same data, in two replays. Leave its host out and test it. The "
+        "launcher does so by itself"
+    )
+    _write(run, Cause.PERSISTENT, step, found, [rank], line)
+    raise RunFailed(line)
+
+
+def _reproduced(run: Run, found: _Findings, trouble: Spike | Unsound) -> None:
+    """Note that a replay has shown the same; raise it if it is no spike. All ranks together."""
+    config, ledger = run.config, run.ledger
+    assert ledger is not None
+    equal = "after equal numbers on every rank"
+    if found.step is not None:
+        equal = (
+            f"in {MOST_REPLAYS} replays whose numbers differed on several ranks, as with kernels "
+            "that do not repeat their sums in one order"
+        )
+    line = f"{trouble.seen}: it happens again with the same data, {equal}"
+    _write(run, Cause.REPRODUCES, ledger.last, found, [], line)
+    if isinstance(trouble, Spike):
+        return
+    clip = config.optimizer.clip_grad
+    smaller = f", or an optimizer.clip_grad below {clip:g}" if clip else ""
+    raise type(trouble)(
+        line,
+        "So it comes from the data, the settings or the code: try a lower optimizer.learning_rate "
+        f"(now {config.optimizer.learning_rate:g}), a longer schedule.lr_warmup_steps{smaller}",
+        trouble.ranks,
+    )
+
+
+def _write(
+    run: Run, cause: Cause, step: int, found: _Findings, ranks: Sequence[int], what: str
+) -> None:
+    """Write diagnosis.json. All ranks together; a disk that refuses is warned of."""
+    ledger, attempt = run.ledger, run.reporter.attempt
+    if attempt is None or ledger is None:
+        return
+    rank = ranks[0] if len(ranks) == 1 else None
+    place = None if rank is None else found.everyone[rank]
+    host, device = (None, None) if place is None else (place.host, place.device)
+    since = ledger.proven.state.step
+    diagnosis = Diagnosis(cause, step, rank, host, device, what, since)
+    try:
+        diagnosis.write(attempt)
+    except OSError as error:
+        run.reporter.warn("diagnosis", f"{attempt}: diagnosis.json: {error.strerror}")
+
+
+def _go_back(run: Run, hooks: Sequence[Hook], seen: str) -> None:
+    """Load the last proven state into `run`, and set aside what was saved since.
+
+    Raises:
+        RunFailed: It cannot be loaded, or the save under way has failed.
+    """
+    ledger = run.ledger
+    assert ledger is not None
+    point = ledger.proven
+    for hook in hooks:
+        # A save that is under way belongs to what is set aside, once it is complete.
+        hook.newest_checkpoint(run)
+    run.optimizer.wait_for_weights()
+    branches = point.origin.branches
+    lineage: Lineage | None = Lineage("", 0, None, branches)
+    try:
+        if point.path is None:
+            load_initial(run.config, run.optimizer, point.loss_scaler)
+        else:
+            load_checkpoint(open_checkpoint(point.path), run.optimizer)
+            lineage = read_lineage(point.path)
+    except ConfigError as error:
+        raise RunFailed(f"{seen}. {error}") from None
+    assert lineage is not None
+    where = point.path or run.config.directory
+
+    def set_aside() -> tuple[Path | None, str]:
+        saved = saved_checkpoints(run.config.directory)
+        why = {s.path.name: f"saved again ({seen})" for s in saved if s.step > point.state.step}
+        with writing(run.config.directory):
+            folder = settle(run.config.directory, where, lineage, why, run.reporter.attempt)
+        return folder, new_id()
+
+    folder, identifier = on_main(run.topology, set_aside)
+    run.state, run.origin = point.state, point.origin
+    if folder is not None:
+        # What was set aside and what is saved now must not be taken for one line.
+        branch = Branch(identifier, point.state.step)
+        run.origin = replace(point.origin, branches=(*branches, branch))
+        if run.topology.is_main:
+            since = f"after step {point.state.step}"
+            say(f"{run.config.directory}: what was saved {since} is in {folder}")
+    ledger.points = [replace(point, origin=run.origin)]
+    if run.spikes is not None:
+        run.spikes.load(point.state.spikes)
+    ledger.take_memory(point.state.step)
+    for hook in hooks:
+        hook.after_rollback(run)
