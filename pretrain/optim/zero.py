@@ -219,6 +219,13 @@ class ZeroOptimizer:
         return float(self.zero.loss_scale) if self.is_fp16 else None
 
     @property
+    def loss_scaler(self) -> dict[str, float] | None:
+        """Return the fields of fp16's dynamic loss scaler; None in other precisions."""
+        if not self.is_fp16:
+            return None
+        return {each: getattr(self.zero.loss_scaler, each) for each in LOSS_SCALER_FIELDS}
+
+    @property
     def own_square(self) -> Tensor | None:
         """Return what this rank added to the last squared gradient norm; None at stages 2 and 3."""
         return self._sharded_step.own_square if self._sharded_step is not None else None
@@ -237,10 +244,7 @@ class ZeroOptimizer:
         fragments = list(read_fragments(self))
         # Updates made so far; fp16 skips those that overflow.
         [steps] = {int(self.zero.optimizer.state[flat]["step"]) for flat in flat_masters(self)}
-        scaler = None
-        if self.is_fp16:
-            scaler = {each: getattr(self.zero.loss_scaler, each) for each in LOSS_SCALER_FIELDS}
-        return OptimizerState(fragments, steps, scaler)
+        return OptimizerState(fragments, steps, self.loss_scaler)
 
     def load_state(self, adam_steps: int, loss_scaler: dict[str, float] | None) -> None:
         """Complete a load after the tensors of `state` have been filled. All ranks together.

@@ -418,6 +418,7 @@ def count_step(config: RunConfig, topology: Topology, counter: Counter) -> StepC
         # Which token ends a document changes no count.
         eos_id=0 if config.data.per_document_attention else None,
     )
+    run.ledger = loop.begin_ledger(run)
     shape = (config.batch.micro_batch_size, config.data.sequence_length + 1)
     with counter.paused():
         tokens = torch.ones(shape, dtype=torch.int64, device="cpu")

@@ -113,7 +113,7 @@ def train(
 
 def _train_steps(run: Run) -> None:
     """Take steps and call the hooks until the run is finished or all ranks agree to stop."""
-    run.ledger = _ledger(run)
+    run.ledger = begin_ledger(run)
     hooks = make_hooks(run)
     try:
         # From here on the lines of metrics.jsonl are this attempt's (rundir.attempts.steps_done).
@@ -122,6 +122,7 @@ def _train_steps(run: Run) -> None:
         agree(run.requests)
         for hook in hooks:
             hook.at_start(run)
+        run.ledger.take_memory(run.state.step)
         while not _is_over(run):
             try:
                 with contextlib.closing(step_batches(run)) as steps:
@@ -139,15 +140,13 @@ def _train_steps(run: Run) -> None:
             hook.close()
 
 
-def _ledger(run: Run) -> Ledger:
+def begin_ledger(run: Run) -> Ledger:
     """Return what the run can go back to, and compare, when it begins to train."""
     interval = memory_check_interval(run.config, run.topology.layout.data)
     began = run.start_point.checkpoint
-    # The state's moments are made here, before any sum of theirs is taken.
-    scaler = run.optimizer.state().loss_scaler_state
-    point = Point(began.path if began else None, run.state, run.origin, scaler)
+    # The loss scaler's fields are the same on all ranks and at any start from scratch.
+    point = Point(began.path if began else None, run.state, run.origin, run.optimizer.loss_scaler)
     ledger = Ledger(point, Resting(run.optimizer, interval) if run.config.recovery.replay else None)
-    ledger.take_memory(run.state.step)
     return ledger
 
 
