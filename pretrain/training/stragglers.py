@@ -28,8 +28,8 @@ from pretrain.rundir.metrics import Record
 from pretrain.topology import Topology, gather, host_name
 
 WINDOW_STEPS = 8
-"""After so many steps the ranks tell each other the median of their seconds in these steps: what
-strikes fewer than half of them, such as a collection of garbage or a save, is not seen."""
+"""After so many steps the ranks tell each other the mean of their seconds in these steps, without
+the longest one, so that what happens once leaves no trace."""
 NUM_WINDOWS = 2
 """A rank begins and ends to be slow when it is that in so many windows in a row."""
 SHARE = 0.1
@@ -142,7 +142,8 @@ class StepTimes:
         cells = [0.0] * (3 * num_ranks)
         if self._latest:
             ordered = sorted(self._latest, key=lambda seconds: seconds.busy)
-            cells[3 * topology.rank : 3 * topology.rank + 3] = ordered[(len(ordered) - 1) // 2]
+            columns = zip(*(ordered[:-1] or ordered))
+            cells[3 * topology.rank : 3 * topology.rank + 3] = map(statistics.mean, columns)
             self._latest.clear()
         return cells
 

@@ -1,4 +1,4 @@
-"""A rank that holds up the others is named, with its seconds, and nobody is without a reason."""
+"""A rank that holds up the others is named, with its seconds, and nobody is named without a reason."""
 
 from __future__ import annotations
 

@@ -5,7 +5,10 @@ Whatever is killed or signalled, a run ends with the weights of a run to which n
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -117,3 +120,24 @@ def test_a_signal_before_the_limit(runs: Runs, undisturbed: Callable[[], Path]) 
     ]
     assert len(wandb_runs) == 2 and len(set(wandb_runs)) == 1
     check_never_again(runs, run)
+
+
+def test_a_rank_that_holds_up_the_others_is_named_while_the_job_runs(runs: Runs) -> None:
+    """Stopped again and again, for shorter than the watchdog waits."""
+    run = runs.submit("slow", "train.num_steps=100_000", "checkpoint.interval_steps=100_000")
+    run.wait_for_step(1, 3)
+    pid, status = run.ranks()[1][0], ""
+    while "rank 1 (host " not in status:
+        assert "rank 0 (host " not in status and run.outcomes == [None], status
+        # Most of a rank's time between two looks.
+        for _ in range(10):
+            for number, seconds in ((signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.1)):
+                os.kill(pid, number)
+                time.sleep(seconds)
+        status = runs.launcher("status", run.directory).out
+    assert re.search(
+        r"^reason +rank 1 \(host \S+, device cpu\) is slow since step \d+", status, re.M
+    )
+    assert "warning: rank 1 (host " in run.job_said()
+    assert runs.launcher("cancel", run.directory).code == 0
+    check_over(run, ("CANCELLED", "FAILED", "COMPLETED"))
