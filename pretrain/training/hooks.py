@@ -49,7 +49,7 @@ from pretrain.training.replay import Point, ReplayHook
 from pretrain.training.reporter import Interrupted
 from pretrain.training.start import Run, is_evaluated_after
 from pretrain.training.step import Hook, agree
-from pretrain.training.stragglers import SHARED, Stragglers, places
+from pretrain.training.stragglers import SHARED, Stragglers, places, window_steps
 
 VIEWER = "https://ui.perfetto.dev"
 """Shows a trace in the browser, and sends it nowhere."""
@@ -144,11 +144,12 @@ def make_hooks(run: Run) -> list[Hook]:
     writer = None
     if run.topology.is_main:
         writer = MetricsWriter(run.config, run.config.directory, run.state.step)
+    stragglers = Stragglers(places(run.topology), window_steps(run.topology))
     saver = CheckpointHook(run, writer, tokenizer)
     return [
         # First, so that what follows the last step that it records is not in the trace.
         ProfileHook(run),
-        LoggingHook(run, writer, Stragglers(places(run.topology))),
+        LoggingHook(run, writer, stragglers),
         EvaluationHook(run, writer),
         HealthHook(saver),
         saver,

@@ -13,6 +13,7 @@ the step's other numbers. The seconds travel with the loss, in no collective of 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 import statistics
@@ -137,7 +138,7 @@ class StepTimes:
             step: The step, counted from 1.
         """
         num_ranks = topology.layout.world_size
-        if num_ranks == 1 or step % (WINDOW_STEPS * _interval(topology)):
+        if num_ranks == 1 or step % window_steps(topology):
             return []
         cells = [0.0] * (3 * num_ranks)
         if self._latest:
@@ -151,10 +152,15 @@ class StepTimes:
 def _interval(topology: Topology) -> int:
     """Return how often a step is measured: the first of so many.
 
-    On a GPU a wait costs the host some 15 microseconds, and tensor ranks wait four times a layer in
-    every micro batch.
+    On a GPU a wait costs the host two events, and tensor ranks wait four times a layer in every
+    micro batch.
     """
     return 4 if platform.has_cuda() and topology.layout.tensor > 1 else 1
+
+
+def window_steps(topology: Topology) -> int:
+    """Return after how many steps the ranks share what `WINDOW_STEPS` of these have taken."""
+    return WINDOW_STEPS * _interval(topology)
 
 
 # ---- Judge, on rank 0 ----
@@ -203,17 +209,22 @@ class Stragglers:
     slowed of all others. So it is not noticed if it was slow from the start.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
+    def __init__(self, places: Sequence[Place], window: int) -> None:
+        """Begin without knowing anything.
+
+        Args:
+            places: Where each rank runs.
+            window: Steps from one sharing to the next.
+        """
+        self._places, self._window = places, window
         self._courses = [_Course() for _ in places]
-        self._peers = [
-            [other for other, its in enumerate(places) if other != rank and its.stage == own.stage]
-            for rank, own in enumerate(places)
-        ]
-        self._judged_at = self._listed_at = 0
+        self._stages: dict[int, list[int]] = {}
+        for rank, place in enumerate(places):
+            self._stages.setdefault(place.stage, []).append(rank)
+        self._unlisted = 0
 
     def judge(self, step: int, shared: Sequence[float], size: int) -> tuple[Record, list[str]]:
-        """Judge the steps since those that were judged last.
+        """Judge the steps of a window.
 
         Args:
             step: The step in which the numbers were shared.
@@ -228,7 +239,7 @@ class Stragglers:
             return {}, []
         # All ranks' steps are equally long, but for how far apart they pass the last collective.
         whole = statistics.median(map(sum, seconds))
-        excess = [self._excess(rank, seconds, size) for rank in range(len(seconds))]
+        excess = self._excess(seconds, size)
         lines = []
         for rank, (course, each) in enumerate(zip(self._courses, seconds)):
             course.usual = min(course.usual, each.busy / size)
@@ -239,23 +250,29 @@ class Stragglers:
             "wait_seconds": statistics.median(each.wait for each in seconds),
             **self._slowest(excess),
         }
-        if lines or step - self._listed_at >= len(seconds):
+        self._unlisted += self._window
+        if lines or self._unlisted >= len(seconds):
             # The lists are as long as the job has ranks, so they come less often in large ones.
-            self._listed_at = step
+            self._unlisted = 0
             for name in Seconds._fields:
                 values = [float(f"{getattr(each, name):.4g}") for each in seconds]
                 record[f"rank_{name}_seconds"] = values
-        self._judged_at = step
         return record, lines
 
-    def _excess(self, rank: int, seconds: Sequence[Seconds], size: int) -> float:
-        """Return by how many seconds of a step a rank is busy longer than is expected of it."""
+    def _excess(self, seconds: Sequence[Seconds], size: int) -> list[float]:
+        """Return by how many seconds of a step each rank is busy longer than is expected of it."""
         busy = [each.busy for each in seconds]
-        if peers := self._peers[rank]:
-            return busy[rank] - statistics.median(busy[peer] for peer in peers)
         usual = [course.usual * size for course in self._courses]
-        slowed = (now / before for now, before in zip(busy, usual) if before < math.inf)
-        return busy[rank] - min(usual[rank] * max(1.0, min(slowed, default=1.0)), busy[rank])
+        excess = [0.0] * len(busy)
+        for ranks in self._stages.values():
+            ordered = sorted(busy[rank] for rank in ranks)
+            for rank in ranks:
+                if len(ranks) > 1:
+                    excess[rank] = busy[rank] - _median_of_others(ordered, busy[rank])
+                elif 0 < usual[rank] < math.inf:
+                    slowed = min(now / before for now, before in zip(busy, usual) if before)
+                    excess[rank] = busy[rank] - usual[rank] * max(1.0, slowed)
+        return excess
 
     def _has_changed(self, course: _Course, step: int, excess: float, whole: float) -> bool:
         """Count a window of a rank, and return True if it begins or ends to be slow."""
@@ -264,24 +281,24 @@ class Stragglers:
             course.windows, course.lost = 0, 0.0
             return False
         if not course.windows:
-            course.began = self._judged_at + 1
+            course.began = step - self._window + 1
         course.windows += 1
-        course.lost += excess * (step - self._judged_at)
+        course.lost += excess * self._window
         return course.windows >= NUM_WINDOWS and (is_named or course.lost >= LOST_SECONDS)
 
     def _change(self, rank: int, excess: float, seconds: Sequence[Seconds]) -> str:
         """Note that a rank begins or ends to be slow, and return the line that says so."""
-        course, place, peers = self._courses[rank], self._places[rank], self._peers[rank]
+        course, place = self._courses[rank], self._places[rank]
         name = f"rank {rank} (host {place.host}, device {place.device})"
         since, course.windows, course.lost = course.since, 0, 0.0
         if since is not None:
             course.since, course.named = None, 0.0
             return f"{name} is no longer slow, as it was since step {since}"
         course.since, course.named = course.began, excess
-        than = "the other ranks of its pipeline stage" if peers else "before"
-        data = [each.data for each in seconds]
-        own_data = data[rank] - statistics.median([data[peer] for peer in peers] or [0.0])
-        does = "waits for data" if own_data > excess / 2 else "computes"
+        stage = self._stages[place.stage]
+        than = "the other ranks of its pipeline stage" if len(stage) > 1 else "before"
+        late_data = seconds[rank].data - min(each.data for each in seconds)
+        does = "waits for data" if late_data > excess / 2 else "computes"
         return (
             f"warning: {name} is slow, and the others wait for it: since step {course.since} it "
             f"{does} {excess:.3g} s a step longer than {than} (of {sum(seconds[rank]):.3g} s)"
@@ -301,3 +318,10 @@ class Stragglers:
             "straggler_device": self._places[rank].device,
             "num_stragglers": len(slow),
         }
+
+
+def _median_of_others(ordered: Sequence[float], own: float) -> float:
+    """Return the median of at least two sorted numbers without one of them."""
+    left, number = bisect.bisect_left(ordered, own), len(ordered) - 1
+    middle = [k + (k >= left) for k in ((number - 1) // 2, number // 2)]
+    return (ordered[middle[0]] + ordered[middle[1]]) / 2

@@ -1,11 +1,13 @@
-"""A rank that holds up the others is named, with its seconds, and nobody is named without a reason."""
+"""A rank that holds up the others is named, with its seconds; without a reason nobody is."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -18,7 +20,13 @@ import pytest
 from pretrain.config import RunConfig
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import RunPaths
-from pretrain.training.stragglers import LOST_SECONDS, WINDOW_STEPS, Place, Stragglers
+from pretrain.training.stragglers import (
+    LOST_SECONDS,
+    WINDOW_STEPS,
+    Place,
+    Stragglers,
+    _median_of_others,
+)
 from tests.conftest import ALL_LAYOUTS, mark_torture, tiny_config
 
 SLEEP = 0.25
@@ -111,7 +119,7 @@ def check_lists(record: dict[str, Any], slow: int, kind: str) -> None:
 @pytest.mark.parametrize("attempt", range(5))
 def test_beside_busy_processes_nobody_is_named(pools, tiny_data, tmp_path, layout, attempt):
     processes, parallel = ALL_LAYOUTS[layout]
-    config = run_config(tiny_data, tmp_path, parallel, 8 * WINDOW_STEPS)
+    config = run_config(tiny_data, tmp_path, parallel, 20 * WINDOW_STEPS)
     busy = [sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(busy) as one:
         try:
@@ -194,7 +202,8 @@ def step_records(config: RunConfig) -> list[dict[str, Any]]:
 # ---- what is judged ------------------------------------------------------------------------------
 def judged(stages: list[int], windows: list[list[float]], size: int = 8) -> list[tuple[int, str]]:
     """Return (step, line) of each line that is said about windows of seconds by rank."""
-    found = Stragglers([Place(f"n{i}", "cuda:0", stage) for i, stage in enumerate(stages)])
+    places = [Place(f"n{i}", "cuda:0", stage) for i, stage in enumerate(stages)]
+    found = Stragglers(places, WINDOW_STEPS)
     lines = []
     for number, busy in enumerate(windows, start=1):
         whole, step = max(busy) + 0.1, number * WINDOW_STEPS
@@ -223,6 +232,15 @@ def test_a_short_or_small_delay_names_nobody():
     assert [step for step, _ in judged([0, 0], [[0.01, 0.01 + lost * 1.01]] * 4)] == [32]
 
 
+def test_a_rank_is_compared_with_the_median_of_the_others():
+    dice = random.Random(3)
+    for count in (2, 3, 4, 7):
+        busy = [dice.choice([1.0, 1.5, dice.random()]) for _ in range(count)]
+        for rank, own in enumerate(busy):
+            others = busy[:rank] + busy[rank + 1 :]
+            assert _median_of_others(sorted(busy), own) == statistics.median(others)
+
+
 def test_stages_of_a_pipeline_may_differ():
     """Each rank is compared with its stage; one that is alone there with its own past."""
     assert judged([0, 0, 1, 1], [[1.0, 1.0, 2.0, 2.0]] * 9) == []
@@ -235,5 +253,5 @@ def test_stages_of_a_pipeline_may_differ():
 
 
 def test_a_rank_that_shares_nothing_is_not_judged():
-    found = Stragglers([Place("a", "cpu", 0), Place("b", "cpu", 0)])
+    found = Stragglers([Place("a", "cpu", 0), Place("b", "cpu", 0)], WINDOW_STEPS)
     assert found.judge(8, [1.0, 1.0, 0.0, 0.0, 0.0, 0.0], 8) == ({}, [])

@@ -225,7 +225,7 @@ def test_a_rollback_keeps_what_was_allowed_to_change_at_its_step(tmp_path):
         blend=None,
     )
     writer = MetricsWriter(run.config, tmp_path, 4)
-    hook = LoggingHook(run, writer, Stragglers([]))
+    hook = LoggingHook(run, writer, Stragglers([], 8))
     hook.at_start(run)
     writer.step(step_record(5))
     hook.after_rollback(run)
