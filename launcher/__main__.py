@@ -27,9 +27,9 @@ def main() -> None:
     # Not above: they take most of the command's start, in which Ctrl-C would print a traceback.
     from pretrain.config import ConfigError, RunFailed
     from pretrain.config.arguments import expand_home
-    from pretrain.config.errors import PlainStream
+    from pretrain.config.errors import PlainStream, refused
     from pretrain.launcher.cli import app
-    from pretrain.rundir.paths import ExitCode, exit_code_of
+    from pretrain.rundir.paths import exit_code_of
 
     sys.stdout, sys.stderr = (
         # Characters that the terminal's encoding lacks are escaped, in place of an error.
@@ -51,9 +51,8 @@ def main() -> None:
     except (ConfigError, RunFailed) as error:
         _exit_with_error(str(error), exit_code_of(error))
     except OSError as error:
-        # Without a filename the message has all that is known, as for a broken pipe.
-        named = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        _exit_with_error(named, ExitCode.FAILED)
+        failure = refused(error)
+        _exit_with_error(str(failure), exit_code_of(failure))
     except SystemExit as end:
         # typer ends every command with a SystemExit. After a Ctrl-C its exit code is 130 already.
         if end.code and interrupts:

@@ -25,7 +25,7 @@ from pretrain.processes import dies_with_parent
 from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
 from pretrain.rundir.files import make_directory, open_own, replace_file
-from pretrain.rundir.paths import ExitCode, RunPaths, check_apart, claim_version
+from pretrain.rundir.paths import ExitCode, RunPaths, check_apart
 from pretrain.rundir.trust import check_trusted
 
 KILL_SECONDS = 60.0
@@ -286,7 +286,6 @@ def run_locally(
     # Before the attempt begins: whoever sees it may send a signal.
     with Signals(*PASSED_ON) as signals:
         attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
-        claim_version(run)
         first = attempt.number
 
         def start(attempt: Attempt) -> LocalRanks:

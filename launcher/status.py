@@ -339,8 +339,12 @@ def check_run(run: Path) -> None:
 
 
 def is_alive(attempt: AttemptRecord, now: float) -> bool:
-    """Return True if an attempt has not ended and has sent a heartbeat within its lease."""
-    return attempt.ended is None and now - attempt.last_heartbeat < LEASE_SECONDS
+    """Return True if an attempt has not ended and has sent a heartbeat within its lease.
+
+    In a copy of a run's directory no attempt is alive: it goes on in the other one.
+    """
+    is_fresh = attempt.ended is None and now - attempt.last_heartbeat < LEASE_SECONDS
+    return is_fresh and not attempt.is_copied
 
 
 def attempts_of(attempts: Sequence[AttemptRecord], job: JobState) -> list[AttemptRecord]:
@@ -457,6 +461,11 @@ def _state_without_a_job(
         return "ended", f"job {jobs[-1].job_id}: {how} before an attempt began"
     if newest.ended is not None:
         return in_words(newest.ended.outcome), newest.ended.reason
+    if newest.is_copied:
+        return (
+            "copied",
+            f"while attempt {newest.number} was made in the directory it is copied from",
+        )
     job = f"job {last.job_id}: {last.state}, " if last else ""
     return "died", f"{job}no sign of life since {moment(newest.last_heartbeat)}"
 

@@ -45,7 +45,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
-from pretrain.config.errors import say
+from pretrain.config.errors import remedy, say
 from pretrain.launcher import slurm
 from pretrain.rundir.attempts import (
     HEARTBEAT_SECONDS,
@@ -358,9 +358,6 @@ def judge(attempt: Attempt, code: int, ranks: Ranks, num_steps: int, is_asked: b
         code, failure = ExitCode.FAILED, f"the ranks ended with exit code 0, but {missing}"
     if code == ExitCode.BAD_INPUT:
         return Verdict(Outcome.REFUSED, code, "bad input; see the last lines of the ranks")
-    if attempt.superseded():
-        # The ranks found out before the heartbeat did, as when this process was suspended.
-        return Verdict(Outcome.SUPERSEDED, code, "another attempt has taken over the run")
     if code == ExitCode.NO_SPACE:
         return Verdict(Outcome.NO_SPACE, code, f"the disk is full, at {at}")
     if code == ExitCode.STOPPED:
@@ -721,7 +718,7 @@ class Supervisor:
         Args:
             attempt: The attempt.
             ranks: Its ranks, running.
-            lost: Set by the heartbeat thread when another attempt has taken the run over.
+            lost: Set by the heartbeat thread when this attempt holds the run no longer.
         """
         recovery, steps = self.config.recovery, self.config.train.num_steps
         watchdog = Watchdog(attempt.directory, recovery.hang_seconds, recovery.startup_seconds)
@@ -742,13 +739,9 @@ class Supervisor:
             if code is not None:
                 return judge(attempt, code, ranks, steps, self.signals.stops > 0)
             if lost.is_set():
-                # At once and without a checkpoint: the other attempt writes to the same directory.
+                # At once and without a checkpoint: the directory is another attempt's, or gone.
                 ranks.kill()
-                reason = (
-                    "another attempt has taken over the run, because this one sent no heartbeat "
-                    "for too long"
-                )
-                return Verdict(Outcome.SUPERSEDED, ExitCode.FAILED, reason)
+                return Verdict(Outcome.SUPERSEDED, ExitCode.FAILED, "the run was lost")
             if stuck := watchdog.stuck():
                 nodes = self._dump_stacks(attempt, ranks, stuck)
                 ranks.kill()
@@ -814,6 +807,10 @@ class Supervisor:
     def _conclude(self, attempt: Attempt, verdict: Verdict) -> End:
         """Decide if another attempt follows, then record and print how this one ended."""
         recovery = self.config.recovery
+        if verdict.outcome != Outcome.FINISHED and (why := attempt.why_lost()):
+            # Before the run's records are looked at: they may be another attempt's, or gone.
+            outcome = Outcome.SUPERSEDED if attempt.superseded() else Outcome.GAVE_UP
+            verdict = Verdict(outcome, verdict.code or ExitCode.FAILED, why)
         # A signal to stop may also have come after the ranks ended; a preemption sends one itself.
         again = (
             verdict.outcome in STARTED_AGAIN
@@ -862,5 +859,5 @@ class Supervisor:
             # process has ended.
             say(
                 f"{attempt.directory}: cannot record how the attempt ended ({error.strerror}). "
-                "Free disk space; the run can be started again"
+                f"{remedy(error)}; the run can be started again"
             )

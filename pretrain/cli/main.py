@@ -26,8 +26,9 @@ def main() -> None:
     # Not above: they take most of the command's start, in which Ctrl-C would print a traceback.
     from pretrain.cli import leave
     from pretrain.cli.commands import app
-    from pretrain.config import NO_SPACE_ERRORS, ConfigError, RunFailed
+    from pretrain.config import ConfigError, RunFailed
     from pretrain.config.arguments import expand_home
+    from pretrain.config.errors import refusal_in, refused
     from pretrain.rundir.paths import ExitCode, exit_code_of
 
     interrupts: list[int] = []
@@ -43,13 +44,10 @@ def main() -> None:
     except BaseException as error:
         if interrupts:
             leave(ExitCode.INTERRUPTED, "interrupted")
+        if (refusal := refusal_in(error)) is not None:
+            error = refused(refusal)
         if isinstance(error, ConfigError | RunFailed):
             leave(exit_code_of(error), *(f"error: {line}" for line in str(error).splitlines()))
-        if isinstance(error, OSError):
-            named = error.filename and error.strerror
-            what = f"{error.filename}: {error.strerror}" if named else str(error)
-            is_full = error.errno in NO_SPACE_ERRORS
-            leave(ExitCode.NO_SPACE if is_full else ExitCode.FAILED, f"error: {what}")
         if lost := _lost_connection(error):
             leave(
                 ExitCode.FAILED,

@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pretrain.config.errors import (
-    NO_SPACE_ERRORS,
     ConfigError,
     Diverged,
     NoSpace,
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from pretrain.config.tensors import num_parameters, num_parameters_of_rank
 
 __all__ = [
-    "NO_SPACE_ERRORS",
     "ConfigError",
     "Diverged",
     "EvaluationRequest",

@@ -76,6 +76,65 @@ class NoSpace(RunFailed):
 
 NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk and of a quota that is used up."""
+_REMEDIES = {
+    **dict.fromkeys(NO_SPACE_ERRORS, "Make room or choose another place"),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM), "Have its owner give you the right to, or choose another place"
+    ),
+    errno.EROFS: "Have the file system mounted to be written to, or choose another place",
+    errno.ESTALE: "The file server has lost it. Mount the file system again",
+    errno.EIO: "The disk or the file server failed. Have it looked at",
+    errno.ENAMETOOLONG: "Choose a shorter path",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n)"),
+    errno.EFBIG: "Raise the limit of a file's size (ulimit -f), or choose another file system",
+    errno.ENOENT: "It was moved or removed meanwhile. See that it is there",
+}
+"""Error number -> what to do about it."""
+
+
+def remedy(error: OSError) -> str:
+    """Return what to do about a file operation that was refused; a sentence without its stop."""
+    return _REMEDIES.get(error.errno or 0, "Choose another place")
+
+
+def refusal_in(error: BaseException) -> OSError | None:
+    """Return the refusal of the operating system that an error tells of; None if it is none.
+
+    Libraries in Rust (safetensors, tokenizers) and gloo raise errors of their own about it.
+    """
+    if isinstance(error, OSError):
+        return error
+    if not isinstance(error, Exception) or isinstance(error, ConfigError | RunFailed):
+        return None
+    said = re.search(r"\(os error (\d+)\)", str(error))
+    if said is None and os.strerror(errno.EMFILE) not in str(error):
+        return None
+    number = int(said[1]) if said else errno.EMFILE
+    return OSError(number, os.strerror(number))
+
+
+def refused(error: OSError, path: Path | None = None) -> RunFailed:
+    """Return the failure that a refused file operation means for a command.
+
+    Args:
+        error: What the operating system said.
+        path: What the command was working on, where it is known: the error that Python raises when
+            a disk is full carries no file name.
+    """
+    file = str(error.filename) if error.filename else None
+    named = str(path) if path is not None else file
+    if named is None and error.errno not in _REMEDIES:
+        # As for a broken pipe.
+        return RunFailed(str(error))
+    # The refused file may be another one than `path`, for example a file below that directory.
+    where = f", {file}" if file and file != named else ""
+    is_full = error.errno in NO_SPACE_ERRORS
+    free = free_bytes(Path(named)) if is_full and named else None
+    room = "" if free is None else f"; {in_bytes(free)} are free"
+    said = f"{error.strerror or error}{where}{room}"
+    said = said if path is None else f"cannot be written ({said})"
+    kind = NoSpace if is_full else RunFailed
+    return kind(f"{named or 'pretrain'}: {said}. {remedy(error)}, then run the command again")
 
 
 def free_bytes(path: Path) -> int | None:
@@ -102,10 +161,7 @@ def in_bytes(count: int) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the `with` block into a RunFailed that names `path`.
-
-    The error that Python raises when a disk is full carries no file name, so the user could not see
-    which file system to clean up.
+    """Turn an OSError inside the `with` block into a RunFailed that names `path` (`refused`).
 
     Args:
         path: The file or directory that the block writes to, or below.
@@ -116,17 +172,11 @@ def writing(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        # The refused file may be another one than `path`, for example a file below that directory.
-        where = f", {error.filename}" if error.filename and str(error.filename) != str(path) else ""
-        is_full = error.errno in NO_SPACE_ERRORS
-        free = free_bytes(path) if is_full else None
-        room = "" if free is None else f"; {in_bytes(free)} are free"
-        kind = NoSpace if is_full else RunFailed
-        raise kind(
-            f"{path}: cannot be written ({error.strerror or error}{where}{room}). "
-            "Make room or choose another place, then run the command again"
-        ) from error
+    except Exception as error:
+        refusal = refusal_in(error)
+        if refusal is None:
+            raise
+        raise refused(refusal, path) from error
 
 
 # ---- One reason why a run cannot work ----

@@ -147,14 +147,9 @@ def _write(
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file into the export's folder, which holds config.json already."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        # safetensors reports a full disk as an error of its own, which is not an OSError.
-        raise OSError(str(error)) from error
+    save_file(tensors, path, metadata={"format": "pt"})
     # safetensors makes its file readable by the owner only. In a shared folder it needs the mode
     # that the umask gives to every other file.
     os.chmod(path, path.with_name("config.json").stat().st_mode)

@@ -40,23 +40,27 @@ from pretrain.rundir.files import (
     open_regular,
     read_json,
     read_records,
-    read_text,
     replace_json,
 )
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import (
+    OWNER,
     WORK,
     ExitCode,
     Outcome,
     Phase,
+    Place,
     RunPaths,
     attempt_directory,
     attempt_numbers,
+    boot_id,
     check_version,
+    claim_version,
+    displaced,
+    whereabouts,
 )
 from pretrain.rundir.trust import check_trusted
 
-OWNER = "owner.json"
 HEARTBEAT = "heartbeat"
 PHASES = "phases.jsonl"
 PROGRESS = "progress"
@@ -97,6 +101,8 @@ class Owner:
     """The newest complete checkpoint's step when the attempt began."""
     checkpoint_id: str | None = None
     """That checkpoint's id."""
+    directory: Place | None = None
+    """The run's directory. In a copy of it, this owner is no owner."""
 
     @staticmethod
     def here(**known: Any) -> Owner:
@@ -119,7 +125,7 @@ class Owner:
             pid=pid,
             pid_start=start,
             pid_namespace=namespace,
-            boot_id=read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or None,
+            boot_id=boot_id(),
             user=user,
             began_at=time.time(),
             **{"nodes": host, **known},
@@ -129,6 +135,10 @@ class Owner:
     def read(directory: Path) -> Owner:
         """Return the owner of an attempt, or an empty one when the file is damaged."""
         return from_json(Owner, read_json(directory / OWNER)) or Owner()
+
+    def is_of(self, run: Path) -> bool:
+        """Return False if the run's directory is a copy of the one that this owner writes to."""
+        return self.directory is None or self.directory.is_place_of(run)
 
     def is_of_job(self, job_id: str | None) -> bool:
         """Return True if this owner was in a job, "123" or "123_4"."""
@@ -254,6 +264,11 @@ class AttemptRecord:
     diagnosis: Diagnosis | None = None
     last_heartbeat: float = 0.0
     """Unix seconds by the file server's clock."""
+
+    @property
+    def is_copied(self) -> bool:
+        """Return True if it was made in the directory that this one is a copy of."""
+        return not self.owner.is_of(self.directory.parents[1])
 
     @property
     def step(self) -> int:
@@ -476,6 +491,17 @@ class Attempt:
     """The least time between two writes of `progress` in one phase."""
     _count: int = 0
     _last: tuple[float, str] = field(default=(0.0, ""))
+    _root: int | None = field(default=None, compare=False)
+    """A descriptor of the run's directory, which knows it wherever it is moved to."""
+
+    def __post_init__(self) -> None:
+        # Without /proc, or without O_PATH, where it went is not said.
+        with contextlib.suppress(OSError, AttributeError):
+            self._root = os.open(self.run, os.O_PATH | os.O_DIRECTORY)
+
+    def __del__(self) -> None:
+        if self._root is not None:
+            os.close(self._root)
 
     @property
     def run(self) -> Path:
@@ -525,6 +551,7 @@ class Attempt:
                     raise _busy(run, number + 1) from None
         finally:
             shutil.rmtree(prepared, ignore_errors=True)
+        claim_version(run)
         return Attempt(number + 1, final)
 
     @staticmethod
@@ -542,17 +569,13 @@ class Attempt:
         """Renew the lease; call it every HEARTBEAT_SECONDS.
 
         Returns:
-            False when another attempt has taken the run: then stop writing to it at once.
+            False when this attempt holds its run no longer (`why_lost`): then stop writing to it at
+            once.
         """
-        try:
+        # While the file server is away, the check below finds nothing; it does when that answers.
+        with contextlib.suppress(OSError):
             os.utime(self.directory / HEARTBEAT)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            # The file server is away. When it answers again, the check below finds out whether
-            # another attempt has taken the run.
-            return True
-        return not self.superseded()
+        return self.why_lost() is None
 
     def superseded(self) -> bool:
         """Return True when a newer attempt exists, because this one was taken for dead."""
@@ -560,6 +583,21 @@ class Attempt:
             return max(attempt_numbers(self.directory.parent), default=0) > self.number
         except OSError:
             return False
+
+    def why_lost(self) -> str | None:
+        """Return why this attempt holds its run no longer, and what to do; None while it does."""
+        if self.superseded():
+            return (
+                "another attempt has taken over the run, because this one sent no heartbeat for "
+                "too long"
+            )
+        with contextlib.suppress(OSError):
+            return displaced(self.directory, self._now_at())
+        return None
+
+    def _now_at(self) -> Path | None:
+        """Return where the run's directory lies now, where it can be told."""
+        return whereabouts(self._root) if self._root is not None else None
 
     def phase(self, phase: str, step: int, saved: int | None = None) -> None:
         """Record that another phase begins.
@@ -608,7 +646,9 @@ class Attempt:
             nodes: The nodes that a failure came from, where they are known.
         """
         ended = Ended(time.time(), code, outcome, reason, step, tuple(nodes))
-        replace_json(self.directory / ENDED, dataclasses.asdict(ended), durable=True)
+        # The directory may have been moved meanwhile.
+        folder = attempt_directory(self._now_at() or self.run, self.number)
+        replace_json(folder / ENDED, dataclasses.asdict(ended), durable=True)
 
 
 def check_free(run: Path, job_is_over: JobIsOver = unknown) -> None:
@@ -631,7 +671,12 @@ def _is_held(directory: Path, mine: Owner, job_is_over: JobIsOver) -> bool:
     """Return True when an attempt has not ended and its owner lives."""
     if (directory / ENDED).exists():
         return False
-    held = _owner_lives(Owner.read(directory), mine, job_is_over)
+    owner = Owner.read(directory)
+    if not owner.is_of(directory.parents[1]):
+        # Its process or job makes an attempt at the run that this one is a copy of. Another host
+        # may see other inodes (some user-space file systems); a heartbeat here proves more.
+        return owner.boot_id != mine.boot_id and _lease_is_renewed(directory)
+    held = _owner_lives(owner, mine, job_is_over)
     return _lease_is_renewed(directory) if held is None else held
 
 
@@ -729,6 +774,7 @@ def _with_checkpoint(owner: Owner, run: Path) -> Owner:
 def _prepare(directory: Path, owner: Owner) -> None:
     """Write all that an attempt has when it begins."""
     directory.mkdir(mode=DIRECTORY_MODE)
+    owner = dataclasses.replace(owner, directory=Place.of(directory.parents[1]))
     replace_json(directory / OWNER, dataclasses.asdict(owner), durable=True)
     (directory / HEARTBEAT).touch(mode=FILE_MODE)
     start = {"at": owner.began_at, "phase": Phase.STARTING, "step": owner.checkpoint_step or 0}

@@ -30,7 +30,7 @@ from pretrain.rundir.files import (
     make_directory,
     read_json,
 )
-from pretrain.rundir.paths import RunPaths, attempt_numbers, check_version
+from pretrain.rundir.paths import RunPaths, attempt_numbers, check_version, displaced
 
 # ---- Identify a checkpoint: its id, the checkpoint before it, and the branches it lies on ----
 # A run that goes on from its newest checkpoint stays on its branch. A run that goes back to an
@@ -221,18 +221,20 @@ def check_still_holds(attempt: Path | None) -> None:
         attempt: RUN/attempts/####; None for a save that belongs to no attempt.
 
     Raises:
-        Superseded: A newer attempt exists, or the attempt's folder is gone.
+        Superseded: A newer attempt exists.
+        RunFailed: The run's directory or the attempt's folder was moved, removed or replaced.
         OSError: The file server does not answer.
     """
     if attempt is None:
         return
     newest = max(attempt_numbers(attempt.parent), default=0)
-    if newest != int(attempt.name):
-        by = f"attempt {newest} has taken this run over" if newest else "its folder is gone"
+    if newest > int(attempt.name):
         raise Superseded(
-            f"{attempt}: {by}, because this attempt gave no sign of life. It publishes nothing "
-            "more and ends"
+            f"{attempt}: attempt {newest} has taken this run over, because this attempt gave no "
+            "sign of life. It publishes nothing more and ends"
         )
+    if what := displaced(attempt):
+        raise RunFailed(what)
 
 
 @contextmanager
@@ -356,11 +358,15 @@ class Why:
     step: int | None = None
     """Its step."""
     resumed: str = ""
-    """Its path."""
+    """Its path: relative to the run's directory if it lies in it, which may be moved or copied."""
     checkpoints: dict[str, Any] = field(default_factory=dict)
     """Name -> id of each checkpoint that is moved; null for a damaged one."""
     stayed: dict[str, str] = field(default_factory=dict)
     """Name -> id of each checkpoint that stays where it is."""
+
+    def resumed_at(self, run: Path) -> Path:
+        """Return the path of the checkpoint that training goes on from instead."""
+        return run / self.resumed
 
 
 def read_abandoned(run: Path) -> list[tuple[Path, Why]]:
@@ -423,8 +429,9 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     for folder, why in read_abandoned(run)[-1:]:
         if why.id and why.id not in ids.values() and ids.items() <= why.stayed.items():
             raise ConfigError(
-                f"{folder / WHY}: this run was last started from {why.resumed}, and has saved no "
-                f"checkpoint since. Go on from there (--resume {why.resumed}) or name another one"
+                f"{folder / WHY}: this run was last started from {why.resumed_at(run)}, and has "
+                f"saved no checkpoint since. Go on from there (--resume {why.resumed_at(run)}) or "
+                "name another one"
             )
     return [saved.path for saved in reversed(found)]
 

@@ -133,7 +133,7 @@ def settle(
         reason=_reason(resumed, lineage, passed_over),
         id=lineage.id or None,
         step=lineage.step,
-        resumed=str(resumed.resolve()),
+        resumed=_path_from(run.resolve(), resumed.resolve()),
         checkpoints={s.path.name: s.lineage.id if s.lineage else None for s in away},
         stayed={s.path.name: s.lineage.id for s in found if s not in away and s.lineage},
     )
@@ -157,6 +157,11 @@ def settle(
     return folder
 
 
+def _path_from(run: Path, checkpoint: Path) -> str:
+    inside = checkpoint.is_relative_to(run)
+    return str(checkpoint.relative_to(run) if inside else checkpoint)
+
+
 def keeps_lines_of(run: Path, lineage: Lineage) -> bool:
     """Return True if the lines of metrics.jsonl about a checkpoint's step are about it.
 
@@ -173,10 +178,14 @@ def keeps_lines_of(run: Path, lineage: Lineage) -> bool:
 def begins_branch(run: Path, resumed: Path, lineage: Lineage) -> bool:
     """Return True if what is saved after `resumed` belongs to a branch of its own.
 
-    That is so for another run's checkpoint, and where the same branch already leads further, in
-    RUN/checkpoints or in RUN/abandoned, so that two checkpoints of a step could not be told apart.
+    That is so for another run's checkpoint, also where this run is a copy of the other, and where
+    the same branch already leads further, in RUN/checkpoints or in RUN/abandoned, so that two
+    checkpoints of a step could not be told apart.
     """
     if resumed.resolve().parent != RunPaths(run).checkpoints.resolve():
+        return True
+    copied_at = read_json(RunPaths(run).version).get("copied_at_step")
+    if isinstance(copied_at, int) and lineage.step <= copied_at:
         return True
     for path in (*named_by_step(RunPaths(run).checkpoints), *abandoned_checkpoints(run)):
         other = read_lineage(path)

@@ -26,15 +26,25 @@ from pretrain.config.trajectory import check_differences, differences
 from pretrain.rundir.attempts import Owner, is_finished, is_idle, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints
 from pretrain.rundir.files import (
+    MAX_BYTES,
     Json,
     append_json_line,
     from_json,
     parse_json,
-    read_records,
+    read_json_lines,
     replace_json,
 )
 from pretrain.rundir.metrics import evaluations_at
-from pretrain.rundir.paths import DATA_MANIFESTS, Outcome, RunPaths, check_apart, check_version
+from pretrain.rundir.paths import (
+    DATA_MANIFESTS,
+    DIRECTORY,
+    Outcome,
+    Place,
+    RunPaths,
+    check_apart,
+    check_version,
+    is_of_copied,
+)
 from pretrain.rundir.trust import check_trusted, read_trusted, redacted
 
 
@@ -99,12 +109,15 @@ def append_job(run: Path, record: JobRecord) -> None:
     """Append a job to RUN/jobs.jsonl. Raises RunFailed when the disk refuses."""
     path = RunPaths(run).jobs
     with writing(path):
-        append_json_line(path, dataclasses.asdict(record))
+        place = {DIRECTORY: dataclasses.asdict(Place.of(run))}
+        append_json_line(path, dataclasses.asdict(record) | place)
 
 
 def read_jobs(run: Path) -> list[JobRecord]:
-    """Return the jobs sent for a run, oldest first."""
-    return read_records(JobRecord, RunPaths(run).jobs)
+    """Return the jobs sent for a run, oldest first; not those of a run that it is a copy of."""
+    lines = read_json_lines(RunPaths(run).jobs, MAX_BYTES)
+    own = (from_json(JobRecord, line) for line in lines if not is_of_copied(line, run))
+    return [record for record in own if record is not None]
 
 
 def read_launch(run: Path) -> LaunchRecord:

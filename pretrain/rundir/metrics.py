@@ -15,6 +15,7 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from pretrain.rundir.files import (
     open_own,
     read_json_lines,
 )
+from pretrain.rundir.paths import Place, RunPaths, attempt_numbers
 
 # ---- Warn about what goes wrong beside training, once for each kind, and let training go on ----
 
@@ -126,6 +128,10 @@ def is_change(record: Record) -> bool:
     return CHANGED in record
 
 
+LOOK_SECONDS = 10.0
+"""The least time between two looks whether the file still has its name."""
+
+
 class MetricsFile:
     """Appends records to metrics.jsonl, each written out at once."""
 
@@ -146,6 +152,9 @@ class MetricsFile:
             if path.exists():
                 drop_after(path, resume_step)
             self._file = open_own(path, "ab", buffering=0)
+            self._folder = Place.of(path.parent)
+        self._attempt = self._newest_attempt()
+        self._looked_at = time.monotonic()
 
     def write(self, record: Record) -> None:
         """Append one record.
@@ -155,6 +164,8 @@ class MetricsFile:
         """
         self._unwritten += (json.dumps(_to_json(record), allow_nan=False) + "\n").encode()
         try:
+            if time.monotonic() - self._looked_at > LOOK_SECONDS:
+                self._restore()
             self._write_out()
         except OSError as error:
             self._warn(
@@ -166,6 +177,7 @@ class MetricsFile:
     def flush(self) -> None:
         """Write out what is left and flush the file to the disk. Raises RunFailed on refusal."""
         with writing(self._path):
+            self._restore()
             self._write_out()
             os.fsync(self._file.fileno())
 
@@ -173,9 +185,37 @@ class MetricsFile:
         """Close the file. Raises RunFailed when the disk refuses what is left."""
         try:
             with writing(self._path):
+                self._restore()
                 self._write_out()
         finally:
             self._file.close()
+
+    def _restore(self) -> None:
+        """Write the file anew if somebody removed or replaced it: the open one has every line."""
+        self._looked_at = time.monotonic()
+        is_here = self._folder.is_place_of(self._path.parent)
+        if not is_here or self._newest_attempt() != self._attempt:
+            # The run's directory is gone, or the file is a newer attempt's. A save finds that out.
+            return
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                return
+        what = "its lines are written anew"
+        try:
+            with (
+                open(f"/proc/self/fd/{self._file.fileno()}", "rb") as lost,
+                new_file(self._path, durable=True) as partial,
+                open_own(partial, "ab") as file,
+            ):
+                shutil.copyfileobj(lost, file)
+        except FileNotFoundError:
+            what = "the lines so far are lost"
+        self._file.close()
+        self._file = open_own(self._path, "ab", buffering=0)
+        say(f"warning: {self._path}: was removed or replaced while the run trains; {what}")
+
+    def _newest_attempt(self) -> int:
+        return max(attempt_numbers(RunPaths(self._path.parent).attempts), default=0)
 
     def _write_out(self) -> None:
         # A disk that becomes full takes a part of a line; the rest of it follows later.

@@ -6,14 +6,27 @@ moves or changes its meaning raises `VERSION`; a new file, or a new key in a fil
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import os
+import secrets
 import signal
 import time
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from pathlib import Path
 
 from pretrain.config import ConfigError, Diverged, NoSpace, Poisoned, writing
-from pretrain.rundir.files import read_json, replace_json
+from pretrain.rundir.files import (
+    Json,
+    from_json,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_text,
+    replace_json,
+)
 
 # ---- states ----
 # The words and numbers that a run's files use: phases, outcomes, exit codes, kinds of jobs.
@@ -131,6 +144,101 @@ def in_words(outcome: str) -> str:
     return outcome.replace("_", " ")
 
 
+# ---- Tell a run's directory from a copy of it, and find out where it went ----
+# Whatever names a process or a job holds the place of the directory in which it was written: in a
+# copy such a record is about the run that was copied. A directory that is moved keeps its inode, so
+# it stays the same run; moved to another file system, it is copied.
+
+
+@functools.cache
+def boot_id() -> str | None:
+    """Return the id of this host since it was started; None where the kernel tells none."""
+    return read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or None
+
+
+@dataclass(frozen=True)
+class Place:
+    """The identity of a directory, whatever its path is."""
+
+    device: int = 0
+    inode: int = 0
+    boot_id: str | None = None
+    """Numbers of devices mean the same on one host between two boots."""
+
+    @staticmethod
+    def of(directory: Path) -> Place:
+        """Return the place of a directory. Raises OSError where it cannot be looked at."""
+        found = os.stat(directory)
+        return Place(found.st_dev, found.st_ino, boot_id())
+
+    def is_place_of(self, directory: Path) -> bool:
+        """Return False if this is another directory's place, or nothing lies there."""
+        try:
+            there = Place.of(directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        # A network file system has another number, with major 0, at each mount.
+        known = self.boot_id == there.boot_id and os.major(self.device) and os.major(there.device)
+        return self.inode == there.inode and not (known and self.device != there.device)
+
+
+OWNER = "owner.json"
+DIRECTORY = "directory"
+"""The key under which a record holds the `Place` of its run's directory."""
+
+
+def is_of_copied(record: Json, run: Path) -> bool:
+    """Return True for a record in `run` that was written in the one that `run` is a copy of.
+
+    A record without a place counts as written here.
+    """
+    content = record.get(DIRECTORY)
+    place = from_json(Place, content) if isinstance(content, dict) else None
+    return place is not None and not place.is_place_of(run)
+
+
+def whereabouts(descriptor: int) -> Path | None:
+    """Return where an opened directory lies now; None if it is removed or that cannot be told."""
+    with contextlib.suppress(OSError):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+            return path
+    return None
+
+
+def displaced(attempt: Path, now_at: Path | None = None) -> str | None:
+    """Return what became of an attempt's folder, and what to do; None if it lies at its path.
+
+    Args:
+        attempt: RUN/attempts/####.
+        now_at: Where its run's directory lies now, if that is known.
+
+    Raises:
+        OSError: The file server does not answer.
+    """
+    run = attempt.parents[1]
+    try:
+        if not is_of_copied(parse_json(read_bytes(attempt / OWNER)), run):
+            return None
+        what = "another directory has taken its place"
+    except (FileNotFoundError, NotADirectoryError):
+        if attempt.is_dir():
+            return None
+        what = "is not there any more"
+    place = next((path for path in (run, attempt.parent) if not path.is_dir()), attempt)
+    if place == run or what.startswith("another"):
+        place, what = (
+            run,
+            f"{what}: it was {f'moved to {now_at}' if now_at else 'moved or removed'}",
+        )
+    there = f" with run.directory = {now_at}" if now_at else ""
+    return (
+        f"{place}: {what} while the run trained. Nothing more is written. Start the run again"
+        f"{there or (' where it lies now' if place == run else '')}; it goes on from its newest "
+        "checkpoint"
+    )
+
+
 VERSION = 1
 
 
@@ -231,18 +339,38 @@ def check_apart(run: Path) -> None:
 
 
 def claim_version(run: Path) -> None:
-    """Write RUN/run.json unless it is there; the first start or submission of a run does so.
+    """Write RUN/run.json, with an id of the run's own; the first start or submission does so.
+
+    A copy of a run gets an id of its own at its first start, with the other's beside it.
 
     Raises:
         ConfigError: The directory has another layout; see `check_version`.
         RunFailed: The disk refused.
     """
     path = RunPaths(run).version
-    if path.exists():
-        check_version(run)
-        return
+    check_version(run)
     with writing(path):
-        replace_json(path, {"run_directory_version": VERSION, "created_at": time.time()})
+        before = read_json(path)
+        if before.get("id") and not is_of_copied(before, run):
+            return
+        content = {
+            "run_directory_version": VERSION,
+            "created_at": time.time(),
+            "id": secrets.token_hex(8),
+            DIRECTORY: dataclasses.asdict(Place.of(run)),
+        }
+        if before.get("id"):
+            content["copy_of"] = before["id"]
+            # What is saved from here on is a branch of its own (`history.begins_branch`).
+            content["copied_at_step"] = _newest_step(RunPaths(run).checkpoints)
+        replace_json(path, content)
+
+
+def _newest_step(checkpoints: Path) -> int:
+    """Return the newest step of which there is a checkpoint, as the names say; 0 without one."""
+    names = os.listdir(checkpoints) if checkpoints.is_dir() else []
+    steps = (name.removeprefix("step-") for name in names if name.startswith("step-"))
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
 def check_version(run: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from pretrain.config import RunFailed
 from pretrain.config.errors import say
 from pretrain.rundir.attempts import HEARTBEAT_SECONDS, Attempt, Owner
 from pretrain.rundir.checkpoints import Superseded
@@ -27,7 +28,6 @@ from pretrain.rundir.paths import (
     Outcome,
     Phase,
     check_apart,
-    claim_version,
     exit_code_of,
     outcome_of,
 )
@@ -160,7 +160,6 @@ class AttemptReporter:
         """Take the run and begin an attempt. Raises RunBusy when another process trains it."""
         check_apart(run)
         self._attempt = Attempt.begin(run, owner)
-        claim_version(run)
         self._heartbeat = _Heartbeat(self._attempt, self._abandon)
 
     def phase(self, phase: str, step: int, saved: int | None = None) -> None:
@@ -226,12 +225,13 @@ class AttemptReporter:
             self._attempt.end(outcome or outcome_of(code), code, reason, self._step)
 
     def _abandon(self) -> None:
-        """End this process at once, whatever it is doing: another attempt writes to the run now."""
+        """End this process at once, whatever it is doing: the run is not its own any more."""
         assert self._attempt is not None
-        reason = "another process has taken this run over, because this one gave no sign of life"
+        reason = self._attempt.why_lost() or "this attempt holds its run no longer"
         say(f"error: {self._attempt.directory}: {reason}")
+        outcome = Outcome.SUPERSEDED if self._attempt.superseded() else Outcome.FAILED
         with contextlib.suppress(OSError):
-            self._attempt.end(Outcome.SUPERSEDED, ExitCode.FAILED, reason, self._step)
+            self._attempt.end(outcome, ExitCode.FAILED, reason, self._step)
         os._exit(ExitCode.FAILED)
 
     def __enter__(self) -> AttemptReporter:
@@ -243,13 +243,22 @@ class AttemptReporter:
         error: BaseException | None,
         _: TracebackType | None,
     ) -> None:
-        """End the attempt if the block failed; after success the caller has said how it ended."""
+        """End the attempt if the block failed; after success the caller has said how it ended.
+
+        Raises:
+            RunFailed: In place of a failure that came from the run's directory being gone.
+        """
         if isinstance(error, KeyboardInterrupt):
             self.end(ExitCode.INTERRUPTED, "interrupted")
         elif error is not None:
+            lost = self._attempt.why_lost() if self._attempt is not None else None
+            if lost and isinstance(error, RunFailed) and not isinstance(error, Superseded):
+                # Only the attempt knows where its directory went.
+                self.end(ExitCode.FAILED, lost)
+                raise RunFailed(lost) from error
             lines = str(error).splitlines()
-            lost = Outcome.SUPERSEDED if isinstance(error, Superseded) else None
-            self.end(exit_code_of(error), lines[0] if lines else type(error).__name__, lost)
+            outcome = Outcome.SUPERSEDED if isinstance(error, Superseded) else None
+            self.end(exit_code_of(error), lines[0] if lines else type(error).__name__, outcome)
 
 
 class _Heartbeat(threading.Thread):

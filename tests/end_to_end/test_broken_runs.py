@@ -130,10 +130,10 @@ def test_a_full_disk_while_training(workspace, config):
         pretrain(*command, largest_file=800),
         1,
         f"{directory}: cannot be written (File too large",
-        "Make room",
+        "ulimit -f",
     )
     done = pretrain(*command, largest_file=20_000)
-    explained(done, 1, f"{directory / STEP_4}: cannot be written", "Make room")
+    explained(done, 1, f"{directory / STEP_4}: cannot be written", "ulimit -f")
     assert not list((directory / "checkpoints").iterdir())
     done = succeeds(*command)
     assert [r["step"] for r in metrics(directory) if "evaluation" not in r] == list(range(1, 9))

@@ -43,7 +43,7 @@ def test_a_process_that_lost_the_run_ends(tmp_path):
         timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 1, done.stderr
-    assert f"error: {tmp_path}/attempts/0001: another process has taken this run" in done.stderr
+    assert f"error: {tmp_path}/attempts/0001: another attempt has taken over the run" in done.stderr
     ended = read_attempts(tmp_path)[0].ended
     assert (ended.outcome, ended.code, ended.step) == ("superseded", 1, 7)
 
