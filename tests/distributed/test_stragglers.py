@@ -105,6 +105,38 @@ def test_a_slow_rank_is_named(pools, tiny_data, tmp_path, layout, slow, kind):
     check_lists(named[0], slow, kind)
 
 
+def measured_waits(late: int) -> tuple[float, float, bool]:
+    """Return this rank's seconds of waiting: for a rank that comes late, and behind own work."""
+    import torch
+    import torch.distributed as dist
+
+    from pretrain.topology import initialize
+    from pretrain.training.stragglers import StepTimes
+
+    times, topology, number = StepTimes(), initialize(tiny_config()), torch.ones(1)
+    before, found = (vars(dist.Work)["wait"], vars(dist.ProcessGroup)["allreduce"]), []
+    for is_async in (False, True):
+        dist.barrier()
+        with times.measuring(topology, 1):
+            if dist.get_rank() == late:
+                time.sleep(SLEEP)
+            work = dist.all_reduce(number, async_op=is_async)
+            if work is not None:
+                # All ranks compute for longer than the one was late.
+                time.sleep(2 * SLEEP)
+                work.wait()
+        found.append(sum(end.seconds_since(begin) for begin, end in times.take()))
+    after = vars(dist.Work)["wait"], vars(dist.ProcessGroup)["allreduce"]
+    return found[0], found[1], before == after and not number.isnan()
+
+
+def test_waits_are_those_for_others_and_no_computing(pools):
+    (waited, behind, left), (late, late_behind, late_left) = pools(2).run(measured_waits, 1)
+    assert waited > 0.9 * SLEEP and late < 0.5 * SLEEP
+    assert behind < 0.5 * SLEEP and late_behind < 0.5 * SLEEP
+    assert left and late_left
+
+
 def check_lists(record: dict[str, Any], slow: int, kind: str) -> None:
     """The lists of all ranks: of a step's seconds, each is one of three."""
     columns = [record[f"rank_{name}_seconds"] for name in ("compute", "wait", "data")]
