@@ -470,8 +470,8 @@ def beside() -> Iterator[None]:
 
 
 def is_main_queue() -> bool:
-    """Return True outside of `beside`."""
-    return not has_cuda() or torch.cuda.current_stream() != _queue_beside()
+    """Return True if the default queue takes what is queued now, and so not within `beside`."""
+    return not has_cuda() or torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 @functools.cache

@@ -112,6 +112,7 @@ class StepTimes:
         def wait(*args: Any) -> Any:
             begin, self._begin = self._begin or platform.Moment(), None
             done = function(*args)
+            # Of another queue's events nobody knows that they have passed when they are read.
             if platform.is_main_queue():
                 self._waits.append((begin, platform.Moment()))
             return done
