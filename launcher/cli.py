@@ -122,7 +122,7 @@ def local(
       SIGTERM   (kill PID) save a checkpoint, then exit with code 80
       SIGHUP    the same, when the terminal is closed
       SIGUSR1   save a checkpoint and start the ranks again
-    A second SIGTERM or SIGHUP ends ranks that do not stop.
+    A second SIGTERM or SIGHUP changes nothing: the save goes on.
 
     \b
     Examples:

@@ -261,8 +261,8 @@ def run_locally(
 
     Ranks that fail or hang are started again from the newest checkpoint, at most
     recovery.max_restarts times without progress. Ranks that saved on SIGUSR1 are started again as
-    well. SIGINT, SIGTERM and SIGHUP are passed on, so that the run can save and stop; a second one
-    ends the ranks, at once if it is SIGINT.
+    well. SIGINT, SIGTERM and SIGHUP are passed on, so that the run can save and stop; a second
+    SIGINT ends the ranks at once.
 
     Args:
         config: The run.

@@ -608,7 +608,7 @@ class Supervisor:
     """Tells which earlier attempts count as restarts of this series: those of this process, or of
     this Slurm job. A new start by hand gets all of recovery.max_restarts again."""
     local: bool = False
-    """True on a single machine. A user is at the terminal: a second signal ends the ranks, and what
+    """True on a single machine. A user is at the terminal: a second Ctrl-C ends the ranks, and what
     rank 0 printed there is not repeated. A failure before the first step is final when it repeats;
     under Slurm the next attempt may run on another node, where it works."""
     is_preempted: Callable[[], bool] = never
@@ -723,11 +723,9 @@ class Supervisor:
         recovery, steps = self.config.recovery, self.config.train.num_steps
         watchdog = Watchdog(attempt.directory, recovery.hang_seconds, recovery.startup_seconds)
         while True:
-            # Only on a single machine. Under Slurm SIGTERM may be repeated while the ranks save (by
-            # `launcher cancel --save`, or by Slurm itself), which must not cut the save short.
-            if self.local and self.signals.stops > 1:
-                if signal.SIGINT not in self.signals.received[1:]:
-                    return Verdict(Outcome.STOPPED, ranks.end(), "ended by a second signal")
+            # Only a user who presses Ctrl-C twice. SIGTERM may be repeated while the ranks save (by
+            # a service manager, `launcher cancel --save`, or Slurm), which must not cut that short.
+            if self.local and self.signals.stops > 1 and signal.SIGINT in self.signals.received[1:]:
                 ranks.kill()
                 return Verdict(Outcome.STOPPED, ExitCode.INTERRUPTED, "left at once on Ctrl-C")
             if verdict := self._end_before_work(attempt, ranks):
@@ -798,8 +796,7 @@ class Supervisor:
                 step, saved = steps_done(attempt.directory), newest_checkpoint_step(attempt.run)
                 say(saving_then_stopping(step, saved))
             elif number in STOP_SIGNALS:
-                hint = "; a second signal ends them" if self.local else ""
-                say(f"{signal.Signals(number).name}: asked the processes to stop{hint}")
+                say(f"{signal.Signals(number).name}: asked the processes to save and stop")
             # The one signal on which ranks save and stop, whatever they are started by.
             ranks.signal(signal.SIGTERM if number in STOP_SIGNALS else number)
 

@@ -34,7 +34,7 @@ from pretrain.rundir.checkpoints import (
     unheld,
 )
 from pretrain.rundir.files import remove_directory
-from pretrain.rundir.history import Policy, old_checkpoints
+from pretrain.rundir.history import Policy, clear_removed, old_checkpoints
 from pretrain.rundir.paths import RunPaths, check_version
 
 # ---- list ----
@@ -335,6 +335,7 @@ def prune(run: Path, policy: Policy) -> list[Path]:
         RunFailed: The newest checkpoint is damaged, or the disk refused.
     """
     check_free(run)
+    clear_removed(run)
     newest, old = prunable(run, policy)
     problems, _ = verify_checkpoint(newest) if old else ([], 0)
     if problems:

@@ -5,6 +5,7 @@ The holder of the run's lock alone does so.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -32,16 +33,18 @@ from pretrain.rundir.checkpoints import (
     unheld,
 )
 from pretrain.rundir.files import (
+    PARTIAL,
     REMOVED,
     flush_directory,
     make_directory,
     new_directory,
     read_json,
+    remove,
     remove_directory,
     replace_json,
 )
 from pretrain.rundir.metrics import Warn, copy_after, drop_after
-from pretrain.rundir.paths import RunPaths, attempt_numbers
+from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
 
 # ---- Say what a run would lose if it ended at once, as Ctrl-C asks and is told ----
 
@@ -61,14 +64,23 @@ def saving_then_stopping(step: int, saved: int | None) -> str:
 
 
 _REMOVED = re.compile(rf"\..*[0-9a-f]{{32}}{re.escape(REMOVED)}")
+_PARTIAL = re.compile(rf"\..+\.[0-9a-f]{{32}}{re.escape(PARTIAL)}")
+"""Hidden names of our making (`files.remove_directory`, `new_file`, `new_directory`)."""
+
+
+def clear_removed(run: Path) -> None:
+    """Remove what is left of checkpoints whose deletion was killed. The next call tries again."""
+    for path in RunPaths(run).checkpoints.glob(".*"):
+        if _REMOVED.fullmatch(path.name) and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def recover(run: Path, attempt: Path | None) -> None:
     """Clean up after the attempts before, before the run's checkpoints are looked at.
 
     Hidden folders of their unfinished saves are removed, so that none of them can be published any
-    more (see `checkpoints.check_still_holds`). Only folders whose hidden names are of our making
-    are touched.
+    more (see `checkpoints.check_still_holds`), and what they had not finished writing elsewhere.
+    Only hidden names of our making are touched.
 
     Args:
         run: The run's directory.
@@ -86,10 +98,18 @@ def recover(run: Path, attempt: Path | None) -> None:
         # Of earlier attempts alone: this process may have been suspended since the check.
         if (other := partial_attempt(path.name)) is not None and other < number:
             # The rename comes first: a save that still writes to the folder loses it at once.
-            path = path.rename(path.with_name(f".{uuid.uuid4().hex}{REMOVED}"))
-        if _REMOVED.fullmatch(path.name):
-            # If that fails, the next call tries again.
-            shutil.rmtree(path, ignore_errors=True)
+            path.rename(path.with_name(f".{uuid.uuid4().hex}{REMOVED}"))
+    clear_removed(run)
+    if attempt is None:
+        return
+    paths = RunPaths(run)
+    # What is in earlier attempts' folders, the one after each has removed.
+    for folder in (run, paths.abandoned, attempt_directory(run, number - 1)):
+        for path in folder.glob(".*"):
+            # A submission may be writing run.json.
+            if _PARTIAL.fullmatch(path.name) and not path.name.startswith(f".{paths.version.name}"):
+                with contextlib.suppress(OSError):
+                    remove(path)
 
 
 def settle(

@@ -283,8 +283,8 @@ def _write_all(path: Path, records: Iterable[Record]) -> None:
     # Not `replace_file`: the records of a long run are streamed, not held in memory. The whole
     # history is in this file, so it must be on the disk before it is replaced.
     with new_file(path, durable=True) as partial:
-        with partial.open("w") as file:
-            file.writelines(json.dumps(_to_json(record)) + "\n" for record in records)
+        with open_own(partial, "ab") as file:
+            file.writelines(f"{json.dumps(_to_json(record))}\n".encode() for record in records)
         if path.exists():
             shutil.copymode(path, partial)
 

@@ -16,7 +16,7 @@ import contextlib
 import errno
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -281,8 +281,16 @@ class Disk:
         return builtins.open(path, mode, *args, **kwargs)
 
     def _open_file(
-        self, path: Any, mode: str, opener: Callable[[Any, int], int] | None = None
+        self,
+        path: Any,
+        mode: str,
+        buffering: int = -1,
+        *,
+        opener: Callable[[Any, int], int] | None = None,
     ) -> Any:
+        if opener is None and mode == "ab":
+            # A descriptor of `open_own`.
+            return _File(path)
         if opener is None:
             # A descriptor of `open_regular`, to read from.
             assert mode == "rb" and isinstance(path, int)
@@ -301,6 +309,10 @@ class _File:
         left = memoryview(data)
         while left:
             left = left[os.write(self._descriptor, left) :]
+
+    def writelines(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            self.write(line)
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""

@@ -18,14 +18,16 @@ import pytest
 
 from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import MASTER, Origin, TrainerState, open_checkpoint
-from pretrain.checkpoint.tools import verify_checkpoint
+from pretrain.checkpoint.tools import prune, verify_checkpoint
 from pretrain.rundir.checkpoints import (
     Branch,
     checkpoint_directory,
     checkpoints_to_resume,
     named_by_step,
 )
-from pretrain.rundir.history import recover
+from pretrain.rundir.files import replace_file
+from pretrain.rundir.history import Policy, recover, settle
+from pretrain.rundir.metrics import read_metrics
 from tests.conftest import mark_torture, tiny_config
 from tests.unit.disk import Disk, Killed, build
 from tests.unit.saved import MOMENTS, values, write
@@ -196,3 +198,53 @@ def test_a_power_cut_after_any_operation_loses_no_checkpoint(undisturbed, tmp_pa
                 last = disk.done[number - 1][0] if number else "nothing"
                 raise AssertionError(f"cut after operation {number}, {last}; {way}") from error
     assert len(known) > len(disk.done) / 4
+
+
+# ---- what a killed `checkpoint prune`, or a kill while a run turns back, leaves behind -----------
+def three_saved(run: Path) -> None:
+    """Make a run of three checkpoints with metrics, whose first attempt has ended."""
+    (run / "attempts").mkdir()
+    (run / "attempts/0001").mkdir()
+    for step in STEPS:
+        write(run, step, ORIGIN, values(step, SHAPES), 1, CONFIG, identifier=f"{step:016x}")
+    replace_file(run / "metrics.jsonl", "".join(f'{{"step": {n}}}\n' for n in range(1, 7)))
+    replace_file(run / "attempts/0001/ended.json", "{}")
+
+
+def pruned(run: Path) -> None:
+    prune(run, Policy(1))
+
+
+def turned_back(run: Path) -> None:
+    """Go on from the first checkpoint, as a start does."""
+    attempt = run / f"attempts/{len(list(run.glob('attempts/0*'))) + 1:04d}"
+    attempt.mkdir()
+    recover(run, attempt)
+    first = open_checkpoint(checkpoint_directory(run, 2))
+    settle(run, first.path, first.lineage, None, attempt)
+
+
+@pytest.mark.parametrize(
+    ("act", "kept", "last"), [(pruned, STEPS[1:], STEPS[-1]), (turned_back, STEPS[:1], 2)]
+)
+def test_after_a_kill_at_any_operation_the_next_call_leaves_nothing(act, kept, last, tmp_path):
+    whole = Disk(tmp_path / "whole")
+    whole.root.mkdir()
+    with whole.watched():
+        three_saved(whole.root)
+        begin = len(whole.done)
+        act(whole.root)
+    littered = 0
+    for number, (words, _) in enumerate(whole.done[begin:], begin):
+        disk = Disk(tmp_path / f"{number}", fail_at=number)
+        disk.root.mkdir()
+        with pytest.raises(Killed), disk.watched():
+            three_saved(disk.root)
+            act(disk.root)
+        littered += any(disk.root.rglob(".*"))
+        act(disk.root)
+        found = tuple(int(path.name[5:]) for path in named_by_step(disk.root / "checkpoints"))
+        assert (found, list(disk.root.rglob(".*"))) == (kept, []), words
+        steps = [line["step"] for line in read_metrics(disk.root / "metrics.jsonl")]
+        assert steps == list(range(1, last + 1)), words
+    assert littered > 3, (len(whole.done) - begin, littered)

@@ -274,6 +274,25 @@ def test_a_signal_that_comes_before_the_ranks_can_take_it_is_not_lost(tmp_path):
     ], said
 
 
+def test_a_second_sigterm_does_not_end_the_save_under_way(tmp_path):
+    """As a service manager sends it while a slow disk flushes."""
+    save = (
+        "if step == 2 and rank == 0:\n"
+        "    while not asked: time.sleep(0.01)\n"
+        "    phase('saving')\n"
+        "    while len(asked) < 2: time.sleep(0.01)\n"
+        "    time.sleep(0.2)"
+    )
+    launched = Launched(tmp_path, save)
+    launched.wait_until_it_trains()
+    launched.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: any(mark.phase == "saving" for mark in read_attempts(tmp_path)[0].phases))
+    launched.process.send_signal(signal.SIGTERM)
+    code, said = launched.end()
+    assert code == 80 and newest_checkpoint_step(tmp_path) == 2, said
+    assert read_attempts(tmp_path)[0].ended.reason == "saved at step 2"
+
+
 # ---- the lock ------------------------------------------------------------------------------------
 
 
