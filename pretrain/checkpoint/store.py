@@ -1,9 +1,9 @@
 """Checkpoints in an object store, or anywhere else that fsspec reaches by a URL.
 
 A store holds the checkpoints of one run: a folder for each, named by step and id, with the files of
-the checkpoint, and newest.json, which names the checkpoint that the run went on to last. A folder
-that has a manifest.json is complete, because that is uploaded last. What is read from a store is
-verified by that manifest, as on a disk.
+the checkpoint, the run's run.json, and its metrics.jsonl up to there; and newest.json, which names
+the checkpoint that the run went on to last. A folder that has a manifest.json is complete, because
+that is uploaded last. What is read from a store is verified by that manifest, as on a disk.
 
 This module imports no torch: it also runs in the process that uploads beside training.
 """
@@ -46,8 +46,9 @@ from pretrain.rundir.checkpoints import (
     hold,
     saved_checkpoints,
 )
-from pretrain.rundir.files import flush_directory, parse_json, replace_file
-from pretrain.rundir.metrics import WarnOnce
+from pretrain.rundir.files import flush_directory, parse_json, read_text, replace_file
+from pretrain.rundir.metrics import WarnOnce, lines_until
+from pretrain.rundir.paths import RunPaths, restore_version
 
 # ---- Make and read the names of stores, which are URLs, and of the checkpoints in them ----
 
@@ -196,7 +197,7 @@ class Store:
         return [s for s in reversed(found) if s.lineage.is_ancestor_of(newest.lineage)]
 
     # ---- sending ----
-    def upload(self, checkpoint: Path) -> None:
+    def upload(self, checkpoint: Path, run: Path | None = None) -> None:
         """Upload a checkpoint: the tensors first, the manifest last. Does nothing if it is there.
 
         Every block is verified as it is read, and every object's size is compared when it has been
@@ -204,6 +205,7 @@ class Store:
 
         Args:
             checkpoint: A complete checkpoint. The caller holds it, so that it is not deleted.
+            run: The run, whose records are sent with it: they come back after its disk is lost.
 
         Raises:
             DamagedCheckpoint: What lies on the disk is not what was written.
@@ -220,6 +222,10 @@ class Store:
         expected = opened.files
         for small in small_files(expected):
             self._send(name, small, [(checkpoint / small).read_bytes()])
+        if run is not None:
+            paths = RunPaths(run)
+            self._send(name, paths.metrics.name, lines_until(paths.metrics, opened.lineage.step))
+            self._send(name, paths.version.name, [read_text(paths.version).encode()])
         sizes = self._sizes(name)
         for file, size in expected.items():
             if sizes.get(file) != size:
@@ -279,6 +285,19 @@ class Store:
             return [str(error)]
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             return [problem for problem in pool.map(check, files) if problem]
+
+    def download_records(self, stored: Stored, run: Path) -> None:
+        """Bring back a run's id and the numbers of the steps up to a checkpoint, if it has none.
+
+        Raises:
+            StoreError: The store cannot be read.
+            OSError: The disk refused.
+        """
+        paths = RunPaths(run)
+        lines = self._read(f"{stored.name}/{paths.metrics.name}")
+        if lines is not None and not paths.metrics.exists():
+            replace_file(paths.metrics, lines, durable=True)
+            restore_version(run, self._read(f"{stored.name}/{paths.version.name}") or b"")
 
     # ---- objects ----
     def _send_file(self, name: str, checkpoint: Path, record: FileRecord) -> None:
@@ -457,7 +476,7 @@ class Rounds:
                 continue
             try:
                 with hold(path):
-                    self._store.upload(path)
+                    self._store.upload(path, self._run)
                     if number == 0:
                         self._store.set_newest(lineage)
             except (ConfigError, RunFailed, OSError) as error:

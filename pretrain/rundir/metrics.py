@@ -272,6 +272,13 @@ def copy_after(path: Path, step: int, copy: Path) -> None:
     _write_all(copy, records)
 
 
+def lines_until(path: Path, step: int) -> Iterator[bytes]:
+    """Yield the records up to a step as lines of a metrics.jsonl."""
+    for record in read_metrics(path):
+        if record["step"] <= step:
+            yield f"{json.dumps(_to_json(record))}\n".encode()
+
+
 def drop_after(path: Path, step: int) -> None:
     """Rewrite the file without the records after `step` and without damaged lines, in one move."""
     kept = (r for r in read_metrics(path) if 0 < r["step"] <= step - is_change(r))

@@ -366,6 +366,14 @@ def claim_version(run: Path) -> None:
         replace_json(path, content)
 
 
+def restore_version(run: Path, lost: bytes) -> None:
+    """Give a run whose directory was lost its id again. Raises OSError when the disk refuses."""
+    content = parse_json(lost)
+    if content.get("id"):
+        place = {DIRECTORY: dataclasses.asdict(Place.of(run))}
+        replace_json(RunPaths(run).version, content | place, durable=True)
+
+
 def _newest_step(checkpoints: Path) -> int:
     """Return the newest step of which there is a checkpoint, as the names say; 0 without one."""
     names = os.listdir(checkpoints) if checkpoints.is_dir() else []

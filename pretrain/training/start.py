@@ -718,6 +718,8 @@ def fetch(config: RunConfig, resume: str) -> str:
         except DamagedCheckpoint as error:
             say(f"warning: {error}. The checkpoint before it is tried")
             continue
+        if not own and store.url == (config.checkpoint.upload_to or "").rstrip("/"):
+            store.download_records(stored, config.directory)
         return resume if resume == "auto" else str(final)
     raise ConfigError(
         f"{store.url}: every checkpoint there is damaged. --resume one that is elsewhere"

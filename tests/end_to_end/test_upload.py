@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,15 @@ from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import MASTER, open_checkpoint
 from pretrain.checkpoint.store import Store
 from pretrain.rundir.checkpoints import checkpoint_directory, complete_checkpoints
-from tests.end_to_end.commands import Done, pretrain, running_ranks, sets, succeeded, succeeds
+from tests.end_to_end.commands import (
+    Done,
+    pretrain,
+    running_ranks,
+    sets,
+    succeeded,
+    succeeds,
+    untimed,
+)
 
 
 def command(config: Path, run: Path, store: Path, steps: int, *options: object) -> list[object]:
@@ -34,6 +43,7 @@ def test_an_empty_node_goes_on_from_the_store_bit_for_bit(config, workspace):
     done = train(config, run, store, 4)
     assert done.code == 0 and "warning" not in done.err, done.err
     assert [s.step for s in Store(f"file://{store}").checkpoints()] == [2, 4]
+    identifier = json.loads((run / "run.json").read_text())["id"]
     shutil.rmtree(run)
     done = succeeded(train(config, run, store, 6))
     assert f"downloading file://{store}/step-00000004" in done.err
@@ -42,6 +52,9 @@ def test_an_empty_node_goes_on_from_the_store_bit_for_bit(config, workspace):
     for kind in (MASTER, *a.config.moments):
         one, two = (load_global_state(each, kind) for each in (a, b))
         assert all(torch.equal(one[name], two[name]) for name in one)
+    # The run's id and its numbers are back, too.
+    assert json.loads((run / "run.json").read_text())["id"] == identifier
+    assert [r["step"] for r in untimed(run) if "evaluation" not in r] == [1, 2, 3, 4, 5, 6]
     assert (a.adam_steps, a.trainer_state) == (b.adam_steps, b.trainer_state)
     assert [s.step for s in Store(f"file://{store}").checkpoints()] == [2, 4, 6]
     # By its URL, into another directory, by two processes.
