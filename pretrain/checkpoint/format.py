@@ -31,7 +31,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from pretrain.config import ConfigError, RunFailed
+from pretrain.config import ConfigError, Poisoned
 from pretrain.rundir.checkpoints import Natural
 from pretrain.rundir.files import FILE_MODE, replace_file
 
@@ -623,29 +623,45 @@ def _safetensors_header(pieces: Sequence[Piece]) -> bytes:
 Values = NDArray[np.float32]
 
 
-class PoisonedState(RunFailed):
-    """The state to save holds a number that is not finite."""
+class PoisonedState(Poisoned):
+    """The state to save holds a number that is not finite, or is not the device's."""
 
 
-def write_part(directory: Path, part: Part, values: Iterable[Values]) -> None:
+BITS_MASK = 0xFFFFFFFFFFFF
+"""Of a sum of bits, what is compared: fp64, in which it comes from the device, holds it exactly."""
+
+
+def write_part(
+    directory: Path, part: Part, values: Iterable[Values], bits: int | None = None
+) -> None:
     """Write a rank's file and, when it is on the disk, its part of the index.
 
     Args:
         directory: The checkpoint's hidden directory.
         part: The pieces that the file holds.
         values: The values of each piece, fp32, in the order of the pieces.
+        bits: The sum of the bits of all values on the device, each read as an integer; None if it
+            is not known.
 
     Raises:
-        PoisonedState: A value is not finite. The part of the index is not written then, so the
-            checkpoint cannot be published.
+        PoisonedState: A value is not finite, or the sum is another. The part of the index is not
+            written then, so the checkpoint cannot be published.
         OSError: The disk refused.
     """
+    seen = 0
     with closing(BlockWriter(directory / part.file_name)) as file:
         file.write(part.header)
         for piece, array in zip(part.pieces, values, strict=True):
             _check_finite(piece.name, array)
             file.write(array)
+            # After the write, so that a bit that flips before it is hashed is seen.
+            seen += int(array.view(np.int32).sum(dtype=np.int64)) if bits is not None else 0
         record = file.finish()
+    if bits is not None and seen & BITS_MASK != bits:
+        raise PoisonedState(
+            f"what rank {part.rank} wrote of its state is not what its device held: the copy in "
+            "the host's memory is damaged"
+        )
     replace_file(directory / part.record_name, part.record(record), durable=True)
 
 
@@ -670,6 +686,5 @@ def _check_finite(name: str, values: Values) -> None:
     kind, _, parameter = name.partition("/")
     raise PoisonedState(
         f"{parameter}: {bad:,} of {values.size:,} values of its {meaning(kind)} are not "
-        "finite, so this step is not saved. Resume from the last checkpoint with a lower "
-        "optimizer.learning_rate or a smaller optimizer.clip_grad"
+        "finite, so this step is not saved"
     )

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from pretrain import platform
 from pretrain.checkpoint.format import (
+    BITS_MASK,
     DamagedCheckpoint,
     Part,
     Piece,
@@ -37,10 +38,11 @@ from pretrain.checkpoint.manifest import (
     state_content,
 )
 from pretrain.checkpoint.writer import Publication, Writer, publish
-from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, writing
+from pretrain.config import ConfigError, RunConfig, RunFailed, Unsound, dump_config, writing
 from pretrain.config.errors import say
 from pretrain.config.trajectory import DIGITS, TOKENIZER
 from pretrain.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from pretrain.optim.health import checksum
 from pretrain.optim.zero import Fragment, ZeroOptimizer
 from pretrain.rundir.checkpoints import (
     begin_partial,
@@ -313,6 +315,8 @@ class Saver:
             memory: Where they are copied to.
         """
         assert self._save is not None
+        # Behind the last update, and before the next one, as the copy.
+        bits = _sum_of_bits(tensors)
         copy = platform.HostCopy(tensors, _split(memory, tensors))
         self._copy, self._optimizer.before_change = copy, self._before_change
         save, is_main = self._save, self._topology.is_main
@@ -320,7 +324,7 @@ class Saver:
 
         def write() -> None:
             copy.wait()
-            self._writer.write(save.partial, part)
+            self._writer.write(save.partial, part, int(bits.numbers()[0]))
             if is_main:
                 self._writer.publish(save.publication)
 
@@ -338,9 +342,10 @@ class Saver:
         assert save is not None
         try:
             with writing(save.final):
-                write_part(save.partial, part, _host_values(tensors))
+                bits = int(_sum_of_bits(tensors).numbers()[0])
+                write_part(save.partial, part, _host_values(tensors), bits)
         except RunFailed as error:
-            save.problem = error
+            save.problem = _of_rank(error, part.rank)
         except KeyboardInterrupt:
             # Free the room on a disk that may be full.
             shutil.rmtree(save.partial, ignore_errors=True)
@@ -355,7 +360,7 @@ class Saver:
             with writing(save.final):
                 self._writer.wait(unanswered)
         except RunFailed as error:
-            save.problem = save.problem or error
+            save.problem = save.problem or _of_rank(error, self._topology.rank)
 
     def _publish(self, save: _Save) -> None:
         """Publish the checkpoint, of which all parts are written. Rank 0 alone."""
@@ -409,6 +414,19 @@ def lay_out(rank: int, fragments: Iterable[Fragment]) -> tuple[Part, list[torch.
             pieces.append(Piece(f"{kind}/{named.name}", tuple(named.global_shape), boxes))
             tensors.append(flat)
     return Part(rank, tuple(pieces)), tensors
+
+
+def _of_rank(error: RunFailed, rank: int) -> RunFailed:
+    """Return the error; one about numbers that cannot be right with the rank that holds them."""
+    if isinstance(error, Unsound):
+        error.ranks = (rank,)
+    return error
+
+
+def _sum_of_bits(tensors: list[torch.Tensor]) -> platform.Readback:
+    """Start to sum the bits of tensors on the device, for `write_part`."""
+    sums = [checksum(tensor) for tensor in tensors] or [torch.zeros((), dtype=torch.int64)]
+    return platform.Readback((torch.stack(sums).sum(0, keepdim=True) & BITS_MASK).double())
 
 
 def _host_values(tensors: list[torch.Tensor]) -> Iterator[Values]:

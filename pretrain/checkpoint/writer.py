@@ -197,15 +197,16 @@ class Writer:
         """Have the kernel make the pages of the shared memory, which takes longer than a copy."""
         self._ask("make pages")
 
-    def write(self, directory: Path, part: Part) -> None:
+    def write(self, directory: Path, part: Part, bits: int) -> None:
         """Have the shared memory written as this rank's part of a checkpoint.
 
         Args:
             directory: The checkpoint's hidden directory.
             part: What stands in the shared memory.
+            bits: As in `write_part`.
         """
         pieces = [[piece.name, piece.shape, piece.boxes] for piece in part.pieces]
-        self._ask("write", directory=str(directory), rank=part.rank, pieces=pieces)
+        self._ask("write", directory=str(directory), rank=part.rank, pieces=pieces, bits=bits)
 
     def publish(self, publication: Publication) -> None:
         """Have the checkpoint published as soon as all ranks' parts are there."""
@@ -372,5 +373,5 @@ def _do(descriptor: int, command: dict[str, Any], patience: Patience) -> list[st
         for name, shape, boxes in arguments["pieces"]
     )
     part = Part(arguments["rank"], pieces)
-    write_part(Path(arguments["directory"]), part, split_values(part, memory))
+    write_part(Path(arguments["directory"]), part, split_values(part, memory), arguments["bits"])
     return []

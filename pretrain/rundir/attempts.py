@@ -359,16 +359,16 @@ def poisoned(
     codes = [attempt.ended.code if attempt.ended else None for attempt in attempts]
     if code is not None:
         codes[-1] = code
-    began_with = [
-        attempt.owner.checkpoint_id
+    victims = [
+        attempt
         for attempt, ended in zip(attempts, codes)
         if ended == ExitCode.POISONED and attempt.owner.checkpoint_step == lineage.step
     ]
-    found_out = attempts[-1].diagnosis if attempts else None
-    is_certain = (
-        found_out is not None
-        and found_out.kind == Cause.REPRODUCES
-        and found_out.replayed_from == lineage.step
+    began_with = [attempt.owner.checkpoint_id for attempt in victims]
+    is_certain = any(
+        each.diagnosis.kind == Cause.REPRODUCES and each.diagnosis.replayed_from == lineage.step
+        for each in victims
+        if each.diagnosis
     )
     enough = 1 if is_certain else POISONED_ATTEMPTS
     if len(began_with) < enough or set(began_with) != {lineage.id}:

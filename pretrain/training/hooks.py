@@ -45,7 +45,7 @@ from pretrain.rundir.metrics import CHANGED, EVALUATION, Record
 from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import gather, host_name
 from pretrain.training.metrics import PASS, MetricsWriter
-from pretrain.training.replay import Point, ReplayHook
+from pretrain.training.replay import Point, ReplayHook, note_poisoned_start
 from pretrain.training.reporter import Interrupted
 from pretrain.training.start import Run, is_evaluated_after
 from pretrain.training.step import Hook, agree
@@ -419,7 +419,11 @@ class HealthHook(Hook):
 
     def at_start(self, run: Run) -> None:
         """Check what was built or loaded, before anything is trained on it."""
-        check_health(run)
+        try:
+            check_health(run)
+        except Poisoned as found:
+            note_poisoned_start(run, found)
+            raise
 
     def is_due(self, run: Run) -> bool:
         """Return True if the step is to be checked."""

@@ -330,6 +330,11 @@ def _reproduced(run: Run, found: _Findings, trouble: Spike | Unsound) -> None:
     )
 
 
+def note_poisoned_start(run: Run, found: Unsound) -> None:
+    """Note that the state that was loaded cannot be right, as it would be after another load."""
+    _write(run, Cause.REPRODUCES, run.state.step, _Findings([], None, []), [], found.seen)
+
+
 def _write(
     run: Run, cause: Cause, step: int, found: _Findings, ranks: Sequence[int], what: str
 ) -> None:

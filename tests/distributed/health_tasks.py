@@ -111,7 +111,7 @@ def train_flipped(config: RunConfig, flips: list[Flip]) -> dict[str, Any]:
     from pretrain.training import loop
 
     left = {each: each.times for each in flips if each.rank == dist.get_rank()}
-    queue_step, make_copy, count = loop.queue_step, platform.HostCopy.wait, 0
+    queue_step, count = loop.queue_step, 0
     state: dict[str, Any] = {}
 
     def due(run: Any, whats: tuple[str, ...]) -> list[Flip]:
@@ -153,14 +153,19 @@ def train_flipped(config: RunConfig, flips: list[Flip]) -> dict[str, Any]:
             for handle in handles:
                 handle.remove()
 
-    def copied(copy: Any) -> None:
-        make_copy(copy)
-        for each in due(state["run"], ("host copy",)):
-            flip(copy.targets[0], each.bit)
+    class Copy(platform.HostCopy):
+        def __init__(self, sources: list[Tensor], targets: list[Tensor]) -> None:
+            self._flips, self._targets = due(state["run"], ("host copy",)), targets
+            super().__init__(sources, targets)
+
+        def wait(self) -> None:
+            super().wait()
+            while self._flips:
+                flip(max(self._targets, key=len), self._flips.pop().bit)
 
     with (
         patch.object(loop, "queue_step", with_flips),
-        patch.object(platform.HostCopy, "wait", copied),
+        patch.object(platform, "HostCopy", Copy),
     ):
         return {**outcome(config), "flips": count}
 
@@ -261,6 +266,40 @@ def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dic
 
     with unchanged_by_steps() as unchanged, patch.object(loop, "forward_backward", poisoned):
         return {**outcome(config), "unchanged": unchanged}
+
+
+def train_scaled(config: RunConfig, step: int, factor: float) -> dict[str, Any]:
+    """Train a run whose gradients are multiplied by a factor in a step, whenever it is taken."""
+    from pretrain.training import loop
+
+    forward_backward, queue_step = loop.forward_backward, loop.queue_step
+    is_due = False
+
+    def queued(run: Any, *args: Any) -> Any:
+        nonlocal is_due
+        is_due = run.state.step + 1 == step
+        return queue_step(run, *args)
+
+    def scaled(chunks: Any, optimizer: Any, *given: Any) -> Any:
+        handles = [
+            named.parameter.register_hook(lambda gradient: gradient * factor)
+            for named in optimizer.parameters * is_due
+        ]
+        losses = forward_backward(chunks, optimizer, *given)
+        for handle in handles:
+            handle.remove()
+        return losses
+
+    with (
+        patch.object(loop, "queue_step", queued),
+        patch.object(loop, "forward_backward", scaled),
+    ):
+        return outcome(config)
+
+
+def train_unsound(config: RunConfig, step: int) -> dict[str, Any]:
+    """Train a run whose gradients are not finite in a step, whenever it is taken."""
+    return train_scaled(config, step, float("nan"))
 
 
 def check_every_step(config: RunConfig, steps: list[Tensor]) -> int:

@@ -9,12 +9,13 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.metrics import is_evaluation, read_metrics
-from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.paths import ExitCode, RunPaths
 from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import health_tasks as tasks
 
 WEIGHT = "decoder.layers.0.mlp.linear_fc1.weight"
 STEPS = 10
+EVERY_STEP = {"memory_check_interval_steps": 1}
 
 
 def _config(directory, data, layout, interval=4, recovery=None, **train):
@@ -52,22 +53,99 @@ def _assert_same_end(one, other):
         ("dp2", tasks.Flip(7, 1, "master", 30, WEIGHT)),
         ("zero3-dp2", tasks.Flip(7, 0, "exp_avg", 30, WEIGHT)),
         ("tp2pp2sp", tasks.Flip(2, 3, "gradient", 30)),
+        ("zero2-dp2", tasks.Flip(8, 1, "host copy", 3)),
+        ("dp4", tasks.Flip(5, 2, "weight", 22)),
     ],
 )
 def test_a_bit_that_flips_once_is_transient_and_the_run_ends_as_if_nothing_had_been(
-    pools, tiny_data, tmp_path, capfd, layout, fault
+    pools, tiny_data, tmp_path, layout, fault
 ):
     """The first is that of a master before step 8, the second save."""
     processes = ALL_LAYOUTS[layout][0]
     whole, run = tmp_path / "whole", tmp_path / "run"
     pools(processes).run(tasks.outcome, _config(whole, tiny_data, layout))
-    config = _config(run, tiny_data, layout)
+    # The last one is seen by the sums of the memory alone.
+    checked = EVERY_STEP if fault.what == "weight" else {}
+    config = _config(run, tiny_data, layout, recovery=checked)
     results = pools(processes).run(tasks.train_flipped, config, [fault])
     assert {r["code"] for r in results} == {0}, results[0]["error"]
     assert sum(r["flips"] for r in results) == 1
     [attempt] = read_attempts(run)
     found = attempt.diagnosis
     assert (found.kind, found.rank) == ("transient", fault.rank)
-    assert found.step == fault.after + 1 and found.host and found.device
+    assert found.step >= fault.after and found.host and found.device
     assert _numbers(run) == _numbers(whole)
     _assert_same_end(run, whole)
+
+
+def test_a_gradient_that_is_not_finite_again_reproduces_and_only_then_settings_are_named(
+    pools, tiny_data, tmp_path
+):
+    """The fault is in the loss of step 6, on every rank alike, as with a division by zero."""
+    config = _config(tmp_path / "run", tiny_data, "dp2")
+    results = pools(2).run(tasks.train_unsound, config, 6)
+    for result in results:
+        assert result["code"] == ExitCode.POISONED
+        assert (
+            "it happens again with the same data, after equal numbers on every rank"
+            in (result["error"])
+        )
+        for key in ("optimizer.learning_rate", "schedule.lr_warmup_steps", "optimizer.clip_grad"):
+            assert key in result["error"]
+        assert result["saved"] == ["step-00000004"]
+    [attempt] = read_attempts(tmp_path / "run")
+    assert (attempt.diagnosis.kind, attempt.diagnosis.step) == ("reproduces", 6)
+    assert (attempt.diagnosis.rank, attempt.diagnosis.replayed_from) == (None, 0)
+    off = config.optimizer.model_copy(update={"clip_grad": 0.0})
+    run = config.run.model_copy(update={"directory": str(tmp_path / "unclipped")})
+    config = config.model_copy(update={"optimizer": off, "run": run})
+    [result, _] = pools(2).run(tasks.train_unsound, config, 6)
+    assert "lr_warmup_steps" in result["error"] and "clip_grad" not in result["error"]
+
+
+def test_a_rank_that_is_wrong_in_two_replays_ends_the_run_by_its_host(pools, tiny_data, tmp_path):
+    """Its masters change in two steps, one after the other, each time that they are taken."""
+    faults = [tasks.Flip(5, 1, "master", 22, times=3)]
+    config = _config(tmp_path / "run", tiny_data, "dp2", recovery=EVERY_STEP)
+    results = pools(2).run(tasks.train_flipped, config, faults)
+    assert {r["code"] for r in results} == {ExitCode.FAILED}
+    [attempt] = read_attempts(tmp_path / "run")
+    found = attempt.diagnosis
+    assert (found.kind, found.step, found.rank) == ("persistent", 6, 1)
+    assert found.host == attempt.owner.host
+    assert all(found.what in result["error"] for result in results)
+
+
+def test_a_norm_far_above_all_others_is_replayed_and_accepted_if_it_comes_again(
+    pools, tiny_data, tmp_path
+):
+    config = _config(tmp_path / "run", tiny_data, "pp2")
+    results = pools(2).run(tasks.train_scaled, config, 6, 1e5)
+    assert {r["code"] for r in results} == {0}
+    [attempt] = read_attempts(tmp_path / "run")
+    assert (attempt.diagnosis.kind, attempt.diagnosis.step) == ("reproduces", 6)
+    assert "Training goes on" in attempt.diagnosis.what
+    assert [step for step, _, _ in _numbers(tmp_path / "run")] == list(range(1, STEPS + 1))
+
+
+def test_a_spike_of_the_data_is_replayed_before_the_policy_acts(pools, tiny_data, tmp_path):
+    """With the data of test_spikes.py, whose step 11 is bad."""
+    config = _config(
+        tmp_path / "run",
+        tiny_data,
+        "dp2",
+        interval=9,
+        num_steps=14,
+        spike_policy="rollback",
+        spike_window_steps=8,
+        spike_threshold=8.0,
+    )
+    model = {"embedding_scale": 1.0, "embedding_init_method_std": 0.02}
+    config = config.model_copy(update={"model": config.model.model_copy(update=model)})
+    results = pools(2).run(tasks.train_on_bad_data, config, 88, 88)
+    assert {r["code"] for r in results} == {0}
+    [attempt] = read_attempts(tmp_path / "run")
+    assert (attempt.diagnosis.kind, attempt.diagnosis.step) == ("reproduces", 11)
+    last = open_checkpoint(checkpoint_directory(tmp_path / "run", 14)).trainer_state
+    assert last.spikes["rolled_back_from"] == [11] and last.spikes["rolled_back_to"] == [9]
+    assert last.consumed_samples == (14 + 2) * 8
