@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 from pretrain.rundir.attempts import Attempt, read_attempts
@@ -57,6 +59,39 @@ def test_a_full_disk_ends_the_run_once(config, disk):
     done = succeeded(forked([*LAUNCHER, "local", str(config), "--nproc", "1", *settings]))
     steps = [r["step"] for r in metrics(run) if "evaluation" not in r]
     assert steps == list(range(1, 9))
+
+
+def test_every_command_that_finds_the_disk_full_has_one_exit_code(config, disk, workspace):
+    run = workspace / "runs/to-export"
+    succeeds("train", config, *words(f"run.directory={run}", "train.num_steps=2"))
+    plan = disk / "new"
+    commands = [
+        [*PRETRAIN, "export", run, plan / "hf"],
+        [*PRETRAIN, "evaluate", run, "--out", plan / "curve.json"],
+        [*PRETRAIN, "data", "build", config, "--set", f"data.directory={plan / 'data'}"],
+        [*PRETRAIN, "train", config, *words(f"run.directory={plan / 'run'}")],
+        [*LAUNCHER, "local", config, "--nproc", "1", *words(f"run.directory={plan / 'local'}")],
+    ]
+    for leave in (0, 8192):
+        plan.mkdir(exist_ok=True)
+        users = fill(disk, leave)
+        for command in commands:
+            done = forked([str(word) for word in command])
+            explained(done, ExitCode.NO_SPACE, "Make room")
+        users.unlink()
+
+
+def test_a_limit_of_open_files_is_named(config, workspace):
+    """Not in gloo's words."""
+    command = [sys.executable, "-m", "pretrain", "train", config]
+    done = subprocess.run(
+        [str(word) for word in [*command, *words(f"run.directory={workspace}/runs/few")]],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)),
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "Too many open files. Raise the limit of open files (ulimit -n)" in done.stderr
 
 
 def test_a_disk_that_is_full_for_a_moment_does_not_end_training(config, disk):

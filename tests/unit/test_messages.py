@@ -7,17 +7,20 @@ says that something is refused, not how.
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from pretrain.config import ConfigError, load_config
+from pretrain.config import ConfigError, NoSpace, RunFailed, load_config, writing
+from pretrain.config.errors import NO_SPACE_ERRORS
 from pretrain.data.files import find
 from pretrain.data.sources.plain import parse_json
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.launcher.site import load_site
 from pretrain.rundir.jobs import check_goes_on
-from pretrain.rundir.paths import check_apart
+from pretrain.rundir.paths import check_apart, exit_code_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -184,3 +187,30 @@ def test_a_new_run_does_not_move_into_the_directory_of_a_data_set(path, tmp_path
     # A run that lies there already goes on.
     (inside / "attempts" / "0001").mkdir(parents=True)
     check_goes_on(load_config(path, [f"run.directory={inside}"]))
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "are free). Make room"),
+        (errno.EDQUOT, "are free). Make room"),
+        (errno.EACCES, "right to"),
+        (errno.EROFS, "mounted"),
+        (errno.ESTALE, "file server has lost it"),
+        (errno.ENAMETOOLONG, "shorter path"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.EFBIG, "ulimit -f"),
+    ],
+)
+def test_each_refusal_of_the_file_system_has_its_own_remedy(tmp_path, number, words):
+    kind = NoSpace if number in NO_SPACE_ERRORS else RunFailed
+    for error in (
+        OSError(number, os.strerror(number)),
+        RuntimeError(f"I/O error: {os.strerror(number)} (os error {number})"),
+    ):
+        with pytest.raises(RunFailed) as refused, writing(tmp_path):
+            raise error
+        said = str(refused.value)
+        assert type(refused.value) is kind and str(tmp_path) in said and words in said
+        assert ("Make room" in said) == (kind is NoSpace)
+    assert exit_code_of(refused.value) == (82 if kind is NoSpace else 1)
