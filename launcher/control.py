@@ -506,9 +506,16 @@ def _submit_again(run: Path, record: JobRecord) -> None:
         record: The last training job that was sent for it.
 
     Raises:
-        ConfigError: RUN/launch is incomplete.
+        ConfigError: RUN/launch is incomplete, or was written where the run lay before.
         SlurmError: Slurm refused the job.
     """
+    if os.path.realpath(record.run) != os.path.realpath(run):
+        # The batch script would start what lies at the former path now.
+        config = RunPaths(run).launch_config
+        raise ConfigError(
+            f"{run}: was submitted as {record.run}, and moved since. Submit it where it lies now: "
+            f"`launcher submit {shlex.quote(str(config))} --set run.directory={run} ...`"
+        )
     launch_script = RunPaths(run).launch_script
     arguments = list(read_launch(run).sbatch)
     try:

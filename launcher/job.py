@@ -294,8 +294,9 @@ def attempt(run: Path) -> int:
     paths = RunPaths(run)
     if not paths.launch.is_dir():
         raise ConfigError(
-            f"{paths.launch}: node {os.uname().nodename} does not see it. Put run.directory on a "
-            "file system that all nodes share, and submit the run again"
+            f"{paths.launch}: node {os.uname().nodename} does not see it. Submit the run again: "
+            "where it lies now if it was moved, else with run.directory on a file system that all "
+            "nodes share"
         )
     launch, config = read_launch(run), load_config(paths.launch_config)
     job_id = slurm.own_job_id("launcher attempt")

@@ -551,6 +551,10 @@ class Attempt:
                     raise _busy(run, number + 1) from None
         finally:
             shutil.rmtree(prepared, ignore_errors=True)
+        for left in attempts.glob(".*"):
+            # What a starter was killed in.
+            if _process_lives(Owner.read(left), owner) is False:
+                shutil.rmtree(left, ignore_errors=True)
         claim_version(run)
         return Attempt(number + 1, final)
 

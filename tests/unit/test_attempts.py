@@ -88,6 +88,16 @@ def plant(run: Path, **changes) -> Path:
     return attempt.directory
 
 
+def test_what_a_killed_starter_leaves_goes_with_the_next_start(tmp_path):
+    Attempt.begin(tmp_path).end("failed", 1, "", 0)
+    for name, change in (("dead", {"pid_start": 1}), ("alive", {})):
+        shutil.copytree(tmp_path / "attempts/0001", tmp_path / f"attempts/.{name}")
+        path = tmp_path / f"attempts/.{name}/owner.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    Attempt.begin(tmp_path)
+    assert sorted(os.listdir(tmp_path / "attempts")) == [".alive", "0001", "0002"]
+
+
 # ---- who gets it ---------------------------------------------------------------------------------
 def test_of_two_starters_one_wins_200_times(tmp_path):
     """On new runs, and on runs whose holder ended, was killed, or left a reused process id."""

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.evaluation.report import report_run
+from pretrain.launcher.control import _submit_again
 from pretrain.rundir.attempts import Attempt, read_attempts
 from pretrain.rundir.checkpoints import (
     MANIFEST,
@@ -26,6 +28,7 @@ from pretrain.rundir.files import (
     publish_directory,
     read_json_lines,
 )
+from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
 from pretrain.rundir.metrics import MetricsFile, evaluation_records, evaluations_at, read_metrics
 from pretrain.rundir.paths import VERSION, RunPaths, check_version, claim_version
 
@@ -240,3 +243,15 @@ def undocumented(run: Path) -> list[str]:
         if path.is_file() and not allowed.fullmatch(name):
             found.append(name)
     return sorted(found)
+
+
+def test_a_job_belongs_to_the_directory_it_was_sent_for_and_not_to_a_copy(tmp_path):
+    run, copy, moved = (tmp_path / name for name in ("run", "copy", "moved"))
+    run.mkdir()
+    append_job(run, JobRecord("7", "train", "run", 1.0, "site", 1, 1, str(run)))
+    shutil.copytree(run, copy)
+    run.rename(moved)
+    assert read_jobs(copy) == [] and [job.job_id for job in read_jobs(moved)] == ["7"]
+    # The batch script would start what lies at the former path.
+    with pytest.raises(ConfigError, match=f"was submitted as {run}, and moved since"):
+        _submit_again(moved, read_jobs(moved)[0])
