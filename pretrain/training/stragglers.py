@@ -37,8 +37,8 @@ SHARE = 0.1
 """A rank is slow if it takes longer than its peers by this share of a step. It is so no more below
 that, or below half of the seconds that it was named with."""
 LOST_SECONDS = 3.0
-"""And if the others have waited for it so long in a row. Two ranks and a dozen busy processes on two
-cores share them unevenly for seconds, in which one rank waited for the other for up to 1.3 s."""
+"""And if the others have waited for it so long in a row. Two ranks among a dozen busy processes on
+two cores get uneven shares for seconds, in which one rank waited for the other for up to 1.3 s."""
 
 SHARED = "shared_seconds"
 """The key under which a step's record brings what all ranks shared to `Stragglers`."""
