@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -38,7 +39,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 # torch.distributed lists none of these in __all__.
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -66,6 +70,7 @@ from pretrain.rundir.jobs import job_id_of
 
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Exception)
 
 FILE = "rendezvous.json"
 """The file in which rank 0 publishes where it listens, until all ranks have come;
@@ -511,34 +516,95 @@ def _meet(process: Process, startup_seconds: float) -> dist.Store:  # type: igno
     return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
 
 
-def on_main(topology: Topology, function: Callable[[], T]) -> T:
+# ---- what the ranks tell each other ----
+# As JSON in tensors, read as a type that both sides know: torch's object collectives unpickle, and
+# so execute, whatever comes from the network.
+
+
+_Told = tuple[str, str] | None
+"""The class of an error and its message."""
+
+
+def on_main(topology: Topology, function: Callable[[], T], kind: Any = None) -> T:
     """Call `function` on rank 0 only, and return its result on every rank. A collective operation.
 
     Args:
         topology: This process's topology.
-        function: The function. Its result must be picklable.
+        function: The function.
+        kind: The type of its result, as pydantic takes it.
 
     Raises:
         ConfigError, RunFailed: on every rank, if `function` raised it on rank 0. Raised on rank 0
             alone, it would leave the others waiting in their next collective.
     """
-    outcome: list[Any] = [None, None]
+    result, problem, text = None, None, b""
     if topology.is_main:
         try:
-            outcome[0] = function()
+            result = function()
         except (ConfigError, RunFailed) as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, device=platform.device())
-    if outcome[1] is not None:
-        raise outcome[1]
-    return cast(T, outcome[0])
+            problem = error
+        text = to_json((_told(problem), result), inf_nan_mode="constants")
+    size = platform.to_device(torch.tensor([len(text)]))
+    dist.broadcast(size, 0)
+    sent = _in_tensor(text, int(size))
+    dist.broadcast(sent, 0)
+    if not topology.is_main:
+        told, result = _adapter(tuple[_Told, kind]).validate_json(bytes(sent.tolist()))
+        problem = _error(told)
+    if problem is not None:
+        raise problem
+    return cast(T, result)
 
 
-def gather(own: T) -> list[T]:
-    """Return what every rank passes, in the order of ranks. All ranks together."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return everyone
+def gather(own: T, kind: Any) -> list[T]:
+    """Return what every rank passes, in the order of ranks. All ranks together.
+
+    Args:
+        own: What this rank passes.
+        kind: Its type, as pydantic takes it.
+    """
+    text = to_json(own, inf_nan_mode="constants")
+    size = platform.to_device(torch.tensor([len(text)]))
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    lengths = torch.cat(sizes).tolist()
+    sent = _in_tensor(text, max(lengths))
+    everyone = [torch.empty_like(sent) for _ in lengths]
+    dist.all_gather(everyone, sent)
+    pieces = zip(torch.stack(everyone).cpu().numpy(), lengths)
+    return [_adapter(kind).validate_json(row[:length].tobytes()) for row, length in pieces]
+
+
+def first_problem(own: P | None) -> P | None:
+    """Return the first problem that a rank has, on all ranks. All ranks together."""
+    return next(filter(None, map(_error, gather(_told(own), _Told))), None)
+
+
+def _in_tensor(text: bytes, size: int) -> torch.Tensor:
+    """Return bytes on the device, uint8 [size]; behind the text are zeros."""
+    return platform.to_device(
+        torch.frombuffer(bytearray(text.ljust(size, b"\0")), dtype=torch.uint8)
+    )
+
+
+def _told(error: Exception | None) -> _Told:
+    # A message may name a file whose name is no UTF-8.
+    message = str(error).encode(errors="replace").decode()
+    return None if error is None else (type(error).__name__, message)
+
+
+def _error(told: _Told) -> Any:
+    """Return an error that was told: of ours, by the name of its class; or None."""
+    known: list[type[Exception]] = [ConfigError, RunFailed]
+    for kind in known:
+        known += kind.__subclasses__()
+    names = {kind.__name__: kind for kind in known}
+    return None if told is None else names.get(told[0], RunFailed)(told[1])
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int:
@@ -547,7 +613,7 @@ def ranks_per_node(group: dist.ProcessGroup) -> int:
     All processes call this together, each with its own group, such as the data-parallel one. The
     number is 1 unless every node holds equally many ranks of each group, with consecutive numbers.
     """
-    everyone = gather((host_name(), dist.get_process_group_ranks(group)))
+    everyone = gather((host_name(), dist.get_process_group_ranks(group)), tuple[str, list[int]])
     sizes = set()
     for ranks in {tuple(ranks) for _, ranks in everyone}:
         hosts = [everyone[rank][0] for rank in ranks]
@@ -569,7 +635,9 @@ def make_groups(wanted: list[list[int]]) -> list[dist.ProcessGroup]:
     # Every process makes every group, in one order. The alternative, in which members alone take
     # part (use_local_synchronization), names a group by its ranks. A group that is made a second
     # time then meets the first one's keys in the store, and can hang.
-    distinct = sorted({tuple(ranks) for groups in gather(wanted) for ranks in groups})
+    distinct = sorted(
+        {tuple(ranks) for groups in gather(wanted, list[list[int]]) for ranks in groups}
+    )
     made = {ranks: dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT) for ranks in distinct}
     own = [made[tuple(ranks)] for ranks in wanted]
     parallel_state._global_process_group_list.extend(own)
@@ -578,7 +646,7 @@ def make_groups(wanted: list[list[int]]) -> list[dist.ProcessGroup]:
 
 def ranks_here() -> int:
     """Return the number of ranks on this node. All processes call this together."""
-    return gather(host_name()).count(host_name())
+    return gather(host_name(), str).count(host_name())
 
 
 def host_name() -> str:

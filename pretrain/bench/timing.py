@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import pickle
 import signal
 import statistics
 import sys
@@ -352,7 +351,7 @@ def take_turn(
 
     Args:
         task: A function of a module, since it is found by its name, or functools.partial of one.
-            Called on all ranks together; it, what it returns and `config` are pickled.
+            Called on all ranks together; what it returns is JSON.
         config: The run, whose layout the processes join in.
         nproc: Number of processes, one for each GPU or a few on CPU cores.
 
@@ -375,7 +374,7 @@ def take_turn(
             raise RunFailed(
                 f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"
             ) from None
-        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(nproc)]
+        return [json.loads((folder / str(rank)).read_bytes()) for rank in range(nproc)]
 
 
 def _work(rank: int, task: Task, config: RunConfig, nproc: int, folder: Path) -> None:
@@ -395,7 +394,7 @@ def _work(rank: int, task: Task, config: RunConfig, nproc: int, folder: Path) ->
     torch.set_num_threads(max(1, torch.get_num_threads() // nproc))
     place = Process(rank, nproc, rank, ADDRESS, 0, folder if nproc > 1 else None)
     result = task(config, initialize(config, place))
-    (folder / str(rank)).write_bytes(pickle.dumps(result))
+    (folder / str(rank)).write_text(json.dumps(result))
     # Ranks leave together: one that has gone breaks a collective of the others.
     dist.barrier()
     # An ordinary exit would take seconds to unload the imported libraries.

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from pretrain.checkpoint.manifest import MASTER, REMEDY, Checkpoint, TrainerStat
 from pretrain.config import ConfigError
 from pretrain.model.gpt import Named, named_parameters
 from pretrain.optim.zero import Fragment, ZeroOptimizer
+from pretrain.topology import first_problem
 
 SLAB_BYTES = 32 << 20
 """Most bytes that are read before they are copied to where they belong."""
@@ -137,11 +137,8 @@ def _load(checkpoint: Checkpoint, parameters: Iterable[Named], targets: Iterable
         problem = error
     # The ranks tell each other: those that found nothing would otherwise wait in their next
     # collective for one that has ended.
-    problems: list[ConfigError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for found in problems:
-        if found is not None:
-            raise found
+    if found := first_problem(problem):
+        raise found
 
 
 def _check_shapes(checkpoint: Checkpoint, parameters: Iterable[Named]) -> None:

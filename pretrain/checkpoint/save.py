@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from pretrain import platform
 from pretrain.checkpoint.format import (
@@ -53,7 +52,7 @@ from pretrain.rundir.checkpoints import (
 )
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.metrics import WarnOnce
-from pretrain.topology import Process, Topology, on_main, ranks_here
+from pretrain.topology import Process, Topology, first_problem, gather, on_main, ranks_here
 
 # ---- tokenizer ----
 # Write a checkpoint's tokenizer, and load it: the checkpoint's own copy, or its data set's.
@@ -202,7 +201,9 @@ class Saver:
         state = self._optimizer.state()
         step = trainer_state.step
         identifier, partial = on_main(
-            self._topology, lambda: (new_id(), self._begin_partial(step, prepare))
+            self._topology,
+            lambda: (new_id(), self._begin_partial(step, prepare)),
+            tuple[str, Path],
         )
         final = checkpoint_directory(self._config.directory, step)
         publication = Publication(
@@ -241,16 +242,13 @@ class Saver:
             self._before_change()
             # Of rank 0's two commands, the publication still waits for the other ranks.
             self._note_problem(save, unanswered=int(self._topology.is_main))
-        problems: list[RunFailed | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, save.problem)
+        problem = first_problem(save.problem)
         self._save = None
         try:
-            if any(problems):
+            if problem is not None:
                 # A new holder removes what an old one writes to; that is the reason to name then.
                 on_main(self._topology, lambda: check_still_holds(self._attempt))
-            for problem in problems:
-                if problem is not None:
-                    raise problem
+                raise problem
             on_main(self._topology, lambda: self._publish(save))
         except (RunFailed, DamagedCheckpoint):
             self._give_up(save)
@@ -289,9 +287,8 @@ class Saver:
                 memory = torch.from_numpy(shared)
         # All ranks wait for their saves, or none does: a checkpoint is published when training has
         # been told on every rank that its part is written.
-        lacking: list[tuple[int, int] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(lacking, (needed, available) if memory is None else None)
-        needs = next(filter(None, lacking), None)
+        own = (needed, available) if memory is None else None
+        needs = next(filter(None, gather(own, tuple[int, int] | None)), None)
         if needs is not None:
             if self._topology.is_main:
                 needed_gb, available_gb = (count / 1e9 for count in needs)

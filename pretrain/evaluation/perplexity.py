@@ -30,7 +30,7 @@ from pretrain.data.order import mask_text
 from pretrain.evaluation.records import Losses, bounded_exp, confidence_interval
 from pretrain.evaluation.windows import Protocol, ScoredText, Window, block_ends
 from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
-from pretrain.topology import Topology, ranks_here
+from pretrain.topology import Topology, gather, ranks_here
 
 # ---- Estimate the memory of an evaluation's forward pass, and refuse lengths that cannot fit ----
 # Without it, a length that a machine cannot carry ends the process by the kernel's OOM killer,
@@ -59,9 +59,7 @@ def check_memory(config: RunConfig, topology: Topology, protocols: Iterable[Prot
     free = platform.free_memory()
     if not platform.has_cuda():
         free //= ranks_here()
-    everyones = [0] * dist.get_world_size()
-    dist.all_gather_object(everyones, free)
-    free = min(everyones)
+    free = min(gather(free, int))
     for length in sorted({protocol.length for protocol in protocols}):
         needed = forward_bytes(config, topology.layout, length)
         if needed > free:

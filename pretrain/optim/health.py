@@ -314,7 +314,7 @@ def changed_memory(step: int, own: Sequence[float]) -> Poisoned:
         own: What `Resting.check` has returned on this rank.
     """
     group = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
-    everyone = gather((host_name(), group, list(own)))
+    everyone = gather((host_name(), group, list(own)), tuple[str, list[int], list[float]])
     ranks = {rank for rank, (_, _, (changed, *_)) in enumerate(everyone) if changed}
     if not ranks:
         for _, members, _ in everyone:

@@ -362,7 +362,7 @@ def _counters(run: Run) -> Tensor:
 def _poison(run: Run, findings: Findings) -> Poisoned:
     """Return the error about state that is not finite. All ranks together."""
     own = implausible_state(run.optimizer, findings.limits)
-    everyone = gather((dist.get_rank(), host_name(), own))
+    everyone = gather((dist.get_rank(), host_name(), own), tuple[int, str, list[str]])
     lines = [f"rank {rank} ({host}): {name}" for rank, host, names in everyone for name in names]
     return Poisoned(
         f"after step {run.state.step} the optimizer's state is not finite or too large to be true: "
@@ -373,16 +373,21 @@ def _poison(run: Run, findings: Findings) -> Poisoned:
     )
 
 
+_Copied = tuple[tuple[int, ...], str]
+"""The ranks that hold a tensor, and its name."""
+
+
 def _difference(run: Run, findings: Findings) -> Diverged:
     """Return the error that says what differs, and on which ranks. All ranks together."""
-    mine: dict[tuple[tuple[int, ...], str], int] = {}
+    mine: dict[_Copied, int] = {}
     for copies, sums, differs in zip(findings.copies, findings.checksums, findings.differs):
         ranks = tuple(dist.get_process_group_ranks(copies.group))
         rows = zip(copies.tensors, sums.tolist(), differs.tolist())
         mine |= {(ranks, name): value for name, value, is_odd in rows if is_odd}
     everyone = tuple(range(dist.get_world_size()))
     mine |= {(everyone, n): v for n, v in zip(COUNTERS, findings.counters.tolist())}
-    gathered = gather((host_name(), mine))
+    rows = gather((host_name(), list(mine.items())), tuple[str, list[tuple[_Copied, int]]])
+    gathered = [(host, dict(items)) for host, items in rows]
     lines, guilty = [], set[int]()
     for ranks, name in dict.fromkeys(key for _, items in gathered for key in items):
         by_rank = {rank: gathered[rank][1][ranks, name] for rank in ranks}

@@ -94,6 +94,7 @@ def train(
         start_point = on_main(
             topology,
             lambda: take_run(config, resume, reporter, checkpoint, data, allowed, evaluations),
+            StartPoint,
         )
         if topology.is_main:
             say(_outlook(config, topology, start_point), *notes)

@@ -87,7 +87,7 @@ class StepMetrics:
 
     def agree(self) -> dict[str, Reduction]:
         """Exchange the names, and return those that all ranks know now. All ranks together."""
-        known = [item for each in gather(self._seen) for item in each.items()]
+        known = [item for each in gather(self._seen, dict[str, Reduction]) for item in each.items()]
         for name, reduction in sorted(known):
             if self._agreed.setdefault(name, reduction) != reduction:
                 raise ValueError(f"record_metric({name!r}): ranks record it by several reductions")

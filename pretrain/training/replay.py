@@ -181,7 +181,7 @@ def _compare(topology: Topology, first: tuple[int, frozenset[str]] | None) -> _F
     """Gather where the replay has differed first. All ranks together."""
     device = f"{platform.device()} ({platform.device_name()})"
     part = topology.pipeline_rank, topology.tensor_rank
-    everyone = gather(_Place(host_name(), device, topology.data_rank, part, first))
+    everyone = gather(_Place(host_name(), device, topology.data_rank, part, first), _Place)
     step = min((place.first[0] for place in everyone if place.first), default=None)
     odd: dict[str, list[int]] = {name: [] for name in NAMES}
     for rank, place in enumerate(everyone):
@@ -386,7 +386,7 @@ def _go_back(run: Run, hooks: Sequence[Hook], seen: str) -> None:
             folder = settle(run.config.directory, where, lineage, why, run.reporter.attempt)
         return folder, new_id()
 
-    folder, identifier = on_main(run.topology, set_aside)
+    folder, identifier = on_main(run.topology, set_aside, tuple[Path | None, str])
     run.state, run.origin = point.state, point.origin
     if folder is not None:
         # What was set aside and what is saved now must not be taken for one line.

@@ -387,7 +387,7 @@ def check_same_data(data: Mapping[str, str], directory: str) -> None:
     Raises:
         ConfigError: On every rank, if the hashes differ.
     """
-    gathered = gather((host_name(), directory, dict(data)))
+    gathered = gather((host_name(), directory, dict(data)), tuple[str, str, dict[str, str]])
     host, first, expected = gathered[0]
     for rank, (other, found, hashes) in enumerate(gathered):
         if differs := [name for name in expected if hashes[name] != expected[name]]:
@@ -535,7 +535,8 @@ def _load(
             if not start_point.is_automatic:
                 raise
             left_out = (*start_point.passed_over, (start_point.checkpoint.path, str(damage)))
-            start_point = on_main(topology, partial(_fall_back, config, start_point, left_out))
+            fall_back = partial(_fall_back, config, start_point, left_out)
+            start_point = on_main(topology, fall_back, StartPoint)
     return TrainerState(step=0, consumed_samples=0), start_point
 
 
@@ -642,9 +643,9 @@ def bring(config: RunConfig, topology: Topology, resume: str) -> str:
     if not is_url(resume) and resume not in ("auto", "none"):
         return resume
     work = _Download(config, resume)
-    while not on_main(topology, work.go_on):
+    while not on_main(topology, work.go_on, bool):
         pass
-    return on_main(topology, lambda: work.resume)
+    return on_main(topology, lambda: work.resume, str)
 
 
 class _Download:

@@ -181,7 +181,7 @@ class Place:
 def places(topology: Topology) -> list[Place]:
     """Return where every rank runs, in the order of ranks. All ranks together."""
     device = f"{platform.device()} {platform.device_name()}" if platform.has_cuda() else "cpu"
-    return [Place(*each) for each in gather((host_name(), device, topology.pipeline_rank))]
+    return gather(Place(host_name(), device, topology.pipeline_rank), Place)
 
 
 @dataclass
