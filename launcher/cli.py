@@ -35,7 +35,7 @@ from pretrain.launcher.submit import submit as submit_run
 from pretrain.launcher.sweep import sweep as submit_sweep
 from pretrain.rundir.jobs import already_done, check_data, is_done
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", readable=False, help="Directory of the run.")]
 SITE_HELP = "TOML file of your Slurm cluster. Copy one of the examples slurm/site.*.toml."
 SiteFile = Annotated[Path, typer.Option(metavar="SITE", help=SITE_HELP)]
 TimeLimit = Annotated[str | None, typer.Option(metavar="LIMIT")]
@@ -325,7 +325,7 @@ def data_array(
 # ---- looking after runs --------------------------------------------------------------------------
 @app.command()
 def status(
-    runs: Annotated[list[Path] | None, typer.Argument(metavar="RUN")] = None,
+    runs: Annotated[list[Path] | None, typer.Argument(metavar="RUN", readable=False)] = None,
 ) -> None:
     """Show the state of runs.
 

@@ -193,7 +193,10 @@ class LogReader:
                 what a rank printed just before it was killed.
         """
         if self._file is None and self.path.is_file():
-            self._file = open_regular(self.path)
+            try:
+                self._file = open_regular(self.path)
+            except OSError as error:
+                raise ConfigError(f"{error.filename}: {error.strerror}") from None
         while self._file and (text := self._file.readline(CHUNK_BYTES)):
             self._rest += text
             # A line that is as long as a chunk is not one of text. It must not fill the memory.

@@ -52,6 +52,7 @@ from pretrain.rundir.paths import (
     in_words,
     is_run,
 )
+from pretrain.rundir.trust import check_readable
 
 
 # ---- goodput -------------------------------------------------------------------------------------
@@ -306,7 +307,8 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
         check_run(given[0])
     if given:
         # A shell's `*` gives everything that lies beside the runs.
-        return [path for path in given if is_run(path) or not path.exists()]
+        seen = [path for path in given if os.access(path, os.R_OK | os.X_OK) or not path.exists()]
+        return [path for path in seen if is_run(path) or not path.exists()]
     root = Path("runs") if Path("runs").is_dir() else Path()
     found = []
     for folder, folders, _ in os.walk(root):
@@ -328,6 +330,7 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
 
 def check_run(run: Path) -> None:
     """Raise ConfigError unless `run` is a run's directory that this version can read."""
+    check_readable(run)
     if not run.exists():
         raise ConfigError(f"{run}: no such run. `launcher status` lists the runs below runs/")
     if not is_run(run):

@@ -257,18 +257,77 @@ def _open_own(path: Path, flags: int) -> int:
     raise OSError(errno.EPERM, what, str(path))
 
 
-def open_regular(path: Path, *, follow: bool = True) -> IO[bytes]:
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+
+
+def open_by_steps(
+    path: Path,
+    check: Callable[[Path, os.stat_result, int], None] = lambda *_: None,
+    *,
+    follow: bool = False,
+) -> int:
+    """Go to a file or folder from / on, name by name, and return a descriptor to read it.
+
+    No name is looked up twice, so what was checked cannot be exchanged afterwards.
+
+    Args:
+        path: The file or folder.
+        check: Given each folder above it, its status and a descriptor; what it raises is raised.
+        follow: Follow a link in the last place.
+
+    Raises:
+        OSError: It is missing or may not be read, or a link on the way is another user's.
+    """
+    # An automounter mounts what is asked for by its whole path.
+    path.stat()
+    left = list(reversed(Path.cwd().joinpath(path).parts))
+    where, here, links = Path("/"), -1, 0
+    with contextlib.ExitStack() as opened:
+        while left:
+            if here >= 0:
+                check(where, os.fstat(here), here)
+            # "/" is the first name, and that of a link's target that begins with it.
+            name = left.pop()
+            step = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=None if here < 0 else here)
+            opened.callback(os.close, step)
+            found = os.fstat(step)
+            if not stat.S_ISLNK(found.st_mode):
+                where, here = where / name, step
+                continue
+            links += 1
+            # In a container, root's files may have another number: that of the owner of /.
+            if found.st_uid not in (os.geteuid(), 0, os.stat("/").st_uid):
+                what = f"is a link of user {found.st_uid}; name what it leads to by its own path"
+                raise PermissionError(errno.EPERM, what, str(where / name))
+            if links > _MOST_LINKS or not (left or follow):
+                raise OSError(errno.ELOOP, "a link, which is not followed", str(path))
+            left += reversed(Path(os.readlink("", dir_fd=step)).parts)
+        return os.open(f"/proc/self/fd/{here}", _READ)
+
+
+_MOST_LINKS = 40
+
+
+def open_regular(path: Path) -> IO[bytes]:
     """Open a regular file to read. A pipe without a writer would block, and a device never end.
 
     Args:
-        path: The file.
-        follow: Follow a link.
+        path: The file. A link of another user is not followed.
 
     Raises:
         OSError: It is missing, may not be read, or is no regular file.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, _READ)
+    # Usually the path has no link. Otherwise each must be this user's or root's: a link in another
+    # user's run could lead to a file of this user's.
+    if os.readlink(f"/proc/self/fd/{descriptor}") != os.path.abspath(path):
+        os.close(descriptor)
+        descriptor = open_by_steps(path, follow=True)
+    return regular(descriptor, path)
+
+
+def regular(descriptor: int, path: Path) -> IO[bytes]:
+    """Return what was opened to read as a file. Raise OSError if it is no regular one."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is no regular file", str(path))
@@ -277,26 +336,20 @@ def open_regular(path: Path, *, follow: bool = True) -> IO[bytes]:
 
 def read_bytes(
     path: Path,
-    check: Callable[[os.stat_result, int], None] | None = None,
-    *,
-    follow: bool = True,
     most: int | None = MAX_BYTES,
+    opening: Callable[[Path], IO[bytes]] = open_regular,
 ) -> bytes:
     """Return the content of a regular file.
 
     Args:
         path: The file.
-        check: Given the status of the opened file and its descriptor; what it raises is raised.
-        follow: Follow a link.
-        most: The largest size; None: any.
+        most: The largest size in bytes; None: any.
+        opening: Opens it.
 
     Raises:
         OSError: It is missing, may not be read, is no regular file, or is too large.
     """
-    with open_regular(path, follow=follow) as file:
-        found = os.fstat(file.fileno())
-        if check is not None:
-            check(found, file.fileno())
+    with opening(path) as file:
         content = bytearray()
         # In pieces: files below /proc/sys refuse to be read by so many bytes at once (ENOMEM).
         while part := file.read(PIECE_BYTES):
@@ -313,7 +366,7 @@ def read_text(path: Path, most: int | None = MAX_BYTES) -> str:
     So also where it is no regular file, or larger than `most`.
     """
     try:
-        return read_bytes(path, most=most).decode(errors="replace")
+        return read_bytes(path, most).decode(errors="replace")
     except OSError:
         return ""
 

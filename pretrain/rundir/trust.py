@@ -17,9 +17,10 @@ import shlex
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 from pretrain.config import ConfigError
-from pretrain.rundir.files import read_bytes
+from pretrain.rundir.files import MAX_BYTES, open_by_steps, read_bytes, regular
 from pretrain.rundir.paths import RunPaths
 
 # ---- credentials ----
@@ -161,6 +162,7 @@ def check_trusted(run: Path) -> None:
             owner and mode, and the command that mends it.
     """
     paths = RunPaths(run)
+    check_above(run)
     # Anything else that lies there is of no interest to us.
     own = [path for path in vars(paths).values() if path.parent == run]
     for path in (run, *own):
@@ -212,21 +214,85 @@ def check_place(directory: Path) -> None:
         _check_status(directory, found)
 
 
-def read_trusted(path: Path) -> str:
-    """Return the text of a file that nobody but this user, or root, can have written.
+def check_above(path: Path) -> None:
+    """Check that others cannot exchange what lies in the folders above a path.
 
-    The check is made on the opened file, so that no other file can take its place between the check
-    and the reading.
+    A folder to which everybody may write needs the sticky bit, as /tmp has it. What a group may
+    write to passes: what its members could put into the path's place is theirs, and found out by
+    that.
 
     Raises:
-        OSError: It is missing, or no regular file, or a link.
-        ConfigError: Another user owns it or may write to it.
+        ConfigError: Names the folder, its owner and mode; or a link that another user made.
     """
+    above = next(each for each in path.absolute().parents if each.exists())
+    try:
+        descriptor = open_by_steps(above, _check_above, follow=True)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or above}: {error.strerror}") from None
+    try:
+        _check_above(above, os.fstat(descriptor), descriptor)
+    finally:
+        os.close(descriptor)
 
-    def check(found: os.stat_result, descriptor: int) -> None:
-        _check_status(path, found, descriptor)
 
-    return read_bytes(path, check, follow=False).decode(errors="replace")
+def check_readable(directory: Path) -> None:
+    """Raise ConfigError, with owner and mode, if this user may not look into a directory."""
+    for place in (*reversed(directory.absolute().parents), directory):
+        rights = os.X_OK | (os.R_OK if place is directory else 0)
+        if place.exists() and not os.access(place, rights, effective_ids=True):
+            raise ConfigError(
+                f"{place}: you may not read it ({_described(place.stat())}). Its owner can let "
+                "your group in (chgrp, chmod g+rx)"
+            )
+
+
+def read_trusted(path: Path, most: int | None = MAX_BYTES) -> str:
+    """Return the text of a file that nobody but this user, or root, can have written.
+
+    It is opened once, the checks are made on what is open, and the text is read from that. So
+    nothing can take its place in between, whatever is renamed meanwhile. Its folder has to be as
+    trusted as the file, and those above as `check_above` says.
+
+    Args:
+        path: The file.
+        most: The largest size in bytes; None: any.
+
+    Raises:
+        OSError: It is missing, no regular file, a link, or too large.
+        ConfigError: Another user owns it or its folder, or may write to them.
+    """
+    return read_bytes(path, most, _open_trusted).decode(errors="replace")
+
+
+def _open_trusted(path: Path) -> IO[bytes]:
+    folder: list[ConfigError] = []
+
+    def check(where: Path, found: os.stat_result, descriptor: int) -> None:
+        _check_above(where, found, descriptor)
+        folder.clear()
+        try:
+            _check_status(where, found, descriptor)
+        except ConfigError as error:
+            folder.append(error)
+
+    file = regular(open_by_steps(path, check), path)
+    try:
+        for error in folder:
+            raise error
+        _check_status(path, os.fstat(file.fileno()), file.fileno())
+    except ConfigError:
+        file.close()
+        raise
+    return file
+
+
+def _check_above(where: Path, found: os.stat_result, descriptor: int) -> None:
+    if found.st_mode & OTHERS_MAY_WRITE and not found.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"{where}: everybody may rename what lies in it ({_described(found)}), and so put "
+            f"something else in its place. `chmod o-w {shlex.quote(str(where))}` or `chmod +t`, or "
+            "use a directory elsewhere"
+        )
 
 
 def _entries(directory: Path) -> Iterator[Path]:
@@ -312,7 +378,9 @@ def _is_alone_in_group(file: Path | int, found: os.stat_result) -> bool:
 def _has_access_list(file: Path | int) -> bool:
     """Return True if a file's group bits are the mask of an access control list."""
     try:
-        return bool(os.getxattr(file, ACCESS_LIST))
+        # So also of a folder that was opened only to be passed.
+        where = f"/proc/self/fd/{file}" if isinstance(file, int) else file
+        return bool(os.getxattr(where, ACCESS_LIST))
     except (OSError, AttributeError):
         # No such attribute, a file system without them, or a system without getxattr.
         return False

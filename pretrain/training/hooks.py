@@ -386,8 +386,8 @@ def _difference(run: Run, findings: Findings) -> Diverged:
         mine |= {(ranks, name): value for name, value, is_odd in rows if is_odd}
     everyone = tuple(range(dist.get_world_size()))
     mine |= {(everyone, n): v for n, v in zip(COUNTERS, findings.counters.tolist())}
-    rows = gather((host_name(), list(mine.items())), tuple[str, list[tuple[_Copied, int]]])
-    gathered = [(host, dict(items)) for host, items in rows]
+    told = gather((host_name(), list(mine.items())), tuple[str, list[tuple[_Copied, int]]])
+    gathered = [(host, dict(items)) for host, items in told]
     lines, guilty = [], set[int]()
     for ranks, name in dict.fromkeys(key for _, items in gathered for key in items):
         by_rank = {rank: gathered[rank][1][ranks, name] for rank in ranks}

@@ -6,6 +6,7 @@ two users at work.
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import json
 import os
@@ -16,18 +17,27 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.data.build.folder import BuildFolder, locked
+from pretrain.data.build.tasks import run_job
 from pretrain.launcher import control, evaluations, slurm
 from pretrain.launcher.ranks import LocalRanks
+from pretrain.launcher.status import check_run
 from pretrain.rundir import trust
 from pretrain.rundir.attempts import Attempt
-from pretrain.rundir.files import append_json_line, make_directory, open_own, read_json, read_text
+from pretrain.rundir.files import (
+    append_json_line,
+    make_directory,
+    open_by_steps,
+    open_own,
+    read_json,
+    read_text,
+)
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.metrics import MetricsFile
 from pretrain.rundir.paths import RunPaths, check_version, claim_version
@@ -437,3 +447,133 @@ def test_a_run_that_may_not_be_read_is_not_taken_for_a_later_release_s() -> None
         finally:
             os.seteuid(0)
         check_version(run)
+
+
+# ---- what is renamed while it is used ------------------------------------------------------------
+def as_user(user: int, do: Callable[[], object]) -> str:
+    """Do something as another user in a forked process, and return the error that it ends with."""
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        said = ""
+        try:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            do()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with open(reading) as file:
+        return file.read()
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder in which every user may rename what lies there."""
+    with tempfile.TemporaryDirectory(prefix="open-", dir="/tmp") as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+def planted_build(place: Path, specification: bytes) -> Path:
+    """A build's folder in whose place another user has put his own; the path of its array."""
+    build = place / ".building-set"
+    array = build / "logs/scan/array.json"
+    array.parent.mkdir(parents=True)
+    array.write_text('{"folder": "/nowhere", "stage": "scan", "jobs": [[0]]}')
+    for path in (build, *build.rglob("*")):
+        give_to(path, STRANGER)
+
+    def plant() -> None:
+        build.rename(place / "gone")
+        array.parent.mkdir(parents=True)
+        array.write_bytes(specification)
+        for path in (build, *build.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+
+    assert as_user(STRANGER + 1, plant) == ""
+    return array
+
+
+def give_to(path: Path, user: int) -> None:
+    os.chown(path, user, user)
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_task_does_not_read_what_another_user_put_in_its_place(
+    open_folder: Path, mode: int
+) -> None:
+    specification = json.dumps({"folder": str(open_folder), "stage": "scan", "jobs": [[0]]})
+    array = planted_build(open_folder, specification.encode())
+    os.chown(open_folder, 0, STRANGER)
+    open_folder.chmod(mode)
+    said = as_user(STRANGER, lambda: run_job(array, 0))
+    if mode == 0o777:
+        assert said.startswith(f"ConfigError: {open_folder}: everybody may rename"), said
+        folder = BuildFolder(open_folder / ".building-other")
+        said = as_user(STRANGER, lambda: locked(folder).__enter__())
+        assert said.startswith(f"ConfigError: {open_folder}: everybody may rename"), said
+    else:
+        assert f"{array.parent}: belongs to another user (owner {STRANGER + 1}" in said
+
+
+@needs_root
+def test_a_file_is_read_from_what_was_checked_though_it_is_renamed(tmp_path: Path) -> None:
+    folder, path = tmp_path / "launch", tmp_path / "launch/launch.json"
+    folder.mkdir()
+    path.write_text("mine")
+    swapped = []
+
+    def swap(where: Path, found: os.stat_result, descriptor: int) -> None:
+        if where == folder and not swapped:
+            folder.rename(tmp_path / "gone")
+            folder.mkdir()
+            path.write_text("theirs")
+            swapped.append(where)
+
+    with open(open_by_steps(path, swap)) as file:
+        assert file.read() == "mine" and swapped
+
+
+# ---- links in another user's run -----------------------------------------------------------------
+@needs_root
+@pytest.mark.parametrize("linked", ["logs/attempt-0001.log", "logs", "."])
+def test_the_log_of_another_user_s_run_leads_to_no_file_of_mine(
+    run: Path, tmp_path: Path, linked: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths, mine = RunPaths(run), tmp_path / "home"
+    mine.mkdir()
+    for name in ("attempt-0001.log", "rank-0.log"):
+        (mine / name).write_text("my secret\n")
+    for name in ("rank-0.log", "attempt-0001.log"):
+        place = paths.logs / name if linked.endswith(".log") else paths.logs
+        if linked != "." and not place.is_symlink():
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place)
+            place.symlink_to(mine / name if linked.endswith(".log") else mine)
+    shown = run
+    if linked == ".":
+        shutil.rmtree(paths.logs)
+        paths.logs.symlink_to("../../home")
+    for path in (run, *run.rglob("*")):
+        give_away(path)
+    with contextlib.suppress(ConfigError):
+        control.print_log(shown, None, following=False)
+    out = capfd.readouterr()
+    assert "secret" not in out.out + out.err
+
+
+@needs_root
+def test_a_run_that_may_not_be_read_is_said_with_owner_and_mode(run: Path) -> None:
+    for path in (*run.parent.parent.parents, run.parent.parent, run.parent):
+        if path != Path("/") and path != Path("/tmp"):
+            path.chmod(path.stat().st_mode | 0o055)
+    give_away(run)
+    run.chmod(0o700)
+    for look in (check_run, lambda path: control.print_log(path, None, following=False)):
+        said = as_user(STRANGER + 1, lambda look=look: look(run))
+        assert said.startswith("ConfigError: ") and f"owner {STRANGER}, mode 0700" in said, said

@@ -49,7 +49,7 @@ from pretrain.rundir.files import (
     replace_file,
     replace_json,
 )
-from pretrain.rundir.trust import check_own_directory
+from pretrain.rundir.trust import check_above, check_own_directory, read_trusted
 
 Stage = Literal["scan", "tokenize"]
 
@@ -105,6 +105,7 @@ def locked(folder: BuildFolder) -> Iterator[None]:
     """
     # Another user may have put something there, and the jobs of an array read in logs/STAGE what to
     # do.
+    check_above(folder.path)
     for path in (folder.path, folder.logs, *folder.logs.glob("*/")):
         check_own_directory(path, entries=False)
     descriptor = _lock(folder)
@@ -266,7 +267,7 @@ class TokenTask(NamedTuple):
 
 def load_token_tasks(folder: BuildFolder) -> list[TokenTask]:
     """Return the tasks of the tokenize stage, which the merge has listed; those of train first."""
-    record = read_json(folder.merge / RECORD, most=None)
+    record = json.loads(read_trusted(folder.merge / RECORD, most=None))
     return [TokenTask(*each) for each in record["token_tasks"]]
 
 
@@ -451,7 +452,7 @@ def load_task(folder: BuildFolder, number: int) -> TaskPlan:
         folder: The build.
         number: Position among the tasks of both splits, those of train first.
     """
-    content = json.loads(folder.plan.read_bytes())
+    content = json.loads(read_trusted(folder.plan, most=None))
     data = DataSection.model_validate_json(content["data"])
     with folder.tasks.open() as file:
         sample, held_out, position, name, pieces = json.loads(next(islice(file, number, None)))

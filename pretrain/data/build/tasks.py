@@ -57,7 +57,8 @@ from pretrain.data.clean import (
 from pretrain.data.files import reading
 from pretrain.data.shards import ShardWriter
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
-from pretrain.rundir.files import Json, make_directory, read_json, replace_json
+from pretrain.rundir.files import Json, make_directory, parse_json, read_json, replace_json
+from pretrain.rundir.trust import read_trusted
 
 SCANNED = np.dtype([("hash", "<u8"), ("piece", "<u4"), ("offset", "<u8"), ("bytes", "<u8")])
 """What the scan notes of a document."""
@@ -544,8 +545,11 @@ def run_job(path: Path, index: int) -> None:
     Args:
         path: The file ARRAY.
         index: The job's number in the array.
+
+    Raises:
+        ConfigError: Another user may have written what the job is told to do.
     """
-    array = read_json(path, most=None)
+    array = parse_json(read_trusted(path, most=None))
     folder, stage = BuildFolder(Path(array["folder"])), array["stage"]
     for rank in array["jobs"][index]:
         try:
