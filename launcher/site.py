@@ -14,6 +14,7 @@ from typer import Option
 from pretrain.config import ConfigError
 from pretrain.config.load import read_toml
 from pretrain.config.schema import Section
+from pretrain.config.secrets import credential_among, credential_in, is_credential, refusal
 from pretrain.launcher.slurm import (
     OUR_OPTIONS,
     SRUN_OPTIONS,
@@ -24,7 +25,6 @@ from pretrain.launcher.slurm import (
     share_of_memory,
     why_refused,
 )
-from pretrain.rundir.trust import credential_among, credential_in, is_credential, refusal
 
 # ---- Read a site file: what a Slurm cluster has, and what of it the jobs may use ----
 # A site is a TOML file that each user writes once per cluster. slurm/site.*.toml are examples. What

@@ -325,7 +325,9 @@ def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] =
     """
     values = overridden(without_version(values, origin), overrides)
     try:
-        config = RunConfig.model_validate(expand_paths(values))
+        values = expand_paths(values)
+        rules.check_secrets(values)
+        config = RunConfig.model_validate(values)
         rules.check(config)
     except ValidationError as error:
         # A misspelled key is the reason why another one is missing, so it comes first.

@@ -7,12 +7,14 @@ all that apply at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pretrain.config.errors import ConfigError, Refusal
 from pretrain.config.schema import LEAST_PIECES, WORDS
+from pretrain.config.secrets import credential_in_url
 
 if TYPE_CHECKING:
     from pretrain.config.run import RunConfig
@@ -45,6 +47,34 @@ def check(config: RunConfig) -> None:
     if config.parallel.world_size is not None and not refusals:
         refusals = list(_processes(config, config.parallel.world_size))
     _raise(refusals)
+
+
+def _secrets(values: Any, key: str = "") -> Iterator[Refusal]:
+    """Refuse values that hold a secret; `key`: their place in the config."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from _secrets(value, f"{key}.{name}".lstrip("."))
+    elif isinstance(values, str | Path) and credential_in_url(str(values)):
+        yield Refusal(
+            key,
+            "***",
+            "holds a secret, which would be copied to the run's and the data set's records, to "
+            "checkpoints and to exports",
+            "Leave it out: fsspec takes credentials from the environment and from the files in "
+            "~/.config/fsspec (mode 0600)",
+        )
+    elif isinstance(values, Iterable) and not isinstance(values, str | bytes):
+        for value in values:
+            yield from _secrets(value, key)
+
+
+def check_secrets(values: Mapping[str, Any]) -> None:
+    """Check that no value of a config holds a secret; before any other message could repeat it.
+
+    Raises:
+        ConfigError: Names the keys, and not their values.
+    """
+    _raise(list(_secrets(values)))
 
 
 def check_layout(config: RunConfig, world_size: int) -> None:
@@ -296,17 +326,13 @@ def _objective(c: RunConfig) -> Iterator[Refusal]:
 
 # ---- [checkpoint], [evaluation] and [data] -------------------------------------------------------
 def _upload(c: RunConfig) -> Iterator[Refusal]:
-    """Refuse what is no URL, and a URL that may hold a secret. It is not repeated."""
+    """Refuse what is no URL with a path."""
     protocol, separator, rest = (c.checkpoint.upload_to or "file:///x").partition("://")
-    user, at, _ = rest.partition("/")[0].rpartition("@")
-    # abfs://container@account has no secret before the @.
-    has_secret = (at and ":" in user) or "?" in rest
-    if has_secret or not separator or not protocol or "::" in protocol or not rest.strip("/"):
+    if "?" in rest or not separator or not protocol or "::" in protocol or not rest.strip("/"):
         yield Refusal(
             "checkpoint.upload_to",
             f"{protocol}://***" if separator else "***",
-            "not a URL with one protocol and a path, and without a password or a query, which "
-            "would be copied to every config and log",
+            "not a URL with one protocol and a path, and without a query",
             "Set one like s3://bucket/prefix, or file:///directory",
         )
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, load_config, writing
 from pretrain.config.run import is_url, recorded_protocol
+from pretrain.config.secrets import redacted
 from pretrain.config.trajectory import check_differences, differences
 from pretrain.rundir.attempts import Owner, is_finished, is_idle, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints
@@ -45,7 +46,7 @@ from pretrain.rundir.paths import (
     check_version,
     is_of_copied,
 )
-from pretrain.rundir.trust import check_trusted, read_trusted, redacted
+from pretrain.rundir.trust import check_trusted, read_trusted
 
 
 @dataclass(frozen=True)

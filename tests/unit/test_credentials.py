@@ -9,8 +9,14 @@ import pytest
 import tomli_w
 
 from pretrain.config import ConfigError
+from pretrain.config.secrets import (
+    credential_among,
+    credential_in,
+    credential_in_url,
+    is_credential,
+)
 from pretrain.launcher.site import load_site, parse_site
-from pretrain.rundir.trust import credential_among, credential_in, is_credential
+from tests.conftest import tiny_config
 from tests.unit.test_site import GPU
 
 SECRETS = re.findall(
@@ -136,3 +142,34 @@ def test_no_message_repeats_a_secret(values: dict[str, Any], tmp_path) -> None:
         assert HORSE not in str(error.value)
         key = next(iter(values))
         assert key in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"https://me:{HORSE}@host/x.jsonl",
+        f"https://{HORSE}@host/x.jsonl",
+        f"https://host/x.jsonl?token={HORSE}",
+        f"simplecache::sftp://me:{HORSE}@host/x",
+        f"https://a.blob.core.windows.net/c/x?sv=1&sig={HORSE}{HORSE}",
+    ],
+)
+def test_a_config_holds_no_secret(url: str) -> None:
+    for section in (
+        {"data": {"paths": [url]}},
+        {"data": {"validation_paths": [url]}},
+        {"data": {"directory": url}},
+        {"data": {"tokenizer": url}},
+        {"data": {"corpora": {"a": {"paths": [url]}}}},
+        {"data": {"corpora": [url]}},
+        {"run": {"directory": url}},
+        {"logging": {"wandb_project": url}},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            tiny_config(**section)
+        assert "secret" in str(caught.value) and HORSE not in str(caught.value), section
+
+
+def test_what_looks_like_a_secret_in_a_path_is_none() -> None:
+    for url in ("data/key=3/x", "s3://bucket/part-??", "sftp://me@host/x", "abfs://c@account/x"):
+        assert not credential_in_url(url)

@@ -14,6 +14,7 @@ import pytest
 
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.tools import show_source
+from pretrain.config.secrets import redacted
 from pretrain.rundir import jobs
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.jobs import (
@@ -23,7 +24,6 @@ from pretrain.rundir.jobs import (
     read_source,
     write_provenance,
 )
-from pretrain.rundir.trust import redacted
 from tests.unit.saved import first_origin, save
 
 NOBODY = 65534

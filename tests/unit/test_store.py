@@ -315,8 +315,9 @@ def test_list_verify_and_upload_by_url(tmp_path):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("s3://me:secret@bucket/run", r"s3://\*\*\*: .*without a password"),
-        ("https://host/run?token=secret", "without a password or a query"),
+        ("s3://me:secret@bucket/run", r"upload_to = \*\*\*: holds a secret"),
+        ("https://host/run?token=secret", "holds a secret"),
+        ("https://host/run?x=1", "without a query"),
         ("runs/store", "not a URL"),
         ("simplecache::s3://bucket/run", "not a URL with one protocol"),
         ("s3://", "not a URL"),
