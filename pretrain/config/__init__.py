@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.config.errors import (
     ConfigError,
     Diverged,
+    MemoryChanged,
     NoSpace,
     Poisoned,
     RunFailed,
@@ -33,6 +34,7 @@ __all__ = [
     "Diverged",
     "EvaluationRequest",
     "Layout",
+    "MemoryChanged",
     "NoSpace",
     "Poisoned",
     "RunConfig",

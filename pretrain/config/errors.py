@@ -70,6 +70,10 @@ class Poisoned(Unsound):
     """
 
 
+class MemoryChanged(Poisoned):
+    """What a rank keeps has changed while nothing wrote to it."""
+
+
 class NoSpace(RunFailed):
     """The disk, or the user's quota on it, is full. Starting again would find it as full."""
 

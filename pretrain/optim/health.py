@@ -31,7 +31,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.config import Poisoned
+from pretrain.config import MemoryChanged
 from pretrain.config.tensors import TIED
 from pretrain.model.gpt import Named
 from pretrain.optim.zero import flat_masters, read_fragments
@@ -306,7 +306,7 @@ class Resting:
         return torch.stack([checksum(buffer) for buffer in buffers])
 
 
-def changed_memory(step: int, own: Sequence[float]) -> Poisoned:
+def changed_memory(step: int, own: Sequence[float]) -> MemoryChanged:
     """Return the error about memory that has changed between updates. All ranks together.
 
     Args:
@@ -326,7 +326,7 @@ def changed_memory(step: int, own: Sequence[float]) -> Poisoned:
                 ranks |= {rank for rank, value in values.items() if value != common}
     named = ", ".join(f"{rank} ({everyone[rank][0]})" for rank in sorted(ranks))
     what = f"rank {named}" if ranks else "a rank, of which there is no majority"
-    return Poisoned(
+    return MemoryChanged(
         f"step {step}: the memory of {what} has changed since the update of the step before",
         "Nothing after it is saved. Start again from the last checkpoint; if it is always the same "
         "host, leave it out",

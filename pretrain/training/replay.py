@@ -35,7 +35,14 @@ from torch import Tensor
 from pretrain import platform
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
-from pretrain.config import ConfigError, RunFailed, Unsound, writing
+from pretrain.config import (
+    ConfigError,
+    Diverged,
+    MemoryChanged,
+    RunFailed,
+    Unsound,
+    writing,
+)
 from pretrain.config.errors import say
 from pretrain.optim.health import Resting
 from pretrain.rundir.attempts import Cause, Diagnosis
@@ -224,7 +231,7 @@ def replay(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> bool:
         found, number = _compare(run.topology, before.first), before.number + 1
         ledger.replay = None
         is_same = found.step is None and ledger.last == before.until
-        if is_same and len(trouble.ranks) == 1 and isinstance(trouble, Unsound):
+        if is_same and len(trouble.ranks) == 1 and isinstance(trouble, Diverged | MemoryChanged):
             _end_persistent(run, found, trouble.ranks[0], trouble.seen)
         if not is_same:
             _blame(run, found, trouble.seen, trouble.ranks)
@@ -322,12 +329,13 @@ def _reproduced(run: Run, found: _Findings, trouble: Spike | Unsound) -> None:
         return
     clip = config.optimizer.clip_grad
     smaller = f", or an optimizer.clip_grad below {clip:g}" if clip else ""
-    raise type(trouble)(
-        line,
+    advice = (
         "So it comes from the data, the settings or the code: try a lower optimizer.learning_rate "
-        f"(now {config.optimizer.learning_rate:g}), a longer schedule.lr_warmup_steps{smaller}",
-        trouble.ranks,
+        f"(now {config.optimizer.learning_rate:g}), a longer schedule.lr_warmup_steps{smaller}"
     )
+    if isinstance(trouble, Diverged):
+        advice = "So these ranks compute differently: compare their GPUs, drivers and packages"
+    raise type(trouble)(line, advice, trouble.ranks)
 
 
 def note_poisoned_start(run: Run, found: Unsound) -> None:

@@ -108,9 +108,11 @@ def train_flipped(config: RunConfig, flips: list[Flip]) -> dict[str, Any]:
     Returns:
         That of `outcome`, and "flips": how many flipped on this rank.
     """
+    from pretrain.topology import Process
     from pretrain.training import loop
 
-    left = {each: each.times for each in flips if each.rank == dist.get_rank()}
+    rank = Process.from_environment().rank
+    left = {each: each.times for each in flips if each.rank == rank}
     queue_step, count = loop.queue_step, 0
     state: dict[str, Any] = {}
 
@@ -126,17 +128,24 @@ def train_flipped(config: RunConfig, flips: list[Flip]) -> dict[str, Any]:
         """Flip once, in the first micro batch of the step."""
         named, done = _matrix(run), list[int]()
 
-        def once(tensor: Tensor | None) -> None:
-            if tensor is not None and not done:
+        def once(tensor: Tensor) -> None:
+            if not done:
                 done.append(1)
                 flip(tensor, each.bit, tensor.numel() // 2)
 
         if each.what == "gradient":
             return named.parameter.register_post_accumulate_grad_hook(lambda p: once(_sums(p)))
+
+        def damage(module: Any, inputs: Any, output: Any) -> Any:
+            if done or not torch.is_grad_enabled():
+                return None
+            # The output may be a view that torch lets nobody write to.
+            damaged = output[0].clone()
+            once(damaged)
+            return (damaged, *output[1:])
+
         layer = next(m for m in run.chunks[0].modules() if type(m).__name__ == "MLP")
-        return layer.register_forward_hook(
-            lambda module, inputs, output: once(output[0] if torch.is_grad_enabled() else None)
-        )
+        return layer.register_forward_hook(damage)
 
     def with_flips(run: Any, *args: Any) -> Any:
         state["run"] = run

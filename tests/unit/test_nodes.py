@@ -9,8 +9,15 @@ import pytest
 from pretrain.launcher import job
 from pretrain.launcher.ranks import _stuck_nodes
 from pretrain.launcher.slurm import lead_seconds, nodes_of_ranks
-from pretrain.launcher.supervise import Signals, choose_nodes, count_failures, failing_nodes
-from pretrain.rundir.attempts import AttemptRecord, Ended, Owner
+from pretrain.launcher.supervise import (
+    Signals,
+    choose_nodes,
+    count_failures,
+    failing_nodes,
+    why_permanent,
+)
+from pretrain.rundir.attempts import AttemptRecord, Diagnosis, Ended, Owner
+from pretrain.rundir.paths import ExitCode
 
 
 def failed(number: int, *nodes: str) -> AttemptRecord:
@@ -24,6 +31,19 @@ def test_a_node_that_failed_twice_is_named_with_its_last_reason():
     assert failing_nodes(records) == {"n1": "reason 3"}
     assert failing_nodes(records[:2]) == {}
     assert count_failures(records) == Counter(n1=2, n2=1, n3=1)
+
+
+def test_a_replay_decides_for_certain_about_a_node_or_about_the_next_attempt(tmp_path):
+    def diagnosed(kind: str, rank: int | None, host: str | None) -> AttemptRecord:
+        Diagnosis(kind, 9, rank, host, "cpu", "what was seen", 4).write(tmp_path)
+        return AttemptRecord(1, tmp_path, Owner(), diagnosis=Diagnosis.read(tmp_path))
+
+    persistent, again = diagnosed("persistent", 3, "n2"), diagnosed("reproduces", None, None)
+    assert failing_nodes([persistent]) == {"n2": "what was seen"}
+    assert failing_nodes([diagnosed("transient", 3, "n2"), again]) == {}
+    assert "a replay from step 4" in why_permanent([again], ExitCode.POISONED, 1, 3, False)
+    assert why_permanent([again], ExitCode.POISONED, 1, 3, False, goes_back=True) is None
+    assert why_permanent([persistent], ExitCode.FAILED, 1, 3, False) is None
 
 
 @pytest.mark.parametrize(
