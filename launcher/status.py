@@ -592,7 +592,9 @@ def _attempts(status: RunStatus) -> list[str]:
                 ended.reason if ended and ended.outcome not in ENDED_WELL else "",
             )
         )
-    return _lines(["ATTEMPT", "BEGAN", "STEP", "END", "REASON"], rows)
+    found = [(each.number, each.diagnosis.what) for each in status.attempts if each.diagnosis]
+    replays = [f"attempt {number} replayed: {_one_line(what)}" for number, what in found]
+    return [*_lines(["ATTEMPT", "BEGAN", "STEP", "END", "REASON"], rows), *replays]
 
 
 def moment(at: float) -> str:

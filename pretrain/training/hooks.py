@@ -327,7 +327,7 @@ def inspect(run: Run) -> Findings:
     counters = _counters(run)
     flags = [any_.any() for any_ in differs]
     largest, ledger = largest_magnitudes(run.optimizer), run.ledger
-    limits = plausible_limits(run.optimizer, ledger.proven.largest if ledger else None)
+    limits = plausible_limits(run.optimizer, ledger.largest_proven if ledger else None)
     # A nan is not below anything.
     poisoned = ~(largest <= limits).all()
     if ledger is not None:

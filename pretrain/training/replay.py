@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
 from pretrain import platform
@@ -119,6 +120,17 @@ class Ledger:
     def proven(self) -> Point:
         """Return the last proven state, or the one that this process began with."""
         return self.points[0]
+
+    @property
+    def largest_proven(self) -> Tensor | None:
+        """Return the magnitudes that the next state is judged by.
+
+        Moments begin at 0, which says nothing; then those of the newest save count.
+        """
+        proven, newest = self.proven.largest, self.points[-1].largest
+        if proven is None or newest is None:
+            return proven
+        return torch.where(proven > 0, proven, newest)
 
     def note(self, step: int, numbers: Sequence[float]) -> None:
         """Take a step's numbers, and compare them with those of the time before."""

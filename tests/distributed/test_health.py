@@ -63,6 +63,18 @@ def test_state_that_is_not_finite_or_too_large_is_never_saved(
     assert (attempt.ended.outcome, attempt.ended.code) == ("poisoned", 83)
 
 
+def test_a_moment_that_grows_beyond_belief_is_not_saved_where_nothing_is_clipped(
+    pools, tiny_data, tmp_path
+):
+    """Any size is allowed then, and the state is judged by the save of step 3."""
+    config = _config(tmp_path / "run", tiny_data, {})
+    off = config.optimizer.model_copy(update={"clip_grad": 0.0})
+    config = config.model_copy(update={"optimizer": off})
+    [result] = pools(1).run(tasks.train_damaged, config, 5, 0, SPLIT, "exp_avg_sq", 4.9e32)
+    assert (result["code"], result["saved"]) == (ExitCode.POISONED, ["step-00000003"])
+    assert f"exp_avg_sq of {SPLIT} (" in result["error"]
+
+
 @pytest.mark.parametrize(("stage", "value", "step"), [(1, "nan", 2), (2, "inf", 3), (3, "inf", 4)])
 def test_a_gradient_that_is_not_finite_is_told_by_its_name(
     pools, tiny_data, tmp_path, stage, value, step

@@ -25,7 +25,7 @@ from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import PlainStream, plain_lines, plain_output
 from pretrain.launcher import control, status
 from pretrain.launcher.status import read_statuses
-from pretrain.rundir.attempts import Attempt, Owner
+from pretrain.rundir.attempts import Attempt, Diagnosis, Owner
 from pretrain.rundir.files import make_directory
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.paths import RunPaths
@@ -58,6 +58,7 @@ def make_run(run: Path) -> None:
         attempt = Attempt.begin(run, owner, lambda other: True)
         attempt.phase("training", 0)
         attempt.phase("saving", 4, saved=4)
+        Diagnosis("transient", 4, 1, "n1", "cpu", "what a replay found").write(attempt.directory)
         if ends:
             attempt.end("failed", 1, "rank 1 on n1 ended", 4, ["n1"])
         (run / "logs").mkdir(exist_ok=True)
