@@ -16,11 +16,11 @@ from tests.distributed import health_tasks as tasks
 KINDS = ("master", "exp_avg", "exp_avg_sq", "weight", "host copy", "gradient", "activation")
 BITS = (8, 16, 22, 30)
 INTERVAL, FLIPPED = 4, 5
-LEAST = 22
+LEAST = 23
 """Of the 28 flips, how many are noticed within one interval of saves."""
 DETECTORS = {
-    "memory": "sums of the memory",
     "copy in": "sums of the host copy",
+    "memory": "sums of the memory",
     "not finite": "limits of the state",
     "ranks differ": "replicas",
     "norm": "gradient norm",
