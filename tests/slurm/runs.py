@@ -87,7 +87,7 @@ wandb = "disabled"
 tensorboard = false
 
 [recovery]
-hang_seconds = 6
+hang_seconds = 20
 preflight_seconds = 0
 """
 STEPS = 60
