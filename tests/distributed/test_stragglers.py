@@ -171,7 +171,7 @@ def test_a_stopped_and_a_crowded_rank_are_named(pools, tiny_data, tmp_path, how)
     victim = pool.run(os.getpid)[1]
     with contextlib.ExitStack() as stack:
         if how == "pulses":
-            stack.enter_context(_pulsed(victim))
+            stack.enter_context(pulsed(victim, 0.06, 0.06))
         else:
             stack.enter_context(_crowded(pool.run(os.getpid)))
         said = pool.run(train_slowed, config, -1, "")[0]
@@ -179,18 +179,19 @@ def test_a_stopped_and_a_crowded_rank_are_named(pools, tiny_data, tmp_path, how)
 
 
 @contextlib.contextmanager
-def _pulsed(pid: int) -> Iterator[None]:
-    """Stop a process for 60 ms of every 120."""
+def pulsed(pid: int, stopped: float, running: float) -> Iterator[None]:
+    """Stop a process again and again, for so many seconds, and let it run for so many."""
+    pulses = ((int(signal.SIGSTOP), stopped), (int(signal.SIGCONT), running))
     program = (
-        f"import os, time\nwhile True:\n for number in ({int(signal.SIGSTOP)}, "
-        f"{int(signal.SIGCONT)}):\n  os.kill({pid}, number)\n  time.sleep(0.06)"
+        f"import os, time\nwhile True:\n for number, seconds in {pulses}:\n"
+        f"  os.kill({pid}, number)\n  time.sleep(seconds)"
     )
-    with subprocess.Popen([sys.executable, "-c", program]) as pulses:
+    with subprocess.Popen([sys.executable, "-c", program]) as pulsing:
         try:
             yield
         finally:
-            pulses.kill()
-            pulses.wait()
+            pulsing.kill()
+            pulsing.wait()
             os.kill(pid, signal.SIGCONT)
 
 

@@ -5,16 +5,15 @@ Whatever is killed or signalled, a run ends with the weights of a run to which n
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pretrain.launcher.status import goodput
+from tests.distributed.test_stragglers import pulsed
 from tests.end_to_end.commands import explained, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import STEPS, Run, Runs, losses, weights
@@ -126,14 +125,8 @@ def test_a_rank_that_holds_up_the_others_is_named_while_the_job_runs(runs: Runs)
     """Stopped again and again, for shorter than the watchdog waits."""
     run = runs.submit("slow", "train.num_steps=100_000", "checkpoint.interval_steps=100_000")
     run.wait_for_step(1, 3)
-    pid, status = run.ranks()[1][0], ""
-    while "rank 1 (host " not in status:
-        assert "rank 0 (host " not in status and run.outcomes == [None], status
-        # Most of a rank's time between two looks.
-        for _ in range(10):
-            for number, seconds in ((signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.1)):
-                os.kill(pid, number)
-                time.sleep(seconds)
+    with pulsed(run.ranks()[1][0], 0.4, 0.2):
+        wait_for(lambda: "is slow, and the others wait for it" in run.job_said())
         status = runs.launcher("status", run.directory).out
     assert re.search(
         r"^reason +rank 1 \(host \S+, device cpu\) is slow since step \d+", status, re.M
