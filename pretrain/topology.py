@@ -27,6 +27,8 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import hmac
+import ipaddress
 import itertools
 import json
 import os
@@ -95,7 +97,7 @@ class Place:
     port: int
     """The port that the system chose."""
     nonce: str
-    """A random key that rank 0's store holds, which proves that it is the right store."""
+    """A secret of this start, which is never sent: what ranks say of themselves is proven by it."""
     start: str
     """Which start of the ranks this is, as `Process.start`."""
 
@@ -161,11 +163,12 @@ class Process:
                     "MASTER_ADDR, MASTER_PORT: a step of srun needs both, the name of the first "
                     "node and a free port on it. `launcher submit` needs neither"
                 )
+            is_alone = directory is not None and env.get("SLURM_STEP_NUM_NODES") == "1"
             return Process(
                 int(env["SLURM_PROCID"]),
                 num_tasks,
                 int(env.get("SLURM_LOCALID", 0)),
-                env.get("MASTER_ADDR") or _slurm_name(),
+                env.get("MASTER_ADDR") or ("127.0.0.1" if is_alone else _slurm_name()),
                 int(fixed or 0),
                 directory,
                 _slurm_start(),
@@ -187,20 +190,29 @@ def meet(peer: Process, seconds: float) -> Store:
         RunFailed: A process did not come in time, or rank 0 cannot be reached.
     """
     if peer.directory is None:
-        store = _join_at_port(peer, seconds)
+        # No file that only this user can read, and so no secret.
+        store, secret = _join_at_port(peer, seconds), ""
     elif peer.rank == 0:
-        store = _publish(peer, peer.directory, seconds)
+        store, secret = _publish(peer, peer.directory, seconds)
     else:
-        store = _find(peer, peer.directory, seconds)
+        store, secret = _find(peer, peer.directory, seconds)
     present = PrefixStore("present", store)
     ranks = [str(rank) for rank in range(peer.world_size)]
 
     def absent() -> list[str]:
-        present.set(ranks[peer.rank], "")
+        present.set(ranks[peer.rank], _proof(secret, ranks[peer.rank]))
         try:
             present.wait(ranks, datetime.timedelta(seconds=seconds))
         except DistError:
             return [rank for rank in ranks if not present.check([rank])]
+        # Rank 0 looks at all, and all look at rank 0.
+        for rank in ranks if peer.rank == 0 else ranks[:1]:
+            if not hmac.compare_digest(present.get(rank), _proof(secret, rank).encode()):
+                raise RunFailed(
+                    f"{host_name()}: what came as rank {rank} does not know the secret in "
+                    f"{FILE}, so it is no process of this run. Another user of the nodes may have "
+                    "written to the store of the ranks: use whole nodes (--exclusive)"
+                )
         return []
 
     try:
@@ -222,27 +234,52 @@ def meet(peer: Process, seconds: float) -> Store:
 
 
 # ---- where rank 0 listens ------------------------------------------------------------------------
-def _publish(peer: Process, directory: Path, seconds: float) -> Store:
+def _proof(secret: str, of: str) -> str:
+    """Return what only who knows the secret can say."""
+    return hmac.new(secret.encode(), of.encode(), "sha256").hexdigest()
+
+
+def _listening(address: str) -> socket.socket | None:
+    """Return a socket that listens at a numeric address alone; None where that is none of here.
+
+    torch listens at every address of the host. A name may lead to another address elsewhere.
+    """
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    except (ValueError, OSError):
+        return None
+
+
+_BACKLOG = 2048
+"""Connections that wait to be accepted, of all ranks at once."""
+
+
+def _publish(peer: Process, directory: Path, seconds: float) -> tuple[Store, str]:
     """Listen on a free port and publish it; for rank 0."""
     # Port 0 is a request for any free port. Not waiting for the workers, which cannot come before
     # the port is published.
+    listening = _listening(peer.address)
     store = TCPStore(
         peer.address,
-        0,
+        listening.getsockname()[1] if listening else 0,
         peer.world_size,
         is_master=True,
         timeout=datetime.timedelta(seconds=seconds),
         wait_for_workers=False,
+        # The store closes it.
+        master_listen_fd=listening.detach() if listening else None,
     )
     place = Place(peer.address, store.port, uuid.uuid4().hex, peer.start)
-    store.set(place.nonce, "")
+    name = _proof(place.nonce, "store")
+    store.set(name, "")
     path = directory / FILE
     with writing(path):
         replace_file(path, json.dumps(dataclasses.asdict(place)) + "\n", mode=FILE_MODE)
-    return PrefixStore(place.nonce, store)
+    return PrefixStore(name, store), place.nonce
 
 
-def _find(peer: Process, directory: Path, seconds: float) -> Store:
+def _find(peer: Process, directory: Path, seconds: float) -> tuple[Store, str]:
     """Wait until rank 0 has published where it listens, and connect to it; for the other ranks."""
     place = _wait_for_place(directory, peer, seconds)
     where = f"rank 0 at {place.address}:{place.port} (published in {directory / FILE})"
@@ -255,15 +292,16 @@ def _find(peer: Process, directory: Path, seconds: float) -> Store:
             timeout=datetime.timedelta(seconds=seconds),
             wait_for_workers=False,
         )
-        if not store.check([place.nonce]):
+        name = _proof(place.nonce, "store")
+        if not store.check([name]):
             raise RunFailed(f"{host_name()}: {where} is another run's. Start the run again")
-        return PrefixStore(place.nonce, store)
+        return PrefixStore(name, store)
 
     complaint = (
         f"{host_name()}: {where} does not answer. Its output says if it has ended; every node must "
         "resolve that name, and MASTER_ADDR on rank 0 sets another one"
     )
-    return _within(CONNECT_SECONDS, connect, complaint)
+    return _within(CONNECT_SECONDS, connect, complaint), place.nonce
 
 
 def _join_at_port(peer: Process, seconds: float) -> Store:
@@ -317,6 +355,8 @@ def _look(directory: Path, peer: Process) -> tuple[Place | None, str]:
         return None, f"the directory cannot be opened: {error.strerror}"
     try:
         with open(os.open(FILE, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                return None, "it is another user's"
             place = from_json(Place, parse_json(file.read()))
     except OSError as error:
         # Also a file that the server replaced in this moment.

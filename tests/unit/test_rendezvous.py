@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from pretrain import topology
 from pretrain.config import RunFailed
@@ -158,7 +159,7 @@ def test_a_link_is_not_followed(tmp_path):
 
 def test_the_address_of_an_earlier_start_is_passed_over_while_it_stands_there(tmp_path):
     """Its rank 0 still listens, as when a step is killed while the next one starts."""
-    old = topology._publish(peer(0, 2, tmp_path, "7.0.0"), tmp_path, 5)
+    old, _ = topology._publish(peer(0, 2, tmp_path, "7.0.0"), tmp_path, 5)
 
     first, second = ranks_that_meet(2, directory=tmp_path, start="7.1.0")
 
@@ -209,12 +210,39 @@ def listener() -> Iterator[int]:
 
 def test_another_run_s_store_at_the_port_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
-    store = topology._publish(peer(0, 2, tmp_path), tmp_path / "other", 5)
+    store, _ = topology._publish(peer(0, 2, tmp_path), tmp_path / "other", 5)
     place = json.loads((tmp_path / "other" / FILE).read_text()) | {"nonce": "of this run"}
     replace_file(tmp_path / FILE, json.dumps(place))
     with pytest.raises(RunFailed, match="is another run's"):
         meet(peer(1, 2, tmp_path), 5)
     assert store.num_keys() > 0
+
+
+def test_a_stranger_who_has_joined_the_store_is_no_rank(tmp_path):
+    """He lists the keys of rank 0's store, and hands in what he finds there."""
+
+    def stranger() -> str:
+        wait_for(lambda: (tmp_path / FILE).exists())
+        place = json.loads((tmp_path / FILE).read_text())
+        store = TCPStore(place["address"], place["port"], wait_for_workers=False)
+        wait_for(lambda: any(key.endswith("present/0") for key in store.list_keys()))
+        [own] = [k.removeprefix("/") for k in store.list_keys() if k.endswith("present/0")]
+        assert not any(place["nonce"] in key for key in store.list_keys())
+        assert place["nonce"].encode() not in store.get(own)
+        store.set(own.removesuffix("0") + "1", store.get(own))
+        # Only the address that was named.
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.2", place["port"])).close()
+        return "joined"
+
+    def first() -> None:
+        meet(peer(0, 2, tmp_path), 30)
+
+    ranks = Ranks(first, stranger)
+    refused, joined = ranks.results()
+    ranks.kill()
+    assert joined == "joined"
+    assert "what came as rank 1 does not know the secret" in str(refused)
 
 
 def test_a_name_that_does_not_resolve_is_named(tmp_path, monkeypatch):

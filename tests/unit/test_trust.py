@@ -11,6 +11,7 @@ import grp
 import json
 import os
 import pwd
+import re
 import shutil
 import stat
 import struct
@@ -42,6 +43,7 @@ from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.metrics import MetricsFile
 from pretrain.rundir.paths import RunPaths, check_version, claim_version
 from pretrain.rundir.trust import check_trusted, read_trusted
+from tests.end_to_end.commands import ROOT
 from tests.unit.test_job import job as make_job
 from tests.unit.test_site import CPU
 
@@ -577,3 +579,12 @@ def test_a_run_that_may_not_be_read_is_said_with_owner_and_mode(run: Path) -> No
     for look in (check_run, lambda path: control.print_log(path, None, following=False)):
         said = as_user(STRANGER + 1, lambda look=look: look(run))
         assert said.startswith("ConfigError: ") and f"owner {STRANGER}, mode 0700" in said, said
+
+
+def test_nothing_that_others_could_have_written_is_unpickled() -> None:
+    word = re.compile(r"^\s*(import|from) (pickle|joblib|dill)|_object(_list)?\(|allow_pickle=True")
+    for folder in ("pretrain", "launcher", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for line in path.read_text().splitlines():
+                assert not re.search(r"dist\.\w+_object", line) and not word.match(line), path
+                assert "torch.load(" not in line or "weights_only=True" in line, path
