@@ -436,8 +436,9 @@ def run_job(run: Path, name: str) -> int:
         evaluate = ["evaluate", str(checkpoint), *plan.request.options(), *settings]
         # A directory that no other evaluation has.
         environment = {"PRETRAIN_RENDEZVOUS": str(out.parents[1])}
-        command = [*job.step(), *python, *evaluate, "--out", str(out)]
-        return SrunRanks(command, job_id, name, environment, paths.evaluation_log(name))
+        command = [*python, *evaluate, "--out", str(out)]
+        log = paths.evaluation_log(name)
+        return SrunRanks(job.step(), command, job_id, name, environment, log)
 
     # SIGUSR1 asks to save and start again: an evaluation has nothing to save, and goes on.
     with job_signals() as signals:

@@ -48,7 +48,13 @@ from pretrain.rundir.attempts import (
     read_attempt,
     read_attempts,
 )
-from pretrain.rundir.jobs import LaunchRecord, already_done, is_done, read_launch
+from pretrain.rundir.jobs import (
+    LaunchRecord,
+    already_done,
+    is_done,
+    read_launch,
+    why_other_code,
+)
 from pretrain.rundir.paths import (
     STARTED_AGAIN,
     ExitCode,
@@ -262,6 +268,10 @@ def _heartbeat(run: Path) -> float:
 
 AWAY_SECONDS = 600.0
 """The time for which a requeue is tried, or an attempt waits, while slurmctld does not answer."""
+LOST_SECONDS = 60.0
+"""A node of an attempt that Slurm has called unusable for so long is lost."""
+PAUSE_SECONDS = 10.0
+"""The time before the next attempt where srun has started no rank."""
 REFUSED_SECONDS = 60.0
 """The time for which a refused requeue is tried: Slurm may be ending the job itself."""
 REQUEUED_SECONDS = 300.0
@@ -304,6 +314,8 @@ def attempt(run: Path) -> int:
         # A user may requeue the job of a finished run.
         say(already_done(config))
         return 0
+    if why := why_other_code(launch):
+        say(f"warning: {why}")
     # SIGUSR1 asks for a checkpoint and a restart, SIGTERM for a checkpoint and the end. They come
     # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes
     # from Slurm to the ranks directly.
@@ -318,6 +330,7 @@ class _Start(Allocation):
     """One start of the job: the attempts that it makes in its allocation."""
 
     _check_nodes = True
+    _ranks: SrunRanks | None = None
     _overlap = False
     """Start the next step beside one that slurmctld does not know to be over."""
 
@@ -325,7 +338,7 @@ class _Start(Allocation):
         """Make one attempt after the other. Returns the exit code of the job."""
         launch = self._launch
         train = [launch.python, "-m", "pretrain", "train", str(RunPaths(self._run).launch_config)]
-        self._command = [*launch.command, *train, *allow_options(launch.allow_changed)]
+        self._train = [*train, *allow_options(launch.allow_changed)]
         owner = job_owner(self._job_id, launch.num_tasks)
         # A job keeps its id when it is requeued, so the id marks the attempts of one series.
         supervisor = Supervisor(
@@ -349,8 +362,16 @@ class _Start(Allocation):
                 return _exit_code(end)
             self._check_nodes = True
             self._wait_for_slurm(attempt.directory)
+            if self._ranks and not self._ranks.has_started:
+                # Such as a step that Slurm refuses for some seconds after slurmctld has started.
+                self._pause()
             # The nodes have not been waited for since.
             owner = job_owner(self._job_id, launch.num_tasks, is_first=False)
+
+    def _pause(self) -> None:
+        """Wait for PAUSE_SECONDS, or a signal."""
+        before = len(self._signals.received)
+        _wait_for(lambda: len(self._signals.received) > before, PAUSE_SECONDS)
 
     def _take_over(self) -> int | None:
         """Follow a launcher of this start of the job that was killed, if there was one.
@@ -365,6 +386,7 @@ class _Start(Allocation):
         if last.ended and last.ended.outcome not in STARTED_AGAIN:
             return last.ended.code
         say(f"job {self._job_id}: the launcher of attempt {last.number} was killed")
+        self._nodes = self.nodes()
         # srun ends its ranks as well, if it was not killed too.
         slurm.signal_step(self._job_id, _step_name(last.directory), signal.SIGKILL)
         self._wait_for_slurm(last.directory)
@@ -383,8 +405,9 @@ class _Start(Allocation):
         self._nodes = nodes or self.nodes()
         where = ",".join(nodes) or "this job's nodes"
         say(f"attempt {attempt.number}: {self._launch.num_tasks} ranks on {where}")
-        return SrunRanks(
-            slurm.overlapping(self._command) if self._overlap else self._command,
+        self._ranks = SrunRanks(
+            slurm.overlapping(self._launch.command) if self._overlap else self._launch.command,
+            self._train,
             self._job_id,
             _step_name(attempt.directory),
             {
@@ -394,6 +417,7 @@ class _Start(Allocation):
             RunPaths(self._run).attempt_log(attempt.number),
             nodes,
         )
+        return self._ranks
 
     def _wait_for_slurm(self, attempt: Path) -> None:
         """Wait until slurmctld knows that an attempt's step is over, or a signal comes.
@@ -402,12 +426,16 @@ class _Start(Allocation):
         progress. Of a step that ends before slurmctld notices that a node of it died, slurmctld
         never knows the end (seen with 22.05).
         """
-        num_signals = len(self._signals.received)
+        num_signals, lost_since = len(self._signals.received), float("inf")
 
         def may_start() -> bool:
+            nonlocal lost_since
             known = slurm.knows_end(self._job_id, _step_name(attempt))
             self._overlap = known is False
-            lost = self._overlap and bool(slurm.unusable_nodes(self._nodes))
+            unusable = slurm.unusable_nodes(self._nodes) if self._overlap else {}
+            lost_since = min(lost_since, time.monotonic()) if unusable else float("inf")
+            # A slurmctld that has just started does not know the nodes for some seconds.
+            lost = slurm.are_down(unusable) or time.monotonic() - lost_since > LOST_SECONDS
             return bool(known) or lost or len(self._signals.received) > num_signals
 
         if slurm.is_away():

@@ -13,26 +13,31 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.config.errors import say
-from pretrain.launcher import slurm
+from pretrain.launcher import agent, slurm
 from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor, signals_blocked
 from pretrain.processes import dies_with_parent
 from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
-from pretrain.rundir.files import make_directory, open_own, replace_file
+from pretrain.rundir.files import Json, make_directory, open_own, parse_json, replace_file
 from pretrain.rundir.paths import ExitCode, RunPaths, check_apart
 from pretrain.rundir.trust import check_trusted
 
 KILL_SECONDS = 60.0
-"""Time for Slurm to end the processes of a job step."""
-FORWARDED_BY_SRUN = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that srun forwards to its tasks without asking slurmctld. It acts on most others itself:
-SIGTERM, for one, makes it kill the tasks."""
+"""Time for Slurm to end the processes of a job step, and for ranks to end after one that has
+finished."""
+ANSWER_SECONDS = 10.0
+"""Time for the agents to kill their ranks."""
+SETTLE_SECONDS = 0.5
+"""Time in which ranks that fail at once with the first one report it. Later the others are killed.
+"""
+LOST_SECONDS = 3 * agent.BEAT_SECONDS
+"""The node of an agent that has been silent for so long is lost."""
 IN_COLLECTIVE = b"distributed_c10d.py"
 """The file of torch in which a rank waits for the others."""
 
@@ -40,12 +45,17 @@ IN_COLLECTIVE = b"distributed_c10d.py"
 class SrunRanks:
     """The ranks of one attempt as a step of this process's job; an implementation of `Ranks`.
 
+    srun starts an agent for each rank (agent.py), which starts the rank, passes signals on to it
+    and reports how it ended. An end counts as the rank's own if its agent reported it: the exit
+    code of srun may be a container's, or that of slurmstepd, which found no Python.
+
     All output of srun goes to the log. What rank 0 and srun itself print also goes to the stdout of
     this process, which is the job's log.
     """
 
     def __init__(
         self,
+        step: Sequence[str],
         command: Sequence[str],
         job_id: str,
         name: str,
@@ -56,7 +66,8 @@ class SrunRanks:
         """Start the ranks.
 
         Args:
-            command: srun with its options, then what each rank runs.
+            step: srun with its options and the container.
+            command: What each rank runs, beginning with its Python.
             job_id: The job this process runs in.
             name: The name of the job step, by which Slurm finds it.
             environment: Environment variables to add.
@@ -71,57 +82,58 @@ class SrunRanks:
         self.failure = ""
         self.nodes: tuple[str, ...] = ()
         self._job_id, self._name, self._log = job_id, name, log
-        self._where = slurm.nodes_of_ranks(command, nodes)
+        self._where = slurm.nodes_of_ranks(step, nodes)
+        self._num_tasks = slurm.num_tasks(step)
         self._dumped_from = 0
-        self._end_by = float("inf")
+        self._code: int | None = None
+        self._is_asked, self._deadline = False, float("inf")
+        self._heard: dict[int, float] = {}
+        """When the agent of a rank last said something, by time.monotonic."""
+        self._ends: dict[int, int] = {}
+        """How the ranks that ended by themselves did, in the order of their reports: the exit code,
+        or -n for signal n."""
+        self._ended: set[int] = set()
+        """The ranks that have ended in any way."""
+        self._ordered_end = False
         with writing(log):
             log.parent.mkdir(parents=True, exist_ok=True)
             file = open_own(log, "ab")  # closed by _copy_output
         self._srun = start_srun(
-            slurm.named_step(command, name, nodes),
+            [*slurm.named_step(step, name, nodes), command[0], "-m", agent.MODULE, *command],
+            stdin=subprocess.PIPE,
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
         )
         output = self._srun.stdout
         self._copier = threading.Thread(target=self._copy_output, args=(output, file), daemon=True)
         self._copier.start()
+        self._order(agent.HELLO)
+        self._last_look = time.monotonic()
 
     def poll(self) -> int | None:
-        """Return None while srun runs, then 0 or the exit code of the rank that failed first.
+        """Return None while the ranks run, then 0 or the exit code of the rank that failed first.
 
-        srun's own exit code is the highest of all tasks. It includes the tasks that srun killed
-        after the first failure (137), so it would hide codes such as 75, which asks for a restart.
+        The first failure also ends the other ranks, which wait for the failed one in a collective
+        operation and would never end.
         """
-        if time.monotonic() > self._end_by:
-            # While slurmctld is away srun says that a rank has ended, and does not end the others.
-            self._end_by = float("inf")
+        if self._code is None and (self._srun.poll() is not None or self._is_over()):
+            is_lost = self._srun.poll() is not None
             self.kill()
-        code = self._srun.poll()
-        if not code:
-            return code
-        # Wait until the log is complete: it says which rank failed first.
-        self._copier.join(KILL_SECONDS)
-        code = SIGNAL_CODE - code if code < 0 else code
-        failure = slurm.first_failure(_lines(self._log), code)
-        self.failure, self.nodes = f"{failure.reason}; see {self._log}", failure.nodes
-        return failure.code
+            self._code = self._judge(is_lost)
+        return self._code
+
+    @property
+    def has_started(self) -> bool:
+        """Return True if srun has started a rank."""
+        return bool(self._heard)
 
     def signal(self, number: int) -> None:
-        """Send a signal to every rank, through srun where it forwards the signal.
-
-        Other signals are sent by slurmctld. When it does not answer, that is printed and the ranks
-        do not get the signal. It is not waited for: after `scancel` Slurm has sent SIGTERM to the
-        ranks itself, and kills this process within KillWait, before which the end of the ranks
-        must be recorded.
-        """
+        """Have the agents send a signal to every rank."""
         if number == signal.SIGUSR2:
             with contextlib.suppress(OSError):
                 self._dumped_from = self._log.stat().st_size
-        if number in FORWARDED_BY_SRUN:
-            self._srun.send_signal(number)
-            return
-        step = (self._job_id, self._name, number)
-        threading.Thread(target=slurm.signal_step, args=step, daemon=True).start()
+        self._is_asked |= number in PASSED_ON
+        self._order(number)
 
     def stuck_nodes(self) -> tuple[str, ...]:
         """Return the nodes of ranks that wrote no stacks, or of the one outside a collective."""
@@ -134,7 +146,7 @@ class SrunRanks:
         return _stuck_nodes(stacks, self._where)
 
     def end(self) -> int:
-        """Kill the ranks: srun has no grace period to offer for a single step.
+        """Kill the ranks: an order to end has no grace period.
 
         Returns:
             The exit code.
@@ -143,18 +155,106 @@ class SrunRanks:
         return self.poll() or 0
 
     def kill(self) -> None:
-        """Have srun kill the ranks, or slurmctld where srun does not."""
-        slurm.end_step(self._srun, self._job_id, self._name, KILL_SECONDS)
+        """Have the agents kill the ranks and end, and Slurm what has no agent."""
+        self._ordered_end = True
+        if self._srun.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._srun.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # Not with an srun that has started no task: it would wait for all of them.
+            self._srun.wait(ANSWER_SECONDS if self._heard else 0)
+        if self._srun.poll() is None:
+            slurm.end_step(self._srun, self._job_id, self._name, KILL_SECONDS)
         self._copier.join(KILL_SECONDS)
+
+    def _order(self, order: int) -> None:
+        """Send an order to all agents."""
+        if self._srun.stdin is not None:
+            # srun may have ended.
+            with contextlib.suppress(OSError, ValueError):
+                self._srun.stdin.write(bytes([order]))
+                self._srun.stdin.flush()
+
+    def _is_over(self) -> bool:
+        """Return True if no rank can do any more work, though srun runs."""
+        now = time.monotonic()
+        if now - self._last_look > agent.BEAT_SECONDS:
+            # This process was suspended, as may have been the agents.
+            self._heard = dict.fromkeys(self._heard, now)
+        self._last_look = now
+        is_lost = any(now - at > LOST_SECONDS for at in list(self._heard.values()))
+        return len(self._ends) == self._num_tasks or is_lost or now > self._deadline
+
+    def _judge(self, is_lost: bool) -> int:
+        """Return the exit code of all ranks, and set the failure.
+
+        Args:
+            is_lost: srun ended first, so agents could not report any more.
+        """
+        ends = {rank: code for rank, code in list(self._ends.items()) if code}
+        silent = [] if is_lost else sorted(self._heard.keys() - self._ended)
+        first = next(iter(ends), None)
+        if silent and len(silent) < len(self._heard):
+            self.nodes = self._nodes_of(silent)
+            where = ", ".join(self.nodes) or f"the node of rank {silent[0]}"
+            self.failure = f"{where} failed (rank {silent[0]} gives no sign of life)"
+            code = ExitCode.KILLED if first is None else _exit_code(ends[first])
+        elif first is not None:
+            node, how = self._nodes_of([first]), _how(ends[first])
+            self.failure = " ".join([f"rank {first}", *(f"on {name}" for name in node), how])
+            # A bug ends ranks on all nodes; what one node does wrong shows on its ranks alone.
+            alike = self._nodes_of([rank for rank in ends if ends[rank] == ends[first]])
+            self.nodes = node if ends[first] < 0 else alike if len(alike) == 1 else ()
+            code = _exit_code(ends[first])
+        elif self._ends:
+            return ExitCode.FINISHED
+        else:
+            code = _exit_code(self._srun.returncode)
+            failure = slurm.first_failure(_lines(self._log), code)
+            self.failure, self.nodes = failure.reason, failure.nodes
+            # Our own codes mean something only where a rank ended with them.
+            code = ExitCode.FAILED if failure.code in list(ExitCode) else failure.code
+        self.failure += f"; see {self._log}"
+        return code
+
+    def _nodes_of(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        """Return the nodes of ranks, each once, as far as they are known."""
+        known = (self._where[rank] for rank in ranks if rank < len(self._where))
+        return tuple(dict.fromkeys(known))
+
+    def _hear(self, rank: int, said: Json) -> None:
+        """Take a report of a rank's agent."""
+        self._heard[rank] = now = time.monotonic()
+        code = said.get("code")
+        if not isinstance(code, int):
+            return
+        self._ended.add(rank)
+        if self._ordered_end or rank in self._ends:
+            return
+        self._ends[rank] = code
+        if code in (ExitCode.RESTART, ExitCode.STOPPED) or (code and self._is_asked):
+            # Ranks that saved together end one by one within moments.
+            patience = KILL_AFTER_SECONDS
+        else:
+            patience = SETTLE_SECONDS if code else KILL_SECONDS
+        self._deadline = min(self._deadline, now + patience)
 
     def _copy_output(self, source: IO[bytes], log: IO[bytes]) -> None:
         """Copy srun's output to the log, and the lines of rank 0 and of srun to stdout, unlabelled.
 
-        With the first rank that ended badly, the others get a time in which Slurm has to end them.
+        The agents' reports are taken out of it.
         """
         with source, log:
             for line in source:
                 rank, text = slurm.labelled(line) or (0, line)
+                printed, mark, report = text.partition(agent.SAYS.encode())
+                if mark and (said := parse_json(report.decode(errors="replace"))):
+                    self._hear(rank, said)
+                    if not printed:
+                        continue
+                    # A line that the rank has not ended.
+                    line = line.partition(mark)[0] + b"\n"
+                    text = printed + b"\n"
                 copies = [(log, line)]
                 if rank == 0:
                     copies.append((sys.stdout.buffer, text))
@@ -164,8 +264,6 @@ class SrunRanks:
                     with contextlib.suppress(OSError):
                         file.write(copy)
                         file.flush()
-                if slurm.ended_tasks(line.decode(errors="replace").rstrip("\n")):
-                    self._end_by = min(self._end_by, time.monotonic() + KILL_SECONDS)
 
 
 def start_srun(
@@ -474,12 +572,7 @@ class LocalRanks:
             rank: The rank that failed first.
             code: Its exit code as subprocess gives it, -n for signal n.
         """
-        how = (
-            f"ended with exit code {code}"
-            if code > 0
-            else f"was ended by {signal.Signals(-code).name}"
-        )
-        self.failure = f"rank {rank} {how}"
+        self.failure = f"rank {rank} {_how(code)}"
         if code in (ExitCode.RESTART, ExitCode.STOPPED):
             # The rank saved a checkpoint, which is no failure.
             return
@@ -542,6 +635,12 @@ def _rank_environment(rank: int, nproc: int) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if name != "MASTER_PORT"},
         **{name: str(value) for name, value in distributed.items()},
     }
+
+
+def _how(code: int) -> str:
+    """Say how a process ended, from the code as subprocess gives it, -n for signal n."""
+    ended_by = f"was ended by {signal.Signals(-code).name}" if code < 0 else ""
+    return ended_by or f"ended with exit code {code}"
 
 
 def _exit_code(code: int) -> int:

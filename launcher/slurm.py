@@ -16,7 +16,7 @@ import signal as signals
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -668,6 +668,11 @@ def unusable_nodes(names: Sequence[str]) -> dict[str, str]:
     }
 
 
+def are_down(states: Mapping[str, str]) -> bool:
+    """Return True if Slurm calls one of these nodes down, by what `unusable_nodes` returned."""
+    return any("down" in state for state in states.values())
+
+
 def exclude(job_id: str, nodes: Iterable[str]) -> None:
     """Keep a job that waits in the queue off some nodes, beside those it avoids already."""
     job = f"--jobs={job_id}"
@@ -791,7 +796,6 @@ def check_step(step: Sequence[str], name: str, nodes: Sequence[str], num_tasks: 
         "--wait=0",
         # What is left of it on a broken node must not keep the ranks from starting.
         "--overlap",
-        "--input=all",
         *step[end:],
     ]
 
@@ -866,6 +870,12 @@ def nodes_of_ranks(step: Sequence[str], nodes: Sequence[str]) -> list[str]:
     found = (re.fullmatch(r"--ntasks-per-node=(\d+)", word) for word in step)
     tasks = next((int(match[1]) for match in found if match), 0)
     return [node for node in nodes for _ in range(tasks)]
+
+
+def num_tasks(step: Sequence[str]) -> int:
+    """Return how many tasks a step has (`Job.step`)."""
+    found = (re.fullmatch(r"--ntasks=(\d+)", word) for word in step)
+    return next((int(match[1]) for match in found if match), 1)
 
 
 class Failure(NamedTuple):
@@ -1189,6 +1199,8 @@ class Job:
             # Each line of output begins with its rank, by which `launcher logs` and SrunRanks
             # tell the ranks apart.
             "--label",
+            # The launcher's orders go to every task.
+            "--input=all",
             *self._srun_arguments(),
             *self.site.container,
         ]

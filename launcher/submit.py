@@ -31,19 +31,21 @@ from pretrain.config import (
     writing,
 )
 from pretrain.config.errors import say
-from pretrain.launcher import slurm
+from pretrain.launcher import agent, slurm
 from pretrain.launcher.site import Site, SlurmRequest, load_site
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.files import let_nobody_write, make_directory, replace_file
 from pretrain.rundir.jobs import (
     JobRecord,
     LaunchRecord,
+    Source,
     already_done,
     append_job,
     check_data,
     check_goes_on,
     is_done,
     read_jobs,
+    read_source,
 )
 from pretrain.rundir.paths import ExitCode, JobKind, Outcome, Phase, RunPaths, claim_version
 from pretrain.rundir.trust import check_own_directory
@@ -425,7 +427,8 @@ def print_dry_run(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Pa
         )
     print(f"\n{job.script()}")
     print(f"# submitted with\n{job.command_line()} < train.sbatch\n")
-    srun = shlex.join([*job.step(), _ranks_python(job.site)])
+    python = _ranks_python(job.site)
+    srun = shlex.join([*job.step(), python, "-m", agent.MODULE, python])
     print(f"# the job starts its ranks with\n{srun} -m pretrain train ...\n")
     for path, text in files.items():
         print(f"# {path}\n{text}")
@@ -461,9 +464,9 @@ def send(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str])
         raise slurm.SlurmAway(f"{error}. Nothing was submitted; try again later") from None
     # Slurm writes there as this user, and follows links.
     check_own_directory(job.logs)
-    launch_files = dict(files)
+    launch_files, source = dict(files), read_source()
     for run in runs:
-        launch_files |= _launch_files(run, job)
+        launch_files |= _launch_files(run, job, source)
     folders = [job.logs, *(RunPaths(run.directory).logs for run in runs)]
     # Before sbatch: on an idle cluster the job may start, and read them, before sbatch returns;
     # and Slurm does not make the folder of --output, without it a job dies with no message.
@@ -493,7 +496,7 @@ def send(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str])
     return ids
 
 
-def _launch_files(run: TrainingRun, job: slurm.Job) -> dict[Path, str]:
+def _launch_files(run: TrainingRun, job: slurm.Job, source: Source) -> dict[Path, str]:
     """Return the files of RUN/launch, which the job reads, with their texts.
 
     The job reads these copies only, so edits of the user's config and site files while the job
@@ -507,6 +510,8 @@ def _launch_files(run: TrainingRun, job: slurm.Job) -> dict[Path, str]:
         sbatch=tuple(job.arguments()),
         site=job.site.model_dump(mode="json"),
         allow_changed=run.allow_changed,
+        commit=source.commit,
+        diff_sha256=source.diff_sha256,
     )
     paths = RunPaths(run.directory)
     return {

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from pretrain.rundir.paths import ExitCode
-
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a command to end; each is passed on to what it runs."""
 POLL_SECONDS = 0.05
@@ -111,7 +109,7 @@ class Processes:
             if failed := [code for code in codes if code]:
                 return failed[0]
             if None not in codes:
-                return ExitCode.FINISHED
+                return 0
             time.sleep(POLL_SECONDS)
 
     def _end(self) -> None:

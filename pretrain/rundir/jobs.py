@@ -93,6 +93,10 @@ class LaunchRecord:
     """The site file, resolved."""
     allow_changed: tuple[str, ...] = ()
     """The keys of --allow-changed, which each attempt passes on to `pretrain train`."""
+    commit: str | None = None
+    """The commit of the code that submitted the run; None where that was not a clone."""
+    diff_sha256: str | None = None
+    """The hash of its differences from the commit, as in `Source`."""
 
 
 def job_id_of(environment: Mapping[str, str]) -> str | None:
@@ -294,6 +298,24 @@ def read_source(root: Path = ROOT) -> Source:
         # Too slow, or a file that may not be read.
         return Source(commit)
     return Source(commit, bool(changes), hashlib.sha256(changes).hexdigest() if changes else None)
+
+
+def why_other_code(launch: LaunchRecord) -> str:
+    """Return how the code that runs here differs from what submitted a run; "" if it does not."""
+    now = read_source()
+    if (launch.commit, launch.diff_sha256) == (now.commit, now.diff_sha256):
+        return ""
+
+    def shown(commit: str | None, diff: str | None) -> str:
+        changes = f" with changes {diff[:SHOWN_HASH]}" if diff else ""
+        return f"commit {commit[:SHOWN_HASH]}{changes}" if commit else "no known commit"
+
+    return (
+        f"{ROOT}: this code is not the code that submitted the run. It was submitted from "
+        f"{shown(launch.commit, launch.diff_sha256)}, and now runs "
+        f"{shown(now.commit, now.diff_sha256)}. To train with the former, cancel the job, restore "
+        "the clone and run `launcher requeue`"
+    )
 
 
 def _git(root: Path, *words: str) -> bytes:

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import tomli_w
 
+from pretrain.launcher.agent import MODULE as AGENT
 from pretrain.rundir.attempts import AttemptRecord, Ended, read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
 from tests.end_to_end.commands import (
@@ -93,6 +95,10 @@ preflight_seconds = 0
 STEPS = 60
 NO_PREFLIGHT = ("--set", "recovery.preflight_seconds=0")
 """For tests whose ranks are scripts, which cannot be the preflight's processes as well."""
+
+
+AS_AGENT = f'test "$2" = {AGENT} && exec {sys.executable} "$@"\n'
+"""A line of a shell script that stands in for Python: the agent of a rank is the real one."""
 
 
 def write_site(path: Path, **values: Any) -> Path:
@@ -227,12 +233,14 @@ class Run:
     def ranks(self) -> dict[int, tuple[int, str]]:
         """Return the ranks' processes: rank -> (process id, node)."""
         found = {}
-        for pid, (node, _) in self.cluster.step_processes(self.job_id, "-m pretrain train").items():
+        processes = self.cluster.step_processes(self.job_id, "-m pretrain train")
+        agents = {pid for pid, (_, words) in processes.items() if AGENT in words}
+        for pid, (node, _) in processes.items():
             with contextlib.suppress(OSError, KeyError):
                 words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
                 variables = dict(word.split("=", 1) for word in words if "=" in word)
-                # A rank's own child processes run the same Python as their parent.
-                if _executable(pid) != _executable(_parent(pid)):
+                # A rank may have children with its own command line.
+                if _parent(pid) in agents:
                     found[int(variables["SLURM_PROCID"])] = (pid, node)
         return found
 
@@ -247,11 +255,6 @@ class Run:
     def job_said(self, job_id: str | None = None) -> str:
         """Return what a job of this run has printed: its script, the supervisor and rank 0."""
         return (self.directory / f"logs/slurm-{job_id or self.job_id}.log").read_text()
-
-
-def _executable(pid: int) -> str:
-    """Return the program that a process runs."""
-    return os.readlink(f"/proc/{pid}/exe")
 
 
 def _parent(pid: int) -> int:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from pretrain.launcher.agent import MODULE as AGENT
 from pretrain.rundir.paths import RunPaths
 from tests.end_to_end.commands import LAUNCHER, ROOT, Done, sets, succeeded, wait_for
 from tests.slurm.cluster import Cluster
@@ -20,6 +22,8 @@ LAST = 320
 # them. It saves on the signals of `pretrain train`; on SIGTERM only after RUN/slow is gone.
 RANK = """#!{python}
 import faulthandler, json, os, signal, sys, time
+if sys.argv[2:3] == ['pretrain.launcher.agent']:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 asked = []
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, frame: asked.append(number))
@@ -103,6 +107,7 @@ class Script:
         partition: str = "main",
         time: str = "30",
         options: tuple[str, ...] = (),
+        container: Sequence[str] = (),
     ) -> ScriptedRun:
         path = write_site(
             self.folder / f"{name}.site.toml",
@@ -110,6 +115,7 @@ class Script:
             time_limit=time,
             python=str(self.rank),
             sbatch_arguments=list(options),
+            container=list(container),
         )
         run = self.folder / "runs" / name
         given = (
@@ -153,7 +159,9 @@ class ScriptedRun(Run):
     def ranks(self) -> dict[int, tuple[int, str]]:
         """Return the ranks' processes: rank -> (process id, node)."""
         found = {}
-        for pid, (node, _) in self.cluster.step_processes(self.job_id, " train ").items():
+        for pid, (node, words) in self.cluster.step_processes(self.job_id, " train ").items():
+            if AGENT in words:
+                continue
             # OSError: the process has ended meanwhile.
             with contextlib.suppress(OSError):
                 text = Path(f"/proc/{pid}/environ").read_bytes().decode()

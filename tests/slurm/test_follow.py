@@ -29,6 +29,8 @@ from tests.slurm.runs import with_scripted_ranks, write_site
 RANK = """#!{python}
 import json, os, signal, sys, time
 from pathlib import Path
+if sys.argv[2:3] == ["pretrain.launcher.agent"]:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 sys.path.insert(0, {root!r})
 received = []
 for number in (signal.SIGUSR1, signal.SIGTERM):

@@ -5,8 +5,12 @@ The ranks are a script (scripted.py).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
+
+import pytest
 
 from tests.end_to_end.commands import LAUNCHER, wait_for
 from tests.slurm.scripted import Script, ScriptedRun
@@ -46,3 +50,75 @@ def test_a_launcher_that_is_killed_too_often_is_not_started_again(script: Script
     # The heartbeat is younger than a lease.
     status = script.cluster.run(*LAUNCHER, "status", run.directory).stdout
     assert "running" not in status and "estimated end" not in status, status
+
+
+def test_ranks_end_where_launcher_and_srun_are_killed_together(script: Script) -> None:
+    run = script.submit("both")
+    before = {pid for pid, _ in run.wait_for_training(1).values()}
+    found = run.cluster.step_processes(run.job_id)
+    for pid in [pid for pid, (_, words) in found.items() if words.startswith("srun")]:
+        # srun is two processes, which end together.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    kill(run, LAUNCHES)
+    run.wait_for_training(2)
+    assert not before & run.cluster.processes().keys()
+    finish(run)
+    # The launcher may see the end of srun first.
+    assert run.outcomes in ([None, "finished"], ["failed", "finished"])
+
+
+def test_a_rank_that_dies_while_slurmctld_is_away_ends_the_attempt(script: Script) -> None:
+    run = script.submit("away", "recovery.hang_seconds=120", "recovery.max_restarts=5")
+    ranks = run.wait_for_training(1)
+    script.cluster.kill_controller()
+    pid, node = ranks[1]
+    os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    ended = run.wait_for_end(1)
+    assert time.monotonic() - began < 40
+    assert (ended.outcome, ended.code, ended.nodes) == ("failed", 137, (node,)), ended
+    assert not run.ranks()
+    script.cluster.start_controller()
+    # Slurm may refuse steps for some seconds.
+    wait_for(run.nodes)
+    finish(run)
+    assert run.outcomes[-1] == "finished"
+
+
+def test_orders_reach_the_ranks_while_slurmctld_is_away(script: Script) -> None:
+    run = script.submit("orders", nodes=1)
+    run.wait_for_training(1)
+    script.cluster.kill_controller()
+    for pid in run.cluster.step_processes(run.job_id, LAUNCHES):
+        os.kill(pid, signal.SIGTERM)
+    ended = run.wait_for_end(1)
+    assert (ended.outcome, ended.code) == ("stopped", 80), ended
+    script.cluster.start_controller()
+    script.cluster.wait_for_job(run.job_id)
+
+
+@pytest.mark.parametrize("code", [2, pytest.param(75, marks=pytest.mark.torture)])
+def test_the_codes_of_a_container_are_not_the_ranks(script: Script, code: int) -> None:
+    """Nor are those of slurmstepd where it finds no Python."""
+    node = "n2"
+    broken = script.folder / "container"
+    broken.write_text(f'#!/bin/sh\ntest "$SLURMD_NODENAME" = {node} && exit {code}\nexec "$@"\n')
+    broken.chmod(0o755)
+    run = script.submit(f"code-{code}", container=[str(broken)], options=("--nodelist=n[1-2]",))
+    for attempt in (1, 2):
+        ended = run.wait_for_end(attempt)
+        assert (ended.outcome, ended.nodes) == ("failed", (node,)), ended
+    wait_for(lambda: run.cluster.job(run.job_id).get("Restarts") == "1")
+
+
+@pytest.mark.torture
+def test_a_node_whose_slurmstepd_is_killed_is_named(script: Script) -> None:
+    run = script.submit("stepd", "recovery.hang_seconds=600")
+    node = run.wait_for_training(1)[1][1]
+    found = run.cluster.processes(node)
+    for pid, (_, words) in found.items():
+        if "slurmstepd" in words and ".extern" not in words and ".batch" not in words:
+            os.kill(pid, signal.SIGKILL)
+    ended = run.wait_for_end(1)
+    assert (ended.outcome, ended.nodes) == ("failed", (node,)), ended

@@ -19,6 +19,7 @@ from pretrain.launcher.submit import data_job
 from pretrain.rundir.checkpoints import checkpoint_directory
 from tests.end_to_end.commands import ROOT, explained, succeeded
 from tests.slurm.cluster import Cluster, pyxis_options
+from tests.slurm.runs import AS_AGENT
 from tests.slurm.test_submit import DEMO, Desk, files
 
 CHANGES = {"JobId", "SubmitTime", "EligibleTime", "AccrueTime", "LastSchedEval", "Priority"}
@@ -209,12 +210,15 @@ def test_options_of_sbatch_are_passed_on_or_refused(cluster: Cluster, desk: Desk
 
 
 # ---- containers ----------------------------------------------------------------------------------
-INSIDE = """#!/bin/sh
+INSIDE = (
+    f"#!/bin/sh\n{AS_AGENT}"
+    + """\
 grep -q pytorch /etc/os-release && INSIDE=yes
 echo "$INSIDE $PWD $*" >> "$NOTES/inside"
 for last; do :; done
 case "$*" in *" evaluate "*) mkdir -p "$(dirname "$last")" ;; esac
 """
+)
 
 
 @pytest.mark.parametrize("way", ["pyxis", "container"])

@@ -23,7 +23,7 @@ from pretrain.rundir.attempts import Attempt
 from pretrain.rundir.jobs import JobRecord, append_job
 from tests.end_to_end.commands import ROOT, Done, explained, launcher, sets, succeeded, wait_for
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import with_scripted_ranks, write_site
+from tests.slurm.runs import AS_AGENT, with_scripted_ranks, write_site
 
 DEMO = ROOT / "configs/demo.toml"
 PAPER = ROOT / "configs/cc100_roberta/alibi_1024.toml"
@@ -32,12 +32,15 @@ NUM_STEPS = 320
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 # Runs as the ranks' Python. Writes its working directory, arguments and environment, with a NUL
 # after each. The exit code is that of wrong input, after which no attempt follows.
-NOTES = """#!/bin/sh
+NOTES = (
+    f"#!/bin/sh\n{AS_AGENT}"
+    + """\
 { pwd | tr '\\n' '\\0'; printf '%s\\0' "$@"; } > "$NOTES/$SLURM_JOB_ID.$SLURM_PROCID.arguments"
 env -0 > "$NOTES/$SLURM_JOB_ID.$SLURM_PROCID.environment"
 umask > "$NOTES/$SLURM_JOB_ID.$SLURM_PROCID.umask"
 exit 2
 """
+)
 
 
 class Desk:

@@ -44,7 +44,7 @@ LAUNCHER_USES |= {"pretrain.topology"}
 LAUNCHER_FLOORS = [
     {f"{LAUNCHER}.{name}" for name in names.split()}
     for names in (
-        "slurm site",
+        "agent slurm site",
         "supervise",
         "ranks status submit",
         "evaluations preflight",

@@ -177,7 +177,9 @@ def test_a_run_that_cannot_go_on_from_its_checkpoint_is_refused(tmp_path):
 FAKE_SLURM = {
     "sbatch": "echo 7",
     "squeue": "exit 0",
-    "srun": """for word; do printf '%s\\n' "$word"; done > "$NOTE"; exit 2""",
+    "srun": """for word; do printf '%s\\n' "$word"; done > "$NOTE"
+for rank in 0 1 2 3; do echo "$rank: rank agent: {\\"code\\": 2}"; done
+cat""",
 }
 
 
@@ -200,7 +202,7 @@ def test_what_a_job_reads_stays_where_slurm_may_have_taken_it(tmp_path, monkeypa
     assert (run / "launch/train.sbatch").exists()
 
 
-def test_what_was_allowed_is_kept_for_every_attempt(tmp_path, monkeypatch):
+def test_what_was_allowed_is_kept_for_every_attempt(tmp_path, monkeypatch, capsys):
     """`launcher submit` records it in launch.json, and the job passes it to the ranks."""
     (tmp_path / "bin").mkdir()
     for name, script in FAKE_SLURM.items():
@@ -223,6 +225,13 @@ def test_what_was_allowed_is_kept_for_every_attempt(tmp_path, monkeypatch):
         words = (tmp_path / "note").read_text().splitlines()
         assert words[words.index("train") :] == ["train", f"{run}/launch/config.toml", *allowed]
         (tmp_path / "note").unlink()
+    # The clone has changed since.
+    assert "this code is not the code" not in "".join(capsys.readouterr())
+    record = json.loads((run / "launch/launch.json").read_text())
+    (run / "launch/launch.json").write_text(json.dumps(record | {"commit": "0123" * 10}))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert node_job.attempt(run) == 2
+    assert "submitted from commit 012301230123" in "".join(capsys.readouterr())
 
 
 def built_data(tmp_path):

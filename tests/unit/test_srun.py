@@ -51,9 +51,12 @@ def test_a_step_that_srun_does_not_end_is_ended_by_slurmctld(
     process.stdout.close()
 
 
-# Says as srun does that a rank has ended, and waits for Slurm to end the others.
+# Has the agents of two ranks, of which one has failed, and waits for Slurm to end the others.
 SLOW = """#!/bin/sh
-echo 'srun: error: n2: task 1: Exited with exit code 9'
+echo '0: rank agent: {"code": null}'
+echo '1: half a line rank agent: {"code": 9}'
+cat
+echo '0: rank agent: {"code": -9}'
 exec sleep 600
 """
 
@@ -62,17 +65,21 @@ def test_a_rank_that_has_failed_is_the_cause_although_slurm_is_slow_to_end_the_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "KILL_SECONDS", 0.5)
+    monkeypatch.setattr(ranks, "ANSWER_SECONDS", 0.5)
     (program := tmp_path / "srun").write_text(SLOW)
     program.chmod(0o755)
     settings = [f"run.directory={tmp_path / 'run'}", "recovery.hang_seconds=60"]
     attempt = Attempt.begin(tmp_path / "run")
+    step = [str(program), "--ntasks=2", "--ntasks-per-node=1"]
 
     def start(attempt: Attempt) -> SrunRanks:
         attempt.phase("training", 7)
-        return SrunRanks([str(program)], "1", "a", {}, tmp_path / "log", ["n1", "n2"])
+        log = tmp_path / "log"
+        return SrunRanks(step, ["python"], "1", "a", {}, log, ["n1", "n2"])
 
     config = load_config("configs/demo.toml", settings)
     end = Supervisor(config, Signals(), lambda record: True).make_attempt(attempt, start)
     assert (end.outcome, end.code, end.nodes) == ("failed", 9, ("n2",))
     assert end.reason == f"rank 1 on n2 ended with exit code 9; see {tmp_path / 'log'}, at step 7"
     assert read_attempts(tmp_path / "run")[0].ended is not None
+    assert "1: half a line \n" in (tmp_path / "log").read_text()

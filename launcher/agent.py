@@ -1,0 +1,96 @@
+"""Start one rank, pass signals on to it, and report how it ends: a task of srun.
+
+    python -m pretrain.launcher.agent COMMAND...
+
+Slurm starts an agent for each rank and binds it to cores and GPUs, which the rank inherits. What
+the launcher knows of a rank is what its agent says through srun, and what it orders comes to the
+agent through srun's stdin, so neither needs slurmctld or the words of srun. Where stdin ends, the
+launcher, srun or slurmstepd is gone, or the attempt is over: the agent kills its rank and ends.
+
+An order is a byte: the number of a signal for the rank, or HELLO. This file imports nothing heavy,
+because it starts once for each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+from pretrain.processes import dies_with_parent
+
+MODULE = "pretrain.launcher.agent"
+SAYS = "rank agent: "
+"""The beginning of a report on stdout, which is the rank's as well."""
+HELLO = 0
+"""The order that asks for nothing. It shows an agent that orders reach it."""
+BEAT_SECONDS = 20.0
+"""Time between two reports while nothing happens."""
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that Slurm may send to the agent alone, or to all processes of the step."""
+BLOCKED_AT_START = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that end a rank which has no handlers yet; it unblocks them itself."""
+NOT_STARTED = 127
+"""The code of a rank whose command cannot be executed, as a shell's."""
+
+
+def main(command: list[str]) -> None:
+    """Run the command until it has ended and stdin has."""
+    waked, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    for caught in (signal.SIGCHLD, *PASSED_ON):
+        # The pipe has the number.
+        signal.signal(caught, lambda number, frame: None)
+    rank = _started(command)
+    _report(rank)
+    heard = False
+    while True:
+        ready = select.select([0, waked], [], [], BEAT_SECONDS)[0]
+        numbers = os.read(waked, 4096) if waked in ready else b""
+        if 0 in ready:
+            orders = os.read(0, 4096)
+            if not orders:
+                break
+            heard, numbers = True, numbers + orders
+        for number in numbers:
+            if number not in (HELLO, signal.SIGCHLD) and rank and rank.poll() is None:
+                rank.send_signal(number)
+        _report(rank)
+    if not heard:
+        print("the ranks' container does not pass stdin on, which the launcher needs", flush=True)
+    if rank:
+        rank.kill()
+        rank.wait()
+    _report(rank)
+
+
+def _started(command: list[str]) -> subprocess.Popen[bytes] | None:
+    """Start the rank, which dies with this process; None where it cannot be executed."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_AT_START)
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=dies_with_parent())
+    except OSError as error:
+        print(f"{command[0]}: cannot be started ({error.strerror})", flush=True)
+        return None
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_AT_START)
+
+
+def _report(rank: subprocess.Popen[bytes] | None) -> None:
+    """Say on stdout if the rank runs, and if not, how it ended."""
+    code = rank.poll() if rank else NOT_STARTED
+    content = {"code": code, "host": os.uname().nodename, "at": time.time()}
+    # In one write, which nothing that the rank writes can divide.
+    with contextlib.suppress(OSError):
+        # srun or slurmstepd may be gone; so is stdin then.
+        os.write(1, f"{SAYS}{json.dumps(content)}\n".encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
