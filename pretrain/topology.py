@@ -56,7 +56,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from pretrain import platform
-from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, writing
+from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, Unsound, writing
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.files import from_json, parse_json, replace_file
 from pretrain.rundir.jobs import job_id_of
@@ -616,8 +616,17 @@ def gather(own: T, kind: Any) -> list[T]:
 
 
 def first_problem(own: P | None) -> P | None:
-    """Return the first problem that a rank has, on all ranks. All ranks together."""
-    return next(filter(None, map(_error, gather(_told(own), _Told))), None)
+    """Return the first problem that a rank has, on all ranks. All ranks together.
+
+    One about numbers that cannot be right knows the rank then.
+    """
+    for rank, told in enumerate(gather(_told(own), _Told)):
+        problem = _error(told)
+        if isinstance(problem, Unsound):
+            problem.ranks = (rank,)
+        if problem is not None:
+            return cast(P, problem)
+    return None
 
 
 def _in_tensor(text: bytes, size: int) -> torch.Tensor:

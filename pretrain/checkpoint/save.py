@@ -37,7 +37,7 @@ from pretrain.checkpoint.manifest import (
     state_content,
 )
 from pretrain.checkpoint.writer import Publication, Writer, publish
-from pretrain.config import ConfigError, RunConfig, RunFailed, Unsound, dump_config, writing
+from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, writing
 from pretrain.config.errors import say
 from pretrain.config.trajectory import DIGITS, TOKENIZER
 from pretrain.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
@@ -342,7 +342,7 @@ class Saver:
                 bits = int(_sum_of_bits(tensors).numbers()[0])
                 write_part(save.partial, part, _host_values(tensors), bits)
         except RunFailed as error:
-            save.problem = _of_rank(error, part.rank)
+            save.problem = error
         except KeyboardInterrupt:
             # Free the room on a disk that may be full.
             shutil.rmtree(save.partial, ignore_errors=True)
@@ -357,7 +357,7 @@ class Saver:
             with writing(save.final):
                 self._writer.wait(unanswered)
         except RunFailed as error:
-            save.problem = save.problem or _of_rank(error, self._topology.rank)
+            save.problem = save.problem or error
 
     def _publish(self, save: _Save) -> None:
         """Publish the checkpoint, of which all parts are written. Rank 0 alone."""
@@ -411,13 +411,6 @@ def lay_out(rank: int, fragments: Iterable[Fragment]) -> tuple[Part, list[torch.
             pieces.append(Piece(f"{kind}/{named.name}", tuple(named.global_shape), boxes))
             tensors.append(flat)
     return Part(rank, tuple(pieces)), tensors
-
-
-def _of_rank(error: RunFailed, rank: int) -> RunFailed:
-    """Return the error; one about numbers that cannot be right with the rank that holds them."""
-    if isinstance(error, Unsound):
-        error.ranks = (rank,)
-    return error
 
 
 def _sum_of_bits(tensors: list[torch.Tensor]) -> platform.Readback:
