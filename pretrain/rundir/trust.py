@@ -144,10 +144,11 @@ def read_trusted(path: Path, most: int | None = MAX_BYTES) -> str:
         OSError: It is missing, no regular file, a link, or too large.
         ConfigError: Another user owns it or its folder, or may write to them.
     """
-    return read_bytes(path, most, _open_trusted).decode(errors="replace")
+    return read_bytes(path, most, open_trusted).decode(errors="replace")
 
 
-def _open_trusted(path: Path) -> IO[bytes]:
+def open_trusted(path: Path) -> IO[bytes]:
+    """Open a file as `read_trusted` does, which raises the same errors."""
     folder: list[ConfigError] = []
 
     def check(where: Path, found: os.stat_result, descriptor: int) -> None:

@@ -49,7 +49,7 @@ from pretrain.rundir.files import (
     replace_file,
     replace_json,
 )
-from pretrain.rundir.trust import check_above, check_own_directory, read_trusted
+from pretrain.rundir.trust import check_above, check_own_directory, open_trusted, read_trusted
 
 Stage = Literal["scan", "tokenize"]
 
@@ -454,7 +454,7 @@ def load_task(folder: BuildFolder, number: int) -> TaskPlan:
     """
     content = json.loads(read_trusted(folder.plan, most=None))
     data = DataSection.model_validate_json(content["data"])
-    with folder.tasks.open() as file:
+    with open_trusted(folder.tasks) as file:
         sample, held_out, position, name, pieces = json.loads(next(islice(file, number, None)))
     return TaskPlan(
         data,
