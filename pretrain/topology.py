@@ -39,6 +39,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -565,7 +566,7 @@ _Told = tuple[str, str] | None
 """The class of an error and its message."""
 
 
-def on_main(topology: Topology, function: Callable[[], T], kind: Any = None) -> T:
+def on_main(topology: Topology, function: Callable[[], T], kind: Any = NoneType) -> T:
     """Call `function` on rank 0 only, and return its result on every rank. A collective operation.
 
     Args:
@@ -589,7 +590,7 @@ def on_main(topology: Topology, function: Callable[[], T], kind: Any = None) -> 
     sent = _in_tensor(text, int(size))
     dist.broadcast(sent, 0)
     if not topology.is_main:
-        told, result = _adapter(tuple[_Told, kind]).validate_json(bytes(sent.tolist()))
+        told, result = _adapter(tuple[_Told, kind | None]).validate_json(bytes(sent.tolist()))
         problem = _error(told)
     if problem is not None:
         raise problem

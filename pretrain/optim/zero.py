@@ -219,7 +219,7 @@ class ZeroOptimizer:
         return float(self.zero.loss_scale) if self.is_fp16 else None
 
     @property
-    def loss_scaler(self) -> dict[str, float] | None:
+    def scaler_fields(self) -> dict[str, float] | None:
         """Return the fields of fp16's dynamic loss scaler; None in other precisions."""
         if not self.is_fp16:
             return None
@@ -244,7 +244,7 @@ class ZeroOptimizer:
         fragments = list(read_fragments(self))
         # Updates made so far; fp16 skips those that overflow.
         [steps] = {int(self.zero.optimizer.state[flat]["step"]) for flat in flat_masters(self)}
-        return OptimizerState(fragments, steps, self.loss_scaler)
+        return OptimizerState(fragments, steps, self.scaler_fields)
 
     def load_state(self, adam_steps: int, loss_scaler: dict[str, float] | None) -> None:
         """Complete a load after the tensors of `state` have been filled. All ranks together.

@@ -204,8 +204,8 @@ def begins_branch(run: Path, resumed: Path, lineage: Lineage) -> bool:
     """
     if resumed.resolve().parent != RunPaths(run).checkpoints.resolve():
         return True
-    copied_at = read_json(RunPaths(run).version).get("copied_at_step")
-    if isinstance(copied_at, int) and lineage.step <= copied_at:
+    copied = read_json(RunPaths(run).version).get("copied")
+    if isinstance(copied, list) and lineage.id in copied:
         return True
     for path in (*named_by_step(RunPaths(run).checkpoints), *abandoned_checkpoints(run)):
         other = read_lineage(path)

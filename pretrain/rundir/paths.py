@@ -361,8 +361,11 @@ def claim_version(run: Path) -> None:
         }
         if before.get("id"):
             content["copy_of"] = before["id"]
-            # What is saved from here on is a branch of its own (`history.begins_branch`).
-            content["copied_at_step"] = _newest_step(RunPaths(run).checkpoints)
+            # What is saved after one of these is a branch of its own (`history.begins_branch`).
+            content["copied"] = [
+                read_json(path).get("id")
+                for path in sorted(RunPaths(run).checkpoints.glob("step-*/manifest.json"))
+            ]
         replace_json(path, content)
 
 
@@ -372,13 +375,6 @@ def restore_version(run: Path, lost: bytes) -> None:
     if content.get("id"):
         place = {DIRECTORY: dataclasses.asdict(Place.of(run))}
         replace_json(RunPaths(run).version, content | place, durable=True)
-
-
-def _newest_step(checkpoints: Path) -> int:
-    """Return the newest step of which there is a checkpoint, as the names say; 0 without one."""
-    names = os.listdir(checkpoints) if checkpoints.is_dir() else []
-    steps = (name.removeprefix("step-") for name in names if name.startswith("step-"))
-    return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
 def check_version(run: Path) -> None:

@@ -146,7 +146,7 @@ def begin_ledger(run: Run) -> Ledger:
     interval = memory_check_interval(run.config, run.topology.layout.data)
     began = run.start_point.checkpoint
     # The loss scaler's fields are the same on all ranks and at any start from scratch.
-    point = Point(began.path if began else None, run.state, run.origin, run.optimizer.loss_scaler)
+    point = Point(began.path if began else None, run.state, run.origin, run.optimizer.scaler_fields)
     ledger = Ledger(point, Resting(run.optimizer, interval) if run.config.recovery.replay else None)
     return ledger
 

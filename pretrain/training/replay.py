@@ -71,7 +71,7 @@ class Point:
     state: TrainerState
     origin: Origin
     """What the next save after it records."""
-    loss_scaler: dict[str, float] | None = None
+    scaler_fields: dict[str, float] | None = None
     """fp16, of the initial state: the loss scaler's fields."""
     largest: Tensor | None = None
     """Its `health.largest_magnitudes`."""
@@ -390,7 +390,7 @@ def _go_back(run: Run, hooks: Sequence[Hook], seen: str) -> None:
     lineage: Lineage | None = Lineage("", 0, None, branches)
     try:
         if point.path is None:
-            load_initial(run.config, run.optimizer, point.loss_scaler)
+            load_initial(run.config, run.optimizer, point.scaler_fields)
         else:
             load_checkpoint(open_checkpoint(point.path), run.optimizer)
             lineage = read_lineage(point.path)

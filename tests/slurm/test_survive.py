@@ -87,7 +87,7 @@ def test_a_killed_controller_a_killed_node_and_a_stopped_rank(
     run.signal(1, signal.SIGSTOP)
     second = run.wait_for_end(2)
     assert second.outcome == "hung", second
-    assert "no progress for 6 s while training" in second.reason, second
+    assert "no progress for 20 s while training" in second.reason, second
     for rank in (0, 1):
         assert f"{rank}: Current thread" in run.said(2) or f"{rank}: Thread" in run.said(2)
 

@@ -26,6 +26,7 @@ from tests.slurm.test_submit import DEMO, Desk
 VICTIM, ATTACKER = (pwd.getpwnam(name).pw_uid for name in ("daemon", "nobody"))
 """Two users that every Debian has: Slurm wants to know a job's user by name."""
 WHO = """#!/bin/sh
+case "$*" in *launcher.agent*) PYTHONPATH={path} exec {python} "$@";; esac
 id -u > "$NOTES/ran.$SLURM_PROCID"
 # Refused, after which no other attempt is made.
 exit 2
@@ -70,7 +71,7 @@ class Users:
         self.mine.write_text("mine")
         for path in (self.home, self.mine):
             os.chown(path, VICTIM, VICTIM)
-        desk.python.write_text(WHO)
+        desk.python.write_text(WHO.format(path=PACKAGES["PYTHONPATH"], python=python))
         desk.site()
         for path in (desk.work, desk.notes, *desk.work.rglob("*")):
             path.chmod(0o777 if path.is_dir() else 0o644)

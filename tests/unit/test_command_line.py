@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config.arguments import expand_home
+from pretrain.rundir.paths import ExitCode
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {"pretrain": "pretrain.cli.main", "launcher": "pretrain.launcher.__main__"}
@@ -61,7 +62,8 @@ def test_a_full_disk_under_the_output_is_an_error(name):
         done = subprocess.run(
             command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True
         )
-    assert done.returncode and done.stderr == "error: [Errno 28] No space left on device\n"
+    said = "error: pretrain: No space left on device. Make room or choose another place"
+    assert done.returncode == ExitCode.NO_SPACE and done.stderr.startswith(said), done.stderr
 
 
 def test_the_home_directory_in_the_value_of_an_option(tmp_path):
