@@ -194,6 +194,9 @@ class SrunRanks:
         ends = {rank: code for rank, code in list(self._ends.items()) if code}
         silent = [] if is_lost else sorted(self._heard.keys() - self._ended)
         first = next(iter(ends), None)
+        if first is not None and ends[first] == -signal.SIGTERM and not self._is_asked:
+            # Slurm ends the others where a task ended without an agent: its container failed.
+            first = first if len(self._heard) == self._num_tasks else None
         if silent and len(silent) < len(self._heard):
             self.nodes = self._nodes_of(silent)
             where = ", ".join(self.nodes) or f"the node of rank {silent[0]}"
@@ -206,7 +209,7 @@ class SrunRanks:
             alike = self._nodes_of([rank for rank in ends if ends[rank] == ends[first]])
             self.nodes = node if ends[first] < 0 else alike if len(alike) == 1 else ()
             code = _exit_code(ends[first])
-        elif self._ends:
+        elif self._ends and not ends:
             return ExitCode.FINISHED
         else:
             code = _exit_code(self._srun.returncode)

@@ -134,7 +134,7 @@ def test_a_run_that_was_moved_after_a_branch_goes_on(workspace, config):
     assert identity(moved) == was and not run.exists()
 
 
-@pytest.mark.parametrize("supervised", [False, True])
+@pytest.mark.parametrize("supervised", [pytest.param(False, marks=pytest.mark.torture), True])
 @pytest.mark.parametrize("harm", ["moved", "removed", "replaced", "attempts"])
 def test_a_directory_that_goes_away_is_said_as_what_it_is(workspace, config, harm, supervised):
     name = f"{harm}-{supervised}"
