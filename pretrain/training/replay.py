@@ -306,7 +306,8 @@ def _whose(found: _Findings, ranks: Sequence[int]) -> str:
 
 def _blame(run: Run, found: _Findings, seen: str, named: Sequence[int]) -> None:
     """Count a single rank that differed, and end the run if it is the second time."""
-    ranks = list(named) or found.ranks
+    # A rank without others to compare with may only sum in another order.
+    ranks = list(named) or (found.ranks if len(found.everyone) > 1 else [])
     if len(ranks) == 1 and run.ledger is not None:
         run.ledger.blamed[ranks[0]] += 1
         if run.ledger.blamed[ranks[0]] > 1:
@@ -318,8 +319,8 @@ def _end_persistent(run: Run, found: _Findings, rank: int, seen: str) -> NoRetur
     place, step = found.everyone[rank], run.ledger.last if run.ledger else run.state.step
     line = (
         f"{seen}: rank {rank} ({place.host}, {place.device}) computes or remembers other numbers "
-        "than before with the same data, in two replays. Leave its host out and test it. The "
-        "launcher does so by itself"
+        "than before with the same data, in two replays. Leave its host out and test it; under "
+        "Slurm the launcher leaves it out by itself"
     )
     _write(run, Cause.PERSISTENT, step, found, [rank], line)
     raise RunFailed(line)

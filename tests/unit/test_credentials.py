@@ -171,5 +171,6 @@ def test_a_config_holds_no_secret(url: str) -> None:
 
 
 def test_what_looks_like_a_secret_in_a_path_is_none() -> None:
-    for url in ("data/key=3/x", "s3://bucket/part-??", "sftp://me@host/x", "abfs://c@account/x"):
+    paths = "data/key=3/x", "runs/sk-learn-experiments-2024", "runs/basic pretraining-1b"
+    for url in (*paths, "s3://bucket/part-??", "sftp://me@host/x", "abfs://c@account/x"):
         assert not credential_in_url(url)
