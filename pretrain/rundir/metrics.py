@@ -182,7 +182,9 @@ class MetricsFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file. Raises RunFailed when the disk refuses what is left."""
+        """Close the file, once. Raises RunFailed when the disk refuses what is left."""
+        if self._file.closed:
+            return
         try:
             with writing(self._path):
                 self._restore()

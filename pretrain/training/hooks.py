@@ -258,6 +258,11 @@ class LoggingHook(Hook):
             record[f"{PASS}{corpus}"] = number
         self.writer.step(record)
 
+    def before_rollback(self, run: Run) -> None:
+        """Close metrics.jsonl with all records so far, some of which are set aside."""
+        if self.writer is not None:
+            self.writer.close_file()
+
     def after_rollback(self, run: Run) -> None:
         """Drop the records of the steps that are taken again."""
         if self.writer is not None:

@@ -423,9 +423,13 @@ class MetricsWriter:
         """Write the record of changed keys to metrics.jsonl; the others hold numbers alone."""
         self._file.write(record)
 
+    def close_file(self) -> None:
+        """Close metrics.jsonl, with every record in it. Raises RunFailed when the disk refuses."""
+        self._file.close()
+
     def go_back(self, step: int) -> None:
         """Drop the records of the steps after `step`, which are taken again."""
-        self._file.close()
+        self.close_file()
         self._file = MetricsFile(self._path, step)
         self._each(lambda destination: destination.go_back(step))
 
@@ -436,7 +440,7 @@ class MetricsWriter:
     def close(self) -> None:
         """Write out what is buffered and close every destination."""
         self._each(lambda destination: destination.close())
-        self._file.close()
+        self.close_file()
 
     def _open(self, name: str, make: Callable[[], Destination]) -> None:
         with self._guarded(name):

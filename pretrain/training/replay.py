@@ -401,6 +401,8 @@ def _go_back(run: Run, hooks: Sequence[Hook], seen: str) -> None:
     where = point.path or run.config.directory
 
     def set_aside() -> tuple[Path | None, str]:
+        for hook in hooks:
+            hook.before_rollback(run)
         saved = saved_checkpoints(run.config.directory)
         why = {s.path.name: f"saved again ({seen})" for s in saved if s.step > point.state.step}
         with writing(run.config.directory):

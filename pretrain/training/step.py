@@ -80,6 +80,9 @@ class Hook:
         """Return the run's newest checkpoint, once it is complete, from the hook that saves."""
         return None
 
+    def before_rollback(self, run: Run) -> None:
+        """Write out and close files of which a part is set aside. On rank 0 alone."""
+
     def after_rollback(self, run: Run) -> None:
         """Forget the steps after `run.state.step`, which are taken again."""
 

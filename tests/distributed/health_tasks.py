@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -52,22 +53,23 @@ def outcome(config: RunConfig, resume: str = "auto") -> dict[str, Any]:
 
     Returns:
         "code": the exit code that `pretrain train` would end with; "error": the message; "saved":
-        names of its checkpoints.
+        names of its checkpoints; "said": what this rank printed.
     """
     from pretrain.config import RunFailed
     from pretrain.rundir.paths import RunPaths, exit_code_of
     from pretrain.training.loop import train
 
-    code, error = 0, ""
+    code, error, said = 0, "", io.StringIO()
     try:
-        code = train(config, resume)
+        with contextlib.redirect_stderr(said):
+            code = train(config, resume)
     except RunFailed as failure:
         code, error = int(exit_code_of(failure)), str(failure)
     checkpoints = RunPaths(config.directory).checkpoints
     # Rank 0 may still publish what was saved before.
     dist.barrier()
     saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
-    return {"code": code, "error": error, "saved": saved}
+    return {"code": code, "error": error, "saved": saved, "said": said.getvalue()}
 
 
 class Flip(NamedTuple):

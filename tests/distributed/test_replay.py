@@ -70,6 +70,7 @@ def test_a_bit_that_flips_once_is_transient_and_the_run_ends_as_if_nothing_had_b
     results = pools(processes).run(tasks.train_flipped, config, [fault])
     assert {r["code"] for r in results} == {0}, results[0]["error"]
     assert sum(r["flips"] for r in results) == 1
+    assert "warning" not in results[0]["said"], results[0]["said"]
     [attempt] = read_attempts(run)
     found = attempt.diagnosis
     assert (found.kind, found.rank) == ("transient", fault.rank)
