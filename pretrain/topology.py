@@ -201,6 +201,7 @@ def meet(peer: Process, seconds: float) -> Store:
     ranks = [str(rank) for rank in range(peer.world_size)]
 
     def absent() -> list[str]:
+        """Return the ranks that have not come in time; RunFailed on one without the secret."""
         present.set(ranks[peer.rank], _proof(secret, ranks[peer.rank]))
         try:
             present.wait(ranks, datetime.timedelta(seconds=seconds))

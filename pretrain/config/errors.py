@@ -38,7 +38,7 @@ class RunFailed(RuntimeError):
 
 
 class Unsound(RunFailed):
-    """What a rank holds or has computed cannot be right. A replay of the steps can tell why.
+    """A rank holds or has computed something that cannot be right. A replay can tell why.
 
     It is raised on all ranks together, with the same message.
     """
@@ -71,7 +71,7 @@ class Poisoned(Unsound):
 
 
 class MemoryChanged(Poisoned):
-    """What a rank keeps has changed while nothing wrote to it."""
+    """The memory of a rank has changed while nothing wrote to it."""
 
 
 class NoSpace(RunFailed):

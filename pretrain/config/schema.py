@@ -402,7 +402,7 @@ class RecoverySection(Section):
     """Every so many steps, sums of the bits of masters, moments and weights are taken after an
     update and compared before the next one. Default: as often as costs at most 1 % of the steps on
     an H100, which is every step from 60,000 to 100,000 tokens of a global batch on. It has a
-    meaning only beside recovery.replay, and fp16 is not checked."""
+    meaning only beside recovery.replay."""
 
     spare_nodes: Free[int] = Field(default=0, ge=0)
     """Nodes that a Slurm job holds beside those that train. When a node fails, a spare one takes

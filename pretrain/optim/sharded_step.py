@@ -95,6 +95,7 @@ def make_wire(group: dist.ProcessGroup, dtype: torch.dtype) -> Wire:
         node_group, peers = make_groups([own_node, ranks[number::per_node]])
 
     def start(flat: Tensor) -> Wait:
+        """Start to sum a bucket in two stages, or in one if there is one node (`Wire`)."""
         # The second stage waits for the first, which the backward pass must not do.
         with platform.beside():
             # From [nodes, ranks of a node, part] to [ranks of a node, nodes, part]: the rank with a

@@ -213,7 +213,7 @@ class Preflight:
 
 
 class Cause(StrEnum):
-    """What a replay of the same steps on the same data found out about a failed check."""
+    """The finding of a replay of the same steps on the same data, about a failed check."""
 
     TRANSIENT = "transient"
     """It did not happen again; the run went on from the replayed steps."""

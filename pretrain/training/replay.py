@@ -51,7 +51,7 @@ from pretrain.rundir.checkpoints import Branch, Lineage, new_id, read_lineage, s
 from pretrain.rundir.history import settle
 from pretrain.topology import Topology, gather, host_name, on_main
 from pretrain.training.start import Run, load_initial
-from pretrain.training.step import Hook, Jump, Spike
+from pretrain.training.step import Hook, Spike
 
 NAMES = ("norm", "loss", "own loss", "own gradient", "own memory")
 """The numbers of a step that are compared, in the order in which `Ledger.note` takes them."""
@@ -86,12 +86,12 @@ class Replay:
     seen: str
     ranks: tuple[int, ...]
     """Those that the check named."""
-    is_jump: bool
-    """It was a `Jump`, which is accepted if it happens again."""
     number: int
     """1 for the first of a failure."""
     first: tuple[int, frozenset[str]] | None = None
     """The first step whose numbers differed on this rank, and which of NAMES."""
+    jumped_to: float | None = None
+    """The norm of `until` this time, if it is that of a jump; then it is accepted."""
 
 
 class Ledger:
@@ -145,9 +145,10 @@ class Ledger:
 
     def jumps(self, step: int, norm: float) -> bool:
         """Return True if a step is to be replayed for its norm; not again at a replay's end."""
-        is_end = self.replay is not None and self.replay.until == step
-        if self.most and not is_end and self.most * JUMP < norm < math.inf:
-            return True
+        if self.most and self.most * JUMP < norm < math.inf:
+            if self.replay is None or self.replay.until != step:
+                return True
+            self.replay.jumped_to = norm
         self.most = max(self.most, norm if math.isfinite(norm) else 0.0)
         return False
 
@@ -187,7 +188,7 @@ class _Place(NamedTuple):
 
 
 class _Findings(NamedTuple):
-    """What all ranks together know of a replay."""
+    """The differences that all ranks together have seen in a replay."""
 
     everyone: list[_Place]
     step: int | None
@@ -258,9 +259,7 @@ def replay(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> bool:
             f"{place}, to find out why"
         )
     _go_back(run, hooks, trouble.seen)
-    ledger.replay = Replay(
-        ledger.last, trouble.seen, trouble.ranks, isinstance(trouble, Jump), number
-    )
+    ledger.replay = Replay(ledger.last, trouble.seen, trouble.ranks, number)
     return True
 
 
@@ -278,15 +277,18 @@ class ReplayHook(Hook):
             return
         done, ledger.replay = ledger.replay, None
         found = _compare(run.topology, done.first)
-        if done.is_jump and found.step is None:
-            line = f"{done.seen}: it happens again with the same data. Training goes on"
+        since = f", which differed from step {found.step} on" if found.step is not None else ""
+        if done.jumped_to is not None:
+            line = (
+                f"{done.seen}: it happens again with the same data (a norm of {done.jumped_to:.4g})"
+                f"{since and f', after other numbers{since}'}. Training goes on"
+            )
             _write(run, Cause.REPRODUCES, done.until, found, [], line)
             if run.topology.is_main:
                 say(line)
             return
         _blame(run, found, done.seen, done.ranks)
         ranks = list(done.ranks) or found.ranks
-        since = f", which differed from step {found.step} on" if found.step is not None else ""
         line = (
             f"{done.seen}: transient. It did not happen again with the same data{since}; "
             f"{_whose(found, ranks)}. Training goes on from the replayed step {run.state.step}"

@@ -69,7 +69,7 @@ _COLLECTIVES = (
 
 
 class StepTimes:
-    """What this rank did with the time of its latest steps. Every rank makes one."""
+    """The seconds of this rank's latest steps, by what it did. Every rank makes one."""
 
     def __init__(self) -> None:
         self._waits: Waits = []
@@ -100,18 +100,18 @@ class StepTimes:
                 setattr(owner, name, original)
 
     def _begun(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             # NCCL runs one that is not asynchronous in the present queue, before it is waited for.
-            if not getattr(args[-1], "asyncOp", True):
+            if not all(getattr(each, "asyncOp", True) for each in (*args, *named.values())):
                 self._begin = platform.Moment()
-            return function(*args)
+            return function(*args, **named)
 
         return call
 
     def _waited(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(*args: Any) -> Any:
+        def wait(*args: Any, **named: Any) -> Any:
             begin, self._begin = self._begin or platform.Moment(), None
-            done = function(*args)
+            done = function(*args, **named)
             # Of another queue's events nobody knows that they have passed when they are read.
             if platform.is_main_queue():
                 self._waits.append((begin, platform.Moment()))
@@ -169,7 +169,7 @@ def window_steps(topology: Topology) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs, and what it does."""
+    """A rank's host, device and part of the work."""
 
     host: str
     device: str

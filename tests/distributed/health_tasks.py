@@ -279,12 +279,24 @@ def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dic
         return {**outcome(config), "unchanged": unchanged}
 
 
-def train_scaled(config: RunConfig, step: int, factor: float) -> dict[str, Any]:
-    """Train a run whose gradients are multiplied by a factor in a step, whenever it is taken."""
+def train_scaled(
+    config: RunConfig, step: int, factor: float, noise: float = 0.0, rank: int | None = None
+) -> dict[str, Any]:
+    """Train a run whose gradients are multiplied by a factor in a step, whenever it is taken.
+
+    Args:
+        config: The run's config.
+        step: The step, counted from 1.
+        factor: The factor.
+        noise: By how much gradients differ each time that any step is computed, relative to them.
+        rank: The rank of which they differ; None for all.
+    """
     from pretrain.training import loop
 
     forward_backward, queue_step = loop.forward_backward, loop.queue_step
-    is_due = False
+    is_due, drawn = False, torch.Generator()
+    # As of a kernel whose threads add up in the order in which they come.
+    drawn.seed()
 
     def queued(run: Any, *args: Any) -> Any:
         nonlocal is_due
@@ -292,9 +304,16 @@ def train_scaled(config: RunConfig, step: int, factor: float) -> dict[str, Any]:
         return queue_step(run, *args)
 
     def scaled(chunks: Any, optimizer: Any, *given: Any) -> Any:
+        is_noisy = noise > 0 and rank in (None, dist.get_rank())
+
+        def changed(gradient: Tensor) -> Tensor:
+            if is_noisy:
+                gradient = gradient * (1 + noise * torch.randn(gradient.shape, generator=drawn))
+            return gradient * factor if is_due else gradient
+
         handles = [
-            named.parameter.register_hook(lambda gradient: gradient * factor)
-            for named in optimizer.parameters * is_due
+            named.parameter.register_hook(changed)
+            for named in optimizer.parameters * (is_due or is_noisy)
         ]
         losses = forward_backward(chunks, optimizer, *given)
         for handle in handles:
@@ -308,9 +327,9 @@ def train_scaled(config: RunConfig, step: int, factor: float) -> dict[str, Any]:
         return outcome(config)
 
 
-def train_unsound(config: RunConfig, step: int) -> dict[str, Any]:
+def train_unsound(config: RunConfig, step: int, noise: float = 0.0) -> dict[str, Any]:
     """Train a run whose gradients are not finite in a step, whenever it is taken."""
-    return train_scaled(config, step, float("nan"))
+    return train_scaled(config, step, float("nan"), noise)
 
 
 def check_every_step(config: RunConfig, steps: list[Tensor]) -> int:

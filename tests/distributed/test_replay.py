@@ -117,15 +117,18 @@ def test_a_rank_that_is_wrong_in_two_replays_ends_the_run_by_its_host(pools, tin
     assert all(found.what in result["error"] for result in results)
 
 
+@pytest.mark.parametrize(("layout", "noise"), [("pp2", 0.0), ("dp2", 1e-6)])
 def test_a_norm_far_above_all_others_is_replayed_and_accepted_if_it_comes_again(
-    pools, tiny_data, tmp_path
+    pools, tiny_data, tmp_path, layout, noise
 ):
-    config = _config(tmp_path / "run", tiny_data, "pp2")
-    results = pools(2).run(tasks.train_scaled, config, 6, 1e5)
+    """Also with other bits, where no computation of a gradient repeats."""
+    config = _config(tmp_path / "run", tiny_data, layout)
+    results = pools(2).run(tasks.train_scaled, config, 6, 1e5, noise)
     assert {r["code"] for r in results} == {0}
     [attempt] = read_attempts(tmp_path / "run")
     assert (attempt.diagnosis.kind, attempt.diagnosis.step) == ("reproduces", 6)
     assert "Training goes on" in attempt.diagnosis.what
+    assert ("differed from step 1 on" in attempt.diagnosis.what) == (noise > 0)
     assert [step for step, _, _ in _numbers(tmp_path / "run")] == list(range(1, STEPS + 1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import os
 import random
@@ -63,6 +64,25 @@ def train_slowed(config: RunConfig, slow: int, kind: str) -> str:
     ):
         assert loop.train(config) == 0
     return said.getvalue()
+
+
+def waits_of_named_arguments(config: RunConfig) -> int:
+    """Return how many waits are measured of a collective that is given its arguments by name."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.distributed.health_tasks import build_run
+
+    run = build_run(config)
+    with run.times.measuring(run.topology, 1):
+        work = dist.distributed_c10d._get_default_group().allreduce(tensors=[torch.ones(1)])
+        work.wait(timeout=datetime.timedelta(minutes=5))
+    return len(run.times.take())
+
+
+def test_collectives_with_named_arguments_are_measured(pools, tiny_data, tmp_path):
+    config = run_config(tiny_data, tmp_path, ALL_LAYOUTS["dp2"][1], STEPS)
+    assert pools(2).run(waits_of_named_arguments, config) == [1, 1]
 
 
 CASES = [
