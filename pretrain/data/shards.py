@@ -10,9 +10,12 @@ give the same bytes, whoever writes them, so a rebuilt data set has the digests 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
+import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,8 +25,9 @@ import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from pretrain.config import ConfigError
-from pretrain.rundir.files import flush_directory, replace_file
+from pretrain.config import ConfigError, RunFailed
+from pretrain.config.errors import NO_SPACE_ERRORS
+from pretrain.rundir.files import Json, flush_directory, flush_file, new_file, replace_file
 
 Split = Literal["train", "validation"]
 
@@ -159,6 +163,30 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+# ---- seals ----
+# Every file of a data set is named with its size and digest in a record that is sealed itself: the
+# shards and checksums of a split in its manifest, and the manifests, the tokenizer and the indexes
+# of documents in build.json. The output of a build's task has a record of the same kind.
+
+
+def sealed(content: Json) -> str:
+    """Return JSON that ends with the SHA-256 of what it holds: as JSON, sorted, without spaces."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps(content | {"sha256": digest}, indent=1) + "\n"
+
+
+def unsealed(raw: str | bytes) -> Json | None:
+    """Return the content of sealed JSON; None if it is not, to the byte, what was written."""
+    try:
+        content = json.loads(raw)
+        del content["sha256"]
+        text = sealed(content)
+        return content if raw in (text, text.encode()) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
 class Shard(_Record):
     """One tar file of a split."""
 
@@ -199,6 +227,8 @@ class TaskShards(_Record):
 
     checksums: str
     """Name of the file of the checksums of the task's pieces."""
+
+    checksums_xxh3_128: _Digest128
 
 
 class CorpusRecord(_Record):
@@ -259,22 +289,16 @@ class Manifest(_Record):
     """In the order of the token stream."""
 
     sha256: str = ""
-    """Hex digest of everything above, as JSON with sorted keys and no spaces."""
+    """As `sealed` writes it."""
 
     @property
     def layout(self) -> Layout:
         """Return the arithmetic of the shards."""
         return Layout.of(self.vocab_size, self.tokens_per_block)
 
-    def digest(self) -> str:
-        """Return what `sha256` has to be."""
-        content = self.model_dump(mode="json", exclude={"sha256"})
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
-
     def text(self) -> str:
         """Return the text of manifest.json."""
-        return self.model_copy(update={"sha256": self.digest()}).model_dump_json(indent=1) + "\n"
+        return sealed(self.model_dump(mode="json", exclude={"sha256"}))
 
 
 def parse_manifest(content: bytes, path: str | Path) -> Manifest:
@@ -296,10 +320,7 @@ def parse_manifest(content: bytes, path: str | Path) -> Manifest:
         raise ConfigError(f"{path}: not a valid manifest ({reason}). {advice}") from None
     # The manifest has one spelling, to the byte, so any change of it is found.
     if content != manifest.text().encode():
-        raise ConfigError(
-            f"{path}: damaged: its content has the SHA-256 {manifest.digest()}, but it names "
-            f"{manifest.sha256 or 'none'}. {advice}"
-        )
+        raise ConfigError(f"{path}: damaged: its content is not that of its SHA-256. {advice}")
     return manifest
 
 
@@ -418,6 +439,7 @@ class ShardWriter:
             tokens=sum(shard.tokens for shard in self._shards),
             shards=tuple(self._shards),
             checksums=name,
+            checksums_xxh3_128=xxhash.xxh3_128_hexdigest(content),
         )
 
     def _write_block(self) -> None:
@@ -497,13 +519,14 @@ def finish_split(
 ) -> Manifest:
     """Give the shards of all tasks their final names, join the checksums and write the manifest.
 
-    The manifest is written last: a split with a manifest is complete. The call may be repeated
-    after it was killed at any point.
+    The manifest is written last: a split with a manifest is complete. The shards are not read:
+    their digests are those that the writers made of what they wrote.
 
     Args:
         directory: The directory of the split.
         tasks: In the order of the token stream, their numbers increasing.
-        written_to: Returns where a task wrote its shards; by default `directory`.
+        written_to: Returns where a task wrote its shards, which stay there. By default that is
+            `directory`, and they lose the names under which they were written.
         split: train or validation.
         tokenizer: File name of the tokenizer.
         tokenizer_sha256: Hex digest of that file.
@@ -517,23 +540,28 @@ def finish_split(
 
     Raises:
         ConfigError: if the split has no tokens.
+        RunFailed: if the checksums of a task are damaged.
         OSError: if a task's files are missing.
     """
     directory, layout = Path(directory), Layout.of(vocab_size, tokens_per_block)
     numbers: Counter[str] = Counter()
-    shards, parts = [], []
-    for task in tasks:
-        source = written_to(task) if written_to else directory
-        for shard in task.shards:
-            name = shard_name(shard.corpus, numbers[shard.corpus])
-            numbers[shard.corpus] += 1
-            # What an interrupted call has moved is there already.
-            if (source / shard.name).exists() or not (directory / name).exists():
-                (source / shard.name).rename(directory / name)
-            shards.append(shard.model_copy(update={"name": name}))
-        parts.append((source / task.checksums).read_bytes())
-    content = b"".join(parts)
-    replace_file(directory / CHECKSUMS, content, durable=True)
+    shards, joined = list[Shard](), xxhash.xxh3_128()
+    with new_file(directory / CHECKSUMS, durable=True) as partial, partial.open("xb") as file:
+        for task in tasks:
+            source = written_to(task) if written_to else directory
+            for shard in task.shards:
+                name = shard_name(shard.corpus, numbers[shard.corpus])
+                numbers[shard.corpus] += 1
+                (place if written_to else Path.rename)(source / shard.name, directory / name)
+                shards.append(shard.model_copy(update={"name": name}))
+            content = (source / task.checksums).read_bytes()
+            if xxhash.xxh3_128_hexdigest(content) != task.checksums_xxh3_128:
+                raise RunFailed(
+                    f"{source / task.checksums}: damaged since it was written. Look at the disk, "
+                    "then run the command again, which makes it anew"
+                )
+            joined.update(content)
+            file.write(content)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         split=split,
@@ -547,8 +575,8 @@ def finish_split(
         tokens=sum(task.tokens for task in tasks),
         documents=sum(task.documents for task in tasks),
         text_bytes=sum(task.text_bytes for task in tasks),
-        checksums_bytes=len(content),
-        checksums_xxh3_128=xxhash.xxh3_128_hexdigest(content),
+        checksums_bytes=(directory / CHECKSUMS).stat().st_size,
+        checksums_xxh3_128=joined.hexdigest(),
         corpora=_corpora(tasks),
         shards=tuple(shards),
     )
@@ -557,6 +585,17 @@ def finish_split(
     flush_directory(directory)
     # What a reader would refuse is refused here.
     return parse_manifest(manifest.text().encode(), directory / MANIFEST)
+
+
+def place(source: Path, target: Path) -> None:
+    """Give a file a second name, where the file system can; otherwise copy it."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno in (*NO_SPACE_ERRORS, errno.ENOENT, errno.EEXIST):
+            raise
+        shutil.copyfile(source, target)
+        flush_file(target)
 
 
 def _corpora(tasks: Sequence[TaskShards]) -> tuple[CorpusRecord, ...]:

@@ -24,6 +24,7 @@ from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.run import is_url
 from pretrain.data.files import Cache, Folder, folder, missing, reading
 from pretrain.data.shards import (
+    BUILD_RECORD,
     CHECKSUM_BYTES,
     CHECKSUMS,
     HEADER_BYTES,
@@ -37,7 +38,9 @@ from pretrain.data.shards import (
     parse_manifest,
     rebuild_advice,
     task_seed,
+    unsealed,
 )
+from pretrain.rundir.files import Json
 
 # ---- verified ----
 # Read ranges of tokens from the shards of a split, each piece verified against its checksum.
@@ -476,7 +479,15 @@ def verify(directory: str | Path, cache: Cache | None = None) -> None:
             splits.append((files, manifest))
         except (ConfigError, RunFailed) as error:
             found.append(str(error))
-    found += _damaged(splits, known=found)
+    others = list[tuple[Folder, str, str]]()
+    if splits:
+        data_set = splits[0][0].parent()
+        try:
+            record = build_record(data_set, *(manifest for _, manifest in splits))
+            others += [(data_set, name, digest) for name, (_, digest) in record["files"].items()]
+        except (ConfigError, RunFailed) as error:
+            found.append(str(error))
+    found += _damaged(splits, others, known=found)
     if found:
         # Both splits may miss the same tokenizer.
         raise ConfigError("\n".join(dict.fromkeys(found)))
@@ -489,17 +500,52 @@ def _load_manifest(files: Folder) -> Manifest:
         raise missing_data_set(files.where(MANIFEST)) from None
 
 
-def _damaged(splits: list[tuple[Folder, Manifest]], known: list[str]) -> list[str]:
-    """Return a message for every file whose digest is wrong, except those in `known`."""
-    todo: list[tuple[Folder, str, str]] = [
+def build_record(data_set: Folder, *manifests: Manifest) -> Json:
+    """Return the content of build.json, which is that of these manifests.
+
+    Raises:
+        ConfigError: It is missing or damaged, or of another data set.
+    """
+    where = data_set.where(BUILD_RECORD)
+    advice = rebuild_advice(data_set.where(f"{manifests[0].split}/{MANIFEST}"))
+    try:
+        record = unsealed(data_set.read(BUILD_RECORD))
+    except FileNotFoundError:
+        raise ConfigError(f"{where}: missing. {advice}") from None
+    if record is None:
+        raise ConfigError(f"{where}: damaged: its content is not that of its SHA-256. {advice}")
+    for manifest in manifests:
+        digest = xxhash.xxh3_128_hexdigest(manifest.text().encode())
+        name = f"{manifest.split}/{MANIFEST}"
+        if record["files"][name][1] != digest:
+            raise ConfigError(
+                f"{where}: is of another data set than {data_set.where(name)}. {advice}"
+            )
+    return record
+
+
+def _damaged(
+    splits: list[tuple[Folder, Manifest]],
+    others: list[tuple[Folder, str, str]],
+    known: list[str],
+) -> list[str]:
+    """Return a message for every file whose digest is wrong, except those in `known`.
+
+    Args:
+        splits: Their shards and checksums are read,
+        others: and these files, by name and digest.
+        known: Messages that begin with the name of a file.
+    """
+    todo = [
         (files, name, digest)
         for files, m in splits
         for name, digest in [
             (CHECKSUMS, m.checksums_xxh3_128),
             *((shard.name, shard.xxh3_128) for shard in m.shards),
         ]
-        if not any(message.startswith(f"{files.where(name)}:") for message in known)
     ]
+    named = {message.partition(": ")[0] for message in known}
+    todo = [each for each in [*todo, *others] if each[0].where(each[1]) not in named]
     total = sum(m.checksums_bytes + sum(s.bytes for s in m.shards) for _, m in splits)
     # disable=None draws the bar on a terminal and nothing into a log file.
     with (

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
+import xxhash
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.data import order
-from pretrain.data.files import Folder
-from pretrain.data.shards import BUILD_RECORD, DOCUMENTS, Split
-from pretrain.data.stream import TokenStream, open_stream
+from pretrain.data.files import missing
+from pretrain.data.shards import BUILD_RECORD, DOCUMENTS, MANIFEST, Split, rebuild_advice
+from pretrain.data.stream import TokenStream, build_record, open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.rundir.files import Json
 
@@ -36,27 +36,15 @@ class Excerpt(NamedTuple):
     """True if the part holds the document's beginning."""
 
 
-def _loaded(files: Folder, name: str, load: Callable[[bytes], Any]) -> Any:
-    """Return what `load` makes of a file, or raise ConfigError."""
-    try:
-        return load(files.read(name))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        where = files.where(name)
-        raise ConfigError(f"{where}: cannot be read ({error}). Restore it from a copy") from None
-
-
-def _build_record(stream: TokenStream, key: str) -> Any:
-    """Return the value of a key in build.json of the data set."""
-    return _loaded(stream.files.parent(), BUILD_RECORD, lambda raw: json.loads(raw)[key])
-
-
 class Origins:
     """The place of every document of a split, read from the data set's index of documents."""
 
     def __init__(self, stream: TokenStream) -> None:
         """Open the index of documents; the documents themselves are not read."""
         self._stream = stream
-        self._tasks: list[Any] = _build_record(stream, "tasks")
+        record = build_record(stream.files.parent(), stream.manifest)
+        self._tasks: list[Any] = record["tasks"]
+        self._digests: dict[str, tuple[int, str]] = record["files"]
         # (corpus, task) in the order of the stream, and the first token of each.
         self._written: list[tuple[str, int]] = []
         self._starts: list[int] = []
@@ -105,8 +93,19 @@ class Origins:
     def _rows(self, number: int) -> np.ndarray:
         """Return the index of one task."""
         corpus, task = self._written[number]
-        name = f"{DOCUMENTS}/{corpus}-{task:06d}.npy"
-        rows: np.ndarray = _loaded(self._stream.files, name, lambda raw: np.load(io.BytesIO(raw)))
+        files, name = self._stream.files, f"{DOCUMENTS}/{corpus}-{task:06d}.npy"
+        where = files.where(name)
+        try:
+            raw = files.read(name)
+        except FileNotFoundError:
+            raise missing(where, files.parent().where(BUILD_RECORD)) from None
+        expected = self._digests[f"{self._stream.manifest.split}/{name}"][1]
+        if xxhash.xxh3_128_hexdigest(raw) != expected:
+            raise ConfigError(
+                f"{where}: damaged: its XXH3-128 is not that in build.json. "
+                f"{rebuild_advice(files.where(MANIFEST))}"
+            )
+        rows: np.ndarray = np.load(io.BytesIO(raw))
         return rows
 
 
@@ -216,7 +215,8 @@ def summary(directory: str) -> Iterator[str]:
 
 
 def _summary(streams: dict[Split, TokenStream]) -> Iterator[str]:
-    report = _build_record(streams["train"], "report")
+    data_set = streams["train"].files.parent()
+    report = build_record(data_set, *(stream.manifest for stream in streams.values()))["report"]
     yield f"{streams['train'].data_set}: tokenizer of {streams['train'].vocab_size:,} pieces"
     for split, stream in streams.items():
         shards = len(stream.manifest.shards)

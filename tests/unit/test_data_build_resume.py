@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
@@ -30,6 +31,7 @@ from tests.unit.test_data_build import (
     refused,
     write_text,
 )
+from tests.unit.test_data_damage import flip
 
 
 class Killed(BaseException):
@@ -38,7 +40,7 @@ class Killed(BaseException):
 
 TASKS = 4
 """Those that the text is cut into."""
-CALLS = ("rename", "replace", "mkdir", "unlink", "rmdir", "fsync")
+CALLS = ("link", "rename", "replace", "mkdir", "unlink", "rmdir", "fsync")
 
 
 class Machine:
@@ -88,21 +90,21 @@ def tasks_begun(patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return begun
 
 
-def interrupted(settings, patch: pytest.MonkeyPatch) -> BuildFolder:
-    """Build until all tasks are done, and die before the data set is put together."""
+def interrupted(settings, patch: pytest.MonkeyPatch, before: str) -> BuildFolder:
+    """Build until all tasks are done, and die before the data set is put together or has a name."""
     with patch.context() as now:
-        now.setattr(command, "note_finished", lambda *args: (_ for _ in ()).throw(Killed()))
+        now.setattr(command, before, lambda *args: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             build(settings)
     return BuildFolder.beside(settings.data_directory)
 
 
-@pytest.fixture(scope="module")
-def halfway(built, tmp_path_factory):
+@pytest.fixture(scope="module", params=["finish", "publish_directory"])
+def halfway(request, built, tmp_path_factory):
     """The folder of a build of which every task is done."""
     with pytest.MonkeyPatch.context() as patch:
         directory = tmp_path_factory.mktemp("halfway") / "data"
-        return interrupted(config(built, directory=str(directory)), patch).path
+        return interrupted(config(built, directory=str(directory)), patch, request.param).path
 
 
 @pytest.fixture
@@ -205,6 +207,28 @@ def test_a_damaged_output_is_made_again(built, text, folder, monkeypatch, name, 
     build(text)
     assert begun == OUTPUTS[name]
     assert contents(text.data_directory) == contents(built / "data")
+
+
+@pytest.mark.parametrize(["first", "count"], mark_torture([(0, 8), (8, 300)], {(0, 8)}))
+def test_no_damage_of_a_stopped_build_is_published(built, text, halfway, first, count):
+    """One bit of any file: it is made again, or the plan is named and nothing is built."""
+    expected, path = contents(built / "data"), BuildFolder.beside(text.data_directory).path
+    for seed in range(first, first + count):
+        shutil.copytree(halfway, path)
+        rng = np.random.default_rng(seed)
+        files = sorted(p for p in path.rglob("*") if p.is_file() and p.stat().st_size)
+        chosen = rng.choice(
+            [p for p in files if p.name != "lock"] if seed else [path / "plan.jsonl"]
+        )
+        flip(chosen, rng)
+        try:
+            build(text)
+            assert chosen.name != "plan.jsonl"
+            assert contents(text.data_directory) == expected, (seed, chosen)
+            shutil.rmtree(text.data_directory)
+        except ConfigError as error:
+            assert str(error).startswith(f"{path}/plan.jsonl: damaged: line "), (seed, chosen)
+            shutil.rmtree(path)
 
 
 def test_a_task_that_fails_keeps_what_the_others_did(tmp_path, monkeypatch):
@@ -381,7 +405,7 @@ def test_a_users_file_in_the_folder_of_a_build_stays(text):
     folder = BuildFolder.beside(text.data_directory)
     folder.path.mkdir()
     (folder.path / "thesis.txt").write_text("precious")
-    (folder.path / "tasks.jsonl").write_text("of a build that was killed while it planned")
+    (folder.path / ".plan.jsonl.0.partial").write_text("a build was killed while it planned")
     build(text)
     verify(text.data_directory)
     assert contents(folder.path) == {"thesis.txt": b"precious"}

@@ -1,9 +1,11 @@
 """Damage data sets in a thousand ways: verify names each, and no reader returns a wrong token."""
 
+import io
 import json
 import os
 import re
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +13,12 @@ import numpy as np
 import pytest
 
 from pretrain.config import ConfigError
-from pretrain.data.shards import Manifest
+from pretrain.data.build import build
+from pretrain.data.shards import Manifest, sealed
 from pretrain.data.stream import TokenStream, verify
+from pretrain.data.view import Origins, summary
 from tests.conftest import mark_torture
-from tests.unit.splits import write_split
+from tests.unit.test_data_build import config
 
 BLOCK = 3000
 """Tokens in a block: two pieces, of which the second is short."""
@@ -26,18 +30,32 @@ SPLITS = ("train", "validation")
 def sound(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
     """A data set of two corpora and three tasks, and the tokens of its splits."""
     root, rng = tmp_path_factory.mktemp("sound"), np.random.default_rng(0)
-    tokens = {}
-    for split, scale in zip(SPLITS, (1, 0.3)):
-        parts = [rng.integers(0, 60_000, int(scale * size)) for size in (20_000, 8_500, 15_000)]
-        tokens[split] = np.concatenate(parts)
-        write_split(
-            root,
-            {"books": [[parts[0]], [parts[1]]], "web": [[parts[2]]]},
-            split=split,
-            tokens_per_block=BLOCK,
-            tokens_per_shard=3 * BLOCK,
-        )
-    return root, tokens
+    for name, count in {"a.books": 34, "b.books": 9, "c.web": 25}.items():
+        texts = (" ".join(rng.choice(["sea", "ship", "storm", "sail"], 900)) for _ in range(count))
+        (root / name).write_text("\n\n".join(texts))
+    corpora = {
+        name: {"source": "blank_lines", "paths": [str(root / f"*.{name}")]}
+        for name in ("books", "web")
+    }
+    sizes = {"tokens_per_block": BLOCK, "tokens_per_shard": 3 * BLOCK, "bytes_per_task": 170_000}
+    cleaning = {"decontaminate": False, "deduplicate": "none"}
+    build(
+        config(root, cleaning, corpora=corpora, validation_fraction=0.25, vocab_size=300, **sizes)
+    )
+    return root / "data", {split: stored_tokens(root / "data" / split) for split in SPLITS}
+
+
+def stored_tokens(split: Path) -> np.ndarray:
+    """The tokens of the tars, read without our code."""
+    parts = []
+    for path in sorted(split.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            parts += [np.load(io.BytesIO(tar.extractfile(member).read())) for member in tar]
+    return np.concatenate(parts)
+
+
+def files_of(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if path.is_file())
 
 
 def shards(root: Path) -> list[Path]:
@@ -51,25 +69,26 @@ def flip(path: Path, rng: np.random.Generator, low: int = 0, high: int | None = 
     path.write_bytes(content)
 
 
-def block_offset(path: Path, rng: np.random.Generator) -> int:
-    """The offset of a block's tar header: by webdataset's keys, not by our arithmetic."""
+def block_offset(path: Path, rng: np.random.Generator) -> tuple[int, bool]:
+    """A block's tar header, by webdataset's keys, not by our arithmetic; and if it is the last."""
     places = [m.start() for m in re.finditer(rb"\d{6}-\d{8}\.npy", path.read_bytes())]
-    return int(rng.choice(places))
+    start = int(rng.choice(places))
+    return start, start == places[-1]
 
 
 # Each damages a data set and returns the files of which one must be named, and whether tokens are.
 def payload(root, rng):
     path = rng.choice(shards(root))
-    start = block_offset(path, rng) + 640
-    # The shortest last block has 100 tokens.
-    flip(path, rng, start, start + 200)
+    start, is_last = block_offset(path, rng)
+    # The last block may have no more than a token.
+    flip(path, rng, start + 640, start + 640 + (2 if is_last else 2 * BLOCK))
     return [path], True
 
 
 def anywhere(root, rng):
-    path = rng.choice(shards(root))
+    path = rng.choice(files_of(root))
     flip(path, rng)
-    return [path], False
+    return [path], None
 
 
 def checksums(root, rng):
@@ -79,9 +98,52 @@ def checksums(root, rng):
 
 
 def truncation(root, rng):
-    path = rng.choice([*shards(root), *root.glob("*/checksums.bin")])
+    path = rng.choice(files_of(root))
     os.truncate(path, rng.integers(path.stat().st_size))
-    return [path], True
+    return [path], None
+
+
+def growth(root, rng):
+    path = rng.choice(files_of(root))
+    with path.open("ab") as file:
+        file.write(rng.bytes(int(rng.integers(1, 5000))))
+    return [path], None
+
+
+def swapped_files(root, rng):
+    """Any two, so that mostly one stands where another kind belongs."""
+    first, second = rng.choice(files_of(root), 2, replace=False)
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    return [first, second], None
+
+
+def index_of_documents(root, rng):
+    path = rng.choice(sorted(root.glob("*/documents/*")))
+    flip(path, rng)
+    return [path], False
+
+
+def build_record(root, rng):
+    """Half of the time with a number that reads as well as the right one."""
+    path = root / "build.json"
+    content = path.read_bytes()
+    if rng.integers(2):
+        flip(path, rng)
+    else:
+        path.write_bytes(content.replace(b'"documents": ', b'"documents": 1', 1))
+    return [path], False
+
+
+def other_build(root, rng):
+    """build.json is that of another data set, whole and sealed."""
+    other = json.loads((root / "build.json").read_text())
+    del other["sha256"]
+    for value in other["files"].values():
+        value[1] = value[1][::-1]
+    (root / "build.json").write_text(sealed(other))
+    return [root / "build.json"], False
 
 
 def swapped_shards(root, rng):
@@ -149,8 +211,7 @@ def zeroed_page(root, rng):
 
 
 def missing_file(root, rng):
-    names = [*root.glob("*/*.tar"), *root.glob("*/*.bin"), *root.glob("*/*.json")]
-    path = rng.choice(sorted([*names, root / "tokenizer.model"]))
+    path = rng.choice(files_of(root))
     path.unlink()
     return [path], None
 
@@ -200,6 +261,11 @@ def manifest_value(root, rng):
 KINDS: list[Callable] = [
     payload,
     anywhere,
+    growth,
+    swapped_files,
+    index_of_documents,
+    build_record,
+    other_build,
     checksums,
     truncation,
     swapped_shards,
@@ -227,12 +293,23 @@ def read_all(root: Path, split: str, rng: np.random.Generator) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def check(root: Path, tokens: dict[str, np.ndarray], seed: int) -> None:
+def looked_at(root: Path) -> list[object]:
+    """What `pretrain data stats` and `show` tell of a data set, without where it lies."""
+    found: list[object] = [line.replace(str(root), "") for line in summary(str(root))]
+    for split in SPLITS:
+        stream = TokenStream(root / split)
+        for part in Origins(stream).excerpts(0, len(stream)):
+            found.append((*part[:4], part.tokens.tolist()))
+    return found
+
+
+def check(root: Path, tokens: dict[str, np.ndarray], shown: list[object], seed: int) -> None:
     """Damage a copy of the data set; every error names the file, and every token is right.
 
     Args:
         root: The copy.
         tokens: The tokens of its splits.
+        shown: What is shown of it.
         seed: Chooses the damage.
     """
     rng = np.random.default_rng(seed)
@@ -251,6 +328,11 @@ def check(root: Path, tokens: dict[str, np.ndarray], seed: int) -> None:
         else:
             right = kind is swapped_directories or np.array_equal(found, tokens[split])
             assert right, (kind.__name__, files)
+    try:
+        right = kind is swapped_directories or looked_at(root) == shown
+        assert right, (kind.__name__, files)
+    except ConfigError as error:
+        assert names(error, files), (kind.__name__, files, error)
     assert errors or not touches_tokens, (kind.__name__, files)
     assert errors <= 1 or touches_tokens is None or len(files) > 1
 
@@ -258,9 +340,10 @@ def check(root: Path, tokens: dict[str, np.ndarray], seed: int) -> None:
 @pytest.mark.parametrize(["first", "count"], mark_torture([(0, 60), (60, 1000)], {(0, 60)}))
 def test_damaged_data_sets_are_all_named(sound, tmp_path, first, count):
     root, tokens = sound
+    shown = looked_at(root)
     for seed in range(first, first + count):
         shutil.copytree(root, tmp_path / "copy")
-        check(tmp_path / "copy", tokens, seed)
+        check(tmp_path / "copy", tokens, shown, seed)
         shutil.rmtree(tmp_path / "copy")
 
 

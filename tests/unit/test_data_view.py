@@ -134,7 +134,7 @@ def test_a_data_set_at_a_url_is_shown_like_a_local_one(config, tmp_path):
 def test_a_damaged_record_of_the_build_is_named(config, tmp_path):
     shutil.copytree(config.data_directory, tmp_path / "data")
     (tmp_path / "data/build.json").write_text('{"inputs": {}}')
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/data/build.json: cannot be read")):
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/data/build.json: damaged")):
         list(view.summary(str(tmp_path / "data")))
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.errors import free_bytes, size
@@ -45,6 +46,7 @@ from pretrain.data.build.folder import (
     make_plan,
     output,
     piece_sizes,
+    read_plan,
     remove_build,
     save_plan,
     task_sizes,
@@ -71,13 +73,17 @@ from pretrain.data.shards import (
     BUILD_RECORD,
     DICTIONARY,
     DOCUMENTS,
+    MANIFEST,
     MODEL,
     Split,
     TaskShards,
     finish_split,
+    place,
+    sealed,
+    unsealed,
 )
 from pretrain.data.sources import Corpus, Piece, Task
-from pretrain.data.stream import TokenStream
+from pretrain.data.stream import TokenStream, build_record
 from pretrain.data.tokenizer import (
     Tokenizer,
     find_tokenizer,
@@ -87,14 +93,13 @@ from pretrain.data.tokenizer import (
 )
 from pretrain.data.view import summary
 from pretrain.rundir.files import (
-    PARTIAL,
     Json,
     flush_directory,
     make_directory,
     publish_directory,
     read_json,
+    read_text,
     replace_file,
-    replace_json,
 )
 
 __all__ = ["Cluster", "build", "estimate"]
@@ -132,7 +137,7 @@ def build(config: RunConfig, workers: int = 1, cluster: Cluster | None = None) -
             up_to_date = _is_up_to_date(directory, plan)
             if not up_to_date:
                 _build(folder, plan, tokenizer, workers, cluster)
-                finish(folder, directory)
+                publish_directory(folder.data, directory)
             remove_build(folder)
     if up_to_date:
         print(f"{given}: up to date (same settings, same text), nothing to do")
@@ -190,20 +195,18 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
     if is_empty or not os.path.lexists(directory):
         return False
     remedy = f"Choose another data.directory, or remove {directory} to build it anew"
-    try:
-        different = differences(read_json(directory / BUILD_RECORD, most=None)["inputs"], plan)
-    except (KeyError, TypeError, AttributeError):
+    if unsealed(read_text(directory / BUILD_RECORD, most=None)) is None:
         raise ConfigError(
-            f"data.directory = {directory}: exists, but holds no finished data set (no readable "
-            f"{BUILD_RECORD}). {remedy}"
-        ) from None
-    if different:
+            f"data.directory = {directory}: exists, but holds no finished data set "
+            f"({BUILD_RECORD} is missing or damaged). {remedy}"
+        )
+    streams = [TokenStream(directory / split) for split in SPLITS]
+    record = build_record(streams[0].files.parent(), *(stream.manifest for stream in streams))
+    if different := differences(record["inputs"], plan):
         raise ConfigError(
             f"data.directory = {directory}: holds a data set built from other inputs: "
             f"{'; '.join(different)}. Nothing was changed. {remedy}"
         )
-    for split in SPLITS:
-        TokenStream(directory / split)
     return True
 
 
@@ -214,21 +217,17 @@ def _build(
     workers: int,
     cluster: Cluster | None,
 ) -> None:
-    """Begin a build, or do what is not done of one that the folder holds, up to the finish.
+    """Begin a build, or do what is not done of one that the folder holds, up to its name.
 
     Raises:
         ConfigError: The folder holds a build from other inputs, or a package is missing.
     """
-    if folder.plan.exists():
-        before = read_json(folder.plan, most=None) | {"files": read_json(folder.files, most=None)}
-        if different := differences(before, plan):
-            raise ConfigError(
-                f"{folder.path}: holds an unfinished build from other inputs: "
-                f"{'; '.join(different)}. Nothing was changed. Go on with those inputs, or remove "
-                f"{folder.path} to start over"
-            )
-    if folder.finish.exists():
-        return
+    if folder.plan.exists() and (different := differences(read_plan(folder), plan)):
+        raise ConfigError(
+            f"{folder.path}: holds an unfinished build from other inputs: "
+            f"{'; '.join(different)}. Nothing was changed. Go on with those inputs, or remove "
+            f"{folder.path} to start over"
+        )
     check_packages(plan)
     # Names and times of files may be new.
     save_plan(plan, folder)
@@ -245,7 +244,7 @@ def _build(
             Merger(folder, plan, tokenizer).run()
         tasks = load_token_tasks(folder)
         run("tokenize", [folder.tokens(task.split, task.number) for task in tasks])
-        note_finished(folder, plan)
+        finish(folder, plan)
     except ConfigError:
         # After the config or the text has been corrected, the build cannot go on from here.
         if sum(task_sizes(plan)) < KEPT_BYTES:
@@ -533,34 +532,70 @@ def _no_text(key: str, paths: list[str], split: str) -> ConfigError:
 # ---- Put the outputs of all tasks together, and report what became of every document ----
 
 
-def note_finished(folder: BuildFolder, plan: Plan) -> None:
-    """Write down what the data set consists of, when every task is done.
-
-    From here on a build that was interrupted goes on with the finish, whatever of the tasks'
-    outputs has been moved already.
+def finish(folder: BuildFolder, plan: Plan) -> None:
+    """Put the data set together from the outputs of the tasks, which stay as they are.
 
     Raises:
         ConfigError: if nothing is left to train on.
+        RunFailed: if the checksums of a task are damaged.
     """
     tasks = load_token_tasks(folder)
-    records = [read_json(folder.tokens(t.split, t.number) / RECORD) for t in tasks]
+    records = [read_json(folder.tokens(t.split, t.number) / RECORD, most=None) for t in tasks]
     report = _report(folder, plan, tasks, records)
     if not report["train"]["tokens"]:
         raise ConfigError(
             "cleaning: every document of the train split was left out, as a duplicate or because "
             "it holds held-out text. Add text, or see [cleaning] for how to keep more"
         )
-    written: dict[str, list[Json]] = {split: [] for split in SPLITS}
-    for task, record in zip(tasks, records):
-        written[task.split].append(record["shards"])
+    # Of a finish that was killed.
+    shutil.rmtree(folder.data, ignore_errors=True)
+    folder.data.mkdir()
+    source = find_tokenizer(folder.merge)
+    place(source, folder.data / source.name)
+    tokenizer = load_tokenizer(folder.data / source.name)
+    files = {source.name: read_json(folder.merge / RECORD, most=None)["files"][source.name]}
+    for split in SPLITS:
+        own = [record for task, record in zip(tasks, records) if task.split == split]
+        files |= _finish_split(folder, split, plan, own, tokenizer)
     content = {
         "inputs": {"settings": plan.settings, "files": with_digests(folder, plan)},
         "tasks": [
             [split, task.corpus, task.pieces] for split in SPLITS for task in plan.tasks[split]
         ],
         "report": report,
+        # Those that no manifest names.
+        "files": files,
     }
-    replace_json(folder.finish, {"build": content, "written": written}, durable=True)
+    replace_file(folder.data / BUILD_RECORD, sealed(content), durable=True)
+    flush_directory(folder.data)
+
+
+def _finish_split(
+    folder: BuildFolder, split: Split, plan: Plan, records: list[Json], tokenizer: Tokenizer
+) -> Json:
+    """Put a split together; return the size and the digest of what its manifest does not name."""
+    final, files = folder.data / split, {}
+    (final / DOCUMENTS).mkdir(parents=True)
+    written = [TaskShards.model_validate_json(json.dumps(record["shards"])) for record in records]
+    for task, record in zip(written, records):
+        name = f"{DOCUMENTS}/{task.corpus}-{task.task:06d}.npy"
+        place(folder.tokens(split, task.task) / "documents.npy", final / name)
+        files[f"{split}/{name}"] = record["files"]["documents.npy"]
+    flush_directory(final / DOCUMENTS)
+    manifest = finish_split(
+        final,
+        written,
+        lambda task: folder.tokens(split, task.task),
+        split=split,
+        tokenizer=tokenizer.file_name,  # type: ignore[arg-type]  # one of TOKENIZER_FILES
+        tokenizer_sha256=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        tokens_per_block=plan.data.tokens_per_block,
+        tokens_per_shard=plan.data.tokens_per_shard,
+    )
+    text = manifest.text().encode()
+    return files | {f"{split}/{MANIFEST}": [len(text), xxhash.xxh3_128_hexdigest(text)]}
 
 
 def _report(folder: BuildFolder, plan: Plan, tasks: list[TokenTask], records: list[Json]) -> Json:
@@ -601,57 +636,6 @@ def _leakage(folder: BuildFolder, tasks: list[TokenTask]) -> Json:
         if task.split == "train":
             found.merge_seen(folder.tokens(task.split, task.number) / "seen")
     return {"after": found.leakage, "sequences": found.sequences}
-
-
-def finish(folder: BuildFolder, directory: Path) -> None:
-    """Put the data set together and give it its name.
-
-    May be repeated after it was interrupted anywhere before the data set has its name.
-
-    Args:
-        folder: The build, with what `note_finished` wrote.
-        directory: data.directory.
-    """
-    finished = read_json(folder.finish, most=None)
-    folder.data.mkdir(exist_ok=True)
-    source = find_tokenizer(folder.merge)
-    replace_file(folder.data / source.name, source.read_bytes(), durable=True)
-    tokenizer = load_tokenizer(folder.data / source.name)
-    for split in SPLITS:
-        _finish_split(folder, split, finished, tokenizer)
-    # Of a finish that was killed.
-    for leftover in folder.data.rglob(f".*{PARTIAL}"):
-        leftover.unlink()
-    replace_json(folder.data / BUILD_RECORD, finished["build"], durable=True, indent=1)
-    flush_directory(folder.data)
-    publish_directory(folder.data, directory)
-
-
-def _finish_split(folder: BuildFolder, split: Split, finished: Json, tokenizer: Tokenizer) -> None:
-    final = folder.data / split
-    (final / DOCUMENTS).mkdir(parents=True, exist_ok=True)
-    written = [
-        TaskShards.model_validate_json(json.dumps(task)) for task in finished["written"][split]
-    ]
-    for task in written:
-        source = folder.tokens(split, task.task) / "documents.npy"
-        # What is missing was moved before an interruption.
-        if source.exists():
-            source.rename(final / DOCUMENTS / f"{task.corpus}-{task.task:06d}.npy")
-    flush_directory(final / DOCUMENTS)
-    settings = finished["build"]["inputs"]["settings"]
-    finish_split(
-        final,
-        written,
-        lambda task: folder.tokens(split, task.task),
-        split=split,
-        tokenizer=tokenizer.file_name,  # type: ignore[arg-type]  # one of TOKENIZER_FILES
-        tokenizer_sha256=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-        tokens_per_block=settings["data.tokens_per_block"],
-        tokens_per_shard=settings["data.tokens_per_shard"],
-    )
 
 
 # ---- Estimate from a sample what a build makes of a corpus ----

@@ -2,14 +2,11 @@
 
 .building-NAME/
   lock             held by the process that builds; says which
-  plan.json        the settings and the sizes of the tasks; written when the plan is whole
-  tasks.jsonl      one line a task
-  files.json       the files of the corpus, by split
+  plan.jsonl       the settings, a line for each task and each file of the corpus
   scan/TTTTTT/     what a task's documents are; record.json is written last
   merge/           tokenizer, held-out documents, duplicates; record.json
   tokens/SPLIT-TTTTTT/   the shards of a task; record.json
-  finish.json      every task is done: what the data set consists of
-  data/            the data set, until it gets its name
+  data/            the data set, until it gets its name: further names of what is in tokens/
   logs/            which tasks the jobs of an array do, the error that ended it, and the jobs' logs
 """
 
@@ -22,9 +19,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import xxhash
 
@@ -33,7 +30,7 @@ from pretrain.config.run import is_url
 from pretrain.config.schema import WORDS, CleaningSection, DataSection
 from pretrain.data import sources
 from pretrain.data.files import look
-from pretrain.data.shards import FORMAT_VERSION, Split
+from pretrain.data.shards import FORMAT_VERSION, Split, sealed, unsealed
 from pretrain.data.sources import Corpus, Piece, Task
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import UNSUPPORTED
@@ -45,9 +42,10 @@ from pretrain.rundir.files import (
     from_json,
     make_directory,
     new_directory,
+    new_file,
     read_json,
+    read_text,
     replace_file,
-    replace_json,
 )
 from pretrain.rundir.trust import check_above, check_own_directory, open_trusted, read_trusted
 
@@ -60,12 +58,7 @@ class BuildFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = path / "lock"
-        self.plan = path / "plan.json"
-        """The settings, and how to find a task; written when the plan is whole."""
-        self.files = path / "files.json"
-        self.tasks = path / "tasks.jsonl"
-        self.finish = path / "finish.json"
-        """Says that every task is done."""
+        self.plan = path / "plan.jsonl"
         self.merge = path / "merge"
         """What the tokenize stage needs to know about the whole corpus."""
         self.data = path / "data"
@@ -158,8 +151,7 @@ def remove_build(folder: BuildFolder) -> None:
     """
     outputs = folder.path / "scan", folder.merge, folder.path / "tokens", folder.data, folder.logs
     partial = folder.path.glob(f".*{PARTIAL}")
-    inputs = folder.plan, folder.tasks, folder.files
-    for path in [folder.finish, *outputs, *partial, *inputs, folder.lock]:
+    for path in [*outputs, *partial, folder.plan, folder.lock]:
         if path.is_dir():
             # A worker that outlives its builder may still add files, which are not needed.
             shutil.rmtree(path, ignore_errors=True)
@@ -172,13 +164,14 @@ def remove_build(folder: BuildFolder) -> None:
 
 # ---- Publish a task's output as one folder, and prove later that it is still what was written ----
 # A task writes into a folder of its own, hidden and unique, so that two processes that happen to do
-# the same task do not meet. It writes record.json last, with the size and the XXH3-128 of every
-# file, flushes everything to the disk and gives the folder its name in one rename. Whether a task
-# is done is answered by the record and by the files themselves.
+# the same task do not meet. It writes record.json last, sealed, with the size and the XXH3-128 of
+# every file, flushes everything to the disk and gives the folder its name in one rename.
+#
+# A command reads every byte that an earlier one has left before it goes on. What its own tasks have
+# written it believes by the record and the sizes: at 10^12 tokens one node would read 2 TB.
 
 
 RECORD = "record.json"
-_SEAL = "xxh3_128"
 _CHUNK = 1 << 22
 
 
@@ -186,45 +179,44 @@ _CHUNK = 1 << 22
 def output(final: Path) -> Iterator[tuple[Path, Json]]:
     """Yield a new folder, and a record to fill in; both are published if the block succeeds.
 
+    Under "files" the block may note the size and digest of what it has hashed while it wrote.
+
     Whoever published the same task before has written the same bytes: then this one is removed.
     """
-    record: Json = {}
+    record: Json = {"files": {}}
     try:
         with new_directory(final) as path:
             yield path, record
             files = sorted(p for p in path.rglob("*") if p.is_file())
-            record["files"] = {
-                str(file.relative_to(path)): [file.stat().st_size, digest(file)] for file in files
-            }
             for file in files:
+                name = str(file.relative_to(path))
+                if name not in record["files"]:
+                    record["files"][name] = [file.stat().st_size, digest(file)]
                 flush_file(file)
             for directory in {file.parent for file in files} - {path}:
                 flush_directory(directory)
-            replace_json(path / RECORD, record | {_SEAL: _seal(record)}, durable=True)
+            replace_file(path / RECORD, sealed(record), durable=True)
             flush_directory(path)
     except OSError:
         if not is_done(final):
             raise
 
 
-def is_done(final: Path) -> bool:
-    """Return True if a task's output is there and every file is as it was written."""
-    record = read_json(final / RECORD, most=None)
-    if record.pop(_SEAL, None) != _seal(record):
-        return False
-    files = record["files"]
+def is_done(final: Path, *, read: bool = True) -> bool:
+    """Return True if a task's output is there and every file is as it was written.
+
+    Args:
+        final: Where the output is published.
+        read: Read every byte; otherwise look at the record and the sizes.
+    """
     try:
-        return all(
-            (final / name).stat().st_size == size and digest(final / name) == expected
-            for name, (size, expected) in files.items()
+        record = unsealed(read_text(final / RECORD, most=None))
+        return record is not None and all(
+            (final / name).stat().st_size == size and (not read or digest(final / name) == expected)
+            for name, (size, expected) in record["files"].items()
         )
     except OSError:
         return False
-
-
-def _seal(record: Json) -> str:
-    """Return a digest of a record, so that a damaged number is not believed."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(record).encode())
 
 
 def clear(final: Path) -> None:
@@ -362,29 +354,66 @@ def _paths(tasks: list[Task]) -> Iterator[str]:
 
 
 # ---- on disk -------------------------------------------------------------------------------------
+# One file, so that it is replaced in one move. Every line begins with a digest of the rest, seeded
+# with its number: a task reads its own line alone, as a corpus may have millions of files.
 def save_plan(plan: Plan, folder: BuildFolder) -> None:
-    """Write the plan; plan.json last, because with it the plan is complete."""
+    """Write the plan: a line of what all tasks need, then one for each task and for each file."""
     sizes = task_sizes(plan)
     held_out_bytes = _held_out_bytes(plan, sizes)
     num_train, most = len(plan.tasks["train"]), plan.data.tokenizer_training_bytes
     in_train = max(sum(sizes[:num_train]), 1)
     # A tokenizer is trained on the sample, and it shows what is boilerplate.
     wants_sample = plan.data.tokenizer is None or plan.cleaning.decontaminate
-    lines = []
+    tasks = []
     for rank, (task, size) in enumerate(zip(plan.all_tasks(), sizes)):
         sample = min(most, int(_SAMPLE_FACTOR * most * (size / in_train)) + 1)
         held_out = held_out_bytes.get(task.corpus) if rank < num_train else None
-        lines.append(json.dumps([sample if wants_sample else 0, held_out, *task]) + "\n")
-    # A task reads its own line alone: a corpus may have millions of files.
-    replace_file(folder.tasks, "".join(lines), durable=True)
-    replace_json(folder.files, plan.files, durable=True)
-    content = {
+        tasks.append([sample if wants_sample else 0, held_out, *task])
+    head = {
         "settings": plan.settings,
         "data": plan.data.model_dump_json(),
         "cleaning": plan.cleaning.model_dump_json(),
         "num_train": num_train,
+        "tasks": len(tasks),
+        "files": {split: len(plan.files[split]) for split in SPLITS},
     }
-    replace_json(folder.plan, content, durable=True)
+    lines = chain([head], tasks, *(plan.files[split] for split in SPLITS))
+    with new_file(folder.plan, durable=True) as partial, partial.open("xb") as file:
+        file.writelines(starmap(_sealed_line, enumerate(lines)))
+
+
+def read_plan(folder: BuildFolder) -> Json:
+    """Return the settings and the files of a plan, as `differences` compares them.
+
+    Raises:
+        ConfigError: It is damaged.
+    """
+    with folder.plan.open("rb") as file:
+        lines = [_unsealed_line(folder.plan, *each) for each in enumerate(file)]
+    head: Json = lines[0] if lines else {"tasks": 0, "files": {}}
+    if len(lines) != 1 + head["tasks"] + sum(head["files"].values()):
+        raise _damaged_plan(folder.plan, len(lines))
+    files = iter(lines[1 + head["tasks"] :])
+    return head | {"files": {split: list(islice(files, n)) for split, n in head["files"].items()}}
+
+
+def _sealed_line(number: int, content: Any) -> bytes:
+    text = json.dumps(content).encode()
+    return xxhash.xxh3_64_hexdigest(text, number).encode() + b" " + text + b"\n"
+
+
+def _unsealed_line(path: Path, number: int, line: bytes) -> Any:
+    seal, _, text = line.removesuffix(b"\n").partition(b" ")
+    if xxhash.xxh3_64_hexdigest(text, number).encode() != seal or not line.endswith(b"\n"):
+        raise _damaged_plan(path, number)
+    return json.loads(text)
+
+
+def _damaged_plan(path: Path, line: int) -> ConfigError:
+    return ConfigError(
+        f"{path}: damaged: line {line + 1} is not as it was written, so nothing says what the "
+        f"build was begun from. Look at the disk, then remove {path.parent} to start over"
+    )
 
 
 def task_sizes(plan: Plan) -> list[int]:
@@ -452,10 +481,11 @@ def load_task(folder: BuildFolder, number: int) -> TaskPlan:
         folder: The build.
         number: Position among the tasks of both splits, those of train first.
     """
-    content = json.loads(read_trusted(folder.plan, most=None))
+    with open_trusted(folder.plan) as file:
+        content = _unsealed_line(folder.plan, 0, file.readline())
+        line = next(islice(file, number, None), b"")
+    sample, held_out, position, name, pieces = _unsealed_line(folder.plan, number + 1, line)
     data = DataSection.model_validate_json(content["data"])
-    with open_trusted(folder.tasks) as file:
-        sample, held_out, position, name, pieces = json.loads(next(islice(file, number, None)))
     return TaskPlan(
         data,
         CleaningSection.model_validate_json(content["cleaning"]),

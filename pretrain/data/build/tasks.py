@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -401,7 +402,10 @@ def _write(work: Work, documents: _Documents, path: Path) -> Json:
         rows.extend((document.task, document.piece, document.offset, position))
         position += len(tokens)
     _save_rows(path / "documents.npy", rows, PLACE)
-    return {"shards": writer.close().model_dump(mode="json")}
+    written = writer.close()
+    # They were hashed while they were written.
+    files = {shard.name: [shard.bytes, shard.xxh3_128] for shard in written.shards}
+    return {"shards": written.model_dump(mode="json"), "files": files}
 
 
 # ---- Do the tasks of a stage: in a pool of processes here, or as a Slurm job array ----
@@ -413,11 +417,12 @@ READERS = 8
 """Threads that look for finished outputs."""
 
 
-def undone(finals: list[Path]) -> list[int]:
-    """Return the numbers of the tasks that are not done. Reads every output that is there.
+def undone(finals: list[Path], *, read: bool = True) -> list[int]:
+    """Return the numbers of the tasks that are not done.
 
     Args:
         finals: Where the output of each task is published.
+        read: As for `is_done`.
     """
     # On NFS a name that was missing a moment ago may be remembered as missing. Opening the folder
     # asks the server.
@@ -425,7 +430,8 @@ def undone(finals: list[Path]) -> list[int]:
         if folder.is_dir():
             os.listdir(folder)
     with ThreadPoolExecutor(READERS) as pool:
-        return [rank for rank, done in enumerate(pool.map(is_done, finals)) if not done]
+        found = pool.map(partial(is_done, read=read), finals)
+        return [rank for rank, done in enumerate(found) if not done]
 
 
 def run_locally(folder: BuildFolder, stage: Stage, finals: list[Path], workers: int) -> None:
@@ -528,7 +534,7 @@ def run_on_cluster(folder: BuildFolder, stage: Stage, finals: list[Path], cluste
     jobs = [ranks[first : first + each] for first in range(0, len(ranks), each)]
     replace_json(path, {"folder": str(folder.path), "stage": stage, "jobs": jobs})
     _run_array(folder, cluster, path, len(jobs))
-    if left := undone([finals[rank] for rank in ranks]):
+    if left := undone([finals[rank] for rank in ranks], read=False):
         raise RunFailed(
             f"{folder.path}: {len(left)} of {len(ranks)} tasks of the stage {stage} ended without "
             f"a result. Of task {ranks[left[0]]}, the newest slurm-*_{left[0] // each}.log in "
