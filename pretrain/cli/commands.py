@@ -178,7 +178,7 @@ def data_build(
 def data_verify(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
     """Read every byte of a data set and name every file that is damaged.
 
-    `pretrain data build` records the digests when it writes the shards.
+    `pretrain data build` records the digests when it writes the files.
 
     \b
     Example:
@@ -189,7 +189,7 @@ def data_verify(config: Config, overrides: Overrides = []) -> None:  # noqa: B00
 
     run = load_config(config, overrides)
     verify(run.data.directory, Cache(run.data.cache_directory, run.data.cache_bytes))
-    print(f"{run.data.directory}: every shard is as it was written")
+    print(f"{run.data.directory}: every file is as it was written")
 
 
 @data.command("stats")

@@ -108,7 +108,7 @@ def test_data_is_built_once(config, tmp_path):
     assert (second.code, second.out) == (0, up_to_date)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
     verified = pretrain("data", "verify", config, *sets(f"data.directory={tmp_path}/data"))
-    unchanged = f"{tmp_path}/data: every shard is as it was written\n"
+    unchanged = f"{tmp_path}/data: every file is as it was written\n"
     assert (verified.code, verified.out) == (0, unchanged)
 
 

@@ -156,7 +156,7 @@ def test_damage_at_the_url_is_named_and_never_kept(remote, tmp_path, name, damag
     with pytest.raises(ConfigError, match=rf"^counting://.*/train/{name}: (damaged|missing)"):
         stream.read(3000, 10)
     assert name not in cached(tmp_path)
-    with pytest.raises(ConfigError, match=rf"^counting://.*/train/{name}: "):
+    with pytest.raises(ConfigError, match=rf"(?m)^counting://.*/train/{name}: "):
         verify(remote)
 
 
