@@ -206,14 +206,16 @@ def make_directory(directory: Path) -> None:
     make_directory(directory.parent)
     directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
     let_nobody_write(directory)
-    # A folder that may be written to but not read cannot be flushed.
-    with contextlib.suppress(PermissionError):
-        flush_directory(directory.parent)
+    flush_directory(directory.parent)
 
 
 def flush_directory(directory: Path) -> None:
     """Flush the names in a folder to the disk: a rename is durable only when its folder is."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except PermissionError:
+        # A folder that may be written to but not listed (mode 0733) cannot be flushed.
+        return
     try:
         os.fsync(descriptor)
     finally:
@@ -265,8 +267,9 @@ def open_by_steps(
     check: Callable[[Path, os.stat_result, int], None] = lambda *_: None,
     *,
     follow: bool = False,
+    flags: int = _READ,
 ) -> int:
-    """Go to a file or folder from / on, name by name, and return a descriptor to read it.
+    """Go to a file or folder from / on, name by name, and return a descriptor of it.
 
     No name is looked up twice, so what was checked cannot be exchanged afterwards.
 
@@ -274,9 +277,11 @@ def open_by_steps(
         path: The file or folder.
         check: Given each folder above it, its status and a descriptor; what it raises is raised.
         follow: Follow a link in the last place.
+        flags: How it is opened: to be read, or with os.O_PATH to be looked at by fstat, which
+            needs no right to it.
 
     Raises:
-        OSError: It is missing or may not be read, or a link on the way is another user's.
+        OSError: It is missing or may not be opened, or a link on the way is another user's.
     """
     # An automounter mounts what is asked for by its whole path.
     path.stat()
@@ -302,7 +307,10 @@ def open_by_steps(
             if links > _MOST_LINKS or not (left or follow):
                 raise OSError(errno.ELOOP, "a link, which is not followed", str(path))
             left += reversed(Path(os.readlink("", dir_fd=step)).parts)
-        return os.open(f"/proc/self/fd/{here}", _READ)
+        try:
+            return os.open(f"/proc/self/fd/{here}", flags)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 _MOST_LINKS = 40

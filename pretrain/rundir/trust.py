@@ -109,7 +109,7 @@ def check_above(path: Path) -> None:
     """
     above = next(each for each in path.absolute().parents if each.exists())
     try:
-        descriptor = open_by_steps(above, _check_above, follow=True)
+        descriptor = open_by_steps(above, _check_above, follow=True, flags=os.O_PATH)
     except OSError as error:
         raise ConfigError(f"{error.filename or above}: {error.strerror}") from None
     try:

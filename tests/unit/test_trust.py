@@ -34,6 +34,7 @@ from pretrain.rundir.attempts import Attempt
 from pretrain.rundir.files import (
     append_json_line,
     make_directory,
+    new_directory,
     open_by_steps,
     open_own,
     read_json,
@@ -521,6 +522,27 @@ def test_a_task_does_not_read_what_another_user_put_in_its_place(
         assert said.startswith(f"ConfigError: {open_folder}: everybody may rename"), said
     else:
         assert f"{array.parent}: belongs to another user (owner {STRANGER + 1}" in said
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o1733, 0o711, 0o700])
+def test_a_run_may_lie_in_a_folder_that_may_be_entered_and_not_listed(
+    open_folder: Path, mode: int
+) -> None:
+    run = open_folder / "run"
+    run.mkdir()
+    give_to(run, STRANGER)
+    open_folder.chmod(mode)
+    said = as_user(STRANGER, lambda: Attempt.begin(run).end("finished", 0, "done", 9))
+    if mode == 0o700:
+        assert f"{run}" in said and "ermission denied" in said and "/proc" not in said
+        return
+    assert said == "" and (run / "run.json").is_file()
+    if mode & 0o002:
+        # Also what is published there by a rename, as a data set.
+        made = new_directory(open_folder / "data")
+        assert as_user(STRANGER, lambda: (made.__enter__(), made.__exit__(None, None, None))) == ""
+        assert (open_folder / "data").is_dir()
 
 
 @needs_root
