@@ -107,7 +107,7 @@ def config(
         list_files: List the configs and example sites that are installed with this package.
     """
     from pretrain.config.run import describe
-    from pretrain.huggingface.classes import describe_export
+    from pretrain.huggingface.consumers import describe_export
 
     run = load_config(config, overrides)
     # The fewest processes that can hold the model. A batch that fits none of them fits no number.
@@ -424,15 +424,21 @@ def report(
 def export(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT")],
+    programs: Annotated[list[str], typer.Option("--for", metavar="PROGRAM")] = [],  # noqa: B006
     max_length: Annotated[int | None, typer.Option(metavar="TOKENS")] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
-    """Write a Hugging Face model and verify it.
+    """Write a Hugging Face model, and files for other programs, and verify them.
 
     Loads the written model with stock transformers and compares its logits in fp32. The comparison
     runs on validation text, at the training length and 16 times that or as far as memory allows.
     When it fails, the exit code is 1. Its perplexity in bf16 and fp16 is measured too, printed and
     written on the model card.
+
+    --for llama.cpp, ctranslate2 and onnx (repeatable) also writes what these programs read, into
+    OUT/PROGRAM, loads it in them and compares logits and token ids. vllm reads the same files as
+    transformers: --for vllm says whether it computes the model. What a program would compute
+    otherwise is refused; what is not installed here is written, and not compared.
 
     The folder also gets a model card, with the run's own evaluation of this checkpoint, which names
     license, languages and data sets as [export] of the run's config or --set says.
@@ -441,15 +447,17 @@ def export(
     Example:
       pretrain export runs/demo/alibi runs/demo/hf --set export.license=apache-2.0 \\
           --set 'export.language=["en"]'
+      pretrain export runs/demo/alibi runs/demo/hf --for llama.cpp --for ctranslate2
 
     Args:
+        programs: transformers (always written), vllm, llama.cpp, ctranslate2 or onnx.
         out: Directory to write the Hugging Face model to.
         max_length: Longest sequence that the export accepts; MPT and OPT fail beyond it. Default:
             16 training lengths, or the longest that the run evaluates.
     """
     from pretrain.huggingface.export import export_source
 
-    if not export_source(source, out, max_length, overrides=overrides):
+    if not export_source(source, out, max_length, overrides=overrides, programs=programs):
         raise typer.Exit(ExitCode.FAILED)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pretrain.config import RunConfig
 from pretrain.config.errors import Refusal
+from pretrain.positions.base import LEARNED_TABLE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +28,8 @@ CODE = Path(__file__).with_name("modeling_slopes.py")
 """What a folder brings along whose class is none of transformers."""
 EMBEDDING, FINAL_NORM = "embedding.word_embeddings", "decoder.final_layernorm"
 EMBEDDING_NORM, OUTPUT = "embedding.word_embeddings_layernorm", "output_layer"
-_WITHOUT_BIAS = (EMBEDDING, "embedding.position_embeddings", OUTPUT)
+POSITIONS = "embedding.position_embeddings"
+_WITHOUT_BIAS = (EMBEDDING, POSITIONS, OUTPUT)
 
 
 # ---- Rows of settings ----------------------------------------------------------------------------
@@ -79,6 +81,15 @@ class Ours(NamedTuple):
 
 
 Row = Both | Theirs | Ours
+
+
+def refused(rows: Sequence[Row], config: RunConfig, name: str) -> Iterator[tuple[Ours, Refusal]]:
+    """Yield each row of our settings, for the class `name`, whose value a run does not have."""
+    for row in rows:
+        if isinstance(row, Ours) and (value := ours(config, row.ours)) != row.wanted(config):
+            reason = row.reason.format(name=name, only=row.wanted(config), value=value)
+            shown = list(value) if isinstance(value, tuple) else value
+            yield row, Refusal(row.ours, shown, reason, row.remedy)
 
 
 def ours(config: RunConfig, key: str) -> Any:
@@ -200,8 +211,106 @@ class Stored:
         return tensor if self.factor == 1.0 else tensor / self.factor
 
 
+# ---- A table of tensors --------------------------------------------------------------------------
+class TensorTable:
+    """Where a format that computes what our model does, by its own tables, keeps our tensors."""
+
+    modules: ClassVar[Mapping[str, str | Unchanged]]
+    """Our modules outside of layers -> theirs."""
+    layers: ClassVar[str]
+    """Their name of decoder.layers."""
+    layer: ClassVar[Mapping[str, str | Unchanged]]
+    """Our modules of a layer -> theirs."""
+    has_bias: ClassVar[bool] = True
+    """True if linear layers and LayerNorms have biases, which are zeros if our model has none."""
+
+    def factors(self, config: RunConfig, embedding: Tensor) -> Factors:
+        """Return by what an export multiplies our weights, of which these are the embeddings."""
+        # The model's factor stands behind the LayerNorm on the embeddings, if there is one.
+        has_norm = config.model.embedding_layernorm
+        scale = config.embedding_scale
+        return Factors(embedding_norm=scale) if has_norm else Factors(embedding=scale)
+
+    def extra(self, config: RunConfig, factors: Factors, max_length: int) -> dict[str, Tensor]:
+        """Return the tensors that only the class has: a table of positions that we compute."""
+        import torch
+
+        module = self.modules.get(POSITIONS)
+        table = config.position.embedded(config, torch.arange(max_length)) if module else None
+        if module is None or table is None:
+            return {}
+        stored = Unchanged(module) if isinstance(module, str) else module
+        [name], [part] = stored.names, stored.export(config, table.float())
+        return {f"{name}.weight": part}
+
+    def left_out(self, config: RunConfig) -> dict[str, bool]:
+        """Return which of our modules this run's model does not have."""
+        m = config.model
+        return {
+            OUTPUT: m.tie_word_embeddings,
+            EMBEDDING_NORM: not m.embedding_layernorm,
+            POSITIONS: LEARNED_TABLE not in config.position.tensors(config),
+        }
+
+    def stored_tensors(self, config: RunConfig, factors: Factors) -> Iterator[Stored]:
+        """Yield every tensor of the class but those of `extra`; a weight before its bias.
+
+        Args:
+            config: The run's config.
+            factors: By what the class stores our weights multiplied.
+        """
+        m, left_out = config.model, self.left_out(config)
+        # A tied output layer multiplies by the scaled embeddings too. Dividing the final LayerNorm
+        # by the same factor cancels it in the logits.
+        by_module = {
+            EMBEDDING: factors.embedding,
+            EMBEDDING_NORM: factors.embedding_norm,
+            "self_attention.linear_proj": factors.stream,
+            "mlp.linear_fc2": factors.stream,
+            FINAL_NORM: 1 / factors.embedding if m.tie_word_embeddings else 1.0,
+        }
+        parts = [("", "", self.modules)]
+        for i in range(m.num_layers):
+            parts.append((f"decoder.layers.{i}.", f"{self.layers}.{i}.", self.layer))
+        for mine, other, modules in parts:
+            for module, names in modules.items():
+                if left_out.get(module):
+                    continue
+                stored = Unchanged(names) if isinstance(names, str) else names
+                has_bias = self.has_bias and module not in _WITHOUT_BIAS
+                for kind in ("weight", "bias") if has_bias else ("weight",):
+                    yield Stored(
+                        f"{mine}{module}.{kind}",
+                        tuple(f"{other}{name}.{kind}" for name in stored.names),
+                        stored,
+                        by_module.get(module, 1.0),
+                        is_absent=kind == "bias" and not m.use_bias,
+                    )
+
+    def convert(
+        self, config: RunConfig, state: Mapping[str, Tensor], max_length: int
+    ) -> dict[str, Tensor]:
+        """Return the weights under the names and in the shapes of the class, in fp32.
+
+        Args:
+            config: The run's resolved config.
+            state: Full fp32 tensors by global name.
+            max_length: Longest sequence in tokens, which sizes a table of positions.
+        """
+        tensor = state[f"{EMBEDDING}.weight"]
+        factors = self.factors(config, tensor)
+        out = self.extra(config, factors, max_length)
+        for stored in self.stored_tensors(config, factors):
+            # A bias that our model does not have follows its weight.
+            absent = tensor.new_zeros(tensor.shape[0])
+            tensor = absent if stored.is_absent else state[stored.name]
+            for name, part in zip(stored.theirs, stored.export(config, tensor), strict=True):
+                out[name] = part.float().contiguous()
+        return out
+
+
 # ---- A class -------------------------------------------------------------------------------------
-class HuggingFaceClass:
+class HuggingFaceClass(TensorTable):
     """A transformers class, which models of ours it holds, and how.
 
     A subclass fills in the table, and overrides a method where the class computes something that
@@ -212,28 +321,20 @@ class HuggingFaceClass:
     """Key of its config class in AutoConfig."""
     name: ClassVar[str]
     """Name of the class that AutoModelForCausalLM loads."""
+    architecture: ClassVar[str] = ""
+    """The name of it that config.json has under `architectures`, if that is another."""
     positions: ClassVar[tuple[str, ...]]
     """The position methods that it can hold; the first is that of a model from elsewhere."""
     rows: ClassVar[tuple[Row, ...]]
     """Settings, both ways."""
-    modules: ClassVar[Mapping[str, str | Unchanged]]
-    """Our modules outside of layers -> theirs."""
-    layers: ClassVar[str]
-    """Their name of decoder.layers."""
-    layer: ClassVar[Mapping[str, str | Unchanged]]
-    """Our modules of a layer -> theirs."""
     length_key: ClassVar[str] = "max_position_embeddings"
     """Key of config.json that holds the longest sequence in tokens."""
     is_bounded: ClassVar[bool] = False
     """True if the class computes no position beyond."""
-    has_bias: ClassVar[bool] = True
-    """True if linear layers and LayerNorms have biases, which are zeros if our model has none."""
     precisions: ClassVar[str] = "fp32, bf16 and fp16"
     """In which the class computes the model, as `pretrain config` says it."""
     advice: ClassVar[str] = ""
     """What it also says of a run that is exported so; `{stock}` stands for the stock class."""
-    vllm: ClassVar[tuple[Ours, ...]] = ()
-    """What vLLM computes otherwise than transformers, or refuses."""
     stock: ClassVar[str] = ""
     """Of a class of `modeling_slopes`, which the folder brings along: name of the stock class that
     it is otherwise. Stock loaders refuse it."""
@@ -251,23 +352,11 @@ class HuggingFaceClass:
 
     # -- aloud --
     def refusals(self, config: RunConfig) -> Iterator[tuple[Ours, Refusal]]:
-        """Yield each setting of the model that the class does not support.
+        """Return each setting of the model that the class does not support.
 
         The remedy is empty where it is to train with what the row says.
         """
-        for row in self.rows:
-            if isinstance(row, Ours) and (value := ours(config, row.ours)) != row.wanted(config):
-                reason = row.reason.format(name=self.name, only=row.wanted(config))
-                shown = list(value) if isinstance(value, tuple) else value
-                yield row, Refusal(row.ours, shown, reason, row.remedy)
-
-    def vllm_reasons(self, config: RunConfig) -> Iterator[str]:
-        """Yield what vLLM computes otherwise than transformers, or refuses, of this model."""
-        if self.stock:
-            yield f"it has no {self.name}, and stock classes compute another model"
-        for row in self.vllm:
-            if (value := ours(config, row.ours)) != row.only:
-                yield row.reason.format(value=value, only=row.only)
+        return refused(self.rows, config, self.name)
 
     # -- settings, forwards --
     def settings(
@@ -313,12 +402,18 @@ class HuggingFaceClass:
         import torch
 
         found = self.config_class(**special, **self.settings(config, max_length, state))
-        found.architectures = [self.name]
+        found.architectures = [self.architecture or self.name]
         found.dtype = torch.float32
         if self.stock:
             own = {"AutoConfig": self.config_class, "AutoModelForCausalLM": self.code_class}
             found.auto_map = {k: f"{CODE.stem}.{each.__name__}" for k, each in own.items()}
+        for key, value in self.marks(config).items():
+            setattr(found, key, value)
         return found
+
+    def marks(self, config: RunConfig) -> dict[str, Any]:
+        """Return keys of config.json that are for other readers; transformers ignores them."""
+        return {}
 
     # -- settings, backwards --
     def sections(self, settings: Any) -> tuple[dict[str, dict[str, Any]], list[Refusal]]:
@@ -403,82 +498,10 @@ class HuggingFaceClass:
             folder, local_files_only=True, trust_remote_code=False, **options
         )
 
-    # -- tensors, both ways --
-    def factors(self, config: RunConfig, embedding: Tensor) -> Factors:
-        """Return by what an export multiplies our weights, of which these are the embeddings."""
-        return Factors(embedding=config.embedding_scale)
-
+    # -- tensors, backwards --
     def stored_factors(self, config: RunConfig, read: Read) -> Factors:
         """Return by what the weights of a folder were multiplied."""
         return Factors(embedding=config.embedding_scale)
-
-    def extra(self, config: RunConfig, factors: Factors, max_length: int) -> dict[str, Tensor]:
-        """Return the tensors that only the class has."""
-        return {}
-
-    def left_out(self, config: RunConfig) -> dict[str, bool]:
-        """Return which of our modules this run's model does not have."""
-        m = config.model
-        return {
-            OUTPUT: m.tie_word_embeddings,
-            EMBEDDING_NORM: not m.embedding_layernorm,
-        }
-
-    def stored_tensors(self, config: RunConfig, factors: Factors) -> Iterator[Stored]:
-        """Yield every tensor of the class but those of `extra`; a weight before its bias.
-
-        Args:
-            config: The run's config.
-            factors: By what the class stores our weights multiplied.
-        """
-        m, left_out = config.model, self.left_out(config)
-        # A tied output layer multiplies by the scaled embeddings too. Dividing the final LayerNorm
-        # by the same factor cancels it in the logits.
-        by_module = {
-            EMBEDDING: factors.embedding,
-            EMBEDDING_NORM: factors.embedding_norm,
-            "self_attention.linear_proj": factors.stream,
-            "mlp.linear_fc2": factors.stream,
-            FINAL_NORM: 1 / factors.embedding if m.tie_word_embeddings else 1.0,
-        }
-        parts = [("", "", self.modules)]
-        for i in range(m.num_layers):
-            parts.append((f"decoder.layers.{i}.", f"{self.layers}.{i}.", self.layer))
-        for mine, other, modules in parts:
-            for module, names in modules.items():
-                if left_out.get(module):
-                    continue
-                stored = Unchanged(names) if isinstance(names, str) else names
-                has_bias = self.has_bias and module not in _WITHOUT_BIAS
-                for kind in ("weight", "bias") if has_bias else ("weight",):
-                    yield Stored(
-                        f"{mine}{module}.{kind}",
-                        tuple(f"{other}{name}.{kind}" for name in stored.names),
-                        stored,
-                        by_module.get(module, 1.0),
-                        is_absent=kind == "bias" and not m.use_bias,
-                    )
-
-    def convert(
-        self, config: RunConfig, state: Mapping[str, Tensor], max_length: int
-    ) -> dict[str, Tensor]:
-        """Return the weights under the names and in the shapes of the class, in fp32.
-
-        Args:
-            config: The run's resolved config.
-            state: Full fp32 tensors by global name.
-            max_length: Longest sequence in tokens, which sizes a table of positions.
-        """
-        tensor = state[f"{EMBEDDING}.weight"]
-        factors = self.factors(config, tensor)
-        out = self.extra(config, factors, max_length)
-        for stored in self.stored_tensors(config, factors):
-            # A bias that our model does not have follows its weight.
-            absent = tensor.new_zeros(tensor.shape[0])
-            tensor = absent if stored.is_absent else state[stored.name]
-            for name, part in zip(stored.theirs, stored.export(config, tensor), strict=True):
-                out[name] = part.float().contiguous()
-        return out
 
     def restore(
         self, config: RunConfig, read: Read, originals: Mapping[str, Tensor]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pretrain.config import ConfigError, RunConfig
@@ -26,7 +26,6 @@ from pretrain.huggingface.base import (
     Theirs,
 )
 from pretrain.positions.alibi import MAX_SLOPE
-from pretrain.positions.base import LEARNED_TABLE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,8 +130,9 @@ _BLOOM_NORM = "transformer.word_embeddings_layernorm"
 _NEUTRAL = """\
 Bloom applies a LayerNorm to its embeddings, which this model does not have. The export neutralises
 it: the embeddings are stored multiplied by a small power of two, which the weight of that LayerNorm
-undoes, and the residual stream by 8, for which `layer_norm_epsilon` is multiplied by 64. Do not
-fine-tune this copy."""
+undoes, and the residual stream by 8, for which `layer_norm_epsilon` is multiplied by 64. A program
+that ignores `layer_norm_epsilon` computes another model from these files, which config.json marks
+(`neutralised_embedding_layernorm`). Do not fine-tune this copy."""
 
 
 class Bloom(HuggingFaceClass):
@@ -185,14 +185,6 @@ class Bloom(HuggingFaceClass):
         ". In bf16 and fp16 it rounds its ALiBi biases too much: for those train with "
         'model.hidden_act = "gelu" and model.use_bias = false (MptForCausalLM)'
     )
-    vllm = (
-        Ours("model.hidden_act", "gelu", "its Bloom computes exact GELU, not the tanh one"),
-        Ours(
-            "model.tie_word_embeddings",
-            True,
-            "its Bloom skips lm_head.weight, so it needs model.tie_word_embeddings = true",
-        ),
-    )
 
     def note(self, config: RunConfig, settings: Any) -> str:
         own = """\
@@ -208,11 +200,14 @@ does not."""
         scaled = {"layer_norm_epsilon": config.model.layernorm_epsilon * stream**2}
         return super().settings(config, max_length, state) | scaled
 
+    def marks(self, config: RunConfig) -> dict[str, Any]:
+        # A reader that ignores layer_norm_epsilon computes another model of such a folder.
+        return {} if config.model.embedding_layernorm else {"neutralised_embedding_layernorm": True}
+
     def factors(self, config: RunConfig, embedding: Tensor) -> Factors:
         """Return the factors of an export, with the largest a that the embeddings allow."""
         if config.model.embedding_layernorm:
-            # The model's factor stands behind the LayerNorm.
-            return Factors(embedding_norm=config.embedding_scale)
+            return super().factors(config, embedding)
         stream = BLOOM_STREAM_SCALE
         largest = embedding.var(dim=1, unbiased=False).max().item()
         # a^2 largest / (2 stream^2 eps) is the error.
@@ -260,6 +255,8 @@ _IGNORED = "stock transformers ignores it, and so would we"
 class Mpt(HuggingFaceClass):
     model_type = "mpt"
     name = "MptForCausalLM"
+    # As MosaicML and its readers spell it; transformers itself goes by model_type.
+    architecture = "MPTForCausalLM"
     positions = ("alibi",)
     rows = (
         *COMMON,
@@ -312,12 +309,6 @@ class Mpt(HuggingFaceClass):
     has_bias = False
     length_key = "max_seq_len"
     is_bounded = True
-    vllm = (
-        Ours(
-            "model.layernorm_epsilon", 1e-5, "its MPT has layernorm_epsilon = {only}, not {value}"
-        ),
-        Ours("model.tie_word_embeddings", True, "its MPT needs model.tie_word_embeddings = true"),
-    )
 
     def note(self, config: RunConfig, settings: Any) -> str:
         return """\
@@ -335,6 +326,7 @@ def _slopes(values: Sequence[float]) -> Sequence[float]:
 class _WithSlopes(HuggingFaceClass):
     """A class in the folder, which is a stock class but for ALiBi's slopes."""
 
+    architecture = ""
     heads_key: str
     advice = (
         ": a class in the folder, which is {stock} with these slopes. It is loaded with "
@@ -442,21 +434,6 @@ class Opt(HuggingFaceClass):
 The sinusoidal positions are stored as a table of position embeddings, so sequences can be at most
 `max_position_embeddings` tokens long. {_ENDS}"""
 
-    def left_out(self, config: RunConfig) -> dict[str, bool]:
-        has_table = LEARNED_TABLE in config.position.tensors(config)
-        no_table = {"embedding.position_embeddings": not has_table}
-        return super().left_out(config) | no_table
-
-    def extra(self, config: RunConfig, factors: Factors, max_length: int) -> dict[str, Tensor]:
-        """Return the table of what is computed; the rows of padding are zeros."""
-        import torch
-
-        table = config.position.embedded(config, torch.arange(max_length))
-        if table is None:
-            return {}
-        [stored] = PastPadding().export(config, table.float())
-        return {"model.decoder.embed_positions.weight": stored}
-
 
 # ---- GPT-NeoX: rotary positions (models/gpt_neox/modeling_gpt_neox.py) ---------------------------
 # Needs no algebra either. rotate_half pairs channel k with channel k + n / 2, where n channels are
@@ -513,6 +490,11 @@ class GptNeoX(HuggingFaceClass):
         "mlp.linear_fc2": "mlp.dense_4h_to_h",
     }
 
+    def marks(self, config: RunConfig) -> dict[str, Any]:
+        # What transformers 4 had in place of rope_parameters, and its readers still look for.
+        rope = config.position.rope()
+        return {"rotary_pct": rope.percent, "rotary_emb_base": rope.base} if rope else {}
+
     def note(self, config: RunConfig, settings: Any) -> str:
         order = "parallel" if config.model.parallel_residual else "sequential"
         rope = config.position.rope()
@@ -566,23 +548,3 @@ def export_length(config: RunConfig) -> int:
     """
     end = config.position.table_end(config)
     return end or max(EXPORT_REACH * config.data.sequence_length, *config.evaluation_lengths)
-
-
-def describe_export(config: RunConfig, obstacles: Sequence[str] = ()) -> Iterator[str]:
-    """Yield lines that say what a run will export as and in which precisions, or why not.
-
-    Args:
-        config: The run.
-        obstacles: Reasons beside the model's why it could not be exported.
-    """
-    reasons, found = [line for text in obstacles for line in text.splitlines()], None
-    try:
-        found = class_of(config)
-    except ConfigError as error:
-        reasons = [*str(error).splitlines(), *reasons]
-    if reasons or found is None:
-        yield from (f"none: {reason}" for reason in reasons)
-        return
-    advice = found.advice.format(stock=found.stock)
-    yield f"{found.name} in {found.precisions}, for up to {export_length(config):,} tokens{advice}"
-    yield from (f"not in vLLM: {reason}" for reason in found.vllm_reasons(config))

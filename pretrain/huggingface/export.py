@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.run import is_url
 from pretrain.data.shards import MANIFEST
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.huggingface.classes import EXPORT_REACH, export_length
-from pretrain.huggingface.folder import add_precisions, to_huggingface
-from pretrain.huggingface.parity import PRECISIONS, ParityReport, check_parity
+from pretrain.huggingface.classes import EXPORT_REACH, class_of, export_length
+from pretrain.huggingface.consumers import TRANSFORMERS, Consumer, Export, chosen, not_for, prove
+from pretrain.huggingface.folder import add_proofs, special_ids, to_huggingface
+from pretrain.huggingface.parity import PRECISIONS, check_parity
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import checkpoint_step, find_checkpoint, hold
@@ -42,7 +44,12 @@ the memory and the time of exporting a large model."""
 
 
 def export_source(
-    source: Path, out: Path, max_length: int | None = None, *, overrides: Sequence[str] = ()
+    source: Path,
+    out: Path,
+    max_length: int | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    programs: Sequence[str] = (),
 ) -> bool:
     """Export a checkpoint, compare the export with the trained model and print the comparison.
 
@@ -52,13 +59,14 @@ def export_source(
         max_length: Longest sequence in tokens that the export accepts; None takes 16 training
             lengths, or the longest that the run evaluates.
         overrides: `section.key=value` settings of [export], or of where the data set is.
+        programs: Names in `consumers.CONSUMERS` of programs to export for, beside transformers.
 
     Returns:
-        True if the exported model computes the same function.
+        True if the exported model computes the same function, in each program that is here.
 
     Raises:
-        ConfigError: No transformers class can hold the model, or the checkpoint or the data is
-            missing or damaged.
+        ConfigError: No transformers class can hold the model, a program would compute another one,
+            or the checkpoint or the data is missing or damaged.
     """
     checkpoint = find_checkpoint(source)
     if out.resolve().is_relative_to(checkpoint.resolve()):
@@ -66,7 +74,7 @@ def export_source(
         raise ConfigError(f"{out}: lies in the checkpoint {checkpoint}. Name a directory elsewhere")
     _check_overrides(overrides)
     with hold(checkpoint):
-        return _export(open_checkpoint(checkpoint), out, max_length, overrides)
+        return _export(open_checkpoint(checkpoint), out, max_length, overrides, chosen(programs))
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -85,7 +93,11 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _export(
-    opened: Checkpoint, out: Path, max_length: int | None, overrides: Sequence[str]
+    opened: Checkpoint,
+    out: Path,
+    max_length: int | None,
+    overrides: Sequence[str],
+    programs: Sequence[Consumer],
 ) -> bool:
     """Export an opened checkpoint and print the comparison; see `export_source`."""
     checkpoint = opened.path
@@ -98,16 +110,19 @@ def _export(
     config = opened.load_config([*overrides, "train.precision=fp32"], sections)
     stream, directory = _validation_split(config, opened)
     tokenizer = tokenizer_of(opened, Path(directory))
-    max_length = checked_length(config, max_length)
+    max_length, target = checked_length(config, max_length), class_of(config)
+    for program in programs:
+        program.check(config, target, tokenizer)
     ids = _comparison_ids(config, stream, max_length)
     state = opened.trainer_state
     facts = {
         "Training steps": f"{state.step:,}",
         "Training tokens": f"{trained_tokens(config, state, opened.origin.changes):,}",
     }
+    weights = load_global_state(opened)
     name = to_huggingface(
         config,
-        load_global_state(opened),
+        weights,
         tokenizer.path,
         out,
         max_length=max_length,
@@ -115,11 +130,21 @@ def _export(
         facts=facts,
     )
     print(f"{checkpoint} -> {out} ({name})")
-    report = compare_with_folder(config, opened, out, ids, tuple(PRECISIONS))
+    export = Export(config, weights, target, out, tokenizer, special_ids(tokenizer), max_length)
+    others = [program for program in programs if program.name != TRANSFORMERS]
+    for program in others:
+        if program.packages:
+            with writing(out):
+                (out / program.name).mkdir()
+                program.write(export, out / program.name)
+    with trained_logits(config, opened) as ours:
+        report = check_parity(ours, out, ids, precisions=tuple(PRECISIONS))
+        proofs = [prove(program, export, ours, ids) for program in others]
     with writing(out):
-        add_precisions(out, config, report, is_text=stream is not None)
-    print(report.format())
-    return report.passed
+        lines = [*map(str, proofs), *not_for(config, target, others)]
+        add_proofs(out, report, lines, is_text=stream is not None)
+    print("\n".join([report.format(), *map(str, proofs)]))
+    return report.passed and all(proof.passed for proof in proofs)
 
 
 def checked_length(config: RunConfig, max_length: int | None) -> int:
@@ -148,30 +173,22 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
     return max_length
 
 
-def compare_with_folder(
-    config: RunConfig,
-    checkpoint: Checkpoint,
-    folder: Path,
-    ids_by_length: list[Tensor],
-    precisions: Sequence[str] = (),
-) -> ParityReport:
-    """Compare stock transformers' model with our own, built and run as in training.
+@contextmanager
+def trained_logits(
+    config: RunConfig, checkpoint: Checkpoint
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Build a checkpoint's model as in training, and hand out token ids [1, T] -> logits [1, T, V].
 
     Args:
         config: The checkpoint's config, for one process in fp32.
         checkpoint: The checkpoint, opened.
-        folder: Hugging Face folder.
-        ids_by_length: Token ids [N, T] for each length.
-        precisions: 16-bit formats in which the folder's perplexity is measured too.
     """
     topology.initialize(config)
     try:
         chunks = build_model(config)
         load_weights(checkpoint, chunks)
         chunks[0].eval()
-        return check_parity(
-            lambda tokens: logits(chunks[0], tokens), folder, ids_by_length, precisions=precisions
-        )
+        yield lambda tokens: logits(chunks[0], tokens)
     finally:
         topology.finish()
 

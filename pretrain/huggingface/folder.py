@@ -324,15 +324,15 @@ def write_card(
     (folder / CARD).write_text(text, encoding="utf-8")
 
 
-def add_precisions(
-    folder: Path, config: RunConfig, report: ParityReport, *, is_text: bool = True
+def add_proofs(
+    folder: Path, report: ParityReport, programs: Sequence[str], *, is_text: bool = True
 ) -> None:
-    """Write on the model card of an export in which precisions it may be loaded, as was measured.
+    """Write on the model card in which precisions and programs the export is the trained model.
 
     Args:
         folder: The export, with its card.
-        config: The run's config.
         report: The comparison of the export with the trained model.
+        programs: What is known of each program beside transformers, without full stops.
         is_text: False if they were compared on random tokens.
     """
     # Those of random tokens are far above any text's, and say nothing of how good the model is.
@@ -347,7 +347,10 @@ def add_precisions(
         "Whether it is the trained model when it is loaded so:",
         "",
         *(f"- {verdict}" for verdict in report.verdicts()),
-        *(f"- vLLM: {reason}." for reason in class_of(config).vllm_reasons(config)),
+        "",
+        "## Other programs",
+        "",
+        *(f"- {line}." for line in programs),
         "",
     ]
     with (folder / CARD).open("a", encoding="utf-8") as card:

@@ -36,8 +36,9 @@ from pretrain.config.trajectory import TOKENIZER, differences
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.huggingface.base import HuggingFaceClass
 from pretrain.huggingface.classes import CLASSES
-from pretrain.huggingface.export import compare_with_folder
+from pretrain.huggingface.export import trained_logits
 from pretrain.huggingface.folder import MARKER, ORIGINALS, check_new, find_original
+from pretrain.huggingface.parity import check_parity
 from pretrain.rundir.checkpoints import Branch, new_id
 from pretrain.rundir.files import new_directory, replace_file
 from pretrain.rundir.paths import RunPaths, check_apart, claim_version
@@ -286,7 +287,8 @@ def _check_parity(source: Source, out: Path, checkpoint: Path) -> None:
         torch.randint(0, source.settings.vocab_size, (PARITY_ROWS, length), generator=generator)
         for length in sorted(set(lengths))
     ]
-    report = compare_with_folder(config, opened, source.folder, ids)
+    with trained_logits(config, opened) as ours:
+        report = check_parity(ours, source.folder, ids)
     print(report.format())
     if not report.passed:
         raise RunFailed(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +123,12 @@ def check_parity(
     found = CLASSES[json.loads((folder / "config.json").read_text())["model_type"]]
     model = found.load(folder, dtype=torch.float32).eval()
     name = type(model).__name__
-    rows = [_compare(logits_fn, model, ids) for ids in ids_by_length]
+    width = model.config.hidden_size
+
+    def theirs(one: Tensor) -> Tensor:
+        return model(one, use_cache=False).logits  # type: ignore[no-any-return]  # untyped in transformers
+
+    rows = [compare(logits_fn, theirs, ids, width) for ids in ids_by_length]
     ours = list(zip(ids_by_length, rows, strict=True))
     for precision in precisions:
         # One model in memory at a time.
@@ -138,12 +142,27 @@ def check_parity(
     return ParityReport(name, tuple(rows))
 
 
-def _compare(logits_fn: Callable[[Tensor], Tensor], model: Any, ids: Tensor) -> Parity:
-    """Compare the two models in fp32 on token ids [N, T], one sequence at a time."""
+@torch.no_grad()
+def compare(
+    logits_fn: Callable[[Tensor], Tensor],
+    theirs_fn: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    width: int,
+    rounding: float = 0.0,
+) -> Parity:
+    """Compare our model with another program's in fp32, one sequence at a time.
+
+    Args:
+        logits_fn: As for `check_parity`.
+        theirs_fn: The same of the other program.
+        ids: Token ids [N, T].
+        width: hidden_size.
+        rounding: By how much logits may differ beyond fp32, in units of the largest one.
+    """
     length = ids.shape[1]
     differences, sizes, nats, exported_nats = [], [], 0.0, 0.0
     for one in _sequences(ids):
-        ours, theirs = logits_fn(one.to(ids.device)).cpu(), model(one, use_cache=False).logits
+        ours, theirs = logits_fn(one.to(ids.device)).cpu(), theirs_fn(one)
         differences.append((ours - theirs).abs().max())
         sizes.append(ours.abs().max())
         nats += _summed_loss(ours, one)
@@ -154,7 +173,7 @@ def _compare(logits_fn: Callable[[Tensor], Tensor], model: Any, ids: Tensor) -> 
     # a rotary angle near position T is rounded by T x 2^-24. The largest difference seen was a
     # sixth of this bound. In the perplexity the rounding averages out.
     largest = torch.stack(sizes).max().item()
-    tolerance = 2.0**-23 * max(length, model.config.hidden_size) * largest
+    tolerance = (2.0**-23 * max(length, width) + rounding) * largest
     scored = ids.shape[0] * (length - 1)
     perplexities = bounded_exp(nats / scored), bounded_exp(exported_nats / scored)
     # Of torch, the maximum of numbers with a NaN is a NaN.

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomForCausalLM, Mpt
 from pretrain.cli.commands import tokenizer_obstacles
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.data.tokenizer import PROBES
-from pretrain.huggingface.classes import describe_export
+from pretrain.huggingface.consumers import describe_export
 from pretrain.huggingface.export import _curve, checked_length
 from pretrain.huggingface.folder import curve_table, to_huggingface
 from pretrain.huggingface.parity import check_parity

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCaus
 
 from pretrain.config import ConfigError, load_config
 from pretrain.huggingface.base import Ours
-from pretrain.huggingface.classes import CLASSES, Opt, describe_export
+from pretrain.huggingface.classes import CLASSES, Opt
+from pretrain.huggingface.consumers import describe_export
 from pretrain.huggingface.folder import MARKER, to_huggingface
 from pretrain.huggingface.import_model import import_folder
 from pretrain.huggingface.parity import check_parity
@@ -59,7 +60,6 @@ class Bare(Opt):
         k: v for k, v in Opt.modules.items() if k != "embedding.position_embeddings"
     }
     is_bounded = False
-    vllm = (Ours("model.tie_word_embeddings", False, "it ties nothing in a Bare"),)
 
     def note(self, config: Any, settings: Any) -> str:
         return "This model is bare."
@@ -79,7 +79,6 @@ def test_it_exports_and_comes_back_bit_for_bit(tmp_path, tokenizer_path):
     config = make_config("none", hidden_act="relu")
     assert list(describe_export(config)) == [
         "BareForCausalLM in fp32, bf16 and fp16, for up to 1,024 tokens",
-        "not in vLLM: it ties nothing in a Bare",
     ]
     state, folder = random_state(config, seed=5), tmp_path / "hf"
     name = to_huggingface(config, state, tokenizer_path, folder, max_length=1024)

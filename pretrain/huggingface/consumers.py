@@ -1,0 +1,582 @@
+"""The programs that read an export beside transformers: what each is written, and what it computes.
+
+The export's folder is transformers'. What another program needs lies in a folder of its own in it,
+and is made of the run's weights, not of transformers' files, so nothing that a class rewrites (see
+`classes.Bloom`) reaches it. Nothing that is peculiar to a program stands elsewhere.
+
+Read in llama.cpp b9190 (src/models/{mpt,bloom,gptneox}.cpp, src/llama-vocab.cpp), CTranslate2 4.8.5
+(specs/transformer_spec.py, converters/transformers.py) and vLLM at 02d799b
+(model_executor/models/{mpt,bloom,opt,gpt_neox}.py). `HOLDS` is the result; every export compares.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from pretrain.config import ConfigError, RunConfig
+from pretrain.huggingface.base import (
+    EMBEDDING,
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    OUTPUT,
+    POSITIONS,
+    HuggingFaceClass,
+    Ours,
+    StackQkv,
+    TensorTable,
+    refused,
+)
+from pretrain.huggingface.classes import Bloom, GptNeoX, Mpt, Opt, class_of, export_length
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pretrain.data.tokenizer import Tokenizer
+
+TRANSFORMERS = "transformers"
+"""The program whose folder every export is."""
+
+
+# ---- What each program holds ---------------------------------------------------------------------
+def _any_gelu(config: RunConfig) -> str:
+    return "gelu" if config.model.hidden_act == "relu" else config.model.hidden_act
+
+
+_GELU = Ours("model.hidden_act", _any_gelu, "its {name} computes GELU")
+HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
+    # By reading its source; it needs a GPU, or a build of its own.
+    "vllm": {
+        Mpt.name: (
+            Ours("model.layernorm_epsilon", 1e-5, "its MPT has {only}, not {value}"),
+            Ours("model.tie_word_embeddings", True, "its MPT has no output layer of its own"),
+        ),
+        Bloom.name: (
+            Ours("model.hidden_act", "gelu", "its Bloom computes exact GELU, not the tanh one"),
+            Ours("model.tie_word_embeddings", True, "its Bloom skips lm_head.weight"),
+        ),
+        Opt.name: (),
+        GptNeoX.name: (),
+    },
+    # Both kinds of GELU are one there, the tanh one looked up in fp16: `LlamaCpp.rounding`.
+    "llama.cpp": {Mpt.name: (), Bloom.name: (), Opt.name: (_GELU,), GptNeoX.name: (_GELU,)},
+    "ctranslate2": {each.name: () for each in (Mpt, Bloom, Opt, GptNeoX)},
+}
+"""Program -> class of transformers -> the settings with which the program computes that model.
+
+A class that a program lacks, such as ALiBi with other slopes, is refused. A program that is not
+here runs the code of transformers' class, so it computes them all."""
+
+
+# ---- A program -----------------------------------------------------------------------------------
+class Export(NamedTuple):
+    """What a program's files are made of."""
+
+    config: RunConfig
+    state: Mapping[str, Tensor]
+    """Full fp32 tensors by global name."""
+    target: HuggingFaceClass
+    folder: Path
+    """The folder of transformers, complete."""
+    tokenizer: Tokenizer
+    special: Mapping[str, int]
+    """bos_token_id, eos_token_id and pad_token_id."""
+    max_length: int
+    """Longest sequence in tokens."""
+
+    def names(self, padding: str) -> list[str]:
+        """Return a name for each row of the embedding; `padding` names rows without a token."""
+        stock = self.tokenizer.to_hugging_face()
+        names = map(stock.id_to_token, range(self.config.padded_vocab_size))
+        return [padding.format(i) if name is None else name for i, name in enumerate(names)]
+
+
+class Loaded(NamedTuple):
+    """A model as a program loaded it."""
+
+    logits: Callable[[Tensor], Tensor]
+    """Token ids [1, T] -> logits [1, T, V]."""
+    encode: Callable[[str, bool], list[int]]
+    """A text, and whether names of special tokens in it are those tokens -> ids."""
+
+
+class Consumer:
+    """A program that reads exports. A subclass says what it is written and loads it again."""
+
+    name: ClassVar[str]
+    """Its name in --for and in `HOLDS`; also that of its folder, if it writes files."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """What writes the files, beside what is installed anyway."""
+    reader: ClassVar[str] = ""
+    """The package in which the files are loaded and compared; "" for none."""
+
+    def reasons(self, config: RunConfig, target: HuggingFaceClass) -> Iterator[str]:
+        """Yield why the program would compute another model than the run's."""
+        classes = HOLDS.get(self.name, {target.name: ()})
+        if target.name not in classes:
+            yield f"it has no {target.name}"
+        for row, refusal in refused(classes.get(target.name, ()), config, target.name):
+            yield f"{row.ours} = {refusal.value}: {refusal.reason}"
+
+    def vocabulary_reasons(self, tokenizer: Tokenizer) -> Iterator[str]:
+        """Yield why the program cannot read a text as the run's tokenizer does."""
+        yield from ()
+
+    def check(self, config: RunConfig, target: HuggingFaceClass, tokenizer: Tokenizer) -> None:
+        """Check that the program can have this model, and that its files can be written here.
+
+        Raises:
+            ConfigError: It cannot, or a package is missing.
+        """
+        reasons = [*self.reasons(config, target), *self.vocabulary_reasons(tokenizer)]
+        if reasons:
+            raise ConfigError(
+                "\n".join(f"--for {self.name}: {reason}. Leave it out" for reason in reasons)
+            )
+        if missing := [name for name in self.packages if find_spec(name) is None]:
+            raise ConfigError(
+                f"--for {self.name}: its files are written by {' and '.join(missing)}, which is "
+                "not installed. Run: pip install 'pretrain[consumers]'"
+            )
+
+    def write(self, export: Export, folder: Path) -> None:
+        """Write the program's files into its folder, which exists."""
+        raise NotImplementedError
+
+    def load(self, export: Export, folder: Path) -> Loaded:
+        """Load the files with the program, in fp32 on the CPU."""
+        raise NotImplementedError
+
+    def rounding(self, config: RunConfig) -> float:
+        """Return by how much logits may differ beyond fp32, in units of the largest one."""
+        return 0.0
+
+
+class Transformers(Consumer):
+    name = TRANSFORMERS
+
+
+class Vllm(Consumer):
+    name = "vllm"
+
+
+# ---- llama.cpp -----------------------------------------------------------------------------------
+# Of its graphs, MPT's adds biases, a table of positions and an output layer where the file has
+# them, and scales ALiBi by a number of the file, so it is a GPT with any of our embeddings. Bloom's
+# is one with a LayerNorm on the embeddings.
+class _Gguf(TensorTable):
+    """gguf-py/gguf/constants.py, TENSOR_NAMES."""
+
+    modules: ClassVar = {
+        EMBEDDING: "token_embd",
+        EMBEDDING_NORM: "token_embd_norm",
+        POSITIONS: "position_embd",
+        FINAL_NORM: "output_norm",
+        OUTPUT: "output",
+    }
+    layers = "blk"
+    layer: ClassVar = {
+        "input_layernorm": "attn_norm",
+        "self_attention.linear_qkv": StackQkv("attn_qkv"),
+        "self_attention.linear_proj": "attn_output",
+        "pre_mlp_layernorm": "ffn_norm",
+        "mlp.linear_fc1": "ffn_up",
+        "mlp.linear_fc2": "ffn_down",
+    }
+
+
+class LlamaCpp(Consumer):
+    name = "llama.cpp"
+    packages = ("gguf",)
+    reader = "cyllama"
+    FILE = "model.gguf"
+
+    def vocabulary_reasons(self, tokenizer: Tokenizer) -> Iterator[str]:
+        # It knows pre-tokenizers by name, and has no normalizers.
+        content = json.loads(tokenizer.content) if tokenizer.file_name.endswith(".json") else None
+        if content is None:
+            return
+        split = content.get("pre_tokenizer") or {}
+        like_gpt2 = split.get("type") == "ByteLevel" and split.get("use_regex", True)
+        if not like_gpt2 or split.get("add_prefix_space") or content.get("normalizer"):
+            yield (
+                f"{tokenizer.path}: it reads SentencePiece's BPE and GPT-2's byte-level BPE, and "
+                "would split texts of this tokenizer otherwise"
+            )
+
+    def write(self, export: Export, folder: Path) -> None:
+        import gguf
+
+        config, m, rope = export.config, export.config.model, export.config.position.rope()
+        graph = "gptneox" if rope else "bloom" if m.embedding_layernorm else "mpt"
+        writer = gguf.GGUFWriter(folder / self.FILE, graph)
+        writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+        writer.add_context_length(export.max_length)
+        writer.add_embedding_length(m.hidden_size)
+        writer.add_feed_forward_length(config.ffn_hidden_size)
+        writer.add_block_count(m.num_layers)
+        writer.add_head_count(m.num_attention_heads)
+        writer.add_layer_norm_eps(m.layernorm_epsilon)
+        # The published slopes end at 2^-8.
+        writer.add_max_alibi_bias(8.0 if config.position.bias == "slopes" else 0.0)
+        if rope:
+            writer.add_rope_dimension_count(int(config.head_dim * rope.percent))
+            writer.add_rope_freq_base(float(rope.base))
+            writer.add_parallel_residual(m.parallel_residual)
+        self._add_vocabulary(writer, export)
+        tensors = _Gguf().convert(config, export.state, export.max_length)
+        if rope and m.tie_word_embeddings:
+            # Its GPT-NeoX reads an output layer and does not look for a tied one.
+            tensors["output.weight"] = tensors["token_embd.weight"]
+        for name, tensor in tensors.items():
+            writer.add_tensor(name, tensor.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    def _add_vocabulary(self, writer: Any, export: Export) -> None:
+        """Write the tokenizer, which splits a text as the run's does and adds nothing to it."""
+        from gguf import TokenType
+
+        from pretrain.data.tokenizer import PieceTokenizer
+
+        tokenizer, special = export.tokenizer, export.special
+        names = export.names("[PAD{}]")
+        control = {special["bos_token_id"], special["eos_token_id"], special["pad_token_id"]}
+        kinds = [TokenType.NORMAL] * len(names)
+        kinds[tokenizer.vocab_size :] = [TokenType.UNUSED] * (len(names) - tokenizer.vocab_size)
+        if isinstance(tokenizer, PieceTokenizer):
+            writer.add_tokenizer_model("llama")
+            writer.add_tokenizer_pre("default")
+            writer.add_add_space_prefix(tokenizer.proto.normalizer_spec.add_dummy_prefix)
+            scores = [-1000.0] * len(names)
+            for i, piece in enumerate(tokenizer.proto.pieces):
+                scores[i], kinds[i] = piece.score, TokenType(piece.type)
+                if kinds[i] == TokenType.CONTROL and i not in control:
+                    # As in transformers' folder, a name of a token that training never saw is text.
+                    kinds[i] = TokenType.UNUSED
+            writer.add_token_scores(scores)
+        else:
+            content = json.loads(tokenizer.to_hugging_face().to_str())
+            merges = content["model"]["merges"]
+            writer.add_tokenizer_model("gpt2")
+            writer.add_tokenizer_pre("gpt-2")
+            writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+            for token in content["added_tokens"]:
+                is_control = token["special"]
+                kinds[token["id"]] = TokenType.CONTROL if is_control else TokenType.USER_DEFINED
+        writer.add_token_list(names)
+        writer.add_token_types(kinds)
+        writer.add_bos_token_id(special["bos_token_id"])
+        writer.add_eos_token_id(special["eos_token_id"])
+        writer.add_pad_token_id(special["pad_token_id"])
+        if (unknown := tokenizer.special.get("unk")) is not None:
+            writer.add_unk_token_id(unknown)
+        writer.add_add_bos_token(False)
+        writer.add_add_eos_token(False)
+
+    def load(self, export: Export, folder: Path) -> Loaded:
+        import numpy as np
+        import torch
+        from cyllama.llama import llama_cpp
+
+        class Model(llama_cpp.LlamaModel):  # type: ignore[misc]  # untyped
+            # LlamaContext.get_logits_ith of cyllama 0.2.18 asks the model, which lacks it.
+            n_vocab = property(lambda self: self.get_vocab().n_vocab)
+
+        llama_cpp.disable_logging()
+        model = Model(str(folder / self.FILE), llama_cpp.LlamaModelParams())
+        vocabulary = model.get_vocab()
+
+        def logits(ids: Tensor) -> Tensor:
+            length, params = ids.shape[1], llama_cpp.LlamaContextParams()
+            params.n_ctx = params.n_batch = length
+            params.n_threads = params.n_threads_batch = torch.get_num_threads()
+            # GGML_TYPE_F32: the cache, and so the comparison, is not in 16 bit.
+            params.type_k = params.type_v = params.flash_attn_type = 0
+            context = llama_cpp.LlamaContext(model, params)
+            batch = llama_cpp.LlamaBatch(n_tokens=length, embd=0, n_seq_max=1)
+            batch.set_batch(ids[0].tolist(), 0, True)
+            context.decode(batch)
+            rows = [np.array(context.get_logits_ith(i), np.float32) for i in range(length)]
+            return torch.from_numpy(np.stack(rows))[None]
+
+        return Loaded(logits, lambda text, special: list(vocabulary.tokenize(text, False, special)))
+
+    def rounding(self, config: RunConfig) -> float:
+        # ggml_gelu looks the tanh approximation up in a table of fp16 (2^-11 on either side), from
+        # which exact GELU differs by as much. Half of this was seen in models of 2 to 4 layers.
+        return config.model.num_layers * 2.0**-11
+
+
+# ---- CTranslate2 ---------------------------------------------------------------------------------
+# Its own converters are not used: MPT's ties the output layer of every model, Bloom's drops
+# layer_norm_epsilon, and neither knows the names that transformers 5 writes.
+class _CTranslate2(TensorTable):
+    """Attributes of TransformerDecoderSpec."""
+
+    modules: ClassVar = {
+        EMBEDDING: "embeddings",
+        EMBEDDING_NORM: "layernorm_embedding",
+        POSITIONS: "position_encodings",
+        FINAL_NORM: "layer_norm",
+        OUTPUT: "projection",
+    }
+    layers = "layer"
+    layer: ClassVar = {
+        "input_layernorm": "self_attention.layer_norm",
+        "self_attention.linear_qkv": StackQkv("self_attention.linear.0"),
+        "self_attention.linear_proj": "self_attention.linear.1",
+        "pre_mlp_layernorm": "ffn.layer_norm",
+        "mlp.linear_fc1": "ffn.linear_0",
+        "mlp.linear_fc2": "ffn.linear_1",
+    }
+
+
+class _CTranslate2Parallel(_CTranslate2):
+    layer: ClassVar = _CTranslate2.layer | {
+        "input_layernorm": "input_layer_norm",
+        "pre_mlp_layernorm": "post_attention_layer_norm",
+    }
+
+
+class CTranslate2(Consumer):
+    name = "ctranslate2"
+    packages = ("ctranslate2",)
+    reader = "ctranslate2"
+
+    def write(self, export: Export, folder: Path) -> None:
+        from ctranslate2.specs import TransformerDecoderModelSpec, common_spec, transformer_spec
+
+        config, m, rope = export.config, export.config.model, export.config.position.rope()
+        kinds = common_spec.Activation
+        activations = {"gelu": kinds.GELU, "gelu_pytorch_tanh": kinds.GELUTanh, "relu": kinds.RELU}
+        model = TransformerDecoderModelSpec.from_config(
+            m.num_layers,
+            m.num_attention_heads,
+            activation=activations[m.hidden_act],
+            layernorm_embedding=m.embedding_layernorm,
+            alibi=config.position.bias == "slopes",
+            rotary_dim=int(config.head_dim * rope.percent) if rope else None,
+            rotary_interleave=False,
+            rotary_base=float(rope.base) if rope else 10_000.0,
+            parallel_residual=m.parallel_residual,
+        )
+        model.decoder.scale_embeddings = False
+        table = _CTranslate2Parallel() if m.parallel_residual else _CTranslate2()
+        tensors = table.convert(config, export.state, export.max_length)
+        if m.tie_word_embeddings:
+            tensors["projection.weight"] = tensors["embeddings.weight"]
+        own = {
+            common_spec.LayerNormSpec: {"weight": "gamma", "bias": "beta"},
+            transformer_spec.PositionEncoderSpec: {"weight": "encodings"},
+        }
+        for name, tensor in tensors.items():
+            part, (*path, kind) = model.decoder, name.split(".")
+            for step in path:
+                part = part[int(step)] if step.isdigit() else getattr(part, step)
+            setattr(part, own.get(type(part), {}).get(kind, kind), tensor.numpy())
+        names = export.names("<extra_id_{}>")
+        model.register_vocabulary(names)
+        eos = export.special["eos_token_id"]
+        model.config.bos_token = model.config.eos_token = names[eos]
+        model.config.unk_token = names[export.tokenizer.special.get("unk", eos)]
+        model.config.layer_norm_epsilon = m.layernorm_epsilon
+        model.validate()
+        model.save(str(folder))
+
+    def load(self, export: Export, folder: Path) -> Loaded:
+        import ctranslate2
+        import numpy as np
+        import torch
+
+        threads = torch.get_num_threads()
+        model = ctranslate2.Generator(
+            str(folder), device="cpu", compute_type="float32", intra_threads=threads
+        )
+        names = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+        ids_of, stock = {name: i for i, name in enumerate(names)}, _stock_tokenizer(export)
+
+        def logits(ids: Tensor) -> Tensor:
+            # By name, as its users give tokens to it.
+            found = model.forward_batch([[names[i] for i in ids[0].tolist()]])
+            return torch.from_numpy(np.array(found))
+
+        def encode(text: str, special: bool) -> list[int]:
+            found = stock.tokenize(text, split_special_tokens=not special)
+            return [ids_of[name] for name in found]
+
+        return Loaded(logits, encode)
+
+
+def _stock_tokenizer(export: Export) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(export.folder, local_files_only=True)
+
+
+# ---- ONNX Runtime --------------------------------------------------------------------------------
+class Onnx(Consumer):
+    name = "onnx"
+    packages = ("onnx", "onnxscript")
+    reader = "onnxruntime"
+    FILE = "model.onnx"
+
+    def write(self, export: Export, folder: Path) -> None:
+        import torch
+
+        class Logits(torch.nn.Module):
+            def __init__(self, model: Any) -> None:
+                super().__init__()
+                self.model = model
+
+            def forward(self, input_ids: Tensor) -> Any:
+                return self.model(input_ids=input_ids, use_cache=False).logits
+
+        # It warns of operators of torchvision, which no model here has.
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        model = export.target.load(export.folder, dtype=torch.float32).eval()
+        sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+        torch.onnx.export(
+            Logits(model),
+            # Two rows: the exporter takes a dimension of 1 for a constant.
+            (torch.zeros(2, 8, dtype=torch.long),),
+            folder / self.FILE,
+            input_names=["input_ids"],
+            output_names=["logits"],
+            dynamic_shapes=(sizes,),
+            dynamo=True,
+            verbose=False,
+        )
+
+    def load(self, export: Export, folder: Path) -> Loaded:
+        import onnxruntime
+        import torch
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(folder / self.FILE, options)
+        stock = _stock_tokenizer(export)
+
+        def logits(ids: Tensor) -> Tensor:
+            return torch.from_numpy(session.run(None, {"input_ids": ids.numpy()})[0])
+
+        return Loaded(
+            logits, lambda text, special: stock(text, split_special_tokens=not special)["input_ids"]
+        )
+
+
+CONSUMERS: dict[str, Consumer] = {
+    each.name: each for each in (Transformers(), Vllm(), LlamaCpp(), CTranslate2(), Onnx())
+}
+
+
+def chosen(names: Sequence[str]) -> list[Consumer]:
+    """Return the programs that --for names, each once.
+
+    Raises:
+        ConfigError: There is no such program.
+    """
+    for name in names:
+        if name not in CONSUMERS:
+            raise ConfigError(f"--for {name}: unknown. Give one of {', '.join(CONSUMERS)}")
+    return [CONSUMERS[name] for name in dict.fromkeys(names)]
+
+
+# ---- The proof -----------------------------------------------------------------------------------
+class Proof(NamedTuple):
+    """What came of comparing a program's model and tokenizer with the run's."""
+
+    program: str
+    says: str
+    """One sentence without a full stop, for the terminal and the model card."""
+    passed: bool = True
+    """False if they differ; True also if they could not be compared."""
+
+    def __str__(self) -> str:
+        return f"{self.program}: {self.says}"
+
+
+def prove(
+    program: Consumer,
+    export: Export,
+    logits_fn: Callable[[Tensor], Tensor],
+    ids_by_length: Sequence[Tensor],
+) -> Proof:
+    """Load what a program was written, in that program, and compare it with the run's model.
+
+    Args:
+        program: The program.
+        export: What its files were made of.
+        logits_fn: Token ids [1, T] -> our model's logits [1, T, V] in fp32.
+        ids_by_length: Token ids [N, T] for each length T.
+    """
+    from pretrain.data.tokenizer import PROBES
+    from pretrain.huggingface.parity import compare
+
+    if not program.reader:
+        return Proof(program.name, "reads this folder; its source was read, it was not run")
+    if find_spec(program.reader) is None:
+        return Proof(program.name, f"not compared, because {program.reader} is not installed here")
+    loaded = program.load(export, export.folder / program.name)
+    m, rounding = export.config.model, program.rounding(export.config)
+    rows = [compare(logits_fn, loaded.logits, i, m.hidden_size, rounding) for i in ids_by_length]
+    eos, stock = export.names("")[export.special["eos_token_id"]], _stock_tokenizer(export)
+    texts = (*PROBES, f"{eos}", f" a{eos}b {eos}\n")
+    wrong = [
+        text
+        for text in texts
+        if loaded.encode(text, False) != export.tokenizer.encode(text).tolist()
+        or loaded.encode(text, True) != stock(text)["input_ids"]
+    ]
+    passed = not wrong and all(row.passed for row in rows)
+    where = f"{program.reader} {version(program.reader)}"
+    numbers = "; ".join(
+        f"at {row.length:,} tokens perplexity {row.exported_perplexity:.4f} for "
+        f"{row.perplexity:.4f}, logits within {row.max_logit_difference:.1e} "
+        f"({row.logit_tolerance:.1e} allowed)"
+        for row in rows
+    )
+    ids = f"other ids for {wrong[0]!r}" if wrong else f"the same ids for {len(texts)} odd texts"
+    return Proof(
+        program.name, f"{'proven' if passed else 'DIFFERS'} in {where}: {numbers}; {ids}", passed
+    )
+
+
+def not_for(
+    config: RunConfig, target: HuggingFaceClass, written: Sequence[Consumer] = ()
+) -> Iterator[str]:
+    """Yield "PROGRAM: ..." for each other program that would compute another model, or may not."""
+    for each in CONSUMERS.values():
+        if each not in written and each.name != TRANSFORMERS:
+            reasons = "; ".join(each.reasons(config, target))
+            can = f"not exported for it (`pretrain export --for {each.name}`)"
+            yield f"{each.name}: {f'it would compute another model: {reasons}' if reasons else can}"
+
+
+# ---- Before training -----------------------------------------------------------------------------
+def describe_export(config: RunConfig, obstacles: Sequence[str] = ()) -> Iterator[str]:
+    """Yield lines that say what a run will export as, in which precisions and for what, or why not.
+
+    Args:
+        config: The run.
+        obstacles: Reasons beside the model's why it could not be exported.
+    """
+    reasons, found = [line for text in obstacles for line in text.splitlines()], None
+    try:
+        found = class_of(config)
+    except ConfigError as error:
+        reasons = [*str(error).splitlines(), *reasons]
+    if reasons or found is None:
+        yield from (f"none: {reason}" for reason in reasons)
+        return
+    advice = found.advice.format(stock=found.stock)
+    yield f"{found.name} in {found.precisions}, for up to {export_length(config):,} tokens{advice}"
+    for each in CONSUMERS.values():
+        yield from (f"not in {each.name}: {reason}" for reason in each.reasons(config, found))

@@ -1,0 +1,221 @@
+"""What an export is in other programs: each loads what it was written, and is held to our model.
+
+The oracle of the weights is tests/reference/dense_gpt.py, of the tokens SentencePiece and
+tokenizers; the programs are the published ones.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoTokenizer
+
+from pretrain.config import ConfigError
+from pretrain.data.tokenizer import load_tokenizer
+from pretrain.huggingface.classes import class_of
+from pretrain.huggingface.consumers import CONSUMERS, Export, Loaded, Proof, prove
+from pretrain.huggingface.folder import special_ids, to_huggingface
+from tests.reference.dense_gpt import DenseGPT
+from tests.unit.test_dense_gpt import make_config
+from tests.unit.test_export import MODELS, SLOPES, random_ids, state_of, tokenizer_path
+
+__all__ = ["tokenizer_path"]
+
+LENGTH = 64
+"""The training length of the models; 16 times that is compared too."""
+CASES = MODELS | {
+    "bloom_norm": ("BloomForCausalLM", make_config("alibi", embedding_layernorm=True)),
+    "mpt_epsilon": (
+        "MptForCausalLM",
+        make_config("alibi", use_bias=False, hidden_act="gelu", layernorm_epsilon=1e-3),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, tokenizer_path):
+    """Return a function: (program, model, tokenizer's file, checked) -> (Export, its folder)."""
+    folders = {}
+
+    def write(program, name, tokenizer=tokenizer_path, check=True) -> tuple[Export, Path]:
+        pytest.importorskip(CONSUMERS[program].reader)
+        config, consumer = (CASES | SLOPES)[name][1], CONSUMERS[program]
+        tokenizer, state = load_tokenizer(tokenizer), state_of(config)
+        length = config.position.table_end(config) or 16 * LENGTH
+        if (name, tokenizer.path) not in folders:
+            folders[name, tokenizer.path] = tmp_path_factory.mktemp("export") / name
+            to_huggingface(
+                config, state, tokenizer.path, folders[name, tokenizer.path], max_length=length
+            )
+        folder, special = folders[name, tokenizer.path], special_ids(tokenizer)
+        export = Export(config, state, class_of(config), folder, tokenizer, special, length)
+        if check:
+            consumer.check(config, export.target, tokenizer)
+        if not (folder / program).exists():
+            (folder / program).mkdir()
+            consumer.write(export, folder / program)
+        return export, folder / program
+
+    return write
+
+
+def proof(program: str, export: Export) -> Proof:
+    dense = DenseGPT(export.config).load_global_state(export.state).requires_grad_(False)
+    lengths = sorted({LENGTH, export.max_length})
+    return prove(CONSUMERS[program], export, dense, [random_ids(1, n) for n in lengths])
+
+
+OFTEN = {
+    "llama.cpp": ("mpt12", "mpt16", "bloom12", "bloom_norm", "opt", "opt_untied", "neox_parallel"),
+    "ctranslate2": ("mpt12", "mpt16", "mpt_epsilon", "bloom12", "bloom_norm", "opt_untied", "neox"),
+    "onnx": ("mpt12",),
+}
+"""Program -> the models of `make test`; the others are of the same kinds."""
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        pytest.param(program, name, marks=() if name in often else pytest.mark.torture)
+        for program, often in OFTEN.items()
+        for name in CASES | SLOPES
+        if program == "onnx" or name in CASES
+    ],
+)
+def test_a_program_computes_the_model_at_1_and_16_lengths_or_is_refused(program, name, written):
+    config = (CASES | SLOPES)[name][1]
+    if reasons := list(CONSUMERS[program].reasons(config, class_of(config))):
+        assert program == "llama.cpp" and config.model.hidden_act == "relu"
+        assert reasons == [f"model.hidden_act = relu: its {CASES[name][0]} computes GELU"]
+        with pytest.raises(ConfigError, match=r"--for llama\.cpp: model\.hidden_act = relu"):
+            written(program, name)
+        # The refusal is right, and the comparison sees it.
+        found = proof(program, written(program, name, check=False)[0])
+        assert not found.passed and "DIFFERS" in found.says, found
+        return
+    found = proof(program, written(program, name)[0])
+    print(found)
+    assert found.passed and "proven in" in found.says, found
+
+
+def test_what_a_program_has_not_is_refused_in_words():
+    said = {
+        name: [r for each in CONSUMERS.values() for r in each.reasons(config, class_of(config))]
+        for name, (_, config) in (CASES | SLOPES).items()
+    }
+    assert said["mpt12"] == said["opt"] == said["neox"] == []
+    assert said["mpt_range"] == ["it has no MptSlopesForCausalLM"] * 3
+    assert said["bloom12"] == [
+        "model.hidden_act = gelu_pytorch_tanh: its Bloom computes exact GELU, not the tanh one"
+    ]
+    assert said["mpt16"] == [
+        "model.layernorm_epsilon = 1e-06: its MPT has 1e-05, not 1e-06",
+        "model.tie_word_embeddings = False: its MPT has no output layer of its own",
+    ]
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------
+def byte_level(path: Path, **changes: object) -> Path:
+    """A tokenizer.json like GPT-2's."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([Path(__file__).read_text()], trainer)
+    path.write_text(json.dumps(json.loads(made.to_str()) | changes))
+    return path
+
+
+def odd_texts(names: list[str]) -> list[str]:
+    """300 texts of words, spaces, bytes, names of special tokens and any of unicode's planes."""
+    draw = random.Random(7)
+    parts = [
+        " ",
+        "  ",
+        "\n",
+        "\t",
+        "the",
+        "The def",
+        "'s",
+        "12 345",
+        "▁",
+        "<",
+        ">",
+        "/s",
+        "é",
+        "e\u0301",
+    ]
+    parts += ["\x00", "\x7f", "\ufeff", "\u200b", "京都", "🙂", "👩\u200d👧", "Ж", *names, *names]
+    planes = [(0x20, 0x7E), (0xA0, 0x2FF), (0x370, 0xFFF), (0x3040, 0x9FFF), (0x1F300, 0x1FAFF)]
+    parts += [chr(draw.randint(*plane)) for plane in planes for _ in range(20)]
+    return ["", *("".join(draw.choices(parts, k=draw.randint(1, 12))) for _ in range(300))]
+
+
+@pytest.mark.parametrize("kind", ["pieces", "prefix", "bytes"])
+@pytest.mark.parametrize("program", ["llama.cpp", "ctranslate2"])
+def test_texts_have_the_ids_of_the_run(program, kind, written, tokenizer_path, tmp_path):
+    """With names of special tokens as text, as in the run's data, and as tokens, as in a chat."""
+    path = tokenizer_path
+    if kind == "prefix":
+        import sentencepiece.sentencepiece_model_pb2 as pb2
+
+        proto = pb2.ModelProto.FromString(path.read_bytes())
+        proto.normalizer_spec.add_dummy_prefix = True
+        path = tmp_path / "prefix.model"
+        path.write_bytes(proto.SerializeToString())
+    elif kind == "bytes":
+        path = byte_level(tmp_path / "tokenizer.json")
+    export, folder = written(program, "mpt12", path)
+    loaded: Loaded = CONSUMERS[program].load(export, folder)
+    tokenizer = load_tokenizer(path)
+    stock = AutoTokenizer.from_pretrained(
+        export.folder, config=AutoConfig.for_model("mpt"), local_files_only=True
+    )
+    for text in odd_texts([str(stock.eos_token), "<s>", "<unk>", "[PAD501]"]):
+        assert loaded.encode(text, False) == tokenizer.encode(text).tolist(), repr(text)
+        assert loaded.encode(text, True) == stock(text)["input_ids"], repr(text)
+
+
+def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(tmp_path, written):
+    path = byte_level(tmp_path / "tokenizer.json", normalizer={"type": "NFC"})
+    with pytest.raises(ConfigError, match=r"--for llama\.cpp: .*SentencePiece's BPE and GPT-2's"):
+        written("llama.cpp", "mpt12", path)
+
+
+def test_generation_in_llama_cpp_ends_at_the_runs_eos(written):
+    """The file names it, and the program adds nothing to a text."""
+    pytest.importorskip("cyllama")
+    from cyllama.llama import llama_cpp
+
+    export, folder = written("llama.cpp", "mpt12")
+    llama_cpp.disable_logging()
+    model = llama_cpp.LlamaModel(str(folder / "model.gguf"), llama_cpp.LlamaModelParams())
+    vocabulary = model.get_vocab()
+    found = vocabulary.token_bos(), vocabulary.token_eos(), vocabulary.token_pad()
+    assert found == tuple(export.special.values()) == (2, 2, 2)
+    assert vocabulary.is_eog(2) and not vocabulary.is_eog(1)
+    assert not vocabulary.get_add_bos() and not vocabulary.get_add_eos()
+    assert vocabulary.n_vocab == export.config.padded_vocab_size
+
+
+# ---- what other readers of transformers' folder look for -----------------------------------------
+def test_the_folder_has_the_spellings_that_older_readers_know(written):
+    for name, keys in {
+        "mpt12": {"architectures": ["MPTForCausalLM"]},
+        "neox_parallel": {"rotary_pct": 0.25, "rotary_emb_base": 10_000},
+        "bloom12": {"neutralised_embedding_layernorm": True},
+    }.items():
+        settings = json.loads((written("ctranslate2", name)[0].folder / "config.json").read_text())
+        assert {key: settings[key] for key in keys} == keys
+    plain = json.loads((written("ctranslate2", "bloom_norm")[0].folder / "config.json").read_text())
+    assert "neutralised_embedding_layernorm" not in plain
