@@ -578,5 +578,8 @@ def describe_export(config: RunConfig, obstacles: Sequence[str] = ()) -> Iterato
         return
     advice = found.advice.format(stock=found.stock)
     yield f"{found.name} in {found.precisions}, for up to {export_length(config):,} tokens{advice}"
+    programs: dict[str, list[str]] = {}
     for each in CONSUMERS.values():
-        yield from (f"not in {each.name}: {reason}" for reason in each.reasons(config, found))
+        for reason in each.reasons(config, found):
+            programs.setdefault(reason, []).append(each.name)
+    yield from (f"not in {', '.join(names)}: {reason}" for reason, names in programs.items())

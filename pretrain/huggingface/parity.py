@@ -125,10 +125,10 @@ def check_parity(
     name = type(model).__name__
     width = model.config.hidden_size
 
-    def theirs(one: Tensor) -> Tensor:
+    def model_logits(one: Tensor) -> Tensor:
         return model(one, use_cache=False).logits  # type: ignore[no-any-return]  # untyped in transformers
 
-    rows = [compare(logits_fn, theirs, ids, width) for ids in ids_by_length]
+    rows = [compare(logits_fn, model_logits, ids, width) for ids in ids_by_length]
     ours = list(zip(ids_by_length, rows, strict=True))
     for precision in precisions:
         # One model in memory at a time.

@@ -508,7 +508,7 @@ EXPORTS = {
     ],
     ("position.trainable_slopes=true",): [
         "MptSlopesForCausalLM in fp32, bf16 and fp16, for up to 2,048 tokens: a class in",
-        "not in vLLM: it has no MptSlopesForCausalLM",
+        "not in vllm, llama.cpp, ctranslate2: it has no MptSlopesForCausalLM",
     ],
 }
 
