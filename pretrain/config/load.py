@@ -249,32 +249,44 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
     """
     result = dict(values)
     for override in overrides:
-        section, name = key_of(override).split(".", 1)
+        *tables, name = key_of(override).split(".")
         text = override.partition("=")[2].strip()
+        holder = result
+        for table in tables:
+            inner = holder.get(table)
+            holder[table] = holder = dict(inner) if isinstance(inner, dict) else {}
+        if text:
+            holder[name] = _value((*tables, name), text)
         # A misspelled key would be removed without any effect, and the one that is meant stay.
-        if not text and name not in section_keys().get(section, ()):
-            raise ConfigError(
-                f"--set {override}: {section}.{name}: no such key{suggestion(section, name)}"
-            )
-        table = result.get(section)
-        rest = {k: v for k, v in table.items() if k != name} if isinstance(table, dict) else {}
-        result[section] = rest | ({name: _value(section, name, text)} if text else {})
+        elif holder.pop(name, None) is None and _field(*tables, name) is None:
+            key = ".".join((*tables, name))
+            raise ConfigError(f"--set {override}: {key}: no such key{suggestion(*tables, name)}")
     return result
 
 
 def key_of(override: str) -> str:
-    """Return the key that an override is about, as "section.key"."""
+    """Return the key that an override is about: "section.key", or "data.corpora.NAME.key"."""
     key, separator, _ = override.partition("=")
-    section, dot, name = (part.strip() for part in key.partition("."))
-    if not (separator and dot and section and name):
+    parts = [part.strip() for part in key.split(".")]
+    if not (separator and len(parts) > 1 and all(parts)):
         raise ConfigError(
             f"--set {override}: expected section.key=value, as in --set train.num_steps=100, or "
             "section.key= to remove the key"
         )
-    return f"{section}.{name}"
+    return ".".join(parts)
 
 
-def _value(section: str, name: str, text: str) -> Any:
+def _field(section: str, name: str, *inner: str) -> FieldInfo | None:
+    """Return the field of a key; `inner` is the rest of one of a table, such as NAME.paths."""
+    field = section_fields(section).get(name) if section in RunConfig.model_fields else None
+    if field is None or not inner:
+        return field
+    *_, table = get_args(field.annotation) or (None,)
+    fields: dict[str, FieldInfo] = getattr(table, "model_fields", {})
+    return fields.get(inner[1]) if len(inner) == 2 else None
+
+
+def _value(key: Sequence[str], text: str) -> Any:
     """Return the value that a text stands for."""
     try:
         # In brackets, a comment or another line at its end is an error.
@@ -282,7 +294,7 @@ def _value(section: str, name: str, text: str) -> Any:
     # An integer of more than 4,300 digits is a ValueError, deep brackets are the other one.
     except (ValueError, RecursionError):
         return text
-    field = section_fields(section).get(name) if section in RunConfig.model_fields else None
+    field = _field(*key)
     is_text = field is not None and field.annotation in (str, str | None)
     return text if is_text and not isinstance(value, str) else value
 

@@ -391,7 +391,8 @@ def _data(c: RunConfig) -> Iterator[Refusal]:
             ", ".join(d.corpora),
             "data.paths or data.text_field is set too, and a data set has either one corpus or a "
             "table of them",
-            "Set them in [data.corpora.NAME], or remove data.corpora",
+            "Remove data.corpora, or set them in its tables, as in --set "
+            f"data.corpora.{next(iter(d.corpora))}.paths='[\"text/*.txt\"]'",
         )
     weights = [corpus.weight is not None for corpus in d.corpora.values()]
     has_epochs = any(corpus.epochs is not None for corpus in d.corpora.values())

@@ -22,7 +22,14 @@ from pretrain.data.build import build
 from pretrain.data.build.folder import RECORD, is_done
 from pretrain.data.stream import verify
 from tests.conftest import mark_torture
-from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS, wait_for
+from tests.end_to_end.commands import (
+    ROOT,
+    TIMEOUT_SECONDS,
+    ended,
+    press_ctrl_c,
+    started,
+    wait_for,
+)
 
 DISK_BYTES = 8_000_000
 SETTINGS = [
@@ -159,3 +166,15 @@ def test_killed_builds_go_on_to_the_same_bytes(
     assert contents(data) == contents(reference)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     verify(data)
+
+
+@pytest.mark.parametrize("begun", ["plan.jsonl", "scan"], ids=["while workers start", "in tasks"])
+def test_ctrl_c_says_that_the_same_command_goes_on_and_no_more(corpus, tmp_path, begun):
+    words = [word for each in settings(corpus, tmp_path / "data") for word in ("--set", each)]
+    command = [sys.executable, "-m", "pretrain", "data", "build", "configs/demo.toml", *words]
+    process, folder = started([*command, "--workers", "3"]), tmp_path / ".building-data"
+    wait_for((folder / begun).exists)
+    press_ctrl_c(process)
+    done = ended(process)
+    goes_on = f"{folder} keeps what is finished; the same command goes on\ninterrupted\n"
+    assert (done.code, done.err) == (130, goes_on)

@@ -266,6 +266,20 @@ paths = ["$CORPUS/*.txt", "~/more.txt", "s3://bucket/$OWNER/*.txt"]
 """
 
 
+def test_set_reaches_into_a_table(path):
+    path.write_text(BASE + CORPORA.replace("$", "").replace("~", ""))
+    keys = ["data.source=", "data.corpora.own=", "data.corpora.web.text_field=2024"]
+    config = load_config(path, [*keys, 'data.corpora.web.paths=["a.jsonl", "b"]'])
+    assert {name: corpus.paths for name, corpus in config.data.corpora.items()} == {
+        "web": ("a.jsonl", "b")
+    }
+    assert config.data.corpora["web"].text_field == "2024"
+    assert "data.corpora.web.pahts: no such key" in message(path, "data.corpora.web.pahts=")
+    assert "pahts" in message(path, "data.source=", "data.corpora.web.pahts=[]")
+    remedy = """--set data.corpora.own.paths='["text/*.txt"]'"""
+    assert remedy in message(path, "data.source=", 'data.paths=["a"]')
+
+
 def test_paths_are_expanded_when_a_config_is_read_and_stay_so(path, tmp_path, monkeypatch):
     for name, value in {"HOME": "/home/me", "SCRATCH": "/scratch/me", "CORPUS": "a b"}.items():
         monkeypatch.setenv(name, value)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -136,7 +137,12 @@ def build(config: RunConfig, workers: int = 1, cluster: Cluster | None = None) -
             # Another process may have built it since the look above.
             up_to_date = _is_up_to_date(directory, plan)
             if not up_to_date:
-                _build(folder, plan, tokenizer, workers, cluster)
+                try:
+                    _build(folder, plan, tokenizer, workers, cluster)
+                except KeyboardInterrupt:
+                    goes_on = f"{folder.path} keeps what is finished; the same command goes on"
+                    print(goes_on, file=sys.stderr)
+                    raise
                 publish_directory(folder.data, directory)
             remove_build(folder)
     if up_to_date:

@@ -6,6 +6,7 @@ any process on any machine that sees the folder can do it.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import math
@@ -16,12 +17,13 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -455,19 +457,23 @@ def run_locally(folder: BuildFolder, stage: Stage, finals: list[Path], workers: 
                 do_task(folder, stage, rank)
                 bar.update()
         return
-    context = multiprocessing.get_context("forkserver")
-    # Imported once, and inherited by the workers.
-    context.set_forkserver_preload([__name__])
-    workers_end, own_end = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(min(workers, len(ranks)), context, _begin_worker, (workers_end,))
-    # The pipe is closed first: then the workers end, whatever they are doing.
-    with bar, pool, own_end:
-        tasks = [pool.submit(do_task, folder, stage, rank) for rank in ranks]
+    count = min(workers, len(ranks))
+    with bar, _workers(count, folder, stage) as pipes:
         try:
-            for done in as_completed(tasks):
-                done.result()
-                bar.update()
-        except BrokenProcessPool:
+            for pipe, rank in zip(pipes, ranks):
+                pipe.send(rank)
+            waiting = deque(ranks[count:])
+            while pipes:
+                ready = wait(pipes)
+                for pipe in [each for each in pipes if each in ready]:
+                    if error := pipe.recv():
+                        raise error
+                    bar.update()
+                    if waiting:
+                        pipe.send(waiting.popleft())
+                    else:
+                        pipes.remove(pipe)
+        except (EOFError, ConnectionError):
             raise RunFailed(
                 f"{folder.path}: a worker process was killed, often because memory ran out "
                 "(`dmesg` says so). Use fewer --workers, or lower data.bytes_per_task and start "
@@ -475,15 +481,59 @@ def run_locally(folder: BuildFolder, stage: Stage, finals: list[Path], workers: 
             ) from None
 
 
-def _begin_worker(pipe: Connection) -> None:
-    """Leave Ctrl-C to the builder, and end when it closes the pipe or ends in whatever way."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextlib.contextmanager
+def _workers(count: int, folder: BuildFolder, stage: Stage) -> Iterator[list[Connection]]:
+    """Start processes that do the tasks whose numbers are sent to them, and answer each.
+
+    Pipes alone, without the semaphores of a ProcessPoolExecutor, which a builder that is stopped
+    leaves behind with a warning.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # Imported once, and inherited by the workers.
+    context.set_forkserver_preload([__name__])
+    # Ctrl-C is the builder's. The others inherit that it is blocked, from their first instruction.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    processes, pipes = [], []
+    workers_end, own_end = context.Pipe(duplex=False)
+    try:
+        for _ in range(count):
+            pipe, its = context.Pipe()
+            process = context.Process(target=_work, args=(workers_end, its, folder, stage))
+            process.start()
+            its.close()
+            processes.append(process)
+            pipes.append(pipe)
+        yield pipes
+    finally:
+        # Then the workers end, whatever they are doing.
+        own_end.close()
+        for process in processes:
+            process.join()
+
+
+def _work(builder: Connection, tasks: Connection, folder: BuildFolder, stage: Stage) -> None:
+    """Do tasks until the builder closes its pipe or ends in whatever way."""
 
     def end_with_builder() -> None:
-        wait([pipe])
+        wait([builder])
         os._exit(1)
 
     threading.Thread(target=end_with_builder, daemon=True).start()
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            rank, failed = tasks.recv(), None
+            try:
+                do_task(folder, stage, rank)
+            except Exception as error:
+                # A pipe carries no traceback.
+                error.add_note(traceback.format_exc())
+                failed = error
+            tasks.send(failed)
 
 
 # ---- a job array ---------------------------------------------------------------------------------
