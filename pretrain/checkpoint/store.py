@@ -38,6 +38,7 @@ from pretrain.checkpoint.format import (
 )
 from pretrain.checkpoint.manifest import Manifest, open_checkpoint, small_files
 from pretrain.config import ConfigError, RunFailed
+from pretrain.config.secrets import credential_in_url
 from pretrain.processes import start_beside
 from pretrain.rundir.checkpoints import (
     MANIFEST,
@@ -107,16 +108,16 @@ class Store:
 
         Raises:
             ConfigError: There is no such protocol, its package is not installed, or the URL holds a
-                password.
+                secret.
         """
         import fsspec
 
         self.url = url.rstrip("/")
-        protocol, _, rest = url.partition("://")
-        if ":" in rest.partition("/")[0].rpartition("@")[0]:
+        protocol, _, _ = url.partition("://")
+        if credential_in_url(url):
             raise ConfigError(
-                f"{protocol}://***@...: holds a password, which would be copied to logs. Leave it "
-                f"out, and give it to the package for {protocol}:// by its own settings"
+                f"{protocol}://***: holds a secret, which would be copied to logs. Leave it out, "
+                f"and give it to the package for {protocol}:// by its own settings"
             )
         with self._errors("open"):
             # A listing that was cached does not show what another host has uploaded since.

@@ -28,6 +28,11 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 """A word of a name: of MY_PASS, of my-pass and of myPass."""
 _ASSIGNED = re.compile(r"([A-Za-z][\w.-]*)=(?=.)")
 """NAME=... in a text."""
+_PARAMETERS = re.compile(r"://[^?#]*([?#].*)", re.DOTALL)
+_PARAMETER = re.compile(r"[?#&;,\s]([A-Za-z][\w.-]*)=(?=.)")
+"""NAME=... in what follows the first ? or # of a URL."""
+_OF_KEYS = {"ACCESS", "API", "AUTH", "PRIVATE", "SECRET"}
+"""In a URL a key is a secret after one of these words or alone: not partition_key or max_keys."""
 _USER = re.compile(r"://[^\s/@]*:[^\s/@]*@|\bhttps?://[^\s/]*@", re.IGNORECASE)
 """user:password@ of a URL; of the web also a user alone, whose name is often a token."""
 VALUES = {
@@ -35,7 +40,7 @@ VALUES = {
     "a URL with a password": re.compile(r"[A-Za-z][\w+.-]*://[^\s/@:?#]*:[^\s/@$][^\s/@]*@"),
     # The signature of Azure, Amazon S3 or Google Cloud Storage opens the URL to whoever has it.
     "a signed URL": re.compile(
-        r"[?&](?:sig|signature|x-amz-signature|x-goog-signature)=[\w%+/.~-]{16,}", re.IGNORECASE
+        r"[?#&](?:sig|signature|x-amz-signature|x-goog-signature)=[^&\s]", re.IGNORECASE
     ),
     "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY"),
     "a token": re.compile(
@@ -51,14 +56,17 @@ VALUES = {
 GitHub, GitLab, OpenAI and others, Slack, AWS, Google, npm, PyPI, NVIDIA, and JSON Web Tokens."""
 
 
-def is_credential(name: str) -> bool:
-    """Return True if a variable's or an option's name says that it holds a secret."""
+def is_credential(name: str, *, in_url: bool = False) -> bool:
+    """Return True if the name of a variable, an option or, `in_url`, a parameter is a secret's."""
     if name.upper() in NO_SECRETS:
         return False
     words = [word.upper() for word in _WORD.findall(name)]
     if not words or words[-1] in PLACES:
         return False
-    return any(map(_SECRET.fullmatch, words))
+    if in_url and len(words) > 1:
+        pairs = zip(["", *words], words, strict=False)
+        words = [word for of, word in pairs if word not in ("KEY", "KEYS") or of in _OF_KEYS]
+    return any(_SECRET.fullmatch(word) and not (in_url and word == "LOGIN") for word in words)
 
 
 def credential_in(value: str) -> str | None:
@@ -81,13 +89,12 @@ def credential_in_url(text: str) -> bool:
 
     abfs://container@account has none, nor sftp://me@host.
     """
-    _, is_url, rest = text.partition("://")
-    _, has_query, query = rest.partition("?")
-    names = _ASSIGNED.findall(query) if is_url and has_query else []
+    parameters = _PARAMETERS.search(text)
+    names = _PARAMETER.findall(parameters[1]) if parameters else []
     # "basic arithmetic" is no header: those stand on command lines.
     patterns = (pattern for what, pattern in VALUES.items() if what != "a token in a header")
     found = any(pattern.search(text) for pattern in patterns)
-    return found or bool(_USER.search(text)) or any(map(is_credential, names))
+    return found or bool(_USER.search(text)) or any(is_credential(n, in_url=True) for n in names)
 
 
 def credential_among(words: Iterable[str]) -> str | None:
@@ -104,7 +111,8 @@ def redacted(words: Iterable[str]) -> list[str]:
     A word that sets a name keeps the name.
     """
     result = []
-    for word, found in _each_with_credential(words):
+    for word, what in _each_with_credential(words):
+        found = what or ("a URL with a secret" if credential_in_url(word) else "")
         name, separator, _ = word.partition("=")
         keeps = separator and not found.startswith("--") and not credential_in(name)
         result.append((f"{name}={HIDDEN}" if keeps else HIDDEN) if found else word)

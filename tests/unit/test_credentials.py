@@ -151,7 +151,10 @@ def test_no_message_repeats_a_secret(values: dict[str, Any], tmp_path) -> None:
         f"https://{HORSE}@host/x.jsonl",
         f"https://host/x.jsonl?token={HORSE}",
         f"simplecache::sftp://me:{HORSE}@host/x",
-        f"https://a.blob.core.windows.net/c/x?sv=1&sig={HORSE}{HORSE}",
+        f"https://a.blob.core.windows.net/c/x?sv=1&sig={HORSE}",
+        f"https://host/x#token={HORSE}",
+        f"https://host/x?key={HORSE}",
+        f"https://host/x?a=1&privateKey={HORSE}",
     ],
 )
 def test_a_config_holds_no_secret(url: str) -> None:
@@ -173,4 +176,7 @@ def test_a_config_holds_no_secret(url: str) -> None:
 def test_what_looks_like_a_secret_in_a_path_is_none() -> None:
     paths = "data/key=3/x", "runs/sk-learn-experiments-2024", "runs/basic pretraining-1b"
     for url in (*paths, "s3://bucket/part-??", "sftp://me@host/x", "abfs://c@account/x"):
+        assert not credential_in_url(url)
+    for query in ("partition_key=3", "max_keys=9", "sort_key=a", "login=me", "f=x.jsonl&keys_of=b"):
+        url = f"https://host/list?{query}"
         assert not credential_in_url(url)
