@@ -171,6 +171,11 @@ class GradientReducer:
         """
         return [own_part(bucket.gradients, self._group) for bucket in self._buckets]
 
+    @property
+    def sums(self) -> list[Tensor]:
+        """Return every bucket's gradients as this rank has summed them; sending changes them."""
+        return [bucket.gradients for bucket in self._buckets]
+
     def begin_step(self, num_microbatches: int) -> None:
         """Forget the gradients of the last step.
 
@@ -318,6 +323,11 @@ class ShardedStep:
     def begin(self, num_microbatches: int) -> None:
         """Prepare for a step's backward passes, one for each micro batch."""
         self._reducer.begin_step(num_microbatches)
+
+    @property
+    def own_sums(self) -> list[Tensor]:
+        """Return the gradients of this rank's samples, if they are held back; fp32, by bucket."""
+        return self._reducer.sums
 
     def reduce(self) -> None:
         """Complete the gradients that model-parallel ranks share, and all sums over the ranks."""

@@ -231,6 +231,12 @@ class ZeroOptimizer:
         return self._sharded_step.own_square if self._sharded_step is not None else None
 
     @property
+    def own_sums(self) -> list[Tensor]:
+        """Return the gradients of this rank's samples, if they are held back; stage 1 only."""
+        assert self._sharded_step is not None
+        return self._sharded_step.own_sums
+
+    @property
     def partitions_weights(self) -> bool:
         """Return True under ZeRO 3, where no rank holds a whole weight."""
         return self.stage == 3
@@ -275,14 +281,16 @@ class ZeroOptimizer:
             for field, value in loss_scaler.items():
                 setattr(self.zero.loss_scaler, field, value)
 
-    def begin_step(self, num_microbatches: int) -> None:
+    def begin_step(self, num_microbatches: int, *, holds_back: bool = False) -> None:
         """Prepare for the backward passes of a step.
 
         Args:
             num_microbatches: Number of backward passes.
+            holds_back: Send no gradient before `reduce_gradients`, so that `own_sums` can be read.
         """
         if self._sharded_step is not None:
-            self._sharded_step.begin(num_microbatches)
+            # A bucket is sent when the last backward pass has reached it.
+            self._sharded_step.begin(num_microbatches + holds_back)
 
     def reduce_gradients(self) -> None:
         """Complete the sums of gradients over the ranks, which the backward pass has begun.

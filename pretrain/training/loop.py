@@ -53,6 +53,7 @@ from pretrain.training.step import (
     QueuedStep,
     Spike,
     agree,
+    computed_bits,
     forward_backward,
     masked_batches,
     seed_step,
@@ -147,8 +148,10 @@ def begin_ledger(run: Run) -> Ledger:
     began = run.start_point.checkpoint
     # The loss scaler's fields are the same on all ranks and at any start from scratch.
     point = Point(began.path if began else None, run.state, run.origin, run.optimizer.scaler_fields)
-    ledger = Ledger(point, Resting(run.optimizer, interval) if run.config.recovery.replay else None)
-    return ledger
+    resting = Resting(run.optimizer, interval) if run.config.recovery.replay else None
+    # At stages 2 and 3 DeepSpeed sends gradients within the backward pass.
+    can_repeat = run.optimizer.stage == 1
+    return Ledger(point, resting, run.config.recovery.repeat_interval_steps if can_repeat else None)
 
 
 def _act(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> None:
@@ -277,9 +280,8 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
         asked = time.perf_counter()
         batches = next(steps)
         data_wait = time.perf_counter() - asked
-        seed_step(run.config, run.topology, step)
-        losses = forward_backward(run.chunks, run.optimizer, _as_trained(run, batches), run.eos_id)
-        updated = update(run, losses, rate)
+        losses, repeats = _compute(run, _as_trained(run, batches))
+        updated = update(run, losses, rate, repeats)
     before = run.state
     size = run.config.batch_size_at(before.consumed_samples)
     run.state = TrainerState(step + 1, before.consumed_samples + size, segment=before.segment)
@@ -299,6 +301,23 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
         if run.spikes.rollbacks and run.spikes.rollbacks[-1][1] == step:
             record["rolled_back_from_step"] = run.spikes.rollbacks[-1][0]
     return QueuedStep(run, updated, begin, record)
+
+
+def _compute(run: Run, batches: Sequence[Batch]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return a step's losses, and the `computed_bits` of both times if it is computed twice."""
+    step, repeats = run.state.step, list[Tensor]()
+    if run.ledger is None or not run.ledger.is_repeated(step):
+        seed_step(run.config, run.topology, step)
+        return forward_backward(run.chunks, run.optimizer, batches, run.eos_id), repeats
+    # The first time records no metrics. Sent late, gradients have the same bits.
+    for collect in (lambda *_: None, run.metrics.collect):
+        seed_step(run.config, run.topology, step)
+        with collecting(collect):
+            losses = forward_backward(
+                run.chunks, run.optimizer, batches, run.eos_id, holds_back=True
+            )
+        repeats.append(computed_bits(run, losses))
+    return losses, repeats
 
 
 def _as_trained(run: Run, batches: list[Tensor]) -> Sequence[Batch]:

@@ -23,6 +23,7 @@ a comparison, not a number.
 from __future__ import annotations
 
 import math
+import random
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ NAMES = ("norm", "loss", "own loss", "own gradient", "own memory")
 JUMP = 1e3
 """How far above all norms since the start of the process a norm is replayed, whatever the policy.
 Spikes of published runs reach some hundred times the norm before them."""
+MOST_NAMED = 8
+"""Ranks that a message names; of the others it says how many there are."""
 MOST_REPLAYS = 2
 """Replays after which a check that failed in each of them is taken to fail again."""
 
@@ -83,9 +86,7 @@ class Replay:
 
     until: int
     """The step whose check had failed."""
-    seen: str
-    ranks: tuple[int, ...]
-    """Those that the check named."""
+    trouble: Spike | Unsound
     number: int
     """1 for the first of a failure."""
     first: tuple[int, frozenset[str]] | None = None
@@ -94,17 +95,24 @@ class Replay:
     """The norm of `until` this time, if it is that of a jump; then it is accepted."""
 
 
+class Unsteady(Unsound):
+    """Ranks have computed a step twice, and got other numbers the second time."""
+
+
 class Ledger:
     """This rank's numbers since the last proven state, and the two last states to go back to."""
 
-    def __init__(self, point: Point, resting: Resting | None) -> None:
+    def __init__(self, point: Point, resting: Resting | None, repeat_interval: int | None) -> None:
         """Begin at a state.
 
         Args:
             point: The state.
             resting: Checks the memory; None if nothing is to be replayed.
+            repeat_interval: Of so many steps one is computed twice; 0 for those of a replay alone,
+                None for none at all.
         """
         self.points, self.resting = [point], resting
+        self._repeat_interval = repeat_interval
         self.largest = point.largest
         """The `health.largest_magnitudes` that the last check of health has seen."""
         self.replay: Replay | None = None
@@ -114,6 +122,8 @@ class Ledger:
         """The last step of which the numbers have been read."""
         self.blamed: Counter[int] = Counter()
         """In how many replays a rank was the only one that differed first."""
+        self.unsteady: tuple[int, ...] = ()
+        """The ranks on which steps differ that are computed twice, as a replay has shown."""
         self._numbers: dict[int, bytes] = {}
 
     @property
@@ -151,6 +161,38 @@ class Ledger:
             self.replay.jumped_to = norm
         self.most = max(self.most, norm if math.isfinite(norm) else 0.0)
         return False
+
+    @property
+    def can_repeat(self) -> bool:
+        """Return True if steps can be computed twice, which shows if ranks repeat them."""
+        return self._repeat_interval is not None
+
+    def is_repeated(self, step: int) -> bool:
+        """Return True if the step after `step` is computed twice. It is the same on all ranks.
+
+        That is the first step of a replay, to see if the ranks' kernels repeat their sums bit for
+        bit, and one of each interval, drawn by the interval's number.
+        """
+        if self.resting is None or self._repeat_interval is None or self.unsteady:
+            return False
+        if self.replay is not None and step == self.proven.state.step:
+            return True
+        interval = self._repeat_interval
+        drawn = random.Random(step // interval).randrange(interval) if interval else None
+        return drawn is not None and step % interval == drawn
+
+    def differed(self, step: int, on_this_rank: bool) -> None:
+        """Take that a step has differed when it was computed twice. All ranks together.
+
+        Raises:
+            Unsteady: It was in no replay.
+        """
+        everyone = gather(on_this_rank, bool)
+        ranks = tuple(rank for rank, differs in enumerate(everyone) if differs)
+        if self.replay is None:
+            count = f"{len(ranks)} of {len(everyone)} ranks"
+            raise Unsteady(f"step {step}, computed twice, differed on {count}", "", ranks)
+        self.unsteady = ranks
 
     def saw(self, step: int, largest: Tensor) -> None:
         """Take the largest magnitudes of the state after a step."""
@@ -195,14 +237,23 @@ class _Findings(NamedTuple):
     """The first step whose numbers differed; None if all were equal."""
     ranks: list[int]
     """Those from which the difference may come."""
+    unsteady: tuple[int, ...] = ()
+    """`Ledger.unsteady`."""
 
 
-def _compare(topology: Topology, first: tuple[int, frozenset[str]] | None) -> _Findings:
+def _compare(topology: Topology, ledger: Ledger, replay: Replay) -> _Findings:
     """Gather where the replay has differed first. All ranks together."""
+    first = replay.first
     device = f"{platform.device()} ({platform.device_name()})"
     part = topology.pipeline_rank, topology.tensor_rank
     everyone = gather(_Place(host_name(), device, topology.data_rank, part, first), _Place)
     step = min((place.first[0] for place in everyone if place.first), default=None)
+    if ledger.unsteady:
+        stages = {everyone[rank].part[0] for rank in ledger.unsteady}
+        others = {rank for rank, place in enumerate(everyone) if place.part[0] in stages}
+        # A single rank whose sums do not repeat, whereas others with the same kernels repeat them.
+        is_odd = len(ledger.unsteady) == 1 < len(others)
+        return _Findings(everyone, step, [*ledger.unsteady] * is_odd, ledger.unsteady)
     odd: dict[str, list[int]] = {name: [] for name in NAMES}
     for rank, place in enumerate(everyone):
         for name in place.first[1] if place.first and place.first[0] == step else ():
@@ -241,7 +292,7 @@ def replay(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> bool:
         return False
     before, number = ledger.replay, 1
     if before is not None:
-        found, number = _compare(run.topology, before.first), before.number + 1
+        found, number = _compare(run.topology, ledger, before), before.number + 1
         ledger.replay = None
         is_same = found.step is None and ledger.last == before.until
         if is_same and len(trouble.ranks) == 1 and isinstance(trouble, Diverged | MemoryChanged):
@@ -259,7 +310,7 @@ def replay(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> bool:
             f"{place}, to find out why"
         )
     _go_back(run, hooks, trouble.seen)
-    ledger.replay = Replay(ledger.last, trouble.seen, trouble.ranks, number)
+    ledger.replay = Replay(ledger.last, trouble, number)
     return True
 
 
@@ -276,42 +327,55 @@ class ReplayHook(Hook):
         if ledger is None or ledger.replay is None or run.state.step < ledger.replay.until:
             return
         done, ledger.replay = ledger.replay, None
-        found = _compare(run.topology, done.first)
-        since = f", which differed from step {found.step} on" if found.step is not None else ""
+        found, seen = _compare(run.topology, ledger, done), done.trouble.seen
         if done.jumped_to is not None:
-            line = (
-                f"{done.seen}: it happens again with the same data (a norm of {done.jumped_to:.4g})"
-                f"{since and f', after other numbers{since}'}. Training goes on"
-            )
-            _write(run, Cause.REPRODUCES, done.until, found, [], line)
-            if run.topology.is_main:
-                say(line)
+            line = f"{seen}: it happens again with the same data, to a norm of {done.jumped_to:.4g}"
+            if found.step is not None:
+                since = f"numbers that differed from step {found.step} on"
+                line = f"{line}, after {since} ({_whose(found, found.ranks)})"
+            _conclude(run, Cause.REPRODUCES, done.until, found, [], f"{line}. Training goes on")
             return
-        _blame(run, found, done.seen, done.ranks)
-        ranks = list(done.ranks) or found.ranks
+        _blame(run, found, seen, done.trouble.ranks)
+        ranks = list(done.trouble.ranks) or found.ranks
+        if isinstance(done.trouble, Unsteady) and found.unsteady:
+            line = f"{seen}: {_whose(found, [])}. Training goes on, and computes no step twice"
+            _conclude(run, Cause.REPRODUCES, done.until, found, [], line)
+            return
+        since = f", which differed from step {found.step} on" if found.step is not None else ""
         line = (
-            f"{done.seen}: transient. It did not happen again with the same data{since}; "
+            f"{seen}: transient. It did not happen again with the same data{since}; "
             f"{_whose(found, ranks)}. Training goes on from the replayed step {run.state.step}"
         )
-        _write(run, Cause.TRANSIENT, done.until, found, ranks, line)
-        if run.topology.is_main:
-            say(line)
+        _conclude(run, Cause.TRANSIENT, done.until, found, ranks, line)
 
 
 def _whose(found: _Findings, ranks: Sequence[int]) -> str:
     """Return from which ranks a difference may have come, in words."""
-    if not ranks or len(ranks) == len(found.everyone) > 1:
+    unsteady = not ranks and found.unsteady
+    if not unsteady and (not ranks or len(ranks) == len(found.everyone) > 1):
         return "it cannot be told on which rank"
-    named = ", ".join(f"{r} ({found.everyone[r].host}, {found.everyone[r].device})" for r in ranks)
+    places = [(r, found.everyone[r]) for r in ranks or found.unsteady]
+    more = f" and {len(places) - MOST_NAMED} more" if len(places) > MOST_NAMED else ""
+    named = ", ".join(f"{r} ({at.host}, {at.device})" for r, at in places[:MOST_NAMED]) + more
+    if unsteady:
+        return (
+            f"it cannot be told on which rank, since ranks {named} do not get the same bits when "
+            "they compute a step twice, as with kernels that do not repeat their sums in one order"
+        )
     return f"it came from rank {named}" if len(ranks) == 1 else f"it came from one of ranks {named}"
 
 
 def _blame(run: Run, found: _Findings, seen: str, named: Sequence[int]) -> None:
-    """Count a single rank that differed, and end the run if it is the second time."""
-    # A rank without others to compare with may only sum in another order.
-    ranks = list(named) or (found.ranks if len(found.everyone) > 1 else [])
+    """Count a single rank that differed, and end the run if it is the second time.
+
+    It is that too if the rank has differed when it computed a step of the replay twice.
+    """
+    # A rank without others to compare with may only sum in another order, and so may one of which
+    # that is not known.
+    is_known = len(found.everyone) > 1 and run.ledger is not None and run.ledger.can_repeat
+    ranks = list(named) or found.ranks * is_known
     if len(ranks) == 1 and run.ledger is not None:
-        run.ledger.blamed[ranks[0]] += 1
+        run.ledger.blamed[ranks[0]] += 2 if found.unsteady and found.ranks == ranks else 1
         if run.ledger.blamed[ranks[0]] > 1:
             _end_persistent(run, found, ranks[0], seen)
 
@@ -321,7 +385,7 @@ def _end_persistent(run: Run, found: _Findings, rank: int, seen: str) -> NoRetur
     place, step = found.everyone[rank], run.ledger.last if run.ledger else run.state.step
     line = (
         f"{seen}: rank {rank} ({place.host}, {place.device}) computes or remembers other numbers "
-        "than before with the same data, in two replays. Leave its host out and test it; under "
+        "than before with the same data, again and again. Leave its host out and test it; under "
         "Slurm the launcher leaves it out by itself"
     )
     _write(run, Cause.PERSISTENT, step, found, [rank], line)
@@ -335,8 +399,8 @@ def _reproduced(run: Run, found: _Findings, trouble: Spike | Unsound) -> None:
     equal = "after equal numbers on every rank"
     if found.step is not None:
         equal = (
-            f"in {MOST_REPLAYS} replays whose numbers differed on several ranks, as with kernels "
-            "that do not repeat their sums in one order"
+            f"in {MOST_REPLAYS} replays whose numbers differed from step {found.step} on: "
+            f"{_whose(found, found.ranks)}"
         )
     line = f"{trouble.seen}: it happens again with the same data, {equal}"
     _write(run, Cause.REPRODUCES, ledger.last, found, [], line)
@@ -356,6 +420,15 @@ def _reproduced(run: Run, found: _Findings, trouble: Spike | Unsound) -> None:
 def note_poisoned_start(run: Run, found: Unsound) -> None:
     """Note that the state that was loaded cannot be right, as it would be after another load."""
     _write(run, Cause.REPRODUCES, run.state.step, _Findings([], None, []), [], found.seen)
+
+
+def _conclude(
+    run: Run, cause: Cause, step: int, found: _Findings, ranks: Sequence[int], line: str
+) -> None:
+    """Write diagnosis.json, and say what was found. All ranks together."""
+    _write(run, cause, step, found, ranks, line)
+    if run.topology.is_main:
+        say(line)
 
 
 def _write(

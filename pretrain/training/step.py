@@ -19,7 +19,7 @@ from pretrain.checkpoint.manifest import TrainerState
 from pretrain.config import Poisoned, RunConfig
 from pretrain.data.order import mask_samples, rank_samples
 from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
-from pretrain.optim.health import changed_memory
+from pretrain.optim.health import changed_memory, checksum
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.metrics import Record
 from pretrain.topology import Topology
@@ -98,6 +98,8 @@ def forward_backward(
     optimizer: ZeroOptimizer,
     batches: Sequence[Batch],
     eos_id: int | None = None,
+    *,
+    holds_back: bool = False,
 ) -> list[Tensor]:
     """Accumulate the gradients of the mean loss over a step's micro batches. All ranks together.
 
@@ -106,11 +108,12 @@ def forward_backward(
         optimizer: Their optimizer, which says what the schedule has to call.
         batches: The micro batches.
         eos_id: End-of-document token, if attention stays within documents; else None.
+        holds_back: Leave sending gradients to the update.
 
     Returns:
         The mean loss in nats of each micro batch, on the last pipeline stage; [] elsewhere.
     """
-    optimizer.begin_step(len(batches))
+    optimizer.begin_step(len(batches), holds_back=holds_back)
     return run_schedule(
         chunks, batches, _mean_loss, schedule_module=optimizer.schedule_module, eos_id=eos_id
     )
@@ -183,22 +186,33 @@ class Updated:
     """Global gradient norm, a scalar."""
     total: Tensor
     """fp64: mean loss, sums of the votes, number of ranks with new metrics, what `StepTimes.shared`
-    returns, and where the memory was checked, the number of ranks whose state has changed, and 0 if
-    the weights are equal."""
+    returns; where the memory was checked, the number of ranks whose state has changed, and 0 if the
+    weights are equal; and where the step was computed twice, the number of ranks on which it
+    differed."""
     num_memory: int
     """How many numbers of `total` are about the memory: 2 or none."""
+    is_repeated: bool
+    """The step was computed twice."""
     own: list[Tensor]
     """fp64: what this rank added to `total` and to the squared norm, and what its check of the
     memory has seen."""
 
 
-def update(run: Run, losses: list[Tensor], learning_rate: float) -> Updated:
+def computed_bits(run: Run, losses: list[Tensor]) -> Tensor:
+    """Return a checksum of each of this rank's losses and of its gradients, int64."""
+    return torch.stack([checksum(each) for each in (*losses, *run.optimizer.own_sums)])
+
+
+def update(
+    run: Run, losses: list[Tensor], learning_rate: float, repeats: Sequence[Tensor] = ()
+) -> Updated:
     """Update the weights, and average the loss over all ranks. All ranks together.
 
     Args:
         run: The run, whose requests to stop are voted on.
         losses: This rank's micro batch losses.
         learning_rate: AdamW's learning rate for this step.
+        repeats: The `computed_bits` of both times, if the step was computed twice.
     """
     resting = run.ledger.resting if run.ledger else None
     checked = resting.check() if resting else None
@@ -209,6 +223,8 @@ def update(run: Run, losses: list[Tensor], learning_rate: float) -> Updated:
         own = platform.to_device(torch.tensor(votes, dtype=torch.float64))
         if checked is not None:
             own = torch.cat([own, checked[:2]])
+        if repeats:
+            own = torch.cat([own, repeats[0].ne(repeats[1]).any().to(own)[None]])
         return own, _sum_over_ranks(losses, run.topology, own)
 
     spikes = run.spikes
@@ -230,7 +246,11 @@ def update(run: Run, losses: list[Tensor], learning_rate: float) -> Updated:
     if resting:
         resting.take(run.state.step + 1)
     return Updated(
-        norm, total, 0 if checked is None else 2, [part for part in parts if part is not None]
+        norm,
+        total,
+        0 if checked is None else 2,
+        bool(repeats),
+        [part for part in parts if part is not None],
     )
 
 
@@ -262,6 +282,7 @@ class QueuedStep:
         self._metrics, self._ledger = run.metrics.take(), run.ledger
         self._times, self._waits = run.times, run.times.take()
         total, self._num_memory = updated.total, updated.num_memory
+        self._is_repeated = updated.is_repeated
         spikes = [] if run.spikes is None else [run.spikes.summary]
         own = updated.own if run.ledger and run.ledger.resting else []
         parts = [[updated.norm.to(total).view(1)], [total], self._metrics.numbers, spikes, own]
@@ -290,6 +311,7 @@ class QueuedStep:
         parts = [list(itertools.islice(numbers, size)) for size in self._sizes]
         [norm], (loss, *others), recorded, judged, own = parts
         votes, (num_lacking, *shared) = others[:NUM_VOTES], others[NUM_VOTES:]
+        num_unsteady = shared.pop() if self._is_repeated else 0
         memory = [shared.pop() for _ in range(self._num_memory)]
         policy = self._train.spike_policy
         if self._ledger is not None and own:
@@ -297,6 +319,8 @@ class QueuedStep:
             self._ledger.note(step, [norm, loss, share, sum(square[:1]), digest])
             if any(memory):
                 raise changed_memory(step, own[-3:])
+            if num_unsteady:
+                self._ledger.differed(step, bool(own[len(others)]))
         if not math.isfinite(norm) and self._train.precision != "fp16":
             seen = f"step {step}: the gradient norm is {norm}"
             if policy == "rollback":

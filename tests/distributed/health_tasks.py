@@ -263,7 +263,7 @@ def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dic
 
     forward_backward, calls = loop.forward_backward, 0
 
-    def poisoned(chunks: Any, optimizer: Any, *given: Any) -> Any:
+    def poisoned(chunks: Any, optimizer: Any, *given: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
         bias = next(n for n in optimizer.parameters if n.name.endswith("linear_qkv.bias"))
@@ -271,7 +271,7 @@ def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dic
         handle = bias.parameter.register_hook(
             lambda gradient: torch.full_like(gradient, value) if is_bad else None
         )
-        losses = forward_backward(chunks, optimizer, *given)
+        losses = forward_backward(chunks, optimizer, *given, **named)
         handle.remove()
         return losses
 
@@ -303,7 +303,7 @@ def train_scaled(
         is_due = run.state.step + 1 == step
         return queue_step(run, *args)
 
-    def scaled(chunks: Any, optimizer: Any, *given: Any) -> Any:
+    def scaled(chunks: Any, optimizer: Any, *given: Any, **named: Any) -> Any:
         is_noisy = noise > 0 and rank in (None, dist.get_rank())
 
         def changed(gradient: Tensor) -> Tensor:
@@ -315,7 +315,7 @@ def train_scaled(
             named.parameter.register_hook(changed)
             for named in optimizer.parameters * (is_due or is_noisy)
         ]
-        losses = forward_backward(chunks, optimizer, *given)
+        losses = forward_backward(chunks, optimizer, *given, **named)
         for handle in handles:
             handle.remove()
         return losses

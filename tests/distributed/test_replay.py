@@ -16,6 +16,7 @@ from tests.distributed import health_tasks as tasks
 WEIGHT = "decoder.layers.0.mlp.linear_fc1.weight"
 STEPS = 10
 EVERY_STEP = {"memory_check_interval_steps": 1}
+TWICE = {"repeat_interval_steps": 1}
 
 
 def _config(directory, data, layout, interval=4, recovery=None, **train):
@@ -55,6 +56,7 @@ def _assert_same_end(one, other):
         ("tp2pp2sp", tasks.Flip(2, 3, "gradient", 30)),
         ("zero2-dp2", tasks.Flip(8, 1, "host copy", 3)),
         ("dp4", tasks.Flip(5, 2, "weight", 22)),
+        ("tp2", tasks.Flip(5, 1, "gradient", 8)),
     ],
 )
 def test_a_bit_that_flips_once_is_transient_and_the_run_ends_as_if_nothing_had_been(
@@ -64,8 +66,8 @@ def test_a_bit_that_flips_once_is_transient_and_the_run_ends_as_if_nothing_had_b
     processes = ALL_LAYOUTS[layout][0]
     whole, run = tmp_path / "whole", tmp_path / "run"
     pools(processes).run(tasks.outcome, _config(whole, tiny_data, layout))
-    # The last one is seen by the sums of the memory alone.
-    checked = EVERY_STEP if fault.what == "weight" else {}
+    # The last two are seen by the sums of the memory alone, and by computing twice.
+    checked = {"weight": EVERY_STEP, "gradient": TWICE if fault.bit == 8 else {}}.get(fault.what)
     config = _config(run, tiny_data, layout, recovery=checked)
     results = pools(processes).run(tasks.train_flipped, config, [fault])
     assert {r["code"] for r in results} == {0}, results[0]["error"]
@@ -115,6 +117,28 @@ def test_a_rank_that_is_wrong_in_two_replays_ends_the_run_by_its_host(pools, tin
     assert (found.kind, found.step, found.rank) == ("persistent", 6, 1)
     assert found.host == attempt.owner.host
     assert all(found.what in result["error"] for result in results)
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "kind", "said"),
+    [
+        (1, ExitCode.FAILED, "persistent", "Leave its host out"),
+        (None, ExitCode.FINISHED, "reproduces", "cannot be told on which rank, since ranks 0 ("),
+    ],
+)
+def test_a_rank_that_does_not_repeat_a_step_as_its_peer_does_ends_the_run_by_its_host(
+    pools, tiny_data, tmp_path, rank, code, kind, said
+):
+    """Where no rank repeats them, the run goes on."""
+    config = _config(
+        tmp_path / "run", tiny_data, "dp2", recovery={"repeat_interval_steps": 2}, num_steps=6
+    )
+    results = pools(2).run(tasks.train_scaled, config, 0, 1.0, 1e-6, rank)
+    assert {r["code"] for r in results} == {code}
+    [attempt] = read_attempts(tmp_path / "run")
+    found = attempt.diagnosis
+    assert (found.kind, found.rank) == (kind, rank) and said in found.what
+    assert found.step <= 2 and found.what.startswith(f"step {found.step}, computed twice, differed")
 
 
 @pytest.mark.parametrize(("layout", "noise"), [("pp2", 0.0), ("dp2", 1e-6)])

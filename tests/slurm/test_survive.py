@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from pretrain.launcher.status import goodput
 from tests.distributed.test_stragglers import pulsed
 from tests.end_to_end.commands import explained, wait_for
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import STEPS, Run, Runs, losses, weights
+from tests.slurm.runs import AS_AGENT, STEPS, Run, Runs, losses, weights, write_site
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +135,45 @@ def test_a_rank_that_holds_up_the_others_is_named_while_the_job_runs(runs: Runs)
     assert "warning: rank 1 (host " in run.job_said()
     assert runs.launcher("cancel", run.directory).code == 0
     check_over(run, ("CANCELLED", "FAILED", "COMPLETED"))
+
+
+UNRELIABLE = """
+import os, runpy, socket, sys
+from pathlib import Path
+
+import torch
+
+bad, host, drawn = Path({bad!r}), socket.gethostname(), torch.Generator()
+drawn.seed()
+if os.environ["SLURM_PROCID"] == "1" and not bad.exists():
+    bad.write_text(host)
+
+def unreliable(module, inputs, output):
+    if type(module).__name__ == "MLP":
+        noise = 1 + 1e-6 * torch.randn(output[0].shape, generator=drawn)
+        return (output[0] * noise, *output[1:])
+
+if bad.exists() and bad.read_text() == host:
+    torch.nn.modules.module.register_module_forward_hook(unreliable)
+sys.argv = sys.argv[2:]
+runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_node_whose_arithmetic_is_unreliable_is_left_out(runs: Runs, tmp_path: Path) -> None:
+    """The layers of its rank are off by another 1e-6 each time that they are computed."""
+    bad, program, python = tmp_path / "bad", tmp_path / "unreliable.py", tmp_path / "python"
+    program.write_text(UNRELIABLE.format(bad=str(bad)))
+    ranks = f'case "$*" in *"pretrain train"*) exec {sys.executable} {program} "$@" ;; esac\n'
+    python.write_text(f'#!/bin/sh\n{AS_AGENT}{ranks}exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    runs.site = write_site(tmp_path / "site.toml", python=str(python))
+    run = runs.submit("unreliable", "recovery.repeat_interval_steps=2", "recovery.spare_nodes=1")
+    check_over(run)
+    host = bad.read_text()
+    ended, found = run.wait_for_end(1), run.attempts[0].diagnosis
+    assert (ended.outcome, ended.nodes) == ("failed", (host,)), ended
+    assert found is not None and (found.kind, found.rank, found.host) == ("persistent", 1, host)
+    assert run.outcomes == ["failed", "finished"]
+    status = runs.launcher("status", run.directory).out
+    assert f"node {host}: not used any more if Slurm has others: {found.what}" in status
