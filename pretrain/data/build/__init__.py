@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -70,6 +71,7 @@ from pretrain.data.clean import (
     duplicate_keys,
     find_duplicates,
 )
+from pretrain.data.files import open_stored
 from pretrain.data.shards import (
     BUILD_RECORD,
     DICTIONARY,
@@ -645,21 +647,37 @@ def _leakage(folder: BuildFolder, tasks: list[TokenTask]) -> Json:
 
 
 # ---- Estimate from a sample what a build makes of a corpus ----
+# Places are drawn evenly over the bytes of a corpus, so a file is drawn in proportion to its size.
+# Read is a range around each place where a file can be cut, its row group in a Parquet file, and
+# the beginning of the file otherwise, as far as its share of SAMPLE_BYTES reaches.
 
 
-SAMPLE_BYTES = 1_000_000
-"""Text that is read of each corpus, from the beginnings of PLACES of its files."""
-PLACES = 8
+SAMPLE_BYTES = 4_000_000
+"""Bytes of files that are read of each corpus; a smaller one is read as a whole."""
+PLACES = 16
 
 _BYTES_A_TOKEN = 4.4
 """What is assumed where the tokenizer is still to be trained."""
 
-_PACKED = 3.0
-"""Bytes of text in a byte of a compressed or Parquet file of which only the beginning is read."""
+_UNSEEN = 0.1
+"""What is not read may differ so much from what is, however alike the places are."""
+
+
+class _Sample(NamedTuple):
+    """What was read at a place."""
+
+    weight: float
+    stored: float
+    """Bytes of the file."""
+    text: float
+    """Bytes of text after cleaning."""
+    tokens: float
+    lost: float
+    """Share of the text by which a document that is cut off at the end can change it."""
 
 
 def estimate(config: RunConfig) -> None:
-    """Print what a build would make of each corpus, estimated from a sample. Writes nothing.
+    """Print what a build would make of each corpus, estimated from a sample. Builds nothing.
 
     Raises:
         ConfigError: if the corpus or the tokenizer cannot be used, or a package is missing.
@@ -672,25 +690,22 @@ def estimate(config: RunConfig) -> None:
     for task, sizes in zip(plan.all_tasks(), piece_sizes(plan)):
         own[task.corpus] += zip(task.pieces, sizes)
     assumed = "" if tokenizer else f", with an assumed {_BYTES_A_TOKEN} bytes a token"
-    print(f"An estimate from about {size(SAMPLE_BYTES)} of each corpus{assumed}:")
+    print(f"An estimate from about {size(SAMPLE_BYTES)} of each corpus{assumed}; duplicates count:")
     all_tokens = 0.0
     for name, corpus in plan.corpora().items():
         start = time.process_time()
         total = sum(count for _, count in own[name])
-        texts, ratio = _sampled(plan, corpus, own[name])
-        sampled = sum(map(text_size, texts))
-        if plan.cleaning.deduplicate != "none":
-            for text in texts:
-                duplicate_keys(text, plan.cleaning.deduplicate)
-        of_sample = sum(len(tokenizer.encode(t)) + 1 for t in texts) if tokenizer else 0
-        per_token = sampled / of_sample if of_sample else _BYTES_A_TOKEN
-        speed = sampled / (time.process_time() - start) / 1e6
-        tokens = ratio * total / per_token
+        samples = [_sample(plan, corpus, tokenizer, *each) for each in _places(corpus, own[name])]
+        text, least, most = _projected(samples, total, [s.text for s in samples])
+        read = sum(s.text for s in samples) or 1
+        speed = read / (time.process_time() - start) / 1e6
+        tokens, fewest, greatest = _projected(samples, total, [s.tokens for s in samples])
         all_tokens += tokens
         print(
             f"{name}: {len({piece.path for piece, _ in own[name]}):,} files, {size(total)}; "
-            f"about {size(int(ratio * total))} of text, {tokens:,.0f} tokens, "
-            f"{per_token:.2f} bytes a token; read at {speed:.1f} MB/s of a core"
+            f"{size(int(text))} of text ({size(int(least))} to {size(int(most))}), "
+            f"{tokens:,.0f} tokens ({fewest:,.0f} to {greatest:,.0f}), "
+            f"{text / max(tokens, 1):.2f} bytes a token; read at {speed:.1f} MB/s of a core"
         )
     free = free_bytes(config.data_directory)
     left = "unknown" if free is None else size(free)
@@ -698,30 +713,90 @@ def estimate(config: RunConfig) -> None:
     print(f"{config.data_directory}: about {size(written)}; {left} free")
 
 
-def _sampled(plan: Plan, corpus: Corpus, own: list[tuple[Piece, int]]) -> tuple[list[str], float]:
-    """Read the beginnings of some pieces of a corpus, spread evenly over all of them.
+def _places(
+    corpus: Corpus, own: list[tuple[Piece, int]]
+) -> Iterator[tuple[Piece, int, float, float]]:
+    """Yield what to read: a piece, its size, how many bytes of it to read, and its weight."""
+    ends = np.cumsum([stored for _, stored in own])
+    if ends[-1] <= SAMPLE_BYTES:
+        yield from ((piece, stored, stored, stored) for piece, stored in own if stored)
+        return
+    step, drawn = SAMPLE_BYTES // PLACES, Counter[tuple[Piece, int]]()
+    for byte in (np.arange(PLACES) + 0.5) * (ends[-1] / PLACES):
+        piece, stored = own[at := int(np.searchsorted(ends, byte, "right"))]
+        source, into = sources.source_of(corpus, piece.path), byte - (ends[at] - stored)
+        if not source.in_bytes:
+            parts = piece.end - piece.start
+            first = piece.start + int(into * parts / stored)
+            drawn[piece._replace(start=first, end=first + 1), stored // parts] += 1
+        elif source.can_be_cut and not sources.compression_of(piece.path):
+            begin = max(piece.start, min(piece.start + int(into), piece.end - step))
+            part = piece._replace(start=begin, end=min(begin + step, piece.end))
+            drawn[part, part.end - part.start] += 1
+        else:
+            drawn[piece, stored] += 1
+    for (piece, stored), times in drawn.items():
+        yield piece, stored, min(stored, SAMPLE_BYTES / len(drawn)), times
 
-    Returns:
-        The beginnings of documents, cleaned, and the bytes of text per byte of a file.
-    """
-    cleaner, texts = Cleaner(plan.cleaning), list[str]()
-    chosen = own[:: max(1, -(-len(own) // PLACES))]
-    most = SAMPLE_BYTES // len(chosen)
-    weighted = 0.0
-    for piece, stored in chosen:
-        source, kept, read = sources.source_of(corpus, piece.path), 0.0, 0
-        bytes_read: float = stored
-        for document in sources.read(Task(0, corpus.name, (piece,)), corpus, lambda reason: None):
-            if read >= most:
-                # Where a file can be cut anywhere, offsets are bytes of it, as it is unpacked.
-                unpacked = document.offset - piece.start if source.can_be_cut else kept
-                is_packed = sources.compression_of(piece.path) or not source.in_bytes
-                bytes_read = unpacked / _PACKED if is_packed else unpacked
-                break
-            begin = document.text[:most]
-            read += len(begin)
-            if (text := cleaner.clean(begin)) is not None:
-                texts.append(text)
-                kept += text_size(text) * len(document.text) / max(len(begin), 1)
-        weighted += stored * kept / max(bytes_read, 1)
-    return texts, weighted / max(sum(stored for _, stored in chosen), 1)
+
+def _sample(
+    plan: Plan,
+    corpus: Corpus,
+    tokenizer: Tokenizer | None,
+    piece: Piece,
+    stored: int,
+    wanted: float,
+    weight: float,
+) -> _Sample:
+    """Read a piece, or its first `wanted` bytes if its documents can be told from those."""
+    source = sources.source_of(corpus, piece.path)
+    is_whole = wanted >= stored or not source.in_bytes
+    with tempfile.TemporaryDirectory() as folder:
+        if not is_whole:
+            # The end of the name says what it is.
+            beginning = Path(folder, piece.path.rpartition("/")[2])
+            with open_stored(piece.path) as file:
+                beginning.write_bytes(file.read(int(wanted)))
+            found = _text_of(plan, corpus, Piece(str(beginning), 0, int(wanted)), tokenizer)
+            if found[0]:
+                return _Sample(weight, int(wanted), *found)
+        # A document as large as the file cannot be read in part.
+        text, tokens, _ = _text_of(plan, corpus, piece, tokenizer)
+    return _Sample(weight, stored, text, tokens, 0.0)
+
+
+def _text_of(
+    plan: Plan, corpus: Corpus, piece: Piece, tokenizer: Tokenizer | None
+) -> tuple[float, float, float]:
+    """Return the bytes of text in a piece, its tokens, and the share of a document in it."""
+    cleaner, text, tokens, documents = Cleaner(plan.cleaning), 0, 0.0, 0
+    for document in sources.read(Task(0, corpus.name, (piece,)), corpus, lambda reason: None):
+        cleaned = cleaner.clean(document.text)
+        if cleaned is None:
+            continue
+        own, begin = text_size(cleaned), cleaned[:SAMPLE_BYTES]
+        if plan.cleaning.deduplicate != "none":
+            duplicate_keys(begin, plan.cleaning.deduplicate)
+        per_byte = len(tokenizer.encode(begin)) / max(text_size(begin), 1) if tokenizer else 0
+        tokens += own * per_byte + 1 if tokenizer else own / _BYTES_A_TOKEN
+        text, documents = text + own, documents + 1
+    return text, tokens, 1 / max(documents, 1)
+
+
+def _projected(
+    samples: list[_Sample], total: int, found: list[float]
+) -> tuple[float, float, float]:
+    """Return what all `total` bytes hold of what was found, and an interval around it."""
+    if not samples:
+        return 0.0, 0.0, 0.0
+    stored = np.array([sample.stored for sample in samples])
+    if stored.sum() >= total:
+        return sum(found), sum(found), sum(found)
+    weights = np.array([sample.weight for sample in samples]) / sum(s.weight for s in samples)
+    ratios = np.array(found) / stored
+    ratio = float(weights @ ratios)
+    # Three standard errors.
+    variance = weights @ (ratios - ratio) ** 2 / max(len(samples) - 1, 1)
+    lost = ratio * float(weights @ np.array([sample.lost for sample in samples]))
+    half = 3 * float(variance) ** 0.5 + _UNSEEN * ratio + lost
+    return ratio * total, max(ratio - half, 0.0) * total, (ratio + half) * total
