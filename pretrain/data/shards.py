@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -333,21 +334,17 @@ def missing_data_set(path: str | Path) -> ConfigError:
     """Return the error for a data set whose manifest `path` is not there."""
     return ConfigError(
         f"{path}: no such file, so there is no finished data set in "
-        f"data.directory = {_parent(path, 2)}. Build one with `pretrain data build CONFIG`"
+        f"data.directory = {str(path).rsplit('/', 2)[0]}. Build one with `pretrain data build "
+        "CONFIG`"
     )
 
 
 def rebuild_advice(path: str | Path) -> str:
-    """Return the sentence that tells how to repair a split's file, by its path or URL."""
+    """Return the sentence that tells how to repair a data set's file, by its path or URL."""
+    data_set = re.sub(r"/((train|validation)/(documents/)?)?[^/]*$", "", str(path))
     return (
-        f"Restore it from a copy, or remove {_parent(path, 2)} and run "
-        "`pretrain data build CONFIG` again"
+        f"Restore it from a copy, or remove {data_set} and run `pretrain data build CONFIG` again"
     )
-
-
-def _parent(path: str | Path, levels: int) -> str:
-    """Return the folder so many levels above a path or URL; Path would spoil the //."""
-    return str(path).rsplit("/", levels)[0]
 
 
 # ---- Write the shards of a task, and put those of all tasks together ----

@@ -318,6 +318,8 @@ def check(root: Path, tokens: dict[str, np.ndarray], shown: list[object], seed: 
     with pytest.raises(ConfigError) as caught:
         verify(root)
     assert names(caught.value, files), (kind.__name__, files, caught.value)
+    for line in str(caught.value).splitlines():
+        assert f"remove {root} and run" in line or f"data.directory = {root}." in line
     errors = 0
     for split in SPLITS:
         try:
