@@ -165,6 +165,7 @@ def export_model(
     directory: str | Path,
     *,
     max_length: int | None = None,
+    programs: Sequence[str] = (),
     settings: Mapping[str, Any] | Sequence[str] = (),
 ) -> Path:
     """Write a run's newest checkpoint, or a checkpoint, as a Hugging Face folder.
@@ -175,6 +176,7 @@ def export_model(
         source: Directory of a run or checkpoint.
         directory: The folder to write.
         max_length: Longest sequence that it accepts, in tokens; None for 16 training lengths.
+        programs: What else to export for, as --for: vllm, llama.cpp, ctranslate2, onnx.
         settings: Keys of [export], or data.directory where the data set was moved.
 
     Returns:
@@ -187,7 +189,9 @@ def export_model(
     from pretrain.huggingface.export import export_source
 
     given = _overrides(settings)
-    if not export_source(Path(source), Path(directory), max_length, overrides=given):
+    if not export_source(
+        Path(source), Path(directory), max_length, overrides=given, programs=programs
+    ):
         raise RunFailed(f"{directory}: the exported model does not compute the same function")
     return Path(directory)
 

@@ -48,6 +48,7 @@ def _any_gelu(config: RunConfig) -> str:
     return "gelu" if config.model.hidden_act == "relu" else config.model.hidden_act
 
 
+_NO_CLIPPING = Ours("model.clip_qkv", None, "its {name} does not clip queries, keys and values")
 _GELU = Ours("model.hidden_act", _any_gelu, "its {name} computes GELU")
 HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
     # By reading its source; it needs a GPU, or a build of its own.
@@ -64,8 +65,16 @@ HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
         GptNeoX.name: (),
     },
     # Both kinds of GELU are one there, the tanh one looked up in fp16: `LlamaCpp.rounding`.
-    "llama.cpp": {Mpt.name: (), Bloom.name: (), Opt.name: (_GELU,), GptNeoX.name: (_GELU,)},
-    "ctranslate2": {each.name: () for each in (Mpt, Bloom, Opt, GptNeoX)},
+    "llama.cpp": {
+        Mpt.name: (_NO_CLIPPING,),
+        Bloom.name: (),
+        Opt.name: (_GELU,),
+        GptNeoX.name: (_GELU,),
+    },
+    "ctranslate2": {
+        Mpt.name: (_NO_CLIPPING,),
+        **{each.name: () for each in (Bloom, Opt, GptNeoX)},
+    },
 }
 """Program -> class of transformers -> the settings with which the program computes that model.
 
@@ -136,7 +145,7 @@ class Consumer:
         reasons = [*self.reasons(config, target), *self.vocabulary_reasons(tokenizer)]
         if reasons:
             raise ConfigError(
-                "\n".join(f"--for {self.name}: {reason}. Leave it out" for reason in reasons)
+                "\n".join(f"--for {self.name}: {each}. Leave the option out" for each in reasons)
             )
         if missing := [name for name in self.packages if find_spec(name) is None]:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,15 @@ def test_stock_transformers_gives_the_same(workspace, run, measured, tiny_data):
     from transformers import AutoModelForCausalLM
 
     folder = workspace / "hf-tasks"
-    succeeds("export", run, folder)
+    # Beside it, the same weights in other programs, as far as they are installed.
+    others = {"llama.cpp": "cyllama", "ctranslate2": "ctranslate2"}
+    others = {name: reader for name, reader in others.items() if find_spec(reader)}
+    done = succeeds("export", run, folder, "--for", "vllm", *(f"--for={name}" for name in others))
+    card = (folder / "README.md").read_text()
+    for name, reader in others.items():
+        assert f"{name}: proven in {reader} " in done.out and f"- {name}: proven in" in card
+    assert "- vllm: reads this folder; its source was read, it was not run." in card
+    assert "- onnx: not exported for it (`pretrain export --for onnx`)." in card
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def score(length, scored, rows) -> np.ndarray:

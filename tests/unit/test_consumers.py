@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from pretrain.config import ConfigError
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.huggingface.classes import class_of
-from pretrain.huggingface.consumers import CONSUMERS, Export, Loaded, Proof, prove
+from pretrain.huggingface.consumers import CONSUMERS, Export, Loaded, Proof, chosen, prove
 from pretrain.huggingface.folder import special_ids, to_huggingface
 from tests.reference.dense_gpt import DenseGPT
 from tests.unit.test_dense_gpt import make_config
@@ -117,6 +117,9 @@ def test_what_a_program_has_not_is_refused_in_words():
         "model.layernorm_epsilon = 1e-06: its MPT has 1e-05, not 1e-06",
         "model.tie_word_embeddings = False: its MPT has no output layer of its own",
     ]
+    with pytest.raises(ConfigError, match="--for ollama: unknown"):
+        chosen(["onnx", "ollama"])
+    assert [each.name for each in chosen(["onnx", "vllm", "onnx"])] == ["onnx", "vllm"]
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------
