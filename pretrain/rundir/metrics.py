@@ -146,7 +146,7 @@ class MetricsFile:
             RunFailed: The disk refused.
         """
         self._path = path
-        self._unwritten = b""
+        self._unwritten, self._size = b"", 0
         self._warn = WarnOnce()
         with writing(path):
             if path.exists():
@@ -213,16 +213,22 @@ class MetricsFile:
         except FileNotFoundError:
             what = "the lines so far are lost"
         self._file.close()
-        self._file = open_own(self._path, "ab", buffering=0)
+        self._file, self._size = open_own(self._path, "ab", buffering=0), 0
         say(f"warning: {self._path}: was removed or replaced while the run trains; {what}")
 
     def _newest_attempt(self) -> int:
         return max(attempt_numbers(RunPaths(self._path.parent).attempts), default=0)
 
     def _write_out(self) -> None:
+        if os.fstat(self._file.fileno()).st_size < self._size:
+            say(
+                f"warning: {self._path}: was cut short while the run trains; the lines that are "
+                "missing are lost"
+            )
         # A disk that becomes full takes a part of a line; the rest of it follows later.
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        self._size = os.fstat(self._file.fileno()).st_size
 
 
 def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[Record]:

@@ -302,6 +302,20 @@ def test_a_file_is_not_written_through_what_lies_in_its_place(
     assert mine.read_text() == "mine" and not (tmp_path / "new.txt").exists()
 
 
+def test_metrics_that_are_emptied_in_place_are_noticed_at_the_next_write(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    for step in (1, 2, 3, 4):
+        if step == 3:
+            assert "cut short" not in capfd.readouterr().err
+            (tmp_path / "metrics.jsonl").write_bytes(b"")
+        file.write({"step": step})
+    file.close()
+    assert capfd.readouterr().err.count("metrics.jsonl: was cut short while the run trains") == 1
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3}\n{"step": 4}\n'
+
+
 @needs_root
 def test_a_file_of_another_user_is_neither_emptied_nor_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "rank-1.log"
