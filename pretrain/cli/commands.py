@@ -184,11 +184,10 @@ def data_verify(config: Config, overrides: Overrides = []) -> None:  # noqa: B00
     Example:
       pretrain data verify configs/demo.toml
     """
-    from pretrain.data.files import Cache
     from pretrain.data.stream import verify
 
     run = load_config(config, overrides)
-    verify(run.data.directory, Cache(run.data.cache_directory, run.data.cache_bytes))
+    verify(run.data.directory)
     print(f"{run.data.directory}: every file is as it was written")
 
 

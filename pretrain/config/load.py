@@ -123,8 +123,7 @@ PATHS = {
     "data": ("directory", "paths", "validation_paths", "tokenizer"),
     "checkpoint": ("upload_to",),
 }
-"""The keys by section that hold paths or URLs. data.cache_directory is not among them: it may lie
-on a disk of the node's own, so it is expanded by the process that uses it."""
+"""The keys by section that hold paths or URLs."""
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([^{}]*)\})")
 """$NAME or ${NAME}. Any other dollar stays as it is."""
 

@@ -484,7 +484,8 @@ class DataSection(Section):
     directory: Content[str] = Field(min_length=1)
     """Directory of the built data set: the tokenizer, train/ and validation/. `pretrain data
     build` writes it, and all other commands read it. Several runs may share one. For reading it may
-    also be a URL that fsspec knows, such as "s3://bucket/data"; see cache_directory."""
+    also be a URL that fsspec knows, such as "s3://bucket/data", whose server must answer with parts
+    of files: a sample fetches the bytes around its tokens, and nothing is kept. See num_workers."""
 
     sequence_length: Trajectory[int] = Field(gt=0)
     """Training length L in tokens."""
@@ -553,15 +554,6 @@ class DataSection(Section):
 
     tokens_per_shard: Free[int] = Field(default=67_108_864, ge=1024)
     """Tokens in a shard, a tar file. Lower it for a small corpus."""
-
-    cache_directory: Free[str] = Field(default="~/.cache/pretrain", min_length=1)
-    """Where shards are kept that are read from a URL in `directory`. A disk of the node's own is
-    best, such as "$TMPDIR/shards": each process expands ~ and $VARIABLE for itself."""
-
-    cache_bytes: Free[int] = Field(default=100_000_000_000, gt=0)
-    """The most bytes that the cache holds, approximately; the shards that were used longest ago are
-    removed first. Samples come from all shards in random order, so a cache that is smaller than the
-    data set fetches whole shards over and over."""
 
     # What a sample shows the model. The weights fit either way, and the model computes the same
     # function of a text.

@@ -1,4 +1,4 @@
-"""Files that may be local or at a URL: find them, look at them, read them, keep copies of them.
+"""Files that may be local or at a URL: find them, look at them, read them or ranges of them.
 
 Every access of this package to a file that a user names goes through this module, so that whatever
 is done about slow or broken storage is done here. A location is an absolute path, or a URL that
@@ -9,31 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import fnmatch
+import functools
 import glob
 import io
+import itertools
 import os
-import re
+import random
 import stat
-import uuid
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import fsspec
 import xxhash
 
-from pretrain.config import ConfigError, RunFailed, writing
-from pretrain.config.load import expand_path
+from pretrain.config import ConfigError, RunFailed
+from pretrain.config.errors import say
 from pretrain.config.run import is_url
 from pretrain.data.shards import rebuild_advice
-from pretrain.rundir.files import PARTIAL
+from pretrain.rundir.files import replace_file
 
 _CHUNK = 1 << 22
 
 _BUFFER_BYTES = 2**18
-"""Bytes that are read at once."""
+"""Bytes that are read at once of a local file; of a URL, which takes longer to answer, _CHUNK."""
 
 
 class Location(NamedTuple):
@@ -128,9 +130,12 @@ def _matches_in_store(pattern: str) -> list[str]:
     """Return the URLs of the files of a store that a URL, which may be a pattern, matches."""
     system, name = store(pattern)
     with reading(pattern):
-        if system.isfile(name):
-            return [pattern]
-        entries = system.glob(name, detail=True)
+        with contextlib.suppress(FileNotFoundError):
+            if ask(pattern, lambda: system.info(name))["type"] == "file":
+                return [pattern]
+        entries = (
+            ask(pattern, lambda: system.glob(name, detail=True)) if glob.has_magic(name) else {}
+        )
     return [
         system.unstrip_protocol(name)
         for name, entry in entries.items()
@@ -162,7 +167,7 @@ def look(path: str) -> tuple[int, int | str]:
                 raise OSError(errno.EINVAL, "not a regular file")
             return status.st_size, status.st_mtime_ns
         system, name = store(path)
-        size, version = system.size(name), str(system.ukey(name))
+        size, version = ask(path, lambda: (system.size(name), str(system.ukey(name))))
     if size is None:
         raise ConfigError(
             f"{path}: the server does not tell the size of this file. Copy it to a disk or an "
@@ -181,7 +186,8 @@ def open_stored(path: str) -> io.BufferedReader:
     with reading(path):
         if is_url(path):
             system, name = store(path)
-            return io.BufferedReader(system.open(name, "rb"), _BUFFER_BYTES)
+            size = ask(path, lambda: system.size(name))
+            return io.BufferedReader(_Sequential(path, int(size)), _CHUNK)
         return cast(io.BufferedReader, open(path, "rb", _BUFFER_BYTES))
 
 
@@ -195,7 +201,7 @@ def store(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"{url}: fsspec cannot read this URL ({error}). Install the package for its protocol "
-            "(s3fs for s3://, gcsfs for gs://), or correct the URL"
+            "(s3fs for s3://, gcsfs for gs://, aiohttp for https://), or correct the URL"
         ) from None
 
 
@@ -226,18 +232,184 @@ def unreadable(where: str, error: Exception) -> RunFailed:
     )
 
 
-# ---- Give a split's files as local ones: as they are, or fetched into a bounded cache ----
+# ---- Read ranges of a file behind a URL, and ask its server again ----
 
 
-_CACHED = re.compile(r"[0-9a-f]{32}-.+")
-"""Names of the files that a cache keeps and may remove."""
+ATTEMPTS = 8
+"""How often a request is made before its error ends the command: over a minute and more."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
+"""How long to wait before a request is made again: twice as long each time. Of a server's
+Retry-After, no more than LONGEST_WAIT_S is obeyed."""
+_SAID_S = 5.0
+"""A wait of so many seconds is told."""
+_LEAST_BYTES = 2**16
+"""A range that was cut or came too slowly is asked for by halves, down to this."""
+_HOPELESS = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ImportError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+"""Errors that come again however often one asks."""
+
+_T = TypeVar("_T")
 
 
-class Cache(NamedTuple):
-    """The folder where files from a URL are kept, and its largest size in bytes."""
+def ask(url: str, request: Callable[[], _T]) -> _T:
+    """Return what a request to a server brings, made again while its error may pass.
 
-    directory: str = "~/.cache/pretrain"
-    bytes: int = 100_000_000_000
+    Args:
+        url: What is asked for, for the line that says what is being waited for.
+        request: Makes the request.
+
+    Raises:
+        FileNotFoundError: The server says that there is no such file.
+        Exception: What the last request raised.
+    """
+    for attempt in itertools.count(1):
+        try:
+            return request()
+        except Exception as raised:
+            error = _cause(raised)
+            if attempt == ATTEMPTS or not _may_pass(error):
+                raise error from None
+            wait = _wait_s(error, attempt)
+            if wait >= _SAID_S:
+                say(f"{url}: {type(error).__name__}: {error}. Asking again in {wait:.0f} s")
+            time.sleep(wait)
+    raise AssertionError
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return why a request failed; FileNotFoundError only if the server said that.
+
+    fsspec's HTTP raises it whatever kept it from looking, and another error when a file that it
+    reads is not there (fsspec 2026.9.0, implementations/http.py, HTTPFileSystem._info, HTTPFile).
+    """
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        return _cause(error.__cause__)
+    return FileNotFoundError(errno.ENOENT, str(error)) if _status(error) in (404, 410) else error
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status that an error tells, if it is of such a kind."""
+    status = getattr(error, "status", None)
+    return status if isinstance(status, int) else None
+
+
+def _may_pass(error: BaseException) -> bool:
+    status = _status(error)
+    if status is None:
+        return not isinstance(error, (*_HOPELESS, ConfigError, RunFailed))
+    return status in (408, 425, 429) or status >= 500
+
+
+def _wait_s(error: BaseException, attempt: int) -> float:
+    """Return how long to wait after so many attempts, at least as long as the server asks for."""
+    # By chance, so that a thousand ranks that were refused together do not come back together.
+    wait: float = FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1)
+    headers = getattr(error, "headers", None) or {}
+    # The other form of the header, a date, is rare: then the time doubles as without it.
+    with contextlib.suppress(ValueError):
+        wait = max(wait, float(headers.get("Retry-After", 0)))
+    return min(wait, LONGEST_WAIT_S)
+
+
+class Remote:
+    """A file behind a URL, of which ranges are read. Several threads may read."""
+
+    def __init__(self, url: str, size: int) -> None:
+        """Nothing is asked of the server yet.
+
+        Args:
+            url: The file.
+            size: Its bytes, as a manifest or the server says.
+        """
+        self.url, self.size = url, size
+
+    def read(self, size: int, offset: int) -> bytes:
+        """Return `size` bytes from `offset`, or fewer if the file ends before.
+
+        Raises:
+            ValueError: The server does not answer with a part of a file.
+            Exception: As `ask`.
+        """
+        system, name = store(self.url)
+        content, step = b"", size
+
+        def part() -> bytes:
+            nonlocal step
+            asked, step = min(step, size - len(content)), max(step // 2, _LEAST_BYTES)
+            options = {"size": self.size, "cache_type": "none"}
+            with system.open(name, "rb", **options) as file:
+                file.seek(offset + len(content))
+                return cast(bytes, file.read(asked))
+
+        size = min(size, self.size - offset)
+        while len(content) < size and (more := ask(self.url, part)):
+            content += more
+        return content
+
+
+class _Sequential(io.RawIOBase):
+    """A file behind a URL as a stream that can seek."""
+
+    def __init__(self, url: str, size: int) -> None:
+        self._remote, self._position = Remote(url, size), 0
+        self._copy: int | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._remote.size}
+        self._position = base[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def close(self) -> None:
+        if self._copy is not None:
+            os.close(self._copy)
+            self._copy = None
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` from the position on and return the number of bytes; 0 at the end."""
+        remote, at = self._remote, self._position
+        size = max(0, min(len(buffer), remote.size - at))
+        with reading(remote.url):
+            content = self._read(size, at)
+            if len(content) != size:
+                raise OSError(errno.EIO, f"it ends at byte {at + len(content)} of {remote.size}")
+        buffer[:size] = content
+        self._position += size
+        return size
+
+    def _read(self, size: int, offset: int) -> bytes:
+        if self._copy is None:
+            try:
+                return self._remote.read(size, offset)
+            except ValueError:
+                # The server has no ranges: the whole file is copied, and the copy is read.
+                system, name = store(self._remote.url)
+                self._copy, path = tempfile.mkstemp()
+                try:
+                    ask(self._remote.url, lambda: system.get_file(name, path))
+                finally:
+                    os.unlink(path)
+        return os.pread(self._copy, size, offset)
+
+
+# ---- The files of a split, in a local directory or at a URL ----
 
 
 class Folder:
@@ -255,19 +427,20 @@ class Folder:
         # With pathlib, because a local split may be given as "train" or "data/..".
         return Folder(Path(self.location).absolute().parent)
 
-    def sizes(self) -> dict[str, int]:
-        """Return the size of every file."""
+    def sizes(self) -> dict[str, int] | None:
+        """Return the size of every file; None where only reading tells."""
         with reading(self.location), os.scandir(self.location) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """Yield the content of a file, which is not kept.
+        """Yield the content of a file.
 
         Raises:
             FileNotFoundError: if it is missing.
             RunFailed: if it cannot be read.
         """
-        with reading(self.where(name)), open_stored(self.where(name)) as file:
+        where = self.where(name)
+        with reading(where), open_stored(where) as file:
             while chunk := file.read(_CHUNK):
                 yield chunk
 
@@ -275,141 +448,76 @@ class Folder:
         """Return the contents of a small file; as `chunks`."""
         return b"".join(self.chunks(name))
 
-    def local(self, name: str, size: int, digest: str) -> Path:
-        """Return the path of a local file with the content of `name`.
+    def open(self, name: str, size: int) -> Descriptor | Remote:
+        """Open a file of which ranges are read.
 
         Args:
             name: The file.
-            size: Its bytes.
-            digest: Hex XXH3-128 of its content.
-        """
-        return Path(self.location, name)
-
-    def descriptor(self, name: str, size: int, digest: str) -> int:
-        """Open a local file with the content of `name`; the arguments are those of `local`.
+            size: Its bytes, as the manifest says.
 
         Raises:
             FileNotFoundError: if it is missing.
             OSError: if it cannot be opened.
         """
-        return os.open(self.local(name, size, digest), os.O_RDONLY | os.O_CLOEXEC)
+        return Descriptor(self.where(name))
 
-    def remedy(self, where: str) -> str:
-        """Return what to do about a damaged file that a stream has open."""
-        return f"`pretrain data verify` names every damaged file. {rebuild_advice(where)}"
+    def local(self, name: str) -> Path:
+        """Return the path of a local file with the content of a small file."""
+        return Path(self.location, name)
+
+
+class Descriptor:
+    """An open local file, closed when the last one who uses it lets go."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, size: int, offset: int) -> bytes:
+        """Return `size` bytes from `offset`, or fewer if the file ends before."""
+        content = b""
+        # A network file system may return less than there is. Nothing at all is the end.
+        while more := os.pread(self.number, size - len(content), offset + len(content)):
+            content += more
+        return content
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
 
 
 class RemoteFolder(Folder):
-    """The URL of a split. Whole files are fetched on first use and kept in the cache."""
-
-    def __init__(self, location: str, cache: Cache) -> None:
-        super().__init__(location)
-        self._cache = Path(expand_path("data.cache_directory", cache.directory))
-        self._bytes = cache.bytes
+    """The URL of a split, of whose files only those bytes are fetched that are read."""
 
     def parent(self) -> Folder:
         """Return the folder above: the data set."""
-        cache = Cache(str(self._cache), self._bytes)
-        return RemoteFolder(self.location.rstrip("/").rsplit("/", 1)[0], cache)
+        return RemoteFolder(self.location.rstrip("/").rsplit("/", 1)[0])
 
-    def sizes(self) -> dict[str, int]:
-        """Return the size of every file; one request, or one a thousand files."""
-        with reading(self.location):
-            system, path = store(self.location)
-            found = system.ls(path, detail=True)
-            return {
-                entry["name"].rstrip("/").rsplit("/", 1)[-1]: int(entry["size"])
-                for entry in found
-                if entry["type"] == "file"
-            }
+    def sizes(self) -> dict[str, int] | None:
+        """Return None: not every server lists a folder, and the manifest has the sizes."""
+        return None
 
-    def local(self, name: str, size: int, digest: str) -> Path:
-        """Return the path of the file in the cache, after fetching it if it is not there."""
-        os.close(self.descriptor(name, size, digest))
-        return self._kept(name, digest)
+    def open(self, name: str, size: int) -> Descriptor | Remote:
+        """Return a file of which ranges are read; nothing is fetched yet."""
+        return Remote(self.where(name), size)
 
-    def descriptor(self, name: str, size: int, digest: str) -> int:
-        """Open the file in the cache, after fetching it if it is not there.
-
-        The file is opened before another process can evict it.
-        """
-        path = self._kept(name, digest)
-        with writing(self._cache):
-            self._cache.mkdir(parents=True, exist_ok=True)
-            # One process of a node fetches and the others wait. The kernel releases the lock of a
-            # process that dies.
-            with (self._cache / f".{path.name}.lock").open("wb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                try:
-                    found = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                except FileNotFoundError:
-                    found = self._fetch(path, name, size, digest)
-                # What was used last is evicted last.
-                os.utime(found)
-        return found
-
-    def remedy(self, where: str) -> str:
-        """Return what to do about a damaged file: it was sound when it arrived."""
-        return f"Remove the copies in {self._cache}, which are what is damaged, and go on"
-
-    def _kept(self, name: str, digest: str) -> Path:
-        """Return where a file is kept.
-
-        Under its digest, so that a data set which was replaced at its URL is never mixed with the
-        old one, and copies of one data set share what was fetched.
-        """
-        return self._cache / f"{digest}-{name}"
-
-    def _fetch(self, path: Path, name: str, size: int, digest: str) -> int:
-        """Copy a file into the cache, checked on the way, and return a descriptor of it."""
-        self._make_room(size)
-        partial = self._cache / f".{path.name}.{uuid.uuid4().hex}{PARTIAL}"
-        found, received = xxhash.xxh3_128(), 0
-        try:
-            with partial.open("xb") as target:
-                for chunk in self.chunks(name):
-                    found.update(chunk)
-                    received += len(chunk)
-                    target.write(chunk)
-            if found.hexdigest() != digest:
-                raise ConfigError(
-                    f"{self.where(name)}: damaged: {received} bytes with the XXH3-128 "
-                    f"{found.hexdigest()} arrived, but the manifest says {size} bytes with "
-                    f"{digest}. {rebuild_advice(self.where(name))}"
-                )
-            descriptor = os.open(partial, os.O_RDONLY | os.O_CLOEXEC)
-            partial.replace(path)
-        except FileNotFoundError:
-            raise missing(self.where(name)) from None
-        finally:
-            partial.unlink(missing_ok=True)
-        return descriptor
-
-    def _make_room(self, size: int) -> None:
-        """Remove what was used longest ago, until `size` more bytes fit.
-
-        Other processes evict at the same time, so any file may be gone at any moment. One that a
-        process has open remains readable to it.
-        """
-        kept = []
-        for path in self._cache.iterdir():
-            # The directory is the user's choice, and may hold files of the user's own.
-            if _CACHED.fullmatch(path.name):
-                with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    kept.append((status.st_mtime_ns, status.st_size, path))
-        total = size + sum(each[1] for each in kept)
-        for _, bytes_, path in sorted(kept):
-            if total <= self._bytes:
-                return
-            path.unlink(missing_ok=True)
-            (self._cache / f".{path.name}.lock").unlink(missing_ok=True)
-            total -= bytes_
+    def local(self, name: str) -> Path:
+        """Return the path of a copy, which this process removes when it ends."""
+        content = self.read(name)
+        path = Path(_copies().name, f"{xxhash.xxh3_128_hexdigest(content)}-{name}")
+        if not path.exists():
+            replace_file(path, content)
+        return path
 
 
-def folder(location: str | Path, cache: Cache | None = None) -> Folder:
+@functools.cache
+def _copies() -> tempfile.TemporaryDirectory[str]:
+    """Return this process's folder for copies of small files, removed when it ends."""
+    return tempfile.TemporaryDirectory(prefix="pretrain-")
+
+
+def folder(location: str | Path) -> Folder:
     """Return the files of a local directory or of a URL."""
-    return RemoteFolder(str(location), cache or Cache()) if is_url(location) else Folder(location)
+    return RemoteFolder(str(location)) if is_url(location) else Folder(location)
 
 
 def missing(where: str, manifest: str | None = None) -> ConfigError:

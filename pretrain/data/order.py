@@ -16,6 +16,7 @@ Terms:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections import deque
@@ -61,28 +62,35 @@ def token_range(sample: int, sequence_length: int) -> tuple[int, int]:
 
 
 def sample_ids(
-    consumed: np.ndarray, samples_per_epoch: int, seed: int, corpus: str = ""
+    consumed: np.ndarray,
+    samples_per_epoch: Sequence[int],
+    seed: int,
+    names: Sequence[str] = ("",),
+    corpora: np.ndarray | int = 0,
 ) -> np.ndarray:
-    """Return the samples of a corpus that stand at the given consumed-sample indexes.
+    """Return the samples that stand at the given consumed-sample indexes of their corpora.
+
+    All are computed at once: to compute one takes as many calls of NumPy as thousands of them.
 
     Args:
         consumed: Consumed-sample indexes, int64 [n], from any mixture of epochs. In a blend, they
-            count the samples of this corpus.
-        samples_per_epoch: Number of samples in the corpus.
+            count the samples of their corpus.
+        samples_per_epoch: Number of samples in each corpus.
         seed: Seed of the order; one per run.
-        corpus: Name of the corpus in a blend. A run of a single corpus needs none.
+        names: The corpora of a blend. A run of a single corpus needs no name.
+        corpora: The number of each index's corpus, int64 [n].
 
     Returns:
-        Samples, int64 [n], each in [0, samples_per_epoch).
+        Samples, int64 [n], each below its corpus's samples_per_epoch.
     """
-    epochs, positions = np.divmod(np.asarray(consumed, dtype=np.int64), samples_per_epoch)
-    ids = np.empty_like(positions)
-    for epoch in np.unique(epochs):
-        in_epoch = epochs == epoch
-        ids[in_epoch] = permutation(
-            positions[in_epoch], samples_per_epoch, seed, int(epoch), corpus
-        )
-    return ids
+    sizes = np.array(samples_per_epoch)[corpora]
+    epochs, positions = np.divmod(np.asarray(consumed, dtype=np.int64), sizes)
+    passes, which = np.unique(epochs * len(names) + corpora, return_inverse=True)
+    keys = [
+        _round_keys(seed, epoch, names[corpus])
+        for epoch, corpus in (divmod(each, len(names)) for each in passes.tolist())
+    ]
+    return _permuted(positions, sizes, np.array(keys, np.uint64).reshape(-1, _ROUNDS)[which].T)
 
 
 def rank_samples(
@@ -124,22 +132,32 @@ def permutation(
     Returns:
         Images of the indexes, int64 [n], each in [0, size).
     """
-    # The domain of the network has an even number of bits, 2 * half, so that its halves are equal.
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    keys = _round_keys(seed, epoch, corpus)
-    images = _feistel(np.asarray(indexes).astype(np.uint64), half, keys)
-    while (outside := images >= size).any():
-        images[outside] = _feistel(images[outside], half, keys)
+    keys = _round_keys(seed, epoch, corpus)[:, None]
+    return _permuted(np.asarray(indexes), np.array(size), keys)
+
+
+def _permuted(indexes: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Map indexes through permutations of [0, sizes) ([n] or []) by keys [rounds, n or 1]."""
+    # The domain of a network has an even number of bits, 2 * half, so that its halves are equal.
+    # The exponent of a float is the bit length of an integer below 2^53.
+    half = np.maximum(1, (np.frexp((sizes - 1).astype(np.float64))[1] + 1) // 2)
+    shape, sizes, half = indexes.shape, sizes.astype(np.uint64), half.astype(np.uint64)
+    images = _feistel(indexes.astype(np.uint64), half, keys)
+    sizes, half = np.broadcast_to(sizes, shape), np.broadcast_to(half, shape)
+    while len(outside := np.flatnonzero(images >= sizes)):
+        passed = keys[:, outside] if keys.shape[1] > 1 else keys
+        images[outside] = _feistel(images[outside], half[outside], passed)
     return images.astype(np.int64)
 
 
-def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
+def _feistel(values: np.ndarray, half: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Permute the numbers of 2 * half bits. A bijection whatever the round function `mix` is."""
-    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    left, right = values >> shift, values & mask
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = values >> half, values & mask
     for key in keys:
         left, right = right, left ^ (mix(right ^ key) & mask)
-    return (left << shift) | right
+    images: np.ndarray = (left << half) | right
+    return images
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -153,6 +171,7 @@ def mix(values: np.ndarray) -> np.ndarray:
     return mixed
 
 
+@functools.lru_cache(2**12)
 def _round_keys(seed: int, epoch: int, corpus: str) -> np.ndarray:
     """Return one 64-bit key per round.
 
@@ -200,16 +219,13 @@ class Segment:
 class Split(NamedTuple):
     """A node of the tree: deals samples out to two branches."""
 
-    left: Tree
-    right: Tree
+    left: int
+    """The number of a corpus, or ~ that of a split."""
+    right: int
     share: int
     """The share of the left branch."""
     total: int
     """The shares of both branches."""
-
-
-Tree = Split | int
-"""A split, or the number of a corpus."""
 
 
 class Blend:
@@ -229,7 +245,10 @@ class Blend:
         self._before = [segment.consumed[name] for name in self.names]
         # A corpus that is alone is read in the order of runs that know no corpora.
         self._keys = self.names if len(self.names) > 1 else ("",)
-        self._tree = tree_of(segment.shares)
+        self._root, self._splits = tree_of(segment.shares)
+        # The products below may exceed 63 bits: Python's integers do not.
+        dtype = object if max(segment.shares.values()) * 2 > 2**31 else np.int64
+        self._nodes = np.array(self._splits, dtype).reshape(-1, 4).T
 
     def locate(self, consumed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return which samples stand at the given consumed-sample indexes.
@@ -243,27 +262,35 @@ class Blend:
         positions = np.asarray(consumed, dtype=np.int64) - self.segment.start
         if len(positions) and positions.min() < 0:
             raise ValueError(f"sample {min(consumed)}: the blend begins at {self.segment.start}")
-        corpora, samples = np.empty_like(positions), np.empty_like(positions)
-        self._deal(self._tree, np.arange(len(positions)), positions, corpora, samples)
-        for number, (size, name) in enumerate(zip(self._samples, self._keys, strict=True)):
-            here = corpora == number
-            draws = samples[here] + self._before[number]
-            samples[here] = sample_ids(draws, size, self._seed, name)
-        return corpora, samples
+        corpora, samples = np.full_like(positions, self._root), positions.copy()
+        # All samples go down the tree together, a level at a time.
+        while len(where := np.flatnonzero(corpora < 0)):
+            left, right, share, total = self._nodes[:, ~corpora[where]]
+            # Of the samples before each so many go left, and then it does so itself or does not.
+            # NumPy's divmod knows no Python integers.
+            rounds, rest = samples[where] // total, samples[where] % total
+            place = rest * share + total // 2
+            before = (rounds * share + place // total).astype(np.int64)
+            goes_left = (place % total + share >= total).astype(bool)
+            samples[where] = np.where(goes_left, before, samples[where] - before)
+            corpora[where] = np.where(goes_left, left, right)
+        draws = samples + np.array(self._before)[corpora]
+        return corpora, sample_ids(draws, self._samples, self._seed, self._keys, corpora)
 
     def counts(self, consumed: int) -> dict[str, int]:
         """Return how many samples of each corpus are among the first `consumed` of the run."""
         counts = list(self._before)
 
-        def count(tree: Tree, position: int) -> None:
-            if isinstance(tree, int):
-                counts[tree] += position
+        def count(at: int, position: int) -> None:
+            if at >= 0:
+                counts[at] += position
                 return
-            left = (position * tree.share + tree.total // 2) // tree.total
-            count(tree.left, left)
-            count(tree.right, position - left)
+            split = self._splits[~at]
+            left = (position * split.share + split.total // 2) // split.total
+            count(split.left, left)
+            count(split.right, position - left)
 
-        count(self._tree, consumed - self.segment.start)
+        count(self._root, consumed - self.segment.start)
         return dict(zip(self.names, counts, strict=True))
 
     def passes_begun(self, before: int, after: int) -> dict[str, int]:
@@ -281,54 +308,17 @@ class Blend:
         }
         return {name: new for name, (old, new) in passes.items() if new > max(old, 1)}
 
-    def _deal(
-        self,
-        tree: Tree,
-        where: np.ndarray,
-        positions: np.ndarray,
-        corpora: np.ndarray,
-        samples: np.ndarray,
-    ) -> None:
-        """Fill in the corpora of some samples, and which of their corpus's samples they are.
 
-        Args:
-            tree: Whose samples they are.
-            where: Their places in `corpora` and `samples`, int64 [m].
-            positions: Which of the tree's samples they are, int64 [m].
-            corpora: Filled in at `where`.
-            samples: Filled in at `where`: the number of samples of the corpus before each.
-        """
-        if not len(where):
-            return
-        if isinstance(tree, int):
-            corpora[where], samples[where] = tree, positions
-            return
-        before, after = _count(tree, positions), _count(tree, positions + 1)
-        left = after > before
-        self._deal(tree.left, where[left], before[left], corpora, samples)
-        self._deal(tree.right, where[~left], (positions - before)[~left], corpora, samples)
-
-
-def _count(split: Split, positions: np.ndarray) -> np.ndarray:
-    """Return how many of the first samples of a split go left, int64 [n], exactly."""
-    rounds, rest = np.divmod(positions, split.total)
-    if split.total > 2**31:
-        # The product below may exceed 63 bits: Python's integers do not.
-        rest = rest.astype(object)
-    part = (rest * split.share + split.total // 2) // split.total
-    counts: np.ndarray = rounds * split.share + part.astype(np.int64)
-    return counts
-
-
-def tree_of(shares: Mapping[str, int]) -> Tree:
-    """Return the tree of splits: the two smallest shares are joined until one is left.
+def tree_of(shares: Mapping[str, int]) -> tuple[int, list[Split]]:
+    """Return the root and the splits: the two smallest shares are joined until one is left.
 
     Args:
         shares: Corpus -> share; corpora are numbered in this order. Those without a share are left
             out.
     """
+    splits: list[Split] = []
     # By size and name, so that the tree does not depend on the order of the corpora.
-    leaves: list[tuple[int, Tree]] = [
+    leaves: list[tuple[int, int]] = [
         (share, number)
         for share, _, number in sorted(
             ((share, name, number) for number, (name, share) in enumerate(shares.items()) if share),
@@ -339,8 +329,9 @@ def tree_of(shares: Mapping[str, int]) -> Tree:
         (small, right), (large, left) = leaves.pop(), leaves.pop()
         total = large + small
         place = next((i for i, leaf in enumerate(leaves) if leaf[0] < total), len(leaves))
-        leaves.insert(place, (total, Split(left, right, large, total)))
-    return leaves[0][1]
+        leaves.insert(place, (total, ~len(splits)))
+        splits.append(Split(left, right, large, total))
+    return leaves[0][1], splits
 
 
 def blend_of(

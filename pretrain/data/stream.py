@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import xxhash
@@ -22,7 +22,15 @@ from tqdm import tqdm
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.run import is_url
-from pretrain.data.files import Cache, Folder, folder, missing, reading
+from pretrain.data.files import (
+    Descriptor,
+    Folder,
+    Remote,
+    RemoteFolder,
+    folder,
+    missing,
+    reading,
+)
 from pretrain.data.shards import (
     BUILD_RECORD,
     CHECKSUM_BYTES,
@@ -52,7 +60,19 @@ MAX_OPEN_SHARDS = 256
 _SCRATCH_PIECES = 128
 """The most pieces that are read in one call, into memory that is used again."""
 
-_UNPACK = [struct.Struct(f"<{n}Q").unpack for n in range(_SCRATCH_PIECES + 1)]
+_UNPACK = [struct.Struct(f"<{n}Q").unpack_from for n in range(_SCRATCH_PIECES + 1)]
+
+_PAGE_BYTES = 4096
+"""Bytes of checksums that are read at once."""
+
+_PAGE_CHECKSUMS = _PAGE_BYTES // CHECKSUM_BYTES
+
+_PAGES = 2**14
+"""Pages of checksums that are kept: 64 MiB, all those of 32 GiB of tokens. They spare a read of
+the disk, or a request, for each sample; of a larger data set they are read again."""
+
+CONNECTIONS = 16
+"""Requests that a thread which reads from a URL makes at once."""
 
 xxh3_64 = xxhash.xxh3_64_intdigest
 
@@ -88,32 +108,41 @@ class VerifiedReader:
             else:
                 task_piece = 0
             self._seeds.append(task_seed(m.split, shard.corpus, shard.task) + task_piece)
-        # Least recently used descriptors are closed first. The cache is C code that threads may
+        # Least recently used descriptors are closed first. The caches are C code that threads may
         # share, and a descriptor is closed only when nobody reads from it any more.
         self._open = functools.lru_cache(max_open_shards())(
-            functools.partial(_open_shard, self._folder, m.shards)
+            functools.partial(_open_shard, files, m.shards)
         )
-        self._checksums: _Descriptor | None = None
+        opened = functools.lru_cache(1)(
+            functools.partial(_opened, files, CHECKSUMS, m.checksums_bytes)
+        )
+        self._page = functools.lru_cache(_PAGES)(functools.partial(_page, files, opened))
         self._scratch = _Scratch(layout.dtype)
 
     def fill(self, tokens: np.ndarray, starts: list[int], count: int) -> None:
         """Fill each row of `tokens` with `count` tokens, which lie in the stream.
 
         This is where training's reading spends its time: a loop over plain integers that calls no
-        Python function, around one read of the shard and one of the checksums. It serves what
-        nearly every sample is, whole pieces of one block that arrive at once and sound. `_fill_row`
-        serves everything else, and says what is wrong with it.
+        Python function, around one read of the shard. It serves what nearly every sample of local
+        files is, whole pieces of one block that arrive at once and sound. `_fill_row` serves
+        everything else, and says what is wrong with it.
 
         Args:
             tokens: int64 [n, count].
             starts: The first token of each row.
             count: At least 1.
         """
+        if isinstance(self._folder, RemoteFolder):
+            # Threads of this batch alone: those of a pool that is kept do not outlive a fork.
+            with ThreadPoolExecutor(min(len(starts), CONNECTIONS)) as pool:
+                list(pool.map(lambda row, start: self._fill_row(row, start, count), tokens, starts))
+            return
         per_piece, per_block, pieces_per_block, block_bytes, _ = self._sizes
         bounds, seeds, first_piece = self._starts, self._seeds, self._first_piece
-        opened, stored, scratch = self._open, self._opened_checksums(), self._scratch
+        opened = cast(Callable[[int], Descriptor], self._open)
+        stored, scratch = self._page, self._scratch
         content, whole = scratch.tokens, scratch.whole
-        preadv, pread = os.preadv, os.pread
+        preadv = os.preadv
         for row, start in zip(tokens, starts):
             shard = bisect_right(bounds, start) - 1
             block, first = divmod(start - bounds[shard], per_block)
@@ -128,20 +157,17 @@ class VerifiedReader:
                 number = block * pieces_per_block + piece
                 offset = HEADER_BYTES + block * block_bytes + piece * PIECE_BYTES
                 target, views = whole[pieces]
+                page, first = divmod(first_piece[shard] + number, _PAGE_CHECKSUMS)
                 try:
                     # Held while it is read from: another thread may push it out of the open ones.
                     file = opened(shard)
                     received = preadv(file.number, target, offset)
-                    checksums = pread(
-                        stored.number,
-                        pieces * CHECKSUM_BYTES,
-                        (first_piece[shard] + number) * CHECKSUM_BYTES,
-                    )
-                except OSError:
+                    checksums = _UNPACK[pieces](stored(page), first * CHECKSUM_BYTES)
+                except (OSError, struct.error):
                     received = -1
-                if received == pieces * PIECE_BYTES and len(checksums) == pieces * CHECKSUM_BYTES:
+                if received == pieces * PIECE_BYTES:
                     seed = seeds[shard] + number
-                    for view, checksum in zip(views, _UNPACK[pieces](checksums)):
+                    for view, checksum in zip(views, checksums):
                         if xxh3_64(view, seed) != checksum:
                             break
                         seed += 1
@@ -151,7 +177,7 @@ class VerifiedReader:
             self._fill_row(row, start, count)
 
     def _fill_row(self, row: np.ndarray, start: int, count: int) -> None:
-        """Fill `row` with `count` tokens from `start`, which lie in the stream, piece by piece."""
+        """Fill `row` with `count` tokens from `start`, which lie in the stream, block by block."""
         per_piece, per_block, *_, itemsize = self._sizes
         starts, done = self._starts, 0
         while done < count:
@@ -160,75 +186,47 @@ class VerifiedReader:
             piece, skip = divmod(first, per_piece)
             # The last block of a shard and the last piece of a block may be short.
             in_block = min(per_block, starts[shard + 1] - start + first)
-            size = min(per_piece, in_block - piece * per_piece) * itemsize
-            content = self._read_piece(shard, block, piece, size)
-            tokens = np.frombuffer(content, self._manifest.layout.dtype)[skip:][: count - done]
-            row[done : done + len(tokens)] = tokens
-            done += len(tokens)
-            start += len(tokens)
+            taken = min(count - done, in_block - first)
+            end = min(in_block, -(-(first + taken) // per_piece) * per_piece)
+            size = (end - piece * per_piece) * itemsize
+            content = self._read_pieces(shard, block, piece, size)
+            tokens = np.frombuffer(content, self._manifest.layout.dtype)[skip:][:taken]
+            row[done : done + taken] = tokens
+            done += taken
+            start += taken
 
-    def _read_piece(self, shard: int, block: int, piece: int, size: int) -> bytes:
-        """Return a piece of a block, of `size` bytes, as it was written.
+    def _read_pieces(self, shard: int, block: int, piece: int, size: int) -> bytes:
+        """Return `size` bytes of a block from a piece on, as they were written.
 
         Raises:
-            ConfigError: It is damaged.
-            RunFailed: It cannot be read.
+            ConfigError: They are damaged.
+            RunFailed: They cannot be read.
         """
         *_, pieces_per_block, block_bytes, _ = self._sizes
         offset = HEADER_BYTES + block * block_bytes + piece * PIECE_BYTES
-        name = self._manifest.shards[shard].name
-        content = self._pread(name, lambda: self._open(shard), size, offset)
-        if len(content) != size:
-            problem = f"truncated: {len(content)} of {size} bytes"
-            raise self._damaged(shard, block, offset, problem)
-        number = block * pieces_per_block + piece
-        place = (self._first_piece[shard] + number) * CHECKSUM_BYTES
-        stored = self._pread(CHECKSUMS, self._opened_checksums, CHECKSUM_BYTES, place)
-        checksum = xxh3_64(content, self._seeds[shard] + number)
-        if checksum.to_bytes(CHECKSUM_BYTES, "little") != stored:
-            problem = f"its checksum is not that in {self._folder.where(CHECKSUMS)}: one of the two"
-            raise self._damaged(shard, block, offset, f"{problem} files is damaged")
+        where = self._folder.where(self._manifest.shards[shard].name)
+        content = _read(where, lambda: self._open(shard), size, offset)
+        for begin in range(0, size, PIECE_BYTES):
+            part, whole = content[begin : begin + PIECE_BYTES], min(PIECE_BYTES, size - begin)
+            if len(part) != whole:
+                problem = f"truncated: {len(part)} of {whole} bytes"
+                raise self._damaged(shard, block, offset + begin, problem)
+            number = block * pieces_per_block + piece + begin // PIECE_BYTES
+            page, place = divmod(self._first_piece[shard] + number, _PAGE_CHECKSUMS)
+            stored = self._page(page)[place * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
+            checksum = xxh3_64(part, self._seeds[shard] + number)
+            if checksum.to_bytes(CHECKSUM_BYTES, "little") != stored:
+                problem = f"its checksum is not that in {self._folder.where(CHECKSUMS)}: one of the"
+                problem += " two files is damaged"
+                raise self._damaged(shard, block, offset + begin, problem)
         return content
-
-    def _pread(self, name: str, opened: Callable[[], _Descriptor], size: int, offset: int) -> bytes:
-        """Return `size` bytes of a file, or fewer at its end."""
-        content = b""
-        with reading(self._folder.where(name)):
-            file = opened()
-            # A network file system may return less than there is. Nothing at all is the end.
-            while more := os.pread(file.number, size - len(content), offset + len(content)):
-                content += more
-        return content
-
-    def _opened_checksums(self) -> _Descriptor:
-        m = self._manifest
-        if self._checksums is None:
-            with reading(self._folder.where(CHECKSUMS)):
-                self._checksums = _Descriptor(
-                    self._folder, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128
-                )
-        return self._checksums
 
     def _damaged(self, shard: int, block: int, offset: int, problem: str) -> ConfigError:
         where = self._folder.where(self._manifest.shards[shard].name)
         return ConfigError(
             f"{where}: damaged: block {block}, {PIECE_BYTES} bytes from byte {offset}: {problem}. "
-            f"{self._folder.remedy(where)}"
+            f"`pretrain data verify` names every damaged file. {rebuild_advice(where)}"
         )
-
-
-class _Descriptor:
-    """An open file, closed when the last one who uses it lets go."""
-
-    def __init__(self, files: Folder, name: str, size: int, digest: str) -> None:
-        try:
-            self.number = files.descriptor(name, size, digest)
-        except FileNotFoundError:
-            raise missing(files.where(name)) from None
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
 
 
 class _Scratch(threading.local):
@@ -251,9 +249,29 @@ def max_open_shards() -> int:
     return max(1, min(MAX_OPEN_SHARDS, quarter))
 
 
-def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> _Descriptor:
-    shard = shards[number]
-    return _Descriptor(files, shard.name, shard.bytes, shard.xxh3_128)
+def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> Descriptor | Remote:
+    return _opened(files, shards[number].name, shards[number].bytes)
+
+
+def _opened(files: Folder, name: str, size: int) -> Descriptor | Remote:
+    try:
+        return files.open(name, size)
+    except FileNotFoundError:
+        raise missing(files.where(name)) from None
+
+
+def _page(files: Folder, opened: Callable[[], Descriptor | Remote], number: int) -> bytes:
+    """Return a page of checksums, or what there is of it."""
+    return _read(files.where(CHECKSUMS), opened, _PAGE_BYTES, number * _PAGE_BYTES)
+
+
+def _read(where: str, opened: Callable[[], Descriptor | Remote], size: int, offset: int) -> bytes:
+    """Return `size` bytes of a file of a split, or fewer at its end."""
+    try:
+        with reading(where):
+            return opened().read(size, offset)
+    except FileNotFoundError:
+        raise missing(where) from None
 
 
 # ---- Check a split as far as sizes and the tokenizer tell, without reading its shards ----
@@ -261,10 +279,18 @@ def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> _Descr
 
 def problems(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
     """Yield what is wrong with a split as far as sizes and the tokenizer tell."""
+    yield from wrong_sizes(files, manifest)
+    yield from wrong_tokenizer(files, manifest)
+
+
+def wrong_sizes(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
+    """Yield what sizes tell: a stat a file. At a URL a file is asked for when it is read."""
     try:
         sizes = files.sizes()
     except FileNotFoundError:
         sizes = {}
+    if sizes is None:
+        return
     expected = [(s.name, s.bytes) for s in manifest.shards]
     for name, size in [(CHECKSUMS, manifest.checksums_bytes), *expected]:
         where, found = files.where(name), sizes.get(name)
@@ -275,6 +301,10 @@ def problems(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"{where}: {problem}: {found} bytes found, {size} expected. {rebuild_advice(where)}"
             )
+
+
+def wrong_tokenizer(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
+    """Yield what is wrong with the tokenizer."""
     parent = files.parent()
     where = parent.where(manifest.tokenizer)
     try:
@@ -321,12 +351,12 @@ class TokenStream:
     starts: dict[str, int]
     """Corpus -> its first token."""
 
-    def __init__(self, directory: str | Path, cache: Cache | None = None) -> None:
+    def __init__(self, directory: str | Path, *, check_sizes: bool = True) -> None:
         """Open a split and run every check that does not read the shards.
 
         Args:
             directory: The train/ or validation/ directory of a data set, or its URL.
-            cache: Where shards of a URL are kept. Default: Cache().
+            check_sizes: Look at every file, which one rank of a node does for the others.
 
         Raises:
             ConfigError: if a file is missing or its size is not the manifest's, if the manifest is
@@ -334,9 +364,9 @@ class TokenStream:
             RunFailed: if a file is there and cannot be read.
         """
         self.directory: str | Path = str(directory) if is_url(directory) else Path(directory)
-        self.files = folder(directory, cache)
+        self.files = folder(directory)
         self.manifest = m = _load_manifest(self.files)
-        for problem in problems(self.files, m):
+        for problem in (problems if check_sizes else wrong_tokenizer)(self.files, m):
             raise problem
         self.documents, self.text_bytes, self.corpora = m.documents, m.text_bytes, m.corpora
         self.vocab_size, self.eos_id = m.vocab_size, m.eos_id
@@ -373,10 +403,7 @@ class TokenStream:
     @property
     def tokenizer_path(self) -> Path:
         """Return the path of the data set's tokenizer, fetched first if it is at a URL."""
-        parent = self.files.parent()
-        name = self.manifest.tokenizer
-        content = parent.read(name)
-        return parent.local(name, len(content), xxhash.xxh3_128_hexdigest(content))
+        return self.files.parent().local(self.manifest.tokenizer)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return tokens [start, start + count) as int64 [count], across blocks and shards.
@@ -423,8 +450,8 @@ class TokenStream:
         return tokens
 
 
-def open_stream(config: RunConfig, split: Split) -> TokenStream:
-    """Open a split of the run's data set, which may lie at a URL.
+def open_stream(config: RunConfig, split: Split, *, check_sizes: bool = True) -> TokenStream:
+    """Open a split of the run's data set, which may lie at a URL; `check_sizes` as TokenStream's.
 
     Raises:
         ConfigError: as TokenStream does, and if data.vocab_size is not the data set's.
@@ -432,7 +459,7 @@ def open_stream(config: RunConfig, split: Split) -> TokenStream:
     """
     data = config.data
     directory = f"{data.directory.rstrip('/')}/{split}"
-    stream = TokenStream(directory, Cache(data.cache_directory, data.cache_bytes))
+    stream = TokenStream(directory, check_sizes=check_sizes)
     if stream.vocab_size != data.vocab_size:
         raise ConfigError(
             f"data.vocab_size = {data.vocab_size}: the data set in "
@@ -454,12 +481,11 @@ THREADS = 8
 """Hashing is faster than one disk; several reads at once make a network file system busy."""
 
 
-def verify(directory: str | Path, cache: Cache | None = None) -> None:
+def verify(directory: str | Path) -> None:
     """Check both splits of a data set and hash every file, several at a time.
 
     Args:
         directory: The data set, or its URL; then every byte is fetched, and none is kept.
-        cache: As TokenStream's.
 
     Raises:
         ConfigError: naming every file that is missing or damaged.
@@ -467,7 +493,7 @@ def verify(directory: str | Path, cache: Cache | None = None) -> None:
     found: list[str] = []
     splits: list[tuple[Folder, Manifest]] = []
     for split in get_args(Split):
-        files = folder(f"{str(directory).rstrip('/')}/{split}", cache)
+        files = folder(f"{str(directory).rstrip('/')}/{split}")
         try:
             manifest = _load_manifest(files)
             if manifest.split != split:

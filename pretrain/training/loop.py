@@ -41,6 +41,7 @@ from pretrain.training.start import (
     StartPoint,
     bring,
     check_same_data,
+    check_sizes,
     check_store,
     evaluations_of,
     load_run,
@@ -89,6 +90,7 @@ def train(
     streams, topology, checkpoint = prepare(config, resume, allowed)
     data = data_hashes(streams)
     check_same_data(data, config.data.directory)
+    check_sizes(topology, streams)
     resume = bring(config, topology, resume)
     evaluations, notes = evaluations_of(config, streams[1])
     with AttemptReporter() as reporter:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,12 +36,12 @@ from pretrain.checkpoint.manifest import (
     open_checkpoint,
 )
 from pretrain.checkpoint.store import Store, Stored, StoreError, split_checkpoint
-from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config import ConfigError, RunConfig, RunFailed, writing
 from pretrain.config.errors import say
 from pretrain.config.run import is_url
 from pretrain.config.trajectory import DIGITS, Difference
 from pretrain.data.order import Blend, segment_of
-from pretrain.data.stream import TokenStream, open_stream
+from pretrain.data.stream import TokenStream, open_stream, wrong_sizes
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluation.windows import Protocol, choose_protocols
 from pretrain.model.attention import check_positions
@@ -69,7 +70,15 @@ from pretrain.rundir.jobs import (
 )
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
-from pretrain.topology import Topology, gather, host_name, on_main, owner, supervised_attempt
+from pretrain.topology import (
+    Topology,
+    first_problem,
+    gather,
+    host_name,
+    on_main,
+    owner,
+    supervised_attempt,
+)
 from pretrain.topology import initialize as initialize_topology
 from pretrain.training.metrics import StepMetrics
 from pretrain.training.reporter import AttemptReporter, Requests
@@ -362,7 +371,9 @@ def prepare(
     Raises:
         ConfigError: The data, the checkpoint or the layout cannot be used.
     """
-    streams = open_stream(config, "train"), open_stream(config, "validation")
+    # One rank of each node looks at the files, when all have met (`check_sizes`).
+    train = open_stream(config, "train", check_sizes=False)
+    streams = train, open_stream(config, "validation", check_sizes=False)
     # What was trained with a tokenizer that no export can hold would be found out after training.
     load_tokenizer(streams[0].tokenizer_path).check_trainable()
     # Every process checks, because one that has joined waits for those that have not.
@@ -372,6 +383,27 @@ def prepare(
     if checkpoint is not None:
         check_training(config, data_hashes(streams), checkpoint, allowed)
     return streams, initialize_topology(config), checkpoint
+
+
+def check_sizes(topology: Topology, streams: Streams) -> None:
+    """Check the size of every file of the data, on one rank of each node. All ranks together.
+
+    If each did it, 1,024 ranks would look at 39,000 shards 40 million times.
+
+    Raises:
+        ConfigError: On every rank, if a file is missing or has another size.
+        RunFailed: On every rank, if the folder cannot be read.
+    """
+    hosts = gather(host_name(), str)
+    problem: ConfigError | RunFailed | None = None
+    if hosts.index(host_name()) == topology.rank:
+        try:
+            found = (wrong_sizes(stream.files, stream.manifest) for stream in streams)
+            problem = next(chain(*found), None)
+        except RunFailed as error:
+            problem = error
+    if (first := first_problem(problem)) is not None:
+        raise first
 
 
 def check_same_data(data: Mapping[str, str], directory: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -180,3 +181,10 @@ def test_ranks_with_different_data_sets_are_refused_before_anything_is_written(
     shutil.copytree(tiny_data, copy)
     for result in pools(2).run(tasks.train_on_own_data, config, [str(tiny_data), str(copy)]):
         assert result == {"error": "", "written": True}
+    # One rank of a node looks at the files, and all hear of it.
+    shard = next((copy / "train").glob("*.tar"))
+    os.truncate(shard, 1000)
+    config = _config(tmp_path / "again", tiny_data, {"pipeline_model_parallel_size": 2})
+    for result in pools(2).run(tasks.train_on_own_data, config, [str(copy), str(tiny_data)]):
+        assert result["error"].startswith(f"{shard}: truncated: 1000 bytes found")
+        assert not result["written"]

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from pretrain.config import ConfigError
 from pretrain.config.schema import CorpusSection
+from pretrain.data import order
 from pretrain.data.order import Blend, Segment, blend_of
 from tests.unit.splits import make_stream
 
@@ -61,6 +62,18 @@ def test_the_split_equals_the_textbook_in_fractions():
         for name, share in shares.items():
             ideal = Fraction(index * share, sum(shares.values()))
             assert abs(before[name] - ideal) <= 1
+
+
+def test_placing_samples_takes_no_more_calls_with_more_corpora(monkeypatch):
+    """A call of NumPy takes the time of a hundred samples."""
+    calls = []
+    mix = order.mix
+    monkeypatch.setattr(order, "mix", lambda values: calls.append(0) or mix(values))
+    for corpora in (2, 50):
+        calls.clear()
+        blend({f"c{n}": 1000 + n for n in range(corpora)}).locate(np.arange(16))
+        # Eight rounds, and a few times eight for the samples that fall outside their corpora.
+        assert len(calls) <= 8 * 16
 
 
 def test_the_blend_stays_what_it_is():

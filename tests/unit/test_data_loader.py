@@ -41,7 +41,7 @@ def test_a_batch_holds_the_samples_the_order_names(stream):
     found = steps(stream, 20)
     assert found.dtype == torch.int64 and found.shape == (20, GLOBAL // MICRO, MICRO, LENGTH + 1)
     samples = (1000 - 1) // LENGTH
-    starts = LENGTH * order.sample_ids(np.arange(20 * GLOBAL), samples, seed=3)
+    starts = LENGTH * order.sample_ids(np.arange(20 * GLOBAL), [samples], seed=3)
     assert np.array_equal(in_order(found).numpy(), starts[:, None] + np.arange(LENGTH + 1))
 
 

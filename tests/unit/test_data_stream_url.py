@@ -1,191 +1,222 @@
-"""Test data sets at URLs: fetched whole and once, checked on the way, kept within a bound."""
+"""Test text and data sets at URLs: read through servers that cut, refuse and have no ranges."""
 
+import gzip
 import hashlib
-import multiprocessing
-import os
-import re
-import time
-from collections import Counter
+import json
+import tarfile
 from pathlib import Path
 
-import fsspec
 import numpy as np
+import pyarrow
 import pytest
-from fsspec.implementations.local import LocalFileSystem
+from pyarrow import parquet
 
 from pretrain.config import ConfigError, RunFailed
+from pretrain.data import files
 from pretrain.data.build import build
-from pretrain.data.files import Cache
-from pretrain.data.stream import TokenStream, open_stream, verify
+from pretrain.data.stream import CONNECTIONS, TokenStream, open_stream, verify
 from tests.conftest import tiny_config
+from tests.unit.faulty_server import serving
 from tests.unit.splits import TOKENIZER, write_split
 
-OPENED: Counter[str] = Counter()
-FAULTS: dict[str, Exception] = {}
+TOKENS = np.random.default_rng(0).integers(0, 60_000, 100_000)
+"""Ten shards of 10,000 tokens."""
 
-
-class Counting(LocalFileSystem):
-    """The local files under a protocol of its own, which counts the files that are opened."""
-
-    protocol = "counting"
-    cachable = False
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return LocalFileSystem._strip_protocol(re.sub(r"^counting://", "", str(path)))
-
-    def _open(self, path, mode="rb", **options):
-        name = path.rsplit("/", 1)[-1]
-        if name in FAULTS:
-            raise FAULTS[name]
-        OPENED[name] += 1
-        return super()._open(path, mode, **options)
-
-
-fsspec.register_implementation("counting", Counting, clobber=True)
-
-TOKENS = np.arange(10_000)
-SHARD = 10_240
-"""Size of each of the 10 shards."""
+FAULTS = {
+    "sound": {},
+    "cuts": {"cut": 0.3},
+    "refuses": {"refuse": 0.3, "statuses": [500, 503, 429], "retry_after": "0.01"},
+    "both": {"cut": 0.3, "refuse": 0.3, "statuses": [502, 504]},
+}
 
 
 @pytest.fixture(autouse=True)
-def no_faults():
-    OPENED.clear()
-    FAULTS.clear()
+def short_waits(monkeypatch):
+    """As many attempts as ever, without their minute."""
+    monkeypatch.setattr(files, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(files, "LONGEST_WAIT_S", 0.02)
 
 
-@pytest.fixture
-def remote(tmp_path):
-    """The URL of a data set of 10 shards of 1,000 tokens."""
+@pytest.fixture(scope="module")
+def data_set(tmp_path_factory):
+    """A data set of ten shards in the train split."""
+    root = tmp_path_factory.mktemp("sets") / "data"
     for split in ("train", "validation"):
         write_split(
-            tmp_path / "data",
+            root,
             {"text": [[TOKENS]]},
             split=split,
-            tokens_per_block=1000,
-            tokens_per_shard=1000,
+            tokens_per_block=5000,
+            tokens_per_shard=10_000,
         )
-    return f"counting://{tmp_path}/data"
+    return root
 
 
-def cached(tmp_path: Path) -> list[str]:
-    return sorted(
-        p.name.split("-", 1)[1] for p in (tmp_path / "cache").iterdir() if p.name[0] != "."
-    )
+@pytest.mark.parametrize("faults", FAULTS)
+def test_a_data_set_over_http_is_the_local_one(data_set, faults, monkeypatch):
+    # With 3 of 10 answers cut and 3 refused, 8 attempts fail in 0.5 % of all requests.
+    monkeypatch.setattr(files, "ATTEMPTS", 20)
+    with serving(data_set.parent, **FAULTS[faults]) as server:
+        stream = TokenStream(f"{server.url}/data/train")
+        starts = np.random.default_rng(1).integers(0, len(TOKENS) - 1025, 64)
+        found = stream.read_batch(starts, 1025)
+        assert np.array_equal(found, TOKENS[starts[:, None] + np.arange(1025)])
+        assert np.array_equal(stream.read(0, 30_000), TOKENS[:30_000])
+        assert stream.identity == TokenStream(data_set / "train").identity
 
 
-def test_a_shard_is_fetched_on_first_use_and_once(remote, tmp_path):
-    cache = Cache(str(tmp_path / "cache"), 10**9)
-    stream = TokenStream(f"{remote}/train", cache)
-    assert OPENED == {"manifest.json": 1, "tokenizer.model": 1}
-    assert np.array_equal(stream.read(1500, 1000), TOKENS[1500:2500])
-    assert cached(tmp_path) == ["checksums.bin", "text-000001.tar", "text-000002.tar"]
-    again = TokenStream(f"{remote}/train", cache)
-    assert np.array_equal(again.read(1500, 1000), TOKENS[1500:2500])
-    assert np.array_equal(again.read(0, 10_000), TOKENS)
-    expected = {f"text-{n:06d}.tar": 1 for n in range(10)}
-    assert {"manifest.json": 2, "tokenizer.model": 2, "checksums.bin": 1, **expected} == OPENED
-    local = TokenStream(tmp_path / "data/train")
-    assert (stream.identity, stream.corpora) == (local.identity, local.corpora)
+def test_a_sample_fetches_the_pieces_around_it_and_no_listing(data_set):
+    with serving(data_set.parent) as server:
+        stream = TokenStream(f"{server.url}/data/train")
+        assert server.asked == {"manifest.json": 1, "tokenizer.model": 1}
+        starts = np.arange(0, 90_000, 3000)
+        stream.read_batch(starts, 1025)
+        shards = [name for name in server.asked if name.endswith(".tar")]
+        crossing = sum(start // 5000 != (start + 1024) // 5000 for start in starts.tolist())
+        assert sum(server.asked[name] for name in shards) == len(starts) + crossing
+        assert sum(server.sent[name] for name in shards) <= len(starts) * 3 * 4096
+        # Threads that meet may each ask for the page of checksums, and none asks again.
+        asked = server.asked["checksums.bin"]
+        stream.read_batch(starts, 1025)
+        assert server.asked["checksums.bin"] == asked <= CONNECTIONS
 
 
-def test_the_cache_keeps_to_its_bound_and_removes_the_oldest(remote, tmp_path):
-    cache = Cache(str(tmp_path / "cache"), 4 * SHARD)
-    stream = TokenStream(f"{remote}/train", cache)
-    for shard in range(10):
-        # Every use marks the first one as young again.
-        for number in (0, shard):
-            TokenStream(f"{remote}/train", cache).read(number * 1000, 10)
-        size = sum(p.stat().st_size for p in (tmp_path / "cache").iterdir())
-        assert size <= 4 * SHARD
-        time.sleep(0.002)
-    assert OPENED["text-000000.tar"] == 1
-    assert "text-000009.tar" in cached(tmp_path) and "text-000001.tar" not in cached(tmp_path)
-    # What was removed is fetched again, also by a stream that is open.
-    assert np.array_equal(stream.read(0, 10_000), TOKENS)
+def refused(status: int, **more) -> dict:
+    return {"refuse": 1.0, "statuses": [status], **more}
 
 
-def test_files_of_the_user_in_the_cache_directory_stay(remote, tmp_path):
-    (tmp_path / "cache/sub").mkdir(parents=True)
-    own = [tmp_path / "cache" / name for name in ("thesis.docx", "half.partial", "sub/notes")]
-    for path in own:
-        path.write_bytes(bytes(10 * SHARD))
-        os.utime(path, (1, 1))
-    stream = TokenStream(f"{remote}/train", Cache(str(tmp_path / "cache"), 4 * SHARD))
-    assert np.array_equal(stream.read(0, 10_000), TOKENS)
-    assert all(path.stat().st_size == 10 * SHARD for path in own)
-
-
-def read_some(url: str, cache: Cache, seed: int, wrong) -> None:
-    rng = np.random.default_rng(seed)
-    stream = TokenStream(url, cache)
-    for _ in range(40):
-        starts = rng.integers(0, 9_000, 4)
-        if not np.array_equal(stream.read_batch(starts, 500), starts[:, None] + np.arange(500)):
-            wrong.value += 1
-
-
-def test_processes_of_a_node_share_a_cache_that_is_too_small(remote, tmp_path):
-    context = multiprocessing.get_context("fork")
-    wrong = context.Value("i", 0)
-    cache = Cache(str(tmp_path / "cache"), 3 * SHARD)
-    workers = [
-        context.Process(target=read_some, args=(f"{remote}/train", cache, seed, wrong))
-        for seed in range(4)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0] * 4
-    assert wrong.value == 0
+@pytest.mark.parametrize(
+    ("faults", "attempts", "error"),
+    [
+        (refused(503), files.ATTEMPTS, r"tar: cannot be read \(.*503.*Look at the disk, the net"),
+        (refused(429, retry_after="x"), files.ATTEMPTS, r"tar: cannot be read \(.*429"),
+        (refused(403), 1, r"tar: cannot be read \(.*403"),
+        ({"cut": 1.0}, files.ATTEMPTS, r"tar: cannot be read \(Client\w+: .*payload"),
+        ({"ranges": False}, 1, r"tar: cannot be read \(.*support range requests"),
+    ],
+)
+def test_a_server_that_does_not_recover_is_an_error_that_names_the_file(
+    data_set, faults, attempts, error
+):
+    with serving(data_set.parent) as server:
+        stream = TokenStream(f"{server.url}/data/train")
+        stream.read(0, 10)  # the checksums
+        server.__dict__.update(faults)
+        server.asked.clear()
+        with pytest.raises(RunFailed, match=error):
+            stream.read(23_000, 10)
+        assert server.asked["text-000002.tar"] == attempts
 
 
 @pytest.mark.parametrize("name", ["text-000003.tar", "checksums.bin"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
-def test_damage_at_the_url_is_named_and_never_kept(remote, tmp_path, name, damage):
+def test_damage_at_the_url_is_named(tmp_path, name, damage):
+    split = {"tokens_per_block": 5000, "tokens_per_shard": 10_000}
+    for each in ("train", "validation"):
+        write_split(tmp_path / "data", {"text": [[TOKENS]]}, split=each, **split)
     path = tmp_path / "data/train" / name
-    stream = TokenStream(f"{remote}/train", Cache(str(tmp_path / "cache"), 10**9))
+    place = 700 if name.endswith("tar") else 8 * 3 * 6
     content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content if damage == "flip" else content[:place])
     if damage == "gone":
         path.unlink()
-    else:
-        content[50] ^= 1
-        path.write_bytes(content if damage == "flip" else content[:-9])
-    with pytest.raises(ConfigError, match=rf"^counting://.*/train/{name}: (damaged|missing)"):
-        stream.read(3000, 10)
-    assert name not in cached(tmp_path)
-    with pytest.raises(ConfigError, match=rf"(?m)^counting://.*/train/{name}: "):
-        verify(remote)
+    with serving(tmp_path) as server:
+        stream = TokenStream(f"{server.url}/data/train")
+        with pytest.raises(ConfigError, match=rf"^http://.*/train/.*{name}.*(damaged|missing)"):
+            stream.read(30_000, 10)
+        with pytest.raises(ConfigError, match=rf"(?m)^http://.*/train/{name}: (damaged|missing)"):
+            verify(f"{server.url}/data")
 
 
-def test_a_network_that_fails_is_an_error_that_names_the_file(remote, tmp_path):
-    stream = TokenStream(f"{remote}/train", Cache(str(tmp_path / "cache"), 10**9))
-    FAULTS["text-000003.tar"] = ConnectionError("reset by peer")
-    with pytest.raises(RunFailed, match=r"text-000003\.tar: cannot be read \(.*reset by peer"):
-        stream.read(3000, 10)
-    FAULTS["manifest.json"] = PermissionError(13, "Permission denied")
-    with pytest.raises(RunFailed, match=r"manifest\.json: cannot be read \(Permission denied"):
-        TokenStream(f"{remote}/train")
+def test_a_data_set_at_a_url_is_read_and_not_built(data_set):
+    with serving(data_set.parent) as server:
+        url = f"{server.url}/data"
+        config = tiny_config(data={"directory": url, "vocab_size": 60_000})
+        with pytest.raises(ConfigError, match=r"data\.directory = http://"):
+            build(config)
+        stream = open_stream(config, "train")
+        assert np.array_equal(stream.read(0, 10), TOKENS[:10])
+        assert stream.data_set == url
+        path = stream.tokenizer_path
+        assert path.read_bytes() == TOKENIZER and path.name.endswith("-tokenizer.model")
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == stream.tokenizer_sha256
+        with pytest.raises(ConfigError, match=r"nowhere/manifest\.json: no such file"):
+            TokenStream(f"{server.url}/nowhere")
 
 
-def test_a_config_reads_a_url_and_builds_none(remote, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.iterdir())
-    config = tiny_config(
-        data={
-            "directory": remote,
-            "vocab_size": 60_000,
-            "cache_directory": str(tmp_path / "cache"),
-        }
-    )
-    with pytest.raises(ConfigError, match=r"data\.directory = counting://"):
-        build(config)
-    assert sorted(tmp_path.iterdir()) == before
-    stream = open_stream(config, "train")
-    assert np.array_equal(stream.read(0, 10), TOKENS[:10])
-    assert stream.data_set == remote
-    path = stream.tokenizer_path
-    assert path.read_bytes() == TOKENIZER and path.name.endswith("-tokenizer.model")
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == stream.tokenizer_sha256
+# ---- sources -------------------------------------------------------------------------------------
+def documents() -> list[str]:
+    rng = np.random.default_rng(3)
+    words = np.array(["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta"])
+    return [f"{n} " + " ".join(rng.choice(words, rng.integers(20, 400))) for n in range(300)]
+
+
+SOURCES = {
+    "a.jsonl": "jsonl",
+    "b.jsonl.gz": "jsonl",
+    "c.txt": "blank_lines",
+    "d.parquet": "parquet",
+    "e.tar": "webdataset",
+}
+
+
+def write_sources(root: Path) -> None:
+    """Write the same documents in every kind of file."""
+    texts = documents()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (root / "a.jsonl").write_text(lines)
+    (root / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (root / "c.txt").write_text("\n\n".join(texts))
+    table = pyarrow.table({"other": texts, "text": texts})
+    parquet.write_table(table, root / "d.parquet", row_group_size=50)
+    with tarfile.open(root / "e.tar", "w") as tar:
+        for number, text in enumerate(texts):
+            (root / "member").write_text(text)
+            tar.add(root / "member", f"{number:06d}.txt")
+
+
+def built(where: Path, place: str) -> dict[str, bytes]:
+    """Build a data set of all sources, and return the files that hold tokens and checksums."""
+    data = {
+        "directory": str(where),
+        "corpora": {
+            name[0]: {"source": source, "paths": [f"{place}/{name}"]}
+            for name, source in SOURCES.items()
+        },
+        "vocab_size": 300,
+        "bytes_per_task": 100_000,
+        "tokens_per_block": 1024,
+    }
+    build(tiny_config(data=data, cleaning={"deduplicate": "none"}))
+    found = sorted(p for p in where.rglob("*") if p.suffix in (".tar", ".bin", ".model"))
+    return {str(p.relative_to(where)): p.read_bytes() for p in found}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A folder of sources, and the local build of them."""
+    root = tmp_path_factory.mktemp("text")
+    write_sources(root)
+    return root, built(tmp_path_factory.mktemp("local") / "data", str(root))
+
+
+@pytest.mark.parametrize("faults", [FAULTS["both"], {"ranges": False, "cut": 0.2, "refuse": 0.2}])
+def test_a_build_over_http_equals_the_local_one(sources, tmp_path, faults, monkeypatch):
+    root, local = sources
+    monkeypatch.setattr(files, "ATTEMPTS", 30)
+    with serving(root, **faults) as server:
+        assert built(tmp_path / "data", server.url) == local
+    with serving(tmp_path, **faults) as server:
+        verify(f"{server.url}/data")
+
+
+def test_a_source_that_stays_away_ends_the_build_with_its_name(sources, tmp_path):
+    root, _ = sources
+    with (
+        serving(root, cut=1.0) as server,
+        pytest.raises(
+            RunFailed, match=r"http://\S+/d\.parquet: cannot be read \(.*payload.*then start again"
+        ),
+    ):
+        built(tmp_path / "data", server.url)

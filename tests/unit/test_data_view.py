@@ -121,9 +121,7 @@ def test_stats_counts_what_is_there(config):
 
 
 def test_a_data_set_at_a_url_is_shown_like_a_local_one(config, tmp_path):
-    data = config.data.model_copy(
-        update={"directory": f"file://{config.data.directory}", "cache_directory": str(tmp_path)}
-    )
+    data = config.data.model_copy(update={"directory": f"file://{config.data.directory}"})
     remote = config.model_copy(update={"data": data})
     options = {"corpus": None, "count": 2, "seed": 0, "characters": 50}
     shown = list(view.shown_samples(remote, "validation", **options))
