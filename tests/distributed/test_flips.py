@@ -28,7 +28,6 @@ DETECTORS = {
 }
 WAYS = (
     {"memory_check_interval_steps": 1, "repeat_interval_steps": 1},
-    {"memory_check_interval_steps": 1, "repeat_interval_steps": INTERVAL},
     {"memory_check_interval_steps": 1},
     {"memory_check_interval_steps": 10_000},
 )
@@ -77,4 +76,4 @@ def test_flips_are_noticed_within_one_interval(pools, tiny_data, tmp_path, capsy
             print(f"\n| {kind} | {bit} | {layout} | {' | '.join(cells)} |", flush=True)
     with capsys.disabled():
         print(f"\nnoticed of {len(KINDS) * len(BITS)}: {count}")
-    assert count[0] == len(KINDS) * len(BITS) and count[2] >= LEAST
+    assert count[0] == len(KINDS) * len(BITS) and count[1] >= LEAST
