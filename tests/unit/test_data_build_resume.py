@@ -231,6 +231,33 @@ def test_no_damage_of_a_stopped_build_is_published(built, text, halfway, first, 
             shutil.rmtree(path)
 
 
+def test_finish_reads_records_and_checksums_and_no_shard(built, tmp_path, monkeypatch):
+    """The shards of 10^12 tokens are 2 TB. Documents 16 times as long, as many tasks and shards."""
+    read, shards, real = {}, {}, command.finish
+    monkeypatch.setattr(command, "finish", lambda *args: read.update({scale: bytes_read(*args)}))
+
+    def bytes_read(*args):
+        before = int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+        real(*args)
+        files = [path for path in args[0].path.rglob("*") if path.is_file()]
+        tars = [path for path in files if path.parts[-3] == "tokens" and path.suffix == ".tar"]
+        shards[scale] = sum(path.stat().st_size for path in tars)
+        # Of 10^12 tokens there are 39,000 tasks.
+        inodes = {path.stat().st_ino for path in files}
+        assert len(inodes) <= len(tars) + 10 * (TASKS + 1) + 10
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1]) - before
+
+    for scale in (1, 16):
+        (tmp_path / str(scale)).mkdir()
+        for number, text in enumerate(DOCUMENTS):
+            (tmp_path / str(scale) / f"{number:02d}.txt").write_text(text * scale)
+        sizes = {"bytes_per_task": 6_000 * scale, "tokens_per_shard": 3_000 * scale}
+        tokenizer = str(built / "data/tokenizer.model")
+        build(config(tmp_path / str(scale), tokenizer=tokenizer, **sizes))
+    # 8 bytes of checksums for 4 KiB, and the last block of a task is short.
+    assert shards[16] > 8 * shards[1] and read[16] - read[1] < shards[16] / 100
+
+
 def test_a_task_that_fails_keeps_what_the_others_did(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "KEPT_BYTES", 0)
     write_text(tmp_path)

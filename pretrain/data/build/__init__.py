@@ -660,7 +660,8 @@ _BYTES_A_TOKEN = 4.4
 """What is assumed where the tokenizer is still to be trained."""
 
 _UNSEEN = 0.1
-"""What is not read may differ so much from what is, however alike the places are."""
+"""What is not read may differ so much from what is, however alike the places are: text lies
+unevenly in a file, and the document at the end of a beginning is lost."""
 
 
 class _Sample(NamedTuple):
@@ -672,8 +673,6 @@ class _Sample(NamedTuple):
     text: float
     """Bytes of text after cleaning."""
     tokens: float
-    lost: float
-    """Share of the text by which a document that is cut off at the end can change it."""
 
 
 def estimate(config: RunConfig) -> None:
@@ -749,27 +748,24 @@ def _sample(
     weight: float,
 ) -> _Sample:
     """Read a piece, or its first `wanted` bytes if its documents can be told from those."""
-    source = sources.source_of(corpus, piece.path)
-    is_whole = wanted >= stored or not source.in_bytes
-    with tempfile.TemporaryDirectory() as folder:
-        if not is_whole:
-            # The end of the name says what it is.
-            beginning = Path(folder, piece.path.rpartition("/")[2])
+    if wanted < stored and sources.source_of(corpus, piece.path).in_bytes:
+        # The end of the name says what it is.
+        with tempfile.NamedTemporaryFile(suffix=piece.path.rpartition("/")[2]) as beginning:
             with open_stored(piece.path) as file:
-                beginning.write_bytes(file.read(int(wanted)))
-            found = _text_of(plan, corpus, Piece(str(beginning), 0, int(wanted)), tokenizer)
-            if found[0]:
-                return _Sample(weight, int(wanted), *found)
-        # A document as large as the file cannot be read in part.
-        text, tokens, _ = _text_of(plan, corpus, piece, tokenizer)
-    return _Sample(weight, stored, text, tokens, 0.0)
+                beginning.write(file.read(int(wanted)))
+            beginning.flush()
+            start = Piece(beginning.name, 0, int(wanted))
+            if (found := _text_of(plan, corpus, start, tokenizer))[0]:
+                return _Sample(weight, wanted, *found)
+    # Also a document as large as the file, which cannot be read in part.
+    return _Sample(weight, stored, *_text_of(plan, corpus, piece, tokenizer))
 
 
 def _text_of(
     plan: Plan, corpus: Corpus, piece: Piece, tokenizer: Tokenizer | None
-) -> tuple[float, float, float]:
-    """Return the bytes of text in a piece, its tokens, and the share of a document in it."""
-    cleaner, text, tokens, documents = Cleaner(plan.cleaning), 0, 0.0, 0
+) -> tuple[float, float]:
+    """Return the bytes of text in a piece after cleaning, and its tokens."""
+    cleaner, text, tokens = Cleaner(plan.cleaning), 0, 0.0
     for document in sources.read(Task(0, corpus.name, (piece,)), corpus, lambda reason: None):
         cleaned = cleaner.clean(document.text)
         if cleaned is None:
@@ -779,8 +775,8 @@ def _text_of(
             duplicate_keys(begin, plan.cleaning.deduplicate)
         per_byte = len(tokenizer.encode(begin)) / max(text_size(begin), 1) if tokenizer else 0
         tokens += own * per_byte + 1 if tokenizer else own / _BYTES_A_TOKEN
-        text, documents = text + own, documents + 1
-    return text, tokens, 1 / max(documents, 1)
+        text += own
+    return text, tokens
 
 
 def _projected(
@@ -797,6 +793,5 @@ def _projected(
     ratio = float(weights @ ratios)
     # Three standard errors.
     variance = weights @ (ratios - ratio) ** 2 / max(len(samples) - 1, 1)
-    lost = ratio * float(weights @ np.array([sample.lost for sample in samples]))
-    half = 3 * float(variance) ** 0.5 + _UNSEEN * ratio + lost
+    half = 3 * float(variance) ** 0.5 + _UNSEEN * ratio
     return ratio * total, max(ratio - half, 0.0) * total, (ratio + half) * total
