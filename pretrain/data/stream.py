@@ -490,30 +490,29 @@ def verify(directory: str | Path) -> None:
     Raises:
         ConfigError: naming every file that is missing or damaged.
     """
-    found: list[str] = []
-    splits: list[tuple[Folder, Manifest]] = []
+    found, todo = list[str](), list[tuple[Folder, str, int, str]]()
+    data_set, manifests = folder(directory), list[Manifest]()
     for split in get_args(Split):
-        files = folder(f"{str(directory).rstrip('/')}/{split}")
+        files = folder(data_set.where(split))
         try:
-            manifest = _load_manifest(files)
-            if manifest.split != split:
+            m = _load_manifest(files)
+            if m.split != split:
                 raise ConfigError(
-                    f"{files.where(MANIFEST)}: is of the {manifest.split} split. "
+                    f"{files.where(MANIFEST)}: is of the {m.split} split. "
                     f"{rebuild_advice(files.where(MANIFEST))}"
                 )
-            found += map(str, problems(files, manifest))
-            splits.append((files, manifest))
+            found += map(str, problems(files, m))
+            todo.append((files, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128))
+            todo += ((files, shard.name, shard.bytes, shard.xxh3_128) for shard in m.shards)
+            manifests.append(m)
         except (ConfigError, RunFailed) as error:
             found.append(str(error))
-    others = list[tuple[Folder, str, str]]()
-    if splits:
-        data_set = splits[0][0].parent()
-        try:
-            record = build_record(data_set, *(manifest for _, manifest in splits))
-            others += [(data_set, name, digest) for name, (_, digest) in record["files"].items()]
-        except (ConfigError, RunFailed) as error:
-            found.append(str(error))
-    found += _damaged(splits, others, known=found)
+    try:
+        record = build_record(data_set, *manifests)
+        todo += ((data_set, name, *sealed_as) for name, sealed_as in record["files"].items())
+    except (ConfigError, RunFailed) as error:
+        found.append(str(error))
+    found += _damaged(todo, known=found)
     if found:
         # Both splits may miss the same tokenizer.
         raise ConfigError("\n".join(dict.fromkeys(found)))
@@ -533,7 +532,7 @@ def build_record(data_set: Folder, *manifests: Manifest) -> Json:
         ConfigError: It is missing or damaged, or of another data set.
     """
     where = data_set.where(BUILD_RECORD)
-    advice = rebuild_advice(data_set.where(f"{manifests[0].split}/{MANIFEST}"))
+    advice = rebuild_advice(where)
     try:
         record = unsealed(data_set.read(BUILD_RECORD))
     except FileNotFoundError:
@@ -550,35 +549,22 @@ def build_record(data_set: Folder, *manifests: Manifest) -> Json:
     return record
 
 
-def _damaged(
-    splits: list[tuple[Folder, Manifest]],
-    others: list[tuple[Folder, str, str]],
-    known: list[str],
-) -> list[str]:
-    """Return a message for every file whose digest is wrong, except those in `known`.
+def _damaged(todo: list[tuple[Folder, str, int, str]], known: list[str]) -> list[str]:
+    """Return a message for every file that is not as it was written.
 
     Args:
-        splits: Their shards and checksums are read,
-        others: and these files, by name and digest.
-        known: Messages that begin with the name of a file.
+        todo: The folder, name, size and XXH3-128 of each file.
+        known: Messages that begin with the name of a file, which is not read again.
     """
-    todo = [
-        (files, name, digest)
-        for files, m in splits
-        for name, digest in [
-            (CHECKSUMS, m.checksums_xxh3_128),
-            *((shard.name, shard.xxh3_128) for shard in m.shards),
-        ]
-    ]
     named = {message.partition(": ")[0] for message in known}
-    todo = [each for each in [*todo, *others] if each[0].where(each[1]) not in named]
-    total = sum(m.checksums_bytes + sum(s.bytes for s in m.shards) for _, m in splits)
+    todo = [each for each in todo if each[0].where(each[1]) not in named]
+    total = sum(size for _, _, size, _ in todo)
     # disable=None draws the bar on a terminal and nothing into a log file.
     with (
         tqdm(desc="verify", total=total, unit="B", unit_scale=True, disable=None) as bar,
         ThreadPoolExecutor(THREADS) as pool,
     ):
-        results = pool.map(lambda each: _problem(each[0], each[1], each[2], bar.update), todo)
+        results = pool.map(lambda each: _problem(each[0], each[1], each[3], bar.update), todo)
         return [message for message in results if message]
 
 

@@ -91,12 +91,6 @@ def anywhere(root, rng):
     return [path], None
 
 
-def checksums(root, rng):
-    path = rng.choice(sorted(root.glob("*/checksums.bin")))
-    flip(path, rng)
-    return [path], True
-
-
 def truncation(root, rng):
     path = rng.choice(files_of(root))
     os.truncate(path, rng.integers(path.stat().st_size))
@@ -216,17 +210,6 @@ def missing_file(root, rng):
     return [path], None
 
 
-def other_tokenizer(root, rng):
-    flip(root / "tokenizer.model", rng)
-    return [root / "tokenizer.model"], None
-
-
-def manifest_bit(root, rng):
-    path = root / rng.choice(SPLITS) / "manifest.json"
-    flip(path, rng)
-    return [path], True
-
-
 CHANGES: list[dict] = [
     {"tokens": lambda v: v + 1},
     {"tokens": lambda v: 1e300},
@@ -266,7 +249,6 @@ KINDS: list[Callable] = [
     index_of_documents,
     build_record,
     other_build,
-    checksums,
     truncation,
     swapped_shards,
     swapped_splits,
@@ -275,8 +257,6 @@ KINDS: list[Callable] = [
     swapped_pieces,
     zeroed_page,
     missing_file,
-    other_tokenizer,
-    manifest_bit,
     manifest_value,
 ]
 

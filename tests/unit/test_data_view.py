@@ -1,7 +1,6 @@
 """Look at a data set: every token is traced to the document and file that it comes from."""
 
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from pretrain.cli.commands import app
-from pretrain.config import ConfigError, RunConfig, dump_config, parse_config
+from pretrain.config import RunConfig, dump_config, parse_config
 from pretrain.data import view
 from pretrain.data.build import build
-from pretrain.data.stream import TokenStream, open_stream
+from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.view import Origins
 
@@ -127,19 +126,3 @@ def test_a_data_set_at_a_url_is_shown_like_a_local_one(config, tmp_path):
     shown = list(view.shown_samples(remote, "validation", **options))
     assert shown == list(view.shown_samples(config, "validation", **options))
     assert list(view.stats(remote))[1:] == list(view.stats(config))[1:]
-
-
-def test_a_damaged_record_of_the_build_is_named(config, tmp_path):
-    shutil.copytree(config.data_directory, tmp_path / "data")
-    (tmp_path / "data/build.json").write_text('{"inputs": {}}')
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/data/build.json: damaged")):
-        list(view.summary(str(tmp_path / "data")))
-
-
-def test_a_damaged_index_of_documents_is_named(config, tmp_path):
-    shutil.copytree(config.data_directory, tmp_path / "data")
-    path = next((tmp_path / "data/train/documents").iterdir())
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=re.escape(str(path))):
-        stream = TokenStream(tmp_path / "data/train")
-        list(Origins(stream).excerpts(0, len(stream)))
