@@ -537,7 +537,8 @@ def build_record(data_set: Folder, *manifests: Manifest) -> Json:
         record = unsealed(data_set.read(BUILD_RECORD))
     except FileNotFoundError:
         raise ConfigError(f"{where}: missing. {advice}") from None
-    if record is None:
+    # A manifest is sealed as well.
+    if record is None or "files" not in record:
         raise ConfigError(f"{where}: damaged: its content is not that of its SHA-256. {advice}")
     for manifest in manifests:
         digest = xxhash.xxh3_128_hexdigest(manifest.text().encode())
