@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
     result = pretrain.train(config)
     print(f"step {result.step}, {result.checkpoint}")
 
-    records = pretrain.evaluate(result.directory, lengths=[64, 128, 256, 512], max_tokens=8192)
+    records = pretrain.evaluate(result.directory, lengths=[64, 128, 256, 512], max_tokens=4096)
     for record in records:
         print(f"{record['protocol']:15} {record['length']:4}  {record['perplexity']:8.2f}")
 

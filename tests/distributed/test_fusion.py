@@ -1,7 +1,7 @@
 """Compare the model with fused operations with the dense reference and with the plain model.
 
-Compiled regions run as plain Python here, except in the last two tests: compiling takes seconds for
-each region and data type.
+Compiled regions run as plain Python here, except in the last three tests: compiling takes seconds
+for each region and data type.
 """
 
 from __future__ import annotations
@@ -99,12 +99,9 @@ def test_gradients_of_queries_keys_and_values_in_one_buffer_are_not_copied(pools
     assert actual["concatenations"] == (0 if one_buffer else 1)
 
 
-def test_compiled_regions_replay_their_dropout_and_change_nothing_else(pools):
-    """Train with compiled regions.
-
-    Recomputed layers draw the same masks, to the last bit. Without dropout, losses of three steps
-    agree with the plain model's as two orders of fp32 sums do.
-    """
+@pytest.mark.torture
+def test_compiled_regions_replay_their_dropout(pools):
+    """Recomputed layers draw the same masks, to the last bit."""
     state, batches, *_ = expected_steps("alibi")
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     results = {}
@@ -115,12 +112,15 @@ def test_compiled_regions_replay_their_dropout_and_change_nothing_else(pools):
         results[recomputed] = pools(1).run(tasks.train_steps, config, state, batches[:3])[0]
     assert results["full"]["losses"] == results["none"]["losses"]
     assert results["full"]["norms"] == results["none"]["norms"]
-    for fusion in ("off", "on"):
-        config = tiny_config(train={"fusion": fusion})
-        results[fusion] = pools(1).run(tasks.train_steps, config, state, batches[:3])[0]
-    assert results["on"]["losses"] == pytest.approx(results["off"]["losses"], **LOSS)
-    assert results["on"]["norms"] == pytest.approx(results["off"]["norms"], **NORM)
-    assert results["on"]["losses"] != results["none"]["losses"]
+
+
+def test_compiled_regions_change_nothing(pools):
+    """Losses of three steps agree with AdamW's on one process as two orders of fp32 sums do."""
+    state, batches, losses, norms, _ = expected_steps("alibi")
+    config = tiny_config(train={"fusion": "on"})
+    actual = pools(1).run(tasks.train_steps, config, state, batches[:3])[0]
+    assert actual["losses"] == pytest.approx(losses[:3], **LOSS)
+    assert actual["norms"] == pytest.approx(norms[:3], **NORM)
 
 
 def test_a_compiled_region_is_one_kernel_in_each_direction(pools):

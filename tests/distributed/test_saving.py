@@ -35,10 +35,8 @@ def _config(directory, data, parallel=None, interval=1, steps=3, **checkpoint):
     )
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision"),
-    [("dp2", "fp32"), ("zero3-dp2", "bf16")],
-)
+# test_without_memory_for_the_copy_training_waits says the same of ZeRO 1 in fp32.
+@pytest.mark.parametrize(("layout", "precision"), [("zero3-dp2", "bf16")])
 def test_the_same_bytes_as_without_training_beside(pools, tiny_data, tmp_path, layout, precision):
     """Every step is saved, and every copy begins only after the next step has."""
     processes, parallel = ALL_LAYOUTS[layout]
@@ -93,9 +91,9 @@ def test_signals_to_all_processes_of_a_job_do_not_end_a_write(pools, tiny_data, 
 
 
 def test_without_memory_for_the_copy_training_waits(pools, tiny_data, tmp_path):
-    good = pools(2).run(digests_of_saves, _config(tmp_path / "good", tiny_data))[0]
+    good = pools(2).run(digests_of_saves, _config(tmp_path / "good", tiny_data), late=True)[0]
     less = pools(2).run(digests_with_little_memory, _config(tmp_path / "less", tiny_data))[0]
-    assert less.pop("overlap") == 0 and good.pop("overlap") is not None
+    assert less.pop("overlap") == 0 and good.pop("overlap") == 2
     assert less == good
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pretrain.training.metrics import PASS, TAGS
+from pretrain.training.metrics import GROUPS, PASS, TAGS
 from tests.end_to_end.commands import explained, forked, metrics, sets, succeeds
-from tests.unit.test_metrics import wandb_history
+from tests.unit.test_metrics import wandb_history, wandb_records
 
 WITHOUT_WANDB = (
     "import sys; sys.modules['wandb'] = None; from pretrain.cli.main import main; "
@@ -26,6 +26,14 @@ def test_wandb_and_tensorboard_have_the_numbers_of_the_run_after_a_resume(config
     for last in (4, 8):
         time.sleep(1)  # wandb names an offline run's folder by the second
         succeeds("train", config, *sets(*settings, f"train.num_steps={last}"))
+    identifier = (run / "wandb_run_id").read_text().strip()
+    first, _ = sorted(run.glob(f"wandb/offline-run-*/run-{identifier}.wandb"))
+    axes = {
+        record.metric.name or record.metric.glob_name: record.metric.step_metric
+        for record in wandb_records(first)
+        if record.WhichOneof("record_type") == "metric"
+    }
+    assert axes == {"step": ""} | {f"{group}/*": "step" for group in GROUPS}
     records = metrics(run)
     steps = [record for record in records if "evaluation" not in record]
     known = {*TAGS, "step"}

@@ -181,6 +181,9 @@ KINDS = [
 ]
 
 
+LONG = [("scale 1", 10), ("scale 8", 2)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_skipping_changes_nothing(kind):
     q, k, v = draw(kind, 1024, 2)
@@ -194,13 +197,20 @@ def test_skipping_changes_nothing(kind):
         assert (first_tile(visits) == 0).all(), "all that see it visit it"
 
 
-@pytest.mark.parametrize(("kind", "head"), [("scale 1", 10), ("scale 8", 2)])
-def test_skipping_changes_nothing_at_length_4096(kind, head):
-    q, k, v = draw(kind, 4096, 1)
+@pytest.mark.parametrize(
+    ("kind", "head", "length"),
+    [
+        ("scale 1", 6, 2048),
+        *(pytest.param(*case, 4096, marks=pytest.mark.torture) for case in LONG),
+    ],
+)
+def test_skipping_changes_nothing_at_greater_lengths(kind, head, length):
+    q, k, v = draw(kind, length, 1)
     slopes = alibi_slopes(16)[head : head + 1]
     visits = visited_tiles(q, k, v, slopes, **TILES)
     dropped = assert_skipping_changes_nothing(q, k, v, slopes, visits, **TILES)
-    assert share_visited(visits.tiles_BHTK, 4096, 4096, causal=True, **TILES) < 1 and dropped > 0
+    share = share_visited(visits.tiles_BHTK, length, length, causal=True, **TILES)
+    assert share < 1 and dropped > 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import os
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,15 +54,6 @@ def step_record(step: int, **changes: object) -> dict:
         "peak_memory_bytes": None,
     }
     return {**record, **changes}
-
-
-def evaluation_records(step: int) -> list[dict]:
-    common = {"step": step, "evaluation": True, "tokens": 16384}
-    found = [(128, "nonoverlapping", 183.1), (256, "nonoverlapping", 182.55)]
-    return [
-        {**common, "length": n, "protocol": p, "loss_nats": math.log(v), "perplexity": v}
-        for n, p, v in [*found, (128, "sliding", 181.0)]
-    ]
 
 
 def read(path: Path) -> list[dict]:
@@ -153,29 +143,6 @@ def wandb_history(directory: Path) -> list[dict]:
                     }
                 )
     return rows
-
-
-def test_wandb_has_groups_and_an_axis_and_a_resume_is_the_same_run(tmp_path):
-    for first in (1, 3):
-        time.sleep(1)  # wandb names an offline run's folder by the second
-        writer = MetricsWriter(make_config("logging.wandb=offline"), tmp_path, first - 1)
-        for step in (first, first + 1):
-            writer.step(step_record(step, consumed_samples=32 * step))
-        writer.evaluation(evaluation_records(first + 1))
-        writer.close()
-    identifier = (tmp_path / "wandb_run_id").read_text().strip()
-    paths = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{identifier}.wandb"))
-    assert len(paths) == 2
-    axes = {}
-    for record in wandb_records(paths[0]):
-        if record.WhichOneof("record_type") == "metric":
-            axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
-    groups = {f"{group}/*": "step" for group in GROUPS}
-    assert axes == {"step": ""} | groups
-    rows = wandb_history(tmp_path)
-    assert [row["step"] for row in rows] == [1, 2, 2, 3, 4, 4]
-    assert rows[0]["train/loss"] == 4.8123 and "loss_nats" not in rows[0]
-    assert rows[2]["eval/perplexity_nonoverlapping/256"] == 182.55
 
 
 def test_wandb_without_a_key_is_said_once_and_the_run_goes_on(tmp_path):

@@ -63,10 +63,8 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
 }
 CASES = [(layout, model) for layout in LAYOUTS for model in MODELS]
 CORE = {
-    ("one rank", "alibi"),
     ("one rank", "ReLU, recompute full"),
     ("one rank", "NAG, dropped activations, no final norm"),
-    ("pp4", "recompute full"),
     ("dp4", "t5"),
     ("dp4", "rotary, a quarter of grouped queries"),
     ("tp2dp2sp", "as MPT, untied"),

@@ -69,7 +69,7 @@ def test_no_room_compares_the_name_of_a_method() -> None:
     assert not found, "ask config.position instead"
 
 
-@pytest.mark.parametrize("first", ["pretrain.positions", "pretrain.config", "pretrain.model"])
+@pytest.mark.parametrize("first", ["pretrain.positions", "pretrain.model"])
 def test_whichever_package_comes_first_all_methods_are_there(first: str) -> None:
     code = (
         f"import json, sys, {first}; from pretrain.positions.base import METHODS; "
