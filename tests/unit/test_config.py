@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pretrain.cli.commands import app
-from pretrain.config import ConfigError, Layout, dump_config, load_config
+from pretrain.config import ConfigError, dump_config, load_config
 from pretrain.config.load import (
     section_keys,
     shipped,
@@ -192,15 +192,6 @@ def test_derived_values(path):
     assert learned.evaluation_lengths == (64, 128, 256)
     assert learned.position.table_end(learned) == 300
     assert load_config(path, ["position.method=learned"]).evaluation_lengths == (64,)
-
-
-def test_layout(path):
-    layout = load_config(
-        path, ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"]
-    ).layout(8)
-    # 16 sequences / (2 data-parallel ranks x 2 at once) are 4 micro batches.
-    expected = Layout(world_size=8, tensor=2, pipeline=2, virtual=1, data=2, num_microbatches=4)
-    assert layout == expected
 
 
 @pytest.mark.parametrize(

@@ -53,20 +53,6 @@ def test_what_the_model_cannot_is_refused_with_the_file():
         request(stride=200).applied_to(load_config(DEMO), "demo")
 
 
-def test_options_of_a_request_parse_back():
-    for asked in (request(), request((1, 2), 1, 3)):
-        options = dict(zip(asked.options()[::2], asked.options()[1::2], strict=True))
-        parsed = EvaluationRequest.parse(
-            options.get("--lengths"),
-            options["--protocols"],
-            *(
-                int(options[name]) if name in options else None
-                for name in ("--stride", "--max-tokens")
-            ),
-        )
-        assert parsed == asked
-
-
 def test_protocols_at_lengths_that_repeat_are_measured_once():
     config = load_config(DEMO, ["evaluation.lengths=[128, 64, 128]"])
     chosen, notes = choose_protocols(config, (*BOTH, "sliding"), 1000, 1000)

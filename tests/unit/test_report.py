@@ -258,18 +258,6 @@ def test_runs_of_several_training_lengths_stand_in_one_report(tmp_path):
     assert "| rotary | 128 | nonoverlapping | 50,000 | 21.25 +-0.43 | 31.25 +-0.63 | - |" in text
 
 
-def test_colours_are_given_in_the_order_of_the_training_lengths():
-    records = [
-        *curve_of("alibi", [20.0, 19.0], train_length=256, first=256),
-        *curve_of("rotary", [20.0, 19.0], train_length=128),
-    ]
-    lines, _ = figures.lines_by_length(make_curves(records))
-    assert [(line.colour, line.mark, line.xs) for line in lines] == [
-        ("L = 128", "rotary", [128, 256]),
-        ("L = 256", "alibi", [256, 512]),
-    ]
-
-
 def test_a_users_matplotlibrc_changes_no_picture():
     curves = make_curves(curve_of("alibi", ALIBI))
     drawn = by_length(curves)

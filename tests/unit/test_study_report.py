@@ -10,19 +10,15 @@ import pytest
 
 from pretrain.config import ConfigError
 from pretrain.evaluation.judge import CLAIMS, judge
-from pretrain.evaluation.records import make_curves
 from pretrain.evaluation.report import Page, plain
 from pretrain.study import published
 from pretrain.study.reading import read_results
 from pretrain.study.report import (
     _growth,
-    _longest_multiple,
-    _nearest,
     as_code,
     to_html,
     write_study_report,
 )
-from tests.unit.report_records import curve_of
 from tests.unit.study_files import (
     make_study,
 )
@@ -127,26 +123,6 @@ def test_early_tokens_and_growth_are_there(study, text):
         "At 16 L": pytest.approx({200: 28.2, 400: 18.8}),
     }
     assert "at 16 L, the longest multiple of L at which all of these runs" in text
-
-
-@pytest.mark.parametrize(
-    ("lengths", "multiple"),
-    [
-        ({("a", 64): {64, 128, 2048}, ("b", 128): {128, 2048}}, 1),
-        ({("a", 64): {64, 1024, 2048}, ("b", 128): {128, 2048, 4096}}, 32),
-        ({("a", 100): {100, 250, 300}, ("b", 100): {100, 250, 300}}, 3),
-        ({("a", 512): {64, 128}}, 1),
-        ({}, 1),
-    ],
-)
-def test_growth_is_shown_at_one_multiple_of_all_training_lengths(lengths, multiple):
-    assert _longest_multiple(lengths) == multiple
-
-
-@pytest.mark.parametrize(("trained", "nearest"), [(60, 64), (700, 512), (800, 1024), (1000, 1024)])
-def test_the_published_curve_drawn_is_of_the_nearest_training_length(trained, nearest):
-    curves = make_curves(curve_of("alibi", [20.0], train_length=trained, first=trained))
-    assert [c.train_length for c in _nearest(curves, "wikitext103")] == [nearest]
 
 
 # ---- files ---------------------------------------------------------------------------------------
