@@ -258,6 +258,15 @@ def test_finish_reads_records_and_checksums_and_no_shard(built, tmp_path, monkey
     assert shards[16] > 8 * shards[1] and read[16] - read[1] < shards[16] / 100
 
 
+def test_a_file_system_without_hard_links_holds_the_same_bytes(built, text, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    build(text)
+    assert contents(text.data_directory) == contents(built / "data")
+
+
 def test_a_task_that_fails_keeps_what_the_others_did(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "KEPT_BYTES", 0)
     write_text(tmp_path)
