@@ -103,7 +103,7 @@ def digests_of_saves(config: RunConfig, late: bool = False) -> dict[str, Any] | 
 
     Args:
         config: The run's config.
-        late: Begin each copy of the state only when the next step has begun.
+        late: Begin each copy of the state only when a step waits for it before its update.
 
     Returns:
         On rank 0, file name -> digest, for the files of tensors of all checkpoints, and "overlap":
@@ -116,7 +116,7 @@ def digests_of_saves(config: RunConfig, late: bool = False) -> dict[str, Any] | 
 
     seen = {"overlap": 0}
     copies: list[Any] = []
-    may_copy, is_stepping = threading.Event(), False
+    may_copy = threading.Event()
     copy_all, queue_step = platform._copy_all, loop.queue_step
     start, before_change = platform.HostCopy.__init__, Saver._before_change
 
@@ -131,20 +131,15 @@ def digests_of_saves(config: RunConfig, late: bool = False) -> dict[str, Any] | 
         copies.append(self._thread)
 
     def counted(*args: Any) -> Any:
-        nonlocal is_stepping
         seen["overlap"] += bool(copies) and copies[-1].is_alive()
-        may_copy.set()
-        is_stepping = True
         try:
             return queue_step(*args)
         finally:
-            is_stepping = False
+            # A step that has waited for no copy has changed what is copied now.
             may_copy.set()
 
     def awaited(self: Any) -> None:
-        # No step follows the last save: it is waited for at once.
-        if not is_stepping:
-            may_copy.set()
+        may_copy.set()
         before_change(self)
 
     with (
