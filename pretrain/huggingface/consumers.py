@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pretrain.data.tokenizer import Tokenizer
 
 TRANSFORMERS = "transformers"
-"""The program whose folder every export is."""
+"""The program whose folder every export is. Of --for it asks for nothing more."""
 
 
 # ---- What each program holds ---------------------------------------------------------------------
@@ -164,10 +164,6 @@ class Consumer:
     def rounding(self, config: RunConfig) -> float:
         """Return by how much logits may differ beyond fp32, in units of the largest one."""
         return 0.0
-
-
-class Transformers(Consumer):
-    name = TRANSFORMERS
 
 
 class Vllm(Consumer):
@@ -482,20 +478,21 @@ class Onnx(Consumer):
 
 
 CONSUMERS: dict[str, Consumer] = {
-    each.name: each for each in (Transformers(), Vllm(), LlamaCpp(), CTranslate2(), Onnx())
+    each.name: each for each in (Vllm(), LlamaCpp(), CTranslate2(), Onnx())
 }
 
 
 def chosen(names: Sequence[str]) -> list[Consumer]:
-    """Return the programs that --for names, each once.
+    """Return the programs that --for names beside transformers, each once.
 
     Raises:
         ConfigError: There is no such program.
     """
+    known = (TRANSFORMERS, *CONSUMERS)
     for name in names:
-        if name not in CONSUMERS:
-            raise ConfigError(f"--for {name}: unknown. Give one of {', '.join(CONSUMERS)}")
-    return [CONSUMERS[name] for name in dict.fromkeys(names)]
+        if name not in known:
+            raise ConfigError(f"--for {name}: unknown. Give one of {', '.join(known)}")
+    return [CONSUMERS[name] for name in dict.fromkeys(names) if name in CONSUMERS]
 
 
 # ---- The proof -----------------------------------------------------------------------------------
@@ -563,7 +560,7 @@ def not_for(
 ) -> Iterator[str]:
     """Yield "PROGRAM: ..." for each other program that would compute another model, or may not."""
     for each in CONSUMERS.values():
-        if each not in written and each.name != TRANSFORMERS:
+        if each not in written:
             reasons = "; ".join(each.reasons(config, target))
             can = f"not exported for it (`pretrain export --for {each.name}`)"
             yield f"{each.name}: {f'it would compute another model: {reasons}' if reasons else can}"

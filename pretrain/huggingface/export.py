@@ -27,7 +27,7 @@ from pretrain.config.run import is_url
 from pretrain.data.shards import MANIFEST
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.huggingface.classes import EXPORT_REACH, class_of, export_length
-from pretrain.huggingface.consumers import TRANSFORMERS, Consumer, Export, chosen, not_for, prove
+from pretrain.huggingface.consumers import Consumer, Export, chosen, not_for, prove
 from pretrain.huggingface.folder import add_proofs, special_ids, to_huggingface
 from pretrain.huggingface.parity import PRECISIONS, check_parity
 from pretrain.model.forward import logits
@@ -131,17 +131,16 @@ def _export(
     )
     print(f"{checkpoint} -> {out} ({name})")
     export = Export(config, weights, target, out, tokenizer, special_ids(tokenizer), max_length)
-    others = [program for program in programs if program.name != TRANSFORMERS]
-    for program in others:
+    for program in programs:
         if program.packages:
             with writing(out):
                 (out / program.name).mkdir()
                 program.write(export, out / program.name)
     with trained_logits(config, opened) as ours:
         report = check_parity(ours, out, ids, precisions=tuple(PRECISIONS))
-        proofs = [prove(program, export, ours, ids) for program in others]
+        proofs = [prove(program, export, ours, ids) for program in programs]
     with writing(out):
-        lines = [*map(str, proofs), *not_for(config, target, others)]
+        lines = [*map(str, proofs), *not_for(config, target, programs)]
         add_proofs(out, report, lines, is_text=stream is not None)
     print("\n".join([report.format(), *map(str, proofs)]))
     return report.passed and all(proof.passed for proof in proofs)
