@@ -28,6 +28,7 @@ from pretrain.launcher.preflight import check_nodes
 from pretrain.launcher.ranks import SrunRanks, start_srun
 from pretrain.launcher.submit import EARLY_SECONDS, start_seconds
 from pretrain.launcher.supervise import (
+    SIGNAL_CODE,
     End,
     NotStarted,
     Signals,
@@ -43,6 +44,7 @@ from pretrain.rundir.attempts import (
     HEARTBEAT_SECONDS,
     Attempt,
     AttemptRecord,
+    Ended,
     is_finished,
     last_heartbeat,
     read_attempt,
@@ -384,7 +386,7 @@ class _Start(Allocation):
             return None
         last = records[-1]
         if last.ended and last.ended.outcome not in STARTED_AGAIN:
-            return last.ended.code
+            return _exit_code(last.ended)
         say(f"job {self._job_id}: the launcher of attempt {last.number} was killed")
         self._nodes = self.nodes()
         # srun ends its ranks as well, if it was not killed too.
@@ -498,14 +500,17 @@ def _wait_for(look: Callable[[], T], seconds: float, pause: float = RETRY_SECOND
     return found
 
 
-def _exit_code(end: End) -> int:
+def _exit_code(end: End | Ended) -> int:
     """Return the exit code of the job: 0 after it has saved and stopped, as its user asked.
 
     So Slurm calls the job COMPLETED, sends no mail of a failure, and starts jobs that depend on it
-    (afterok). That the run is not finished is in the run's records.
+    (afterok). That the run is not finished is in the run's records, as is the signal that ended a
+    rank: a code above 128 is that of a launcher which was killed, and the batch script restarts it.
     """
     saved = end.code in (ExitCode.STOPPED, ExitCode.RESTART)
-    return ExitCode.FINISHED if end.outcome == Outcome.STOPPED and saved else end.code
+    if end.outcome == Outcome.STOPPED and saved:
+        return ExitCode.FINISHED
+    return end.code if end.code <= SIGNAL_CODE else ExitCode.FAILED
 
 
 def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool:

@@ -36,6 +36,8 @@ ANSWER_SECONDS = 10.0
 SETTLE_SECONDS = 0.5
 """Time in which ranks that fail at once with the first one report it. Later the others are killed.
 """
+TOGETHER = {*ExitCode} - {ExitCode.FINISHED, ExitCode.FAILED, ExitCode.KILLED}
+"""Exit codes with which all ranks of a run end one by one within moments, once one does."""
 LOST_SECONDS = 3 * agent.BEAT_SECONDS
 """The node of an agent that has been silent for so long is lost."""
 IN_COLLECTIVE = b"distributed_c10d.py"
@@ -235,8 +237,8 @@ class SrunRanks:
         if self._ordered_end or rank in self._ends:
             return
         self._ends[rank] = code
-        if code in (ExitCode.RESTART, ExitCode.STOPPED) or (code and self._is_asked):
-            # Ranks that saved together end one by one within moments.
+        if code in TOGETHER or (code and self._is_asked):
+            # The others end by themselves, and one of them may still have to say why.
             patience = KILL_AFTER_SECONDS
         else:
             patience = SETTLE_SECONDS if code else KILL_SECONDS

@@ -52,6 +52,15 @@ def test_a_launcher_that_is_killed_too_often_is_not_started_again(script: Script
     assert "running" not in status and "estimated end" not in status, status
 
 
+def test_a_run_that_is_given_up_after_a_kill_is_not_started_again(script: Script) -> None:
+    run = script.submit("given-up", "recovery.max_restarts=1", nodes=1)
+    for attempt in (1, 2):
+        os.kill(run.wait_for_training(attempt)[0][0], signal.SIGKILL)
+    run.cluster.wait_for_job(run.job_id, ["FAILED"])
+    assert run.outcomes == ["failed", "gave_up"]
+    assert "is started again" not in run.job_said()
+
+
 def test_ranks_end_where_launcher_and_srun_are_killed_together(script: Script) -> None:
     run = script.submit("both")
     before = {pid for pid, _ in run.wait_for_training(1).values()}
