@@ -271,7 +271,8 @@ def _heartbeat(run: Path) -> float:
 AWAY_SECONDS = 600.0
 """The time for which a requeue is tried, or an attempt waits, while slurmctld does not answer."""
 LOST_SECONDS = 60.0
-"""A node of an attempt that Slurm has called unusable for so long is lost."""
+"""The time after which a step of which slurmctld does not know the end is taken to be over: its
+agents have reported the ends of all ranks or are lost, or Slurm calls one of its nodes unusable."""
 PAUSE_SECONDS = 10.0
 """The time before the next attempt where srun has started no rank."""
 REFUSED_SECONDS = 60.0
@@ -425,17 +426,19 @@ class _Start(Allocation):
         """Wait until slurmctld knows that an attempt's step is over, or a signal comes.
 
         Before that no step can be made, and each attempt would fail and count as one without
-        progress. Of a step that ends before slurmctld notices that a node of it died, slurmctld
-        never knows the end (seen with 22.05).
+        progress. Of a step that ends before slurmctld notices that a node of it died, or whose
+        slurmstepd was killed, slurmctld never knows the end (seen with 22.05).
         """
         num_signals, lost_since = len(self._signals.received), float("inf")
+        ended = self._ranks is not None and self._ranks.have_ended
 
         def may_start() -> bool:
             nonlocal lost_since
             known = slurm.knows_end(self._job_id, _step_name(attempt))
             self._overlap = known is False
             unusable = slurm.unusable_nodes(self._nodes) if self._overlap else {}
-            lost_since = min(lost_since, time.monotonic()) if unusable else float("inf")
+            over = bool(unusable) or (self._overlap and ended)
+            lost_since = min(lost_since, time.monotonic()) if over else float("inf")
             # A slurmctld that has just started does not know the nodes for some seconds.
             lost = slurm.are_down(unusable) or time.monotonic() - lost_since > LOST_SECONDS
             return bool(known) or lost or len(self._signals.received) > num_signals

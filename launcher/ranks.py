@@ -129,6 +129,13 @@ class SrunRanks:
         """Return True if srun has started a rank."""
         return bool(self._heard)
 
+    @property
+    def have_ended(self) -> bool:
+        """Return True if the agents have reported the end of every rank, or are lost."""
+        now, heard = time.monotonic(), dict(self._heard)
+        lost = {rank for rank, at in heard.items() if now - at > LOST_SECONDS}
+        return len(self._ended | lost) == self._num_tasks
+
     def signal(self, number: int) -> None:
         """Have the agents send a signal to every rank."""
         if number == signal.SIGUSR2:
