@@ -150,8 +150,8 @@ def check_runs(runs: Sequence[TrainingRun], dry_run: bool = False) -> None:
 
     Raises:
         ConfigError: A run is in a job already, another user may write to its directory, its newest
-            checkpoint was trained with a config from which it cannot go on, or its data is not
-            built.
+            checkpoint was trained with a config from which it cannot go on, its data is not built,
+            or the runs are more than an array takes.
         SlurmAway: slurmctld does not answer, so it is unknown if a run is in a job.
     """
     # It becomes the job's --chdir, since relative paths in the config begin there.
@@ -160,6 +160,11 @@ def check_runs(runs: Sequence[TrainingRun], dry_run: bool = False) -> None:
         check_goes_on(run.config, run.allow_changed)
     with _only_warned(dry_run, slurm.SlurmAway):
         _check_not_in_a_job(runs)
+        if len(runs) > 1 and len(runs) > (most := slurm.array_size()):
+            raise ConfigError(
+                f"{len(runs)} runs: a job array of this cluster has at most {most} tasks. "
+                "Submit fewer configs or values at a time"
+            )
     # Usually one data set, which all runs of a sweep share.
     for config in {run.config.data.directory: run.config for run in runs}.values():
         with _only_warned(dry_run):

@@ -16,8 +16,9 @@ import pytest
 from pretrain.launcher import slurm
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import read_jobs
-from tests.end_to_end.commands import wait_for
+from tests.end_to_end.commands import ROOT, explained, launcher, sets, wait_for
 from tests.slurm.cluster import Cluster
+from tests.slurm.test_data_build import SCONTROL
 from tests.slurm.test_follow import Desk
 
 LENGTHS = (64, 128, 256)
@@ -108,6 +109,23 @@ def test_each_run_of_a_sweep_is_requeued_and_cancelled_alone(desk: Desk) -> None
     assert "cancelled" in desk.launcher("cancel", sweep.runs[2]).out
     wait_for(lambda: sweep.ids[2] not in desk.job_states())
     assert sweep.standing(0, 1) == before
+
+
+def test_a_sweep_that_no_array_takes_is_refused(desk: Desk, tmp_path: Path) -> None:
+    real = desk.cluster.run("bash", "-c", "command -v scontrol").stdout.strip()
+    script = tmp_path / "scontrol"
+    script.write_text(SCONTROL.format(size=2, scontrol=real))
+    script.chmod(0o755)
+    settings = sets("data.directory=data", "run.directory=runs/a")
+    words = ("sweep", ROOT / "configs/demo.toml", "--site", "site.toml", *settings)
+    path = {"PATH": f"{tmp_path}:{desk.cluster.environment['PATH']}"}
+    done = launcher(
+        [*words, "--over", "data.sequence_length=64,128,256", "--nodes", 1],
+        desk.folder,
+        os.environ | desk.cluster.environment | path,
+    )
+    explained(done, 2, "3 runs: a job array of this cluster has at most 2 tasks")
+    assert not (desk.folder / "runs").exists()
 
 
 def test_a_run_takes_one_signal_while_others_of_its_sweep_wait(
