@@ -12,6 +12,7 @@ and a result appears whole in one move as RUN/evaluations/step-########, so the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -52,6 +53,9 @@ from pretrain.rundir.trust import check_trusted, read_trusted
 
 TRIES = 3
 """A checkpoint is given up after this many jobs without a result."""
+BACK_OFF_SECONDS = 300
+"""The second job starts so much later at the earliest, and each further one twice as much: what
+ended the one before, such as a file server that is away, may be over by then."""
 ASK_SECONDS = 60.0
 """Time between two queries to Slurm about the same checkpoints. The supervisor looks every few
 seconds, and slurmctld serves the whole cluster."""
@@ -195,12 +199,13 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
         if len(tries) >= TRIES:
             _give_up(run, name, tries)
         else:
-            _submit(run, plan, name)
+            _submit(run, plan, name, BACK_OFF_SECONDS * 2 ** (len(tries) - 1) if tries else 0)
 
 
-def _submit(run: Path, plan: Plan, name: str) -> None:
+def _submit(run: Path, plan: Plan, name: str, delay_seconds: int) -> None:
     """Submit the evaluation job of one checkpoint, and record it in RUN/jobs.jsonl."""
     job = plan.job(run, *slurm.launcher_command("evaluation", str(run), name))
+    job = dataclasses.replace(job, delay_seconds=delay_seconds)
     with writing(job.logs):
         make_directory(job.logs)
     job_id = slurm.submit(job)

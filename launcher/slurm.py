@@ -1078,6 +1078,8 @@ class Job:
     dependency: str | None = None
     """As in sbatch --dependency. It belongs to one sending, so a job that is sent again does not
     wait any more."""
+    delay_seconds: int = 0
+    """The job starts so long after it was sent at the earliest; of one sending, too."""
 
     @property
     def num_tasks(self) -> int:
@@ -1127,13 +1129,14 @@ class Job:
         return ["--requeue", *no_kill, *given, *site.sbatch_arguments]
 
     def waiting(self) -> list[str]:
-        """Return the options of sbatch that make the job wait for others.
+        """Return the options of sbatch that make the job wait, for others or for a time.
 
         A job that waits for what cannot happen any more is cancelled.
         """
+        later = [f"--begin=now+{self.delay_seconds}"] if self.delay_seconds else []
         if self.dependency is None:
-            return []
-        return [f"--dependency={self.dependency}", "--kill-on-invalid-dep=yes"]
+            return later
+        return [*later, f"--dependency={self.dependency}", "--kill-on-invalid-dep=yes"]
 
     def command_line(self) -> str:
         """Return the command that sends the job, as a user would type it."""

@@ -178,6 +178,12 @@ def test_what_cannot_be_evaluated_is_given_up_and_gets_a_new_chance_when_asked(d
     desk.site(python="/bin/false")
     failed = desk.run / "evaluations" / NAMES[0] / "failed.json"
     succeeded(desk.launcher("evaluate-checkpoints", "runs/alibi"))
+    # Minutes apart, unless somebody has it start now.
+    for tries in range(1, 3):
+        wait_for(lambda before=tries: len(read_jobs(desk.run)) > before)
+        again = read_jobs(desk.run)[-1].job_id
+        wait_for(lambda id=again: desk.state(id) == ("PENDING", "BeginTime"))
+        assert not desk.cluster.run("scontrol", "update", f"jobid={again}", "starttime=now").stderr
     wait_for(failed.exists)
     sent = [record.job_id for record in read_jobs(desk.run)]
     assert json.loads(failed.read_text())["jobs"] == sent and len(sent) == 3
