@@ -66,6 +66,8 @@ CORE = {
     ("one rank", "ReLU, recompute full"),
     ("one rank", "NAG, dropped activations, no final norm"),
     ("dp4", "t5"),
+    # Eight slopes are no multiple of what a bucket is padded to.
+    ("dp4", "trained slopes"),
     ("dp4", "rotary, a quarter of grouped queries"),
     ("tp2dp2sp", "as MPT, untied"),
     ("pp2vpp2", "alibi"),
