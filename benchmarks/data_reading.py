@@ -1,8 +1,8 @@
-"""Measure random reads of tokens beside other readers, and how long a data set takes to open.
+"""Measure random reads of tokens beside other readers, placing samples, and opening a data set.
 
     python -m benchmarks.data_reading [millions of tokens, default 300] [directory]
 
-All readers read the same samples of 1,025 tokens in batches of 8, in turns, in one process. A rate
+All readers read the same samples of 1,025 tokens in batches of 16, in turns, in one process. A rate
 is tokens per second of processor time (user and system), the median of the turns. "cold" is wall
 time after the files were dropped from the page cache.
 """
@@ -23,11 +23,11 @@ import numpy as np
 from torch.utils.data import DataLoader, RandomSampler
 
 from benchmarks.turns import rounds, summary, timed
-from pretrain.data.order import batches, blend_of
+from pretrain.data.order import Blend, Segment, batches, blend_of
 from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.stream import TokenStream
 
-LENGTH, BATCH, SAMPLES, TURNS, COLD_SAMPLES = 1024, 8, 16_000, 7, 400
+LENGTH, BATCH, SAMPLES, TURNS, COLD_SAMPLES = 1024, 16, 16_000, 7, 400
 VOCAB_SIZE, BLOCK, SHARD = 50_000, 65_536, 2**26
 
 
@@ -66,6 +66,13 @@ def readers(root: Path) -> dict[str, Reader]:
         starts = (ids * LENGTH).tolist()
         return np.stack([flat[i : i + LENGTH + 1].astype(np.int64) for i in starts])
 
+    plain_file = os.open(root / "flat.bin", os.O_RDONLY)
+
+    def pread(ids: np.ndarray) -> np.ndarray:
+        size, width = 2 * (LENGTH + 1), 2 * LENGTH
+        raw = [os.pread(plain_file, size, i * width) for i in ids.tolist()]
+        return np.stack([np.frombuffer(each, np.uint16).astype(np.int64) for each in raw])
+
     steps = batches(
         stream,
         seed=0,
@@ -83,6 +90,7 @@ def readers(root: Path) -> dict[str, Reader]:
         "ours, verified": ours,
         "ours, the loader of training": lambda ids: next(steps),
         "numpy memmap": memmap,
+        "positioned reads": pread,
         "torch DataLoader": lambda ids: next(plain),
     }
     for name, make in {"Megatron GPTDataset": gpt_dataset, "webdataset": webdataset}.items():
@@ -163,6 +171,22 @@ def drop(root: Path) -> None:
             os.close(descriptor)
 
 
+def placing(corpora: int) -> str:
+    """Return the processor time that it takes to place a sample in a blend, by samples at once."""
+    sizes = np.random.default_rng(0).integers(1000, 20_000_000, corpora).tolist()
+    samples = {f"c{number}": size for number, size in enumerate(sizes)}
+    blend = Blend(Segment(0, samples, samples, dict.fromkeys(samples, 0)), seed=0)
+    found = []
+    for count in (1, 16, 256, 4096):
+        times = max(5, 4096 // count)
+        begin = time.process_time()
+        for turn in range(times):
+            blend.locate(np.arange(turn * count, (turn + 1) * count))
+        took = (time.process_time() - begin) / times / count
+        found.append(f"{took * 1e3:.4f} ms in {count:,}")
+    return f"a sample of {corpora} corpora: {', '.join(found)}"
+
+
 def opening(root: Path) -> str:
     """Open a split in a new process; return its time and how much its memory grew."""
     program = """
@@ -222,6 +246,7 @@ def main() -> None:
             took = time.perf_counter() - start
             print(f"cold  {reader:22} {COLD_SAMPLES * LENGTH / took / 1e6:8.2f}M tokens/s")
         print("open ", opening(root))
+        print("place", placing(50))
 
 
 if __name__ == "__main__":

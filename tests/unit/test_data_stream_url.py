@@ -220,3 +220,36 @@ def test_a_source_that_stays_away_ends_the_build_with_its_name(sources, tmp_path
         ),
     ):
         built(tmp_path / "data", server.url)
+
+
+@pytest.mark.torture
+def test_a_data_set_and_its_sources_in_s3_are_the_local_ones(sources, tmp_path, monkeypatch):
+    """Through s3fs and a server of the protocol: pip install s3fs 'moto[server]'."""
+    s3fs = pytest.importorskip("s3fs", reason="pip install s3fs 'moto[server]'")
+    moto = pytest.importorskip("moto.server", reason="pip install s3fs 'moto[server]'")
+    root, local = sources
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        store = s3fs.S3FileSystem(skip_instance_cache=True)
+        store.mkdir("corpus")
+        store.put(f"{root}/", "corpus/text/", recursive=True)
+        assert built(tmp_path / "data", "s3://corpus/text") == local
+        store.put(f"{tmp_path}/data/", "corpus/data/", recursive=True)
+        verify("s3://corpus/data")
+        there, here = (TokenStream(f"{p}/train") for p in ("s3://corpus/data", tmp_path / "data"))
+        starts = np.random.default_rng(1).integers(0, len(here) - 1025, 64)
+        assert np.array_equal(there.read_batch(starts, 1025), here.read_batch(starts, 1025))
+        store.rm(f"corpus/data/train/{there.manifest.shards[0].name}")
+        with pytest.raises(ConfigError, match=r"^s3://corpus/data/train/\S+\.tar: missing"):
+            TokenStream("s3://corpus/data/train").read(0, 10)
+    finally:
+        server.stop()
