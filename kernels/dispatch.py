@@ -128,7 +128,7 @@ def attention(
             device.
         backend: "triton", "folded" or "sdpa", which then serves or fails; or "auto", which chooses
             one (`choose_backend`) and logs the choice and its reason once per process.
-        skip: For "triton": skip tiles of keys too far away to matter
+        skip: For "triton" and "sdpa": leave out keys too far away to matter
             (`pretrain.kernels.flash`). True at any length, False never, None where it pays.
 
     Returns:
@@ -159,7 +159,7 @@ def attention(
         return attention_triton(*arguments, skip, document_starts=document_starts)
     if backend == "folded":
         return folded.attention_folded(*arguments)
-    return sdpa.attention_sdpa(*arguments, document_starts)
+    return sdpa.attention_sdpa(*arguments, document_starts, skip)
 
 
 @cache

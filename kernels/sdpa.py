@@ -15,14 +15,23 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pretrain.kernels.call import Call, ScoreBias
+from pretrain.kernels.reach import first_keys
 
 QUERY_BLOCK = 256
 """Queries served by one call of torch's kernel. A block is not given the keys after its last query,
 which halves the work of long causal sequences. Of 64, 128, 256 and 512, 256 was the fastest at
 2,048 and 4,096 tokens and within 3 % of it at 512 (benchmarks/results/cpu_attention_mask.md)."""
+
+SKIPPED_FROM = 4096
+"""Keys from which on it pays to ask which of them matter (`pretrain.kernels.reach`)."""
+
+KEYS_OF_A_CALL = 512
+"""What a call of torch's kernel for a block of queries costs before it computes, in keys of one
+head."""
 
 ALIGNMENT = 8
 """Widths of heads that the fused kernels of a GPU serve are multiples of this. The memory-efficient
@@ -38,6 +47,7 @@ def attention_sdpa(
     scale: float | None,
     dropout_p: float,
     document_starts: Tensor | None = None,
+    skip: bool | None = None,
 ) -> Tensor:
     """Compute attention by torch's fused kernels, a block of queries at a time.
 
@@ -54,6 +64,8 @@ def attention_sdpa(
         scale: Factor of the products q k^T; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped.
         document_starts: As in `pretrain.kernels.dispatch.attention`, or None.
+        skip: Leave out keys too far away to matter (`pretrain.kernels.reach`): True at any length,
+            False never, None where it pays.
 
     Returns:
         The output, [queries, B, H, D] in the dtype of q.
@@ -63,7 +75,8 @@ def attention_sdpa(
         # The default scale is that of the heads, not of the padded ones.
         scale = width**-0.5 if scale is None else scale
         q, k, v = (pad(x, (0, aligned(width) - width)) for x in (q_SBHD, k_SBGD, v_SBGD))
-        return attention_sdpa(q, k, v, bias, scale, dropout_p, document_starts)[..., :width]
+        out = attention_sdpa(q, k, v, bias, scale, dropout_p, document_starts, skip)
+        return out[..., :width]
     if document_starts is None and not needs_mask(q_SBHD, k_SBGD, bias):
         # On a CPU, torch serves dropout by its unfused path alone.
         with only_fused() if q_SBHD.is_cuda else contextlib.nullcontext():
@@ -75,7 +88,8 @@ def attention_sdpa(
         # precision cannot tell far keys apart. On a CPU it takes an fp32 mask with half-precision q
         # (torch 2.13, FlashAttentionKernel.cpp).
         q_SBHD, k_SBGD, v_SBGD = q_SBHD.float(), k_SBGD.float(), v_SBGD.float()
-    return _with_mask(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, document_starts).to(dtype)
+    qkv = q_SBHD, k_SBGD, v_SBGD
+    return _with_mask(*qkv, bias, scale, dropout_p, document_starts, skip).to(dtype)
 
 
 def _with_mask(
@@ -86,6 +100,7 @@ def _with_mask(
     scale: float | None,
     dropout_p: float,
     document_starts: Tensor | None,
+    skip: bool | None,
 ) -> Tensor:
     """Compute attention with the bias, causality and documents in a mask, block by block.
 
@@ -97,6 +112,7 @@ def _with_mask(
         scale: Factor of the products q k^T; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped.
         document_starts: As in `pretrain.kernels.dispatch.attention`, or None.
+        skip: The same.
 
     Returns:
         The output, [queries, B, H, D].
@@ -117,44 +133,123 @@ def _with_mask(
     added = bias.at(distances)
     if bias.causal:
         added = added.masked_fill(distances < 0, -torch.inf)
-    if q.is_cuda:
-        # Without a bias the mask is made of 0 and -inf, which every dtype holds.
+    if q.is_cuda or q.dtype == torch.float64:
+        # Without a bias the mask is made of 0 and -inf, which every dtype holds. Torch's CPU kernel
+        # takes an fp32 mask beside fp64 queries without an error and reads it as something else
+        # (torch 2.13: outputs differ by 3).
         added = added.to(q.dtype)
     if num_queries <= QUERY_BLOCK:
         # Reversing so small a mask, which copies it, is cheaper than reversing queries and output.
         mask = added.unfold(-1, num_keys, 1).flip(-2)[None]
         mask = _within_documents(mask, document_starts)
         return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3)
+    windows_of_blocks = _windows(heads, bias, scale, dropout_p, document_starts, skip)
     reversed_q, blocks = q.flip(2), []
-    for start in range(0, num_queries, QUERY_BLOCK):
+    heads_per_group = q.shape[1] // k.shape[1]
+    for start, windows in zip(range(0, num_queries, QUERY_BLOCK), windows_of_blocks):
         queries = min(QUERY_BLOCK, num_queries - start)
-        # The first of the reversed queries stands at position num_keys - 1 - start.
-        keys = num_keys - start if bias.causal else num_keys
-        mask = added[:, start : start + queries + keys - 1].unfold(-1, keys, 1)[None]
-        if document_starts is not None:
-            of_block = document_starts.flip(1)[:, start : start + queries]
-            mask = _within_documents(mask, of_block)
-        if q.is_cuda:
-            # The CUDA kernel needs aligned rows, which an overlapping view does not have.
-            mask = mask.contiguous()
-        block = reversed_q[:, :, start : start + queries]
-        blocks.append(attend(block, k[:, :, :keys], v[:, :, :keys], attn_mask=mask))
+        parts = []
+        for groups, first, end in windows:
+            heads = slice(groups.start * heads_per_group, groups.stop * heads_per_group)
+            # Row 0 of the mask belongs to the query at position num_keys - 1 - start, column 0 to
+            # key `first`. A mask without a bias has one row for all heads.
+            rows = added[heads if len(added) > 1 else slice(None)]
+            mask = rows[:, start + first : start + queries + end - 1].unfold(-1, end - first, 1)
+            if document_starts is not None:
+                of_block = document_starts.flip(1)[:, start : start + queries]
+                mask = _within_documents(mask[None], of_block, first)
+            else:
+                mask = mask[None]
+            if q.is_cuda:
+                # The CUDA kernel needs aligned rows, which an overlapping view does not have.
+                mask = mask.contiguous()
+            block = reversed_q[:, heads, start : start + queries]
+            keys = (slice(None), groups, slice(first, end))
+            parts.append(attend(block, k[keys], v[keys], attn_mask=mask))
+        blocks.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
     return torch.cat(blocks, dim=2).flip(2).permute(2, 0, 1, 3)
 
 
-def _within_documents(mask_BHSS: Tensor, document_starts: Tensor | None) -> Tensor:
+def _windows(
+    qkv: tuple[Tensor, ...],
+    bias: ScoreBias,
+    scale: float | None,
+    dropout_p: float,
+    document_starts: Tensor | None,
+    skip: bool | None,
+) -> list[list[tuple[slice, int, int]]]:
+    """Return which keys each block of queries is given, the block of the last queries first.
+
+    Args:
+        qkv: Queries [queries, B, H, D], keys and values [keys, B, G, D].
+        bias: Bias and causality.
+        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
+        dropout_p: Probability that a weight is dropped.
+        document_starts: As in `attention_sdpa`.
+        skip: The same.
+
+    Returns:
+        For each block its parts: (key heads, first key, key after the last). Key heads that reach
+        about as far share a part, and so a call of torch's kernel.
+    """
+    q, k, _ = qkv
+    num_queries, num_keys, groups = len(q), len(k), k.shape[2]
+    starts = range(0, num_queries, QUERY_BLOCK)
+    # A block is not given the keys after its last query.
+    ends = [num_keys - start if bias.causal else num_keys for start in starts]
+    slopes = bias.slopes
+    if skip is None:
+        skip = num_keys >= SKIPPED_FROM and not q.is_cuda and not dropout_p
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
+    # A gradient of slopes wants every distance. Fake tensors have no values to decide
+    # from.
+    trained = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
+    both_sides = not bias.causal and num_queries == num_keys
+    able = (bias.causal or both_sides) and not trained and not isinstance(q, FakeTensor)
+    if not skip or slopes is None or not able:
+        return [[(slice(0, groups), 0, end)] for end in ends]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    firsts = first_keys(*qkv, slopes, scale, QUERY_BLOCK, wanted, document_starts).T.tolist()
+    if bias.causal:
+        lasts = [[end] * groups for end in ends]
+    else:
+        flipped = first_keys(*(x.flip(0) for x in qkv), slopes, scale, QUERY_BLOCK, wanted)
+        lasts = [[num_keys - first for first in of_block] for of_block in flipped.flip(1).T.tolist()]
+    return [_parts(first, last) for first, last in zip(firsts, lasts)]
+
+
+def _parts(firsts: list[int], lasts: list[int]) -> list[tuple[slice, int, int]]:
+    """Divide key heads among calls: neighbours share one if that costs no more than a call does."""
+    parts: list[tuple[slice, int, int]] = []
+    for group, (first, last) in enumerate(zip(firsts, lasts)):
+        if parts:
+            heads, first_of_part, last_of_part = parts[-1]
+            start, end = min(first, first_of_part), max(last, last_of_part)
+            count = group - heads.start
+            apart = (last - first) + count * (last_of_part - first_of_part)
+            if (count + 1) * (end - start) <= apart + KEYS_OF_A_CALL:
+                parts[-1] = (slice(heads.start, group + 1), start, end)
+                continue
+        parts.append((slice(group, group + 1), first, last))
+    return parts
+
+
+def _within_documents(
+    mask_BHSS: Tensor, document_starts: Tensor | None, first: int = 0
+) -> Tensor:
     """Return a mask in which each query no longer sees the keys before its own document.
 
     Args:
         mask_BHSS: What is added to scores, [1, H or 1, queries, keys].
         document_starts: Of these queries, [B, queries]; None leaves the mask as it is.
+        first: Position of the key in column 0.
 
     Returns:
         [B, H or 1, queries, keys].
     """
     if document_starts is None:
         return mask_BHSS
-    key = torch.arange(mask_BHSS.shape[3], device=mask_BHSS.device)
+    key = torch.arange(first, first + mask_BHSS.shape[3], device=mask_BHSS.device)
     return mask_BHSS.masked_fill(key < document_starts[:, None, :, None], -torch.inf)
 
 

@@ -1,0 +1,115 @@
+"""Test which keys attention on a CPU is given under ALiBi, against dense attention in fp64."""
+
+import math
+
+import pytest
+import torch
+
+from pretrain.kernels import sdpa
+from pretrain.kernels.dispatch import attention
+from pretrain.positions.alibi import alibi_slopes
+from tests.kernels.test_skipping import KINDS, draw, rows
+
+
+@pytest.fixture
+def pairs(monkeypatch):
+    """Pairs of query and key that torch's kernel is given, over all heads, call by call."""
+    calls, torchs = [], sdpa.scaled_dot_product_attention
+
+    def counted(q, k, v, **options):
+        calls.append(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
+        return torchs(q, k, v, **options)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", counted)
+    return calls
+
+
+def compare(q, k, v, pairs, slopes, **options):
+    """Compare outputs and gradients with those of all keys; return the share of pairs that is left."""
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    towards = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).double()
+    outs, gradients, counts = [], [], []
+    for skip in (False, True):
+        pairs.clear()
+        out = attention(*inputs, slopes=slopes, backend="sdpa", skip=skip, **options)
+        outs.append(out.detach())
+        gradients.append(torch.autograd.grad((out * towards).sum(), inputs))
+        counts.append(sum(pairs))
+    dense, left = outs
+    # What `first_keys` states, row by row; values of several heads to one are taken for each head.
+    own = rows(v[len(v) - len(q) :]).repeat_interleave(q.shape[2] // v.shape[2], dim=1)
+    noise = 1e-13 * (1 + float(rows(v).max()))
+    assert (rows(left - dense) <= 2.0**-24 * (own + rows(dense)) + noise).all()
+    for truth, found in zip(*gradients):
+        # The rounding of the sums themselves, where giant numbers cancel.
+        noise = 1e-12 + 1e-17 * float(rows(v).max() * rows(k).max())
+        assert (found - truth).abs().max() <= 2.0**-20 * truth.abs().max() + noise
+    return counts[1] / counts[0]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_left_out_does_not_matter(kind, causal, pairs):
+    q, k, v = draw(kind, 1536, 2, width=16)
+    share = compare(q, k, v, pairs, alibi_slopes(16)[[0, 5]], causal=causal)
+    if kind in ("scale 1", "constant", "one-hot"):
+        assert share < 0.8
+
+
+def test_fewer_queries_shared_keys_and_documents(pairs):
+    q, k, v = draw("scale 1", 1600, 4, width=16)
+    slopes = torch.tensor([0.9, 0.5, 0.3, 0.2])
+    assert compare(q[-700:], k, v, pairs, slopes) < 0.6
+    assert compare(q, k[:, :, :2], v[:, :, :2], pairs, slopes) < 0.8
+    starts = torch.arange(1600, dtype=torch.int32)[None] // 400 * 400
+    apart = compare(q, k, v, pairs, slopes / 1000, document_starts=starts)
+    assert apart < 0.7, "keys of documents before that of a block are not loaded"
+
+
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_pairs_are_those_of_the_closed_form(length, pairs):
+    """With all scores 0, a key matters while slope * distance + floor < 24 ln 2 + ln(length)."""
+    slopes = alibi_slopes(8)
+    q, k, v = torch.zeros(length, 1, 8, 16), *draw("scale 0", length, 8, width=16)[1:]
+    v = v / v.norm(dim=3, keepdim=True)
+    attention(q, k, v, slopes=slopes, backend="sdpa")
+    expected = 0
+    for slope in slopes.tolist():
+        # The first query of a block has its own key and the 32 before it to make its floor of.
+        floor = math.log(sum(math.exp(-slope * t) for t in range(33)))
+        window = (24 * math.log(2) + math.log(length) - floor) / slope
+        for block in range(length // 256):
+            left_out = (block * 256 + 1 - window) // 256 if block else 0
+            expected += 256 * ((block + 1) * 256 - 256 * max(int(left_out), 0))
+    # Heads that share a call are given the longest window among them, and the bound has slack.
+    assert expected <= sum(pairs) < 1.05 * expected
+
+
+def test_pairs_grow_with_the_length_and_not_with_its_square(pairs):
+    counts = []
+    for length in (4096, 8192, 16384):
+        q, k, v = draw("scale 1", length, 2, width=8)
+        pairs.clear()
+        attention(q, k, v, slopes=torch.tensor([0.5, 0.03125]), backend="sdpa")
+        counts.append(sum(pairs))
+    assert counts[1] / counts[0] < 2.1 and counts[2] / counts[1] < 2.1
+
+
+def test_nothing_is_left_out_that_could_show(pairs):
+    q, k, v = draw("scale 1", 1024, 1, width=16)
+    whole = 256 * 256 * (1 + 2 + 3 + 4)
+
+    def given(q=q, k=k, v=v, slope=0.5):
+        pairs.clear()
+        slopes = torch.as_tensor([slope]) if isinstance(slope, float) else slope
+        attention(q, k, v, slopes=slopes, backend="sdpa", skip=True)
+        return sum(pairs)
+
+    assert given() < whole
+    assert given(slope=0.0) == given(slope=-0.5) == given(slope=math.nan) == whole
+    for bad in (math.nan, math.inf):
+        for name, x in (("k", k), ("v", v)):
+            hostile = x.clone()
+            hostile[0, 0, 0, 0] = bad
+            assert given(**{name: hostile}) == whole
+    assert given(slope=torch.tensor([0.5], requires_grad=True)) == whole, "its gradient wants all"
