@@ -61,8 +61,8 @@ def first_keys(
     """Return the first key that any query of each block can see, for every key head.
 
     All weights of a row before it sum to less than 2^-24, and what the output loses is below
-    2^-24 (|v_i| + |out_i|). A query that is not finite, or that could see a number that is not, sees
-    all keys, and so does a head whose slope is not positive.
+    2^-24 (|v_i| + |out_i|). A query that is not finite, or that could see a number that is not,
+    sees all keys, and so does a head whose slope is not positive.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D], the last positions of the keys.
@@ -111,21 +111,22 @@ def first_keys(
         low, high = torch.where(out, middle + 1, low), torch.where(out, high, middle)
     if document_starts is not None:
         low = low.maximum(document_starts[:, None] // tile)
-    first_GS = low.amin(0).unflatten(0, (groups, shared)).amin(1).flip(1) * tile
+    first_GS = low.amin(0).view(groups, shared, -1).amin(1).flip(1) * tile
     padded = pad(first_GS, (0, -num_queries % tile), value=num_keys)
-    return padded.unflatten(1, (-1, tile)).amin(2)
+    return padded.view(groups, -1, tile).amin(2)
 
 
 def _floors(
     q_SBHD: Tensor, k_SBGD: Tensor, slopes: Tensor, scale: float, document_starts: Tensor | None
 ) -> Tensor:
     """Return the logsumexp of every query's scores over keys close before it, fp32 [B, H, S]."""
-    num_queries, batch, heads, _ = q_SBHD.shape
+    num_queries, batch = q_SBHD.shape[:2]
     groups, before = k_SBGD.shape[2], len(k_SBGD) - num_queries
     # The keys of a tile of queries are those at its positions and at as many before them. Zeros
     # stand for positions that do not exist, which are masked.
     after = -num_queries % FLOOR_TILE
-    q = pad(q_SBHD, (0, 0, 0, 0, 0, 0, 0, after)).unflatten(0, (-1, FLOOR_TILE))
+    q = pad(q_SBHD, (0, 0, 0, 0, 0, 0, 0, after))
+    q = torch.unflatten(q, 0, (-1, FLOOR_TILE))  # [T, FLOOR_TILE, B, H, D]
     front = max(FLOOR_TILE - before, 0)
     k = pad(k_SBGD[max(before - FLOOR_TILE, 0) :], (0, 0, 0, 0, 0, 0, front, after))
     k = k.unfold(0, 2 * FLOOR_TILE, FLOOR_TILE)  # [T, B, G, D, 2 * FLOOR_TILE]
@@ -136,11 +137,11 @@ def _floors(
     distance = row + FLOOR_TILE - column
     bias = (-slopes[:, None, None] * distance).masked_fill(distance < 0, -math.inf)
     floors = []
-    for tiles in torch.arange(len(q), device=q.device).split(FLOOR_TILES):
-        q_part = q[tiles].unflatten(3, (groups, -1)).float()
+    for tiles in torch.split(torch.arange(len(q), device=q.device), FLOOR_TILES):
+        q_part = torch.unflatten(q[tiles].float(), 3, (groups, -1))
         scores = torch.einsum("tsbgpd,tbgdk->bgptsk", q_part, k[tiles].float()).flatten(1, 2)
         position = before + tiles[:, None] * FLOOR_TILE + column - FLOOR_TILE
-        first = starts.unflatten(1, (-1, FLOOR_TILE))[:, tiles]
+        first = starts.view(batch, -1, FLOOR_TILE)[:, tiles]
         hidden = position[None, :, None] < first[..., None]
         scores = (scores * scale + bias[:, None]).masked_fill(hidden[:, None], -math.inf)
         floors.append(scores.logsumexp(-1).flatten(2))
@@ -149,11 +150,12 @@ def _floors(
 
 def _norms(x_SBHD: Tensor) -> Tensor:
     """Return the 2-norm of every row, fp32 [B, H, S]; infinite where it is no number."""
-    norms = torch.linalg.vector_norm(x_SBHD.float(), dim=3).permute(1, 2, 0)
+    norms: Tensor = torch.linalg.vector_norm(x_SBHD.float(), dim=3).permute(1, 2, 0)
     return norms.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _longest_so_far(norms_BHS: Tensor, tile: int) -> Tensor:
     """Return the largest norm in tiles 0 .. t, [B, H, T]."""
-    longest = pad(norms_BHS, (0, -norms_BHS.shape[2] % tile))
-    return longest.unflatten(2, (-1, tile)).amax(3).cummax(2).values
+    tiles = torch.unflatten(pad(norms_BHS, (0, -norms_BHS.shape[2] % tile)), 2, (-1, tile))
+    longest: Tensor = torch.cummax(tiles.amax(3), 2).values
+    return longest

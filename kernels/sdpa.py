@@ -117,8 +117,8 @@ def _with_mask(
     Returns:
         The output, [queries, B, H, D].
     """
-    heads = _with_equal_heads(q_SBHD, k_SBGD, v_SBGD, masked=True)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in heads)
+    equal = _with_equal_heads(q_SBHD, k_SBGD, v_SBGD, masked=True)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in equal)
     attend = partial(
         scaled_dot_product_attention,
         scale=scale,
@@ -143,7 +143,7 @@ def _with_mask(
         mask = added.unfold(-1, num_keys, 1).flip(-2)[None]
         mask = _within_documents(mask, document_starts)
         return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3)
-    windows_of_blocks = _windows(heads, bias, scale, dropout_p, document_starts, skip)
+    windows_of_blocks = _windows(equal, bias, scale, dropout_p, document_starts, skip)
     reversed_q, blocks = q.flip(2), []
     heads_per_group = q.shape[1] // k.shape[1]
     for start, windows in zip(range(0, num_queries, QUERY_BLOCK), windows_of_blocks):
@@ -171,7 +171,7 @@ def _with_mask(
 
 
 def _windows(
-    qkv: tuple[Tensor, ...],
+    qkv: tuple[Tensor, Tensor, Tensor],
     bias: ScoreBias,
     scale: float | None,
     dropout_p: float,
@@ -192,7 +192,7 @@ def _windows(
         For each block its parts: (key heads, first key, key after the last). Key heads that reach
         about as far share a part, and so a call of torch's kernel.
     """
-    q, k, _ = qkv
+    q, k, v = qkv
     num_queries, num_keys, groups = len(q), len(k), k.shape[2]
     starts = range(0, num_queries, QUERY_BLOCK)
     # A block is not given the keys after its last query.
@@ -209,12 +209,14 @@ def _windows(
     if not skip or slopes is None or not able:
         return [[(slice(0, groups), 0, end)] for end in ends]
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    firsts = first_keys(*qkv, slopes, scale, QUERY_BLOCK, wanted, document_starts).T.tolist()
+    firsts = first_keys(q, k, v, slopes, scale, QUERY_BLOCK, wanted, document_starts).T.tolist()
     if bias.causal:
         lasts = [[end] * groups for end in ends]
     else:
-        flipped = first_keys(*(x.flip(0) for x in qkv), slopes, scale, QUERY_BLOCK, wanted)
-        lasts = [[num_keys - first for first in of_block] for of_block in flipped.flip(1).T.tolist()]
+        flipped = first_keys(q.flip(0), k.flip(0), v.flip(0), slopes, scale, QUERY_BLOCK, wanted)
+        lasts = [
+            [num_keys - first for first in of_block] for of_block in flipped.flip(1).T.tolist()
+        ]
     return [_parts(first, last) for first, last in zip(firsts, lasts)]
 
 
@@ -234,9 +236,7 @@ def _parts(firsts: list[int], lasts: list[int]) -> list[tuple[slice, int, int]]:
     return parts
 
 
-def _within_documents(
-    mask_BHSS: Tensor, document_starts: Tensor | None, first: int = 0
-) -> Tensor:
+def _within_documents(mask_BHSS: Tensor, document_starts: Tensor | None, first: int = 0) -> Tensor:
     """Return a mask in which each query no longer sees the keys before its own document.
 
     Args:
@@ -351,7 +351,7 @@ def sdpa_without_bias(
 
 def _with_equal_heads(
     q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, masked: bool = False
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v, with key heads repeated where torch's kernel cannot share them.
 
     The memory-efficient kernel, which serves masks, fp32, heads wider than 256 and GPUs below

@@ -25,7 +25,7 @@ def pairs(monkeypatch):
 
 
 def compare(q, k, v, pairs, slopes, **options):
-    """Compare outputs and gradients with those of all keys; return the share of pairs that is left."""
+    """Compare outputs and gradients with those of all keys; return the share of pairs left."""
     inputs = [x.double().requires_grad_() for x in (q, k, v)]
     towards = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).double()
     outs, gradients, counts = [], [], []
