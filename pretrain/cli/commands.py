@@ -475,8 +475,9 @@ def import_(
     OPT and MPT as far as their positions reach). When they differ, OUT is not made and the exit
     code is 1.
 
-    Data for it has to be made with the model's own tokenizer. An export of this program carries it;
-    other folders do not, unless theirs is a SentencePiece model that data.tokenizer can name.
+    The folder's tokenizer.json or tokenizer.model goes with the run: `pretrain evaluate --text` and
+    `pretrain export` then need no data set. Data to train on has to be made with that tokenizer,
+    which data.tokenizer of the run names.
 
     \b
     Example:

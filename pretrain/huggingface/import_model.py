@@ -33,6 +33,7 @@ from pretrain.config import (
 )
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import TOKENIZER, differences
+from pretrain.data.shards import JSON, MODEL
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.huggingface.base import HuggingFaceClass
 from pretrain.huggingface.classes import CLASSES
@@ -95,9 +96,9 @@ def import_folder(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Non
     check_new(out)
     check_apart(out)
     source = read_source(folder)
-    config = run_config(source, out, overrides)
+    tokenizer, lacking = _tokenizer(source)
+    config = run_config(source, out, overrides, tokenizer)
     weights = _read_weights(source)
-    tokenizer = _tokenizer(source)
     with writing(out), new_directory(out.absolute()) as partial:
         claim_version(partial)
         replace_file(RunPaths(partial).config, dump_config(config))
@@ -111,7 +112,7 @@ def import_folder(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Non
         checkpoint = write_checkpoint(partial, config, tensors, state, origin, tokenizer)
         _check_parity(source, out, checkpoint)
     print(f"{folder} -> {out} ({num_parameters(config):,} parameters)")
-    print(_advice(config, out, tokenizer))
+    print(_advice(source, config, out, tokenizer) if tokenizer is not None else lacking)
 
 
 # ---- The folder's model --------------------------------------------------------------------------
@@ -198,20 +199,26 @@ def _tensors(
 
 
 # ---- The run's config ----------------------------------------------------------------------------
-def run_config(source: Source, out: Path, overrides: Sequence[str]) -> RunConfig:
+def run_config(
+    source: Source, out: Path, overrides: Sequence[str], tokenizer: Tokenizer | None = None
+) -> RunConfig:
     """Return the config of the run that an import makes.
 
     Args:
         source: The folder's model.
         out: The run's directory.
         overrides: `section.key=value` settings of the user.
+        tokenizer: The folder's, of which the run gets a copy.
 
     Raises:
         ConfigError: Our model cannot hold the folder's, or an override changes the model or the
             run's directory.
     """
-    values = _exported_values(source, out) if source.is_export else _new_values(source, out)
+    values = _exported_values(source) if source.is_export else _new_values(source, out, tokenizer)
     values["run"] = values.get("run", {}) | {"directory": str(out)}
+    # Always named, so that a build never trains another tokenizer, whose ids would mean other
+    # pieces than those of the model's embeddings.
+    values["data"]["tokenizer"] = str(out / (tokenizer.file_name if tokenizer else JSON))
     origin = str(source.folder / (MARKER if source.is_export else CONFIG))
     found, config = parse_config(values, origin), parse_config(values, origin, overrides)
     free = ["data.vocab_size"] * (found.padded_vocab_size == config.padded_vocab_size)
@@ -223,20 +230,17 @@ def run_config(source: Source, out: Path, overrides: Sequence[str]) -> RunConfig
     return config
 
 
-def _exported_values(source: Source, out: Path) -> dict[str, Any]:
+def _exported_values(source: Source) -> dict[str, Any]:
     """Return the sections of the run that the folder was exported from."""
     config = load_config(source.folder / MARKER)
     values = config.model_dump(mode="json", exclude_none=True)
     if config.position.table_end(config) is not None:
         # By default it follows data.sequence_length, which the user may override.
         values["position"]["max_position_embeddings"] = source.max_length
-    if (original := find_original(source.folder)) is not None:
-        # The import puts a copy there; a file that the run was given may be on another machine.
-        values["data"]["tokenizer"] = str(out / original[0])
     return values
 
 
-def _new_values(source: Source, out: Path) -> dict[str, Any]:
+def _new_values(source: Source, out: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the sections of a run for a model that was not trained here.
 
     Raises:
@@ -252,7 +256,7 @@ def _new_values(source: Source, out: Path) -> dict[str, Any]:
         "data": {
             "directory": str(out / "data"),
             "sequence_length": source.max_length,
-            "vocab_size": source.settings.vocab_size,
+            "vocab_size": (tokenizer or source.settings).vocab_size,
             "source": "text",
             "paths": ["corpus/**/*.txt"],
         },
@@ -298,17 +302,42 @@ def _check_parity(source: Source, out: Path, checkpoint: Path) -> None:
         )
 
 
-def _tokenizer(source: Source) -> Tokenizer | None:
-    """Return the run's tokenizer that the folder carries, if it is one of our exports."""
-    original = find_original(source.folder) if source.is_export else None
-    return load_tokenizer(original[1]) if original is not None else None
+# ---- The tokenizer -------------------------------------------------------------------------------
+def _tokenizer(source: Source) -> tuple[Tokenizer | None, str]:
+    """Return the folder's tokenizer, or None and a line that says why the run has none."""
+    if source.is_export:
+        original = find_original(source.folder)
+        path = original[1] if original is not None else None
+    else:
+        paths = [source.folder / name for name in (JSON, MODEL)]
+        path = next((path for path in paths if path.is_file()), None)
+    try:
+        if path is None:
+            reason = f"{source.folder}: has no {JSON} and no {MODEL}"
+        elif (found := load_tokenizer(path)).vocab_size <= source.settings.vocab_size:
+            return found, ""
+        else:
+            reason = f"{path}: has {found.vocab_size} pieces, the model has fewer embeddings"
+    except ConfigError as error:
+        reason = str(error)
+    return None, (
+        f"{reason}.\nSo the run has no tokenizer, and is evaluated on text and exported only with a "
+        "data set that the model's own tokenizer made. Where the folder has one of another form, "
+        f"transformers' AutoTokenizer.from_pretrained(F).save_pretrained(F) writes a {JSON} into "
+        "it; then import it again"
+    )
 
 
-def _advice(config: RunConfig, out: Path, tokenizer: Tokenizer | None) -> str:
-    """Return what has to be known about the data before the run is evaluated or trained on."""
-    own = "this model's own tokenizer, named as data.tokenizer"
-    return (
-        f"To evaluate it or train on, data.directory = {config.data.directory} needs tokens of "
-        f"{own if tokenizer is None else out / tokenizer.file_name}: set data.paths and run "
-        f"`pretrain data build {out}/config.toml`"
+def _advice(source: Source, config: RunConfig, out: Path, tokenizer: Tokenizer) -> str:
+    """Return what has to be known about the tokenizer and the data before the run is used."""
+    eos, other = source.settings.eos_token_id, ""
+    if eos not in (None, tokenizer.eos_id):
+        other = (
+            f"{CONFIG} has eos_token_id = {eos}; here documents end with token {tokenizer.eos_id}, "
+            f"as {tokenizer.file_name} names it.\n"
+        )
+    return other + (
+        f"`pretrain evaluate {out} --text FILE` and `pretrain export` need nothing else. To train "
+        f"on, data.directory = {config.data.directory} needs tokens of {out / tokenizer.file_name}: "
+        f"set data.paths and run `pretrain data build {out}/config.toml`"
     )

@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoTokenizer
 
 from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
@@ -25,8 +29,9 @@ from pretrain.config import ConfigError, EvaluationRequest, RunFailed, load_conf
 from pretrain.data.shards import MODEL
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.evaluation.command import evaluate_sources
+from pretrain.evaluation.command import evaluate_sources, text_data_set
 from pretrain.huggingface.base import StackQkv, same_bits
+from pretrain.huggingface.export import export_source
 from pretrain.huggingface.folder import MARKER, ORIGINALS, to_huggingface
 from pretrain.huggingface.import_model import import_folder
 from pretrain.rundir.checkpoints import find_checkpoint
@@ -285,6 +290,42 @@ def refused(folder: Path, out: Path, *overrides: str) -> None:
     with pytest.raises(RunFailed, match="does not compute what transformers computes"):
         import_folder(folder, out, overrides)
     assert not out.exists()
+
+
+WORDS = ["<unk>", "</s>", *"abcdefgh", *(f"w{i}" for i in range(70))]
+"""A vocabulary of fewer tokens than a SentencePiece model has at least."""
+
+
+@pytest.mark.parametrize("make", [bloom, mpt, opt, gpt_neox])
+def test_the_folders_tokenizer_goes_with_the_run(make, tmp_path, capsys):
+    """Import, evaluation of a text, export and import again, with no data set anywhere."""
+    model = randomise(make(vocab_size=96, eos_token_id=1))
+    folder = saved(model, tmp_path / "hf")
+    given = tokenizers.Tokenizer(WordLevel({w: i for i, w in enumerate(WORDS)}, "<unk>"))
+    given.pre_tokenizer = Whitespace()
+    given.add_special_tokens(["<unk>", "</s>"])
+    given.save(str(folder / "tokenizer.json"))
+    import_folder(folder, tmp_path / "run")
+    assert "--text FILE" in capsys.readouterr().out
+    (tmp_path / "text").write_text(text := "a b c w1 w2 other w69 h g")
+    request = EvaluationRequest.parse("10", "nonoverlapping", None, None)
+    with text_data_set([tmp_path / "run"], [str(tmp_path / "text")]) as data:
+        [record] = evaluate_sources([tmp_path / "run"], request, [f"data.directory={data}"], None)
+    ids = torch.tensor([[1, *given.encode(text).ids, 1]])
+    with torch.no_grad():
+        expected = F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).item()
+    assert record["loss_nats"] == pytest.approx(expected, rel=1e-6)
+    export_source(tmp_path / "run", tmp_path / "again")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "again", local_files_only=True)
+    assert theirs(text)["input_ids"] == given.encode(text).ids and theirs.eos_token_id == 1
+    import_folder(tmp_path / "again", tmp_path / "second")
+    first, second = masters(tmp_path / "run"), masters(tmp_path / "second")
+    assert all(same_bits(first[name], second[name]) for name in first | second)
+    for run in ("run", "second"):
+        config = load_config(tmp_path / run / "config.toml")
+        assert config.data.tokenizer == str(tmp_path / run / "tokenizer.json")
+        assert Path(config.data.tokenizer).read_bytes() == (folder / "tokenizer.json").read_bytes()
+        assert (config.data.vocab_size, config.padded_vocab_size) == (len(WORDS), 96)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
