@@ -694,6 +694,10 @@ class ModelSection(Section):
     """Compute attention and MLP of a layer from the same input and add both to it, as GPT-NeoX and
     Pythia do. false: the MLP's input has the output of attention in it, as in GPT-2."""
 
+    clip_qkv: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Clip queries, keys and values to [-clip_qkv, clip_qkv] as they leave their projection, as MPT
+    and OLMo can against large scores. Default: they are not clipped."""
+
     hidden_dropout: Trajectory[float] = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of the embeddings and of the output of each attention and MLP block. 0
     suits training that sees every token once."""

@@ -481,6 +481,10 @@ class HuggingFaceClass(TensorTable):
 
         return getattr(modeling_slopes, self.name)
 
+    def read_config(self, folder: Path) -> Any:
+        """Return the transformers config of a folder."""
+        return self.config_class.from_pretrained(folder, local_files_only=True)
+
     def load(self, folder: Path, **options: Any) -> Any:
         """Return what from_pretrained does for a folder, with no code of the folder's run.
 
@@ -494,6 +498,7 @@ class HuggingFaceClass(TensorTable):
         # Loading takes seconds, and a progress bar would fill a log file.
         disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
         kind = self.code_class if self.stock else AutoModelForCausalLM
+        options.setdefault("config", self.read_config(folder))
         return kind.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, **options
         )

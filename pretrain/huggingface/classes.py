@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pretrain.config import ConfigError, RunConfig
@@ -25,7 +27,7 @@ from pretrain.huggingface.base import (
     StackQkv,
     Theirs,
 )
-from pretrain.positions.alibi import MAX_SLOPE
+from pretrain.positions.alibi import MAX_SLOPE, bias_max_of, slopes_with
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +82,7 @@ COMMON: tuple[Row, ...] = (
 NO_EMBEDDING_NORM = Ours(
     "model.embedding_layernorm", False, "{name} does not normalise its embeddings"
 )
+NO_CLIPPING = Ours("model.clip_qkv", None, "{name} does not clip queries, keys and values")
 SEQUENTIAL = Ours(
     "model.parallel_residual", False, "in {name} the MLP reads what attention has added to"
 )
@@ -89,9 +92,9 @@ NARROW_MLP = Ours(
     "{name} has 4 x hidden_size = {only}",
 )
 STOCK_SLOPES = (
-    # Bloom computes the published slopes. So does MPT: MptModel.forward does not pass
-    # attn_config.alibi_bias_max on, whatever it says (transformers/models/mpt/modeling_mpt.py).
-    Ours("position.slopes", "published", "{name} computes the published slopes"),
+    # Bloom computes the published slopes. So does MPT: see `Mpt.load`. A function, because an
+    # import of MPT reads the slopes from another row.
+    Ours("position.slopes", lambda _: "published", "{name} computes the published slopes"),
     Ours("position.trainable_slopes", False, "{name} computes the published slopes"),
 )
 
@@ -154,6 +157,7 @@ class Bloom(HuggingFaceClass):
             "our residual stream adds to what the LayerNorm reads, not to what it returns",
         ),
         NARROW_MLP,
+        NO_CLIPPING,
         SEQUENTIAL,
         Ours(
             "model.hidden_act",
@@ -250,6 +254,13 @@ does not."""
 # to None. build_mpt_alibi_tensor computes the slopes that our model has (test_export.py compares
 # them for every number of heads to 40), in fp32 and for max_seq_len positions, where MPT ends.
 _IGNORED = "stock transformers ignores it, and so would we"
+_BIAS_MAX = Both(
+    "attn_config.alibi_bias_max",
+    "position.slopes",
+    "position.slopes has a bias_max from 1 to 100",
+    write=bias_max_of,
+    read=slopes_with,
+)
 
 
 class Mpt(HuggingFaceClass):
@@ -271,14 +282,13 @@ class Mpt(HuggingFaceClass):
         Theirs("expansion_ratio", 4, _IGNORED),
         Theirs("logit_scale", None, _IGNORED),
         Theirs("norm_type", ("low_precision_layernorm", "layernorm"), "our norms are LayerNorms"),
-        # The class has the slopes of 8 whatever is written here.
         Theirs("attn_config.alibi", True, _IGNORED),
-        Theirs("attn_config.alibi_bias_max", 8, _IGNORED),
+        _BIAS_MAX,
         Theirs("attn_config.qk_ln", False, _IGNORED),
         Theirs("attn_config.prefix_lm", False, _IGNORED),
         Theirs("attn_config.attn_uses_sequence_id", False, _IGNORED),
         Theirs("attn_config.attn_type", "multihead_attention", _IGNORED),
-        Theirs("attn_config.clip_qkv", None, "our queries, keys and values are not clipped"),
+        Both("attn_config.clip_qkv", "model.clip_qkv"),
         Theirs(
             "attn_config.softmax_scale",
             None,
@@ -314,6 +324,29 @@ class Mpt(HuggingFaceClass):
         return """\
 Sequences can be at most as many tokens long as `max_seq_len` in config.json says, which can be
 raised there."""
+
+    def read_config(self, folder: Path) -> Any:
+        values = json.loads((folder / "config.json").read_bytes())
+        attention = values.get("attn_config")
+        if isinstance(attention, dict) and isinstance(attention.get("clip_qkv"), int):
+            # Published ones have 6, and transformers 5 wants a float.
+            attention["clip_qkv"] = float(attention["clip_qkv"])
+        return self.config_class.from_dict(values)
+
+    def load(self, folder: Path, **options: Any) -> Any:
+        """Return what from_pretrained does, with the slopes of alibi_bias_max.
+
+        MptModel.forward does not hand it to its own build_mpt_alibi_tensor, so stock transformers
+        always has the slopes of 8 (models/mpt/modeling_mpt.py), unlike the code with which models
+        of other values were trained (llmfoundry/models/layers/attention.py, gen_slopes).
+        """
+        loaded = super().load(folder, **options)
+        model = (loaded[0] if isinstance(loaded, tuple) else loaded).transformer
+        bias_max = model.config.attn_config.alibi_bias_max
+        model.build_mpt_alibi_tensor = partial(
+            model.build_mpt_alibi_tensor, alibi_bias_max=bias_max
+        )
+        return loaded
 
 
 # ---- Bloom and MPT with other slopes (modeling_slopes.py) ----------------------------------------
@@ -358,7 +391,7 @@ brings along has to be allowed with `trust_remote_code=True`.
 def _with_slopes(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     reason = f"position.slopes has a number from 0 to {MAX_SLOPE:.0f} for each head"
     row = Both("slopes", "position.slopes", reason, read=_slopes, is_written=False)
-    return (*(row for row in rows if row not in STOCK_SLOPES), row)
+    return (*(row for row in rows if row not in (*STOCK_SLOPES, _BIAS_MAX)), row)
 
 
 class BloomSlopes(_WithSlopes, Bloom):
@@ -375,6 +408,15 @@ class MptSlopes(_WithSlopes, Mpt):
     stock = Mpt.name
     rows = _with_slopes(Mpt.rows)
     heads_key = "n_heads"
+
+    def settings(
+        self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Any]:
+        found = super().settings(config, max_length, state)
+        if SLOPES not in config.position.tensors(config):
+            # For programs that take the slopes from there.
+            found["attn_config"]["alibi_bias_max"] = bias_max_of(config.position.slopes)
+        return found
 
 
 # ---- OPT: learned and sinusoidal positions (models/opt/modeling_opt.py) --------------------------
@@ -404,6 +446,7 @@ class Opt(HuggingFaceClass):
         Theirs("layerdrop", 0.0, "our model leaves out no layers"),
         # OPTDecoderLayer makes its LayerNorms with torch's default epsilon.
         Ours("model.layernorm_epsilon", 1e-5, "{name} supports {only} only"),
+        NO_CLIPPING,
         SEQUENTIAL,
         NO_EMBEDDING_NORM,
     )
@@ -473,6 +516,7 @@ class GptNeoX(HuggingFaceClass):
             read=_integer,
         ),
         Both("rope_parameters.partial_rotary_factor", "position.rotary_percent"),
+        NO_CLIPPING,
         NO_EMBEDDING_NORM,
     )
     modules: ClassVar = {

@@ -231,9 +231,9 @@ def _comparison_ids(config: RunConfig, stream: TokenStream | None, max_length: i
     Raises:
         ConfigError: The validation split is shorter than one sequence.
     """
-    length, heads = config.data.sequence_length, config.model.num_attention_heads
-    memory = math.isqrt(SCORE_BYTES // (4 * heads))
-    longest, rows = max(length, min(EXPORT_REACH * length, max_length, memory)), PARITY_ROWS
+    memory = longest_comparison(config)
+    length, rows = min(config.data.sequence_length, memory), PARITY_ROWS
+    longest = min(EXPORT_REACH * length, max_length, memory)
     if stream is not None:
         if len(stream) < length:
             raise ConfigError(
@@ -246,6 +246,11 @@ def _comparison_ids(config: RunConfig, stream: TokenStream | None, max_length: i
         return [torch.from_numpy(stream.read(0, n * t)).view(n, t) for n, t in shapes]
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(config.data.vocab_size, s, generator=generator) for s in shapes]
+
+
+def longest_comparison(config: RunConfig) -> int:
+    """Return the tokens of the longest sequence whose attention scores fit into SCORE_BYTES."""
+    return math.isqrt(SCORE_BYTES // (4 * config.model.num_attention_heads))
 
 
 def _curve(config: RunConfig, checkpoint: Path) -> list[dict[str, Any]]:

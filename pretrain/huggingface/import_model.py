@@ -37,7 +37,7 @@ from pretrain.data.shards import JSON, MODEL
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.huggingface.base import HuggingFaceClass
 from pretrain.huggingface.classes import CLASSES
-from pretrain.huggingface.export import trained_logits
+from pretrain.huggingface.export import longest_comparison, trained_logits
 from pretrain.huggingface.folder import MARKER, ORIGINALS, check_new, find_original
 from pretrain.huggingface.parity import check_parity
 from pretrain.rundir.checkpoints import Branch, new_id
@@ -136,7 +136,7 @@ def read_source(folder: Path) -> Source:
         )
     target = CLASSES[model_type]
     try:
-        settings = target.config_class.from_pretrained(folder, local_files_only=True)
+        settings = target.read_config(folder)
     # transformers validates a config with errors of many kinds.
     except Exception as error:
         raise ConfigError(f"{path}: transformers cannot read it: {_in_a_line(error)}") from None
@@ -284,8 +284,10 @@ def _check_parity(source: Source, out: Path, checkpoint: Path) -> None:
         {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": 1}},
     )
     lengths = [config.data.sequence_length, 4 * config.data.sequence_length]
+    most = longest_comparison(config)
     if source.target.is_bounded:
-        lengths = [min(length, source.max_length) for length in lengths]
+        most = min(most, source.max_length)
+    lengths = [min(length, most) for length in lengths]
     generator = torch.Generator().manual_seed(0)
     ids = [
         torch.randint(0, source.settings.vocab_size, (PARITY_ROWS, length), generator=generator)
@@ -321,8 +323,8 @@ def _tokenizer(source: Source) -> tuple[Tokenizer | None, str]:
     except ConfigError as error:
         reason = str(error)
     return None, (
-        f"{reason}.\nSo the run has no tokenizer, and is evaluated on text and exported only with a "
-        "data set that the model's own tokenizer made. Where the folder has one of another form, "
+        f"{reason}.\nSo the run has no tokenizer, and is evaluated on text and exported only with "
+        "a data set that the model's own tokenizer made. Where the folder has one of another form, "
         f"transformers' AutoTokenizer.from_pretrained(F).save_pretrained(F) writes a {JSON} into "
         "it; then import it again"
     )
@@ -338,6 +340,7 @@ def _advice(source: Source, config: RunConfig, out: Path, tokenizer: Tokenizer) 
         )
     return other + (
         f"`pretrain evaluate {out} --text FILE` and `pretrain export` need nothing else. To train "
-        f"on, data.directory = {config.data.directory} needs tokens of {out / tokenizer.file_name}: "
-        f"set data.paths and run `pretrain data build {out}/config.toml`"
+        f"on, data.directory = {config.data.directory} needs tokens of "
+        f"{out / tokenizer.file_name}: set data.paths and run `pretrain data build "
+        f"{out}/config.toml`"
     )

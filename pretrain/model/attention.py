@@ -110,6 +110,17 @@ class AddedPositions(nn.Module):
 class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # Megatron ships no types
     """Megatron's self-attention, with a split into queries, keys and values that saves a copy."""
 
+    def __init__(self, *args: Any, clip_qkv: float | None = None, **named: Any) -> None:
+        """Build what Megatron builds of its arguments.
+
+        Args:
+            *args: Megatron's.
+            clip_qkv: model.clip_qkv.
+            **named: Megatron's.
+        """
+        super().__init__(*args, **named)
+        self.clip_qkv = clip_qkv
+
     def get_query_key_value_tensors(
         self,
         hidden_states: Tensor,
@@ -128,6 +139,9 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
         mixed, sizes = super().get_query_key_value_tensors(
             hidden_states, key_value_states, output_gate, split_qkv=False
         )
+        if self.clip_qkv is not None:
+            # Before a rotation, as in MPT and OLMo. Its backward pass keeps what was not clipped.
+            mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv)
         if not split_qkv:
             return mixed, sizes
         query, key, value = _Split.apply(mixed, sizes)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped

@@ -321,7 +321,9 @@ def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=LayerNorm,
             self_attention=ModuleSpec(
-                SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention
+                SelfAttention,
+                {"attn_mask_type": AttnMaskType.causal, "clip_qkv": config.model.clip_qkv},
+                attention,
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=LayerNorm,

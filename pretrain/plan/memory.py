@@ -323,6 +323,9 @@ class Activations:
         pair = 2 * (widths(c).key if self.is_modern else widths(c).query) * self.item
         rows = 4 * heads
         kept = query + pair
+        if c.model.clip_qkv is not None:
+            # What the clipping has read.
+            kept += (widths(c).query + 2 * widths(c).key) * self.item
         if channels := c.position.rotated_channels(c):
             # The rotated queries and keys are new tensors, and the values a view of the old ones.
             kept += query + pair // 2

@@ -41,6 +41,13 @@ class SlopeRange(Section):
     """Slope of the last head."""
 
 
+class BiasMax(Section):
+    """The published slopes with another largest exponent: `alibi_bias_max` of MPT's models."""
+
+    bias_max: int = Field(ge=1, le=100)
+    """Head h of n, a power of two, has the slope 2^(-bias_max (h + 1) / n). The paper has 8."""
+
+
 def _as_slopes(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     """Validate a value of several types, with one message where pydantic has one for each type."""
     try:
@@ -50,16 +57,21 @@ def _as_slopes(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         raise PydanticCustomError(
             "slopes",
             "input should be 'published', a list with a number from 0 to 100 for each head, or a "
-            "table {first = 0.5, last = 0.00390625} of numbers above 0, up to 100",
+            "table {first = 0.5, last = 0.00390625} of numbers above 0, up to 100, or a table "
+            "{bias_max = 16} with an integer from 1 to 100",
         ) from None
 
 
 _Slope = Annotated[float, Field(ge=0, le=MAX_SLOPE, allow_inf_nan=False)]
 Slopes = Annotated[
-    Literal["published"] | Annotated[tuple[_Slope, ...], Field(min_length=1)] | SlopeRange,
+    Literal["published"]
+    | Annotated[tuple[_Slope, ...], Field(min_length=1)]
+    | SlopeRange
+    | BiasMax,
     WrapValidator(_as_slopes),
 ]
-"""The word "published", one slope for each head, or the ends of a geometric sequence."""
+"""The word "published", one slope a head, the ends of a geometric sequence, or a BiasMax."""
+PUBLISHED_BIAS_MAX = 8
 
 
 class Alibi(PositionMethod):
@@ -75,7 +87,9 @@ class Alibi(PositionMethod):
     """The slopes of the heads. published: those of the paper, 2^(-8 (h + 1) / n) for n heads where
     n is a power of two, and those of the authors' code for other n. A list has one slope for each
     head of the model, from 0, which adds nothing to a head's scores, to 100. A table such as
-    {first = 0.5, last = 0.00390625} is a geometric sequence from the first head to the last."""
+    {first = 0.5, last = 0.00390625} is a geometric sequence from the first head to the last. The
+    table {bias_max = 16} has 16 in place of the 8 of the published slopes, as alibi_bias_max of
+    MPT's models."""
 
     trainable_slopes: bool = False
     """Train the slopes, from those of position.slopes on. The paper found it slower, and worse
@@ -119,6 +133,8 @@ class Alibi(PositionMethod):
                 for head in range(1, num_heads - 1)
             ]
             return (first, *middle, last)[:num_heads]
+        if isinstance(self.slopes, BiasMax):
+            return published_slopes(num_heads, self.slopes.bias_max)
         return published_slopes(num_heads) if self.slopes == "published" else self.slopes
 
     def resolved(self, config: RunConfig) -> dict[str, Any]:
@@ -161,20 +177,41 @@ class Alibi(PositionMethod):
         return {"slopes": torch.tensor(slopes, dtype=torch.float32, device=device)}
 
 
-def published_slopes(num_heads: int) -> tuple[float, ...]:
+def bias_max_of(slopes: Slopes) -> int:
+    """Return MPT's alibi_bias_max of a value of position.slopes; 8 where it has none."""
+    return slopes.bias_max if isinstance(slopes, BiasMax) else PUBLISHED_BIAS_MAX
+
+
+def slopes_with(bias_max: int) -> Any:
+    """Return the value of position.slopes that has MPT's alibi_bias_max.
+
+    Raises:
+        ValueError: It is not in the range of bias_max.
+    """
+    if bias_max == PUBLISHED_BIAS_MAX:
+        return "published"
+    return BiasMax(bias_max=bias_max).model_dump()
+
+
+def published_slopes(num_heads: int, bias_max: int = PUBLISHED_BIAS_MAX) -> tuple[float, ...]:
     """Return the published slopes of all heads of a model, each in (0, 1).
 
     For n heads, n a power of two, head h has the slope 2^(-8 (h + 1) / n) (section 3 of the paper).
     For other n, this follows the authors' code and every public model: the slopes of the largest
     power of two below n, then every second slope of twice as many heads.
+
+    Args:
+        num_heads: n.
+        bias_max: What stands in place of the 8.
     """
     power = 1 << (num_heads.bit_length() - 1)
-    return (*_geometric(power), *_geometric(2 * power)[0::2][: num_heads - power])
+    more = _geometric(2 * power, bias_max)[0::2][: num_heads - power]
+    return (*_geometric(power, bias_max), *more)
 
 
-def _geometric(num_heads: int) -> list[float]:
+def _geometric(num_heads: int, bias_max: int) -> list[float]:
     """Return the slopes of `num_heads` heads, a power of two."""
-    return [2.0 ** (-8 * (head + 1) / num_heads) for head in range(num_heads)]
+    return [2.0 ** (-bias_max * (head + 1) / num_heads) for head in range(num_heads)]
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

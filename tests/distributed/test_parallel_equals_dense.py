@@ -11,12 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from pretrain.config import RunConfig
+from pretrain.checkpoint.load import load_global_state
+from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.config import RunConfig, load_config
+from pretrain.huggingface.classes import CLASSES
+from pretrain.huggingface.import_model import import_folder
+from pretrain.rundir.checkpoints import find_checkpoint
 from tests.conftest import LAYOUTS, mark_torture, tiny_config
 from tests.distributed import tasks
 from tests.reference.dense_gpt import DenseGPT, random_state, sinusoids
+from tests.unit.test_import import FAMILIES, randomise, saved
 
 # Both sides compute in fp32 and differ in the order of their sums, which is 2^-24 per term over a
 # few hundred terms and some layers. The largest differences seen over all cases are 1e-5 for logits
@@ -30,6 +38,8 @@ VARIANTS = {
     # From above 1 to a slope that is nearly none; a zero stands in a list.
     "alibi-range": {"position": {"slopes": {"first": 1.5, "last": 0.0007}}},
     "alibi-list": {"position": {"slopes": [0.0, 0.31, 6.0, 0.02, 0.003, 1.0, 100.0, 1e-6]}},
+    # A third of queries, keys and values is clipped.
+    "alibi-clipped": {"model": {"clip_qkv": 0.15}, "position": {"slopes": {"bias_max": 3}}},
     "alibi-grouped": {"model": {"num_query_groups": 4, "tie_word_embeddings": False}},
     "alibi-uneven": {"model": {"num_layers": 5}},
     "sinusoidal": {"model": {"hidden_act": "relu"}},
@@ -99,7 +109,13 @@ CORE |= {(variant, "tp2pp2sp", 12) for variant in ("alibi", "alibi-trainable")}
 CORE |= {("alibi", "tp2", 12)}
 CORE -= {
     (variant, layout, 8)
-    for variant in ("t5-unscaled", "sinusoidal-vaswani", "alibi-range", "alibi-list")
+    for variant in (
+        "t5-unscaled",
+        "sinusoidal-vaswani",
+        "alibi-range",
+        "alibi-list",
+        "alibi-clipped",
+    )
     for layout in LAYOUTS
     if layout != "tp2pp2sp"
 }
@@ -124,6 +140,30 @@ def test_logits_and_gradients_equal_the_dense_reference(pools, variant, layout, 
 
 METHODS = ("alibi", "sinusoidal", "rotary", "t5", "learned", "none")
 WORDS = "embedding.word_embeddings.weight"
+
+
+def test_an_imported_mpt_has_the_logits_and_gradients_of_stock_transformers(pools, tmp_path):
+    """With the settings of MPT-7B-StoryWriter, whose bias maximum the stock model drops."""
+    model = randomise(FAMILIES["mpt_storywriter"]())
+    import_folder(saved(model, tmp_path / "hf"), tmp_path / "run")
+    overrides = ["train.precision=fp32", "data.sequence_length=32"]
+    config = load_config(tmp_path / "run/config.toml", overrides)
+    assert config.position.slopes.bias_max == 16 and config.model.clip_qkv == 0.35
+    model.transformer.build_mpt_alibi_tensor = functools.partial(
+        build_mpt_alibi_tensor, alibi_bias_max=16
+    )
+    tokens = torch.randint(0, 512, (8, 33), generator=torch.Generator().manual_seed(5))
+    qkv = []
+    model.transformer.blocks[0].attn.Wqkv.register_forward_hook(lambda _m, _i, out: qkv.append(out))
+    logits = model(tokens[:, :-1]).logits
+    assert 0.1 < (qkv[0].abs() > 0.35).float().mean() < 0.9
+    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    expected = dict(CLASSES["mpt"].restore(config, gradients.__getitem__, {}))
+    state = load_global_state(open_checkpoint(find_checkpoint(tmp_path / "run")))
+    actual = pools(1).run(tasks.gradients, config, state, tokens)[0]
+    torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
+    assert_close_by_name(actual["gradients"], expected, **TOLERANCE)
 
 
 def test_every_method_begins_with_the_embeddings_of_the_authors_code(pools):

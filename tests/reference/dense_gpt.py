@@ -174,6 +174,8 @@ class DenseGPT(nn.Module):
         # Megatron's layout of the fused projection: for each group its H/G query heads, then its
         # key, then its value.
         fused = _linear(x, p, f"{name}.linear_qkv").view(B, S, G, H // G + 2, D)
+        if (most := c.model.clip_qkv) is not None:
+            fused = torch.where(fused.abs() > most, most * fused.detach().sign(), fused)
         q = fused[:, :, :, : H // G].reshape(B, S, H, D).transpose(1, 2)  # [B, H, S, D]
         k = fused[:, :, :, H // G].repeat_interleave(H // G, dim=2).transpose(1, 2)
         v = fused[:, :, :, H // G + 1].repeat_interleave(H // G, dim=2).transpose(1, 2)
@@ -193,8 +195,9 @@ class DenseGPT(nn.Module):
 def chosen_slopes(c: RunConfig) -> Tensor:
     """Return the slopes of position.slopes, as they are rounded to fp32, in fp64 [H]."""
     slopes, heads = c.position.slopes, c.model.num_attention_heads
-    if slopes == "published":
-        return alibi_slopes(heads)
+    if slopes == "published" or hasattr(slopes, "bias_max"):
+        # 2^(-b x) is (2^(-8 x))^(b / 8).
+        return alibi_slopes(heads) ** (getattr(slopes, "bias_max", 8) / 8)
     if not isinstance(slopes, tuple):
         ratio = (slopes.last / slopes.first) ** (1 / max(heads - 1, 1))
         slopes = tuple(slopes.first * ratio**head for head in range(heads))

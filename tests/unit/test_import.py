@@ -92,6 +92,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "bloom": bloom,
     "bloom_untied": lambda: bloom(tie_word_embeddings=False),
     "mpt": mpt,
+    # As in MPT-7B-StoryWriter; a third of queries, keys and values is clipped here.
+    "mpt_storywriter": lambda: mpt(attn_config={"alibi_bias_max": 16, "clip_qkv": 0.35}),
     "opt": opt,
     "pythia": gpt_neox,
     "neox_20b_activation": lambda: gpt_neox(hidden_act="gelu_fast", rotary_emb_base=500),
@@ -338,9 +340,9 @@ UNSUPPORTED = {
         lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=32),
         "do_layer_norm_before = false: .*word_embed_proj_dim = 32: ",
     ),
-    "clip": (
-        lambda: mpt(attn_config={"clip_qkv": 6.0}),
-        "attn_config.clip_qkv = 6.0: our queries, keys and values are not clipped",
+    "bias_max": (
+        lambda: mpt(attn_config={"alibi_bias_max": 101}),
+        "attn_config.alibi_bias_max = 101: position.slopes has a bias_max from 1 to 100",
     ),
     "silu": (lambda: gpt_neox(hidden_act="silu"), "hidden_act = silu: our activations are gelu, "),
     "rope": (

@@ -50,7 +50,12 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "dropped GELU": {"model": {"activation_dropout": 0.1}},
     "as MPT, untied": {
-        "model": {"use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False}
+        "model": {
+            "use_bias": False,
+            "hidden_act": "gelu",
+            "tie_word_embeddings": False,
+            "clip_qkv": 6.0,
+        }
     },
     "as Pythia, ReLU": {
         "model": {"parallel_residual": True, "hidden_act": "relu", "embedding_layernorm": True}

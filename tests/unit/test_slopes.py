@@ -45,6 +45,7 @@ def test_a_range_is_geometric_and_its_ends_are_exact():
     [
         ("[0.5, 0, 1, 0.25, 100, 1e-3, 0.125, 2]", (0.5, 0, 1, 0.25, 100, 1e-3, 0.125, 2)),
         ("{first = 0.5, last = 0.00390625}", tuple(2.0**-k for k in range(1, 9))),
+        ("{bias_max = 16}", tuple(4.0**-k for k in range(1, 9))),
         ("published", tuple(2.0**-k for k in range(1, 9))),
         ('"published"', tuple(2.0**-k for k in range(1, 9))),
     ],
