@@ -170,7 +170,7 @@ def export_model(
 ) -> Path:
     """Write a run's newest checkpoint, or a checkpoint, as a Hugging Face folder.
 
-    The folder is compared with the trained model on the validation text before this returns.
+    The folder is compared with the trained model on the validation text before it gets its name.
 
     Args:
         source: Directory of a run or checkpoint.
@@ -189,10 +189,7 @@ def export_model(
     from pretrain.huggingface.export import export_source
 
     given = _overrides(settings)
-    if not export_source(
-        Path(source), Path(directory), max_length, overrides=given, programs=programs
-    ):
-        raise RunFailed(f"{directory}: the exported model does not compute the same function")
+    export_source(Path(source), Path(directory), max_length, overrides=given, programs=programs)
     return Path(directory)
 
 

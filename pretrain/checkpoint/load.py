@@ -6,7 +6,7 @@ Each process reads the boxes that it needs and no others, and verifies every blo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -82,22 +82,41 @@ def load_weights(checkpoint: Checkpoint, chunks: list[GPTModel]) -> None:
     _load(checkpoint, parameters, targets)
 
 
-def load_global_state(checkpoint: Checkpoint, kind: str = MASTER) -> dict[str, Tensor]:
-    """Return every fp32 master by its global name, whole, in this process alone, for an export.
+class GlobalState(Mapping[str, Tensor]):
+    """Global name -> fp32 master, whole, read from the checkpoint each time that it is asked for.
 
-    Args:
-        checkpoint: The checkpoint, opened.
-        kind: MASTER, or one of the optimizer's moments.
+    In this process alone. A read raises DamagedCheckpoint if what it reads is damaged.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, kind: str = MASTER) -> None:
+        """Read nothing yet.
+
+        Args:
+            checkpoint: The checkpoint, opened.
+            kind: MASTER, or one of the optimizer's moments.
+        """
+        self._checkpoint, self._kind, self._shapes = checkpoint, kind, checkpoint.shapes
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = torch.empty(self._shapes[name])
+        target = Target(f"{self._kind}/{name}", (0,) * tensor.dim(), tensor)
+        read_into(self._checkpoint, [target])
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def load_global_state(checkpoint: Checkpoint, kind: str = MASTER) -> dict[str, Tensor]:
+    """Return every tensor of `GlobalState` at once.
 
     Raises:
         DamagedCheckpoint: A file is damaged.
     """
-    tensors = {name: torch.empty(shape) for name, shape in checkpoint.shapes.items()}
-    read_into(
-        checkpoint,
-        [Target(f"{kind}/{name}", (0,) * t.dim(), t) for name, t in tensors.items()],
-    )
-    return tensors
+    return dict(GlobalState(checkpoint, kind))
 
 
 def read_into(checkpoint: Checkpoint, targets: Iterable[Target]) -> None:

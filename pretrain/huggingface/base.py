@@ -297,16 +297,30 @@ class TensorTable:
             state: Full fp32 tensors by global name.
             max_length: Longest sequence in tokens, which sizes a table of positions.
         """
-        tensor = state[f"{EMBEDDING}.weight"]
-        factors = self.factors(config, tensor)
-        out = self.extra(config, factors, max_length)
+        factors = self.factors(config, state[f"{EMBEDDING}.weight"])
+        return dict(self.converted(config, factors, state, max_length))
+
+    def converted(
+        self, config: RunConfig, factors: Factors, state: Mapping[str, Tensor], max_length: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `convert` returns, a tensor of the state at a time.
+
+        Args:
+            config: The run's resolved config.
+            factors: By what the class stores our weights multiplied.
+            state: Full tensors by global name: fp32, or on "meta" for the shapes alone.
+            max_length: Longest sequence in tokens, which sizes a table of positions.
+        """
+        import torch
+
+        yield from self.extra(config, factors, max_length).items()
+        rows = 0
         for stored in self.stored_tensors(config, factors):
             # A bias that our model does not have follows its weight.
-            absent = tensor.new_zeros(tensor.shape[0])
-            tensor = absent if stored.is_absent else state[stored.name]
+            tensor = torch.zeros(rows) if stored.is_absent else state[stored.name]
+            rows = tensor.shape[0]
             for name, part in zip(stored.theirs, stored.export(config, tensor), strict=True):
-                out[name] = part.float().contiguous()
-        return out
+                yield name, part.float().contiguous()
 
 
 # ---- A class -------------------------------------------------------------------------------------

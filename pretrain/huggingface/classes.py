@@ -26,6 +26,7 @@ from pretrain.huggingface.base import (
     SplitQkv,
     StackQkv,
     Theirs,
+    ours,
 )
 from pretrain.positions.alibi import MAX_SLOPE, bias_max_of, slopes_with
 
@@ -415,7 +416,7 @@ class MptSlopes(_WithSlopes, Mpt):
         found = super().settings(config, max_length, state)
         if SLOPES not in config.position.tensors(config):
             # For programs that take the slopes from there.
-            found["attn_config"]["alibi_bias_max"] = bias_max_of(config.position.slopes)
+            found["attn_config"]["alibi_bias_max"] = bias_max_of(ours(config, "position.slopes"))
         return found
 
 

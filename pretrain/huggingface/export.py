@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pretrain import topology
-from pretrain.checkpoint.load import load_global_state, load_weights
+from pretrain.checkpoint.load import GlobalState, load_weights
 from pretrain.checkpoint.manifest import (
     Checkpoint,
     NoDataSet,
@@ -22,7 +25,7 @@ from pretrain.checkpoint.manifest import (
     with_data_set,
 )
 from pretrain.checkpoint.save import tokenizer_of
-from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.run import is_url
 from pretrain.data.shards import MANIFEST
 from pretrain.data.stream import TokenStream, open_stream
@@ -50,8 +53,10 @@ def export_source(
     *,
     overrides: Sequence[str] = (),
     programs: Sequence[str] = (),
-) -> bool:
+) -> None:
     """Export a checkpoint, compare the export with the trained model and print the comparison.
+
+    The folder gets its name after that.
 
     Args:
         source: Run directory (its newest checkpoint is exported) or checkpoint directory.
@@ -61,12 +66,10 @@ def export_source(
         overrides: `section.key=value` settings of [export], or of where the data set is.
         programs: Names in `consumers.CONSUMERS` of programs to export for, beside transformers.
 
-    Returns:
-        True if the exported model computes the same function, in each program that is here.
-
     Raises:
         ConfigError: No transformers class can hold the model, a program would compute another one,
             or the checkpoint or the data is missing or damaged.
+        RunFailed: The export computes something else, or cannot be written.
     """
     checkpoint = find_checkpoint(source)
     if out.resolve().is_relative_to(checkpoint.resolve()):
@@ -74,7 +77,7 @@ def export_source(
         raise ConfigError(f"{out}: lies in the checkpoint {checkpoint}. Name a directory elsewhere")
     _check_overrides(overrides)
     with hold(checkpoint):
-        return _export(open_checkpoint(checkpoint), out, max_length, overrides, chosen(programs))
+        _export(open_checkpoint(checkpoint), out, max_length, overrides, chosen(programs))
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -98,7 +101,7 @@ def _export(
     max_length: int | None,
     overrides: Sequence[str],
     programs: Sequence[Consumer],
-) -> bool:
+) -> None:
     """Export an opened checkpoint and print the comparison; see `export_source`."""
     checkpoint = opened.path
     # Checkpoints load on any layout, so one process is enough. fp32 because the export holds the
@@ -119,8 +122,29 @@ def _export(
         "Training steps": f"{state.step:,}",
         "Training tokens": f"{trained_tokens(config, state, opened.origin.changes):,}",
     }
-    weights = load_global_state(opened)
-    name = to_huggingface(
+    weights = GlobalState(opened)
+
+    def finish(folder: Path) -> None:
+        print(f"{checkpoint} -> {out} ({target.name})")
+        special = special_ids(tokenizer)
+        export = Export(config, weights, target, folder, tokenizer, special, max_length)
+        for program in programs:
+            if program.packages:
+                (folder / program.name).mkdir()
+                program.write(export, folder / program.name)
+        with recorded_logits(config, opened, ids, folder) as ours:
+            report = check_parity(ours, folder, ids, precisions=tuple(PRECISIONS))
+            proofs = [prove(program, export, ours, ids) for program in programs]
+        lines = [*map(str, proofs), *not_for(config, target, programs)]
+        add_proofs(folder, report, lines, is_text=stream is not None)
+        print("\n".join([report.format(), *map(str, proofs)]))
+        if not report.passed or not all(proof.passed for proof in proofs):
+            raise RunFailed(
+                f"{out}: not made, since it would not be the trained model. This is a defect of "
+                "the export: report it with the numbers above and the checkpoint's config.toml"
+            )
+
+    to_huggingface(
         config,
         weights,
         tokenizer.path,
@@ -128,22 +152,8 @@ def _export(
         max_length=max_length,
         curve=_curve(config, checkpoint),
         facts=facts,
+        finish=finish,
     )
-    print(f"{checkpoint} -> {out} ({name})")
-    export = Export(config, weights, target, out, tokenizer, special_ids(tokenizer), max_length)
-    for program in programs:
-        if program.packages:
-            with writing(out):
-                (out / program.name).mkdir()
-                program.write(export, out / program.name)
-    with trained_logits(config, opened) as ours:
-        report = check_parity(ours, out, ids, precisions=tuple(PRECISIONS))
-        proofs = [prove(program, export, ours, ids) for program in programs]
-    with writing(out):
-        lines = [*map(str, proofs), *not_for(config, target, programs)]
-        add_proofs(out, report, lines, is_text=stream is not None)
-    print("\n".join([report.format(), *map(str, proofs)]))
-    return report.passed and all(proof.passed for proof in proofs)
 
 
 def checked_length(config: RunConfig, max_length: int | None) -> int:
@@ -190,6 +200,30 @@ def trained_logits(
         yield lambda tokens: logits(chunks[0], tokens)
     finally:
         topology.finish()
+
+
+@contextmanager
+def recorded_logits(
+    config: RunConfig, checkpoint: Checkpoint, ids_by_length: Sequence[Tensor], folder: Path
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Compute a checkpoint's logits, and hand them out when the model is no longer in memory.
+
+    Args:
+        config: As for `trained_logits`.
+        checkpoint: As for `trained_logits`.
+        ids_by_length: Token ids [N, T] for each length T; a row is what is asked for later.
+        folder: Where they are kept meanwhile.
+    """
+    with tempfile.TemporaryDirectory(prefix=".logits-", dir=folder) as kept:
+        files: dict[bytes, str] = {}
+        with trained_logits(config, checkpoint) as ours:
+            for row in (row for ids in ids_by_length for row in ids.long().unsqueeze(1)):
+                files[row.numpy().tobytes()] = name = f"{kept}/{len(files)}.npy"
+                np.save(name, ours(row).cpu().numpy())
+        del ours
+        # Its modules refer to each other.
+        gc.collect()
+        yield lambda tokens: torch.from_numpy(np.load(files[tokens.cpu().numpy().tobytes()]))
 
 
 def _validation_split(config: RunConfig, checkpoint: Checkpoint) -> tuple[TokenStream | None, str]:

@@ -6,19 +6,22 @@ card, and the run's resolved config as pretrain.toml.
 
 from __future__ import annotations
 
+import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters, writing
+from pretrain.config.tensors import model_tensors
 from pretrain.data.shards import JSON, MODEL
 from pretrain.data.tokenizer import PROBES, Tokenizer, load_tokenizer
 from pretrain.evaluation.records import Table, bounded_exp, number
-from pretrain.huggingface.base import CODE, HuggingFaceClass, same_bits
+from pretrain.huggingface.base import CODE, EMBEDDING, HuggingFaceClass, same_bits
 from pretrain.huggingface.classes import class_of
 from pretrain.huggingface.parity import ParityReport
 from pretrain.rundir.files import new_directory
@@ -57,10 +60,11 @@ def to_huggingface(
     max_length: int,
     curve: Sequence[Mapping[str, Any]] = (),
     facts: Mapping[str, str] = _NO_FACTS,
+    finish: Callable[[Path], None] = lambda folder: None,
 ) -> str:
     """Write a model to `out_dir` for AutoModelForCausalLM and AutoTokenizer.
 
-    The folder appears whole or not at all.
+    The folder appears whole or not at all. No more than a tensor of the weights is in memory.
 
     Args:
         config: The run's resolved config.
@@ -72,6 +76,7 @@ def to_huggingface(
         curve: Evaluation records for the model card, as `pretrain evaluate` makes them. Empty
             leaves the table of perplexities out.
         facts: Name -> value of further rows in the model card's table of properties.
+        finish: Is given the complete folder before it gets its name; what it raises removes it.
 
     Returns:
         The name of the transformers class, such as "BloomForCausalLM".
@@ -84,37 +89,31 @@ def to_huggingface(
     target, out = class_of(config), Path(out_dir).absolute()
     max_length = config.position.table_end(config) or max_length
     check_new(out)
-    tensors = target.convert(config, state, max_length)
     tokenizer = load_tokenizer(tokenizer_path)
     settings = target.transformers_config(config, max_length, special_ids(tokenizer), state)
-    again = target.restore(config, tensors.__getitem__, {})
-    originals = {n: state[n].contiguous() for n, t in again if not same_bits(t, state[n])}
     with writing(out), new_directory(out) as folder:
-        eos = _write(folder, settings, tensors, tokenizer, max_length)
+        eos = _write(folder, settings, tokenizer, max_length)
+        _write_weights(folder, config, target, state, max_length)
         if target.stock:
             (folder / CODE.name).write_bytes(CODE.read_bytes())
         write_card(folder, config, target, settings, eos, curve, facts)
-        # For `pretrain import`, whose result is then the run's model to the last bit.
-        if originals:
-            _save(originals, folder / ORIGINALS)
         (folder / ORIGINAL_TOKENIZERS[tokenizer.file_name]).write_bytes(tokenizer.content)
         (folder / MARKER).write_text(dump_config(config), encoding="utf-8")
+        finish(folder)
     return target.name
 
 
 def _write(
     directory: Path,
     settings: Any,
-    tensors: dict[str, Tensor],
     tokenizer: Tokenizer,
     max_length: int,
 ) -> str:
-    """Write weights, config, generation config and tokenizer, and check the tokenizer.
+    """Write config, generation config and tokenizer, and check the tokenizer.
 
     Args:
         directory: Existing folder to write to.
         settings: The transformers config.
-        tensors: Weights by their names in the transformers class.
         tokenizer: The run's tokenizer.
         max_length: Longest sequence in tokens, for the tokenizer.
 
@@ -134,7 +133,6 @@ def _write(
             f"{settings.vocab_size} embeddings. Is this another run's tokenizer?"
         )
     settings.save_pretrained(directory)
-    _save(tensors, directory / "model.safetensors")
     # The ids alone, as published base models have it. A limit of new tokens here would overrule the
     # max_length that programs such as lm-eval pass, and a max_length would make every call that
     # passes max_new_tokens warn that both are set.
@@ -145,14 +143,83 @@ def _write(
     return str(stock.eos_token)
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file into the export's folder, which holds config.json already."""
-    from safetensors.torch import save_file
+# ---- Weights, a tensor at a time -----------------------------------------------------------------
+SHARD_BYTES = 5 * 10**9
+"""Weights that are larger are divided into files of at most this size, with an index."""
 
-    save_file(tensors, path, metadata={"format": "pt"})
-    # safetensors makes its file readable by the owner only. In a shared folder it needs the mode
-    # that the umask gives to every other file.
-    os.chmod(path, path.with_name("config.json").stat().st_mode)
+
+def _write_weights(
+    folder: Path,
+    config: RunConfig,
+    target: HuggingFaceClass,
+    state: Mapping[str, Tensor],
+    max_length: int,
+) -> None:
+    """Write the weights as transformers does, and beside them what an import needs of ours.
+
+    Args:
+        folder: The folder.
+        config: The run's config.
+        target: The class.
+        state: Full fp32 tensors by global name.
+        max_length: Longest sequence in tokens.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors import safe_open
+
+    factors = target.factors(config, state[f"{EMBEDDING}.weight"])
+    shapes = {each.name: torch.empty(each.shape, device="meta") for each in model_tensors(config)}
+    stored = dict(target.converted(config, factors, shapes, max_length))
+    plan = split_torch_state_dict_into_shards(
+        stored, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD_BYTES
+    )
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(_safetensors(folder / name, {n: stored[n] for n in names}))
+            for name, names in plan.filename_to_tensors.items()
+        }
+        for name, tensor in target.converted(config, factors, state, max_length):
+            files[plan.tensor_to_filename[name]].write(tensor.numpy().data)
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+    def read(name: str) -> Tensor:
+        # Opened anew for each, because pages of an open file count as memory of this process.
+        with safe_open(folder / plan.tensor_to_filename[name], "pt") as file:
+            return file.get_tensor(name).clone()  # type: ignore[no-any-return]  # untyped in safetensors
+
+    # For `pretrain import`, whose result is then the run's model to the last bit.
+    lossy = [name for name, t in target.restore(config, read, {}) if not same_bits(t, state[name])]
+    if lossy:
+        with _safetensors(folder / ORIGINALS, {name: shapes[name] for name in lossy}) as file:
+            for name in lossy:
+                file.write(state[name].contiguous().numpy().data)
+
+
+@contextmanager
+def _safetensors(path: Path, shapes: Mapping[str, Tensor]) -> Iterator[BinaryIO]:
+    """Make a safetensors file of fp32 tensors, and yield it for their values, in this order.
+
+    The library's own writer wants all of them in memory, and copies them.
+
+    Args:
+        path: The file.
+        shapes: Name -> a tensor of the shape.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in shapes.items():
+        start, end = end, end + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)
+    with path.open("xb") as file:
+        file.write(len(content).to_bytes(8, "little") + content)
+        yield file
+        if file.tell() != 8 + len(content) + end:
+            raise RuntimeError(f"{path}: its tensors are not those of the header")
 
 
 # ---- Put a tokenizer into a Hugging Face folder, where `AutoTokenizer` gives the same ids ----

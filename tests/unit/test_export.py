@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomForCausalLM, Mpt
 from pretrain.cli.commands import tokenizer_obstacles
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.data.tokenizer import PROBES
+from pretrain.huggingface import folder
 from pretrain.huggingface.consumers import describe_export
 from pretrain.huggingface.export import _curve, checked_length
 from pretrain.huggingface.folder import curve_table, to_huggingface
@@ -394,6 +395,24 @@ def test_tokenizer_gives_identical_ids_and_text(name, split, exported, tokenizer
         assert theirs(text)["input_ids"] == ids, repr(text)
         if split or len(parts) == 1:
             assert theirs.decode(ids) == ours.decode(ids), repr(text)
+
+
+def test_large_weights_are_divided_as_transformers_divides_them(tmp_path, monkeypatch, exported):
+    dense, whole, _ = exported("neox_untied")
+    config = MODELS["neox_untied"][1]
+    monkeypatch.setattr(folder, "SHARD_BYTES", 100_000)
+    tokenizer = whole / "tokenizer.model"
+    to_huggingface(config, state_of(config), tokenizer, tmp_path / "hf", max_length=MAX_LENGTH)
+    stock(whole).save_pretrained(tmp_path / "stock", max_shard_size=100_000)
+    ours, theirs = (
+        json.loads((tmp_path / name / "model.safetensors.index.json").read_text())
+        for name in ("hf", "stock")
+    )
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    names = {path.name for path in (tmp_path / "hf").glob("*.safetensors")}
+    assert names == set(ours["weight_map"].values()) and len(names) > 3
+    assert check_parity(dense, tmp_path / "hf", [random_ids(1, 64)]).passed
 
 
 LENGTH_KEYS = (

@@ -30,6 +30,7 @@ from pretrain.data.shards import MODEL
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluation.command import evaluate_sources, text_data_set
+from pretrain.huggingface import export
 from pretrain.huggingface.base import StackQkv, same_bits
 from pretrain.huggingface.export import export_source
 from pretrain.huggingface.folder import MARKER, ORIGINALS, to_huggingface
@@ -230,6 +231,29 @@ def test_the_parity_check_sees_another_model(imported, tmp_path, monkeypatch, ca
         import_folder(folder, tmp_path / "run")
     assert "DIFFERS" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_is_another_model_does_not_appear(imported, tmp_path, monkeypatch, capsys):
+    """It is compared before it gets its name, and found complete by then."""
+    run = shutil.copytree(imported("mpt")[2], tmp_path / "run")
+    made = tokenizers.Tokenizer(WordLevel({"<unk>": 0, "</s>": 1}, "<unk>"))
+    made.save(str(tmp_path / "run/data.json"))
+    right, seen = StackQkv.export, []
+    wrong = lambda self, config, ours: [right(self, config, ours)[0].roll(48, 0)]  # noqa: E731
+    monkeypatch.setattr(StackQkv, "export", wrong)
+    tokenizer = load_tokenizer(tmp_path / "run/data.json")
+    monkeypatch.setattr(export, "tokenizer_of", lambda *_: tokenizer)
+    compare = export.check_parity
+    look = lambda ours, folder, *_, **named: (  # noqa: E731
+        seen.extend(p.name for p in folder.iterdir()),
+        compare(ours, folder, *_, **named),
+    )[1]
+    monkeypatch.setattr(export, "check_parity", look)
+    with pytest.raises(RunFailed, match="hf: not made, since it would not be the trained model"):
+        export_source(run, tmp_path / "hf")
+    assert "DIFFERS" in capsys.readouterr().out
+    assert {"model.safetensors", "README.md", MARKER} <= set(seen)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 # ---- round trips ---------------------------------------------------------------------------------
