@@ -47,9 +47,15 @@ from pretrain.rundir.checkpoints import (
     hold,
     saved_checkpoints,
 )
-from pretrain.rundir.files import flush_directory, parse_json, read_text, replace_file
+from pretrain.rundir.files import (
+    flush_directory,
+    parse_json,
+    read_json,
+    read_text,
+    replace_file,
+)
 from pretrain.rundir.metrics import WarnOnce, lines_until
-from pretrain.rundir.paths import RunPaths, restore_version
+from pretrain.rundir.paths import RunPaths, is_of_copied, restore_version
 
 # ---- Make and read the names of stores, which are URLs, and of the checkpoints in them ----
 
@@ -196,6 +202,31 @@ class Store:
         """Return a checkpoint and its ancestors that are complete, newest first."""
         found = self.checkpoints()
         return [s for s in reversed(found) if s.lineage.is_ancestor_of(newest.lineage)]
+
+    def check_is_of(self, run: Path, *, starts: bool = False) -> None:
+        """Check that the store is not that of the run that `run` is a copy of.
+
+        Args:
+            run: The run. For any but a copy nothing is read.
+            starts: It is about to start, which gives a copy an id of its own.
+
+        Raises:
+            ConfigError: It is the other's.
+            StoreError: The store cannot be read.
+        """
+        path = RunPaths(run).version
+        record = read_json(path)
+        is_new = starts and is_of_copied(record, run)
+        if not is_new and not record.get("copy_of"):
+            return
+        stored = self.newest()
+        theirs = self._read(f"{stored.name}/{path.name}") if stored else None
+        identifier = parse_json(theirs or b"").get("id")
+        if identifier and (is_new or identifier != record.get("id")):
+            raise ConfigError(
+                f"checkpoint.upload_to = {self.url}: holds the checkpoints of run {identifier}, "
+                f"which {run} is a copy of. Set a URL of the copy's own"
+            )
 
     # ---- sending ----
     def upload(self, checkpoint: Path, run: Path | None = None) -> None:
@@ -477,6 +508,7 @@ class Rounds:
                 continue
             try:
                 with hold(path):
+                    self._store.check_is_of(self._run)
                     self._store.upload(path, self._run)
                     if number == 0:
                         self._store.set_newest(lineage)

@@ -18,6 +18,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 
 from pretrain.config import ConfigError, Diverged, NoSpace, Poisoned, writing
+from pretrain.config.errors import say
 from pretrain.rundir.files import (
     Json,
     from_json,
@@ -341,7 +342,8 @@ def check_apart(run: Path) -> None:
 def claim_version(run: Path) -> None:
     """Write RUN/run.json, with an id of the run's own; the first start or submission does so.
 
-    A copy of a run gets an id of its own at its first start, with the other's beside it.
+    A copy of a run gets an id of its own at its first start, with the other's beside it, and loses
+    the W&B run, which goes on to be the other's.
 
     Raises:
         ConfigError: The directory has another layout; see `check_version`.
@@ -361,6 +363,12 @@ def claim_version(run: Path) -> None:
         }
         if before.get("id"):
             content["copy_of"] = before["id"]
+            # Before run.json says that this is done.
+            RunPaths(run).wandb_run_id.unlink(missing_ok=True)
+            say(
+                f"{run}: is a copy of run {before['id']}. From here on it has an id of its own, "
+                "also at W&B"
+            )
             # What is saved after one of these is a branch of its own (`history.begins_branch`).
             content["copied"] = [
                 read_json(path).get("id")

@@ -717,6 +717,8 @@ def fetch(config: RunConfig, resume: str) -> str:
     store = Store(base)
     own = [saved for saved in saved_checkpoints(config.directory) if saved.is_sound]
     try:
+        if url == config.checkpoint.upload_to:
+            store.check_is_of(config.directory, starts=True)
         wanted = store.stored(name) if name else store.newest()
     except StoreError as error:
         if resume == "auto" and own:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.checkpoint.store import Store
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints, read_lineage
 from pretrain.rundir.paths import ExitCode
@@ -20,9 +21,11 @@ from tests.end_to_end.commands import (
     PRETRAIN,
     Done,
     Running,
+    contents,
     explained,
     forked,
     metrics,
+    pretrain,
     sets,
     succeeds,
     wait_for,
@@ -92,6 +95,33 @@ def test_a_copy_of_a_run_that_trains_is_a_run_of_its_own(workspace, config):
     assert (
         theirs and own and not own.is_ancestor_of(theirs) and own.branches[:-1] == theirs.branches
     )
+
+
+def test_a_copy_sends_nothing_to_the_original_s_store_and_wandb_run(workspace, config):
+    run, copy, store, other = (workspace / "runs" / name for name in ("a", "b", "store", "other"))
+    few = ("checkpoint.interval_steps=2", "logging.wandb=offline")
+    to, elsewhere = (f"checkpoint.upload_to=file://{each}" for each in (store, other))
+    succeeds("train", config, *words(run, *few, to, "train.num_steps=2"))
+    shutil.copytree(run, copy)
+    succeeds("train", config, *words(run, *few, to, "train.num_steps=4"))
+    before, first = contents(store), (run / "wandb_run_id").read_text()
+    copied = words(copy, *few, to, "train.num_steps=4")
+    remedy = f"{store}: holds the checkpoints of run {identity(run)['id']}, which {copy} is a copy"
+    explained(pretrain("train", config, *copied), 2, remedy)
+    assert identity(copy) == identity(run) and len(complete_checkpoints(copy)) == 1
+    done = succeeds("train", config, *words(copy, *few, elsewhere, "train.num_steps=4"))
+    assert done.err.count("also at W&B") == 1, done.err
+    assert (run / "wandb_run_id").read_text() == first != (copy / "wandb_run_id").read_text()
+    assert [each.step for each in Store(f"file://{other}").checkpoints()] == [2, 4]
+    # From its own store it comes back as itself; to the other one nothing goes by hand, either.
+    was = identity(copy)
+    upload = ["checkpoint", "upload", copy, "--to"]
+    assert remedy in pretrain(*upload, f"file://{store}").text
+    shutil.rmtree(copy)
+    succeeds("train", config, *words(copy, *few, elsewhere, "train.num_steps=6"))
+    assert identity(copy) | {"directory": 0} == was | {"directory": 0}
+    assert [each.step for each in Store(f"file://{other}").checkpoints()] == [2, 4, 6]
+    assert contents(store) == before
 
 
 def test_a_run_that_was_moved_after_a_branch_goes_on(workspace, config):
