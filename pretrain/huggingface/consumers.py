@@ -32,7 +32,16 @@ from pretrain.huggingface.base import (
     TensorTable,
     refused,
 )
-from pretrain.huggingface.classes import Bloom, GptNeoX, Mpt, Opt, class_of, export_length
+from pretrain.huggingface.classes import (
+    Bloom,
+    GptNeoX,
+    Mpt,
+    MptSlopes,
+    Opt,
+    class_of,
+    export_length,
+)
+from pretrain.positions.alibi import BiasMax, bias_max_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +57,15 @@ def _any_gelu(config: RunConfig) -> str:
     return "gelu" if config.model.hidden_act == "relu" else config.model.hidden_act
 
 
+def _one_bias_max(config: RunConfig) -> Any:
+    slopes = config.position.slopes
+    return slopes if isinstance(slopes, BiasMax) else "published"
+
+
+_ONE_BIAS_MAX = (
+    Ours("position.slopes", _one_bias_max, "it computes slopes that end at 2^-bias_max"),
+    Ours("position.trainable_slopes", False, "it computes slopes that end at 2^-bias_max"),
+)
 _NO_CLIPPING = Ours("model.clip_qkv", None, "its {name} does not clip queries, keys and values")
 _GELU = Ours("model.hidden_act", _any_gelu, "its {name} computes GELU")
 HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
@@ -66,7 +84,8 @@ HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
     },
     # Both kinds of GELU are one there, the tanh one looked up in fp16: `LlamaCpp.rounding`.
     "llama.cpp": {
-        Mpt.name: (_NO_CLIPPING,),
+        Mpt.name: (),
+        MptSlopes.name: _ONE_BIAS_MAX,
         Bloom.name: (),
         Opt.name: (_GELU,),
         GptNeoX.name: (_GELU,),
@@ -227,8 +246,10 @@ class LlamaCpp(Consumer):
         writer.add_block_count(m.num_layers)
         writer.add_head_count(m.num_attention_heads)
         writer.add_layer_norm_eps(m.layernorm_epsilon)
-        # The published slopes end at 2^-8.
-        writer.add_max_alibi_bias(8.0 if config.position.bias == "slopes" else 0.0)
+        has_slopes = config.position.bias == "slopes"
+        writer.add_max_alibi_bias(float(bias_max_of(config.position.slopes)) if has_slopes else 0.0)
+        if m.clip_qkv is not None:
+            writer.add_clamp_kqv(m.clip_qkv)
         if rope:
             writer.add_rope_dimension_count(int(config.head_dim * rope.percent))
             writer.add_rope_freq_base(float(rope.base))
