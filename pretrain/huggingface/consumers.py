@@ -30,6 +30,7 @@ from pretrain.huggingface.base import (
     Ours,
     StackQkv,
     TensorTable,
+    ours,
     refused,
 )
 from pretrain.huggingface.classes import (
@@ -58,7 +59,7 @@ def _any_gelu(config: RunConfig) -> str:
 
 
 def _one_bias_max(config: RunConfig) -> Any:
-    slopes = config.position.slopes
+    slopes = ours(config, "position.slopes")
     return slopes if isinstance(slopes, BiasMax) else "published"
 
 
@@ -246,8 +247,8 @@ class LlamaCpp(Consumer):
         writer.add_block_count(m.num_layers)
         writer.add_head_count(m.num_attention_heads)
         writer.add_layer_norm_eps(m.layernorm_epsilon)
-        has_slopes = config.position.bias == "slopes"
-        writer.add_max_alibi_bias(float(bias_max_of(config.position.slopes)) if has_slopes else 0.0)
+        slopes, has_slopes = ours(config, "position.slopes"), config.position.bias == "slopes"
+        writer.add_max_alibi_bias(float(bias_max_of(slopes)) if has_slopes else 0.0)
         if m.clip_qkv is not None:
             writer.add_clamp_kqv(m.clip_qkv)
         if rope:
