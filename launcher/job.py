@@ -8,6 +8,7 @@ nodes are left, or when too little of its time is.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -88,15 +89,19 @@ class Allocation:
         self._signals = signals
         self.faults: dict[str, str] = {}
         """Nodes in which the preflight found a fault, each with the cause."""
+        self.look()
+
+    def look(self) -> None:
+        """Ask Slurm about the job: once for the start of an attempt and once after its end."""
+        self.state = slurm.job(self._job_id)
+        """What Slurm said; None when it said nothing."""
+        self.nodes: list[str] = []
+        """All nodes that the job holds: with --no-kill a dead one has been taken out."""
+        with contextlib.suppress(slurm.SlurmError):
+            held = (self.state and self.state.nodes) or slurm.own_nodes()
+            self.nodes = slurm.hostnames(held)
 
     # ---- nodes ----
-    def nodes(self) -> list[str]:
-        """Return all nodes that the job holds now: with --no-kill a dead one has been taken out."""
-        state = slurm.job(self._job_id)
-        try:
-            return slurm.hostnames((state and state.nodes) or slurm.own_nodes())
-        except slurm.SlurmError:
-            return []
 
     def unusable(self) -> dict[str, str]:
         """Return the nodes that the next attempt must not use, each with the reason."""
@@ -104,7 +109,7 @@ class Allocation:
             # Slurm may have had no other node than one that failed in an earlier start.
             **failing_nodes([each for each in self._records() if _is_of_this_start(each)]),
             **self.faults,
-            **slurm.unusable_nodes(self.nodes()),
+            **slurm.unusable_nodes(self.nodes),
         }
 
     def excluded(self) -> dict[str, str]:
@@ -140,7 +145,7 @@ class Allocation:
             RunFailed: The run's directory cannot be written to.
         """
         unusable = self.unusable()
-        nodes = [node for node in self.nodes() if node not in unusable]
+        nodes = [node for node in self.nodes if node not in unusable]
         self.faults |= check_nodes(
             self._launch, self._config, nodes, attempt, self._job_id, self._signals
         )
@@ -151,7 +156,7 @@ class Allocation:
         Raises:
             NotStarted: Too few of the job's nodes can be used.
         """
-        if not (held := self.nodes()):
+        if not (held := self.nodes):
             return []
         unusable = self.unusable()
         chosen = choose_nodes(held, self._launch.nodes, unusable, count_failures(self._records()))
@@ -183,7 +188,7 @@ class Allocation:
 
     def seconds_left(self) -> float | None:
         """Return the time to the job's limit; None when it has none, or Slurm does not answer."""
-        state = slurm.job(self._job_id)
+        state = self.state
         return state.ends_at - time.time() if state and state.ends_at else None
 
     def _records(self) -> list[AttemptRecord]:
@@ -239,17 +244,16 @@ def guard(run: Path) -> int:
 
 
 @contextmanager
-def guarded(run: Path, job_id: str, options: Sequence[str]) -> Iterator[None]:
+def guarded(run: Path, held: Sequence[str], options: Sequence[str]) -> Iterator[None]:
     """Run guards on nodes other than this one while the block runs.
 
     Args:
         run: The run's directory.
-        job_id: The job.
+        held: The job's nodes, this one first.
         options: The job's options of sbatch; without --no-kill there is nothing to guard.
     """
-    state = slurm.job(job_id) if slurm.survives_nodes(options) else None
-    nodes = slurm.hostnames(state.nodes)[1:][-GUARDS:] if state else []
-    if not nodes:
+    nodes = held[1:][-GUARDS:]
+    if not nodes or not slurm.survives_nodes(options):
         yield
         return
     launcher = [sys.executable, "-m", "pretrain.launcher", "guard", str(run)]
@@ -322,11 +326,10 @@ def attempt(run: Path) -> int:
     # SIGUSR1 asks for a checkpoint and a restart, SIGTERM for a checkpoint and the end. They come
     # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes
     # from Slurm to the ranks directly.
-    with (
-        job_signals() as signals,
-        guarded(run, job_id, launch.sbatch),
-    ):
-        return _Start(run, job_id, launch, config, signals).make_attempts()
+    with job_signals() as signals:
+        start = _Start(run, job_id, launch, config, signals)
+        with guarded(run, start.nodes, launch.sbatch):
+            return start.make_attempts()
 
 
 class _Start(Allocation):
@@ -342,7 +345,7 @@ class _Start(Allocation):
         launch = self._launch
         train = [launch.python, "-m", "pretrain", "train", str(RunPaths(self._run).launch_config)]
         self._train = [*train, *allow_options(launch.allow_changed)]
-        owner = job_owner(self._job_id, launch.num_tasks)
+        owner = job_owner(self._job_id, launch.num_tasks, self.state and self.state.submitted_at)
         # A job keeps its id when it is requeued, so the id marks the attempts of one series.
         supervisor = Supervisor(
             self._config,
@@ -368,8 +371,9 @@ class _Start(Allocation):
             if self._ranks and not self._ranks.has_started:
                 # Such as a step that Slurm refuses for some seconds after slurmctld has started.
                 self._pause()
-            # The nodes have not been waited for since.
-            owner = job_owner(self._job_id, launch.num_tasks, is_first=False)
+            # The nodes have not been waited for since it was submitted.
+            owner = job_owner(self._job_id, launch.num_tasks, None)
+            self.look()
 
     def _pause(self) -> None:
         """Wait for PAUSE_SECONDS, or a signal."""
@@ -389,7 +393,7 @@ class _Start(Allocation):
         if last.ended and last.ended.outcome not in STARTED_AGAIN:
             return _exit_code(last.ended)
         say(f"job {self._job_id}: the launcher of attempt {last.number} was killed")
-        self._nodes = self.nodes()
+        self._nodes = self.nodes
         # srun ends its ranks as well, if it was not killed too.
         slurm.signal_step(self._job_id, _step_name(last.directory), signal.SIGKILL)
         self._wait_for_slurm(last.directory)
@@ -405,7 +409,7 @@ class _Start(Allocation):
             self.check(attempt)
             self._check_nodes = False
         nodes = self.choose()
-        self._nodes = nodes or self.nodes()
+        self._nodes = nodes or self.nodes
         where = ",".join(nodes) or "this job's nodes"
         say(f"attempt {attempt.number}: {self._launch.num_tasks} ranks on {where}")
         self._ranks = SrunRanks(
@@ -429,12 +433,17 @@ class _Start(Allocation):
         progress. Of a step that ends before slurmctld notices that a node of it died, or whose
         slurmstepd was killed, slurmctld never knows the end (seen with 22.05).
         """
-        num_signals, lost_since = len(self._signals.received), float("inf")
+        num_signals, lost_since, is_said = len(self._signals.received), float("inf"), False
         ended = self._ranks is not None and self._ranks.have_ended
 
         def may_start() -> bool:
-            nonlocal lost_since
+            nonlocal lost_since, is_said
             known = slurm.knows_end(self._job_id, _step_name(attempt))
+            if known is None and not is_said:
+                is_said = True
+                minutes = f"{AWAY_SECONDS / 60:.0f} minutes"
+                away = f"waits for {slurm.CONTROLLER}, which is away, for up to {minutes}"
+                say(f"job {self._job_id}: {away}")
             self._overlap = known is False
             unusable = slurm.unusable_nodes(self._nodes) if self._overlap else {}
             over = bool(unusable) or (self._overlap and ended)
@@ -443,10 +452,6 @@ class _Start(Allocation):
             lost = slurm.are_down(unusable) or time.monotonic() - lost_since > LOST_SECONDS
             return bool(known) or lost or len(self._signals.received) > num_signals
 
-        if slurm.is_away():
-            minutes = f"{AWAY_SECONDS / 60:.0f} minutes"
-            away = f"waits for {slurm.CONTROLLER}, which is away, for up to {minutes}"
-            say(f"job {self._job_id}: {away}")
         _wait_for(may_start, AWAY_SECONDS)
 
     def _why_requeue(self, end: End) -> str | None:
@@ -460,6 +465,7 @@ class _Start(Allocation):
         if read_attempt(end.attempt.directory).ended is None:
             # As on a full disk. Without the record this process still holds the run.
             return "the end of the attempt could not be recorded"
+        self.look()
         try:
             self.choose()
         except NotStarted as error:

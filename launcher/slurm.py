@@ -476,19 +476,10 @@ def is_over(job_id: str) -> bool | None:
     return state is None or state.is_over
 
 
-def is_away() -> bool:
-    """Return True if slurmctld does not answer."""
-    try:
-        _squeue(["--me", "--format=%A"])
-    except SlurmError as error:
-        return isinstance(error, SlurmAway)
-    return False
-
-
 def knows_end(job_id: str, name: str) -> bool | None:
     """Return whether slurmctld knows that a job's step is over; None where it does not answer."""
     try:
-        return not steps(job_id, name)
+        return not steps(job_id, name, tries=1)
     except SlurmError:
         return None
 
@@ -539,15 +530,16 @@ def cancel(job_id: str) -> None:
     run_command("scancel", [job_id])
 
 
-def steps(job_id: str, name: str) -> list[str]:
+def steps(job_id: str, name: str, tries: int = TRIES) -> list[str]:
     """Return a job's running steps of a name, as "123.0", which `signal` takes like a job's id.
 
     Args:
         job_id: The job.
         name: The step's name, from srun --job-name.
+        tries: How often squeue is asked when it fails.
     """
     query = ["--steps", f"--jobs={job_id}", "--format=%i|%j"]
-    lines = _squeue(query, TRIES).stdout.splitlines()
+    lines = _squeue(query, tries).stdout.splitlines()
     parts = [line.strip().partition("|") for line in lines]
     return [step for step, _, step_name in parts if step_name == name]
 

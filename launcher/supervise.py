@@ -541,20 +541,19 @@ def choose_nodes(
 # ---- Say whose an attempt is: this process, in this start of a job ----
 
 
-def job_owner(job_id: str, num_tasks: int, is_first: bool = True) -> Owner:
+def job_owner(job_id: str, num_tasks: int, submitted_at: float | None) -> Owner:
     """Describe this process as the owner of an attempt inside a Slurm job.
 
     Args:
         job_id: The job this process runs in.
         num_tasks: Number of ranks of the attempt.
-        is_first: True for the first attempt of this start of the job, which waited in the queue.
+        submitted_at: When it was put into the queue in which this attempt has waited, if it has.
     """
-    state = slurm.job(job_id)
     return Owner.here(
         slurm_job_id=job_id,
         slurm_restart_count=slurm.own_restarts(),
         slurm_cluster=slurm.own_cluster(),
-        submitted_at=state.submitted_at if state and is_first else None,
+        submitted_at=submitted_at,
         num_processes=num_tasks,
         nodes=slurm.own_nodes(),
     )

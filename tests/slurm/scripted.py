@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pretrain.launcher.agent import MODULE as AGENT
@@ -108,6 +108,7 @@ class Script:
         time: str = "30",
         options: tuple[str, ...] = (),
         container: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> ScriptedRun:
         path = write_site(
             self.folder / f"{name}.site.toml",
@@ -116,6 +117,7 @@ class Script:
             python=str(self.rank),
             sbatch_arguments=list(options),
             container=list(container),
+            environment=environment or {},
         )
         run = self.folder / "runs" / name
         given = (

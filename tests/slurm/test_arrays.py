@@ -78,12 +78,13 @@ def commands(folder: Path, cluster: Cluster) -> dict[str, str]:
         path = folder / name
         path.write_text(WRAPPER.format(real=found, calls=folder / "calls"))
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return {"PATH": f"{folder}:{cluster.environment['PATH']}"}
 
 
-def called(folder: Path) -> Counter[str]:
-    """Return how often each command was called."""
-    return Counter(line.split()[0] for line in (folder / "calls").read_text().splitlines())
+def called(folder: Path, without: str = "\n") -> Counter[str]:
+    """Return how often each command was called, without calls that contain a word."""
+    calls = (folder / "calls").read_text().splitlines()
+    return Counter(call.split()[0] for call in calls if without not in call)
 
 
 # ---- one element, and nothing else ----

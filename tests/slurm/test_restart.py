@@ -12,6 +12,7 @@ import pytest
 
 from tests.end_to_end.commands import LAUNCHER, wait_for
 from tests.slurm.scripted import Script, ScriptedRun
+from tests.slurm.test_arrays import called, commands
 
 
 def finish(run: ScriptedRun) -> dict[str, str]:
@@ -23,7 +24,8 @@ def finish(run: ScriptedRun) -> dict[str, str]:
 
 
 def test_killed_and_stopped_ranks_start_again_in_the_same_job(script: Script) -> None:
-    run = script.submit("ranks")
+    counted = script.folder / "commands"
+    run = script.submit("ranks", environment=commands(counted, script.cluster))
     pid, node = run.wait_for_training(1)[1]
     os.kill(pid, signal.SIGKILL)
     first = run.wait_for_end(1)
@@ -38,6 +40,8 @@ def test_killed_and_stopped_ranks_start_again_in_the_same_job(script: Script) ->
     # One job step after the other, and the queue was waited for once.
     assert [bool(attempt.owner.submitted_at) for attempt in run.attempts] == [True, False, False]
     assert "goes back to the queue" not in run.job_said()
+    # The job is asked for once at an attempt's start, and once after an end that another follows.
+    assert called(counted, without="--steps")["squeue"] == 3 + 2, (counted / "calls").read_text()
 
 
 def test_a_spare_node_takes_the_place_of_one_that_dies(script: Script) -> None:
