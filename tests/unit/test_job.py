@@ -6,6 +6,7 @@ Tested are sbatch's arguments, the script as bash runs it, what is refused, and 
 import dataclasses
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from pretrain.launcher import job as node_job
 from pretrain.launcher import sweep
 from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.site import SlurmRequest, parse_site
-from pretrain.launcher.slurm import OUR_OPTIONS, Job, job_name
+from pretrain.launcher.slurm import OUR_OPTIONS, Job, job_name, own_turn
 from pretrain.launcher.submit import (
     TrainingRun,
     allocate,
@@ -417,3 +418,14 @@ def test_a_sweep_does_not_remove_a_key_and_does_not_lose_a_setting(tmp_path):
         plan([], configs=2)
     with pytest.raises(ConfigError, match="is another run's of this sweep"):
         plan(["optimizer.learning_rate=1e-3,0.001"])
+
+
+@pytest.mark.parametrize(("tasks", "seconds", "at_once"), [(7, 0, 7), (40, 10, 8), (200, 30, 16)])
+def test_the_tasks_of_an_array_take_turns(monkeypatch, tasks, seconds, at_once):
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", str(tasks))
+    turns = []
+    for index in range(tasks):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))
+        turns.append(own_turn())
+    assert min(turns) >= 0 and max(turns) <= seconds
+    assert max(Counter(map(int, turns)).values()) <= at_once
