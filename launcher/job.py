@@ -346,7 +346,8 @@ class _Start(Allocation):
         launch = self._launch
         train = [launch.python, "-m", "pretrain", "train", str(RunPaths(self._run).launch_config)]
         self._train = [*train, *allow_options(launch.allow_changed)]
-        owner = job_owner(self._job_id, launch.num_tasks, self.state and self.state.submitted_at)
+        submitted_at = self.state.submitted_at if self.state else None
+        owner = job_owner(self._job_id, launch.num_tasks, submitted_at)
         # A job keeps its id when it is requeued, so the id marks the attempts of one series.
         supervisor = Supervisor(
             self._config,
