@@ -67,14 +67,8 @@ class Evaluations:
         return EvaluationRequest.parse(self.lengths, self.protocols, self.stride, self.max_tokens)
 
 
-app = Commands(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    # The subcommands inherit this from the app.
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-data = Commands(no_args_is_help=True, help="Build a data set on a Slurm cluster.")
+app = Commands()
+data = Commands(help="Build a data set on a Slurm cluster.")
 app.add_typer(data, name="data")
 
 

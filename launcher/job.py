@@ -15,8 +15,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +27,7 @@ from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import PendingEvaluations
 from pretrain.launcher.preflight import check_nodes
-from pretrain.launcher.ranks import SrunRanks, start_srun
+from pretrain.launcher.ranks import SrunRanks, attempt_environment, start_srun
 from pretrain.launcher.submit import EARLY_SECONDS, start_seconds
 from pretrain.launcher.supervise import (
     SIGNAL_CODE,
@@ -38,7 +39,6 @@ from pretrain.launcher.supervise import (
     count_failures,
     failing_nodes,
     job_is_over,
-    job_owner,
     job_signals,
 )
 from pretrain.rundir.attempts import (
@@ -46,6 +46,7 @@ from pretrain.rundir.attempts import (
     Attempt,
     AttemptRecord,
     Ended,
+    Owner,
     is_finished,
     last_heartbeat,
     read_attempt,
@@ -107,7 +108,7 @@ class Allocation:
         """Return the nodes that the next attempt must not use, each with the reason."""
         return {
             # Slurm may have had no other node than one that failed in an earlier start.
-            **failing_nodes([each for each in self._records() if _is_of_this_start(each)]),
+            **failing_nodes(self._of_this_start()),
             **self.faults,
             **slurm.unusable_nodes(self.nodes),
         }
@@ -161,44 +162,45 @@ class Allocation:
         unusable = self.unusable()
         chosen = choose_nodes(held, self._launch.nodes, unusable, count_failures(self._records()))
         if len(chosen) < self._launch.nodes:
-            raise NotStarted(self.too_few(held, unusable), tuple(unusable))
+            causes = "; ".join(f"{node}: {cause}" for node, cause in unusable.items())
+            raise NotStarted(
+                f"{self._launch.nodes} nodes are needed, and of the {len(held)} that the job holds "
+                f"these cannot be used: {causes or 'none is named'}",
+                tuple(unusable),
+            )
         return chosen
 
-    def too_few(self, held: Sequence[str], unusable: Mapping[str, str]) -> str:
-        """Return the sentence that says which nodes are missing, and why."""
-        causes = "; ".join(f"{node}: {cause}" for node, cause in unusable.items())
-        return (
-            f"{self._launch.nodes} nodes are needed, and of the {len(held)} that the job holds "
-            f"these cannot be used: {causes or 'none is named'}"
-        )
-
     # ---- time ----
-    def seconds_needed(self) -> float:
-        """Return the time to the limit that a new attempt needs to be warned before it.
+    def why_too_late(self) -> str | None:
+        """Return why the job's time is too short for another attempt; None where it is not.
 
-        Slurm sends the signal to save once in the life of a job, and only to processes that run
-        then.
+        An attempt has to be warned before the limit, if there is one: Slurm sends the signal to
+        save once in the life of a job, and only to processes that run then.
         """
-        return (
+        if not (self.state and self.state.ends_at):
+            return None
+        left = self.state.ends_at - time.time()
+        needed = (
             start_seconds(self._run, self._config)
             + self._config.recovery.preflight_seconds
             + EARLY_SECONDS
             + slurm.lead_seconds(self._launch.sbatch)
         )
-
-    def seconds_left(self) -> float | None:
-        """Return the time to the job's limit; None when it has none, or Slurm does not answer."""
-        state = self.state
-        return state.ends_at - time.time() if state and state.ends_at else None
+        if left >= needed:
+            return None
+        return (
+            f"{left:.0f} s are left to the time limit, and an attempt needs {needed:.0f} s to "
+            "start and to save before it"
+        )
 
     def _records(self) -> list[AttemptRecord]:
         """Return the attempts that this job has made, in all of its starts."""
-        attempts = read_attempts(self._run)
-        return [each for each in attempts if each.owner.slurm_job_id == self._job_id]
+        return [each for each in read_attempts(self._run) if each.owner.is_of_job(self._job_id)]
 
-
-def _is_of_this_start(attempt: AttemptRecord) -> bool:
-    return (attempt.owner.slurm_restart_count or 0) == slurm.own_restarts()
+    def _of_this_start(self) -> list[AttemptRecord]:
+        """Return the attempts that it has made since Slurm started it for the last time."""
+        start = self._job_id, slurm.own_restarts()
+        return [each for each in read_attempts(self._run) if each.owner.is_of_start(*start)]
 
 
 # ---- Requeue a job whose batch host has died: `launcher guard`, a job step on other nodes ----
@@ -347,18 +349,26 @@ class _Start(Allocation):
         train = [launch.python, "-m", "pretrain", "train", str(RunPaths(self._run).launch_config)]
         self._train = [*train, *allow_options(launch.allow_changed)]
         submitted_at = self.state.submitted_at if self.state else None
-        owner = job_owner(self._job_id, launch.num_tasks, submitted_at)
+        owner = partial(
+            Owner.here,
+            slurm_job_id=self._job_id,
+            slurm_restart_count=slurm.own_restarts(),
+            slurm_cluster=slurm.own_cluster(),
+            num_processes=launch.num_tasks,
+            nodes=slurm.own_nodes(),
+        )
         # A job keeps its id when it is requeued, so the id marks the attempts of one series.
         supervisor = Supervisor(
             self._config,
             self._signals,
-            lambda record: record.owner.is_of_job(owner.slurm_job_id),
+            lambda record: record.owner.is_of_job(self._job_id),
             is_preempted=self._is_preempted,
         )
         if (code := self._take_over()) is not None:
             return code
         while True:
-            attempt = Attempt.begin(self._run, owner, job_is_over)
+            whose = owner(submitted_at=submitted_at)
+            attempt = Attempt.begin(self._run, whose, job_is_over)
             end = supervisor.make_attempt(attempt, self._start, PendingEvaluations(self._run))
             if not end.again:
                 return _exit_code(end)
@@ -373,9 +383,8 @@ class _Start(Allocation):
             if self._ranks and not self._ranks.has_started:
                 # Such as a step that Slurm refuses for some seconds after slurmctld has started.
                 self._pause()
-            # The nodes have not been waited for since it was submitted.
-            owner = job_owner(self._job_id, launch.num_tasks, None)
-            self.look()
+            # This start of the job has waited in the queue once.
+            submitted_at = None
 
     def _pause(self) -> None:
         """Wait for PAUSE_SECONDS, or a signal."""
@@ -388,8 +397,7 @@ class _Start(Allocation):
         Returns:
             The exit code of the job where no attempt is to follow its last one.
         """
-        records = [each for each in self._records() if _is_of_this_start(each)]
-        if not records:
+        if not (records := self._of_this_start()):
             return None
         last = records[-1]
         if last.ended and last.ended.outcome not in STARTED_AGAIN:
@@ -419,10 +427,7 @@ class _Start(Allocation):
             self._train,
             self._job_id,
             _step_name(attempt.directory),
-            {
-                "PRETRAIN_ATTEMPT": str(attempt.directory),
-                "PRETRAIN_RENDEZVOUS": str(attempt.directory),
-            },
+            attempt_environment(attempt),
             RunPaths(self._run).attempt_log(attempt.number),
             nodes,
         )
@@ -455,6 +460,7 @@ class _Start(Allocation):
             return bool(known) or lost or len(self._signals.received) > num_signals
 
         _wait_for(may_start, AWAY_SECONDS)
+        self.look()
 
     def _why_requeue(self, end: End) -> str | None:
         """Return why the next attempt needs another start of the job, or None if it does not.
@@ -472,13 +478,7 @@ class _Start(Allocation):
             self.choose()
         except NotStarted as error:
             return str(error)
-        left, needed = self.seconds_left(), self.seconds_needed()
-        if left is not None and left < needed:
-            return (
-                f"{left:.0f} s are left to the time limit, and an attempt needs {needed:.0f} s to "
-                "start and to save before it"
-            )
-        return None
+        return self.why_too_late()
 
     def _is_preempted(self) -> bool:
         """Return True if Slurm takes this job's nodes away for another job, or has requeued it.

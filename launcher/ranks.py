@@ -222,10 +222,9 @@ class SrunRanks:
             return ExitCode.FINISHED
         else:
             code = _exit_code(self._srun.returncode)
-            failure = slurm.first_failure(_lines(self._log), code)
-            self.failure, self.nodes = failure.reason, failure.nodes
+            self.failure, self.nodes = slurm.first_failure(_lines(self._log), code)
             # Our own codes mean something only where a rank ended with them.
-            code = ExitCode.FAILED if failure.code in list(ExitCode) else failure.code
+            code = ExitCode.FAILED if code in list(ExitCode) else code
         self.failure += f"; see {self._log}"
         return code
 
@@ -276,6 +275,11 @@ class SrunRanks:
                     with contextlib.suppress(OSError):
                         file.write(copy)
                         file.flush()
+
+
+def attempt_environment(attempt: Attempt) -> dict[str, str]:
+    """Return the variables that tell ranks where their attempt records itself and where to meet."""
+    return dict.fromkeys(("PRETRAIN_ATTEMPT", "PRETRAIN_RENDEZVOUS"), str(attempt.directory))
 
 
 def start_srun(
@@ -418,10 +422,7 @@ def run_locally(
                 [*command, *config_arguments, *resume_words],
                 nproc,
                 RunPaths(run),
-                {
-                    "PRETRAIN_ATTEMPT": str(attempt.directory),
-                    "PRETRAIN_RENDEZVOUS": str(attempt.directory),
-                },
+                attempt_environment(attempt),
                 attempt.number,
             )
 

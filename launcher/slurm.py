@@ -828,8 +828,8 @@ _LABEL = re.compile(rb" {0,9}(\d{1,9}): ?")
 _SAID = "srun: error: "
 _TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>\d+(?:[,-]\d+)*): (?P<how>.*)")
 """Tasks that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
-_EXITED = re.compile(r"Exited with exit code (\d+)")
-"""The words for a task that exited by itself."""
+_EXITED = "Exited"
+"""The first word for a task that exited by itself."""
 _LOST = re.compile(
     r"srun: error: (?:Node failure on (?P<failed>\S+)"
     r"|Task launch for \S+ failed on node (?P<silent>\S+): (?P<why>.*))"
@@ -846,12 +846,6 @@ class EndedTasks(NamedTuple):
     """Such as "0,2-4"."""
     how: str
     """Such as "Killed", or "Exited with exit code 3"."""
-
-    @property
-    def code(self) -> int | None:
-        """The exit code with which the first of them exited; None if something else ended it."""
-        exited = _EXITED.fullmatch(self.how)
-        return int(exited[1]) if exited else None
 
 
 def labelled(line: bytes) -> tuple[int, bytes] | None:
@@ -890,19 +884,8 @@ def num_tasks(step: Sequence[str]) -> int:
     return next((int(match[1]) for match in found if match), 1)
 
 
-class Failure(NamedTuple):
-    """The failure that ended a job step first."""
-
-    reason: str
-    """One line for the user."""
-    code: int
-    """The exit code of what failed first."""
-    nodes: tuple[str, ...] = ()
-    """The nodes it came from; empty where more than one may have failed first."""
-
-
-def first_failure(lines: Sequence[str], code: int) -> Failure:
-    """Find out what ended a job step first, from what srun has written.
+def first_failure(lines: Sequence[str], code: int) -> tuple[str, tuple[str, ...]]:
+    """Find out what ended a job step first, of which no rank's own end is known.
 
     srun reports tasks that end badly in the order in which they end. Where a node died, ranks of
     other nodes may end first, because their connections to it break.
@@ -910,25 +893,23 @@ def first_failure(lines: Sequence[str], code: int) -> Failure:
     Args:
         lines: All lines of the step's log.
         code: The exit code of srun.
+
+    Returns:
+        One line for the user, with srun's words, and the nodes that the failure came from, none
+        where more than one may have failed first.
     """
     errors = [line.removeprefix(_SAID) for line in lines if line.startswith(_SAID)]
-    tasks = [found for line in lines if (found := ended_tasks(line))]
-    if lost := [line for line in lines if lost_node(line)]:
-        nodes = tuple(dict.fromkeys(node[0] for line in lost if (node := lost_node(line))))
-        where = f"{', '.join(nodes)} failed ({lost[0].removeprefix(_SAID)})"
-        first = tasks[0].code if tasks else None
-        return Failure(where, code or 1 if first is None else first, nodes)
-    for task in tasks[:1]:
-        where = f"rank {task.ranks} on {task.node}"
-        if task.code is None:
-            return Failure(f"{where} was ended ({task.how})", code, (task.node,))
-        # A bug ends ranks on all nodes; what one node does wrong shows on its ranks alone.
-        alike = {each.node for each in tasks if each.how == task.how}
-        reason = f"{where} ended with exit code {task.code}"
-        return Failure(reason, task.code, tuple(alike) if len(alike) == 1 else ())
-    # The last: a step may have been refused before it was created.
-    why = f" ({errors[-1]})" if errors else ""
-    return Failure(f"srun ended with exit code {code}{why}", code)
+    lost = [(node[0], "", line) for line in lines if (node := lost_node(line))]
+    ended = [(task.node, task.how, line) for line in lines if (task := ended_tasks(line))]
+    if not (failed := lost or ended):
+        # The last: a step may have been refused before it was created.
+        return f"srun ended with exit code {code}" + (f" ({errors[-1]})" if errors else ""), ()
+    first, how, line = failed[0]
+    # A bug ends ranks on all nodes; what one node does wrong shows on its ranks alone.
+    alike = dict.fromkeys(node for node, other, _ in failed if other == how)
+    nodes = (first,) if how and not how.startswith(_EXITED) else tuple(alike)
+    nodes = nodes if lost or len(nodes) == 1 else ()
+    return f"srun ended with exit code {code} ({line.removeprefix(_SAID)})", nodes
 
 
 def signal_step(job_id: str, name: str, number: int) -> None:

@@ -84,9 +84,7 @@ def goodput(
         # A superseded attempt notices it late, and records an end after the next one's begin.
         end = min(attempt.ended.at if attempt.ended else last_sign, later.began_at)
         # Between two attempts of one start of a job its nodes are held.
-        if owner.is_of_job(later.slurm_job_id) and (
-            owner.slurm_restart_count == later.slurm_restart_count
-        ):
+        if owner.is_of_start(later.slurm_job_id, later.slurm_restart_count or 0):
             end = later.began_at
         # The clocks of different hosts may disagree.
         held += max(0.0, end - owner.began_at)
@@ -355,12 +353,7 @@ def attempts_of(attempts: Sequence[AttemptRecord], job: JobState) -> list[Attemp
 
     A requeued job keeps its id: attempts before that differ in the count.
     """
-    return [
-        each
-        for each in attempts
-        if each.owner.is_of_job(job.job_id)
-        and (each.owner.slurm_restart_count or 0) == job.restarts
-    ]
+    return [each for each in attempts if each.owner.is_of_start(job.job_id, job.restarts)]
 
 
 def queued(records: Sequence[JobRecord], queue: Queue, kind: str) -> list[JobState]:

@@ -141,7 +141,7 @@ def allocate(
 
 
 def check_runs(runs: Sequence[TrainingRun], dry_run: bool = False) -> None:
-    """Check that runs may be submitted: they can go on, are in no job, and their data is built.
+    """Check that runs may be submitted: they can go on, fit into an array, and have their data.
 
     Args:
         runs: The runs.
@@ -149,17 +149,16 @@ def check_runs(runs: Sequence[TrainingRun], dry_run: bool = False) -> None:
             answer, because a dry run is useful before all is there.
 
     Raises:
-        ConfigError: A run is in a job already, another user may write to its directory, its newest
-            checkpoint was trained with a config from which it cannot go on, its data is not built,
-            or the runs are more than an array takes.
-        SlurmAway: slurmctld does not answer, so it is unknown if a run is in a job.
+        ConfigError: Another user may write to a run's directory, its newest checkpoint was trained
+            with a config from which it cannot go on, its data is not built, or the runs are more
+            than an array takes.
+        SlurmAway: slurmctld does not answer.
     """
     # It becomes the job's --chdir, since relative paths in the config begin there.
     slurm.check_path("the directory you are in", Path.cwd())
     for run in runs:
         check_goes_on(run.config, run.allow_changed)
-    with _only_warned(dry_run, slurm.SlurmAway):
-        _check_not_in_a_job(runs)
+    with only_warned(dry_run, slurm.SlurmAway):
         if len(runs) > 1 and len(runs) > (most := slurm.array_size()):
             raise ConfigError(
                 f"{len(runs)} runs: a job array of this cluster has at most {most} tasks. "
@@ -167,12 +166,12 @@ def check_runs(runs: Sequence[TrainingRun], dry_run: bool = False) -> None:
             )
     # Usually one data set, which all runs of a sweep share.
     for config in {run.config.data.directory: run.config for run in runs}.values():
-        with _only_warned(dry_run):
+        with only_warned(dry_run):
             check_data(config)
 
 
 @contextmanager
-def _only_warned(dry_run: bool, kind: type[Exception] = ConfigError) -> Iterator[None]:
+def only_warned(dry_run: bool, kind: type[Exception] = ConfigError) -> Iterator[None]:
     """In a dry run, print an error of the block as a warning."""
     try:
         yield
@@ -208,22 +207,6 @@ def jobs_of(runs: Sequence[TrainingRun]) -> dict[Path, str]:
         for job_id, run in sent.items()
         if job_id in states and not states[job_id].is_over
     }
-
-
-def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:
-    """Raise ConfigError when a job of one of the runs is pending or running.
-
-    A second job would do no damage, since the lock in RUN/attempts admits one attempt at a time,
-    but it would hold its nodes only to fail.
-    """
-    jobs = jobs_of(runs)
-    for run in runs:
-        if job := jobs.get(run.directory):
-            name = run.config.run.directory
-            raise ConfigError(
-                f"run.directory = {name}: {job} trains this run. Wait until it ends, or cancel it "
-                f"with `launcher cancel {shlex.quote(name)}`"
-            )
 
 
 # ---- Refuse a job that could not train before its time limit ----
@@ -347,6 +330,15 @@ def submit(
     if is_done(config, allow_changed):
         print(already_done(config))
         return
+    argument = shlex.quote(config.run.directory)
+    with only_warned(dry_run, slurm.SlurmAway):
+        # A second job would do no damage, since the lock in RUN/attempts admits one attempt at a
+        # time, but it would hold its nodes only to fail.
+        for job_id in jobs_of([run]).values():
+            raise ConfigError(
+                f"run.directory = {config.run.directory}: {job_id} trains this run. Wait until it "
+                f"ends, or cancel it with `launcher cancel {argument}`"
+            )
     check_runs([run], dry_run)
     job = training_job([run], site, request)
     files = {}
@@ -365,7 +357,6 @@ def submit(
         f"job {job_id}: submitted {run.directory} on {run.nodes} nodes x {run.tasks_per_node} "
         f"ranks{spare}, {limit}"
     )
-    argument = shlex.quote(config.run.directory)
     print(f"next: launcher status {argument}\n      launcher logs {argument} --follow")
 
 

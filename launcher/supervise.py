@@ -538,27 +538,6 @@ def choose_nodes(
     return [node for node in nodes if node in chosen]
 
 
-# ---- Say whose an attempt is: this process, in this start of a job ----
-
-
-def job_owner(job_id: str, num_tasks: int, submitted_at: float | None) -> Owner:
-    """Describe this process as the owner of an attempt inside a Slurm job.
-
-    Args:
-        job_id: The job this process runs in.
-        num_tasks: Number of ranks of the attempt.
-        submitted_at: When it was put into the queue in which this attempt has waited, if it has.
-    """
-    return Owner.here(
-        slurm_job_id=job_id,
-        slurm_restart_count=slurm.own_restarts(),
-        slurm_cluster=slurm.own_cluster(),
-        submitted_at=submitted_at,
-        num_processes=num_tasks,
-        nodes=slurm.own_nodes(),
-    )
-
-
 def job_is_over(other: Owner) -> bool | None:
     """Return True if the job of another owner is over, None where Slurm does not say."""
     return slurm.is_over(other.slurm_job_id) if other.slurm_job_id else None

@@ -25,6 +25,7 @@ from pretrain.launcher.submit import (
     allocate,
     check_runs,
     jobs_of,
+    only_warned,
     print_dry_run,
     send,
     training_job,
@@ -272,12 +273,8 @@ def _to_send(runs: Sequence[TrainingRun], dry_run: bool) -> list[TrainingRun]:
     """
     left_out = {run.directory: "finished" for run in runs if is_done(run.config, run.allow_changed)}
     left = [run for run in runs if run.directory not in left_out]
-    try:
+    with only_warned(dry_run, slurm.SlurmAway):
         left_out |= {run: f"{job} trains it" for run, job in jobs_of(left).items()}
-    except slurm.SlurmAway:
-        # `check_runs` warns of it in a dry run.
-        if not dry_run:
-            raise
     for run in runs:
         if run.directory in left_out:
             print(f"{run.config.run.directory}: {left_out[run.directory]}, left out")

@@ -56,7 +56,7 @@ def with_lengths(
     return configs
 
 
-bench = Commands(no_args_is_help=True, help="Measure speed and memory.")
+bench = Commands(help="Measure speed and memory.")
 
 
 @bench.command("train")

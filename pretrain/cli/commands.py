@@ -48,15 +48,9 @@ from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.rundir.paths import ExitCode
 from pretrain.training.reporter import Requests
 
-app = Commands(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    # The subcommands inherit this from the app.
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-data = Commands(no_args_is_help=True, help="Build, verify and look at a data set.")
-checkpoint = Commands(no_args_is_help=True, help="List, check, prune and upload checkpoints.")
+app = Commands()
+data = Commands(help="Build, verify and look at a data set.")
+checkpoint = Commands(help="List, check, prune and upload checkpoints.")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")

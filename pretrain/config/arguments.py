@@ -30,6 +30,16 @@ class Commands(typer.Typer):
     of the class describes in the same way.
     """
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            no_args_is_help=True,
+            pretty_exceptions_enable=False,
+            rich_markup_mode=None,
+            # The subcommands inherit this from the app.
+            context_settings={"help_option_names": ["-h", "--help"]},
+            **settings,
+        )
+
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Command], Command]:
         """Register the decorated function, as typer.Typer.command does."""
         register = super().command(name, **settings)

@@ -144,6 +144,10 @@ class Owner:
         """Return True if this owner was in a job, "123" or "123_4"."""
         return self.slurm_job_id is not None and self.slurm_job_id == job_id
 
+    def is_of_start(self, job_id: str | None, restarts: int) -> bool:
+        """Return True if this owner was in a job when that had been requeued so many times."""
+        return self.is_of_job(job_id) and (self.slurm_restart_count or 0) == restarts
+
     def __str__(self) -> str:
         job = f"job {self.slurm_job_id}, " if self.slurm_job_id else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began_at))

@@ -473,9 +473,19 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
                 "srun: error: n2: tasks 2-3: Killed",
             ],
             137,
-            ("rank 0 on n1 ended with exit code 75", 75, ("n1",)),
+            ("n1: task 0: Exited with exit code 75", ("n1",)),
         ),
-        ([], 143, ("srun ended with exit code 143", 143, ())),
+        # A wrapper that a signal ends, and the others because of it.
+        (
+            ["srun: error: n2: task 1: Killed", "srun: error: n1: task 0: Killed"],
+            137,
+            ("n2: task 1: Killed", ("n2",)),
+        ),
+        (
+            ["srun: error: Unable to create step: Job violates limits"],
+            1,
+            ("Unable to create step: Job violates limits", ()),
+        ),
         # The ranks of other nodes may end first, when their connections break.
         (
             [
@@ -484,7 +494,7 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
                 "srun: error: Node failure on n2",
             ],
             137,
-            ("n2 failed (Node failure on n2)", 1, ("n2",)),
+            ("Node failure on n2", ("n2",)),
         ),
         (
             [
@@ -494,9 +504,7 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
             ],
             1,
             (
-                "n3 failed (Task launch for StepId=2.1 failed on node n3: Communication connection "
-                "failure)",
-                1,
+                "Task launch for StepId=2.1 failed on node n3: Communication connection failure",
                 ("n3",),
             ),
         ),
@@ -507,13 +515,16 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
                 "srun: error: n2: tasks 2-3: Exited with exit code 1",
             ],
             1,
-            ("rank 0 on n1 ended with exit code 1", 1, ()),
+            ("n1: task 0: Exited with exit code 1", ()),
         ),
     ],
 )
 def test_the_first_to_fail_is_read_from_what_srun_wrote(said, code, expected):
     """Lines as Slurm 22.05 wrote them."""
-    assert first_failure(["0: training", *said], code) == expected
+    words, nodes = expected
+    whole = f"srun ended with exit code {code} ({words})", nodes
+    assert first_failure(["0: training", *said], code) == whole
+    assert first_failure(["0: training"], code) == (f"srun ended with exit code {code}", ())
 
 
 def test_a_step_that_cannot_be_started_gives_the_run_back(tmp_path):
