@@ -94,7 +94,7 @@ class Place:
     """The address at which rank 0 listens: the content of rendezvous.json."""
 
     address: str
-    """A name or address of rank 0's host that the other hosts resolve."""
+    """The address of rank 0's host that it listens at; its name where it listens at all."""
     port: int
     """The port that the system chose."""
     nonce: str
@@ -242,15 +242,19 @@ def _proof(secret: str, of: str) -> str:
 
 
 def _listening(address: str) -> socket.socket | None:
-    """Return a socket that listens at a numeric address alone; None where that is none of here.
+    """Return a socket that listens at one address of this host; None where `address` leads to none.
 
-    torch listens at every address of the host. A name may lead to another address elsewhere.
+    torch listens at every address of the host.
     """
-    try:
-        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
-        return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-    except (ValueError, OSError):
-        return None
+    # ValueError: a name that no host can have.
+    with contextlib.suppress(OSError, ValueError):
+        for family, _, _, _, place in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM):
+            # Debian's /etc/hosts has 127.0.1.1 for this host's name, where no other host comes.
+            found = ipaddress.ip_address(str(place[0]))
+            if place[0] == address or not (found.is_loopback or found.is_link_local):
+                with contextlib.suppress(OSError):
+                    return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+    return None
 
 
 _BACKLOG = 2048
@@ -262,9 +266,11 @@ def _publish(peer: Process, directory: Path, seconds: float) -> tuple[Store, str
     # Port 0 is a request for any free port. Not waiting for the workers, which cannot come before
     # the port is published.
     listening = _listening(peer.address)
+    # Not the name, which may lead to another address of this host elsewhere.
+    address, port = listening.getsockname()[:2] if listening else (peer.address, 0)
     store = TCPStore(
-        peer.address,
-        listening.getsockname()[1] if listening else 0,
+        address,
+        port,
         peer.world_size,
         is_master=True,
         timeout=datetime.timedelta(seconds=seconds),
@@ -272,7 +278,7 @@ def _publish(peer: Process, directory: Path, seconds: float) -> tuple[Store, str
         # The store closes it.
         master_listen_fd=listening.detach() if listening else None,
     )
-    place = Place(peer.address, store.port, uuid.uuid4().hex, peer.start)
+    place = Place(address, store.port, uuid.uuid4().hex, peer.start)
     name = _proof(place.nonce, "store")
     store.set(name, "")
     path = directory / FILE

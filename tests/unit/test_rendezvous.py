@@ -5,6 +5,7 @@ The ranks are forked from a process that has imported torch and nothing else of 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -243,6 +244,40 @@ def test_a_stranger_who_has_joined_the_store_is_no_rank(tmp_path):
     ranks.kill()
     assert joined == "joined"
     assert "what came as rank 1 does not know the secret" in str(refused)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="an /etc/hosts of its own needs root")
+def test_a_name_is_listened_at_where_it_leads_to_on_rank_0(tmp_path):
+    """Other hosts are given the address; Debian's 127.0.1.1 for the own name is given to nobody."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+        try:
+            out.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this host has no address that others reach")
+        own = out.getsockname()[0]
+    (tmp_path / "hosts").write_text(f"127.0.1.1 debian\n{own} node\n")
+
+    def listens() -> list[tuple[str, bool, bool]]:
+        libc = ctypes.CDLL(None, use_errno=True)
+        # CLONE_NEWNS; MS_REC and MS_PRIVATE; MS_BIND.
+        assert libc.unshare(0x20000) == 0 and libc.mount(None, b"/", None, 0x44000, None) == 0
+        hosts = os.fsencode(tmp_path / "hosts")
+        assert libc.mount(hosts, b"/etc/hosts", None, 0x1000, None) == 0
+        found = []
+        for name in ("node", "debian", own, "127.0.0.1"):
+            store, _ = topology._publish(Process(0, 2, 0, name, 0, tmp_path), tmp_path, 20)
+            place = json.loads((tmp_path / FILE).read_text())
+            reached = []
+            for address in (own, "127.0.0.2"):
+                with socket.socket() as client:
+                    reached.append(client.connect_ex((address, place["port"])) == 0)
+            found.append((place["address"], *reached))
+            del store
+        return found
+
+    [found] = run(listens)
+    alone = (own, True, False)
+    assert found == [alone, ("debian", True, True), alone, ("127.0.0.1", False, False)]
 
 
 def test_a_name_that_does_not_resolve_is_named(tmp_path, monkeypatch):
