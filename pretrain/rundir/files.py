@@ -23,6 +23,8 @@ from typing import IO, Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from pretrain.config.errors import say
+
 # ---- Keep what is made in a shared folder from being opened to all members of its team ----
 
 
@@ -371,12 +373,19 @@ def read_bytes(
 def read_text(path: Path, most: int | None = MAX_BYTES) -> str:
     """Return a file's text, with U+FFFD for bytes that are not UTF-8; "" when it cannot be read.
 
-    So also where it is no regular file, or larger than `most`.
+    So also where it is no regular file, or larger than `most`. A link that is refused is said once.
     """
     try:
         return read_bytes(path, most).decode(errors="replace")
-    except OSError:
+    except OSError as error:
+        if error.errno == errno.EPERM:
+            _warn_once(str(error.filename), str(error.strerror))
         return ""
+
+
+@functools.cache
+def _warn_once(path: str, why: str) -> None:
+    say(f"warning: {path}: {why}")
 
 
 def read_json(path: Path, most: int | None = MAX_BYTES) -> Json:

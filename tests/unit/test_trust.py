@@ -354,6 +354,19 @@ def test_what_is_no_file_is_read_as_none(tmp_path: Path, make: Callable[[Path], 
     assert read_jobs(tmp_path) == []
 
 
+@needs_root
+def test_a_link_that_is_not_followed_is_said_and_not_taken_for_a_missing_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "run.json"
+    (tmp_path / "mine.txt").write_text("mine")
+    link.symlink_to(tmp_path / "mine.txt")
+    give_away(link)
+    assert [read_text(link), read_text(link), read_text(tmp_path / "none")] == [""] * 3
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {link}: is a link of user {STRANGER}; name what")
+
+
 # ---- what a process looks for in its working directory -------------------------------------------
 def planted(folder: Path) -> Path:
     """A working directory in which somebody left modules of common names."""
