@@ -47,6 +47,7 @@ from typing import Any, NamedTuple, Protocol
 from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.errors import remedy, say
 from pretrain.launcher import slurm
+from pretrain.launcher.agent import BLOCKED_AT_START
 from pretrain.rundir.attempts import (
     HEARTBEAT_SECONDS,
     LOOKS,
@@ -88,8 +89,6 @@ JOB_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that the batch script of a Slurm job holds and passes on (slurm/job.sbatch)."""
 BATCH_SCRIPT = "PRETRAIN_BATCH_SCRIPT"
 """The variable in which the batch script gives its process id."""
-BLOCKED_AT_START = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a rank cannot handle from its first instruction on."""
 
 
 class Signals:
