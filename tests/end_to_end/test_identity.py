@@ -113,14 +113,8 @@ def test_a_copy_sends_nothing_to_the_original_s_store_and_wandb_run(workspace, c
     assert done.err.count("also at W&B") == 1, done.err
     assert (run / "wandb_run_id").read_text() == first != (copy / "wandb_run_id").read_text()
     assert [each.step for each in Store(f"file://{other}").checkpoints()] == [2, 4]
-    # From its own store it comes back as itself; to the other one nothing goes by hand, either.
-    was = identity(copy)
-    upload = ["checkpoint", "upload", copy, "--to"]
-    assert remedy in pretrain(*upload, f"file://{store}").text
-    shutil.rmtree(copy)
-    succeeds("train", config, *words(copy, *few, elsewhere, "train.num_steps=6"))
-    assert identity(copy) | {"directory": 0} == was | {"directory": 0}
-    assert [each.step for each in Store(f"file://{other}").checkpoints()] == [2, 4, 6]
+    # Nothing goes to the other one by hand, either.
+    assert remedy in pretrain("checkpoint", "upload", copy, "--to", f"file://{store}").text
     assert contents(store) == before
 
 

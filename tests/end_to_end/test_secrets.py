@@ -11,12 +11,7 @@ from tests.unit.test_data_build import config, write_text
 SECRET = "c0ffee5ec4e7" * 3 + "cafe"
 """Of the form of W&B's keys, so that wandb takes it."""
 URL = f"https://me:{SECRET}@host/run"
-ENVIRONMENT = {
-    "WANDB_API_KEY": SECRET,
-    "MY_PASSWORD": SECRET,
-    "X": SECRET,
-    "DATABASE": f"postgresql://me:{SECRET}@host/runs",
-}
+ENVIRONMENT = {"WANDB_API_KEY": SECRET, "MY_PASSWORD": SECRET, "X": SECRET, "DATABASE": URL}
 
 
 def test_no_file_of_a_whole_run_holds_a_password(tmp_path):
@@ -45,8 +40,7 @@ def test_no_file_of_a_whole_run_holds_a_password(tmp_path):
         said += done.text
     assert SECRET not in said
     written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    holding = [path for path, content in written.items() if SECRET.encode() in content]
-    assert not holding
+    assert not [path for path, content in written.items() if SECRET.encode() in content]
     # What was looked at is all that such a run writes.
     names = {str(path.relative_to(tmp_path)).partition("/")[0] for path in written}
     assert {"data", "run", "store", "report", "exported"} <= names
