@@ -80,7 +80,8 @@ HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
             Ours("model.hidden_act", "gelu", "its Bloom computes exact GELU, not the tanh one"),
             Ours("model.tie_word_embeddings", True, "its Bloom skips lm_head.weight"),
         ),
-        Opt.name: (),
+        # At older commits; a user's vLLM may be one of them.
+        Opt.name: (Ours("model.tie_word_embeddings", True, "its OPT skips lm_head.weight"),),
         GptNeoX.name: (),
     },
     # Both kinds of GELU are one there, the tanh one looked up in fp16: `LlamaCpp.rounding`.
