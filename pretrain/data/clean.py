@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -197,8 +198,9 @@ class Cleaner:
 
 # ---- Find documents that stood before in the stream, exactly or nearly ----
 # The scan computes a few 64-bit keys for each document (`duplicate_keys`) and writes those of a
-# task to a file (`save_keys`). `find_duplicates` then compares the keys of all tasks, without any
-# text.
+# task to a file, sorted (`save_keys`). Equal keys have equal first bits, so the keys of all tasks
+# are compared bucket by bucket (`repeated_in_bucket`), each on its own and on any machine, without
+# any text. `join_repeated` puts together what the buckets say.
 
 
 Mode = Literal["exact", "near"]
@@ -248,58 +250,127 @@ def duplicate_keys(text: str, mode: Mode) -> Hashes:
     return np.array([exact, *(xxhash.xxh3_64_intdigest(b.tobytes()) for b in bands)], np.uint64)
 
 
+COMPARED_BYTES = 1_000_000_000
+"""The most memory that comparing a bucket takes; more keys make more buckets, not larger ones."""
+
+_KEY_BYTES, _FOUND_BYTES, _SORTED_BYTES = 12, 8, 80
+"""What a key takes in a file and in memory, in memory too if it is found to be repeated, and while
+its column is sorted."""
+
+
+def _columns(mode: Mode) -> int:
+    return 1 if mode == "exact" else 1 + BANDS
+
+
 def save_keys(path: Path, keys: Sequence[Hashes], mode: Mode) -> None:
-    """Write the keys of a task's documents in stream order, for `find_duplicates`.
+    """Write the keys of a task's documents for `repeated_in_bucket`.
+
+    The keys of all columns are sorted together, so that a bucket is one stretch of the file. Beside
+    each stands its entry: document * columns + column.
 
     Args:
-        path: Where to write a .npy file of uint64[documents, k], one column after the other.
-        keys: What `duplicate_keys` returned for each document. May be empty.
+        path: Where to write a .npy file of uint32[3, documents * columns]: the keys, of two
+            uint32 each, fill the first two rows, their entries the third.
+        keys: What `duplicate_keys` returned for each document, in stream order. May be empty.
         mode: The mode they were made with.
     """
-    columns = 1 if mode == "exact" else 1 + BANDS
-    array = np.array(keys, np.uint64).reshape(len(keys), columns)
+    flat = np.array(keys, "<u8").reshape(len(keys) * _columns(mode))
+    order = np.argsort(flat, kind="stable")
+    halves = flat[order].view("<u4").reshape(2, -1)
     with path.open("wb") as file:
-        # find_duplicates reads a column at a time, which in this order is one stretch of the file.
-        np.save(file, np.asfortranarray(array))
+        np.save(file, np.concatenate([halves, order.astype("<u4")[None]]))
 
 
-def find_duplicates(paths: Sequence[Path]) -> list[npt.NDArray[np.bool_]]:
-    """Return for each task and each of its documents whether an earlier document shares a key.
+def _load_keys(path: Path) -> tuple[Hashes, npt.NDArray[np.uint32]]:
+    """Map the sorted keys of a task and their entries."""
+    table = np.load(path, mmap_mode="r")
+    return table[:2].reshape(-1).view("<u8"), table[2]
+
+
+def count_buckets(paths: Sequence[Path], mode: Mode) -> int:
+    """Return into how many buckets the keys of all tasks are cut, from the sizes of their files.
+
+    Args:
+        paths: The files of `save_keys`.
+        mode: The mode they were made with.
+    """
+    columns = _columns(mode)
+    documents = sum(path.stat().st_size for path in paths) / (_KEY_BYTES * columns)
+    most = (_KEY_BYTES + _FOUND_BYTES) * columns + _SORTED_BYTES
+    return math.ceil(documents * most / COMPARED_BYTES)
+
+
+def repeated_in_bucket(
+    paths: Sequence[Path], mode: Mode, bucket: int, buckets: int
+) -> npt.NDArray[np.uint64]:
+    """Return the documents of which a key in this bucket is also a key of an earlier document.
 
     Earlier means in the order of the stream, over all tasks given, so the result does not depend
     on where one task ends and the next begins. The first document of a chain of duplicates stays,
     and every later one goes, even if it resembles only documents that go.
 
-    Memory: about 26 bytes for each document of the corpus, as one column is sorted at a time. No
-    text is compared, so different documents can share a key by chance: among 300 million
-    documents that happens with a probability of some 0.2 % for each column.
+    Memory: 190 to 300 bytes for each document of the corpus, the most if all are duplicates (50 to
+    100 for "exact"), divided by the number of buckets. Equal keys are in one bucket, so a text that
+    stands in the corpus k times adds k keys to it. No text is compared, so different documents can
+    share a key by chance: among 300 million documents that happens with a probability of some 0.2 %
+    for each column.
 
     Args:
         paths: The files of `save_keys` in stream order, all of one mode.
+        mode: The mode they were made with.
+        bucket: Which one, below `buckets`.
+        buckets: Into how many equal ranges the keys are cut.
+
+    Returns:
+        Positions in the stream; one that shares several keys stands there as often.
+    """
+    columns, start, parts = _columns(mode), np.uint64(0), []
+    low, end = ((place << 64) // buckets for place in (bucket, bucket + 1))
+    # One file is open at a time: a corpus has more tasks than a process may have open files.
+    for path in paths:
+        keys, entries = _load_keys(path)
+        first = int(np.searchsorted(keys, np.uint64(low)))
+        last = int(np.searchsorted(keys, np.uint64(end - 1), "right"))
+        if first < last:
+            parts.append((start, np.array(keys[first:last]), np.array(entries[first:last])))
+        start += np.uint64(len(entries) // columns)
+    found = [np.empty(0, np.uint64)]
+    # One column is sorted at a time.
+    for column in range(columns if parts else 0):
+        masks = [entries % columns == column for _, _, entries in parts]
+        keys = np.concatenate([keys[own] for (_, keys, _), own in zip(parts, masks)])
+        documents = [
+            first + (entries[own] // columns).astype(np.uint64)
+            for (first, _, entries), own in zip(parts, masks)
+        ]
+        # A stable sort puts equal keys beside each other in stream order: all but the first repeat.
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        found.append(np.concatenate(documents)[order[1:][keys[1:] == keys[:-1]]])
+    parts.clear()
+    return np.concatenate(found)
+
+
+def join_repeated(
+    paths: Sequence[Path], mode: Mode, found: Iterable[npt.NDArray[np.uint64]]
+) -> list[npt.NDArray[np.bool_]]:
+    """Return for each task and each of its documents whether an earlier document shares a key.
+
+    Memory: a byte for each document of the corpus.
+
+    Args:
+        paths: The files of `save_keys` in stream order, all of one mode.
+        mode: The mode they were made with.
+        found: What `repeated_in_bucket` returned for each bucket.
 
     Returns:
         bool[documents] of each file.
     """
-    if not paths:
-        return []
-    shapes = [np.load(path, mmap_mode="r").shape for path in paths]
-    ends = np.cumsum([documents for documents, _ in shapes])
-    found = np.zeros(int(ends[-1]), np.bool_)
-    keys = np.empty(int(ends[-1]), np.uint64)
-    for column in range(shapes[0][1]):
-        # One file is open at a time: a corpus has more tasks than a process may have open files.
-        for path, part in zip(paths, np.split(keys, ends[:-1])):
-            part[:] = np.load(path, mmap_mode="r")[:, column]
-        _mark_repeated(keys, found)
-    return np.split(found, ends[:-1])
-
-
-def _mark_repeated(keys: Hashes, found: npt.NDArray[np.bool_]) -> None:
-    """Set `found` where a key stands that also stands further in front."""
-    # A stable sort puts equal keys beside each other in stream order: all but the first repeat.
-    order = np.argsort(keys, kind="stable")
-    keys = keys[order]
-    found[order[1:][keys[1:] == keys[:-1]]] = True
+    ends = np.cumsum([len(_load_keys(path)[1]) // _columns(mode) for path in paths])
+    repeated = np.zeros(int(ends[-1]), np.bool_)
+    for documents in found:
+        repeated[documents] = True
+    return np.split(repeated, ends[:-1])
 
 
 # ---- Choose the documents that are held out for validation, by their hashes ----

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -27,7 +28,7 @@ import zstandard
 
 from pretrain.config import ConfigError, parse_config
 from pretrain.data import build as command
-from pretrain.data import sources
+from pretrain.data import clean, sources
 from pretrain.data.build import build, estimate
 from pretrain.data.build.tasks import Sampler, read_sample
 from pretrain.data.clean import document_hash
@@ -187,7 +188,7 @@ def test_the_number_of_processes_changes_nothing(built, tmp_path):
 
 
 @pytest.mark.parametrize("deduplicate", ["none", "near"])
-def test_no_document_vanishes_without_being_counted(tmp_path, deduplicate):
+def test_no_document_vanishes_without_being_counted(tmp_path, deduplicate, monkeypatch):
     """What went in is what came out, and what the report says was left out and why."""
     numbers = random.Random(1)
     texts = [numbers.choice(DOCUMENTS) + f"{numbers.randrange(60)}" for _ in range(300)]
@@ -219,6 +220,14 @@ def test_no_document_vanishes_without_being_counted(tmp_path, deduplicate):
     assert set(validation.values()) == {1}
     if deduplicate != "none":
         assert set(kept.values()) == {1} and counts["duplicates.documents"] > 0
+        # The same keys in many buckets.
+        expected = contents(tmp_path / "data")
+        shutil.rmtree(tmp_path / "data")
+        monkeypatch.setattr(clean, "COMPARED_BYTES", 5000)
+        stages = count_tokenize_stages(monkeypatch)
+        build(settings, workers=1)
+        assert contents(tmp_path / "data") == expected
+        assert stages == ["scan", "compare", "tokenize"]
 
 
 def test_held_out_text_is_not_in_training_exactly_or_nearly(tmp_path):

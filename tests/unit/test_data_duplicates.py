@@ -4,6 +4,7 @@ import random
 import resource
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from pretrain.data.clean import (
     BANDS,
     ROWS,
     SHINGLE_WORDS,
+    Mode,
     duplicate_keys,
-    find_duplicates,
+    join_repeated,
+    repeated_in_bucket,
     save_keys,
 )
 
@@ -30,9 +33,15 @@ def saved(directory: Path, tables: list[np.ndarray]) -> list[Path]:
     return paths
 
 
+def find_duplicates(paths: list[Path], mode: Mode, buckets: int = 1) -> list[np.ndarray]:
+    found = (repeated_in_bucket(paths, mode, bucket, buckets) for bucket in range(buckets))
+    return join_repeated(paths, mode, found)
+
+
 @pytest.mark.parametrize("columns", [1, 1 + BANDS])
 def test_later_documents_that_share_a_key_are_found(columns: int, tmp_path: Path) -> None:
-    """Against every pair of documents; wherever the stream is cut into tasks."""
+    """Against every pair of documents; wherever the stream and the keys are cut."""
+    mode: Mode = "exact" if columns == 1 else "near"
     random_keys = np.random.default_rng(columns)
     for case in range(20):
         span = int(random_keys.choice([3, 60, 2000]))
@@ -43,9 +52,24 @@ def test_later_documents_that_share_a_key_are_found(columns: int, tmp_path: Path
             directory = tmp_path / f"{case}-{len(cuts)}-{sum(cuts)}"
             directory.mkdir()
             tables = np.split(keys, cuts)
-            found = find_duplicates(saved(directory, tables))
-            assert [len(f) for f in found] == [len(t) for t in tables]
-            assert np.concatenate(found).tolist() == expected
+            paths = saved(directory, tables)
+            for buckets in (1, 3, 64):
+                found = find_duplicates(paths, mode, buckets)
+                assert [len(f) for f in found] == [len(t) for t in tables]
+                assert np.concatenate(found).tolist() == expected
+
+
+def test_the_memory_of_a_bucket_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    """At 1 and 10 times the documents, all of them duplicates, with 10 times the buckets."""
+    table, peaks = np.random.default_rng(1).integers(0, 2**64, (5000, 1 + BANDS), np.uint64), []
+    for tasks in (4, 40):
+        (tmp_path / str(tasks)).mkdir()
+        paths = saved(tmp_path / str(tasks), [table] * tasks)
+        tracemalloc.start()
+        repeated_in_bucket(paths, "near", 0, tasks // 4)
+        peaks.append(tracemalloc.get_traced_memory()[1] / 20_000)
+        tracemalloc.stop()
+    assert peaks[1] < 1.1 * peaks[0] and max(peaks) < 1.05 * 300
 
 
 def test_a_stream_may_have_more_tasks_than_a_process_may_open_files(tmp_path: Path) -> None:
@@ -54,7 +78,7 @@ def test_a_stream_may_have_more_tasks_than_a_process_may_open_files(tmp_path: Pa
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, limits[1]))
     try:
-        found = np.concatenate(find_duplicates(paths))
+        found = np.concatenate(find_duplicates(paths, "exact", 5))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found.tolist() == [False, True] * 400
@@ -63,7 +87,7 @@ def test_a_stream_may_have_more_tasks_than_a_process_may_open_files(tmp_path: Pa
 def test_exact_duplicates_are_equal_texts(tmp_path: Path) -> None:
     texts = ["a b", "a  b", "A b", "a b", "", "", "a b ", "\ud800", "\ud800"]
     save_keys(tmp_path / "keys", [duplicate_keys(t, "exact") for t in texts], "exact")
-    [found] = find_duplicates([tmp_path / "keys"])
+    [found] = find_duplicates([tmp_path / "keys"], "exact")
     assert found.tolist() == [t in texts[:i] for i, t in enumerate(texts)]
 
 

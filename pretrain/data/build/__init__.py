@@ -1,13 +1,15 @@
 """Build a data set from corpora, on one machine or many, and go on where a build was interrupted.
 
-A build has five stages. `plan` lists the corpus and cuts it into tasks, fixed ranges of bytes.
+A build has six stages. `plan` lists the corpus and cuts it into tasks, fixed ranges of bytes.
 `scan` reads every task and notes the hash of each document, what could be held out, and a sample of
-lines for the tokenizer. `merge` chooses the held-out documents, finds duplicates and trains the
-tokenizer. `tokenize` reads every task again and writes its shards. `finish` puts the shards of all
-tasks together, writes manifests and the report, and gives the data set its name.
+lines for the tokenizer. `compare` finds duplicates among the keys of all tasks, a task for each
+bucket of keys. `merge` chooses the held-out documents, puts together what the buckets say and
+trains the tokenizer. `tokenize` reads every task again and writes its shards. `finish` puts the
+shards of all tasks together, writes manifests and the report, and gives the data set its name.
 
-Only scan and tokenize work in parallel. What a task writes depends on the plan and on the merge
-alone, so the data set is the same for any number of processes, whatever was interrupted.
+Scan, compare and tokenize work in parallel. What a task writes depends on the plan and on the
+stages before alone, so the data set is the same for any number of processes, whatever was
+interrupted.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from pretrain.data.build.folder import (
     HELD_OUT_HASHES,
     HELD_OUT_SEQUENCES,
     RECORD,
+    REPEATED,
     SPLITS,
     BuildFolder,
     Plan,
@@ -43,6 +46,7 @@ from pretrain.data.build.folder import (
     clear,
     differences,
     is_done,
+    key_files,
     load_token_tasks,
     locked,
     make_plan,
@@ -68,8 +72,9 @@ from pretrain.data.clean import (
     Cleaner,
     HeldOut,
     choose_held_out,
+    count_buckets,
     duplicate_keys,
-    find_duplicates,
+    join_repeated,
 )
 from pretrain.data.files import open_stored
 from pretrain.data.shards import (
@@ -249,6 +254,8 @@ def _build(
     try:
         run("scan", [folder.scan(rank) for rank in range(len(plan.all_tasks()))])
         if not is_done(folder.merge):
+            if plan.cleaning.deduplicate != "none":
+                run("compare", list(map(folder.compare, range(count_buckets(*key_files(folder))))))
             Merger(folder, plan, tokenizer).run()
         tasks = load_token_tasks(folder)
         run("tokenize", [folder.tokens(task.split, task.number) for task in tasks])
@@ -477,7 +484,9 @@ class Merger:
         left_out: dict[int, Mask] = {}
         ranks = range(self.num_train)
         if self.plan.cleaning.deduplicate != "none":
-            repeated = find_duplicates([self.folder.scan(rank) / "keys.npy" for rank in ranks])
+            files = key_files(self.folder)
+            buckets = map(self.folder.compare, range(count_buckets(*files)))
+            repeated = join_repeated(*files, (np.load(b / REPEATED) for b in buckets))
             for rank, mask in zip(ranks, repeated):
                 if mask.any():
                     np.save(path / f"duplicates-{rank:06d}.npy", mask)

@@ -4,6 +4,7 @@
   lock             held by the process that builds; says which
   plan.jsonl       the settings, a line for each task and each file of the corpus
   scan/TTTTTT/     what a task's documents are; record.json is written last
+  compare/TTTTTT/  which documents a bucket of keys shows to be duplicates; record.json
   merge/           tokenizer, held-out documents, duplicates; record.json
   tokens/SPLIT-TTTTTT/   the shards of a task; record.json
   data/            the data set, until it gets its name: further names of what is in tokens/
@@ -29,6 +30,7 @@ from pretrain.config import ConfigError, RunConfig
 from pretrain.config.run import is_url
 from pretrain.config.schema import WORDS, CleaningSection, DataSection
 from pretrain.data import sources
+from pretrain.data.clean import Mode
 from pretrain.data.files import look
 from pretrain.data.shards import FORMAT_VERSION, Split, sealed, unsealed
 from pretrain.data.sources import Corpus, Piece, Task
@@ -49,7 +51,7 @@ from pretrain.rundir.files import (
 )
 from pretrain.rundir.trust import check_above, check_own_directory, open_trusted, read_trusted
 
-Stage = Literal["scan", "tokenize"]
+Stage = Literal["scan", "compare", "tokenize"]
 
 
 class BuildFolder:
@@ -76,11 +78,17 @@ class BuildFolder:
         """Return the folder of a task's output."""
         if stage == "scan":
             return self.scan(rank)
+        if stage == "compare":
+            return self.compare(rank)
         return self.tokens(*load_token_tasks(self)[rank][:2])
 
     def scan(self, task: int) -> Path:
         """Return the folder of a task's output in the scan stage."""
         return self.path / "scan" / f"{task:06d}"
+
+    def compare(self, bucket: int) -> Path:
+        """Return the folder of a task's output in the compare stage."""
+        return self.path / "compare" / f"{bucket:06d}"
 
     def tokens(self, split: str, task: int) -> Path:
         """Return the folder of a task's output in the tokenize stage."""
@@ -149,7 +157,8 @@ def remove_build(folder: BuildFolder) -> None:
     While there is an output there is its plan, so that a build that is killed here is never taken
     up with other inputs.
     """
-    outputs = folder.path / "scan", folder.merge, folder.path / "tokens", folder.data, folder.logs
+    stages = (folder.path / name for name in ("scan", "compare", "tokens"))
+    outputs = *stages, folder.merge, folder.data, folder.logs
     partial = folder.path.glob(f".*{PARTIAL}")
     for path in [*outputs, *partial, folder.plan, folder.lock]:
         if path.is_dir():
@@ -172,6 +181,8 @@ def remove_build(folder: BuildFolder) -> None:
 
 
 RECORD = "record.json"
+REPEATED = "repeated.npy"
+"""What a task of the compare stage has found."""
 _CHUNK = 1 << 22
 
 
@@ -495,6 +506,15 @@ def load_task(folder: BuildFolder, number: int) -> TaskPlan:
         sample,
         held_out,
     )
+
+
+def key_files(folder: BuildFolder) -> tuple[list[Path], Mode]:
+    """Return the files of keys that a scan has written, in stream order, and their mode."""
+    with open_trusted(folder.plan) as file:
+        content = _unsealed_line(folder.plan, 0, file.readline())
+    mode = CleaningSection.model_validate_json(content["cleaning"]).deduplicate
+    assert mode != "none"
+    return [folder.scan(rank) / "keys.npy" for rank in range(content["num_train"])], mode
 
 
 def with_digests(folder: BuildFolder, plan: Plan) -> dict[Split, list[File]]:

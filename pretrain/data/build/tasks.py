@@ -38,12 +38,14 @@ from pretrain.data import sources
 from pretrain.data.build.folder import (
     HELD_OUT_HASHES,
     HELD_OUT_SEQUENCES,
+    REPEATED,
     BuildFolder,
     Stage,
     changed,
     clear,
     digest,
     is_done,
+    key_files,
     load_task,
     load_token_tasks,
     output,
@@ -53,8 +55,10 @@ from pretrain.data.clean import (
     Candidates,
     Cleaner,
     HeldOut,
+    count_buckets,
     document_hash,
     duplicate_keys,
+    repeated_in_bucket,
     save_keys,
 )
 from pretrain.data.files import reading
@@ -141,11 +145,16 @@ def do_task(folder: BuildFolder, stage: Stage, rank: int) -> None:
         ConfigError: The text or the tokenizer cannot be used.
         RunFailed: A file cannot be read or written.
     """
-    work, final = Work(folder, stage, rank), folder.final(stage, rank)
-    documents = _cleaned(work, _read(work))
+    work = None if stage == "compare" else Work(folder, stage, rank)
+    final = folder.final(stage, rank)
     with writing(folder.path):
         clear(final)
         with output(final) as (path, record):
+            if work is None:
+                keys = key_files(folder)
+                np.save(path / REPEATED, repeated_in_bucket(*keys, rank, count_buckets(*keys)))
+                return
+            documents = _cleaned(work, _read(work))
             if stage == "scan":
                 record |= _scan(work, documents, path)
             else:
