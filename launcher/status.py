@@ -32,6 +32,7 @@ from pretrain.rundir.attempts import (
     Owner,
     PhaseChange,
     is_idle,
+    process_lives,
     read_attempts,
 )
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
@@ -342,10 +343,14 @@ def check_run(run: Path) -> None:
 def is_alive(attempt: AttemptRecord, now: float) -> bool:
     """Return True if an attempt has not ended and has sent a heartbeat within its lease.
 
-    In a copy of a run's directory no attempt is alive: it goes on in the other one.
+    In a copy of a run's directory no attempt is alive: it goes on in the other one. Nor is a local
+    one whose process is gone from this host. Of a job's, the ranks may still save.
     """
     is_fresh = attempt.ended is None and now - attempt.last_heartbeat < LEASE_SECONDS
-    return is_fresh and not attempt.is_copied
+    if not is_fresh or attempt.is_copied:
+        return False
+    is_local = attempt.owner.slurm_job_id is None
+    return not (is_local and process_lives(attempt.owner, Owner.here()) is False)
 
 
 def attempts_of(attempts: Sequence[AttemptRecord], job: JobState) -> list[AttemptRecord]:

@@ -465,6 +465,8 @@ def why_permanent(
     found = records[-1].diagnosis
     if code == ExitCode.POISONED and found and found.kind == Cause.REPRODUCES and not goes_back:
         return f"a replay from step {found.replayed_from} with the same data fails in the same way"
+    if local and found and found.kind == Cause.PERSISTENT and found.host:
+        return f"there is no other host than {found.host} to go to"
     now, before = records[-1], records[-2] if count > 1 else None
     if before is None or before.ended is None or goes_back:
         return None

@@ -41,6 +41,7 @@ def check(config: RunConfig) -> None:
         *_objective(config),
         *_upload(config),
         *_evaluation(config),
+        *_recovery(config),
         *_data(config),
     ]
     # Not after other refusals: a layout that is broken by itself would be reported twice.
@@ -231,6 +232,18 @@ def _pipeline(c: RunConfig) -> Iterator[Refusal]:
             "weights in one call, so that no update can be left out",
             'Choose "rollback" or "stop", or set parallel.zero_stage = 1',
         )
+
+
+def _recovery(c: RunConfig) -> Iterator[Refusal]:
+    """Check that steps can be computed twice where that is asked for."""
+    key, interval = "recovery.repeat_interval_steps", c.recovery.repeat_interval_steps
+    remedy = f"or {key} = 0"
+    if interval and not c.recovery.replay:
+        why = "a step that differs is followed by a replay, and recovery.replay = false"
+        yield Refusal(key, interval, why, f"Set recovery.replay = true, {remedy}")
+    if interval and (stage := c.parallel.zero_stage) > 1:
+        why = f"at ZeRO {stage} gradients are sent as they are computed, and can be taken once only"
+        yield Refusal(key, interval, why, f"Set parallel.zero_stage = 1, {remedy}")
 
 
 def _rampup(c: RunConfig) -> Iterator[Refusal]:

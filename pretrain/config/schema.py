@@ -401,14 +401,13 @@ class RecoverySection(Section):
     memory_check_interval_steps: Free[int | None] = Field(default=None, gt=0)
     """Every so many steps, sums of the bits of masters, moments and weights are taken after an
     update and compared before the next one. Default: as often as costs at most 1 % of the steps on
-    an H100, which is every step from 60,000 to 100,000 tokens of a global batch on. It has a
-    meaning only beside recovery.replay."""
+    an H100, which is every step from 60,000 to 100,000 tokens of a global batch on; in a replay
+    every step. It has a meaning only beside recovery.replay."""
 
     repeat_interval_steps: Free[int] = Field(default=0, ge=0)
     """Of so many steps one, drawn at random, computes its losses and gradients twice, which have to
     be the same bits; 0 for none. It costs somewhat more than one step in so many, and notices a
-    rank whose computation is unreliable. It has a meaning only beside recovery.replay, and only
-    with zero_stage = 1 or a single data-parallel rank."""
+    rank whose computation is unreliable. Needs recovery.replay, and zero_stage = 1."""
 
     spare_nodes: Free[int] = Field(default=0, ge=0)
     """Nodes that a Slurm job holds beside those that train. When a node fails, a spare one takes

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from urllib.parse import unquote
 
 _SECRET = re.compile(
-    r"AUTH|AUTHORIZATION|BEARER|COOKIE|CREDS?|JWT|KEYS?|LOGIN|OTP|PASS|PASSCODE|PASSWORDS|PAT|PSK|PSW"
-    r"|PW|PWD|USERPWD|WEBHOOK"
+    r"AUTH|AUTHORIZATION|BEARER|COOKIE|CREDS?|HMAC|JWT|KEYS?|LOGIN|OTP|PASS|PASSCODE|PASSWORDS|PAT"
+    r"|PSK|PSW|PW|PWD|SAS|USERPWD|WEBHOOK"
     # At the end of a word: MYTOKEN, PGPASSWORD, but not COMPASS or MONKEY.
-    r"|.*((ACCESS|API|AUTH|PRIVATE|SECRET)KEY|CREDENTIALS?|(DB|USER)PASS|PASSPHRASE|PASSWD|PASSWORD)"
-    r"|.*(SECRETS?|TOKEN)"
+    r"|.*((ACCESS|ACCOUNT|API|AUTH|PRIVATE|SECRET)KEY|CREDENTIALS?|(DB|USER)PASS|PASSPHRASE|PASSWD|PASSWORD)"
+    r"|.*(SECRETS?|SIGNATURE|TOKEN)"
 )
 """A name with such a word in it is a secret's: MY_PASS, GH_PAT, HF_AUTH."""
 PLACES = {"DIR", "DIRECTORY", "FILE", "FILES", "HOME", "PATH", "SIZE", "SOCK", "SOCKET"}
@@ -31,7 +32,7 @@ _ASSIGNED = re.compile(r"([A-Za-z][\w.-]*)=(?=.)")
 _PARAMETERS = re.compile(r"://[^?#]*([?#].*)", re.DOTALL)
 _PARAMETER = re.compile(r"[?#&;,\s]([A-Za-z][\w.-]*)=(?=.)")
 """NAME=... in what follows the first ? or # of a URL."""
-_OF_KEYS = {"ACCESS", "API", "AUTH", "PRIVATE", "SECRET"}
+_OF_KEYS = {"ACCESS", "ACCOUNT", "API", "AUTH", "PRIVATE", "SECRET"}
 """In a URL a key is a secret after one of these words or alone: not partition_key or max_keys."""
 _USER = re.compile(r"://[^\s/@]*:[^\s/@]*@|\bhttps?://[^\s/]*@", re.IGNORECASE)
 """user:password@ of a URL; of the web also a user alone, whose name is often a token."""
@@ -89,12 +90,17 @@ def credential_in_url(text: str) -> bool:
 
     abfs://container@account has none, nor sftp://me@host.
     """
-    parameters = _PARAMETERS.search(text)
-    names = _PARAMETER.findall(parameters[1]) if parameters else []
     # "basic arithmetic" is no header: those stand on command lines.
-    patterns = (pattern for what, pattern in VALUES.items() if what != "a token in a header")
-    found = any(pattern.search(text) for pattern in patterns)
-    return found or bool(_USER.search(text)) or any(is_credential(n, in_url=True) for n in names)
+    patterns = [pattern for what, pattern in VALUES.items() if what != "a token in a header"]
+    # As it stands too: decoded, a password may have a slash in it.
+    for url in (text, unquote(text)):
+        parameters = _PARAMETERS.search(url)
+        names = _PARAMETER.findall(parameters[1]) if parameters else []
+        if any(pattern.search(url) for pattern in (*patterns, _USER)) or any(
+            is_credential(name, in_url=True) for name in names
+        ):
+            return True
+    return False
 
 
 def credential_among(words: Iterable[str]) -> str | None:

@@ -265,13 +265,15 @@ class Resting:
         self._group = parallel_state.get_data_parallel_group()
         self._sums: Tensor | None = None
 
-    def take(self, step: int) -> None:
+    def take(self, step: int, in_replay: bool) -> None:
         """Sum what an update has left behind, if the next update is to check it.
 
         Args:
             step: Steps done.
+            in_replay: Whatever the interval. A replay is short, and has to tell if a number comes
+                from the data or from memory that has changed.
         """
-        self._sums = self._sum() if step % self._interval == 0 else None
+        self._sums = self._sum() if in_replay or step % self._interval == 0 else None
 
     @torch.no_grad()
     def check(self) -> Tensor | None:

@@ -557,7 +557,7 @@ class Attempt:
             shutil.rmtree(prepared, ignore_errors=True)
         for left in attempts.glob(".*"):
             # What a starter was killed in.
-            if _process_lives(Owner.read(left), owner) is False:
+            if process_lives(Owner.read(left), owner) is False:
                 shutil.rmtree(left, ignore_errors=True)
         claim_version(run)
         return Attempt(number + 1, final)
@@ -690,7 +690,7 @@ def _is_held(directory: Path, mine: Owner, job_is_over: JobIsOver) -> bool:
 
 def _owner_lives(other: Owner, mine: Owner, job_is_over: JobIsOver) -> bool | None:
     """Return if another owner's process or job lives; None when neither can be seen."""
-    seen = _process_lives(other, mine)
+    seen = process_lives(other, mine)
     if seen or other.slurm_job_id is None:
         return seen
     same_cluster = other.slurm_cluster == mine.slurm_cluster
@@ -707,8 +707,8 @@ def _owner_lives(other: Owner, mine: Owner, job_is_over: JobIsOver) -> bool | No
     return seen
 
 
-def _process_lives(other: Owner, mine: Owner) -> bool | None:
-    """Return if another owner's process lives; None when it cannot be seen from here.
+def process_lives(other: Owner, mine: Owner) -> bool | None:
+    """Return if another owner's process lives; None when it cannot be seen by `mine`, from here.
 
     That is so on another host, in another PID namespace, for another user's processes, and without
     /proc.

@@ -148,9 +148,11 @@ class MetricsFile:
         self._path = path
         self._unwritten, self._size = b"", 0
         self._warn = WarnOnce()
+        self.last_step = 0
+        """The step of the newest record that was kept; 0 for none."""
         with writing(path):
             if path.exists():
-                drop_after(path, resume_step)
+                self.last_step = drop_after(path, resume_step)
             self._file = open_own(path, "ab", buffering=0)
             self._folder = Place.of(path.parent)
         self._attempt = self._newest_attempt()
@@ -287,10 +289,23 @@ def lines_until(path: Path, step: int) -> Iterator[bytes]:
             yield f"{json.dumps(_to_json(record))}\n".encode()
 
 
-def drop_after(path: Path, step: int) -> None:
-    """Rewrite the file without the records after `step` and without damaged lines, in one move."""
-    kept = (r for r in read_metrics(path) if 0 < r["step"] <= step - is_change(r))
-    _write_all(path, kept)
+def drop_after(path: Path, step: int) -> int:
+    """Rewrite the file without the records after `step` and without damaged lines, in one move.
+
+    Returns:
+        The step of the newest record that is kept; 0 for none.
+    """
+    last = 0
+
+    def kept() -> Iterator[Record]:
+        nonlocal last
+        for record in read_metrics(path):
+            if 0 < record["step"] <= step - is_change(record):
+                last = record["step"]
+                yield record
+
+    _write_all(path, kept())
+    return last
 
 
 def _write_all(path: Path, records: Iterable[Record]) -> None:

@@ -396,7 +396,13 @@ def check_version(run: Path) -> None:
     if not os.access(path, os.R_OK, effective_ids=True):
         raise ConfigError(f"{path}: you may not read it. Ask its owner")
     found = read_json(path).get("run_directory_version")
-    if type(found) is not int or found != VERSION:
+    if type(found) is not int:
+        raise ConfigError(
+            f"{path}: run_directory_version = {found!r}: the file is damaged. Checkpoints and "
+            "metrics do not depend on it: move it away, and the next start writes it anew, with "
+            "another id"
+        )
+    if found != VERSION:
         raise ConfigError(
             f"{path}: run_directory_version = {found!r}: this version of pretrain reads {VERSION}. "
             "Use the version that made the run"

@@ -223,7 +223,8 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
     if found.st_uid not in (os.geteuid(), ROOT):
         raise ConfigError(
             f"{path}: belongs to another user ({_described(found)}), and {CONSEQUENCE}. Use one of "
-            "your own; if you trust all that is in it, copy it there with `cp -rL`"
+            "your own; if you trust all that is in it, copy it there with `cp -r`, and remove the "
+            "links in the copy, which would be yours"
         )
 
 

@@ -394,6 +394,13 @@ class MetricsWriter:
         make_directory(run_directory)
         self._path = RunPaths(run_directory).metrics
         self._file = MetricsFile(self._path, resume_step)
+        # Without any record, the steps may be another run's, whose checkpoint this one began with.
+        if 0 < (last := self._file.last_step) < resume_step:
+            say(
+                f"warning: {self._path}: ends at step {last}, and training goes on from step "
+                f"{resume_step}: the records of steps {last + 1} to {resume_step} are missing. To "
+                "have them again, resume from an earlier checkpoint"
+            )
         self.destinations: dict[str, Destination] = {}
         """What is written to beside metrics.jsonl and has not failed."""
         if config.logging.wandb != "disabled" and not is_installed():

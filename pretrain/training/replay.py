@@ -124,7 +124,7 @@ class Ledger:
         """In how many replays a rank was the only one that differed first."""
         self.unsteady: tuple[int, ...] = ()
         """The ranks on which steps differ that are computed twice, as a replay has shown."""
-        self._numbers: dict[int, bytes] = {}
+        self._numbers: dict[int, list[bytes | None]] = {}
 
     @property
     def proven(self) -> Point:
@@ -142,15 +142,16 @@ class Ledger:
             return proven
         return torch.where(proven > 0, proven, newest)
 
-    def note(self, step: int, numbers: Sequence[float]) -> None:
-        """Take a step's numbers, and compare them with those of the time before."""
-        seen, before = struct.pack(f"{len(numbers)}d", *numbers), self._numbers.get(step)
-        if self.replay and not self.replay.first and before not in (None, seen):
-            pairs = enumerate(
-                zip(*(struct.iter_unpack("d", each) for each in (seen, before or b"")))
-            )
-            bits = [i for i, (a, b) in pairs if struct.pack("d", *a) != struct.pack("d", *b)]
-            self.replay.first = step, frozenset(NAMES[i] for i in bits)
+    def note(self, step: int, numbers: Sequence[float | None]) -> None:
+        """Take a step's numbers, and compare them with those of the time before.
+
+        None stands for a number that was not taken, which differs from no other.
+        """
+        seen = [None if number is None else struct.pack("d", number) for number in numbers]
+        pairs = zip(NAMES, seen, self._numbers.get(step, ()), strict=False)
+        odd = frozenset(name for name, *both in pairs if None not in both and both[0] != both[1])
+        if self.replay and not self.replay.first and odd:
+            self.replay.first = step, odd
         self._numbers[step], self.last = seen, step
 
     def jumps(self, step: int, norm: float) -> bool:
@@ -214,7 +215,7 @@ class Ledger:
     def take_memory(self, step: int) -> None:
         """Take the sums of the memory as it is after a step."""
         if self.resting is not None:
-            self.resting.take(step)
+            self.resting.take(step, in_replay=self.replay is not None)
 
 
 class _Place(NamedTuple):
@@ -311,6 +312,7 @@ def replay(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> bool:
         )
     _go_back(run, hooks, trouble.seen)
     ledger.replay = Replay(ledger.last, trouble, number)
+    ledger.take_memory(ledger.proven.state.step)
     return True
 
 
@@ -385,8 +387,8 @@ def _end_persistent(run: Run, found: _Findings, rank: int, seen: str) -> NoRetur
     place, step = found.everyone[rank], run.ledger.last if run.ledger else run.state.step
     line = (
         f"{seen}: rank {rank} ({place.host}, {place.device}) computes or remembers other numbers "
-        "than before with the same data, again and again. Leave its host out and test it; under "
-        "Slurm the launcher leaves it out by itself"
+        "than before with the same data, again and again. Leave its host out and test it; a Slurm "
+        "job leaves it out by itself, a run on this host alone ends"
     )
     _write(run, Cause.PERSISTENT, step, found, [rank], line)
     raise RunFailed(line)
@@ -496,6 +498,5 @@ def _go_back(run: Run, hooks: Sequence[Hook], seen: str) -> None:
     ledger.points = [replace(point, origin=run.origin)]
     if run.spikes is not None:
         run.spikes.load(point.state.spikes)
-    ledger.take_memory(point.state.step)
     for hook in hooks:
         hook.after_rollback(run)

@@ -243,8 +243,8 @@ def update(
             spikes.observe(total[0], norm.to(total), skips=False)
     square = run.optimizer.own_square
     parts = [own, square if square is None else square.view(1), checked]
-    if resting:
-        resting.take(run.state.step + 1)
+    if run.ledger:
+        run.ledger.take_memory(run.state.step + 1)
     return Updated(
         norm,
         total,
@@ -315,7 +315,7 @@ class QueuedStep:
         memory = [shared.pop() for _ in range(self._num_memory)]
         policy = self._train.spike_policy
         if self._ledger is not None and own:
-            share, (*square, digest) = own[0], [*own[len(others) + 1 :], *[0.0] * (not memory)]
+            share, (*square, digest) = own[0], [*own[len(others) + 1 :], *[None] * (not memory)]
             self._ledger.note(step, [norm, loss, share, sum(square[:1]), digest])
             if any(memory):
                 raise changed_memory(step, own[-3:])

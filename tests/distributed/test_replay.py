@@ -15,7 +15,7 @@ from tests.distributed import health_tasks as tasks
 
 WEIGHT = "decoder.layers.0.mlp.linear_fc1.weight"
 STEPS = 10
-EVERY_STEP = {"memory_check_interval_steps": 1}
+EVERY_STEP, NEVER = ({"memory_check_interval_steps": steps} for steps in (1, 10_000))
 TWICE = {"repeat_interval_steps": 1}
 
 
@@ -106,10 +106,16 @@ def test_a_gradient_that_is_not_finite_again_reproduces_and_only_then_settings_a
     assert "lr_warmup_steps" in result["error"] and "clip_grad" not in result["error"]
 
 
-def test_a_rank_that_is_wrong_in_two_replays_ends_the_run_by_its_host(pools, tiny_data, tmp_path):
-    """Its masters change in two steps, one after the other, each time that they are taken."""
-    faults = [tasks.Flip(5, 1, "master", 22, times=3)]
-    config = _config(tmp_path / "run", tiny_data, "dp2", recovery=EVERY_STEP)
+@pytest.mark.parametrize(("bit", "recovery"), [(22, EVERY_STEP), (30, NEVER)])
+def test_a_rank_that_is_wrong_in_two_replays_ends_the_run_by_its_host(
+    pools, tiny_data, tmp_path, bit, recovery
+):
+    """Its masters change before the same step, each time that it is taken.
+
+    Where the norm tells it first, since the memory is not checked, a replay checks it.
+    """
+    faults = [tasks.Flip(5, 1, "master", bit, times=3)]
+    config = _config(tmp_path / "run", tiny_data, "dp2", recovery=recovery)
     results = pools(2).run(tasks.train_flipped, config, faults)
     assert {r["code"] for r in results} == {ExitCode.FAILED}
     [attempt] = read_attempts(tmp_path / "run")

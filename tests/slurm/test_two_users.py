@@ -152,7 +152,7 @@ def test_a_run_that_another_user_prepared_is_shown_and_not_run(users: Users) -> 
         users.launcher("attempt", run),
     ):
         explained(
-            done, 2, f"{run}: belongs to another user (owner {ATTACKER}, mode 0777)", "cp -rL"
+            done, 2, f"{run}: belongs to another user (owner {ATTACKER}, mode 0777)", "`cp -r`"
         )
     assert users.mine.read_text() == "mine" and users.ran_as() == set()
     assert job_ids(run) == before

@@ -110,6 +110,8 @@ REFUSALS = [
         "parallel.tensor_model_parallel_size=3 model.make_vocab_size_divisible_by=10",
         "data.vocab_size, padded, = 1000: not divisible by parallel.tensor_model_parallel_size = 3",
     ),
+    ("recovery.repeat_interval_steps=9 recovery.replay=false", "repeat_interval_steps = 9: a step"),
+    ("recovery.repeat_interval_steps=9 parallel.zero_stage=2", "_steps = 9: at ZeRO 2 gradients"),
     (f"{PP2} parallel.zero_stage=3", "parallel.zero_stage = 3: ZeRO 3 does not work with pipeline"),
     ("parallel.zero_stage=2 parallel.gradient_reduce_dtype=bf16", "gradient_reduce_dtype = bf16"),
     ("parallel.gradient_reduce_dtype=fp16", "parallel.gradient_reduce_dtype = fp16: gradients of"),

@@ -155,6 +155,12 @@ def test_no_message_repeats_a_secret(values: dict[str, Any], tmp_path) -> None:
         f"https://host/x#token={HORSE}",
         f"https://host/x?key={HORSE}",
         f"https://host/x?a=1&privateKey={HORSE}",
+        f"abfs://c/x?account_key={HORSE}",
+        f"https://host/x?t%6fken={HORSE}",
+        f"https://me:{HORSE}%2F@host/x",
+        f"https://host/x?sas={HORSE}",
+        f"https://host/x?hmac={HORSE}",
+        f"https://host/x?SharedAccessSignature={HORSE}",
     ],
 )
 def test_a_config_holds_no_secret(url: str) -> None:

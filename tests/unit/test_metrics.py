@@ -15,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from pretrain.checkpoint.manifest import Change, Origin
 from pretrain.config import RunConfig, load_config
 from pretrain.rundir.metrics import read_metrics
@@ -181,6 +183,16 @@ def test_a_destination_that_fails_later_is_left_alone(tmp_path, capsys):
         "disk: OSError: [Errno 28] No space left on device; continuing without it; "
         "metrics.jsonl has every number\n"
     )
+
+
+@pytest.mark.parametrize(("kept", "missing"), [(3, "steps 4 to 5 are missing"), (5, ""), (0, "")])
+def test_records_that_are_missing_before_a_start_are_named(tmp_path, capsys, kept, missing):
+    """Without any the run may have begun with another one's checkpoint."""
+    lines = [json.dumps({"step": step}) for step in range(1, kept + 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    MetricsWriter(make_config(), tmp_path, 5).close()
+    said = capsys.readouterr().err
+    assert missing in said and said.count("metrics.jsonl: ends at step") == bool(missing)
 
 
 def test_a_rollback_keeps_what_was_allowed_to_change_at_its_step(tmp_path):

@@ -44,6 +44,7 @@ def test_a_replay_decides_for_certain_about_a_node_or_about_the_next_attempt(tmp
     assert "a replay from step 4" in why_permanent([again], ExitCode.POISONED, 1, 3, False)
     assert why_permanent([again], ExitCode.POISONED, 1, 3, False, goes_back=True) is None
     assert why_permanent([persistent], ExitCode.FAILED, 1, 3, False) is None
+    assert "other host than n2" in why_permanent([persistent], ExitCode.FAILED, 1, 3, True)
 
 
 @pytest.mark.parametrize(

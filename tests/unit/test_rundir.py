@@ -205,6 +205,10 @@ def test_a_directory_of_another_version_is_refused(tmp_path):
         for use in (check_version, claim_version, Attempt.begin, find_checkpoint, report_run):
             with pytest.raises(ConfigError, match=r"run\.json: run_directory_version = "):
                 use(tmp_path)
+    for damaged in ("x", "{}"):
+        RunPaths(tmp_path).version.write_text(damaged)
+        with pytest.raises(ConfigError, match=r"= None: the file is damaged\..*move it away"):
+            claim_version(tmp_path)
     assert read_attempts(tmp_path) == []
 
 

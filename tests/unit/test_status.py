@@ -7,6 +7,8 @@ import json
 import math
 import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -174,6 +176,13 @@ def test_a_run_whose_processes_are_gone_has_died():
     os.utime(attempt.directory / "heartbeat", (old, old))
     status = status_of(run)
     assert status.state == "died" and "no sign of life since" in status.reason and status.is_over
+    # With a fresh heartbeat: the kernel knows sooner.
+    run, attempt = make_run("b")
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    owner = json.loads((attempt.directory / "owner.json").read_text())
+    (attempt.directory / "owner.json").write_text(json.dumps(owner | {"pid": gone.pid}))
+    assert status_of(run).state == "died"
 
 
 def test_without_slurm_a_sent_run_is_unknown_until_its_files_tell(capsys):

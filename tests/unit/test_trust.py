@@ -121,7 +121,7 @@ def test_what_belongs_to_another_user_is_refused(run: Path, place: str) -> None:
         with pytest.raises(ConfigError) as error:
             action()
         assert str(error.value).startswith(f"{run / place}: belongs to another user (owner 12345, ")
-        assert "cp -rL" in str(error.value)
+        assert "`cp -r`" in str(error.value)
 
 
 @pytest.mark.parametrize("place", PLACES)
