@@ -315,8 +315,8 @@ class QueuedStep:
         memory = [shared.pop() for _ in range(self._num_memory)]
         policy = self._train.spike_policy
         if self._ledger is not None and own:
-            share, (*square, digest) = own[0], [*own[len(others) + 1 :], *[None] * (not memory)]
-            self._ledger.note(step, [norm, loss, share, sum(square[:1]), digest])
+            square, digest = own[len(others) + 1 :][:1], own[-1] if memory else None
+            self._ledger.note(step, [norm, loss, own[0], sum(square), digest])
             if any(memory):
                 raise changed_memory(step, own[-3:])
             if num_unsteady:
