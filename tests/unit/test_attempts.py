@@ -157,14 +157,6 @@ def test_a_holder_on_this_host_is_gone_when_its_process_is(tmp_path, end):
     kill(holder)
 
 
-def test_files_are_not_for_everybody(tmp_path):
-    attempt = Attempt.begin(tmp_path)
-    attempt.phase("training", 0)
-    attempt.end("finished", 0, "", 1)
-    for path in [attempt.directory, *attempt.directory.iterdir()]:
-        assert path.stat().st_mode & 0o007 == 0, path
-
-
 # ---- holders that cannot be seen -----------------------------------------------------------------
 @pytest.fixture
 def lease(monkeypatch):

@@ -28,7 +28,7 @@ import zstandard
 
 from pretrain.config import ConfigError, parse_config
 from pretrain.data import build as command
-from pretrain.data import clean, sources
+from pretrain.data import clean
 from pretrain.data.build import build, estimate
 from pretrain.data.build.tasks import Sampler, read_sample
 from pretrain.data.clean import document_hash
@@ -111,37 +111,6 @@ def refused(message: str):
 
 
 # ---- a source of one's own ----------------------------------------------------------------------
-class Arrow(sources.Source):
-    """Arrow's IPC files, one document a row. Its parts are record batches."""
-
-    name, endings, text_field, in_bytes = "arrow", (".arrow",), "text", False
-
-    def parts(self, corpus, file, bytes_per_task):
-        opened = pyarrow.ipc.open_file(file.path)
-        for number in range(opened.num_record_batches):
-            size = opened.get_batch(number).get_total_buffer_size()
-            yield sources.Part(sources.Piece(file.path, number, number + 1), size)
-
-    def read(self, piece, corpus):
-        opened = pyarrow.ipc.open_file(piece.path)
-        batches = [opened.get_batch(i) for i in range(piece.end)]
-        row = sum(map(len, batches[: piece.start]))
-        for value in pyarrow.chunked_array(b[self.field(corpus)] for b in batches[piece.start :]):
-            yield sources.Found(row, value.as_py())
-            row += 1
-
-
-def test_a_source_of_a_test_s_own_is_built_by_the_ends_of_names(built, tmp_path, monkeypatch):
-    monkeypatch.setitem(sources.SOURCES, "arrow", Arrow())
-    table = pyarrow.table({"n": range(len(DOCUMENTS)), "text": DOCUMENTS})
-    with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
-        file.write_table(table, max_chunksize=3)
-    data = config(tmp_path, paths=[str(tmp_path / "*")])
-    tasks = sources.plan(data.data)["train"]
-    assert [p[1:] for t in tasks for p in t.pieces] == [(i, i + 1) for i in range(4)]
-    build(data)
-    for split in ("train", "validation"):
-        assert documents(tmp_path / "data" / split) == documents(built / "data" / split)
 
 
 # ---- what is built -------------------------------------------------------------------------------
@@ -468,27 +437,6 @@ def test_a_large_corpus_is_sampled_evenly_and_within_the_bound(tmp_path):
 
 
 # ---- the command ---------------------------------------------------------------------------------
-def estimated_tokens(run, capsys) -> int:
-    estimate(run)
-    shown = capsys.readouterr().out
-    assert shown.startswith("An estimate from about "), shown
-    return int(re.search(r" ([\d,]+) tokens", shown)[1].replace(",", ""))
-
-
-def test_an_estimate_writes_nothing_and_is_close(built, tmp_path, capsys):
-    before = sorted(built.rglob("*"))
-    run = config(
-        built, directory=str(tmp_path / "none"), tokenizer=str(built / "data/tokenizer.model")
-    )
-    found = estimated_tokens(run, capsys)
-    assert sorted(built.rglob("*")) == before and list(tmp_path.iterdir()) == []
-    made = report(built / "data")
-    whole = made["train"]["tokens"] + made["validation"]["tokens"]
-    # They are read as a whole.
-    assert abs(found / whole - 1) < 0.005
-    # 4.4 bytes a token are assumed.
-    sizes = sum(len(text.encode()) for text in DOCUMENTS)
-    assert abs(estimated_tokens(config(built), capsys) / (sizes / 4.4) - 1) < 0.05
 
 
 def pack(root: Path, kind: str, texts: list[str]) -> str:
@@ -533,7 +481,9 @@ def test_a_build_s_tokens_lie_in_the_estimate_s_interval(
     monkeypatch.setattr(command, "SAMPLE_BYTES", files // 5)
     tokenizer = str(built / "data/tokenizer.model")
     run = config(tmp_path, paths=paths, tokenizer=tokenizer, bytes_per_task=files // 3)
+    before = sorted(tmp_path.iterdir())
     estimate(run)
+    assert sorted(tmp_path.iterdir()) == before
     shown = capsys.readouterr().out
     middle, least, most = (
         int(number.replace(",", ""))

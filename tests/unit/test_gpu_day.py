@@ -8,11 +8,9 @@ import pytest
 
 from benchmarks.gpu_day import __main__ as gpu_day
 from benchmarks.gpu_day.parts import Part
-from benchmarks.gpu_day.positions import with_cost
 from benchmarks.gpu_day.results import state
 from benchmarks.gpu_day.sizes import CONFIG
-from benchmarks.gpu_day.step_split import CLASSES, LINES, OTHER, STEPS, classify, split
-from benchmarks.turns import rounds, summary
+from benchmarks.gpu_day.step_split import CLASSES, LINES, OTHER
 from pretrain.config import load_config
 from pretrain.plan.command import read_target
 from pretrain.plan.memory import stages_of
@@ -81,29 +79,6 @@ time.sleep(600)
     assert not stat.exists() or ") Z " in stat.read_text()
 
 
-@pytest.mark.parametrize(
-    ("kernel", "expected"),
-    [
-        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN", "matrix products"),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
-        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgs)", "communication"),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdam>", "optimizer"),
-        ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", OTHER),
-    ],
-)
-def test_kernels_are_told_apart_by_name(kernel, expected):
-    assert classify(kernel) == expected
-
-
-def test_classes_add_up_to_the_step():
-    found = [("nvjet", 3000.0), ("nvjet", 1000.0), ("flash", 2000.0), ("vectorized", 500.0)]
-    rows = {row["class"]: row for row in split(found, step_ms=5.0)}
-    assert rows["matrix products"] == {"class": "matrix products", "ms": 4.0 / STEPS, "launches": 1}
-    parts = sum(row["ms"] for name, row in rows.items() if name != "step")
-    assert parts == pytest.approx(rows["step"]["ms"]) == 5.0
-    assert rows["step"]["launches"] == len(found) / STEPS
-
-
 def test_every_line_of_the_model_belongs_to_one_class():
     config = load_config(CONFIG, ["parallel.world_size=1"])
     layout = config.layout(1)
@@ -111,24 +86,3 @@ def test_every_line_of_the_model_belongs_to_one_class():
     claimed = [line for group in LINES.values() for line in group]
     assert sorted(claimed) == sorted(lines.lines)
     assert {*LINES} <= {*CLASSES, OTHER, "no kernel at all"}
-
-
-def test_ways_take_turns_and_alibi_is_compared_with_the_best_without_bias():
-    order = []
-
-    def way(name, seconds):
-        def call():
-            order.append(name)
-            if seconds is None:
-                raise ImportError("none\nhere")
-            return seconds
-
-        return call
-
-    times = {"ALiBi, auto": 0.101, "sinusoidal, auto": 0.11, "no bias": 0.1, "ALiBi, flash4": None}
-    found = list(rounds({name: way(name, each) for name, each in times.items()}, 3, warm_up=1))
-    assert order == [*times, *[*times][:3] * 3] and len(found) == 3
-    rows = {row["way"]: row for row in with_cost(summary(found))}
-    assert rows["ALiBi, auto"]["over the best without bias"] == "+1.00%"
-    assert rows["no bias"]["over the best without bias"] == "+0.00%"
-    assert rows["ALiBi, flash4"] == {"way": "ALiBi, flash4", "ms": "ImportError: none here"}

@@ -17,7 +17,7 @@ from pretrain.launcher import job as node_job
 from pretrain.launcher import sweep
 from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.site import SlurmRequest, parse_site
-from pretrain.launcher.slurm import OUR_OPTIONS, Job, job_name, own_turn
+from pretrain.launcher.slurm import OUR_OPTIONS, Job, own_turn
 from pretrain.launcher.submit import (
     TrainingRun,
     allocate,
@@ -29,7 +29,7 @@ from pretrain.launcher.submit import (
 from pretrain.launcher.sweep import sweep as submit_sweep
 from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.checkpoints import checkpoint_directory
-from pretrain.rundir.jobs import JobRecord, append_job, is_done, read_jobs, read_launch
+from pretrain.rundir.jobs import is_done, read_launch
 from pretrain.rundir.paths import claim_version
 from tests.conftest import tiny_config
 from tests.unit.test_site import CPU, GPU
@@ -56,21 +56,6 @@ def test_a_site_may_give_no_option_that_jobs_are_sent_with():
     }
     words = job(site, commands=(("a",), ("b",)), time_limit="9", signal_seconds=9).arguments()
     assert {word.split("=")[0].removeprefix("--") for word in words} <= set(OUR_OPTIONS)
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("demo.alibi_2", "demo.alibi_2"),
-        ("a b$(c)", "a_b_c"),
-        ("--x", "x"),
-        ("é\n", "é"),
-        ("///", "run"),
-        ("x" * 99, "x" * 64),
-    ],
-)
-def test_job_names_are_words(text, name):
-    assert job_name(text) == name
 
 
 # ---- the allocation on the site ----
@@ -312,16 +297,6 @@ def test_a_limit_without_time_before_the_signal_is_refused(tmp_path):
 
 
 # ---- jobs.jsonl ----------------------------------------------------------------------------------
-def test_jobs_are_read_back_and_damage_is_left_out(tmp_path):
-    records = [
-        JobRecord("1", "train", "a", 1.5, "s", 2, 4, "/r"),
-        JobRecord("2_0", "evaluate", "b", 2.5, "s", 1, 1, "/r", 0, "step-1"),
-    ]
-    append_job(tmp_path, records[0])
-    with open(tmp_path / "jobs.jsonl", "a") as file:
-        file.write('{"job_id": "9"\n[1]\nnull\n')
-    append_job(tmp_path, records[1])
-    assert read_jobs(tmp_path) == records and read_jobs(tmp_path / "none") == []
 
 
 # ---- sweeps --------------------------------------------------------------------------------------
@@ -348,16 +323,6 @@ def test_names_of_different_values_differ():
     assert len(set(names)) == len(pairs)
     odd = [sweep.run_name({"k": word}) for word in ("..", "/etc", "$(touch x)", "a/../../b")]
     assert all("/" not in name and name.strip(".") for name in odd)
-
-
-def test_runs_of_a_sweep_lie_beside_the_run(tmp_path):
-    own, beside = [f"run.directory={tmp_path}/mine"], tmp_path / "mine-sweep"
-
-    def directories(axis):
-        runs = sweep.sweep_runs(Path("configs/demo.toml"), sweep.parse_axes([axis]), own)
-        return [run.directory for run in runs]
-
-    assert directories("position.method=alibi,rotary") == [beside / "alibi", beside / "rotary"]
 
 
 def test_a_new_run_lies_in_no_other_run_s_directory(tmp_path):

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -146,12 +145,9 @@ def test_what_is_no_address_of_this_start_is_not_used(tmp_path, content, why):
     assert "not on a file system" in message
 
 
-def test_a_directory_that_this_node_does_not_see(tmp_path):
+def test_a_link_is_not_followed_and_no_directory_is_named(tmp_path):
     with pytest.raises(RunFailed, match="the directory cannot be opened: No such file"):
         meet(peer(1, 2, tmp_path / "none"), 0.2)
-
-
-def test_a_link_is_not_followed(tmp_path):
     replace_file(tmp_path / "real", '{"address": "a", "port": 80, "nonce": "a", "start": ""}')
     (tmp_path / FILE).symlink_to("real")
     with pytest.raises(RunFailed, match="it cannot be read"):
@@ -310,13 +306,6 @@ def test_a_fixed_port_that_is_taken_is_named(monkeypatch):
         assert f"no answer at 127.0.0.1:{port}" in str(error) and "MASTER_PORT" in str(error)
 
 
-def test_ranks_meet_at_a_fixed_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert run(*ranks_that_meet(3, directory=None, port=port)) == [3, 3, 3]
-
-
 # ---- what a process reads from its environment ---------------------------------------------------
 SLURM = {
     "SLURM_PROCID": "3",
@@ -387,14 +376,3 @@ def test_deepspeed_is_told_the_number_of_the_visible_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     platform._select_device(3)
     assert chosen == [0] and os.environ["LOCAL_RANK"] == "3"
-
-
-def test_threads_of_this_process_end_with_their_ranks(tmp_path):
-    """What waits on a store that never answers is a daemon thread, which holds no process back."""
-    before, answer = set(threading.enumerate()), threading.Event()
-    with pytest.raises(RunFailed, match="nothing for 0 s"):
-        topology._within(0.1, answer.wait, "late")
-    [thread] = set(threading.enumerate()) - before
-    assert thread.daemon
-    answer.set()
-    thread.join()

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.config.errors import PlainStream, plain_lines, plain_output
+from pretrain.config.errors import PlainStream
 from pretrain.launcher import control, status
 from pretrain.launcher.status import read_statuses
 from pretrain.rundir.attempts import Attempt, Diagnosis, Owner
@@ -268,16 +268,6 @@ def test_a_log_goes_to_a_pipe_as_it_is(tmp_path: Path, capfdbinary: Any) -> None
     control.show_log(tmp_path / "run")
     sys.stdout.flush()
     assert capfdbinary.readouterr().out == content
-
-
-def test_plain_text_is_readable_and_one_line() -> None:
-    assert plain_lines("a b — é 漢 🎉") == "a b — é 漢 🎉"
-    assert plain_lines("a\tbc\x7f\x85\u2028\udcff\u200f") == "a\\tbc\\x7f\\x85\\u2028\\udcff\\u200f"
-    assert plain_lines("a\nb\x1bc\n") == "a\nb\\x1bc\n"
-    assert (
-        plain_output("é\x1b[1;31mx\x1b[0m\x1b[H\n".encode())
-        == "é\x1b[1;31mx\x1b[0m\\x1b[H\n".encode()
-    )
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:

@@ -125,19 +125,6 @@ def outcomes(run: Path) -> list[tuple[str, int, int]]:
 
 
 # ---- failures ------------------------------------------------------------------------------------
-def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path, capfd):
-    step = "if rank == 0 and step == 4: save()\nif (rank, step, number) == (1, 6, 1): die(9)"
-    assert train(tmp_path, training(step)) == 0
-    first, second = read_attempts(tmp_path)
-    assert (first.ended.outcome, first.ended.code) == ("failed", 137)
-    assert first.ended.reason.startswith("rank 1 was ended by SIGKILL, at step ")
-    assert (second.ended.outcome, second.ended.code, second.ended.step) == ("finished", 0, LAST)
-    assert second.owner.checkpoint_step == 4 and second.phases[1].step == 4
-    assert (
-        f"attempt 1: {first.ended.reason}; starting again from step 4\n" in capfd.readouterr().err
-    )
-    # Both attempts are in the log.
-    assert (tmp_path / "logs/rank-1.log").read_text().count("attempt") >= 2
 
 
 def test_a_failure_that_repeats_itself_is_not_tried_a_third_time(tmp_path, capfd):
