@@ -18,12 +18,8 @@ from tests.end_to_end.commands import (
     LAUNCHER,
     PRETRAIN,
     ROOT,
-    contents,
     explained,
-    flip,
-    forked,
     fresh,
-    pretrain,
     replace,
     sets,
     succeeds,
@@ -45,30 +41,6 @@ CONFIG_COMMANDS = {
     "bench train": ["bench", "train"],
     "bench methods": ["bench", "methods"],
 }
-# What the messages say is tests/unit/test_messages.py's.
-SETTINGS = {
-    "model.num_layer=2": ["model.num_layer: no such key", "did you mean model.num_layers?"],
-    "model.num_layers=two": ["model.num_layers = 'two'", "valid integer"],
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_wrong_setting(refused, config, setting):
-    refused(["train", config, "--set", setting], *SETTINGS[setting])
-
-
-FILES: dict[str, tuple[bytes | None, list[str]]] = {
-    "missing.toml": (None, ["no such config file"]),
-    "torn.toml": (b"[model\nnum_layers = 2", ["not a readable config file", "line 1"]),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_config_file_that_cannot_be_read(tmp_path, name):
-    content, words = FILES[name]
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    explained(pretrain("train", tmp_path / name), 2, f"error: {tmp_path / name}: ", *words)
 
 
 def test_what_is_wrong_shows_before_torch_is_imported(config, tmp_path):
@@ -91,34 +63,6 @@ def test_what_is_wrong_shows_before_torch_is_imported(config, tmp_path):
     # Processor time does not depend on what else the machine does. Each command took 0.15 s on the
     # slowest machine seen.
     assert (end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime) / 9 < 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["evaluate"], "RUN|CHECKPOINT"),
-        (["trane"], "trane"),
-        (["train", "configs/demo.toml", "--allow-changed", "foo"], "no such key; there are run, "),
-    ],
-)
-def test_a_wrong_command_line(arguments, word):
-    done = pretrain(*arguments)
-    assert done.code == 2 and word in done.err, done.text
-    assert "Traceback" not in done.text
-
-
-# ---- layouts -------------------------------------------------------------------------------------
-def test_processes_that_cannot_share_a_run(workspace, config):
-    before = contents(workspace)
-    done = forked([*LAUNCHER, "local", str(config), "--nproc", "3"])
-    explained(
-        done,
-        2,
-        "batch.global_batch_size = 8: not divisible by",
-        "3 data-parallel ranks",
-        "Choose a multiple",
-    )
-    assert contents(workspace) == before
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -155,29 +99,6 @@ def test_a_truncated_shard(refused, config, run, data_copy):
             refused(["evaluate", run, *setting], *words)
         replace(shard, whole)
     succeeds("data", "verify", config, *setting)
-
-
-def test_a_missing_file_of_the_data(refused, config, data_copy):
-    name = "train/shakespeare-000003.tar"
-    (data_copy / name).unlink()
-    refused(
-        ["train", config, "--set", f"data.directory={data_copy}"],
-        data_copy / name,
-        "data build CONFIG",
-    )
-
-
-def test_a_flipped_bit_in_the_data(refused, config, data_copy):
-    setting = ["--set", f"data.directory={data_copy}"]
-    shard = data_copy / "train/shakespeare-000005.tar"
-    checksums = data_copy / "validation/checksums.bin"
-    flip(shard)
-    refused(
-        ["data", "verify", config, *setting], f"{shard}: damaged: its XXH3-128 is", "Restore it"
-    )
-    flip(shard)
-    flip(checksums)
-    refused(["data", "verify", config, *setting], f"{checksums}: damaged", "Restore it")
 
 
 def test_the_tokenizer_of_another_data_set(refused, config, run, data_copy, tmp_path):

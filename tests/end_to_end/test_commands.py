@@ -90,28 +90,6 @@ def running(directory: Path) -> list[int]:
     return found
 
 
-# ---- data ----------------------------------------------------------------------------------------
-def test_data_is_built_once(config, tmp_path):
-    command = ["data", "build", config, *sets(f"data.directory={tmp_path}/data")]
-    first = pretrain(*command)
-    assert first.code == 0 and first.err == "", first.text
-    said = first.out.splitlines()
-    assert said[0] == f"{tmp_path}/data: tokenizer of 512 pieces"
-    counts = r"71 documents, [\d,]+ bytes of text, [\d,]+ tokens \(1\.\d\d bytes"
-    assert re.match(f"train: {counts}", said[1])
-    assert said[2].startswith("validation: 3 documents, ")
-    assert said[3].endswith("left out: nothing") and said[4].startswith("0.00% of the held-out")
-    assert len(said) == 5
-    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    second = pretrain(*command)
-    up_to_date = f"{tmp_path}/data: up to date (same settings, same text), nothing to do\n"
-    assert (second.code, second.out) == (0, up_to_date)
-    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
-    verified = pretrain("data", "verify", config, *sets(f"data.directory={tmp_path}/data"))
-    unchanged = f"{tmp_path}/data: every file is as it was written\n"
-    assert (verified.code, verified.out) == (0, unchanged)
-
-
 # ---- a run ---------------------------------------------------------------------------------------
 def test_what_a_run_leaves(config, whole):
     directory, _ = whole
@@ -386,9 +364,3 @@ def test_config_prints_what_loads_again(tmp_path, config):
     assert load_config(tmp_path / "resolved.toml") == load_config(config, ["model.num_layers=3"])
     # 512 x 32 embeddings, 3 layers of 12 h^2 + 2 h, the final LayerNorm, and no biases
     assert f"{512 * 32 + 3 * (12 * 32**2 + 2 * 32) + 32:,}" in done.out
-
-
-def test_a_command_group_alone_shows_its_help():
-    for command in ([], ["data"], ["bench"]):
-        done = pretrain(*command)
-        assert done.code == 2 and "Usage:" in done.text and "Commands:" in done.text

@@ -11,11 +11,9 @@ import pytest
 
 from pretrain.rundir.checkpoints import complete_checkpoints, hold, read_lineage
 from tests.end_to_end.commands import (
-    LAUNCHER,
     Done,
     explained,
     flip,
-    forked,
     metrics,
     pretrain,
     sets,
@@ -219,14 +217,6 @@ def test_a_damaged_newest_checkpoint_does_not_stop_the_run(copy, train, kind):
     assert not whole.is_ancestor_of(read_lineage(step(copy, 10)))
 
 
-def test_an_explicit_damaged_checkpoint_is_refused(copy, train):
-    flip(weights_file(step(copy, 6)))
-    words = step(copy, 6), "go on from an earlier one"
-    explained(train("--resume", step(copy, 6)), 2, *words)
-    # Nothing was set aside for a checkpoint that could not be loaded.
-    assert steps(copy) == [2, 4, 6, 8] and not (copy / "abandoned").exists()
-
-
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(copy, train):
     for number, file in zip((2, 4, 6), ("state.json", "config.toml", "manifest.json")):
         (step(copy, number) / file).write_text("")
@@ -283,25 +273,3 @@ def test_retention_keeps_the_last_the_best_every_nth_and_what_is_held(copy, trai
     assert len(losses) <= 5 and {12, 13} <= set(losses)
     done = train(settings=(*keep, *evaluated, "train.num_steps=14"))
     assert 2 not in steps(copy)
-
-
-# ---- metrics.jsonl -------------------------------------------------------------------------------
-TORN = {
-    "half a line": b'{"step": 8, "loss_n',
-    "NULs": b"\0" * 4096,
-}
-
-
-@pytest.mark.parametrize("kind", TORN)
-def test_every_reader_passes_over_what_a_power_cut_left(copy, train, tmp_path, kind):
-    with (copy / "metrics.jsonl").open("ab") as file:
-        file.write(TORN[kind])
-    for command in (
-        ["export", copy, tmp_path / "hf"],
-        ["evaluate", copy, "--lengths", "32", "--max-tokens", "512"],
-    ):
-        succeeds(*command)
-    status = forked([*LAUNCHER, "status", str(copy)])
-    assert status.code == 0 and "8/8" in status.out, status.text
-    succeeded(train(settings=("train.num_steps=9",)))
-    assert trained_steps(copy) == list(range(1, 10))

@@ -184,30 +184,6 @@ def test_a_signal_in_the_middle_of_a_save(workspace, train, asynchronous):
     assert untimed(run)[-1]["step"] == caught
 
 
-def test_stacks_on_sigusr2_and_an_end_between_steps(workspace, train):
-    """Ranks agree to stop between steps, in a run that neither saves nor evaluates.
-
-    The signals go to rank 1.
-    """
-    run = workspace / "runs/steps"
-    endless = (
-        "train.num_steps=100000",
-        "checkpoint.interval_steps=100000",
-        "evaluation.interval_steps=100000",
-    )
-    with running_ranks(train("steps", *endless), 2) as group:
-        wait_for_running(group, lambda: (run / "metrics.jsonl").exists() and len(untimed(run)) > 1)
-        os.kill(group.process_ids[1], signal.SIGUSR2)
-        wait_for_running(group, lambda: "in _train_steps" in group.said(1))
-        seen = len(untimed(run))
-        wait_for_running(group, lambda: len(untimed(run)) > seen + 2)
-        os.kill(group.process_ids[1], signal.SIGTERM)
-        done = group.done()
-    assert [each.code for each in done] == [ExitCode.STOPPED, ExitCode.STOPPED], done
-    assert "most recent call first" in done[1].err and "most recent call" not in done[0].err
-    assert complete_checkpoints(run)[-1].name == f"step-{untimed(run)[-1]['step']:08d}"
-
-
 def test_who_loses_a_rank_says_so_in_a_line(workspace, train):
     run = workspace / "runs/lost"
     with running_ranks(

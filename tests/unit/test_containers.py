@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import tomllib
 from pathlib import Path
 
 from tests.end_to_end.test_package import PROJECT_FILES, SOURCES
@@ -48,11 +47,3 @@ def test_both_start_from_one_image_and_run_one_script():
     assert f"RUN {script} " in DOCKERFILE and f"    {script} " in DEFINITION
     assert (FOLDER / "install.sh").stat().st_mode & 0o111
     subprocess.run(["sh", "-n", FOLDER / "install.sh"], check=True)
-
-
-def test_the_script_installs_the_extras_that_training_and_data_need():
-    script = (FOLDER / "install.sh").read_text()
-    (extras,) = re.findall(r"'\.\[(.*)\]'", script)
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(extras.split(",")) == {"data", "wandb"} <= declared["optional-dependencies"].keys()
-    assert '-c "$constraints"' in script

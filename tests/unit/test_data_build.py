@@ -110,9 +110,6 @@ def refused(message: str):
     return pytest.raises(ConfigError, match=message)
 
 
-# ---- a source of one's own ----------------------------------------------------------------------
-
-
 # ---- what is built -------------------------------------------------------------------------------
 def test_every_document_is_in_one_split_in_the_order_of_the_files(built):
     train, validation = documents(built / "data/train"), documents(built / "data/validation")
@@ -216,15 +213,6 @@ def test_held_out_text_is_not_in_training_exactly_or_nearly(tmp_path):
     counts = report(tmp_path / "data")["corpora"]["text"]["counts"]
     assert counts["held_out.documents"] == 2 and counts["contaminated.documents"] == 2
     assert report(tmp_path / "data")["leakage"]["after"] == 0
-
-
-def test_validation_files_are_the_validation_split(tmp_path):
-    write_text(tmp_path)
-    (tmp_path / "copy.txt").write_text(DOCUMENTS[2])
-    (tmp_path / "own.held").write_text(DOCUMENTS[2])
-    build(config(tmp_path, validation_paths=[str(tmp_path / "own.held")]))
-    assert documents(tmp_path / "data/validation") == [DOCUMENTS[2]]
-    assert documents(tmp_path / "data/train") == [t for t in DOCUMENTS if t != DOCUMENTS[2]]
 
 
 def test_a_single_document_is_cut_in_two(tmp_path):

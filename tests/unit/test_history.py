@@ -28,7 +28,6 @@ from pretrain.rundir.checkpoints import (
     complete_checkpoints,
     find_checkpoint,
     hold,
-    partial_attempt,
     publish_checkpoint,
     read_lineage,
     unheld,
@@ -178,23 +177,6 @@ def saving(attempt: Attempt, step: int) -> tuple[Path, Path]:
     partial = begin_partial(attempt.run, step, attempt.directory)
     (partial / MANIFEST).write_text("{}")
     return partial, checkpoint_directory(attempt.run, step)
-
-
-def test_an_attempt_that_lost_the_run_publishes_nothing(tmp_path):
-    first = Attempt.begin(tmp_path)
-    partial, final = saving(first, 8)
-    assert partial_attempt(partial.name) == 1
-    publish_checkpoint(partial, final, first.directory)
-    partial, final = saving(first, 10)
-    first.end("failed", 1, "", 0)
-    second = Attempt.begin(tmp_path)
-    with pytest.raises(Superseded, match=r"0001: attempt 2 has taken this run over"):
-        publish_checkpoint(partial, final, first.directory)
-    with pytest.raises(Superseded):
-        begin_partial(tmp_path, 12, first.directory)
-    recover(tmp_path, second.directory)
-    assert os.listdir(tmp_path / "checkpoints") == ["step-00000008"]
-    check_still_holds(second.directory)
 
 
 def test_a_publisher_that_was_suspended_after_the_check_publishes_nothing(tmp_path, monkeypatch):

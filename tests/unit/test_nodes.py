@@ -1,16 +1,13 @@
 """Test which nodes a run's next attempt uses, from what its attempts and the ranks' stacks say."""
 
-import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from pretrain.launcher import job
 from pretrain.launcher.ranks import _stuck_nodes
 from pretrain.launcher.slurm import lead_seconds, nodes_of_ranks
 from pretrain.launcher.supervise import (
-    Signals,
     choose_nodes,
     count_failures,
     failing_nodes,
@@ -92,27 +89,3 @@ def test_the_node_of_a_rank_that_hangs_by_itself(stacks, nodes):
 def test_the_time_that_another_attempt_needs():
     assert lead_seconds(["--requeue", "--signal=USR1@240", "--time=10"]) == 240
     assert lead_seconds(["--time=10"]) == 0
-
-
-# A requeue ends the job, and with it every process in it.
-SCONTROL = """#!/bin/sh
-kill -TERM $$
-echo "$*" >> {said}
-"""
-
-
-def test_a_job_that_slurm_ends_is_still_requeued_without_a_node(tmp_path, monkeypatch):
-    said = tmp_path / "said"
-    scripts = {
-        "scontrol": SCONTROL.format(said=said),
-        "squeue": "#!/bin/sh\necho '7|7|RUNNING|None|n[1-2]|1|2|3|N/A|n1|0|name|'\n",
-    }
-    for name, script in scripts.items():
-        (tmp_path / name).write_text(script)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(job, "REQUEUED_SECONDS", 0)
-    assert job._requeue("7", Signals(), ["n2"])
-    requeued, update = [line for line in said.read_text().splitlines() if "show" not in line]
-    assert requeued == "requeue 7"
-    assert update.startswith("update JobId=7 ExcNodeList=") and "n2" in update

@@ -241,21 +241,6 @@ def test_runs_that_differ_in_more_are_not_averaged(change):
 
 
 # ---- several training lengths --------------------------------------------------------------------
-def test_runs_of_several_training_lengths_stand_in_one_report(tmp_path):
-    records = [
-        *curve_of("alibi", [20.25, 19.25], train_length=128),
-        *curve_of("alibi", [18.75, 17.75], first=256, train_length=256),
-        *curve_of("rotary", [21.25, 31.25], train_length=128),
-    ]
-    out = tmp_path / "curve.json"
-    write_report(out, records)
-    assert json.loads(out.read_text()) == {"records": records}
-    assert "training lengths L = 128, 256" in format_table(records)
-    text = (tmp_path / "report.md").read_text()
-    assert "| method | L | protocol | tokens scored | 128 | 256 | 512 |" in text
-    assert "| alibi | 128 | nonoverlapping | 50,000 | 20.25 +-0.41 | 19.25 +-0.39 | - |" in text
-    assert "| alibi | 256 | nonoverlapping | 50,000 | - | 18.75 +-0.38 | 17.75 +-0.36 |" in text
-    assert "| rotary | 128 | nonoverlapping | 50,000 | 21.25 +-0.43 | 31.25 +-0.63 | - |" in text
 
 
 def test_a_users_matplotlibrc_changes_no_picture():

@@ -156,19 +156,6 @@ def test_a_run_under_way_says_when_it_will_end():
     assert lines | wanted == lines and "ends" in lines
 
 
-@pytest.mark.parametrize("outcome", ["finished", "gave_up"])
-def test_a_run_that_ended_says_how(outcome):
-    run, attempt = make_run("a")
-    attempt.end(outcome, 1, "because of this", 100)
-    status = status_of(run)
-    assert (status.state, status.reason, status.ends_at) == (
-        outcome.replace("_", " "),
-        "because of this",
-        None,
-    )
-    assert status.is_over
-
-
 def test_a_run_whose_processes_are_gone_has_died():
     run, attempt = make_run("a")
     assert not status_of(run).is_over
@@ -289,21 +276,6 @@ def test_the_last_words_of_a_killed_rank_need_no_end_of_line(capfdbinary):
     attempt.end("gave_up", 1, "killed", 100)
     assert control.follow(run) == f"{run}: gave up: killed"
     assert capfdbinary.readouterr().out == b"0: first\n1: last words\n"
-
-
-def test_a_local_run_has_a_log_for_each_rank(capfdbinary):
-    run, _ = make_run("a")
-    (run / "logs/rank-0.log").write_text("0: not a label\n")
-    (run / "logs/rank-1.log").write_text("without a head\n")
-    for rank, text in ((None, b"0: not a label\n"), (0, b"0: not a label\n"), (1, b"without a h")):
-        control.show_log(run, rank)
-        assert capfdbinary.readouterr().out.startswith(text)
-
-
-def test_a_rank_that_printed_little_is_found_behind_what_others_printed(tmp_path):
-    path = tmp_path / "log"
-    path.write_text(f"0: {'x' * 100}\n" * 20_000 + "1: here\n")
-    assert list(control.LogReader(path, 1).read()) == [b"here\n"]
 
 
 def test_a_growing_log_is_read_in_whole_lines(tmp_path):

@@ -14,7 +14,6 @@ import pytest
 from pretrain.bench.timing import check_contestants
 from pretrain.config import ConfigError, load_config
 from pretrain.processes import Processes, Stopped
-from pretrain.study import command
 from pretrain.study.command import Request, run_study
 from pretrain.study.runs import (
     Study,
@@ -253,14 +252,6 @@ def test_a_study_that_was_moved_still_shows_its_numbers(tmp_path: Path) -> None:
 
 
 # ---- processes -----------------------------------------------------------------------------------
-def test_ranks_of_one_command_know_each_other(tmp_path: Path) -> None:
-    code = "import os; print(*(os.environ[k] for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')))"
-    lines = [
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        for command in command.ranks([sys.executable, "-c", code], 2, str(tmp_path))
-    ]
-    assert lines == ["0 2 0\n", "1 2 1\n"]
-    assert command.ranks(["true"], 1, str(tmp_path)) == [["true"]]
 
 
 def test_a_second_signal_interrupts_nothing_that_ends_by_the_first() -> None:

@@ -7,7 +7,6 @@ jobs, with real training.
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -282,37 +281,6 @@ def test_a_second_sigterm_does_not_end_the_save_under_way(tmp_path):
 
 
 # ---- the lock ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("harm", ["moved", "removed", "attempts removed"])
-def test_a_directory_that_goes_away_ends_ranks_that_save_nothing(
-    tmp_path, monkeypatch, capfd, harm
-):
-    """The heartbeat finds out, says where the run went, and nothing is made at its old path."""
-    monkeypatch.setattr(supervise, "HEARTBEAT_SECONDS", 0.1)
-    run, moved = tmp_path / "run", tmp_path / "elsewhere/moved"
-    moved.parent.mkdir()
-
-    def harm_it():
-        wait_for(lambda: (run / "1-3-0").exists())
-        (run / "attempts" if "attempts" in harm else run).rename(moved)
-        if "removed" in harm:
-            shutil.rmtree(moved)
-
-    thread = threading.Thread(target=harm_it)
-    thread.start()
-    # All that ranks open has been opened.
-    command = training("if step == 4: time.sleep(600)", "os.chdir('/')")
-    assert train(run, command) == 1
-    thread.join()
-    said = capfd.readouterr().err
-    words = {"moved": f"moved to {moved}", "removed": "it was moved or removed"}
-    assert words.get(harm, f"{run}/attempts: is not there any more") in said, said
-    assert "attempt 1: gave up: " in said and "starting again" not in said and "space" not in said
-    assert run.exists() == (harm == "attempts removed")
-    if harm == "moved":
-        [attempt] = read_attempts(moved)
-        assert attempt.ended.outcome == "gave_up" and attempt.ended.reason in said
 
 
 def test_who_was_taken_for_dead_leaves_the_run_alone(tmp_path, monkeypatch, capfd):
