@@ -115,12 +115,6 @@ def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
 
 
 # ---- which checkpoint ----------------------------------------------------------------------------
-def test_the_step_that_is_evaluated_is_named(run):
-    done = pretrain("evaluate", run, *QUICK)
-    assert done.code == 0 and done.err == "", done.text
-    assert done.out.startswith(f"{run}: step 8 of 8\n")
-    done = pretrain("evaluate", run / STEP_4, *QUICK)
-    assert done.out.startswith(f"{run}: step 4 of 8; the run's newest is step 8\n")
 
 
 def test_an_older_checkpoint_is_never_taken_without_a_word(refused, run, tmp_path):
@@ -133,26 +127,6 @@ def test_an_older_checkpoint_is_never_taken_without_a_word(refused, run, tmp_pat
     # By its name, the user has said which one.
     done = pretrain("evaluate", copy / STEP_4, *QUICK)
     assert done.code == 0 and f"{copy}: step 4 of 8" in done.out, done.text
-
-
-# ---- protocols -----------------------------------------------------------------------------------
-def test_the_stride_of_the_config_stays_where_no_length_is_shorter(run, tmp_path):
-    out, strided = tmp_path / "curve.json", ["--set", "evaluation.stride=16"]
-    options = ["--protocols", "sliding", "--max-tokens", "512", "--out", out]
-    done = pretrain("evaluate", run, "--lengths", "32,64", *options, *strided)
-    assert done.code == 0 and done.err == "", done.text
-    assert {r["stride"] for r in curve(out)} == {16}
-    succeeds("evaluate", run, "--lengths", "8,64", *options, *strided)
-    assert {r["stride"] for r in curve(out)} == {8}
-
-
-def test_protocols_that_coincide_are_measured_once(run, tmp_path):
-    out = tmp_path / "curve.json"
-    asked = ["evaluate", run, "--lengths", "32,64", "--max-tokens", "512", "--stride", "32"]
-    done = succeeds(*asked, "--out", out)
-    found = [(r["protocol"], r["stride"], r["length"]) for r in curve(out)]
-    assert found == [("nonoverlapping", 32, 32), ("nonoverlapping", 64, 64), ("sliding", 32, 64)]
-    assert "sliding windows of 32 tokens by 32 do not overlap" in done.text
 
 
 # ---- what is in the way --------------------------------------------------------------------------

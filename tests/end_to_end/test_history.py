@@ -217,14 +217,6 @@ def test_a_damaged_newest_checkpoint_does_not_stop_the_run(copy, train, kind):
     assert not whole.is_ancestor_of(read_lineage(step(copy, 10)))
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused(copy, train):
-    for number, file in zip((2, 4, 6), ("state.json", "config.toml", "manifest.json")):
-        (step(copy, number) / file).write_text("")
-    flip(weights_file(step(copy, 8)))
-    explained(train(settings=("train.num_steps=10",)), 2, "all of its checkpoints are damaged")
-    assert steps(copy) == [2, 4, 6, 8] and not (copy / "abandoned").exists()
-
-
 # ---- steps and foreign files ---------------------------------------------------------------------
 def test_foreign_things_named_like_a_save_are_left_alone(copy, train, tmp_path):
     (tmp_path / "kept").write_text("mine")

@@ -298,18 +298,6 @@ def test_a_second_ctrl_c_leaves_at_once(workspace, train):
     assert (ended_at.code, ended_at.outcome) == (130, "stopped") and not complete_checkpoints(run)
 
 
-def test_an_evaluation_that_a_kill_cut_off_is_completed(run, train):
-    """metrics.jsonl ends after one of the last evaluation's two records and a torn line."""
-    copy = run.with_name("cut")
-    shutil.copytree(run, copy)
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join(lines[:-1]) + lines[-1][:20])
-    done = pretrain(*train(copy.name))
-    assert done.code == 0 and "at step 8 of 8, whose evaluation is left" in done.err, done.text
-    assert (copy / "metrics.jsonl").read_text().endswith("}\n")
-    assert untimed(copy) == untimed(run)
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------
 def test_a_checkpoint_is_kept_until_it_is_evaluated(workspace, train):
     run = workspace / "runs/awaited"

@@ -150,6 +150,7 @@ def test_the_paper_s_run_fits_its_site_exactly(cluster: Cluster, desk: Desk) -> 
 # ---- what is submitted ----
 def test_every_rank_is_a_task_of_its_own_with_the_node_s_gpus(cluster: Cluster, desk: Desk) -> None:
     desk.site(gpus_per_node=2, tasks_per_node=2, cpus_per_node=4, environment={"COLOUR": "blue"})
+    allowed = ["--allow-changed", "optimizer.learning_rate", "--allow-changed", "data.directory"]
     done = succeeded(
         desk.submit(
             "runs/one",
@@ -157,6 +158,7 @@ def test_every_rank_is_a_task_of_its_own_with_the_node_s_gpus(cluster: Cluster, 
             2,
             "--set",
             "batch.micro_batch_size=8",
+            *allowed,
             WANDB_API_KEY=SECRET,
             RANK="7",
             SLURM_MEM_PER_CPU="1",
@@ -179,6 +181,7 @@ def test_every_rank_is_a_task_of_its_own_with_the_node_s_gpus(cluster: Cluster, 
     started, environments = desk.noted(job_id), desk.noted(job_id, "environment")
     assert sorted(started) == [0, 1, 2, 3]
     command = [str(desk.work), "-m", "pretrain", "train", str(run / "launch/config.toml")]
+    command += allowed
     assert all(words == command for words in started.values())
     for rank, lines in environments.items():
         variables = dict(line.split("=", 1) for line in lines)
@@ -202,6 +205,15 @@ def test_every_rank_is_a_task_of_its_own_with_the_node_s_gpus(cluster: Cluster, 
     assert holders == [] and (run / "launch/train.sbatch").is_file()
     assert {path.read_text() for path in desk.notes.glob("*.umask")} == {"0027\n"}
     assert not any(path.stat().st_mode & 0o007 for path in [run, *run.rglob("*")])
+    # A later start is allowed the same, and says that the clone has changed since.
+    record = json.loads((run / "launch/launch.json").read_text())
+    (run / "launch/launch.json").write_text(json.dumps(record | {"commit": "0123" * 10}))
+    desk.wait_until_over(
+        succeeded(desk.launcher("requeue", run)).out.split("job ")[-1].split(";")[0]
+    )
+    assert all(words == command for words in desk.noted(desk.job_ids("runs/one")[-1]).values())
+    log = run / f"logs/slurm-{desk.job_ids('runs/one')[-1]}.log"
+    assert "submitted from commit 012301230123" in log.read_text()
 
 
 def test_a_run_is_trained_by_one_job_at_a_time_and_keeps_what_was_sent(

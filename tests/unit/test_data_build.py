@@ -233,24 +233,6 @@ def test_two_corpora_of_one_document_each_are_not_cut(tmp_path):
         build(config(tmp_path, corpora=corpora))
 
 
-def test_several_corpora_follow_each_other(tmp_path):
-    write_jsonl(tmp_path / "b.jsonl", DOCUMENTS[:6])
-    for i, text in enumerate(DOCUMENTS[6:]):
-        (tmp_path / f"{i}.txt").write_text(text)
-    corpora = {
-        # Its ending says what it is.
-        "web": {"paths": [str(tmp_path / "b.jsonl")]},
-        "books": {"paths": [str(tmp_path / "*.txt")]},
-    }
-    build(config(tmp_path, corpora=corpora))
-    held_out = [min(part, key=document_hash) for part in (DOCUMENTS[:6], DOCUMENTS[6:])]
-    assert documents(tmp_path / "data/validation") == held_out
-    assert documents(tmp_path / "data/train") == [t for t in DOCUMENTS if t not in held_out]
-    for split in ("train", "validation"):
-        names = [corpus.name for corpus in TokenStream(tmp_path / "data" / split).corpora]
-        assert names == ["web", "books"]
-
-
 # ---- up to date ----------------------------------------------------------------------------------
 def test_a_new_time_or_name_of_the_same_text_is_the_same_input(
     built, tmp_path, capsys, monkeypatch

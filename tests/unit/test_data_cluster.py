@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from pretrain.config import RunFailed, dump_config
 from pretrain.data.build.folder import BuildFolder
 from pretrain.data.build.tasks import Cluster, run_on_cluster
-from pretrain.launcher import slurm
 from pretrain.launcher import submit as data
 from pretrain.launcher.site import load_site, parse_site
 from tests.end_to_end.commands import LAUNCHER, ROOT
@@ -64,49 +62,6 @@ def test_the_jobs_of_a_data_set_have_a_name_of_their_own():
     assert len({name, data.build_name(Path("/b/data")), data.build_name(Path("/a/data2"))}) == 3
     odd = data.build_name(Path("/" + "é,$(x) %j" * 30))
     assert odd.isascii() and "," not in odd and len(odd) <= 64
-
-
-# ---- waiting -------------------------------------------------------------------------------------
-class Queue:
-    """Answers in place of Slurm: what the queue holds at each look, and what is cancelled."""
-
-    def __init__(self, monkeypatch, *answers):
-        self.answers, self.cancelled = list(answers), []
-        read, self.stdin = os.pipe()
-        monkeypatch.setattr(sys, "stdin", os.fdopen(read))
-        monkeypatch.setattr(slurm, "jobs_named", self.look)
-        monkeypatch.setattr(slurm, "cancel", self.cancel)
-        monkeypatch.setattr(slurm, "submit", lambda job: "7")
-        monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-        monkeypatch.setattr(data, "LOOK_SECONDS", 0.01)
-
-    def look(self, name):
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-
-    def cancel(self, job_id):
-        if self.answers[0] is None:
-            raise slurm.SlurmAway("scancel: away")
-        self.cancelled.append(job_id)
-
-
-RUNS = {"7": {"", "Resources"}}
-
-
-def test_the_wait_outlasts_a_controller_that_is_away(monkeypatch, tmp_path, capsys):
-    queue = Queue(monkeypatch, {"7": {"None"}}, None, None, RUNS, {"7": {"JobHeldUser"}}, {})
-    data.run_array(job(CPU), tmp_path / "stop")
-    said = capsys.readouterr().err
-    assert said.count("does not answer") == 1 and "waits in the queue (JobHeldUser)" in said
-    assert queue.cancelled == [] and "None" not in said
-
-
-def test_a_closed_stdin_cancels_the_jobs(monkeypatch, tmp_path):
-    # slurmctld is away at the first scancel. Job 8 is that of a command which was started since.
-    queue = Queue(monkeypatch, RUNS, None, None, RUNS, RUNS, {"8": {"Priority"}})
-    os.close(queue.stdin)
-    with pytest.raises(SystemExit) as end:
-        data.run_array(job(CPU), tmp_path / "stop")
-    assert end.value.code == 130 and queue.cancelled == ["7"]
 
 
 # ---- the command ---------------------------------------------------------------------------------

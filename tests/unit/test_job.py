@@ -13,7 +13,6 @@ import pytest
 import tomli_w
 
 from pretrain.config import ConfigError, RunFailed, dump_config, load_config
-from pretrain.launcher import job as node_job
 from pretrain.launcher import sweep
 from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.site import SlurmRequest, parse_site
@@ -29,7 +28,7 @@ from pretrain.launcher.submit import (
 from pretrain.launcher.sweep import sweep as submit_sweep
 from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.checkpoints import checkpoint_directory
-from pretrain.rundir.jobs import is_done, read_launch
+from pretrain.rundir.jobs import is_done
 from pretrain.rundir.paths import claim_version
 from tests.conftest import tiny_config
 from tests.unit.test_site import CPU, GPU
@@ -160,20 +159,11 @@ def test_a_run_that_cannot_go_on_from_its_checkpoint_is_refused(tmp_path):
     check_runs([run])
 
 
-FAKE_SLURM = {
-    "sbatch": "echo 7",
-    "squeue": "exit 0",
-    "srun": """for word; do printf '%s\\n' "$word"; done > "$NOTE"
-for rank in 0 1 2 3; do echo "$rank: rank agent: {\\"code\\": 2}"; done
-cat""",
-}
-
-
 def test_what_a_job_reads_stays_where_slurm_may_have_taken_it(tmp_path, monkeypatch):
     says = "Unable to contact slurm controller"
     (tmp_path / "bin").mkdir()
     sbatch = f'case "$*" in *--test-only*) exit 0 ;; esac; echo "{says}" >&2; exit 1'
-    for name, script in (FAKE_SLURM | {"sbatch": sbatch}).items():
+    for name, script in (("sbatch", sbatch), ("squeue", "exit 0")):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
@@ -186,38 +176,6 @@ def test_what_a_job_reads_stays_where_slurm_may_have_taken_it(tmp_path, monkeypa
             ["submit", str(config), "--site", str(tmp_path / "site.toml")], standalone_mode=False
         )
     assert (run / "launch/train.sbatch").exists()
-
-
-def test_what_was_allowed_is_kept_for_every_attempt(tmp_path, monkeypatch, capsys):
-    """`launcher submit` records it in launch.json, and the job passes it to the ranks."""
-    (tmp_path / "bin").mkdir()
-    for name, script in FAKE_SLURM.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
-    run, config = tmp_path / "run", tmp_path / "run.toml"
-    sections = {"run": {"directory": str(run)}, "data": {"directory": str(built_data(tmp_path))}}
-    config.write_text(dump_config(run_config(**sections)))
-    (tmp_path / "site.toml").write_text(tomli_w.dumps(CPU))
-    allowed = ["--allow-changed", "optimizer.learning_rate", "--allow-changed", "data.directory"]
-    submit = ["submit", str(config), "--site", str(tmp_path / "site.toml"), *allowed]
-    launcher(submit, standalone_mode=False)
-    assert read_launch(run).allow_changed == ("optimizer.learning_rate", "data.directory")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    for start in range(2):
-        monkeypatch.setenv("SLURM_RESTART_COUNT", str(start))
-        assert node_job.attempt(run) == 2
-        words = (tmp_path / "note").read_text().splitlines()
-        assert words[words.index("train") :] == ["train", f"{run}/launch/config.toml", *allowed]
-        (tmp_path / "note").unlink()
-    # The clone has changed since.
-    assert "this code is not the code" not in "".join(capsys.readouterr())
-    record = json.loads((run / "launch/launch.json").read_text())
-    (run / "launch/launch.json").write_text(json.dumps(record | {"commit": "0123" * 10}))
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    assert node_job.attempt(run) == 2
-    assert "submitted from commit 012301230123" in "".join(capsys.readouterr())
 
 
 def built_data(tmp_path):

@@ -240,9 +240,7 @@ def test_runs_that_differ_in_more_are_not_averaged(change):
     assert len(curves) == 2 and not any(curve.is_mean for curve in curves)
 
 
-# ---- several training lengths --------------------------------------------------------------------
-
-
+# ---- pictures ------------------------------------------------------------------------------------
 def test_a_users_matplotlibrc_changes_no_picture():
     curves = make_curves(curve_of("alibi", ALIBI))
     drawn = by_length(curves)

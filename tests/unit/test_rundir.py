@@ -6,6 +6,8 @@ import re
 import resource
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -147,22 +149,28 @@ def test_a_change_is_kept_until_training_goes_on_from_before_it(tmp_path):
     assert len(evaluations_at(path, 2)) == 1
 
 
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
 def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path, capfd):
     """What it takes of a line stays, and the rest follows; `flush` says that not all is there."""
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (70, limit[1]))
-    try:
+    with no_file_beyond(70):
         for number in (1, 2, 3):
             file.write(step(number))
         assert path.stat().st_size == 70
         with pytest.raises(RunFailed, match="cannot be written"):
             file.flush()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
     file.write(step(4))
     file.flush()
     file.close()
@@ -183,15 +191,8 @@ def test_a_line_after_a_torn_one_stands_alone(tmp_path):
 def test_a_line_that_the_disk_took_in_part_is_an_error(tmp_path):
     """The job was sent, so a record that is cut off must not look like success."""
     (tmp_path / "jobs.jsonl").write_text("x" * 1000)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1010, limit[1]))
-    try:
-        with pytest.raises(OSError, match="No space left"):
-            append_json_line(tmp_path / "jobs.jsonl", {"job_id": "a job's number"})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
+    with no_file_beyond(1010), pytest.raises(OSError, match="No space left"):
+        append_json_line(tmp_path / "jobs.jsonl", {"job_id": "a job's number"})
 
 
 # ---- the version ----
