@@ -228,11 +228,14 @@ def check_case(seed: int, folder: Path) -> None:
             raise AssertionError(f"seed {seed}, {name}: {error!r} after {done}") from error
         lines = said.replace("\t", " ").replace("\r", "\n").split("\n")
         assert all(map(str.isprintable, lines)), (seed, name, done, said[:2000])
+    # The others keep their rows.
+    assert read_statuses([run, folder / "good"])[0][1].step == 4, (seed, done)
     shutil.rmtree(run)
 
 
 @pytest.mark.parametrize("part", range(6))
 def test_no_run_ends_a_command_with_a_traceback(part: int, tmp_path: Path) -> None:
+    make_run(tmp_path / "good")
     for seed in range(part, CASES, 6):
         check_case(seed, tmp_path)
 
