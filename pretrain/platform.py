@@ -8,7 +8,9 @@ two it runs on.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import gc
 import getpass
 import importlib.util
 import logging
@@ -233,6 +235,15 @@ def peak_memory_bytes() -> int:
         return torch.cuda.max_memory_allocated()
     # Linux reports ru_maxrss in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def release_memory() -> None:
+    """Give the host memory of objects that are no longer used back to the system."""
+    # A model's modules refer to each other, so only the collector frees them.
+    gc.collect()
+    # glibc keeps what was freed in blocks below its threshold; other C libraries lack the function.
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def free_memory() -> int:

@@ -548,11 +548,13 @@ def prove(
     """
     from pretrain.data.tokenizer import PROBES
     from pretrain.huggingface.parity import compare
+    from pretrain.platform import release_memory
 
     if not program.reader:
         return Proof(program.name, "reads this folder; its source was read, it was not run")
     if find_spec(program.reader) is None:
         return Proof(program.name, f"not compared, because {program.reader} is not installed here")
+    release_memory()
     loaded = program.load(export, export.folder / program.name)
     m, rounding = export.config.model, program.rounding(export.config)
     rows = [compare(logits_fn, loaded.logits, i, m.hidden_size, rounding) for i in ids_by_length]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ from pretrain.huggingface.folder import add_proofs, special_ids, to_huggingface
 from pretrain.huggingface.parity import PRECISIONS, check_parity
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
+from pretrain.platform import release_memory
 from pretrain.rundir.checkpoints import checkpoint_step, find_checkpoint, hold
 from pretrain.rundir.metrics import evaluation_records
 from pretrain.rundir.paths import RunPaths
@@ -216,13 +216,13 @@ def recorded_logits(
     """
     with tempfile.TemporaryDirectory(prefix=".logits-", dir=folder) as kept:
         files: dict[bytes, str] = {}
+        release_memory()
         with trained_logits(config, checkpoint) as ours:
             for row in (row for ids in ids_by_length for row in ids.long().unsqueeze(1)):
                 files[row.numpy().tobytes()] = name = f"{kept}/{len(files)}.npy"
                 np.save(name, ours(row).cpu().numpy())
         del ours
-        # Its modules refer to each other.
-        gc.collect()
+        release_memory()
         yield lambda tokens: torch.from_numpy(np.load(files[tokens.cpu().numpy().tobytes()]))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pretrain.evaluation.records import Table, bounded_exp
 from pretrain.huggingface.classes import CLASSES
+from pretrain.platform import release_memory
 
 PERPLEXITY_TOLERANCE = 1e-4
 """Largest relative difference of the perplexities in fp32: both print the same four digits."""
@@ -133,6 +134,7 @@ def check_parity(
     for precision in precisions:
         # One model in memory at a time.
         del model
+        release_memory()
         model = found.load(folder, dtype=PRECISIONS[precision]).eval()
         for ids, row in ours:
             outputs = ((model(one, use_cache=False), one) for one in _sequences(ids))

@@ -527,7 +527,8 @@ EXPORTS = {
     ],
     ("position.trainable_slopes=true",): [
         "MptSlopesForCausalLM in fp32, bf16 and fp16, for up to 2,048 tokens: a class in",
-        "not in vllm, llama.cpp, ctranslate2: it has no MptSlopesForCausalLM",
+        "not in vllm, ctranslate2: it has no MptSlopesForCausalLM",
+        "not in llama.cpp: position.trainable_slopes = True: it computes slopes that end at",
     ],
 }
 

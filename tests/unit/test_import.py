@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from pretrain.huggingface.folder import MARKER, ORIGINALS, to_huggingface
 from pretrain.huggingface.import_model import import_folder
 from pretrain.rundir.checkpoints import find_checkpoint
 from tests.reference.dense_gpt import random_state
+from tests.unit.test_dense_gpt import make_config
 from tests.unit.test_export import MODELS, SLOPES, state_of, tokenizer_path
 
 __all__ = ["tokenizer_path"]
@@ -254,6 +257,37 @@ def test_an_export_that_is_another_model_does_not_appear(imported, tmp_path, mon
     assert "DIFFERS" in capsys.readouterr().out
     assert {"model.safetensors", "README.md", MARKER} <= set(seen)
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+import transformers.models.mpt.modeling_mpt
+from pretrain.huggingface.export import export_source
+
+def kib(key):
+    return int(re.search(rf"{key}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+before = kib("VmRSS")
+export_source(Path(sys.argv[1]), Path(sys.argv[2]), 128)
+print(1024 * (kib("VmHWM") - before))
+"""
+
+
+@pytest.mark.torture
+def test_the_peak_memory_of_an_export(tmp_path, tokenizer_path):
+    """One model at a time: in 16 bit half the weights, beside the pages of the file it is read of.
+
+    The constant is libraries that load later, Megatron's for the most part, and the activations.
+    """
+    sizes = {"hidden_size": 2048, "num_attention_heads": 16}
+    config = make_config("alibi", use_bias=False, hidden_act="gelu", **sizes)
+    to_huggingface(config, state_of(config), tokenizer_path, tmp_path / "hf", max_length=128)
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "run"), str(tmp_path / "out")]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    weights = (tmp_path / "out/model.safetensors").stat().st_size
+    assert int(printed.split()[-1]) < 1.5 * weights + 160e6
 
 
 # ---- round trips ---------------------------------------------------------------------------------
