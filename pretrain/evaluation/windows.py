@@ -155,7 +155,10 @@ def choose_protocols(
     """
     lengths = dict.fromkeys(config.evaluation_lengths)
     short = f"the {tokens:,} tokens that are scored are less than one window"
-    more = "hold out more text (data.validation_fraction, data.validation_paths) and build again"
+    more = (
+        "give more text: of evaluate, a longer --text; of a data set, hold out more text "
+        "(data.validation_fraction, data.validation_paths) and build again"
+    )
     if tokens < total:
         limits = "--max-tokens, evaluation.max_tokens"
         more = f"score more of the validation split's {total:,} tokens ({limits})"
@@ -164,7 +167,7 @@ def choose_protocols(
         names, notes = _masked(names)
     too_long = [length for length in lengths if length > tokens]
     if too_long and (config.evaluation.lengths is not None or too_long == list(lengths)):
-        choose = f"Choose lengths up to {tokens:,}, or {more}"
+        choose = f"Choose lengths up to {tokens:,} (--lengths, evaluation.lengths), or {more}"
         raise ConfigError("\n".join(f"length {n}: {short}. {choose}" for n in too_long))
     if too_long:
         left_out = ", ".join(map(str, too_long))

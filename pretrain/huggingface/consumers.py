@@ -16,8 +16,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from tokenizers.pre_tokenizers import ByteLevel
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.huggingface.base import (
@@ -122,8 +125,15 @@ class Export(NamedTuple):
     def names(self, padding: str) -> list[str]:
         """Return a name for each row of the embedding; `padding` names rows without a token."""
         stock = self.tokenizer.to_hugging_face()
-        names = map(stock.id_to_token, range(self.config.padded_vocab_size))
-        return [padding.format(i) if name is None else name for i, name in enumerate(names)]
+        tokens = [stock.id_to_token(i) for i in range(self.config.padded_vocab_size)]
+        names, taken = list[str](), set(tokens)
+        for i, token in enumerate(tokens):
+            name = padding.format(i) if token is None else token
+            # Programs look ids up by name, and a token may be named so.
+            while token is None and name in taken:
+                name += "_"
+            names.append(name)
+        return names
 
 
 class Loaded(NamedTuple):
@@ -223,16 +233,27 @@ class LlamaCpp(Consumer):
     FILE = "model.gguf"
 
     def vocabulary_reasons(self, tokenizer: Tokenizer) -> Iterator[str]:
-        # It knows pre-tokenizers by name, and has no normalizers.
-        content = json.loads(tokenizer.content) if tokenizer.file_name.endswith(".json") else None
-        if content is None:
-            return
-        split = content.get("pre_tokenizer") or {}
-        like_gpt2 = split.get("type") == "ByteLevel" and split.get("use_regex", True)
-        if not like_gpt2 or split.get("add_prefix_space") or content.get("normalizer"):
+        from pretrain.data.tokenizer import PieceTokenizer
+
+        if isinstance(tokenizer, PieceTokenizer):
+            # 4 is USER_DEFINED.
+            added: dict[str, Any] = {
+                piece.piece: () for piece in tokenizer.proto.pieces if piece.type == 4
+            }
+            odd: list[str] = []
+        else:
+            content = json.loads(tokenizer.to_hugging_face().to_str())
+            added = {t["content"]: (t["special"], t["normalized"]) for t in content["added_tokens"]}
+            odd = list(_unlike_gpt2(content))
+        # It looks for the longest name first and anywhere, the run's tokenizer from left to right.
+        if pair := _ambiguous(added):
+            odd.append(
+                "{!r} and {!r} can overlap in a text, where it chooses otherwise".format(*pair)
+            )
+        for reason in odd:
             yield (
-                f"{tokenizer.path}: it reads SentencePiece's BPE and GPT-2's byte-level BPE, and "
-                "would split texts of this tokenizer otherwise"
+                f"{tokenizer.path}: {reason}; it reads SentencePiece's BPE and GPT-2's byte-level "
+                "BPE only"
             )
 
     def write(self, export: Export, folder: Path) -> None:
@@ -341,6 +362,42 @@ class LlamaCpp(Consumer):
         # ggml_gelu looks the tanh approximation up in a table of fp16 (2^-11 on either side), from
         # which exact GELU differs by as much. Half of this was seen in models of 2 to 4 layers.
         return config.model.num_layers * 2.0**-11
+
+
+def _unlike_gpt2(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a tokenizer.json has and a GGUF file of GPT-2's tokenizer cannot state."""
+    split, model = content["pre_tokenizer"] or {}, content["model"]
+    like = split.get("type") == "ByteLevel" and split.get("use_regex", True)
+    if not like or split.get("add_prefix_space") or content["normalizer"] or model["type"] != "BPE":
+        yield "it would split texts of this tokenizer otherwise"
+        return
+    options = "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"
+    yield from (f"model.{name} is set" for name in options if model.get(name))
+    if not model["vocab"].keys() >= set(ByteLevel.alphabet()):
+        yield "model.vocab lacks some of the 256 bytes"
+    for token in content["added_tokens"]:
+        flags = [flag for flag in ("lstrip", "rstrip", "single_word") if token[flag]]
+        yield from (f"the added token {token['content']!r} has {flag}" for flag in flags)
+
+
+def _ambiguous(added: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return two names of tokens that a text can hold in more than one way; None without any.
+
+    Args:
+        added: Name -> what decides when it is looked for: of one kind, the longest is found first.
+    """
+    begins: dict[str, list[str]] = {}
+    for name in added:
+        for end in range(1, len(name)):
+            begins.setdefault(name[:end], []).append(name)
+    for name in added:
+        meeting = [other for i in range(1, len(name)) for other in begins.get(name[i:], ())]
+        inside = [other for other in added if other in name and added[other] != added[name]]
+        for other in (*meeting, *inside):
+            # Runs of one character, such as spaces, are cut alike from either end.
+            if other != name and (other in inside or len({*name, *other}) > 1):
+                return name, other
+    return None
 
 
 # ---- CTranslate2 ---------------------------------------------------------------------------------
@@ -559,7 +616,9 @@ def prove(
     m, rounding = export.config.model, program.rounding(export.config)
     rows = [compare(logits_fn, loaded.logits, i, m.hidden_size, rounding) for i in ids_by_length]
     eos, stock = export.names("")[export.special["eos_token_id"]], _stock_tokenizer(export)
-    texts = (*PROBES, f"{eos}", f" a{eos}b {eos}\n")
+    names = [eos, *map(str, stock.get_added_vocab())]
+    pairs = (f"{a}{b}  {a} {b}" for a, b in pairwise(names))
+    texts = (*PROBES, *(f" a{each}b {each}\n" for each in names), *pairs, "".join(names))
     wrong = [
         text
         for text in texts

@@ -7,12 +7,14 @@ tokenizers; the programs are the published ones.
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer
 
 from pretrain.config import ConfigError
@@ -20,6 +22,7 @@ from pretrain.data.tokenizer import load_tokenizer
 from pretrain.huggingface.classes import class_of
 from pretrain.huggingface.consumers import CONSUMERS, Export, Loaded, Proof, chosen, prove
 from pretrain.huggingface.folder import special_ids, to_huggingface
+from pretrain.huggingface.parity import compare
 from tests.reference.dense_gpt import DenseGPT
 from tests.unit.test_dense_gpt import make_config
 from tests.unit.test_export import MODELS, SLOPES, random_ids, state_of, tokenizer_path
@@ -141,6 +144,18 @@ def test_what_a_program_has_not_is_refused_in_words():
     ]
 
 
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_logits_decide_since_they_bound_the_perplexity(share):
+    """The worst case: the target moves one way and every other token the other way."""
+    ours = torch.zeros(1, 16, 2000).index_fill(2, torch.tensor([1]), 20.0)
+    theirs = ours + share * 2.0**-10 * 20.0
+    theirs[..., 0] -= 2 * share * 2.0**-10 * 20.0
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    row = compare(lambda _: ours, lambda _: theirs, ids, 16, rounding=2.0**-10)
+    assert row.perplexity > 1e8 and row.passed == (share < 1)
+    assert math.log1p(row.difference) == pytest.approx(2 * share * 2.0**-10 * 20.0, rel=1e-3)
+
+
 # ---- tokenizers ----------------------------------------------------------------------------------
 def byte_level(path: Path, **changes: object) -> Path:
     """A tokenizer.json like GPT-2's."""
@@ -197,6 +212,11 @@ def test_texts_have_the_ids_of_the_run(program, kind, written, tokenizer_path, t
         path.write_bytes(proto.SerializeToString())
     elif kind == "bytes":
         path = byte_level(tmp_path / "tokenizer.json")
+        made = tokenizers.Tokenizer.from_file(str(path))
+        # Runs overlap, and are cut alike. The last two are names of rows without a token.
+        odd = ["   ", "  ", "the", "[PAD510]", "<extra_id_510>"]
+        made.add_tokens([AddedToken(name, normalized=False) for name in odd])
+        made.save(str(path))
     export, folder = written(program, "mpt12", path)
     loaded: Loaded = CONSUMERS[program].load(export, folder)
     tokenizer = load_tokenizer(path)
@@ -208,10 +228,29 @@ def test_texts_have_the_ids_of_the_run(program, kind, written, tokenizer_path, t
         assert loaded.encode(text, True) == stock(text)["input_ids"], repr(text)
 
 
-def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(tmp_path, written):
-    path = byte_level(tmp_path / "tokenizer.json", normalizer={"type": "NFC"})
-    with pytest.raises(ConfigError, match=r"--for llama\.cpp: .*SentencePiece's BPE and GPT-2's"):
-        written("llama.cpp", "mpt12", path)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"normalizer": {"type": "NFC"}}, "split texts of this tokenizer otherwise"),
+        ({"ignore_merges": True}, "model.ignore_merges is set"),
+        ({"<mask>": {"lstrip": True}}, "'<mask>' has lstrip"),
+        ({"king": {"single_word": True}}, "'king' has single_word"),
+        ({"abx": {}, "bxyz": {}}, "'abx' and 'bxyz' can overlap"),
+        ({"abx": {"normalized": True}, "b": {"normalized": False}}, "'abx' and 'b' can overlap"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(changes, reason, tmp_path):
+    path = byte_level(tmp_path / "tokenizer.json")
+    settings = json.loads(path.read_text())
+    for part in (settings, settings["model"]):
+        part |= {key: changes[key] for key in changes if key in part}
+    made = tokenizers.Tokenizer.from_str(json.dumps(settings))
+    made.add_tokens(
+        [AddedToken(k, **v) for k, v in changes.items() if k not in ("normalizer", "ignore_merges")]
+    )
+    made.save(str(path))
+    [found] = CONSUMERS["llama.cpp"].vocabulary_reasons(load_tokenizer(path))
+    assert reason in found and "SentencePiece's BPE and GPT-2's" in found
 
 
 def test_generation_in_llama_cpp_ends_at_the_runs_eos(written):
