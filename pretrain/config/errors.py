@@ -223,9 +223,9 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int], gap: str = " 
     ]
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """Return a number of bytes for people: 4212 -> "4.2 kB"."""
-    return in_bytes(count).partition(" (")[0]
+    return in_bytes(int(count)).partition(" (")[0]
 
 
 def moment(at: float) -> str:

@@ -12,6 +12,7 @@ import errno
 import fnmatch
 import functools
 import glob
+import importlib
 import io
 import itertools
 import os
@@ -154,7 +155,8 @@ def locate(path: str) -> Location:
 def look(path: str) -> tuple[int, int | str]:
     """Return a file's size in bytes, and what tells versions of it apart.
 
-    That is the modification time in ns, or of a URL what fsspec goes by.
+    That is the modification time in ns, or of a URL its ETag, its Last-Modified or what fsspec goes
+    by; "" where an HTTP server gives neither, because fsspec's HTTP goes by the URL alone.
 
     Raises:
         ConfigError: The server does not tell the size, so a truncated copy would not be noticed.
@@ -167,13 +169,17 @@ def look(path: str) -> tuple[int, int | str]:
                 raise OSError(errno.EINVAL, "not a regular file")
             return status.st_size, status.st_mtime_ns
         system, name = store(path)
-        size, version = ask(path, lambda: (system.size(name), str(system.ukey(name))))
+        info = ask(path, lambda: system.info(name))
+        version = info.get("ETag") or info.get("Last-Modified")
+        if not version and not _is_http(path):
+            version = ask(path, lambda: system.ukey(name))
+        size = info.get("size")
     if size is None:
         raise ConfigError(
             f"{path}: the server does not tell the size of this file. Copy it to a disk or an "
             "object store"
         )
-    return int(size), version
+    return int(size), str(version or "")
 
 
 def open_stored(path: str) -> io.BufferedReader:
@@ -197,12 +203,29 @@ def store(url: str) -> tuple[Any, str]:
     fsspec keeps the object of a file system, so this costs nothing after the first call.
     """
     try:
-        return cast(tuple[Any, str], fsspec.core.url_to_fs(url))
+        options = _http_options(SILENCE_S) if _is_http(url) else {}
+        return cast(tuple[Any, str], fsspec.core.url_to_fs(url, **options))
     except (ImportError, ValueError) as error:
+        remedy = "Install the package for its protocol (s3fs for s3://, gcsfs for gs://)"
+        if _is_http(url):
+            remedy = "Run `pip install 'pretrain[data]'`"
         raise ConfigError(
-            f"{url}: fsspec cannot read this URL ({error}). Install the package for its protocol "
-            "(s3fs for s3://, gcsfs for gs://, aiohttp for https://), or correct the URL"
+            f"{url}: fsspec cannot read this URL ({error}). {remedy}, or correct the URL"
         ) from None
+
+
+@functools.cache
+def _http_options(silence: float) -> Any:
+    timeout = importlib.import_module("aiohttp").ClientTimeout
+    # Ranges are counted in the bytes of the file, not of a packed answer.
+    return {
+        "headers": {"Accept-Encoding": "identity"},
+        "client_kwargs": {"timeout": timeout(None, sock_connect=silence, sock_read=silence)},
+    }
+
+
+def _is_http(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
 
 
 @contextlib.contextmanager
@@ -241,7 +264,9 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 """How long to wait before a request is made again: twice as long each time. Of a server's
 Retry-After, no more than LONGEST_WAIT_S is obeyed."""
 _SAID_S = 5.0
-"""A wait of so many seconds is told."""
+"""A request that has taken so many seconds, with the wait that follows, is told."""
+SILENCE_S = 30.0
+"""A request fails when an HTTP server sends nothing for so long, however long the whole takes."""
 _LEAST_BYTES = 2**16
 """A range that was cut or came too slowly is asked for by halves, down to this."""
 _HOPELESS = (
@@ -270,6 +295,7 @@ def ask(url: str, request: Callable[[], _T]) -> _T:
         FileNotFoundError: The server says that there is no such file.
         Exception: What the last request raised.
     """
+    begin = time.monotonic()
     for attempt in itertools.count(1):
         try:
             return request()
@@ -278,7 +304,7 @@ def ask(url: str, request: Callable[[], _T]) -> _T:
             if attempt == ATTEMPTS or not _may_pass(error):
                 raise error from None
             wait = _wait_s(error, attempt)
-            if wait >= _SAID_S:
+            if time.monotonic() - begin + wait >= _SAID_S:
                 say(f"{url}: {type(error).__name__}: {error}. Asking again in {wait:.0f} s")
             time.sleep(wait)
     raise AssertionError
@@ -289,8 +315,9 @@ def _cause(error: BaseException) -> BaseException:
 
     fsspec's HTTP raises it whatever kept it from looking, and another error when a file that it
     reads is not there (fsspec 2026.9.0, implementations/http.py, HTTPFileSystem._info, HTTPFile).
+    Its error for a timeout has no words (asyn.py, sync).
     """
-    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+    if isinstance(error, (FileNotFoundError, TimeoutError)) and error.__cause__ is not None:
         return _cause(error.__cause__)
     return FileNotFoundError(errno.ENOENT, str(error)) if _status(error) in (404, 410) else error
 
@@ -319,6 +346,10 @@ def _wait_s(error: BaseException, attempt: int) -> float:
     return min(wait, LONGEST_WAIT_S)
 
 
+class NoRanges(RunFailed):
+    """A server does not answer with a part of a file."""
+
+
 class Remote:
     """A file behind a URL, of which ranges are read. Several threads may read."""
 
@@ -335,7 +366,7 @@ class Remote:
         """Return `size` bytes from `offset`, or fewer if the file ends before.
 
         Raises:
-            ValueError: The server does not answer with a part of a file.
+            NoRanges: The server does not answer with a part of a file.
             Exception: As `ask`.
         """
         system, name = store(self.url)
@@ -347,7 +378,13 @@ class Remote:
             options = {"size": self.size, "cache_type": "none"}
             with system.open(name, "rb", **options) as file:
                 file.seek(offset + len(content))
-                return cast(bytes, file.read(asked))
+                try:
+                    return cast(bytes, file.read(asked))
+                except ValueError:
+                    raise NoRanges(
+                        f"{self.url}: cannot be read: its server does not answer with parts of a "
+                        "file (Range). Download the data set, and give its directory"
+                    ) from None
 
         size = min(size, self.size - offset)
         while len(content) < size and (more := ask(self.url, part)):
@@ -398,8 +435,8 @@ class _Sequential(io.RawIOBase):
         if self._copy is None:
             try:
                 return self._remote.read(size, offset)
-            except ValueError:
-                # The server has no ranges: the whole file is copied, and the copy is read.
+            except NoRanges:
+                # The whole file is copied, and the copy is read.
                 system, name = store(self._remote.url)
                 self._copy, path = tempfile.mkstemp()
                 try:

@@ -142,7 +142,7 @@ def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-FORMAT_VERSION: Literal[2] = 2
+FORMAT_VERSION: Literal[3] = 3
 MANIFEST, CHECKSUMS = "manifest.json", "checksums.bin"
 BUILD_RECORD = "build.json"
 """File of the settings and text that a data set was built from, and of the report."""
@@ -244,7 +244,7 @@ class CorpusRecord(_Record):
 class Manifest(_Record):
     """The contents of manifest.json."""
 
-    format_version: Literal[2]
+    format_version: Literal[3]
 
     split: Split
 
@@ -317,6 +317,12 @@ def parse_manifest(content: bytes, path: str | Path) -> Manifest:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
+        if first["loc"] == ("format_version",) and first["input"] in range(1, FORMAT_VERSION):
+            raise ConfigError(
+                f"{path}: made by an earlier version (format_version = {first['input']}, this one "
+                f"reads {FORMAT_VERSION}). Remove the data set, and build it again with `pretrain "
+                "data build CONFIG`"
+            ) from None
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise ConfigError(f"{path}: not a valid manifest ({reason}). {advice}") from None
     # The manifest has one spelling, to the byte, so any change of it is found.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import random
 import re
 import threading
@@ -25,6 +26,7 @@ class Server(ThreadingHTTPServer):
         self.cut = self.refuse = 0.0
         """Share of the answers with a body that end half-way, and of those that are refused."""
         self.statuses, self.ranges, self.retry_after = [503], True, None
+        self.hangs, self.etag = False, "1"
         self.__dict__.update(faults)
 
     def handle_error(self, request, address) -> None:
@@ -54,6 +56,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(server.random.choice(server.statuses), b"")
         if not path.is_file():
             return self._send(404, b"")
+        if server.hangs:
+            self.rfile.read(1)  # until the client closes the connection
+            return None
         content, status, headers = path.read_bytes(), 200, {}
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if found and server.ranges:
@@ -62,6 +67,15 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send(416, b"")
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
             content, status = content[begin:end], 206
+        if "gzip" in self.headers.get("Accept-Encoding", ""):
+            # As some servers do, whatever range was asked for.
+            headers, content, status = (
+                {"Content-Encoding": "gzip"},
+                gzip.compress(path.read_bytes()),
+                200,
+            )
+        if server.etag:
+            headers["ETag"] = f'"{server.etag}"'
         self._send(status, content, headers, is_head=is_head)
 
     def _send(self, status, content, headers=(), *, is_head=False) -> None:

@@ -410,8 +410,8 @@ def test_a_large_corpus_is_sampled_evenly_and_within_the_bound(tmp_path):
 
 
 def pack(root: Path, kind: str, texts: list[str]) -> str:
-    """Write documents into three files of a kind, of unlike sizes, and return their pattern."""
-    cuts = [0, len(texts) // 7, len(texts) // 2, len(texts)]
+    """Write documents into four files of a kind, of unlike sizes, and return their pattern."""
+    cuts = [0, len(texts) // 7, len(texts) // 3, len(texts) // 2, len(texts)]
     for number, (start, end) in enumerate(itertools.pairwise(cuts)):
         path, own = root / f"{number}.{kind}", texts[start:end]
         lines = "".join(json.dumps({"text": text, "more": text[::9]}) + "\n" for text in own)
@@ -462,6 +462,12 @@ def test_a_build_s_tokens_lie_in_the_estimate_s_interval(
     whole = sum(len(load_tokenizer(Path(tokenizer)).encode(text)) + 1 for text in texts)
     assert least <= whole <= most, (kind, least, middle, most, whole)
     assert most - least < middle and abs(middle / whole - 1) < 0.3
+    # Of one file of which the beginning is read, and without a tokenizer.
+    packed = next(tmp_path.glob("3*.gz"), None)
+    if packed:
+        estimate(config(tmp_path, paths=[str(packed)], bytes_per_task=files))
+        shown = capsys.readouterr().out
+        assert re.search(r" tokens \(at least [\d,]+\).*\n\S+: about .* \(at least ", shown), shown
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ CHANGES: list[dict] = [
     {"shards": lambda v: [{**v[0], "xxh3_128": v[1]["xxh3_128"]}, *v[1:]]},
     {"corpora": lambda v: [{**v[0], "tokens": v[0]["tokens"] + 1}, *v[1:]]},
     {"sha256": lambda v: ""},
-    {"format_version": lambda v: 3},
+    {"format_version": lambda v: 2},
     {"extra": lambda v: 1},
 ]
 

@@ -92,12 +92,14 @@ def refused(status: int, **more) -> dict:
         (refused(429, retry_after="x"), files.ATTEMPTS, r"tar: cannot be read \(.*429"),
         (refused(403), 1, r"tar: cannot be read \(.*403"),
         ({"cut": 1.0}, files.ATTEMPTS, r"tar: cannot be read \(Client\w+: .*payload"),
-        ({"ranges": False}, 1, r"tar: cannot be read \(.*support range requests"),
+        ({"ranges": False}, 1, r"tar: .* does not answer with parts .*Download the data set"),
+        ({"hangs": True}, files.ATTEMPTS, r"tar: cannot be read \(SocketTimeoutError: .*reading"),
     ],
 )
 def test_a_server_that_does_not_recover_is_an_error_that_names_the_file(
-    data_set, faults, attempts, error
+    data_set, faults, attempts, error, monkeypatch
 ):
+    monkeypatch.setattr(files, "SILENCE_S", 0.5 if "hangs" in faults else 30)
     with serving(data_set.parent) as server:
         stream = TokenStream(f"{server.url}/data/train")
         stream.read(0, 10)  # the checksums
@@ -106,6 +108,9 @@ def test_a_server_that_does_not_recover_is_an_error_that_names_the_file(
         with pytest.raises(RunFailed, match=error):
             stream.read(23_000, 10)
         assert server.asked["text-000002.tar"] == attempts
+        if "ranges" in faults:
+            with pytest.raises(ConfigError, match="bin: cannot be read: its server does not answ"):
+                verify(f"{server.url}/data")
 
 
 @pytest.mark.parametrize("name", ["text-000003.tar", "checksums.bin"])
@@ -207,7 +212,12 @@ def test_a_build_over_http_equals_the_local_one(sources, tmp_path, faults, monke
     monkeypatch.setattr(files, "ATTEMPTS", 30)
     with serving(root, **faults) as server:
         assert built(tmp_path / "data", server.url) == local
-    with serving(tmp_path, **faults) as server:
+        assert built(tmp_path / "data", server.url) == local  # up to date
+        for etag, reason in (("2", "is another version than"), ("", "server tells no version")):
+            server.etag = etag
+            with pytest.raises(ConfigError, match=f"from other inputs: .*{reason}"):
+                built(tmp_path / "data", server.url)
+    with serving(tmp_path, **faults | {"ranges": True}) as server:
         verify(f"{server.url}/data")
 
 

@@ -21,7 +21,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,6 +87,7 @@ from pretrain.data.shards import (
     Split,
     TaskShards,
     finish_split,
+    parse_manifest,
     place,
     sealed,
     unsealed,
@@ -209,13 +211,19 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
         return False
     remedy = f"Choose another data.directory, or remove {directory} to build it anew"
     if unsealed(read_text(directory / BUILD_RECORD, most=None)) is None:
+        if (manifest := directory / SPLITS[0] / MANIFEST).exists():
+            # One of an earlier version says so.
+            parse_manifest(manifest.read_bytes(), manifest)
         raise ConfigError(
             f"data.directory = {directory}: exists, but holds no finished data set "
             f"({BUILD_RECORD} is missing or damaged). {remedy}"
         )
     streams = [TokenStream(directory / split) for split in SPLITS]
     record = build_record(streams[0].files.parent(), *(stream.manifest for stream in streams))
-    if different := differences(record["inputs"], plan):
+    # A build that goes on compares each document with what the scan saw; here nothing is read.
+    untold = [file.path for file in chain(*plan.files.values()) if file.time == ""]
+    reasons = [f"the server tells no version (ETag, Last-Modified) of {path}" for path in untold]
+    if different := reasons[:1] or differences(record["inputs"], plan):
         raise ConfigError(
             f"data.directory = {directory}: holds a data set built from other inputs: "
             f"{'; '.join(different)}. Nothing was changed. {remedy}"
@@ -665,8 +673,11 @@ SAMPLE_BYTES = 4_000_000
 """Bytes of files that are read of each corpus; a smaller one is read as a whole."""
 PLACES = 16
 
-_BYTES_A_TOKEN = 4.4
+_BYTES_A_TOKEN, _BYTES_A_TOKEN_RANGE = 4.4, (2.0, 6.0)
 """What is assumed where the tokenizer is still to be trained."""
+
+_FEWEST_PLACES = 4
+"""With fewer places, nothing says how much the rest differs: an interval has no upper end."""
 
 _UNSEEN = 0.1
 """What is not read may differ so much from what is, however alike the places are: text lies
@@ -697,9 +708,10 @@ def estimate(config: RunConfig) -> None:
     own: dict[str, list[tuple[Piece, int]]] = {name: [] for name in plan.corpora()}
     for task, sizes in zip(plan.all_tasks(), piece_sizes(plan)):
         own[task.corpus] += zip(task.pieces, sizes)
-    assumed = "" if tokenizer else f", with an assumed {_BYTES_A_TOKEN} bytes a token"
+    low, high = _BYTES_A_TOKEN_RANGE
+    assumed = "" if tokenizer else f", assuming {_BYTES_A_TOKEN} ({low} to {high}) bytes a token"
     print(f"An estimate from about {size(SAMPLE_BYTES)} of each corpus{assumed}; duplicates count:")
-    all_tokens = 0.0
+    all_tokens = np.zeros(3)
     for name, corpus in plan.corpora().items():
         start = time.process_time()
         total = sum(count for _, count in own[name])
@@ -708,17 +720,24 @@ def estimate(config: RunConfig) -> None:
         read = sum(s.text for s in samples) or 1
         speed = read / (time.process_time() - start) / 1e6
         tokens, fewest, greatest = _projected(samples, total, [s.tokens for s in samples])
-        all_tokens += tokens
+        if not tokenizer:
+            fewest, greatest = least / high, most / low
+        all_tokens += tokens, fewest, greatest
         print(
             f"{name}: {len({piece.path for piece, _ in own[name]}):,} files, {size(total)}; "
-            f"{size(int(text))} of text ({size(int(least))} to {size(int(most))}), "
-            f"{tokens:,.0f} tokens ({fewest:,.0f} to {greatest:,.0f}), "
+            f"{size(int(text))} of text ({_interval(least, most, size)}), "
+            f"{tokens:,.0f} tokens ({_interval(fewest, greatest, '{:,.0f}'.format)}), "
             f"{text / max(tokens, 1):.2f} bytes a token; read at {speed:.1f} MB/s of a core"
         )
     free = free_bytes(config.data_directory)
     left = "unknown" if free is None else size(free)
-    written = int(all_tokens * (2 if config.data.vocab_size <= 1 << 16 else 4))
-    print(f"{config.data_directory}: about {size(written)}; {left} free")
+    written, least, most = all_tokens * (2 if config.data.vocab_size <= 1 << 16 else 4)
+    disk = f"about {size(written)} ({_interval(least, most, size)})"
+    print(f"{config.data_directory}: {disk}; {left} free")
+
+
+def _interval(least: float, most: float, show: Callable[[float], str]) -> str:
+    return f"at least {show(least)}" if np.isinf(most) else f"{show(least)} to {show(most)}"
 
 
 def _places(
@@ -800,6 +819,8 @@ def _projected(
     weights = np.array([sample.weight for sample in samples]) / sum(s.weight for s in samples)
     ratios = np.array(found) / stored
     ratio = float(weights @ ratios)
+    if len(samples) < _FEWEST_PLACES:
+        return ratio * total, sum(found), np.inf
     # Three standard errors.
     variance = weights @ (ratios - ratio) ** 2 / max(len(samples) - 1, 1)
     half = 3 * float(variance) ** 0.5 + _UNSEEN * ratio

@@ -297,7 +297,7 @@ class File(NamedTuple):
     path: str
     size: int
     time: int | str
-    """Modification time in ns; of a URL what fsspec tells versions of a file apart by."""
+    """Modification time in ns; of a URL as `files.look` returns it."""
     digests: tuple[tuple[int, int, str], ...] = ()
     """(start, end, XXH3-128) of ranges of its bytes; empty before they were read."""
 
