@@ -57,8 +57,8 @@ def export_source(
     """Export a checkpoint, compare the export with the trained model and print the comparison.
 
     The folder gets its name after that. One model is in memory at a time: 1.5 times the fp32
-    weights at most, of which the pages of the mapped file are one. The files of `programs` are made
-    of all weights at once, and may take more.
+    weights at most, of which the pages of the mapped file are one, plus about 0.1 GB for libraries
+    and activations. The files of `programs` are made of all weights at once, and may take more.
 
     Args:
         source: Run directory (its newest checkpoint is exported) or checkpoint directory.
