@@ -557,12 +557,7 @@ def finish_split(
                 numbers[shard.corpus] += 1
                 (place if written_to else Path.rename)(source / shard.name, directory / name)
                 shards.append(shard.model_copy(update={"name": name}))
-            content = (source / task.checksums).read_bytes()
-            if xxhash.xxh3_128_hexdigest(content) != task.checksums_xxh3_128:
-                raise RunFailed(
-                    f"{source / task.checksums}: damaged since it was written. Look at the disk, "
-                    "then run the command again, which makes it anew"
-                )
+            content = _checksums(source, task)
             joined.update(content)
             file.write(content)
     manifest = Manifest(
@@ -588,6 +583,18 @@ def finish_split(
     flush_directory(directory)
     # What a reader would refuse is refused here.
     return parse_manifest(manifest.text().encode(), directory / MANIFEST)
+
+
+def _checksums(source: Path, task: TaskShards) -> bytes:
+    """Return the checksums that a task wrote into `source`, or raise RunFailed if they changed."""
+    path = source / task.checksums
+    content = path.read_bytes()
+    if xxhash.xxh3_128_hexdigest(content) != task.checksums_xxh3_128:
+        raise RunFailed(
+            f"{path}: damaged since it was written. Look at the disk, then run the command again, "
+            "which makes it anew"
+        )
+    return content
 
 
 def place(source: Path, target: Path) -> None:

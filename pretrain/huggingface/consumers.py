@@ -108,7 +108,7 @@ here runs the code of transformers' class, so it computes them all."""
 
 # ---- A program -----------------------------------------------------------------------------------
 class Export(NamedTuple):
-    """What a program's files are made of."""
+    """A run's model and tokenizer, of which a program's files are made."""
 
     config: RunConfig
     state: Mapping[str, Tensor]
@@ -577,7 +577,7 @@ def chosen(names: Sequence[str]) -> list[Consumer]:
 
 # ---- The proof -----------------------------------------------------------------------------------
 class Proof(NamedTuple):
-    """What came of comparing a program's model and tokenizer with the run's."""
+    """The result of comparing a program's model and tokenizer with the run's."""
 
     program: str
     says: str

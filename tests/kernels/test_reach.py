@@ -7,6 +7,7 @@ import torch
 
 from pretrain.kernels import sdpa
 from pretrain.kernels.dispatch import attention
+from pretrain.kernels.reach import first_keys
 from pretrain.positions.alibi import alibi_slopes
 from tests.kernels.test_skipping import KINDS, draw, rows
 
@@ -113,3 +114,30 @@ def test_nothing_is_left_out_that_could_show(pairs):
             hostile[0, 0, 0, 0] = bad
             assert given(**{name: hostile}) == whole
     assert given(slope=torch.tensor([0.5], requires_grad=True)) == whole, "its gradient wants all"
+
+
+def test_bound_is_tight():
+    """Keys far back, as long as they may be to be left out, weigh close to the bound in a row."""
+    length, slopes = 1024, torch.tensor([2.0**-10])
+    q, k, v = (
+        torch.zeros(length, 1, 1, 16),
+        torch.zeros(length, 1, 1, 16),
+        torch.ones(1024, 1, 1, 16),
+    )
+    q[-256:, ..., 0], k[-256:, ..., 0] = 4.0, 60.0  # the scale is 1 / 4, so a score is 60
+
+    def first(longest):
+        k[:512, ..., 0] = longest
+        return int(first_keys(q, k, v, slopes, 0.25, 256, False)[0, 0])
+
+    short, long = 0.0, 60.0
+    assert first(short) == 768 and first(long) == 0
+    for _ in range(30):
+        middle = (short + long) / 2
+        short, long = (middle, long) if first(middle) >= 512 else (short, middle)
+    assert first(short) >= 512
+    scores = 0.25 * q[:, 0, 0].double() @ k[:, 0, 0].double().T
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    scores = (scores - slopes.double() * distance).masked_fill(distance < 0, -math.inf)
+    lost = scores.softmax(1)[-256:, :512].sum(1).max()
+    assert 2.0**-32 < lost < 2.0**-24
