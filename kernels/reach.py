@@ -79,21 +79,67 @@ def first_keys(
         int64 [G, blocks of queries], multiples of `tile`; block 0 holds the last queries.
     """
     num_queries, num_keys, groups = len(q_SBHD), len(k_SBGD), k_SBGD.shape[2]
+    norms = row_norms(k_SBGD), row_norms(v_SBGD)
+    longest = (longest_so_far(norms[0], tile), longest_so_far(norms[1], tile))
+    own = (norms[0][..., num_keys - num_queries :], norms[1][..., num_keys - num_queries :])
+    left_out = tiles_left_out(
+        q_SBHD, k_SBGD, own, longest, slopes, scale, tile, num_keys, gradients, document_starts
+    )
+    if document_starts is not None:
+        left_out = left_out.maximum(document_starts[:, None] // tile)
     shared = q_SBHD.shape[2] // groups
-    key_BHS, value_BHS = (_norms(x).repeat_interleave(shared, dim=1) for x in (k_SBGD, v_SBGD))
-    key_BHT, value_BHT = _longest_so_far(key_BHS, tile), _longest_so_far(value_BHS, tile)
-    own_key, own_value = (x[..., num_keys - num_queries :] for x in (key_BHS, value_BHS))
+    first_GS = left_out.amin(0).view(groups, shared, -1).amin(1).flip(1) * tile
+    padded = pad(first_GS, (0, -num_queries % tile), value=num_keys)
+    return padded.view(groups, -1, tile).amin(2)
+
+
+@torch.no_grad()
+def tiles_left_out(
+    q_SBHD: Tensor,
+    k_SBGD: Tensor,
+    own: tuple[Tensor, Tensor],
+    longest: tuple[Tensor, Tensor],
+    slopes: Tensor,
+    scale: float,
+    tile: int,
+    num_keys: int,
+    gradients: bool,
+    document_starts: Tensor | None = None,
+    first: int = 0,
+) -> Tensor:
+    """Return how many tiles of keys, from the first one on, no query can see.
+
+    Args:
+        q_SBHD: Queries, [queries, B, H, D], the last of `num_keys` positions.
+        k_SBGD: The last keys, at least the queries' own and the FLOOR_TILE before these, or all.
+        own: 2-norms of the key and the value at each query's position, each fp32 [B, G, queries].
+        longest: Largest norms of keys and of values up to the end of each tile, including what is
+            before the first tile; each fp32 [B, G, T].
+        slopes: [H], fp32.
+        scale: Factor of the products q k^T.
+        tile: Keys in a tile.
+        num_keys: Keys of the whole text so far.
+        gradients: As in `first_keys`.
+        document_starts: The same, in positions of `k_SBGD`.
+        first: Position of the first key of the first tile.
+
+    Returns:
+        int64 [B, H, queries].
+    """
+    shared = q_SBHD.shape[2] // k_SBGD.shape[2]
+    own_key, own_value = (x.repeat_interleave(shared, dim=1) for x in own)
+    key_BHT, value_BHT = (x.repeat_interleave(shared, dim=1) for x in longest)
     floor = _floors(q_SBHD, k_SBGD, slopes.float(), scale, document_starts)
     floor -= floor.abs() * RELATIVE_SLACK
-    reach = _norms(q_SBHD) * (abs(scale) * NORM_SLACK)
+    reach = row_norms(q_SBHD) * (abs(scale) * NORM_SLACK)
     needed = NEEDED + math.log(num_keys) + ABSOLUTE_SLACK
     decay = slopes.float()[:, None] * (1 - RELATIVE_SLACK)
-    position = torch.arange(num_keys - num_queries, num_keys, device=q_SBHD.device)
+    position = torch.arange(num_keys - len(q_SBHD), num_keys, device=q_SBHD.device)
 
     def left_out(tile_BHS: Tensor) -> Tensor:
         """Return which queries leave out tiles 0 .. tile_BHS."""
         key, value = key_BHT.gather(2, tile_BHS), value_BHT.gather(2, tile_BHS)
-        distance = position + 1 - (tile_BHS + 1) * tile
+        distance = position + 1 - first - (tile_BHS + 1) * tile
         need = needed + (value / own_value).clamp(min=1).log()
         if gradients:
             need = need + (key / own_key).clamp(min=1).log()
@@ -109,11 +155,7 @@ def first_keys(
         middle = (low + high) // 2
         out = left_out(middle.clamp(max=tiles - 1)) & (middle < high)
         low, high = torch.where(out, middle + 1, low), torch.where(out, high, middle)
-    if document_starts is not None:
-        low = low.maximum(document_starts[:, None] // tile)
-    first_GS = low.amin(0).view(groups, shared, -1).amin(1).flip(1) * tile
-    padded = pad(first_GS, (0, -num_queries % tile), value=num_keys)
-    return padded.view(groups, -1, tile).amin(2)
+    return low
 
 
 def _floors(
@@ -148,13 +190,13 @@ def _floors(
     return torch.cat(floors, dim=2)[..., :num_queries]
 
 
-def _norms(x_SBHD: Tensor) -> Tensor:
+def row_norms(x_SBHD: Tensor) -> Tensor:
     """Return the 2-norm of every row, fp32 [B, H, S]; infinite where it is no number."""
     norms: Tensor = torch.linalg.vector_norm(x_SBHD.float(), dim=3).permute(1, 2, 0)
     return norms.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def _longest_so_far(norms_BHS: Tensor, tile: int) -> Tensor:
+def longest_so_far(norms_BHS: Tensor, tile: int) -> Tensor:
     """Return the largest norm in tiles 0 .. t, [B, H, T]."""
     tiles = torch.unflatten(pad(norms_BHS, (0, -norms_BHS.shape[2] % tile)), 2, (-1, tile))
     longest: Tensor = torch.cummax(tiles.amax(3), 2).values
