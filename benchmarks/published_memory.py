@@ -6,7 +6,7 @@ these runs is not published; what is deduced from the published numbers is said 
 
     python -m benchmarks.published_memory
 
-prints the table of docs/performance.md, and that no other number of tokens fits.
+prints the sum of docs/performance.md part by part, and that no other number of tokens fits.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ of optimizer.name, checkpoints hold its moments, `pretrain plan` charges its mem
 and ZeRO shards it in any layout. No other module compares the name of an optimizer with a word.
 
 An update sees a flat part of the parameters of one rank, which respects no parameter's bounds, so
-it has to treat each element by itself. A matrix optimizer (Muon) cannot be written so; docs/
-decisions.md says what it would take.
+it has to treat each element by itself. A matrix optimizer (Muon) cannot be written so;
+docs/walkthrough.md says what it would take.
 
 torch is imported within the updates: the launcher reads configs where there is none.
 """
