@@ -120,9 +120,9 @@ def attention(
         relative_attention_max_distance: Distance at which the last bucket of the table begins.
         causal: Apply a causal mask.
         document_starts: For each query, the position of the first token of its document, int32 [B,
-            queries]: query i sees keys document_starts[i] .. i. Needs a causal mask and as many
-            queries as keys. The values are not checked: each must be at most i, and they must not
-            fall from one query to the next. None: queries see every key up to their own position.
+            queries]: the query at position i sees keys from there to i. Needs a causal mask. The
+            values are not checked: each must be at most i, and they must not fall from one query to
+            the next. None: queries see every key up to their own position.
         scale: Factor of the products q k^T, not of the bias; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped, from torch's default generator of the
             device.
@@ -139,7 +139,7 @@ def attention(
             cannot serve them.
     """
     _check_arguments(q_SBHD, k_SBGD, v_SBGD, slopes, relative_attention_bias, causal, dropout_p)
-    _check_documents(q_SBHD, k_SBGD, document_starts, causal)
+    _check_documents(q_SBHD, document_starts, causal)
     bias = ScoreBias(slopes, relative_attention_bias, relative_attention_max_distance, causal)
     call = describe_call(q_SBHD, k_SBGD, bias, dropout_p, document_starts is not None)
     if backend == "auto":
@@ -211,18 +211,13 @@ def _check_arguments(
         )
 
 
-def _check_documents(
-    q_SBHD: Tensor, k_SBGD: Tensor, document_starts: Tensor | None, causal: bool
-) -> None:
+def _check_documents(q_SBHD: Tensor, document_starts: Tensor | None, causal: bool) -> None:
     """Raise ValueError if document_starts does not fit the other arguments of `attention`."""
     if document_starts is None:
         return
     queries, batch = q_SBHD.shape[:2]
-    if not causal or queries != len(k_SBGD):
-        raise ValueError(
-            f"document_starts with causal = {causal}, {queries} queries and {len(k_SBGD)} keys: it "
-            "needs a causal mask and as many queries as keys"
-        )
+    if not causal:
+        raise ValueError("document_starts with causal = False: it needs a causal mask")
     kind = (tuple(document_starts.shape), document_starts.dtype, document_starts.device)
     if kind != ((batch, queries), torch.int32, q_SBHD.device):
         raise ValueError(

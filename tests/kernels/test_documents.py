@@ -160,9 +160,12 @@ def triton(q, k, v, skip=True, dropout_p=0.0, schedule=SMALL, document_starts=No
     )
 
 
-def assert_triton_is_exact(documents, added, dtype):
+def assert_triton_is_exact(documents, added, dtype, queries=None):
     qkv, arguments = make(documents, added, dtype, heads=2, groups=1, device=DEVICE)
     arguments["document_starts"] = starts_of(documents, DEVICE)
+    if queries is not None:
+        qkv[0] = qkv[0].detach()[-queries:].requires_grad_()
+        arguments["document_starts"] = arguments["document_starts"][:, -queries:].contiguous()
     exact = run(attention_reference, qkv, arguments)
     plain = run(attention_reference, qkv, arguments, dtype=dtype)
     ours = run(triton, qkv, arguments)
@@ -175,6 +178,10 @@ def assert_triton_is_exact(documents, added, dtype):
 )
 def test_triton_is_exact_forward_and_backward(case, added):
     assert_triton_is_exact(TRITON[case], added, torch.float32)
+
+
+def test_triton_is_exact_for_the_last_queries():
+    assert_triton_is_exact(TRITON["several"], "slopes", torch.float32, queries=37)
 
 
 def test_triton_is_exact_in_half_precision():
