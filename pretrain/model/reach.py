@@ -1,0 +1,326 @@
+"""How far back each head of a model with slopes can see: a certificate from the weights alone.
+
+A head's bias is -slope * distance, and behind a LayerNorm no query or key of a token can be longer
+than its weights allow, so there is a distance beyond which no text can give keys a weight that
+counts. docs/reach.md has the theorem and its proof; this is the arithmetic.
+
+**The gap.** Let u be a normalised row without gain and bias: its numbers sum to 0, and |u|^2 <= d
+for d channels. With the gain and bias of the norm and those of the projection,
+
+    q_i = A u_i + a    k_j = B u_j + b    A, B = W diag(gain) (I - 11'/d)
+
+A row always sees its own key, so the weight of a key at a distance t is at most
+exp(gap - slope * t), where gap is the largest scale * q_i . (k_j - k_i); b cancels. The best u_j
+gives, for every tau > 0,
+
+    q_i . B u_j <= sqrt(d) |B' q_i| <= (tau d + |B' q_i|^2 / tau) / 2
+
+What remains is a quadratic function of u_i on a ball: at most (d + c^2) times the largest
+eigenvalue of its matrix for (u_i, c), for every c > 0. Each tau and c give a bound. Without a, the
+best tau gives the largest gap itself, since the joint range of two quadratic forms is convex
+(Brickman 1961). Layer 0 sees the rows of an embedding, which are compared pair by pair as far as
+norms leave open which pair is the largest.
+
+**Rounding.** rho is the unit roundoff of the model's data type. Moments of the norm are fp32, its
+result is rounded to the data type, products are summed in fp32 and rounded, and so is the sum with
+a bias. With R = W diag(gain), and abs of a matrix element by element, |q' - q| is at most
+
+    E_q = (NORM_ERROR + rho) sqrt(d) |R| + rho |abs(W) abs(norm bias)|
+          + d 2^-24 (sqrt(d) |abs(R)| + |abs(W) abs(norm bias)|)
+          + rho (2 sqrt(d) |A| + 2 |W norm bias| + |bias|)
+
+and the gap grows by E_q 2 sqrt(d) |B| + 2 |q'| E_k, and by the rounding of scores in fp32, at most
+(D + 8) 2^-24 |q'| |k'| for each of the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from torch import Tensor, nn
+
+from pretrain.config import ConfigError, RunConfig
+from pretrain.kernels.reach import ABSOLUTE_SLACK, NEEDED, RELATIVE_SLACK
+
+NORM_ERROR = 2.0**-11
+"""Error of a normalised row relative to sqrt(d), of its fp32 moments: for rows whose numbers are
+at most 1,024 times sqrt(variance + epsilon)."""
+PAIRS = 2**34
+"""Products that comparing pairs of tokens may take for a head; norms bound what is left then."""
+ROWS = 256
+"""Tokens that are compared with all others at once."""
+SEARCH_STEPS = 12
+"""Values of tau or c that are tried on a line: 1/300 of it is left."""
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""Unit roundoff of the data types of train.precision."""
+
+
+def certificates(config: RunConfig, chunk: GPTModel, num_keys: int) -> Tensor:
+    """Return how far back each head can see, whatever the text.
+
+    For the model in evaluation: dropout could lengthen a row of layer 0. Collective over
+    tensor-parallel ranks. Queries and keys are finite.
+
+    Args:
+        config: The run.
+        chunk: A chunk of its model on this rank, with weights.
+        num_keys: Most keys that a row has.
+
+    Returns:
+        fp64 [layers of the chunk, heads of this rank], on the CPU: all keys farther away than this
+        many tokens have weights that sum to less than 2^-24 in every row. Infinite for a head whose
+        slope is not positive.
+
+    Raises:
+        ConfigError: The position method has no slopes.
+    """
+    slopes = slopes_of(config, chunk)
+    tokens = _normalised_vocabulary(chunk)
+    clip = math.inf if config.model.clip_qkv is None else config.model.clip_qkv
+    gaps = [
+        _gaps(layer, clip, None if number else tokens)
+        for number, layer in enumerate(chunk.decoder.layers)
+    ]
+    gap = torch.stack(gaps) if gaps else torch.empty(0, len(slopes), dtype=torch.float64)
+    return reach_of(gap, slopes, num_keys, two_sided=config.is_masked)
+
+
+def slopes_of(config: RunConfig, chunk: GPTModel) -> Tensor:
+    """Return the slopes of this rank's heads, fp64 [H] on the CPU: the values of trained ones.
+
+    Raises:
+        ConfigError: The position method has none.
+    """
+    if config.position.bias != "slopes":
+        raise ConfigError(
+            f"position.method = {config.position.method}: only a bias that falls with the distance "
+            "without end has a reach, as ALiBi's. Every token can count at any distance here"
+        )
+    device = next(chunk.parameters()).device
+    terms = chunk.position.score_terms(device)
+    return terms["slopes"].detach().double().cpu()  # type: ignore[no-any-return]
+
+
+def reach_of(gap: Tensor, slopes: Tensor, num_keys: int, two_sided: bool) -> Tensor:
+    """Return the distance beyond which all weights of a row sum to less than 2^-24.
+
+    Args:
+        gap: Largest difference of a score without bias and the own one, fp64 [..., H].
+        slopes: fp64 [H].
+        num_keys: Most keys that a row has.
+        two_sided: Keys lie on both sides of the query.
+    """
+    steep = slopes.clamp(min=1e-300)
+    # The sum over all distances from t on is exp(-slope t) / (1 - exp(-slope)), on each side.
+    tail = -(-torch.expm1(-steep)).log() + (math.log(2) if two_sided else 0)
+    needed = NEEDED + ABSOLUTE_SLACK + tail.clamp(max=math.log(num_keys))
+    reach = (gap + needed) / (steep * (1 - RELATIVE_SLACK))
+    return torch.where((slopes > 0) & reach.isfinite(), reach, torch.inf)
+
+
+# ---- The largest gap of a head -------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Projection:
+    """The map from a normalised row to a head's queries or keys, in fp64."""
+
+    weight: Tensor
+    """W diag(gain), [D, d]."""
+    offset: Tensor
+    """What a row of zeros gives, [D]: W bias of the norm + bias of the projection."""
+    error: float
+    """Largest |computed - exact|, in 2-norm."""
+
+    @property
+    def spread(self) -> Tensor:
+        """The map on rows that sum to 0, [D, d]."""
+        return self.weight - self.weight.mean(1, keepdim=True)
+
+    @property
+    def radius(self) -> float:
+        """Largest 2-norm of a normalised row."""
+        return math.sqrt(self.weight.shape[1])
+
+    @property
+    def longest(self) -> float:
+        """Largest 2-norm of what is computed."""
+        return self.radius * _norm(self.spread) + float(self.offset.norm()) + self.error
+
+    @property
+    def largest(self) -> float:
+        """Largest size of an element of what is computed."""
+        rows = self.radius * self.spread.norm(dim=1) + self.offset.abs()
+        return float(rows.max()) + self.error
+
+
+def _gaps(layer: Any, clip: float, tokens: Tensor | None) -> Tensor:
+    """Return the largest gap of each head of a layer, fp64 [H].
+
+    Args:
+        layer: Megatron's transformer layer.
+        clip: model.clip_qkv; infinite where nothing is clipped.
+        tokens: All rows that the layer can see, normalised, fp64 [V, d]; None: any.
+    """
+    attention, norm = layer.self_attention, layer.input_layernorm
+    heads, width = (
+        attention.num_attention_heads_per_partition,
+        attention.hidden_size_per_attention_head,
+    )
+    if not isinstance(norm, nn.LayerNorm):
+        return torch.full((heads,), torch.inf, dtype=torch.float64)
+    scale = attention.core_attention.scale
+    scale = 1 / math.sqrt(width) if scale is None else abs(scale)
+    # The heads of a group, then its key and its value.
+    groups = attention.num_query_groups_per_partition
+    shape = (groups, heads // groups + 2, width)
+    linear = attention.linear_qkv
+    weight = _double(linear.weight).view(*shape, -1)
+    bias = torch.zeros(shape).double() if linear.bias is None else _double(linear.bias).view(shape)
+    unit = UNIT[linear.weight.dtype]
+    gaps = []
+    for group in range(groups):
+        *queries, key = (
+            _projection(weight[group, i], bias[group, i], norm, unit) for i in range(shape[1] - 1)
+        )
+        gaps += [scale * _gap(query, key, clip, tokens) for query in queries]
+    return torch.tensor(gaps, dtype=torch.float64)
+
+
+def _projection(weight: Tensor, bias: Tensor, norm: nn.LayerNorm, unit: float) -> _Projection:
+    """Return the map of a norm and a part [D, d] of the projection behind it."""
+    whole = weight * _double(norm.weight)
+    shift = torch.zeros(whole.shape[1]).double() if norm.bias is None else _double(norm.bias)
+    radius = math.sqrt(whole.shape[1])
+    constant = float((weight.abs() @ shift.abs()).norm())
+    offset = weight @ shift
+    spread = whole - whole.mean(1, keepdim=True)
+    products = radius * _norm(spread) + float(offset.norm())
+    error = (
+        (NORM_ERROR + unit) * radius * _norm(whole)
+        + unit * constant
+        + whole.shape[1] * 2.0**-24 * (radius * _norm(whole.abs()) + constant)
+        + unit * (2 * products + float(bias.norm()))
+    )
+    return _Projection(whole, offset + bias, error)
+
+
+def _gap(query: _Projection, key: _Projection, clip: float, tokens: Tensor | None) -> float:
+    """Return the largest q_i . (k_j - k_i) as it is computed."""
+    width = len(query.offset)
+    q, k = (min(each.longest, clip * math.sqrt(width)) for each in (query, key))
+    apart = min(2 * (key.longest - float(key.offset.norm())), 2 * k)
+    rounding = query.error * apart + 2 * q * key.error + 2 * (width + 8) * 2.0**-24 * q * k
+    if max(query.largest, key.largest) > clip:
+        exact = q * apart
+    elif tokens is None:
+        exact = _gap_on_ball(query, key)
+    else:
+        exact = _gap_of_tokens(tokens @ query.weight.T + query.offset, tokens @ key.weight.T)
+    return exact + rounding
+
+
+def _gap_on_ball(query: _Projection, key: _Projection) -> float:
+    """Return a bound on the largest gap of rows of 2-norm sqrt(d) that sum to 0."""
+    radius = query.radius
+    # Coordinates of the space that both maps read.
+    _, both = torch.linalg.qr(torch.cat([query.spread, key.spread]).T)
+    a, b = both[:, : len(query.offset)].T, both[:, len(query.offset) :].T
+    offset = query.offset[:, None]
+    has_offset = bool(offset.any())
+
+    def bound(log_tau: float, log_c: float) -> float:
+        c = radius * math.exp(log_c)
+        left = torch.cat([a, offset / c], 1) if has_offset else a
+        right = torch.cat([b, torch.zeros_like(offset)], 1) if has_offset else b
+        tau = scale * math.exp(log_tau)
+        reached, own = b.T @ left, left.T @ right
+        matrix = reached.T @ reached / (2 * tau) - (own + own.T) / 2
+        top = max(float(torch.linalg.eigvalsh(matrix)[-1]), 0.0)
+        return tau * radius**2 / 2 + (radius**2 + (c**2 if has_offset else 0)) * top
+
+    scale = _norm(b.T @ a) + float((b.T @ offset).norm()) / radius
+    if not scale:
+        return 0.0
+    log_tau = log_c = 0.0
+    best = math.inf
+    for _ in range(3 if has_offset else 1):
+        log_tau, value = _least(lambda x: bound(x, log_c), -5.0, 1.0)  # noqa: B023
+        best = min(best, value)
+        if has_offset:
+            log_c, value = _least(lambda x: bound(log_tau, x), -4.0, 4.0)  # noqa: B023
+            best = min(best, value)
+    return best
+
+
+def _least(function: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    """Return where a function with one valley is least, and its value, by golden sections."""
+    ratio = (math.sqrt(5) - 1) / 2
+    middle = [high - ratio * (high - low), low + ratio * (high - low)]
+    values = [function(x) for x in middle]
+    for _ in range(SEARCH_STEPS):
+        if values[0] < values[1]:
+            high, middle[1], values[1] = middle[1], middle[0], values[0]
+            middle[0] = high - ratio * (high - low)
+            values[0] = function(middle[0])
+        else:
+            low, middle[0], values[0] = middle[0], middle[1], values[1]
+            middle[1] = low + ratio * (high - low)
+            values[1] = function(middle[1])
+    best = min(range(2), key=values.__getitem__)
+    return middle[best], values[best]
+
+
+def _gap_of_tokens(q: Tensor, k: Tensor) -> float:
+    """Return the largest q_i . (k_j - k_i) of tokens i and j, or a bound after PAIRS products.
+
+    Args:
+        q: Queries, fp64 [V, D].
+        k: Keys, fp64 [V, D].
+    """
+    middle = k.mean(0)
+    own = (q * k).sum(1)
+    most = q @ middle + q.norm(dim=1) * (k - middle).norm(dim=1).max() - own
+    most, order = most.sort(descending=True)
+    best = 0.0
+    for number, rows in enumerate(order.split(ROWS)):
+        first = number * ROWS
+        if most[first] <= best or first * k.numel() > PAIRS:
+            return max(best, float(most[first]))
+        best = max(best, float(((q[rows] @ k.T).amax(1) - own[rows]).max()))
+    return best
+
+
+def _normalised_vocabulary(chunk: GPTModel) -> Tensor | None:
+    """Return what attention of layer 0 sees of every token, normalised, fp64 [V, d].
+
+    None where the inputs of the chunk are not rows of an embedding. Collective over tensor ranks.
+    """
+    if not chunk.pre_process:
+        return None
+    words = chunk.embedding.word_embeddings
+    # The products of an adaptive input are rounded, and not the same in every batch.
+    if not isinstance(words, VocabParallelEmbedding) or not len(chunk.decoder.layers):
+        return None
+    device = words.weight.device
+    with torch.no_grad():
+        rows = words(torch.arange(words.num_embeddings, device=device)[None])
+        if words.reduce_scatter_embeddings:
+            rows = tensor_parallel.gather_from_sequence_parallel_region(rows).transpose(0, 1)
+    epsilon = chunk.decoder.layers[0].input_layernorm.eps
+    return nn.functional.layer_norm(_double(rows[0]), rows.shape[-1:], eps=epsilon)
+
+
+def _double(x: Tensor) -> Tensor:
+    """Return a tensor in fp64 on the CPU."""
+    return x.detach().cpu().double()
+
+
+def _norm(x: Tensor) -> float:
+    """Return the spectral norm of a matrix with few rows, from above."""
+    return float(torch.linalg.matrix_norm(x, 2))

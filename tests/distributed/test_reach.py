@@ -1,0 +1,167 @@
+"""The certificate of a model's reach, against rows that are made to break it, weighed in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.config import RunConfig
+from pretrain.model.reach import certificates
+from tests.conftest import tiny_config
+from tests.distributed.tasks import _build_model_with, in_fp16_on_cpu
+from tests.reference.dense_gpt import random_state
+
+NEVER = 2.0**-24
+# The largest ratio of the certificate and what is found; it includes what rounding may add.
+LOOSE = {"fp32": 1.02, "fp16": 1.03, "bf16": 1.07}
+# In layer 0, where few tokens exist: the best row still sees some of what is near.
+LOOSE_OF_TOKENS = 1.3
+MODELS = {
+    "biases": {},
+    "grouped": {"model": {"num_query_groups": 4, "use_bias": False}},
+    "trained": {"position": {"trainable_slopes": True}, "model": {"embedding_layernorm": True}},
+    "masked": {"train": {"objective": "masked"}},
+    "fp16": {"train": {"precision": "fp16"}},
+    "bf16": {"train": {"precision": "bf16"}, "model": {"use_bias": False}},
+}
+
+
+def weights(config: RunConfig) -> dict[str, Tensor]:
+    """Random weights with norms that differ, biases that matter, and slopes that are no slopes."""
+    state = random_state(config, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    for name, tensor in state.items():
+        if name.endswith("linear_qkv.bias"):
+            tensor.mul_(10)
+        elif name.endswith("input_layernorm.weight"):
+            tensor.mul_(torch.empty_like(tensor).log_normal_(0, 0.5, generator=generator))
+    if "position.slopes" in state:
+        state["position.slopes"][2:4] = torch.tensor([0.0, -0.1])
+    return state
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_row_sees_farther_and_some_row_sees_nearly_as_far(pools, name):
+    config = tiny_config(**MODELS[name])
+    task, arguments = (attack, ()) if name != "fp16" else (in_fp16_on_cpu, (attack,))
+    (found,) = pools(1).run(task, *arguments, config, weights(config))
+    for layer, slope, reach, own, near, far in found:
+        loose = LOOSE[config.train.precision] if layer else LOOSE_OF_TOKENS
+        if slope <= 0:
+            assert reach == math.inf
+            continue
+        sides = 2 if config.is_masked else 1
+        # Up to the reach stand keys that are hardly seen, and from there on the best.
+        distances = math.floor(reach), math.floor(reach / loose) - 2
+        outside, inside = (mass(slope, d, own, near, far, sides) for d in distances)
+        assert outside < NEVER < inside
+
+
+def mass(slope: float, reach: int, own: float, near: float, far: float, sides: int) -> float:
+    """The weights beyond a distance, of one row without end."""
+    distance = torch.arange(1, reach + int(200 / slope), dtype=torch.float64)
+    scores = torch.where(distance > reach, far, near) - slope * distance
+    total = torch.cat([torch.tensor([own]).double(), *[scores] * sides]).logsumexp(0)
+    return float(sides * (scores[reach:] - total).exp().sum())
+
+
+def test_tensor_ranks_have_the_certificates_of_their_heads(pools):
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    config, split = (tiny_config(**MODELS["biases"], parallel=p) for p in ({}, parallel))
+    state = weights(config)
+    (whole,) = pools(1).run(reaches, config, state)
+    parts = pools(2).run(reaches, split, state)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-9, atol=0)
+
+
+# ---- tasks of the ranks --------------------------------------------------------------------------
+def reaches(config: RunConfig, state: dict[str, Tensor]) -> Tensor:
+    _, (chunk,) = _build_model_with(config, state)
+    return certificates(config, chunk, 10**9)
+
+
+def attack(config: RunConfig, state: dict[str, Tensor]) -> list[tuple[float, ...]]:
+    """Look for the worst tokens of every head of layers 0 and 1.
+
+    Returns:
+        (layer, slope, certificate, and the scores of the own key, the least and the largest one).
+    """
+    _, (chunk,) = _build_model_with(config, state)
+    chunk.eval()
+    reach = certificates(config, chunk, 10**9)
+    slopes = chunk.position.score_terms(torch.device("cpu"))["slopes"].tolist()
+    vocabulary = chunk.embedding.word_embeddings(torch.arange(512)[None]).detach()[0]
+    # The weights that the model has, in fp64.
+    state = {name: tensor.to(vocabulary.dtype).double() for name, tensor in state.items()}
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for number in (0, 1):
+        for head, slope in enumerate(slopes):
+            q, k = maps(config, state, number, head)
+            if number:
+                rows = worst_rows(q, k, torch.randn(16, 96, generator=generator).double())
+            else:
+                rows = worst_tokens(q, k, vocabulary.double())
+            inputs = rows.to(vocabulary.dtype)[:, None]
+            query, key = projected(chunk.decoder.layers[number], inputs)
+            query, key = query.double()[0, 0, head], key.double()[:, 0, head * key.shape[2] // 8]
+            own, near, far = (key @ query / math.sqrt(len(query))).tolist()
+            found.append((number, slope, float(reach[number, head]), own, near, far))
+    return found
+
+
+def maps(config: RunConfig, state: dict[str, Tensor], number: int, head: int) -> tuple[Any, Any]:
+    """The functions from a layer's input to a head's query and key, in fp64."""
+    p = {n.removeprefix(f"decoder.layers.{number}."): t for n, t in state.items()}
+    groups = config.num_query_groups
+    shared = 8 // groups
+    weight = p["self_attention.linear_qkv.weight"].view(groups, shared + 2, 12, 96)
+    bias = p.get("self_attention.linear_qkv.bias", torch.zeros(weight[..., 0].numel()).double())
+    group, bias = head // shared, bias.view(weight.shape[:3])
+
+    def normalised(x: Tensor) -> Tensor:
+        norm = p["input_layernorm.weight"], p.get("input_layernorm.bias")
+        return torch.nn.functional.layer_norm(x, (96,), *norm)
+
+    def of(row: int) -> Any:
+        return lambda x: normalised(x) @ weight[group, row].T + bias[group, row]
+
+    return of(head % shared), of(shared)
+
+
+def worst_tokens(q: Any, k: Any, words: Tensor) -> Tensor:
+    """The token, the one it sees least, and the one that its head prefers most to itself."""
+    scores = q(words) @ k(words).T
+    token = int((scores.amax(1) - scores.diagonal()).argmax())
+    return words[[token, int(scores[token].argmin()), int(scores[token].argmax())]]
+
+
+def worst_rows(q: Any, k: Any, start: Tensor) -> Tensor:
+    """The same of all rows that there are, by ascent from several."""
+    x = [start.clone().requires_grad_(), start.flip(0).clone().requires_grad_()]
+    ascent = torch.optim.Adam(x, lr=0.1)
+    for step in range(400):
+        gap = (q(x[0]) * (k(x[1]) - k(x[0]))).sum(1)
+        ascent.zero_grad()
+        (-gap.sum()).backward()
+        ascent.step()
+        ascent.param_groups[0]["lr"] = 0.1 * (1 - step / 400)
+    best = int(gap.argmax())
+    worst = x[1].detach()[best]
+    return torch.stack([x[0].detach()[best], -worst, worst])
+
+
+def projected(layer: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of a layer as it computes them, [S, B, heads, D] and [S, B, groups, D]."""
+    seen: list[Any] = []
+    hook = layer.self_attention.core_attention.register_forward_pre_hook(
+        lambda _, arguments: seen.append(arguments[:2])
+    )
+    with torch.no_grad():
+        layer(inputs, attention_mask=None)
+    hook.remove()
+    return seen[0]
