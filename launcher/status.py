@@ -541,7 +541,8 @@ def summary(run: Path) -> str:
     plural = "" if len(attempts) == 1 else "s"
     said = f"{run}: {outcome} at {step}, {len(attempts)} attempt{plural}, {saved}"
     share = percent(goodput(attempts, checkpoint), 1)
-    return f"{said}\ngoodput: {share} of the time it held its nodes"
+    held = "held its nodes" if newest.owner.slurm_job_id else "ran"
+    return f"{said}\ngoodput: {share} of the time it {held}"
 
 
 def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -280,7 +280,9 @@ class Job(Opened):
         """Return the record of one of its evaluations."""
         training = self.checkpoint.origin.data.get(TRAINING)
         settings = settings_hash(self.checkpoint.config, training)[:HASH_DIGITS]
-        record = fields_of({**self.common(), "settings": settings, **result.record()})
+        record = fields_of(
+            {**self.common(), "settings": settings, **result.record(), **result.cost}
+        )
         record[BLOCKS] = Losses(result.block_losses, result.block_tokens)
         # Sliding windows score few positions: loss by position is that without overlap.
         if result.protocol.name == NONOVERLAPPING:

@@ -23,14 +23,18 @@ from matplotlib.ticker import (
 )
 
 from pretrain.evaluation.records import (
+    PERPLEXITY,
+    TITLES,
     Curve,
     PositionCurve,
     Value,
+    known_lengths,
     length_label,
     lengths_of,
     tokens_in_words,
     train_lengths,
 )
+from pretrain.positions.base import METHODS
 
 # ---- Draw lines with intervals into panels, and return the figure as PNG and SVG ----
 # Every line can be told apart without colour, by its marker and dashes. Equal lines give equal
@@ -38,8 +42,9 @@ from pretrain.evaluation.records import (
 
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart (jfly.uni-koeln.de/color),
-# without its yellow, which is too pale for a line, and with a grey.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+# without its yellow, which is too pale for a line, and with a grey. The methods of METHODS take the
+# first ones, in their order, so that a method has one colour everywhere.
+COLOURS = ("#0072B2", "#7F7F7F", "#000000", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (2.5, 1)))
 """Lengths without a common factor, so that a combination comes back after 360 lines only."""
@@ -60,9 +65,10 @@ class Line(NamedTuple):
     panel: str
     """Title of the axes that it stands in."""
     mark: str
-    """Words in the legend for its marker and dashes."""
+    """Words in the legend for its marker, dashes and shade."""
     colour: str
-    """Words in the legend for its colour; the same as `mark` if that alone tells lines apart."""
+    """Words in the legend for its colour; the same as `mark` if that alone tells lines apart. A
+    method at their beginning has the same colour in every figure."""
     xs: Sequence[float]
     values: Sequence[Value]
     """Values with the ends of their error bars, or of a band."""
@@ -79,8 +85,8 @@ class Frame:
     title: str = ""
     ticks: Mapping[float, str] = field(default_factory=dict)
     """Position -> label on the x axis, which is then logarithmic to base 2."""
-    marked: Mapping[float, str] = field(default_factory=dict)
-    """Training lengths, at dotted vertical lines -> the word in the legend that has the colour."""
+    marked: Sequence[float] = ()
+    """Training lengths, at dotted vertical lines."""
     panels: Sequence[str] = ()
     """The panels in their order; by default in the order of the lines."""
     bars: str = "95 % interval"
@@ -110,9 +116,8 @@ def draw(lines: Sequence[Line], frame: Frame) -> dict[str, bytes]:
     axes = next(iter(panels.values()))
     _scale_values(axes, [v for line in lines for value in line.values for v in value])
     for panel in panels.values():
-        for x, word in frame.marked.items():
-            colour = colours[word]["color"] if word in colours else DOTTED["color"]
-            panel.axvline(x, **{**DOTTED, "color": colour}, zorder=0)
+        for x in frame.marked:
+            panel.axvline(x, **DOTTED, zorder=0)
     _legend(figure, lines, colours, marks, frame)
     # The formats share one layout, which takes longer than drawing.
     figure.draw_without_rendering()
@@ -175,23 +180,36 @@ Looks = dict[str, dict[str, Any]]
 def _looks(lines: Sequence[Line]) -> tuple[Looks, Looks]:
     """Return how each word of a colour looks, and each word of a mark, in order of appearance.
 
-    Where colours say something else than marks (training lengths), they go from dark to light and
-    lines get wider in ascending order, which a grayscale print keeps.
+    Where marks say something else than colours (training lengths), their lines get darker and wider
+    in ascending order, which a grayscale print keeps.
     """
+    colours = {word: {"color": colour} for word, colour in _colours(lines).items()}
     words = dict.fromkeys(line.mark for line in lines)
     cycles = zip(words, itertools.cycle(MARKERS), itertools.cycle(DASHES))
-    marks = {word: {"marker": marker, "linestyle": dashes} for word, marker, dashes in cycles}
-    words = dict.fromkeys(line.colour for line in lines)
-    if _is_plain(lines):
-        cycle = zip(words, itertools.cycle(COLOURS))
-        return {w: {"color": c, "linewidth": 1.6, "markersize": 5} for w, c in cycle}, marks
-    scale, colours = matplotlib.colormaps["viridis"], {}
-    for i, word in enumerate(words):
-        share = i / max(1, len(words) - 1)
-        look = {"color": scale(0.82 * share), "linewidth": 0.9 + 1.8 * share}
-        # The widest lines are drawn first, so that they do not hide others.
-        colours[word] = {**look, "markersize": 4 + 3 * share, "zorder": 3 - share / 2}
+    marks: Looks = {
+        word: {"marker": marker, "linestyle": dashes} for word, marker, dashes in cycles
+    }
+    for i, look in enumerate(marks.values()):
+        look |= {"linewidth": 1.6, "markersize": 5}
+        if not _is_plain(lines):
+            share = i / max(1, len(marks) - 1)
+            look |= {"linewidth": 1.0 + 1.4 * share, "markersize": 4 + 2 * share}
+            # The widest lines are drawn first, so that they do not hide others.
+            look |= {"alpha": 0.45 + 0.55 * share, "zorder": 3 - share / 2}
     return colours, marks
+
+
+def _colours(lines: Iterable[Line]) -> dict[str, str]:
+    """Return the colour of each word: that of its method, or one that no method here has."""
+    own = dict(zip(METHODS, COLOURS))
+    words = dict.fromkeys(line.colour for line in lines)
+    found: dict[str, str] = {}
+    for word in words:
+        method = word.partition(",")[0]
+        if method in own and own[method] not in found.values():
+            found[word] = own[method]
+    free = itertools.cycle([c for c in COLOURS if c not in found.values()] or COLOURS)
+    return {word: found.get(word) or next(free) for word in words}
 
 
 def _is_plain(lines: Iterable[Line]) -> bool:
@@ -213,16 +231,15 @@ def _draw_line(axes: Axes, line: Line, look: Mapping[str, Any]) -> None:
         markevery=max(1, round(len(values) / MARKERS_OF_A_LINE)),
         **look,
     )
-    colour = look["color"]
+    shade = {"alpha": look.get("alpha", 1.0)}
     if line.has_band:
-        axes.fill_between(line.xs, low, high, color=colour, alpha=0.18, linewidth=0)
+        axes.fill_between(line.xs, low, high, color=look["color"], alpha=0.18, linewidth=0)
     elif not all(map(math.isnan, low)):
         # Around its own middle: a value may lie outside its interval, as of very little text.
         middles = [(a + b) / 2 for a, b in zip(low, high)]
         halves = [(b - a) / 2 for a, b in zip(low, high)]
-        axes.errorbar(
-            line.xs, middles, yerr=halves, fmt="none", ecolor=colour, elinewidth=0.9, capsize=2.5
-        )
+        bars = {"ecolor": look["color"], "elinewidth": 0.9, "capsize": 2.5, **shade}
+        axes.errorbar(line.xs, middles, yerr=halves, fmt="none", **bars)
 
 
 def _scale_values(axes: Axes, values: Iterable[float]) -> None:
@@ -264,13 +281,13 @@ def _legend(
     ends: dict[str, float] = {}
     for line in lines:
         last = [v.value for v in line.values if math.isfinite(v.value)]
-        ends.setdefault(line.mark, last[-1] if last else math.inf)
+        ends.setdefault(line.colour, last[-1] if last else math.inf)
     order = sorted(ends, key=lambda word: -ends[word])
     if _is_plain(lines):
         looks = {word: {**colours[word], **marks[word]} for word in order}
     else:
-        looks = {word: {"color": NEUTRAL, **marks[word]} for word in order}
-        looks |= {w: {**c, "linewidth": 2 * c["linewidth"]} for w, c in colours.items()}
+        looks = {word: {**colours[word], "linewidth": 3} for word in order}
+        looks |= {word: {"color": NEUTRAL, **look} for word, look in marks.items()}
     handles = [Line2D([], [], label=_plain(word), **look) for word, look in looks.items()]
     if frame.marked:
         handles.append(Line2D([], [], label="training length", **DOTTED))
@@ -311,35 +328,28 @@ TICKS = 8
 """Labels on an x axis at most, about as many as find room."""
 
 
-def lines_by_length(curves: Sequence[Curve], subject: str = "") -> tuple[list[Line], Frame]:
-    """Return the lines of perplexity against window length, with a panel for each protocol.
-
-    Of one training length each curve has its colour. Of several, colours are training lengths and
-    markers are methods, as in the paper's figures.
+def lines_by_length(
+    curves: Sequence[Curve], subject: str = "", quantity: str = PERPLEXITY
+) -> tuple[list[Line], Frame]:
+    """Return the lines of a quantity against window length, with a panel for each protocol.
 
     Args:
         curves: Curves by window length in tokens, of one tokenizer.
         subject: What the figure is about, if the report has several: tokenizer, validation set.
+        quantity: One of `records.TITLES`.
     """
     trained = train_lengths(curves)
     only = trained[0] if len(trained) == 1 else None
-    # In the order of the training lengths, since colours are given in the order of the lines.
-    curves = sorted(curves, key=lambda curve: curve.train_length)
-    lines = [
-        Line(
-            curve.protocol,
-            curve.name,
-            _colour_of(curve, trained),
-            [float(x) for x in curve.records],
-            [curve.value(x) for x in curve.records],
-            curve.is_mean,
-        )
-        for curve in curves
-    ]
-    marked = {float(n): _colour_word(n) for n in trained}
+    lines = []
+    # In the order of the training lengths, since marks are given in the order of the lines.
+    for curve in sorted(curves, key=lambda curve: curve.train_length):
+        words = words_of(curve.name, curve.train_length, len(trained) > 1)
+        known = {float(x): curve.value(x, quantity) for x in known_lengths(curve, quantity)}
+        xs, values = list(known), list(known.values())
+        lines.append(Line(curve.protocol, *words, xs, values, curve.is_mean))
     ticks = {float(x): length_label(x, only, "\n") for x in _spread(lengths_of(curves))}
-    title, label = _title(curves, subject), "Evaluation length (tokens)"
-    return lines, Frame(label, "Perplexity", title, ticks, marked)
+    labels = "Evaluation length (tokens)", TITLES[quantity]
+    return lines, Frame(*labels, _title(curves, subject), ticks, trained)
 
 
 def lines_by_step(curves: Sequence[Curve], subject: str = "") -> tuple[list[Line], Frame]:
@@ -376,8 +386,7 @@ def lines_by_position(
     lines = [
         Line(
             f"Windows of {' and '.join(map(str, windows))} tokens",
-            position.curve.name,
-            _colour_of(position.curve, trained),
+            *words_of(position.curve.name, position.curve.train_length, len(trained) > 1),
             position.binned[0].centres(),
             position.values(),
             len(position.binned) > 1,
@@ -386,9 +395,8 @@ def lines_by_position(
     ]
     powers = range(0, math.ceil(math.log2(windows[-1] + 1)) + 1, 2)
     ticks = {float(2**n): str(2**n) for n in powers}
-    marked = {float(n): _colour_word(n) for n in trained}
     labels = "Position in the window (tokens)", "Loss (nats per token)"
-    return lines, Frame(*labels, subject, ticks, marked)
+    return lines, Frame(*labels, subject, ticks, trained)
 
 
 def _title(curves: Sequence[Curve], subject: str) -> str:
@@ -396,14 +404,16 @@ def _title(curves: Sequence[Curve], subject: str) -> str:
     return ", ".join(filter(None, [subject, f"{tokens_in_words(curves)} tokens scored"]))
 
 
-def _colour_word(train_length: int) -> str:
-    """Return the word in a legend for the colour of a training length."""
-    return f"L = {train_length}"
+def words_of(name: str, train_length: int, several: bool) -> tuple[str, str]:
+    """Return the words in a legend for a curve's mark and for its colour.
 
-
-def _colour_of(curve: Curve, trained: Sequence[int]) -> str:
-    """Return what the colour of a curve stands for: its training length if there are several."""
-    return _colour_word(curve.train_length) if len(trained) > 1 else curve.name
+    The colour is the method's. Where there are several training lengths the mark is the length's,
+    with whatever else the curve's name says.
+    """
+    if not several:
+        return name, name
+    method, _, rest = name.partition(", ")
+    return ", ".join(filter(None, [f"L = {train_length}", rest])), method
 
 
 def _spread(lengths: Sequence[int]) -> list[int]:

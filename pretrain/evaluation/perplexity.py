@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +28,13 @@ from pretrain import platform
 from pretrain.config import ConfigError, Layout, RunConfig, in_bytes
 from pretrain.config.tensors import widths
 from pretrain.data.order import mask_text
-from pretrain.evaluation.records import Losses, bounded_exp, confidence_interval
+from pretrain.evaluation.records import (
+    DEVICE_SECONDS,
+    PROCESSOR_SECONDS,
+    Losses,
+    bounded_exp,
+    confidence_interval,
+)
 from pretrain.evaluation.windows import Protocol, ScoredText, Window, block_ends
 from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
 from pretrain.topology import Topology, gather, ranks_here
@@ -131,6 +138,8 @@ class Evaluation:
     """[blocks] summed losses of each block of the text (`pretrain.evaluation.records`)."""
     block_tokens: NDArray[np.float64]
     """[blocks] tokens of each block."""
+    cost: Mapping[str, float] = field(default_factory=dict)
+    """One of `records.COSTS` -> what the scoring took; empty where that was not measured."""
 
     @property
     def perplexity(self) -> float:
@@ -159,6 +168,31 @@ class Evaluation:
             "tokens": self.tokens,
             "bytes": self.bytes or None,
         }
+
+
+class Meter:
+    """Measures what a process spends from now on: processor time, or the time that it holds a GPU.
+
+    Waiting costs a GPU as much as work does. Processor time does not depend on what else runs.
+    """
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    @staticmethod
+    def _now() -> float:
+        if platform.has_cuda():
+            platform.synchronize()
+            return time.perf_counter()
+        return time.process_time()
+
+    def seconds(self) -> float:
+        """Return the seconds of this process."""
+        return self._now() - self._begin
+
+    def cost(self, seconds: float) -> dict[str, float]:
+        """Return seconds of all processes under the key that says what they are of."""
+        return {DEVICE_SECONDS if platform.has_cuda() else PROCESSOR_SECONDS: seconds}
 
 
 T = TypeVar("T")
@@ -233,6 +267,7 @@ class Evaluator:
         Returns:
             The result, the same on every rank.
         """
+        meter = Meter()
         # Over this rank's share of windows.
         totals = _Totals(protocol.length, torch.from_numpy(self.text.block_ends))
         with torch.no_grad(), _eval_mode(self.chunks):
@@ -240,6 +275,7 @@ class Evaluator:
                 before_pass()
                 self._score(protocol.length, batches, windows, totals)
         (sums, counts), (block_losses, block_tokens) = totals.over_all_ranks()
+        cost = meter.cost(sum(gather(meter.seconds(), float)))
         tokens = int(counts.sum())
         size = self.text.bytes if self.mask_id is None else 0
         expected = self.text.tokens if self.mask_id is None else tokens
@@ -248,7 +284,9 @@ class Evaluator:
         with np.errstate(invalid="ignore"):
             by_position = Losses(sums / counts, counts.astype(np.int64))
         loss = float(sums.sum() / counts.sum())
-        return Evaluation(protocol, loss, tokens, size, by_position, block_losses, block_tokens)
+        return Evaluation(
+            protocol, loss, tokens, size, by_position, block_losses, block_tokens, cost
+        )
 
     def _score(
         self,
@@ -463,7 +501,8 @@ def evaluate_stock(
             if name == "sliding" and protocol.stride == length and "nonoverlapping" in protocols:
                 # The same windows.
                 continue
-            records.append(_evaluate_stock(model, ids, tokens, protocol, ends).record())
+            found = _evaluate_stock(model, ids, tokens, protocol, ends)
+            records.append({**found.record(), **found.cost})
     return records
 
 
@@ -471,7 +510,7 @@ def _evaluate_stock(
     model: Any, ids: Tensor, tokens: int, protocol: Protocol, ends: Any
 ) -> Evaluation:
     """Score every token once under one protocol."""
-    losses = np.zeros(tokens)
+    meter, losses = Meter(), np.zeros(tokens)
     sums, counts = np.zeros(protocol.length), np.zeros(protocol.length, dtype=np.int64)
     rows = max(1, STOCK_TOKENS_PER_BATCH // protocol.length)
     with _eval_mode([model]):
@@ -486,8 +525,8 @@ def _evaluate_stock(
     with np.errstate(invalid="ignore"):
         by_position = Losses(sums / counts, counts)
     block_tokens = np.diff([0, *ends]).astype(np.float64)
-    mean = float(losses.sum() / tokens)
-    return Evaluation(protocol, mean, tokens, 0, by_position, block_losses, block_tokens)
+    mean, cost = float(losses.sum() / tokens), meter.cost(meter.seconds())
+    return Evaluation(protocol, mean, tokens, 0, by_position, block_losses, block_tokens, cost)
 
 
 @torch.no_grad()

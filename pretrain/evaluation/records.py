@@ -30,8 +30,8 @@ from pretrain.config.errors import columns
 from pretrain.config.run import MASKED
 
 Record = Mapping[str, Any]
-"""One evaluation of one checkpoint, with the keys of FIELDS and, where they are known, BLOCKS and
-POSITIONS."""
+"""One evaluation of one checkpoint, with the keys of FIELDS and, where they are known, BLOCKS,
+POSITIONS and one of COSTS."""
 
 FIELDS = (
     *("run", "step", "method", "seed", "train_length", "settings", "tokenizer", "validation"),
@@ -63,6 +63,8 @@ FIELDS = (
 | checkpoint | str | path of the checkpoint |
 | blocks | | summed losses in nats, and tokens, of each block of the text |
 | positions | | nonoverlapping: mean losses in nats, and tokens, by position in the window |
+| processor_seconds | float | on CPUs: processor time of all processes together |
+| device_seconds | float | on GPUs: time that it took, times the GPUs |
 
 The interval is of the text: it says how far the mean would move if other text of the same kind
 were scored, and nothing about another seed of the training. Masked tokens are predicted from both
@@ -73,10 +75,12 @@ are those of a text for some of whose words a vocabulary of words has `<unk>`.
 BLOCKS, POSITIONS = "blocks", "positions"
 """Further keys of a record: its Losses by block and its Binned losses by position; in a file as
 lists. Values are compared block by block, where both have losses by block."""
+COSTS = PROCESSOR_SECONDS, DEVICE_SECONDS = "processor_seconds", "device_seconds"
+"""What the scoring took; of which kind is said by the key. A record has one of them at most."""
 HASH_DIGITS = 12
 """Hex digits of a SHA-256 in a record."""
 PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
-"""The quantities of a record that curves show."""
+"""Quantities of a record that curves show, beside its COSTS per 1,000 scored tokens."""
 
 
 T = TypeVar("T")
@@ -92,8 +96,13 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def fields_of(record: Record) -> dict[str, Any]:
-    """Return the FIELDS of a record in their order. Raises KeyError for one that it lacks."""
-    return {field: record[field] for field in FIELDS}
+    """Return the FIELDS of a record in their order, and what it cost if that is known.
+
+    Raises:
+        KeyError: It lacks a field.
+    """
+    known = [cost for cost in COSTS if record.get(cost) is not None]
+    return {field: record[field] for field in (*FIELDS, *known)}
 
 
 @dataclass(frozen=True)
@@ -394,8 +403,8 @@ class Curve:
         """
         records = self.records[x]
         if len(records) == 1:
-            return Value(number(records[0][quantity]), *_interval(records[0], quantity))
-        values = [number(record[quantity]) for record in records]
+            return Value(_amount(records[0], quantity), *_interval(records[0], quantity))
+        values = [_amount(record, quantity) for record in records]
         # Python's min and max would ignore some nan and return others.
         if not all(map(math.isfinite, values)):
             return Value(math.nan if any(map(math.isnan, values)) else math.inf, math.nan, math.nan)
@@ -501,17 +510,24 @@ def is_known(curve: Curve, x: int, quantity: str) -> bool:
 
     A perplexity is always known: None stands for one that is not finite.
     """
-    return quantity == PERPLEXITY or all(r[quantity] is not None for r in curve.records[x])
+    return quantity == PERPLEXITY or all(r.get(quantity) is not None for r in curve.records[x])
 
 
-def has_bits(curves: Iterable[Curve]) -> bool:
-    """Return True if bits per byte are known anywhere on the curves."""
-    return any(is_known(curve, x, BITS_PER_BYTE) for curve in curves for x in curve.records)
+def known_lengths(curve: Curve, quantity: str) -> list[int]:
+    """Return the window lengths at which a curve has a quantity, ascending."""
+    return [x for x in curve.records if is_known(curve, x, quantity)]
+
+
+def quantities(curves: Iterable[Curve]) -> list[str]:
+    """Return the quantities that are known anywhere on the curves, in the order of TITLES."""
+    curves = list(curves)
+    return [each for each in TITLES if any(known_lengths(curve, each) for curve in curves)]
 
 
 def relative_length(multiple: float) -> str:
-    """Return a multiple of the training length: "L", "2 L" or "1.5 L"."""
-    return "L" if multiple == 1 else f"{multiple:.3g} L"
+    """Return a multiple of the training length: "L", "1.5 L" or "1,024 L"."""
+    shown = f"{multiple:.3g}" if multiple < 1000 else f"{multiple:,.0f}"
+    return "L" if multiple == 1 else f"{shown} L"
 
 
 def length_label(length: int, train_length: int | None, separator: str = " = ") -> str:
@@ -527,8 +543,16 @@ def _source(record: Record) -> Source:
     return Source(**fields, evaluation=1)
 
 
+def _amount(record: Record, quantity: str) -> float:
+    """Return a quantity of a record; a cost is that of 1,000 scored tokens."""
+    share = 1000 / record["tokens"] if quantity in COSTS else 1.0
+    return number(record[quantity]) * share
+
+
 def _interval(record: Record, quantity: str) -> tuple[float, float]:
     """Return the 95 % interval of a record's perplexity or bits per byte; nan where unknown."""
+    if quantity in COSTS:
+        return math.nan, math.nan
     low, high = number(record["loss_low"]), number(record["loss_high"])
     if not (math.isfinite(low) and math.isfinite(high)):
         return math.nan, math.nan
@@ -609,7 +633,13 @@ def position_curves(curves: Iterable[Curve]) -> list[PositionCurve]:
 # ---- Make tables of curves, for the terminal and for Markdown ----
 
 
-TITLES = {PERPLEXITY: "Perplexity", BITS_PER_BYTE: "Bits per byte"}
+TITLES = {
+    PERPLEXITY: "Perplexity",
+    BITS_PER_BYTE: "Bits per byte",
+    PROCESSOR_SECONDS: "Processor seconds per 1,000 scored tokens",
+    DEVICE_SECONDS: "GPU seconds per 1,000 scored tokens",
+}
+"""Quantity -> what tables and figures call it."""
 
 
 class Table(NamedTuple):
@@ -643,7 +673,7 @@ def length_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
 
     Args:
         curves: Curves of one tokenizer.
-        quantity: PERPLEXITY or BITS_PER_BYTE.
+        quantity: One of TITLES.
     """
     trained = train_lengths(curves)
     only = trained[0] if len(trained) == 1 else None
@@ -662,7 +692,7 @@ def length_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
         "protocol": (True, lambda c: c.protocol),
     }
     words = {name: value for name, (is_shown, value) in columns.items() if is_shown}
-    unit = "tokens" if quantity == PERPLEXITY else "bytes"
+    unit = "bytes" if quantity == BITS_PER_BYTE else "tokens"
     rows = [
         [
             *(str(value(curve)) for value in words.values()),
@@ -689,9 +719,8 @@ def source_table(curves: Iterable[Curve]) -> Table:
 
 
 def tables_of(part: Part) -> list[Table]:
-    """Return the tables of all values: perplexities, and bits per byte where they are known."""
-    known = [PERPLEXITY, *([BITS_PER_BYTE] if has_bits(part.curves) else [])]
-    return [length_table(part.curves, quantity) for quantity in known]
+    """Return the tables of all values: perplexities, and what else is known of the same lengths."""
+    return [length_table(part.curves, quantity) for quantity in quantities(part.curves)]
 
 
 def format_tables(parts: Iterable[Part]) -> str:
@@ -722,10 +751,12 @@ def cell(curve: Curve, x: int, quantity: str = PERPLEXITY) -> str:
 
 
 def format_value(value: float, quantity: str = PERPLEXITY) -> str:
-    """Return a perplexity with two decimals, or bits per byte with four.
+    """Return a perplexity with two decimals, bits per byte with four, a cost with three digits.
 
     From 100,000 on it is in scientific notation.
     """
+    if quantity in COSTS:
+        return f"{value:#.3g}"
     if value < 1e5 or not math.isfinite(value):
         return f"{value:.2f}" if quantity == PERPLEXITY else f"{value:.4f}"
     return f"{value:.3e}"

@@ -26,6 +26,8 @@ from pretrain.evaluation.figures import (
 )
 from pretrain.evaluation.judge import what_stands_out
 from pretrain.evaluation.records import (
+    COSTS,
+    TITLES,
     Record,
     check_objectives,
     fields_of,
@@ -33,6 +35,7 @@ from pretrain.evaluation.records import (
     make_curves,
     parts_of,
     position_curves,
+    quantities,
     read_records,
     records_json,
     source_table,
@@ -147,7 +150,8 @@ def check_out(out: Path, keys: Collection[str], beside: Iterable[str]) -> None:
 
 def check_overwrites(out: Path) -> None:
     """Check what `pretrain evaluate --out` would write over. Raises ConfigError."""
-    names = (f"{out.stem}{end}.{kind}" for end in ("", "_positions") for kind in FORMATS)
+    ends = ("", "_positions", *(f"_{cost}" for cost in COSTS))
+    names = (f"{out.stem}{end}.{kind}" for end in ends for kind in FORMATS)
     check_out(out, {"protocol", "length", "loss_nats"}, [TEXT, *names])
 
 
@@ -219,6 +223,9 @@ def _add_by_length(page: Page, records: Sequence[Record], stem: str) -> None:
         drawn = lines_by_length(curves, subject)
         page.show(f"{stem}{part.end}", "Perplexity by length.", *drawn)
         page.add(*(table.markdown() for table in tables_of(part)))
+        for cost in filter(COSTS.__contains__, quantities(curves)):
+            drawn = lines_by_length(curves, subject, cost)
+            page.show(f"{stem}_{cost}{part.end}", f"{TITLES[cost]}, by length.", *drawn)
         if found := position_curves(curves):
             page.add("## Loss by position", POSITIONS_EXPLAINED)
             drawn = lines_by_position(found, subject)

@@ -16,9 +16,16 @@ from importlib import resources
 from markdown_it import MarkdownIt
 
 from pretrain.config import writing
-from pretrain.evaluation.figures import Frame, Line, lines_by_length, lines_by_position
+from pretrain.evaluation.figures import (
+    Frame,
+    Line,
+    lines_by_length,
+    lines_by_position,
+    words_of,
+)
 from pretrain.evaluation.judge import Gap, Judgement, Verdict, gap, judge
 from pretrain.evaluation.records import (
+    BITS_PER_BYTE,
     Curve,
     Table,
     Value,
@@ -28,6 +35,7 @@ from pretrain.evaluation.records import (
     length_in_words,
     length_table,
     position_curves,
+    quantities,
     relative_length,
     source_table,
 )
@@ -130,12 +138,12 @@ def report(results: Results, judged: Sequence[Judgement]) -> Page:
         judged: The verdicts.
     """
     study, curves = results.study, results.curves
-    page = Page(f"# {plain(study.asked.title)}", _in_short(results, judged))
-    page.add("## What was asked", as_code(study.command))
-    page.add("Every key of the study file with its value:", as_code(dump_study(study.asked)))
-    page.add("## Runs", *_runs(results))
-    page.add("## The published claims", *_claims(judged, study.asked.published or RATIOS_FROM))
-    page.add("## Perplexity by length")
+    page = Page(f"# {plain(study.asked.title)}", _in_short(results, judged), *_warnings(results))
+    page.add(_verdicts(judged, study.asked.published or RATIOS_FROM))
+    if curves:
+        caption = "Perplexity by the length of validation windows. Dotted lines: training lengths."
+        page.show("figures/extrapolation", caption, *lines_by_length(curves))
+    page.add("## What each verdict stands on", *_claims(judged), "## Perplexity by length")
     if curves:
         _add_perplexity(page, results)
     else:
@@ -156,7 +164,9 @@ def report(results: Results, judged: Sequence[Judgement]) -> Page:
         page.add("No run has evaluated while it trained.")
     records = [record for c in curves for each in c.records.values() for record in each]
     page.add("## How to read it", protocols_explained(records), INTERVALS_EXPLAINED, _source())
-    page.add(source_table(curves).markdown() if curves else "")
+    page.add("## Runs", _runs(results), source_table(curves).markdown() if curves else "")
+    page.add("## What was asked", as_code(study.command))
+    page.add("Every key of the study file with its value:", as_code(dump_study(study.asked)))
     return page
 
 
@@ -166,22 +176,25 @@ def _in_short(results: Results, judged: Sequence[Judgement]) -> str:
     states = Counter(state.state for _, state in results.states)
     runs = ", ".join(f"{count} {state}" for state, count in states.items()) or "none"
     return (
-        f"Of {len(judged)} published claims, {counts[Verdict.PASSES.short]} pass, "
+        f"Of {len(judged)} claims, {counts[Verdict.PASSES.short]} pass, "
         f"{counts[Verdict.FAILS.short]} fail and {counts[Verdict.NOISE.short]} cannot be judged "
         f"from these runs. Runs: {runs}."
     )
 
 
-def _runs(results: Results) -> Iterable[str]:
-    """Yield the table of runs, and what is missing of them."""
-    study = results.study
+def _runs(results: Results) -> str:
+    """Return the table of runs."""
     rows = [
         [r.name, r.method, str(r.train_length), str(r.seed), s.state, plain(s.reason) or "-"]
         for r, s in results.states
     ]
     header = ["run", "method", "L", "seed", "state", "reason"]
-    yield Table("Runs of the study", header, rows, names=len(header)).markdown()
-    if differ := other_differences(study):
+    return Table("Runs of the study", header, rows, names=len(header)).markdown()
+
+
+def _warnings(results: Results) -> Iterable[str]:
+    """Yield what stands before all numbers: what runs differ in, and which are missing."""
+    if differ := other_differences(results.study):
         yield (
             "**The runs differ in more than method, training length and seed, so every comparison "
             f"below is one of that too: {plain('. '.join(differ))}.**"
@@ -191,8 +204,8 @@ def _runs(results: Results) -> Iterable[str]:
 
 
 # ---- claims --------------------------------------------------------------------------------------
-def _claims(judged: Sequence[Judgement], model: str) -> Iterable[str]:
-    """Yield the table of verdicts, and what each stands on."""
+def _verdicts(judged: Sequence[Judgement], model: str) -> str:
+    """Return the table of verdicts, beside those on the published numbers of a model."""
     theirs = {each.claim.id: each.verdict for each in judge(published.evidence(model))}
     rows = [
         [
@@ -204,7 +217,11 @@ def _claims(judged: Sequence[Judgement], model: str) -> Iterable[str]:
         for each in judged
     ]
     header = ["claim", "verdict", f"on the published numbers ({model})", "statement"]
-    yield Table("Verdicts", header, rows, names=len(header)).markdown()
+    return Table("Verdicts", header, rows, names=len(header)).markdown()
+
+
+def _claims(judged: Sequence[Judgement]) -> Iterable[str]:
+    """Yield what each verdict stands on."""
     yield VERDICTS_EXPLAINED
     yield "Every case with its numbers is in claims.json."
     for each in judged:
@@ -249,9 +266,8 @@ def _tokens(tokens: int | None, seeds: int | None) -> str:
 def _add_perplexity(page: Page, results: Results) -> None:
     """Add figures and tables of perplexities."""
     curves, model = results.curves, results.study.asked.published
-    caption = "Perplexity by the length of validation windows. Dotted lines mark training lengths."
-    page.show("figures/extrapolation", caption, *lines_by_length(curves))
-    page.add(length_table(curves).markdown(), _unigram(results))
+    tables = [length_table(curves, each) for each in quantities(curves) if each != BITS_PER_BYTE]
+    page.add(*(table.markdown() for table in tables), _unigram(results))
     lines, frame = _ratios(curves, model or RATIOS_FROM)
     if lines:
         caption = (
@@ -397,18 +413,17 @@ def _ratios(mine: Sequence[Curve], model: str) -> tuple[list[Line], Frame]:
     """Return the lines of perplexities as ratios to those at L, this study's and the paper's."""
     groups = {"this study": mine, f"published ({model})": _nearest(mine, model)}
     lines = []
-    for whose, curves in groups.items():
-        for curve in sorted(curves, key=lambda c: c.train_length):
-            trained = curve.train_length
-            lengths = [n for n in curve.records if n >= trained]
-            if trained not in curve.records or len(lengths) < 2:
-                continue
-            xs = [n / trained for n in lengths]
-            values = [_ratio(curve, n, trained) for n in lengths]
-            name = curve.name if curves is mine else curve.method
-            lines.append(Line(f"{curve.kind}, {whose}", name, f"L = {trained}", xs, values))
-    # Colours go from dark to light with L, in the order of the lines.
-    lines.sort(key=lambda line: int(line.colour.removeprefix("L = ")))
+    # In the order of the training lengths, since marks are given in the order of the lines.
+    everything = [(whose, curve) for whose, curves in groups.items() for curve in curves]
+    for whose, curve in sorted(everything, key=lambda each: each[1].train_length):
+        trained = curve.train_length
+        lengths = [n for n in curve.records if n >= trained]
+        if trained not in curve.records or len(lengths) < 2:
+            continue
+        xs = [n / trained for n in lengths]
+        values = [_ratio(curve, n, trained) for n in lengths]
+        words = words_of(curve.method if curve not in mine else curve.name, trained, True)
+        lines.append(Line(f"{curve.kind}, {whose}", *words, xs, values))
     drawn = {line.panel for line in lines}
     panels = [panel for whose in groups for panel in sorted(drawn) if panel.endswith(whose)]
     powers = sorted({2 ** round(math.log2(x)) for line in lines for x in line.xs})
@@ -457,25 +472,25 @@ def _growth(results: Results) -> tuple[str, list[Line], Frame] | None:
     }
     multiple = _longest_multiple(lengths)
     panels = {"At the training length L": 1} | (
-        {f"At {multiple} L": multiple} if multiple > 1 else {}
+        {f"At {relative_length(multiple)}": multiple} if multiple > 1 else {}
     )
     several = len({length for _, length in groups}) > 1
     lines = []
     for (method, trained), runs in sorted(groups.items(), key=lambda item: item[0][1]):
-        colour = f"L = {trained}" if several else method
+        words = words_of(method, trained, several)
         for panel, times in panels.items():
             length = times * trained
             if length in lengths[method, trained]:
                 values = _mean([growth[run.name][length] for run in runs])
                 xs = [float(step) for step in values]
-                lines.append(Line(panel, method, colour, xs, list(values.values()), len(runs) > 1))
+                lines.append(Line(panel, *words, xs, list(values.values()), len(runs) > 1))
     if not lines:
         return None
     caption = "Validation perplexity over training, at the training length L"
     if multiple > 1:
         caption += (
-            f" and at {multiple} L, the longest multiple of L at which all of these runs were "
-            "evaluated while training. It is another length for each L."
+            f" and at {relative_length(multiple)}, the longest multiple of L at which all of these "
+            "runs were evaluated while training. It is another length for each L."
         )
     else:
         caption += ". There is no longer multiple of L at which all of these runs were evaluated."

@@ -158,7 +158,7 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
         "curve.json",
         *(
             f"{name}.{kind}"
-            for name in ("curve", "curve_positions", "steps")
+            for name in ("curve", "curve_positions", "curve_processor_seconds", "steps")
             for kind in ("png", "svg")
         ),
         "report.md",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher.status import goodput
+from pretrain.launcher.status import goodput, summary
 from pretrain.rundir.attempts import Owner, read_attempts
 
 BEGAN = 1_700_000_000.0
@@ -208,6 +208,8 @@ def test_the_time_between_two_attempts_of_one_start_of_a_job_is_held(tmp_path):
             history.end("failed")
             history.now += 10
         assert goodput(read_attempts(history.run), 5) == pytest.approx(9 / held)
+        # A run on this machine alone holds no nodes.
+        assert summary(history.run).endswith("of the time it held its nodes" if job else "it ran")
 
 
 def test_an_attempt_that_notices_late_that_it_is_superseded_is_cut(tmp_path):

@@ -115,14 +115,13 @@ def test_verdicts_are_those_of_the_claims_with_the_numbers_they_stand_on(study, 
 def test_early_tokens_and_growth_are_there(study, text):
     assert "| alibi, L = 64 | 128 tokens (2 L) | windows of L that slide by 32 | 50,000 |" in text
     _, lines, _ = _growth(study)
-    alibi = [line for line in lines if (line.mark, line.colour) == ("alibi", "L = 64")]
+    alibi = [line for line in lines if (line.mark, line.colour) == ("L = 64", "alibi")]
     assert {line.panel: {x: v.value for x, v in zip(line.xs, line.values)} for line in alibi} == {
         "At the training length L": pytest.approx({200: 30, 400: 20}),
-        # Both training lengths were evaluated up to 2,048 tokens, which is 32 L of one and 16 of
-        # the other.
-        "At 16 L": pytest.approx({200: 28.2, 400: 18.8}),
+        # 65,536 tokens are 1,024 L of one and 512 L of the other; 131,072 are 2,048 and 1,024.
+        "At 1,024 L": pytest.approx({200: 28.2, 400: 18.8}),
     }
-    assert "at 16 L, the longest multiple of L at which all of these runs" in text
+    assert "at 1,024 L, the longest multiple of L at which all of these runs" in text
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -146,6 +145,9 @@ def test_the_page_needs_no_other_file_and_runs_nothing(study):
     for reference in references.found:
         anchor = reference.removeprefix("#") if reference.startswith("#") else None
         assert anchor in references.ids or reference.startswith("data:"), reference[:80]
+    # It opens with the verdicts and a figure, and what was asked comes last.
+    assert page.index("<table>") < page.index("<figure>") < page.index("<h2>") < page.index("<pre>")
+    assert page.index("What was asked") == page.rindex("<h2>") + len("<h2>")
     assert "script" not in references.tags and "url(" not in page
     assert references.tags.count("img") == 4 and references.tags.count("table") > 5
     title = "A *study* of &lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; [links]"
@@ -168,7 +170,7 @@ def test_a_study_of_nothing_yet_says_so(tmp_path):
     mine.write_text("mine")
     write_study_report(read_results(results.study, results.states))
     text = report_of(results, "report.md")
-    assert "0 pass, 0 fail and 14 cannot be judged from these runs. Runs: 1 waiting." in text
+    assert "0 pass, 0 fail and 15 cannot be judged from these runs. Runs: 1 waiting." in text
     assert "No run has been evaluated." in text and "there is no efficiency.json" in text
     assert "**Not in the results: alibi-64.**" in text
     assert "![" not in text and mine.exists()
