@@ -416,10 +416,9 @@ def print_dry_run(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Pa
     for run in runs:
         layout = run.config.layout(run.num_tasks)
         print(
-            f"# {run.directory}\n# {run.nodes} nodes x {run.tasks_per_node} ranks = tensor "
-            f"{layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, "
-            f"{layout.num_microbatches} micro batches of {run.config.batch.micro_batch_size} a "
-            f"step, ZeRO {run.config.parallel.zero_stage}"
+            f"# {run.directory}\n# {run.nodes} nodes x {run.tasks_per_node} ranks = "
+            f"{layout.sizes}, {layout.num_microbatches} micro batches of "
+            f"{run.config.batch.micro_batch_size} a step, ZeRO {run.config.parallel.zero_stage}"
         )
     print(f"\n{job.script()}")
     print(f"# submitted with\n{job.command_line()} < train.sbatch\n")

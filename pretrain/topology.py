@@ -1,12 +1,14 @@
-"""Find this process's ranks in the tensor x pipeline x data topology and make its process groups.
+"""Find this process's ranks in the parallel topology, and make its process groups.
 
 The layout is Megatron's default order "tp-cp-ep-dp-pp" (megatron/core/parallel_state.py), without
-context and expert parallelism:
+expert parallelism:
 
-    rank = tensor_rank + tensor_size * (data_rank + data_size * pipeline_rank)
+    replica = context_rank + context_size * data_rank
+    rank    = tensor_rank + tensor_size * (replica + context_size * data_size * pipeline_rank)
 
 For tensor_model_parallel_size = 2, pipeline_model_parallel_size = 2 and 8 processes, the
-data-parallel size is 8 / (2 * 2) = 2, and the ranks are:
+data-parallel size is 8 / (2 * 2) = 2, and the ranks are (with context_parallel_size = 2 instead,
+data rank 0 and 1 are context rank 0 and 1):
 
                            data rank 0        data rank 1
                            tensor 0  1        tensor 0  1
@@ -18,7 +20,11 @@ node. Pipeline stages exchange only the activations at their borders, and are fu
 
     tensor rank    holds a slice of every matrix of its layers, and of the attention heads
     pipeline rank  holds a contiguous part of the layers (one per virtual stage, if interleaved)
-    data rank      has its own share of the global batch; ZeRO shards the optimizer state over these
+    context rank   holds a contiguous part of every sequence, the first part on rank 0
+    data rank      has its own share of the global batch
+
+Context and data ranks together are the replicas: they hold the same parameters, see other tokens,
+and ZeRO shards the optimizer state over them.
 """
 
 from __future__ import annotations
@@ -489,6 +495,14 @@ class Topology:
     data_rank: int
     """In [0, layout.data)."""
 
+    context_rank: int = 0
+    """In [0, layout.context)."""
+
+    @property
+    def replica(self) -> int:
+        """Return this rank's number among its replicas, in [0, layout.replicas)."""
+        return self.context_rank + self.layout.context * self.data_rank
+
     @property
     def is_main(self) -> bool:
         """Return True on rank 0, which prints, and writes what is written once per run."""
@@ -541,6 +555,7 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
         layout.tensor,
         layout.pipeline,
         config.parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.context,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
     )
@@ -551,7 +566,31 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
     )
+
+
+def replica_group() -> dist.ProcessGroup:
+    """Return the group of this rank's replicas: data x context ranks, in that order."""
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
+
+
+def context_group() -> dist.ProcessGroup:
+    """Return the group of the ranks that share this rank's sequences, in the parts' order."""
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+    return group
+
+
+def own_part(length: int) -> slice:
+    """Return the positions of a sequence of `length` tokens that this rank holds."""
+    group = context_group()
+    size = length // group.size()
+    return slice(group.rank() * size, (group.rank() + 1) * size)
 
 
 def _meet(process: Process, startup_seconds: float) -> dist.Store:  # type: ignore[name-defined]

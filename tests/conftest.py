@@ -123,12 +123,17 @@ def tiny_config(**sections: dict[str, Any]) -> RunConfig:
 _TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
 _TP2SP = {**_TP2, "sequence_parallel": True}
 _PP2 = {"pipeline_model_parallel_size": 2}
+_CP2 = {"context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, _TP2),
     "pp2": (2, _PP2),
     "tp2pp2sp": (4, {**_TP2SP, **_PP2}),
     "pp2vpp2": (2, {**_PP2, "virtual_pipeline_model_parallel_size": 2}),
     "dp2": (2, {}),
+    "cp2": (2, _CP2),
+    "cp4": (4, {"context_parallel_size": 4}),
+    "tp2cp2sp": (4, {**_TP2SP, **_CP2}),
+    "pp2vpp2cp2": (4, {**_PP2, "virtual_pipeline_model_parallel_size": 2, **_CP2}),
 }
 """The layouts in which the sharded model is checked: name -> (number of processes, [parallel])."""
 ALL_LAYOUTS = {
@@ -139,6 +144,9 @@ ALL_LAYOUTS = {
     "tp2-dp2": (4, _TP2),
     "tp2sp-dp2": (4, _TP2SP),
     "pp2-dp2": (4, _PP2),
+    "cp2-dp2": (4, _CP2),
+    "zero2-cp2": (2, {**_CP2, "zero_stage": 2}),
+    "zero3-cp2-dp2": (4, {**_CP2, "zero_stage": 3}),
     "zero2-dp2": (2, {"zero_stage": 2}),
     "zero3-dp2": (2, {"zero_stage": 3}),
     "zero2-tp2sp-dp2": (4, {**_TP2SP, "zero_stage": 2}),

@@ -105,9 +105,8 @@ def config(
 
     run = load_config(config, overrides)
     # The fewest processes that can hold the model. A batch that fits none of them fits no number.
-    parallel = run.parallel
-    if parallel.world_size is None:
-        run.layout(parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    if run.parallel.world_size is None:
+        run.layout(run.parallel.ranks_per_copy)
     print(dump_config(run))
     print(describe(run, describe_export(run, tokenizer_obstacles(run))))
 

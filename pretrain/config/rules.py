@@ -34,6 +34,7 @@ def check(config: RunConfig) -> None:
         *_adaptive(config),
         *config.position.refusals(config),
         *_tensor_parallel(config),
+        *_context_parallel(config),
         *_pipeline(config),
         *_rampup(config),
         *config.optimizer.refusals(),
@@ -168,18 +169,33 @@ def _tensor_parallel(c: RunConfig) -> Iterator[Refusal]:
     ):
         remedy = "Choose a tensor-parallel size that divides it"
         yield from _divides(key, value, tp, size, remedy)
-    if not c.parallel.sequence_parallel:
-        return
-    if tp == 1:
+    if c.parallel.sequence_parallel and tp == 1:
         yield Refusal(
             "parallel.sequence_parallel",
             True,
             "there is one tensor-parallel rank, and nothing to split the sequence over",
             "Remove the key, or raise parallel.tensor_model_parallel_size",
         )
+
+
+def _context_parallel(c: RunConfig) -> Iterator[Refusal]:
+    """Check that context ranks, and under sequence parallelism tensor ranks, split sequences."""
+    p, size = c.parallel, c.parallel.context_parallel_size
+    parts, what = size, f"parallel.context_parallel_size = {size}"
+    if p.sequence_parallel:
+        parts *= p.tensor_model_parallel_size
+        ranks = f"the {p.tensor_model_parallel_size} ranks of sequence parallelism"
+        what = ranks if size == 1 else f"{what} x {ranks}"
     for length in (c.data.sequence_length, *c.evaluation_lengths):
-        key = "data.sequence_length or evaluation.lengths"
-        yield from _divides(key, length, tp, f"the {tp} ranks of sequence parallelism")
+        yield from _divides("data.sequence_length or evaluation.lengths", length, parts, what)
+    if size > 1 and c.is_masked:
+        yield Refusal(
+            "parallel.context_parallel_size",
+            size,
+            'a rank reads the parts before its own, and train.objective = "masked" looks at those '
+            "behind it, too",
+            "Set parallel.context_parallel_size = 1",
+        )
 
 
 def _pipeline(c: RunConfig) -> Iterator[Refusal]:
@@ -264,13 +280,14 @@ def _rampup(c: RunConfig) -> Iterator[Refusal]:
 def _processes(c: RunConfig, world_size: int) -> Iterator[Refusal]:
     """Check that the processes divide into the layout, and the batch into micro batches."""
     p, b = c.parallel, c.batch
-    model = p.tensor_model_parallel_size * p.pipeline_model_parallel_size
+    model, context = p.ranks_per_copy, p.context_parallel_size
     if world_size % model:
+        axes = ("tensor_model", "pipeline_model", *["context"] * (context > 1))
         yield Refusal(
-            "parallel.tensor_model_parallel_size x parallel.pipeline_model_parallel_size",
+            " x ".join(f"parallel.{axis}_parallel_size" for axis in axes),
             model,
             f"does not divide the {world_size} process{'es' * (world_size > 1)}",
-            f"Start a multiple of {model} processes, or lower one of the two sizes",
+            f"Start a multiple of {model} processes, or lower one of the sizes",
         )
         return
     data = world_size // model

@@ -91,10 +91,13 @@ class Layout:
     """The way in which a number of processes share the work of a run."""
 
     world_size: int
-    """Number of processes: tensor x pipeline x data."""
+    """Number of processes: tensor x context x pipeline x data."""
 
     tensor: int
     """Tensor-parallel size."""
+
+    context: int
+    """Parts of each sequence."""
 
     pipeline: int
     """Pipeline stages."""
@@ -107,6 +110,16 @@ class Layout:
 
     num_microbatches: int
     """Micro batches that each data-parallel rank accumulates in a step of the full batch size."""
+
+    @property
+    def replicas(self) -> int:
+        """Return how many ranks hold the same parameters and see other tokens: data x context."""
+        return self.data * self.context
+
+    @property
+    def sizes(self) -> str:
+        """Return the layout in words, as "tensor 2 x context 2 x pipeline 1 x data 4"."""
+        return f"{_model_sizes(self.tensor, self.context, self.pipeline)} x data {self.data}"
 
 
 class Cluster(NamedTuple):
@@ -286,10 +299,11 @@ class RunConfig(Section):
         """
         check_layout(self, world_size)
         p = self.parallel
-        data = world_size // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
+        data = world_size // p.ranks_per_copy
         return Layout(
             world_size=world_size,
             tensor=p.tensor_model_parallel_size,
+            context=p.context_parallel_size,
             pipeline=p.pipeline_model_parallel_size,
             virtual=p.virtual_pipeline_model_parallel_size or 1,
             data=data,
@@ -374,15 +388,20 @@ def _evaluations(config: RunConfig) -> str:
 def _layout(config: RunConfig) -> str:
     """Return the parallel sizes, and where they are known the data-parallel size and batches."""
     p = config.parallel
-    model = f"tensor {p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size}"
     if p.world_size is None:
+        model = _model_sizes(
+            p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size
+        )
         return f"{model} x data (all remaining processes), ZeRO {p.zero_stage}"
     layout = config.layout(p.world_size)
     batches = f"{layout.num_microbatches} micro batches of {config.batch.micro_batch_size} a step"
-    return (
-        f"{layout.world_size} processes = {model} x data {layout.data}, {batches}, "
-        f"ZeRO {p.zero_stage}"
-    )
+    return f"{layout.world_size} processes = {layout.sizes}, {batches}, ZeRO {p.zero_stage}"
+
+
+def _model_sizes(tensor: int, context: int, pipeline: int) -> str:
+    """Return the sizes of the axes that share a sample; the context's where it is split."""
+    split = f" x context {context}" if context > 1 else ""
+    return f"tensor {tensor}{split} x pipeline {pipeline}"
 
 
 def _stages(config: RunConfig) -> list[tuple[str, str]]:

@@ -179,13 +179,18 @@ class ParallelSection(Section):
     """Chunks of layers on each pipeline stage (Megatron's interleaved schedule). Stages idle less
     and communicate more. Default: one chunk, the 1F1B schedule."""
 
+    context_parallel_size: Free[int] = Field(default=1, gt=0)
+    """Ranks that split every sequence, the first part to the first rank. Raise it when the
+    activations of one sequence do not fit on a GPU; in attention a rank reads keys of the parts
+    before its own. It must divide the sequence length, and needs train.objective = "next_token"."""
+
     sequence_parallel: Free[bool] = False
     """Also split LayerNorms, dropout and their activations over the tensor-parallel ranks, along
     the sequence. Saves memory; needs a tensor-parallel size above 1 that divides the sequence
     length."""
 
     zero_stage: Free[Literal[1, 2, 3]] = 1
-    """DeepSpeed ZeRO over data-parallel ranks: 1 shards the optimizer state, 2 also the gradients,
+    """DeepSpeed ZeRO over data x context ranks: 1 shards the optimizer state, 2 also the gradients,
     3 also the weights. Each saves memory and communicates more; 2 and 3 do not work with pipeline
     stages."""
 
@@ -198,6 +203,12 @@ class ParallelSection(Section):
     world_size: Free[int | None] = Field(default=None, gt=0)
     """Number of processes (one per GPU) that the run is planned for; a start with another number is
     refused. Default: any number that the layout and the batch allow."""
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """Return the ranks that pass one sample through the model: tensor x context x pipeline."""
+        model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return model * self.context_parallel_size
 
 
 class BatchSection(Section):

@@ -37,7 +37,7 @@ from pretrain.evaluation.records import (
 )
 from pretrain.evaluation.windows import Protocol, ScoredText, Window, block_ends
 from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
-from pretrain.topology import Topology, gather, ranks_here
+from pretrain.topology import Topology, gather, own_part, ranks_here
 
 # ---- Estimate the memory of an evaluation's forward pass, and refuse lengths that cannot fit ----
 # Without it, a length that a machine cannot carry ends the process by the kernel's OOM killer,
@@ -93,16 +93,18 @@ def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
     m = config.model
     item = platform.DTYPES[config.train.precision].itemsize
     rows = max(1, config.evaluation.tokens_per_batch // length)
-    tokens = rows * length
+    tokens = rows * length // layout.context
     hidden, width = m.hidden_size, widths(config)
     # The residual, the output of its LayerNorm, and the input that is kept for the next sum.
     stream = 3 * hidden * item
     # Queries, keys and values joined and apart, and the output in pieces, joined and in order.
     attention = (2 * (width.query + 2 * width.key) + 3 * width.query) * item
+    # Keys and values of all context ranks, as they come and side by side.
+    attention += 2 * 2 * width.key * item * layout.context * (layout.context > 1)
     mlp = (2 * width.ffn + hidden) * item
     logits = _logit_bytes(config, item)
     # Token ids, positions, labels and the losses by position, of every micro batch of a pass.
-    ids = (4 * 8 + 4 * 8) * micro_batches(layout)
+    ids = (4 * 8 + 4 * 8) * micro_batches(layout) * layout.context
     of_token = stream + max(attention, mlp, logits) + ids
     return int(MARGIN * tokens * of_token) + LOSS_PIECE_BYTES
 
@@ -315,13 +317,14 @@ class Evaluator:
             scored=scored,
         )
         if is_reporting_rank():
+            stop = own_part(length).stop
             for loss, batch, batch_windows in zip(losses, batches, windows):
                 if isinstance(batch, MaskedBatch):
                     all_losses = torch.zeros(batch.chosen.shape, dtype=torch.float64)
                     all_losses[batch.chosen] = loss.double().cpu()
-                    totals.add(all_losses, batch_windows, batch.chosen)
+                    totals.add(all_losses, stop, batch_windows, batch.chosen)
                 else:
-                    totals.add(loss.double().cpu(), batch_windows)
+                    totals.add(loss.double().cpu(), stop, batch_windows)
 
     def _passes(
         self, protocol: Protocol, progress: bool
@@ -423,18 +426,23 @@ class _Totals:
         self.by_block = torch.zeros(2, len(block_ends), dtype=torch.float64)
         self.block_ends = block_ends
 
-    def add(self, losses: Tensor, windows: list[Window], chosen: Tensor | None = None) -> None:
+    def add(
+        self, losses: Tensor, stop: int, windows: list[Window], chosen: Tensor | None = None
+    ) -> None:
         """Add the losses of the scored tokens.
 
         Args:
-            losses: [B, n] losses at the last n positions of each row, in nats.
+            losses: [B, n] losses at the positions from stop - n of each row, in nats.
+            stop: The position behind them.
             windows: The windows of the first rows; the rows after them are padding.
             chosen: Which tokens count, bool [B, n], the losses of the others being 0; None for all.
         """
-        before = self.by_position.shape[1] - losses.shape[1]
+        before = stop - losses.shape[1]
         counts = torch.ones_like(losses) if chosen is None else chosen.to(losses)
         for row, count, window in zip(losses, counts, windows):
-            first, end = window.size - window.scored, window.size
+            first, end = max(window.size - window.scored, before), min(window.size, stop)
+            if first >= end:
+                continue
             scored, counted = (x[first - before : end - before] for x in (row, count))
             self.by_position[0, first:end] += scored
             self.by_position[1, first:end] += counted

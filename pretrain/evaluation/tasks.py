@@ -41,7 +41,7 @@ from pretrain.evaluation.records import Table, cluster_interval, length_label, r
 from pretrain.evaluation.report import Page, check_out, write_files
 from pretrain.evaluation.windows import NONOVERLAPPING, Protocol
 from pretrain.model.forward import is_reporting_rank, run_schedule
-from pretrain.topology import Topology
+from pretrain.topology import Topology, own_part
 
 SEED = 1234
 """Seed of all that is drawn."""
@@ -444,12 +444,17 @@ class Scorer:
         """Score sequences. All ranks together; the result is the same on every rank."""
         found = torch.zeros(len(rows), 2, dtype=torch.float64)
         size = max(1, self.tokens_per_batch // length)
+        # The answer may lie on several context ranks. Each adds up what it has of it.
+        own = own_part(length)
+        answer = slice(min(max(own.start, length - scored), own.stop), own.stop)
+        count = answer.stop - answer.start
         with torch.no_grad(), _predictions(self.chunks) as predicted:
 
             def keep(losses: Tensor) -> tuple[Tensor, Any]:
-                # Under sequence parallelism the losses of all positions are here.
-                last = losses[:, -scored:].double()
-                return losses.sum(), (last, predicted.pop()[-scored:].t())
+                # Losses may be those of the answer alone, or of all of this rank's positions.
+                kept = losses[:, losses.shape[1] - count :].double()
+                tokens = predicted.pop()
+                return losses.sum(), (kept, tokens[len(tokens) - count :].t())
 
             for passed in deal(enumerate(rows), size, self.topology):
                 batches = []
@@ -464,9 +469,9 @@ class Scorer:
                 if not is_reporting_rank():
                     continue
                 for (losses, tokens), asked, dealt in zip(kept, batches, passed):
-                    right = tokens.cpu() == asked[:, -scored:]
-                    results = torch.stack([losses.mean(1).cpu(), right.double().mean(1)], dim=1)
-                    for (place, _), result in zip(dealt, results):
+                    right = tokens.cpu() == asked[:, 1:][:, answer]
+                    sums = torch.stack([losses.sum(1).cpu(), right.double().sum(1)], dim=1)
+                    for (place, _), result in zip(dealt, sums / scored):
                         found[place] = result
         # NCCL reduces device tensors only. Ranks that do not report add zeros.
         found = found.to(platform.device())

@@ -8,6 +8,7 @@ that it can take the gradients of queries, keys and values from one buffer.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig, RunFailed
+from pretrain.kernels.context import context_attention
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
 from pretrain.positions.base import OWN, Rope
+from pretrain.topology import context_group, own_part
 
 
 class Positions(nn.Module):
@@ -267,8 +270,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
             causal: Let a token see no later one; False lets it see all.
             attention_dropout: Dropout probability; None takes the one in `config`.
             softmax_scale: Factor on the scores; None means 1 / sqrt(head size).
-            **unused: Arguments for features that this model does not have (cp_comm_type and
-                pg_collection, both of context parallelism).
+            **unused: Arguments for features that this model does not have, and cp_comm_type and
+                pg_collection, which say how Transformer Engine's attention splits sequences.
         """
         super().__init__(config=config)
         # A module assigned to an attribute would be registered as a submodule, and the parameters
@@ -295,9 +298,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
             query: [S, B, heads, D].
             key: [S, B, groups, D].
             value: [S, B, groups, D].
-            attention_mask: Where each token's document begins, int32 [B, S], or None: the
-                document_starts of `pretrain.kernels.dispatch.attention`. Megatron hands it to every
-                layer as it is; the kernels apply the causal mask themselves.
+            attention_mask: Where each token's document begins in the whole sequence, int32 [B, S],
+                or None: the document_starts of `pretrain.kernels.dispatch.attention`. Megatron
+                hands it to every layer as it is; the kernels apply the causal mask themselves.
             attn_mask_type: Not used, as in `__init__`.
             attention_bias: Not used: the position method provides the bias.
             packed_seq_params: Not used: Megatron's way to part documents.
@@ -310,8 +313,13 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         # the tracked generator that is seeded per tensor rank. Under sequence parallelism Megatron
         # has already forked it around all layers (megatron/core/transformer/transformer_block.py).
         fork = dropout > 0 and not self.config.sequence_parallel
+        # One rank of several holds a part of the sequence.
+        group = context_group()
+        compute = attention
+        if group.size() > 1:
+            compute = functools.partial(context_attention, group=group)
         with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
-            out = attention(
+            out = compute(
                 query,
                 key,
                 value,
@@ -337,7 +345,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
 # units in the last place of the data type.
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 
-# Sequence length of the random inputs.
+# Sequence length of the random inputs, of each context rank.
 LENGTH = 64
 
 
@@ -361,18 +369,21 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
         )
     if not layers:
         return
-    query, key, value = _random_inputs(config)
+    length = LENGTH * context_group().size()
+    own = own_part(length)
+    query, key, value = whole = _random_inputs(config, length)
     starts = None
     if config.data.per_document_attention:
         # Two documents of unequal lengths.
-        index = torch.arange(LENGTH, dtype=torch.int32, device=platform.device())
-        starts = torch.where(index < LENGTH // 3, 0, LENGTH // 3)[None].int()
+        index = torch.arange(length, dtype=torch.int32, device=platform.device())
+        starts = torch.where(index < length // 3, 0, length // 3)[None].int()
     core, training = layers[0], layers[0].training
+    parts = [*(x[own] for x in whole), None if starts is None else starts[:, own]]
     try:
         # Some backends have no dropout. The call with dropout is made only to see it refused.
         if core.dropout:
-            core.train()(query, key, value, starts)
-        actual = core.eval()(query, key, value, starts)
+            core.train()(*parts)
+        actual = core.eval()(*parts)
     except ValueError as refusal:
         raise ConfigError(
             f"model.attention_backend = {config.model.attention_backend}: {refusal}"
@@ -386,7 +397,7 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
         **_expected_terms(config, chunks[0].position),
         document_starts=starts,
         causal=not config.is_masked,
-    ).float()
+    )[own].float()
     error = float((actual.view(expected.shape).float() - expected).abs().max())
     tolerance = TOLERANCE[config.train.precision]
     # Written with "not", so that a NaN fails.
@@ -397,14 +408,14 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
         )
 
 
-def _random_inputs(config: RunConfig) -> tuple[Tensor, ...]:
-    """Return random query [S, 1, heads, D], key and value [S, 1, groups, D] for this rank."""
+def _random_inputs(config: RunConfig, length: int) -> tuple[Tensor, ...]:
+    """Return random query [length, 1, heads, D], key, value [length, 1, groups, D] of a rank."""
     tensor_size = parallel_state.get_tensor_model_parallel_world_size()
     generator = torch.Generator().manual_seed(0)
     heads = config.model.num_attention_heads // tensor_size
     groups = config.num_query_groups // tensor_size
     return tuple(
-        torch.randn(LENGTH, 1, count, config.head_dim, generator=generator).to(
+        torch.randn(length, 1, count, config.head_dim, generator=generator).to(
             platform.device(), platform.DTYPES[config.train.precision]
         )
         for count in (heads, groups, groups)

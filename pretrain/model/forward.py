@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig
+from pretrain.topology import context_group, own_part
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Any]]
 """A function of the loss of every token (fp32 [B, S], in nats).
@@ -60,7 +61,8 @@ def run_schedule(
         chunks: This rank's model chunks.
         batches: The micro batches, the same on all pipeline stages.
         loss_function: Called on the last pipeline stage with the losses of a micro batch; of a
-            masked one with those of the chosen tokens alone, row by row in one dimension.
+            masked one with those of the chosen tokens alone, row by row in one dimension. Where
+            several ranks share the sequence, with those of this rank's part.
         forward_only: Skip the backward pass.
         schedule_module: Module to call in the chunk's place, where the optimizer needs that
             (`ZeroOptimizer.schedule_module`).
@@ -81,17 +83,25 @@ def run_schedule(
         model = schedule_module or chunk
         if isinstance(batch, MaskedBatch):
             batch = MaskedBatch(*map(platform.to_device, batch))
-            return call_model(model, batch, length), _of_chosen(loss_function, batch.chosen)
+            return call_model(model, batch, length), _of_chosen(own_loss, batch.chosen)
         with _logits_of_last(chunk, last) if last < length else contextlib.nullcontext():
             tokens = platform.to_device(batch)
-            return call_model(model, tokens, last, eos_id), loss_function
+            return call_model(model, tokens, last, eos_id), own_loss
+
+    def own_loss(losses: Tensor) -> tuple[Tensor, Any]:
+        # Megatron multiplies by the number of context ranks what it takes for a share of their
+        # common loss (megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`). Ours
+        # is a mean over this rank's tokens, as of any replica, and the optimizer averages them.
+        loss, kept = loss_function(losses)
+        return loss / context_group().size(), kept
 
     is_masked = isinstance(batches[0], MaskedBatch)
     shape = batches[0].inputs.shape if isinstance(batches[0], MaskedBatch) else batches[0].shape
     micro_batch_size, length = shape[0], shape[1] - (0 if is_masked else 1)
-    # Under sequence parallelism each tensor rank holds another part of the sequence, so the last
-    # tokens are not the last rows of its hidden states. All tokens are scored there.
-    if scored is None or chunks[0].config.sequence_parallel:
+    # Where each rank holds another part of the sequence, the last tokens are not the last rows of
+    # its hidden states. All tokens are scored there.
+    is_split = chunks[0].config.sequence_parallel or context_group().size() > 1
+    if scored is None or is_split:
         scored = [length] * len(batches)
     iterators = [iter(zip(batches, scored)) for _ in chunks]
     # Megatron takes lists for the interleaved schedule and single objects for the others.
@@ -123,7 +133,8 @@ def call_model(model: nn.Module, batch: Batch, last: int, eos_id: int | None = N
         eos_id: As in `run_schedule`.
 
     Returns:
-        On the last pipeline stage the losses [B, last] in nats, else the hidden states.
+        On the last pipeline stage the losses [B, last] in nats, else the hidden states; of several
+        context ranks, those of this rank's part of the sequence.
     """
     if isinstance(batch, MaskedBatch):
         inputs, labels = batch.inputs, batch.labels
@@ -134,6 +145,11 @@ def call_model(model: nn.Module, batch: Batch, last: int, eos_id: int | None = N
     if eos_id is not None:
         starts = document_starts(inputs, eos_id)
         positions = positions - starts
+    if context_group().size() > 1:
+        # All are of the whole sequence: a part does not know where its first document begins.
+        own = own_part(inputs.shape[1])
+        inputs, labels, positions = (x[:, own].contiguous() for x in (inputs, labels, positions))
+        starts = None if starts is None else starts[:, own].contiguous()
     # In the place of the attention mask, since core attention is causal by itself, or looks both
     # ways.
     out: Tensor = model(inputs, positions, starts, labels=labels)
@@ -197,10 +213,10 @@ def _position_ids(inputs: Tensor) -> Tensor:
 
 
 def is_reporting_rank() -> bool:
-    """Return True on one rank of each data-parallel replica: last stage, tensor rank 0.
+    """Return True on one rank of each replica: last stage, tensor rank 0.
 
-    Losses exist on the last stage, once per tensor rank. A sum over the reporting ranks counts
-    every sample once.
+    Losses exist on the last stage, once per tensor rank, and each context rank has those of its
+    part of the sequence. A sum over the reporting ranks counts every token once.
     """
     is_last: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     return is_last and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -224,11 +240,13 @@ def check_generation(config: RunConfig, length: int) -> None:
             'train.objective = "masked": the model looks both ways, so it predicts no next token. '
             'Set "next_token"'
         )
-    if config.parallel.pipeline_model_parallel_size > 1 or config.parallel.sequence_parallel:
+    p = config.parallel
+    if p.ranks_per_copy > p.tensor_model_parallel_size or p.sequence_parallel:
         raise ConfigError(
-            "parallel.pipeline_model_parallel_size, parallel.sequence_parallel: a new token alone "
-            "can be split neither over pipeline stages nor along the sequence. Set 1 and false for "
-            "generation, and split the model by parallel.tensor_model_parallel_size"
+            "parallel.pipeline_model_parallel_size, parallel.context_parallel_size, "
+            "parallel.sequence_parallel: a new token alone can be split neither over pipeline "
+            "stages nor along the sequence. Set 1, 1 and false for generation, and split the model "
+            "by parallel.tensor_model_parallel_size"
         )
     last = config.position.table_end(config)
     if last is not None and length > last:

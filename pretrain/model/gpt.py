@@ -48,6 +48,7 @@ from pretrain.config.tensors import TIED
 from pretrain.model import adaptive
 from pretrain.model.attention import CoreAttention, Positions, SelfAttention
 from pretrain.model.loss import FusedLossLayer, FusedLossModel
+from pretrain.topology import own_part
 
 # ---- Decide which operations of the model are fused, from `train.fusion` and the device ----
 # Three parts of the model beside attention have a fused form:
@@ -201,6 +202,9 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         tensor_model_parallel_size=p.tensor_model_parallel_size,
         pipeline_model_parallel_size=p.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=p.virtual_pipeline_model_parallel_size,
+        # Megatron's own attention over several context ranks is Transformer Engine's; ours replaces
+        # it. What is left to Megatron is the length of what it sends and rotates.
+        context_parallel_size=p.context_parallel_size,
         pipeline_model_parallel_layout=_pipeline_layout(config),
         sequence_parallel=p.sequence_parallel,
         # `build_model` casts the initialised model to the training precision.
@@ -375,6 +379,8 @@ def _build_chunk(
     )
     # Registered as a submodule, so its parameters are trained and have names ("position.*").
     model.position = position
+    if position.method.rope() is not None and config.parallel.context_parallel_size > 1:
+        _rotate_own_part(model)
     if is_adaptive:
         adaptive.install(config, model, fusion.compiled)
     elif fusion.loss and last:
@@ -392,6 +398,17 @@ def _build_chunk(
         if scale != 1.0:
             model.embedding.word_embeddings.register_forward_hook(lambda _m, _i, out: out * scale)
     return model
+
+
+def _rotate_own_part(model: GPTModel) -> None:
+    """Let queries and keys have the angles of this rank's part of the sequence.
+
+    Megatron gives a rank the angles of two pieces, one from either end of the sequence, which is
+    the order of Transformer Engine's ring (megatron/core/models/common/embeddings/rope_utils.py,
+    get_pos_emb_on_this_cp_rank). Without a group it gives all of them.
+    """
+    model.rotary_pos_emb.cp_group = None
+    model.rotary_pos_emb.register_forward_hook(lambda _m, _i, out: out[own_part(len(out))])
 
 
 def _normalise_embeddings(model: GPTModel) -> None:

@@ -6,7 +6,7 @@ the same. A memory error or a broken kernel on one rank makes them drift apart, 
 with a model that is no longer one. What must be equal, bit for bit:
 
     values                                    among the ranks of        at ZeRO stage
-    model weights                             the data-parallel group   1, 2
+    model weights                             the replicas              1, 2
     unsplit parameters (layer norms, biases   the tensor group          1, 2, 3
     of row-parallel layers): weights, state
     the tied embedding: weights, state        the embedding group       1
@@ -35,7 +35,7 @@ from pretrain.config import MemoryChanged
 from pretrain.config.tensors import TIED
 from pretrain.model.gpt import Named
 from pretrain.optim.zero import flat_masters, read_fragments
-from pretrain.topology import gather, host_name
+from pretrain.topology import gather, host_name, replica_group
 
 if TYPE_CHECKING:
     from pretrain.config import RunConfig
@@ -262,7 +262,7 @@ class Resting:
             interval: Steps from one check to the next.
         """
         self._optimizer, self._interval = optimizer, interval
-        self._group = parallel_state.get_data_parallel_group()
+        self._group = replica_group()
         self._sums: Tensor | None = None
 
     def take(self, step: int, in_replay: bool) -> None:
@@ -315,7 +315,7 @@ def changed_memory(step: int, own: Sequence[float]) -> MemoryChanged:
         step: The step in which it was found.
         own: What `Resting.check` has returned on this rank.
     """
-    group = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    group = dist.get_process_group_ranks(replica_group())
     everyone = gather((host_name(), group, list(own)), tuple[str, list[int], list[float]])
     ranks = {rank for rank, (_, _, (changed, *_)) in enumerate(everyone) if changed}
     if not ranks:
@@ -338,7 +338,7 @@ def changed_memory(step: int, own: Sequence[float]) -> MemoryChanged:
 
 def find_copies(optimizer: ZeroOptimizer) -> list[Copies]:
     """Return what this rank must have in common with other ranks, for each group of them."""
-    data = parallel_state.get_data_parallel_group()
+    data = replica_group()
     tensor = parallel_state.get_tensor_model_parallel_group()
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     found = []

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.model.loss import accumulate_in_layers, mark_stale, take_stale
 from pretrain.optim.buckets import Bucket, WeightGather, finalize_gradients
-from pretrain.topology import make_groups, ranks_per_node
+from pretrain.topology import make_groups, ranks_per_node, replica_group
 
 # ---- reduction ----
 # Add up gradients in fp32, and sum them over the data-parallel ranks while the backward pass runs.
@@ -306,7 +305,7 @@ class ShardedStep:
             wire_dtype: Data type in which gradients are sent.
             add_in_layers: Let linear layers add their weights' gradients to the sums themselves.
         """
-        group = parallel_state.get_data_parallel_group()
+        group = replica_group()
         self._zero, self._chunks, self._buckets = zero, chunks, buckets
         self._clip_grad, self._data_size = clip_grad, group.size()
         self._masters: list[Tensor] = zero.single_partition_of_fp32_groups

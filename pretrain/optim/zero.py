@@ -12,12 +12,14 @@ depends on the ZeRO stage:
   the schedule has to call the engine instead of the model. The config refuses them with pipeline
   stages (pretrain/config/rules.py).
 
-On a single data-parallel rank there is nothing to shard, and every stage is stage 1.
+ZeRO shards over the replicas (`pretrain.topology`). With a single one there is nothing to shard,
+and every stage is stage 1.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import math
@@ -26,7 +28,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ from pretrain.optim.buckets import (
 )
 from pretrain.optim.optimizers import Optimizer, Shard
 from pretrain.optim.sharded_step import ShardedStep, Veto
-from pretrain.topology import Topology
+from pretrain.topology import Topology, replica_group
 
 # ---- state ----
 # The optimizer's state on this rank, as views into the flat buffers in which DeepSpeed keeps it.
@@ -134,7 +135,7 @@ def _stage3_range(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[str
     """
     parameter = cast(Any, named.parameter)
     size = parameter.ds_tensor.numel()
-    start = dist.get_rank(parallel_state.get_data_parallel_group()) * size
+    start = replica_group().rank() * size
     count = min(size, parameter.ds_numel - start)
     if count <= 0:
         return None
@@ -346,8 +347,8 @@ class ZeroOptimizer:
 
 
 def _stage(config: RunConfig, topology: Topology) -> int:
-    """Return the ZeRO stage that the run takes: with one data-parallel rank all are stage 1."""
-    return 1 if topology.layout.data == 1 else config.parallel.zero_stage
+    """Return the ZeRO stage that the run takes: with one replica all are stage 1."""
+    return 1 if topology.layout.replicas == 1 else config.parallel.zero_stage
 
 
 def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
@@ -355,19 +356,19 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
 
     Args:
         config: The run.
-        topology: The processes' layout, which gives the samples per data-parallel rank.
+        topology: The processes' layout.
     """
     stage = _stage(config, topology)
     # The default of 5e8 elements would take 2 GB of fp32 that a small model has no use for.
     bucket_size = min(DEFAULT_BUCKET_SIZE, num_parameters(config))
     result: dict[str, Any] = {
-        "train_batch_size": config.batch.global_batch_size,
-        # To DeepSpeed a step is one batch per rank. Megatron's schedule splits it into micro
+        "train_batch_size": topology.layout.replicas,
+        # To DeepSpeed a step is one sample per rank. Megatron's schedule splits it into micro
         # batches and averages over them, so the engine must neither divide gradients by a number
         # of accumulation steps nor count backward passes to find out where a step ends: with
         # managed_gradient_accumulation = false, `engine.step()` is the end of the step
         # (deepspeed/runtime/engine.py, `is_gradient_accumulation_boundary`).
-        "train_micro_batch_size_per_gpu": config.batch.global_batch_size // topology.layout.data,
+        "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": config.optimizer.clip_grad,
@@ -497,11 +498,14 @@ class _ModelParallelUnit:
     """The object ("mpu") through which DeepSpeed 0.19 asks for Megatron's process groups.
 
     Its questions have the names of Megatron's functions, but for two: what DeepSpeed calls model
-    parallel is tensor x pipeline parallel.
+    parallel is tensor x pipeline parallel. Its data parallel ranks are all replicas.
     """
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(parallel_state, name)
+        function = getattr(parallel_state, name)
+        if name.startswith("get_data_parallel_"):
+            return functools.partial(function, with_context_parallel=True)
+        return function
 
     @staticmethod
     def get_model_parallel_world_size() -> int:

@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pretrain.topology import context_group, replica_group
+
 
 class OpClass(StrEnum):
     """The kinds of kernels that the tables tell apart."""
@@ -282,8 +284,8 @@ class Collective:
     name: str
     """The operator in torch's namespace c10d, without underscores at its ends."""
     group: str
-    """"world", "data", "tensor", "pipeline", "embedding", "model" (tensor x pipeline), or a list of
-    ranks."""
+    """"world", "data" (all replicas), "tensor", "pipeline", "embedding", "model" (tensor x
+    pipeline), "context", or a list of ranks."""
     group_size: int
     dtype: str
     num_bytes: int
@@ -649,11 +651,12 @@ def _describe(function: OpOverload, args: tuple[Any, ...], phase: Phase) -> Coll
 def group_name(group: dist.ProcessGroup) -> str:
     """Return what a process group is for; see `Collective.group`."""
     known = {
-        "data": parallel_state.get_data_parallel_group(),
+        "data": replica_group(),
         "tensor": parallel_state.get_tensor_model_parallel_group(),
         "pipeline": parallel_state.get_pipeline_model_parallel_group(),
         "embedding": parallel_state.get_embedding_group(check_initialized=False),
         "model": parallel_state.get_model_parallel_group(),
+        "context": context_group(),
         "world": dist.group.WORLD,
     }
     ranks = dist.get_process_group_ranks

@@ -72,9 +72,10 @@ def to_table(config: RunConfig, layout: Layout, counts: dict[int, StepCounts]) -
         f"{num_parameters(config):,} parameters, {config.position.method}, "
         f"L = {config.data.sequence_length}, {config.train.precision}, "
         f"ZeRO {config.parallel.zero_stage}",
-        f"{layout.world_size} ranks: tensor {layout.tensor} x pipeline {layout.pipeline} x data "
-        f"{layout.data}; {config.tokens_per_step:,} tokens a step, of which a rank passes "
-        f"{layout.num_microbatches} micro batches of {config.batch.micro_batch_size} sequences",
+        f"{layout.world_size} ranks: {layout.sizes}; {config.tokens_per_step:,} tokens a step, of "
+        f"which a rank passes {layout.num_microbatches} micro batches of "
+        f"{config.batch.micro_batch_size} sequences"
+        + (f", 1/{layout.context} of each" if layout.context > 1 else ""),
     ]
     for stage, each in counts.items():
         lines += ["", f"One rank of pipeline stage {stage}, one step"]
@@ -352,7 +353,9 @@ def weight_gradients(counter: Counter) -> Iterator[Replacement]:
 
 
 def count_run(config: RunConfig) -> dict[int, StepCounts]:
-    """Count a step on one rank of every pipeline stage: tensor rank 0 of data rank 0.
+    """Count a step on one rank of every pipeline stage: tensor rank 0 of the last replica.
+
+    Of the parts of a sequence the last one sees the most keys.
 
     The ranks are simulated one after the other; parallel.world_size says how many the job has, by
     default as few as its layout allows.
@@ -376,7 +379,7 @@ def count_run(config: RunConfig) -> dict[int, StepCounts]:
     layout = config.layout(world_size)
     counts = {}
     for stage in range(layout.pipeline):
-        rank = stage * layout.tensor * layout.data
+        rank = layout.tensor * ((stage + 1) * layout.replicas - 1)
         with simulated_rank(config, rank, world_size) as (topology, counter):
             counts[stage] = count_step(config, topology, counter)
     return counts
@@ -389,8 +392,7 @@ def bench_step_counts(config: RunConfig) -> str:
 
 def planned_world_size(config: RunConfig) -> int:
     """Return parallel.world_size, or the fewest processes that the layout allows."""
-    p = config.parallel
-    return p.world_size or p.tensor_model_parallel_size * p.pipeline_model_parallel_size
+    return config.parallel.world_size or config.parallel.ranks_per_copy
 
 
 def count_step(config: RunConfig, topology: Topology, counter: Counter) -> StepCounts:

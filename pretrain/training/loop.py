@@ -146,7 +146,7 @@ def _train_steps(run: Run) -> None:
 
 def begin_ledger(run: Run) -> Ledger:
     """Return what the run can go back to, and compare, when it begins to train."""
-    interval = memory_check_interval(run.config, run.topology.layout.data)
+    interval = memory_check_interval(run.config, run.topology.layout.replicas)
     began = run.start_point.checkpoint
     # The loss scaler's fields are the same on all ranks and at any start from scratch.
     point = Point(began.path if began else None, run.state, run.origin, run.optimizer.scaler_fields)
@@ -352,8 +352,7 @@ def _outlook(config: RunConfig, topology: Topology, start_point: StartPoint) -> 
     directory, step, last = config.directory, start_point.step, config.train.num_steps
     if start_point.is_finished(config):
         return f"{directory}: already at step {step} of {last}; nothing to train"
-    layout = topology.layout
-    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+    sizes = topology.layout.sizes
     found, checkpoint = start_point.differences, start_point.checkpoint
     differences = ""
     if found and checkpoint is not None:

@@ -169,10 +169,10 @@ def _sum_over_ranks(losses: list[Tensor], topology: Topology, own: Tensor) -> Te
         own: [0, this rank's other numbers], which travel with the loss, so that agreeing on them
             costs a step nothing. Its first element becomes this rank's share of the loss.
     """
-    # One rank of each data-parallel replica contributes its mean; all replicas have equally many
-    # micro batches, so the mean of means is the mean over all tokens.
+    # One rank of each replica contributes its mean; all replicas have equally many micro batches
+    # and tokens, so the mean of means is the mean over all tokens.
     if is_reporting_rank():
-        own[0] = torch.stack(losses).double().mean() / topology.layout.data
+        own[0] = torch.stack(losses).double().mean() / topology.layout.replicas
     total = own.clone()
     dist.all_reduce(total)
     return total
@@ -364,7 +364,7 @@ def seed_step(config: RunConfig, topology: Topology, step: int) -> None:
     """Seed this rank's dropout as a function of run.seed, the step and the rank's coordinates.
 
     A resumed run thus draws the masks it would have drawn, without any saved generator state.
-    Data-parallel replicas and pipeline stages draw different masks. Tensor ranks get the same
+    Replicas and pipeline stages draw different masks. Tensor ranks get the same
     seed: they must drop the same channels of activations that they all hold, and Megatron's
     tracked generator adds the tensor rank for those that are split (platform.seed_generators).
 
@@ -376,7 +376,7 @@ def seed_step(config: RunConfig, topology: Topology, step: int) -> None:
     m = config.model
     if not (m.hidden_dropout or m.attention_dropout or m.activation_dropout or m.adaptive_dropout):
         return
-    key = f"{config.run.seed}/{step}/{topology.data_rank}/{topology.pipeline_rank}"
+    key = f"{config.run.seed}/{step}/{topology.replica}/{topology.pipeline_rank}"
     digest = hashlib.sha256(key.encode()).digest()
     platform.seed_generators(int.from_bytes(digest[:4], "little") >> 1, topology.tensor_rank)
 

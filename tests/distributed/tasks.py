@@ -45,17 +45,21 @@ def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> di
     losses = run_schedule(chunks, micro_batches, _mean_loss)
     finalize_gradients(chunks)
     loss = average_loss(losses, topology)
-    full = _assemble(chunks, gradient, average_over=topology.layout.data)
+    full = _assemble(chunks, gradient, average_over=topology.layout.replicas)
     gathered: list[Any] = [None] * topology.layout.world_size
-    dist.all_gather_object(gathered, (topology.data_rank, topology.tensor_rank, local_logits))
+    place = topology.data_rank, topology.context_rank, topology.tensor_rank
+    dist.all_gather_object(gathered, (*place, local_logits))
     if not topology.is_main:
         return None
-    # Tensor ranks hold slices of the vocabulary, data ranks hold rows of the batch.
-    rows = []
-    for data_rank in range(topology.layout.data):
-        parts = sorted((t, x) for d, t, x in gathered if d == data_rank and x is not None)
-        rows.append(torch.cat([x for _, x in parts], dim=-1))
-    return {"loss": loss, "logits": torch.cat(rows), "gradients": full}
+    # Tensor ranks hold slices of the vocabulary, context ranks parts of the sequences, data ranks
+    # rows of the batch.
+    for axis in (-1, 1, 0):
+        joined: dict[tuple[int, ...], list[Tensor]] = {}
+        for *place, x in sorted((x for x in gathered if x[-1] is not None), key=lambda x: x[:-1]):
+            joined.setdefault(tuple(place[:-1]), []).append(x)
+        gathered = [(*place, torch.cat(parts, dim=axis)) for place, parts in joined.items()]
+    [(logits,)] = gathered
+    return {"loss": loss, "logits": logits, "gradients": full}
 
 
 def embeddings(config: RunConfig, tokens: Tensor) -> dict[str, Tensor]:
@@ -221,13 +225,20 @@ def _split_among_ranks(config: RunConfig, topology: Topology, tokens: Tensor) ->
 
 
 def _logits(config: RunConfig, chunks: list[Any], batches: list[Tensor]) -> Tensor | None:
-    """Return this rank's logits [B, S, V / tensor ranks] on the last pipeline stage, else None."""
+    """Return this rank's logits on the last pipeline stage, else None.
+
+    They are [B, S / context ranks, V / tensor ranks].
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from pretrain.topology import own_part
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
         inputs = next(iterator)[:, :-1].contiguous().to(platform.device())
         positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+        own = own_part(inputs.shape[1])
+        inputs, positions = inputs[:, own].contiguous(), positions[:, own].contiguous()
         return chunk(inputs, positions, None), lambda out: (out.sum(), out.detach().clone())
 
     shape = batches[0].shape
@@ -251,13 +262,12 @@ def _assemble(chunks: list[Any], value: Any, average_over: int) -> dict[str, Ten
     Args:
         chunks: This rank's model chunks.
         value: Function from a parameter to the tensor to assemble, such as its gradient.
-        average_over: Number of data-parallel ranks, whose tensors are averaged.
+        average_over: Number of replicas, whose tensors are averaged.
     """
-    from megatron.core import parallel_state
-
     from pretrain.model.gpt import named_parameters
+    from pretrain.topology import replica_group
 
-    group = parallel_state.get_data_parallel_group()
+    group = replica_group()
     mine = []
     for named in named_parameters(chunks):
         tensor = value(named.parameter).detach().clone()

@@ -84,6 +84,8 @@ CASES += [
     ("alibi", "tp2pp2sp"),
     ("learned", "tp2pp2sp"),
     ("alibi", "dp2"),
+    ("t5", "cp4"),
+    ("rotary", "tp2cp2sp"),
 ]
 
 
@@ -121,8 +123,9 @@ def assert_as_alone(pool, variant: str, config: RunConfig) -> None:
     """Compare a packed step on a pool of processes with `alone`."""
     state, losses, gradients = alone(variant)
     results = pool.run(packed, config, state, sample_tokens(), EOS)
-    rows = {r["data_rank"]: r["losses"] for r in results if r["losses"] is not None}
-    found = torch.cat([rows[data_rank] for data_rank in sorted(rows)])
+    parts = {r["place"]: r["losses"] for r in results if r["losses"] is not None}
+    rows = [[parts[place] for place in sorted(parts) if place[0] == row] for row in range(2)]
+    found = torch.cat([torch.cat(row, dim=1) for row in rows if row])
     torch.testing.assert_close(found, losses, **TOLERANCE)
     assert_close_by_name(results[0]["gradients"], gradients, **TOLERANCE)
 
@@ -158,8 +161,8 @@ def packed(
         eos_id: End-of-document token; None computes each sample as one text.
 
     Returns:
-        {"data_rank"; "losses": of each token of this rank's samples, [B, S], on one rank of each
-        data rank, else None; "gradients": full tensors by global name}.
+        {"place": data and context rank; "losses": of each token of this rank's part, [B, S], on
+        one rank of each place, else None; "gradients": full tensors by global name}.
     """
     from pretrain.model.forward import is_reporting_rank, run_schedule
     from pretrain.optim.buckets import finalize_gradients, gradient
@@ -168,9 +171,10 @@ def packed(
     batches = tasks._split_among_ranks(config, topology, tokens)
     losses = run_schedule(chunks, batches, _kept_whole, eos_id=eos_id)
     finalize_gradients(chunks)
-    gradients = tasks._assemble(chunks, gradient, average_over=topology.layout.data)
+    gradients = tasks._assemble(chunks, gradient, average_over=topology.layout.replicas)
     kept = torch.cat(losses) if is_reporting_rank() else None
-    return {"data_rank": topology.data_rank, "losses": kept, "gradients": gradients}
+    place = topology.data_rank, topology.context_rank
+    return {"place": place, "losses": kept, "gradients": gradients}
 
 
 def _kept_whole(losses: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ LENGTH = 32
 # Mean of 300 losses near 6 nats, each from fp32 logits that agree within 2e-5
 # (test_parallel_equals_dense.py).
 LOSS = {"rel": 5e-6}
-CASES = (*LAYOUTS, "one", "zero3-dp2")
+CASES = (*(name for name in LAYOUTS if name not in ("cp2", "tp2cp2sp")), "one", "zero3-dp2")
 
 
 def _config(data, parallel=None):

@@ -42,14 +42,17 @@ def layouts() -> dict[str, tuple[int, dict[str, Any]]]:
     """Return every layout that the config accepts at these world sizes, by its name."""
     found = {}
     sizes, flags = (1, 2, 4), (False, True)
-    for world, tp, pp, vpp, sp, zero in product(WORLD_SIZES, sizes, sizes, flags, flags, (1, 2, 3)):
-        dp = world // (tp * pp)
-        # ZeRO's stages differ in what the data ranks share.
-        if tp * pp * dp != world or (vpp and pp == 1) or (sp and tp == 1) or (zero > 1 and dp == 1):
+    axes = (WORLD_SIZES, sizes, sizes, (1, 2), flags, flags, (1, 2, 3))
+    for world, tp, pp, cp, vpp, sp, zero in product(*axes):
+        dp = world // (tp * pp * cp)
+        # ZeRO's stages differ in what the replicas share.
+        is_legal = tp * pp * cp * dp == world and zero in (1, *[2, 3] * (cp * dp > 1))
+        if not is_legal or (vpp and pp == 1) or (sp and tp == 1):
             continue
         parallel: dict[str, Any] = {
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
+            "context_parallel_size": cp,
             "sequence_parallel": sp,
             "zero_stage": zero,
         }
@@ -59,7 +62,8 @@ def layouts() -> dict[str, tuple[int, dict[str, Any]]]:
             check_layout(config_of(parallel, "fp32", "none", "none"), world)
         except ConfigError:
             continue
-        name = f"tp{tp}pp{pp}dp{dp}" + "vpp2" * vpp + "sp" * sp + f"zero{zero}" * (zero > 1)
+        name = f"tp{tp}pp{pp}dp{dp}" + "cp2" * (cp == 2) + "vpp2" * vpp + "sp" * sp
+        name += f"zero{zero}" * (zero > 1)
         found[name] = (world, parallel)
     return found
 
@@ -68,7 +72,8 @@ LAYOUTS = layouts()
 CORE = {
     ("fp32", "tp2pp2dp1vpp2sp", "tp1pp1dp2zero3"),
     ("bf16", "tp1pp1dp2zero2", "tp2pp1dp1sp"),
-    ("fp32", "tp1pp1dp1", "tp1pp2dp1vpp2"),
+    ("fp32", "tp1pp1dp1", "tp1pp2dp1cp2vpp2"),
+    ("fp32", "tp1pp1dp2cp2zero3", "tp2pp1dp1"),
 }
 Saved = Callable[[str, str], tuple[Any, float]]
 
@@ -91,9 +96,9 @@ def saved(pools, tiny_data, tmp_path_factory) -> Saved:
 
 
 def test_the_layouts_are_those_that_the_config_accepts():
-    assert len(LAYOUTS) == 26
+    assert len(LAYOUTS) == 40
     counts = [sum(world == size for world, _ in LAYOUTS.values()) for size in WORLD_SIZES]
-    assert counts == [1, 7, 18], sorted(LAYOUTS)
+    assert counts == [1, 10, 29], sorted(LAYOUTS)
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def masked_gradients(
     losses = run_schedule(chunks, batches, _mean_loss)
     finalize_gradients(chunks)
     loss = average_loss(losses, topology)
-    full = tasks._assemble(chunks, gradient, average_over=topology.layout.data)
+    full = tasks._assemble(chunks, gradient, average_over=topology.layout.replicas)
     if not topology.is_main:
         return None
     return {

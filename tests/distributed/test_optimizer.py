@@ -54,9 +54,13 @@ ZERO_LAYOUTS = [
     "zero3-tp2sp-dp2",
     "tp2-dp2",
     "pp2-dp2",
+    "cp2-dp2",
+    "zero2-cp2",
+    "zero3-cp2-dp2",
 ]
 CASES = [(method, layout) for method in METHODS for layout in LAYOUTS]
 CASES += [("alibi", layout) for layout in ZERO_LAYOUTS]
+CASES += [("t5", "zero2-cp2"), ("t5", "zero3-cp2-dp2"), ("alibi-trainable", "cp2-dp2")]
 CASES += [("t5", "zero2-tp2sp-dp2"), ("t5", "zero3-dp2"), ("alibi-trainable", "pp2-dp2")]
 # Each kind of parallelism at each ZeRO stage, and each method once or twice.
 CORE = {
@@ -66,6 +70,9 @@ CORE = {
     ("alibi-trainable", "pp2-dp2"),
     ("t5", "zero2-tp2sp-dp2"),
     ("learned-untied", "pp2vpp2"),
+    ("alibi-trainable", "cp2-dp2"),
+    ("t5", "zero2-cp2"),
+    ("t5", "zero3-cp2-dp2"),
 }
 
 

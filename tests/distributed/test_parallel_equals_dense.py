@@ -125,6 +125,17 @@ CORE -= {
     for variant in VARIANTS.keys() - {"alibi", "alibi-trainable", "t5"}
     for layout in ("pp2", "dp2")
 }
+# Where a sequence is split: what a method adds by position, by distance or per head; and what is
+# learned, of which each rank has a part of the gradient.
+SPLIT = {
+    ("alibi-trainable", "cp4", 8),
+    ("alibi-grouped", "tp2cp2sp", 8),
+    ("rotary-parallel", "tp2cp2sp", 8),
+    ("sinusoidal", "pp2vpp2cp2", 8),
+    ("t5", "cp2", 8),
+    ("learned", "cp4", 8),
+}
+CORE = {case for case in CORE if "cp" not in case[1]} | SPLIT
 
 
 @pytest.mark.parametrize(("variant", "layout", "heads"), mark_torture(CASES, CORE))

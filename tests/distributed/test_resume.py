@@ -11,7 +11,7 @@ from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.tools import list_run, verify_sources
 from pretrain.rundir.checkpoints import checkpoint_directory, find_checkpoint
-from tests.conftest import ALL_LAYOUTS, LAYOUTS, tiny_config
+from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks
 
 
@@ -77,7 +77,7 @@ def test_same_layout_is_bit_for_bit(pools, tiny_data, tmp_path, case):
 
 
 def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
-    """tp2 x pp2 -> dp2 -> tp2 follows one undisturbed run.
+    """tp2 x pp2 -> cp2 x dp2 -> tp2 follows one undisturbed run.
 
     There is no dropout, whose masks belong to a layout. Losses are means over 256 tokens of fp32
     numbers; the layouts differ in the order of their sums, which AdamW carries on for six steps
@@ -90,8 +90,8 @@ def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
 
     expected = pools(2).run(tasks.continue_run, config("whole", {}), "auto", 6)[0]
     losses = []
-    for layout, until in (("tp2pp2sp", 2), ("dp2", 4), ("tp2", 6)):
-        processes, parallel = LAYOUTS[layout]
+    for layout, until in (("tp2pp2sp", 2), ("cp2-dp2", 4), ("tp2", 6)):
+        processes, parallel = ALL_LAYOUTS[layout]
         moving = config("moving", parallel)
         part = pools(processes).run(tasks.continue_run, moving, "auto", until)[0]
         assert part["began"] == until - 2

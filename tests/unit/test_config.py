@@ -58,6 +58,7 @@ def message(path, *overrides, world_size: int | None = None) -> str:
 TP2 = "parallel.tensor_model_parallel_size=2"
 TP4 = "parallel.tensor_model_parallel_size=4"
 PP2 = "parallel.pipeline_model_parallel_size=2"
+CP2 = "parallel.context_parallel_size=2"
 SP2 = f"{TP2} parallel.sequence_parallel=true"
 CUTOFFS = "model.adaptive_cutoffs=[9,99]"
 DOCUMENTS = "data.per_document_attention=true"
@@ -117,6 +118,10 @@ REFUSALS = [
     ("parallel.gradient_reduce_dtype=fp16", "parallel.gradient_reduce_dtype = fp16: gradients of"),
     ("parallel.sequence_parallel=true", "parallel.sequence_parallel = true: there is one tensor"),
     (f"{SP2} evaluation.lengths=[67]", "evaluation.lengths = 67: not divisible by the 2 ranks"),
+    (f"{CP2} evaluation.lengths=[65]", "65: not divisible by parallel.context_parallel_size = 2"),
+    (f"{CP2} {SP2} evaluation.lengths=[66]", "size = 2 x the 2 ranks of sequence parallelism"),
+    (f"{CP2} train.objective=masked", "parallel.context_parallel_size = 2: a rank reads the parts"),
+    (f"{CP2} {TP2} parallel.world_size=6", "x parallel.context_parallel_size = 4: does not divide"),
     ("parallel.virtual_pipeline_model_parallel_size=2", "needs more than one pipeline stage"),
     ("parallel.pipeline_model_parallel_size=26", "= 25: fewer than the 26 pipeline chunks"),
     ("schedule.lr_warmup_steps=100", "schedule.lr_warmup_steps = 100: the warm-up would not end"),
