@@ -44,7 +44,7 @@ def dense(config, state) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, {name: p.detach() for name, p in named.items()}
 
 
-@pytest.mark.parametrize("layout", ["tp2pp2sp", "dp2", "zero2-dp2", "zero3-dp2"])
+@pytest.mark.parametrize("layout", ["dp2", "zero2-dp2"])
 def test_steps_equal_the_plain_formula(pools, layout):
     """A weight is off by rates where the gradient is rounding, as that of keys' biases, which are a
     five-hundredth of all: softmax does not see them.
