@@ -8,6 +8,7 @@ refused at once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -373,6 +374,57 @@ def evaluate_tasks(
     from pretrain.evaluation.tasks import evaluate_tasks as run
 
     run(sources, tasks, lengths, samples, overrides, out)
+
+
+@app.command()
+def reach(
+    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT|HF_FOLDER")],
+    text: Annotated[list[str], typer.Option(metavar="FILE|PATTERN|URL")] = [],  # noqa: B006
+    length: Count = 2048,
+    plot: OutFile = None,
+    out: JsonFile = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Show how far back each attention head can see.
+
+    ALiBi lowers the score of a key by slope x distance, and no query and key can make up for more
+    than their weights allow. So each head has a distance beyond which all keys of a row together
+    weigh less than 2^-24, half a unit in the last place of fp32:
+
+    \b
+    certificate    for every text: from the weights alone
+    running bound  for this text: from the lengths of its queries and keys, as attention finds it,
+                   of the worst query and on average
+    measured       on this text: dense attention in fp64, the worst row
+
+    Then follows which share of attention's work remains at 2, 16 and 128 times the training length,
+    and from which length on every further token takes the same work. docs/reach.md has the proof.
+
+    \b
+    Example:
+      pretrain reach runs/demo/alibi --plot runs/demo/reach.png
+      pretrain reach downloads/bloom-560m --text 'papers/*.txt'
+
+    Args:
+        source: A run, which means its newest checkpoint, a checkpoint, or a Hugging Face model that
+            `pretrain import` takes. Of the last only the certificate is shown without --text.
+        text: Look at this text in place of the validation split; can be repeated. Needs no data
+            set.
+        length: Tokens of a window of text at most. Time and memory grow with its square.
+        plot: Write the distances as a figure, .png or .svg.
+        out: Write everything to this file.
+    """
+    from pretrain.evaluation.command import text_data_set
+    from pretrain.evaluation.reach import reach_of_source
+    from pretrain.huggingface.import_model import as_run
+
+    with contextlib.ExitStack() as stack:
+        is_run, source = stack.enter_context(as_run(source))
+        if text:
+            folder = stack.enter_context(text_data_set([source], text))
+            overrides = [*overrides, f"data.directory={folder}"]
+        with_text = is_run or bool(text)
+        reach_of_source(source, overrides, with_text=with_text, length=length, plot=plot, out=out)
 
 
 @app.command()

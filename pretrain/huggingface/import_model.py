@@ -10,7 +10,9 @@ schedule and all, if it still describes the folder's model.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +115,21 @@ def import_folder(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Non
         _check_parity(source, out, checkpoint)
     print(f"{folder} -> {out} ({num_parameters(config):,} parameters)")
     print(_advice(source, config, out, tokenizer) if tokenizer is not None else lacking)
+
+
+@contextlib.contextmanager
+def as_run(source: Path) -> Iterator[tuple[bool, Path]]:
+    """Yield whether a folder is a run or a checkpoint, and if not, a run that is made of it.
+
+    Raises:
+        ConfigError: As `import_folder`.
+    """
+    if not (source / CONFIG).is_file():
+        yield True, source
+        return
+    with tempfile.TemporaryDirectory(prefix="pretrain-import-") as folder:
+        import_folder(source, Path(folder) / source.resolve().name)
+        yield False, Path(folder) / source.resolve().name
 
 
 # ---- The folder's model --------------------------------------------------------------------------

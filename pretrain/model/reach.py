@@ -38,16 +38,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.kernels.reach import ABSOLUTE_SLACK, NEEDED, RELATIVE_SLACK
+from pretrain.kernels.reach import ABSOLUTE_SLACK, NEEDED, RELATIVE_SLACK, first_keys
 
 NORM_ERROR = 2.0**-11
 """Error of a normalised row relative to sqrt(d), of its fp32 moments: for rows whose numbers are
@@ -98,7 +99,7 @@ def slopes_of(config: RunConfig, chunk: GPTModel) -> Tensor:
     Raises:
         ConfigError: The position method has none.
     """
-    if config.position.bias != "slopes":
+    if config.position.bias != "slopes" or config.position.rope() is not None:
         raise ConfigError(
             f"position.method = {config.position.method}: only a bias that falls with the distance "
             "without end has a reach, as ALiBi's. Every token can count at any distance here"
@@ -123,6 +124,91 @@ def reach_of(gap: Tensor, slopes: Tensor, num_keys: int, two_sided: bool) -> Ten
     needed = NEEDED + ABSOLUTE_SLACK + tail.clamp(max=math.log(num_keys))
     reach = (gap + needed) / (steep * (1 - RELATIVE_SLACK))
     return torch.where((slopes > 0) & reach.isfinite(), reach, torch.inf)
+
+
+class Seen(NamedTuple):
+    """How far the heads of a chunk saw on a text, fp64 [layers, H] each, in tokens."""
+
+    farthest: Tensor
+    """The running bound of the worst query: what `pretrain.kernels.reach` would read for it."""
+    mean: Tensor
+    """The running bound of a query on average."""
+    measured: Tensor
+    """The distance beyond which the weights of the worst row sum to less than 2^-24."""
+
+
+@torch.no_grad()
+def seen(config: RunConfig, chunk: GPTModel, ids: Tensor, done: Callable[[], object]) -> Seen:
+    """Pass a text through an unsharded model, and return how far its heads see.
+
+    The weights are those of dense attention in fp64, of the queries and keys as they are computed.
+
+    Args:
+        config: The run.
+        chunk: The whole model, in evaluation.
+        ids: Token ids, int64 [S].
+        done: Called after each layer.
+    """
+    slopes = slopes_of(config, chunk)
+    found: list[Seen] = []
+
+    def look(core: Any, arguments: tuple[Any, ...]) -> None:
+        query, key, value = arguments[:3]
+        scale = query.shape[3] ** -0.5 if core.scale is None else core.scale
+        key, value = (x.repeat_interleave(len(slopes) // x.shape[2], 2) for x in (key, value))
+        found.append(_seen(query, key, value, slopes, scale, config.is_masked))
+        done()
+
+    cores = [layer.self_attention.core_attention for layer in chunk.decoder.layers]
+    hooks = [core.register_forward_pre_hook(look) for core in cores]
+    try:
+        chunk(ids[None], torch.arange(len(ids), device=ids.device)[None], None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Seen(*map(torch.stack, zip(*found)))
+
+
+def _seen(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float, two_sided: bool) -> Seen:
+    """Return how far the heads of one layer see, fp64 [H] each; q, k and v are [S, 1, H, D]."""
+    position = torch.arange(len(q), device=q.device)
+    own = slopes.to(q.device)
+    first = first_keys(q, k, v, own, scale, 1, False).flip(1)
+    distance = position - first
+    if two_sided:
+        turned = first_keys(q.flip(0), k.flip(0), v.flip(0), own, scale, 1, False)
+        distance = distance.maximum(len(q) - 1 - position - turned)
+    farthest = torch.where(slopes > 0, distance.amax(1).double().cpu(), torch.inf)
+    measured = []
+    for head, slope in enumerate(own):
+        query, key = q[:, 0, head].double(), k[:, 0, head].double()
+        counts = [
+            _far_rows(query[rows], key, rows, slope, scale, two_sided)
+            for rows in torch.split(position, ROWS)
+        ]
+        measured.append(max(counts))
+    return Seen(farthest, distance.double().mean(1).cpu(), torch.tensor(measured).double())
+
+
+def _far_rows(
+    q: Tensor, k: Tensor, rows: Tensor, slope: Tensor, scale: float, two_sided: bool
+) -> int:
+    """Return the least distance beyond which no row of queries [n, D] has a weight of 2^-24."""
+    if not two_sided:
+        k = k[: int(rows[-1]) + 1]
+    column = torch.arange(len(k), device=k.device)
+    apart = rows[:, None] - column
+    scores = scale * q @ k.T - slope * apart.abs()
+    if not two_sided:
+        weights = scores.masked_fill_(apart < 0, -math.inf).softmax(1)
+        # The keys before the first one at which the sum from afar counts are beyond it.
+        too_far = (weights.cumsum(1) < math.exp(-NEEDED)).sum(1)
+        return int((rows - too_far).max())
+    weights = scores.softmax(1)
+    before = pad(weights.cumsum(1), (1, 0)).gather(1, apart.clamp(min=0))
+    after = pad(weights.flip(1).cumsum(1).flip(1), (0, 1))
+    beyond = before + after.gather(1, (rows[:, None] + column + 1).clamp(max=len(k)))
+    return int((beyond >= math.exp(-NEEDED)).sum(1).max())
 
 
 # ---- The largest gap of a head -------------------------------------------------------------------

@@ -65,7 +65,8 @@ class PositionMethod(ChosenSection):
 
     bias: ClassVar[Literal["none", "slopes", "table"]] = "none"
     """What `score_terms` hands to the kernels: nothing, a slope for each head as ALiBi's, or a
-    table of heads and buckets as T5's. Kernels, memory and time follow from it."""
+    table of heads and buckets as T5's. Kernels, memory and time follow from it. A method with
+    slopes leaves queries and keys as they are: `pretrain.model.reach` bounds how far heads see."""
 
     # ---- config ----
 

@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from pretrain.config import dump_config, load_config
 from pretrain.evaluation.records import FIELDS
@@ -290,6 +291,38 @@ def test_the_export_needs_nothing_of_ours(exported):
     command = [PRETRAIN[0], "-W", "ignore", "-c", STOCK, str(exported[0])]
     done = succeeded(fresh(command, {"HF_HUB_OFFLINE": "1"}))
     assert done.out.splitlines() == ["MptForCausalLM True 8", "False"], done.text
+
+
+def test_reach_of_a_run_is_what_stock_attention_shows_of_its_export(whole, exported, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 20)
+    found = []
+    for source in (whole[0], exported[0]):
+        out = tmp_path / f"{source.name}.json"
+        words = ["--text", tmp_path / "text.txt", "--length", "256", "--out", out]
+        done = pretrain("reach", source, *words, "--plot", tmp_path / f"{source.name}.png")
+        assert done.code == 0, done.text
+        found.append(json.loads(out.read_text()))
+        assert f"{found[-1]['linear_from']['certificate']:,.0f}\n" in done.out
+    run, imported = found
+    assert run == imported and run["windows"] == 1 and run["length"] == 256
+    assert (tmp_path / "hf.png").stat().st_size > 10_000
+
+    tokenizer = AutoTokenizer.from_pretrained(exported[0])
+    ids = tokenizer((tmp_path / "text.txt").read_text(), add_special_tokens=False).input_ids[:256]
+    model = AutoModelForCausalLM.from_pretrained(exported[0], attn_implementation="eager")
+    weights = model(torch.tensor([ids]), output_attentions=True).attentions
+    distance = torch.arange(256)[:, None] - torch.arange(256)
+    for layer, of_layer in enumerate(weights):
+        for head, of_head in enumerate(of_layer[0].double()):
+            worst = [of_head.where(distance > d, 0).sum(1).max().item() for d in range(256)]
+            # Stock attention rounds to fp32: one token more or less.
+            expected = sum(mass >= 2.0**-24 for mass in worst)
+            measured = run["seen"]["measured"][layer][head]
+            assert abs(measured - expected) <= 1
+            assert measured <= run["seen"]["farthest"][layer][head] + 1
+            assert measured <= run["certificate"][layer][head]
 
 
 # ---- other launchers, other commands -------------------------------------------------------------

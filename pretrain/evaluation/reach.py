@@ -1,0 +1,244 @@
+"""Run `pretrain reach`: how far back each head of a model can see, in a table and a figure."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from tqdm import tqdm
+
+import pretrain.topology
+from pretrain.checkpoint.load import load_weights
+from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
+from pretrain.data.stream import TokenStream
+from pretrain.evaluation.command import evaluation_config, open_validation
+from pretrain.evaluation.figures import FORMATS, Frame, Line, draw
+from pretrain.evaluation.records import Table, Value, length_label
+from pretrain.evaluation.windows import NONOVERLAPPING
+from pretrain.model.gpt import build_model
+from pretrain.model.reach import Seen, certificates, seen, slopes_of
+from pretrain.rundir.checkpoints import find_checkpoint, hold
+from pretrain.rundir.files import make_directory, replace_file
+
+CERTIFICATE, RUNNING, MEASURED = "certificate", "running bound", "measured"
+LINEAR = (
+    "At any length beyond the last column, a further token costs the same. Only the certificate "
+    "holds for every text; it stands in where a head sees all of a window"
+)
+MULTIPLES = (2, 16, 128)
+"""Lengths at which the share of work is shown, in training lengths."""
+WINDOWS = 2
+"""Windows of the text that are looked at, evenly spread over it."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far each head sees, fp64 [layers, H] each, in tokens."""
+
+    config: RunConfig
+    slopes: Tensor
+    """[H]."""
+    certificate: Tensor
+    """For any text."""
+    seen: Seen | None
+    """On a text; None without one."""
+    length: int
+    """Tokens of each window of that text."""
+    windows: int
+    """Their number."""
+
+    def bounds(self) -> dict[str, Tensor]:
+        """Return distances to cut attention at, [layers, H], by the name of their kind."""
+        found = {CERTIFICATE: self.certificate}
+        if self.seen is not None:
+            for name, reach in ((RUNNING, self.seen.farthest), (MEASURED, self.seen.measured)):
+                # A head that sees all of a window may see farther in a longer one.
+                known = torch.where(reach < self.length - 1, reach, torch.inf)
+                found[name] = known.minimum(self.certificate)
+        return found
+
+    def share(self, reach: Tensor, length: int) -> float:
+        """Return the share of the pairs of query and key that are within the reach of their head.
+
+        Args:
+            reach: Distances, [layers, H].
+            length: Tokens of a sequence.
+        """
+        # A query has keys at distances 0 .. near, as far as the sequence goes.
+        near = reach.floor().clamp(max=length - 1)
+        one_side = (near + 1) * length - near * (near + 1) / 2
+        both = 2 * one_side - length
+        pairs = length**2 if self.config.is_masked else length * (length + 1) / 2
+        return float(((both if self.config.is_masked else one_side) / pairs).mean())
+
+    def describe(self) -> str:
+        """Return the tables."""
+        trained = self.config.data.sequence_length
+        header = ["layer", "head", "slope", CERTIFICATE]
+        columns = [self.certificate]
+        if self.seen is not None:
+            header += [RUNNING, "on average", MEASURED]
+            columns += list(self.seen)
+        rows = [
+            [str(layer), str(head), f"{float(slope):.4g}"]
+            + [_tokens(float(column[layer, head])) for column in columns]
+            for layer in range(len(self.certificate))
+            for head, slope in enumerate(self.slopes)
+        ]
+        title = "Distance in tokens beyond which the keys of a row weigh less than 2^-24 together"
+        text = "" if self.seen is None else f"\n{self._on_text()}"
+        work = Table(
+            "Share of the pairs of query and key that are within it",
+            ["by", *(length_label(n * trained, trained) for n in MULTIPLES), "linear from"],
+            [
+                [name]
+                + [f"{self.share(reach, n * trained):.1%}" for n in MULTIPLES]
+                + [_tokens(float(reach.max()))]
+                for name, reach in self.bounds().items()
+            ],
+            names=1,
+        )
+        return f"{Table(title, header, rows, names=2).plain()}{text}\n\n{work.plain()}\n{LINEAR}"
+
+    def _on_text(self) -> str:
+        return (
+            f"{CERTIFICATE}: for every text. {RUNNING}, {MEASURED}: on {self.windows} windows of "
+            f"{self.length:,} tokens; {self.length - 1:,} means all of a window, or more"
+        )
+
+    def to_json(self) -> str:
+        """Return everything as JSON; null stands for no end."""
+        trained, bounds = self.config.data.sequence_length, self.bounds()
+        lengths = [n * trained for n in MULTIPLES]
+        shares = {
+            name: {str(n): self.share(reach, n) for n in lengths} for name, reach in bounds.items()
+        }
+        values = {
+            "train_length": trained,
+            "precision": self.config.train.precision,
+            "two_sided": self.config.is_masked,
+            "windows": self.windows,
+            "length": self.length,
+            "slopes": self.slopes.tolist(),
+            "certificate": _finite(self.certificate),
+            "seen": self.seen and {k: _finite(x) for k, x in self.seen._asdict().items()},
+            "share": shares,
+            "linear_from": {name: _finite(reach.max()) for name, reach in bounds.items()},
+        }
+        return json.dumps(values, indent=1) + "\n"
+
+    def figure(self) -> dict[str, bytes]:
+        """Return the figure by format: distance against slope, a panel for each kind."""
+        heads = [h for h, slope in enumerate(self.slopes) if slope > 0]
+        steep = [-math.log2(self.slopes[h]) for h in heads]
+        kinds = {CERTIFICATE: self.certificate}
+        if self.seen is not None:
+            kinds |= {RUNNING: self.seen.farthest, MEASURED: self.seen.measured}
+        lines = [
+            Line(
+                name,
+                name,
+                f"layer {layer}",
+                [2.0**x for x in steep],
+                [Value(max(1.0, float(row[h])), math.nan, math.nan) for h in heads],
+            )
+            for name, reach in kinds.items()
+            for layer, row in enumerate(reach)
+        ]
+        ends = math.floor(min(steep, default=0)), math.ceil(max(steep, default=0))
+        ticks = {2.0**n: f"1/{2**n}" if n > 0 else str(2**-n) for n in range(ends[0], ends[1] + 1)}
+        title = "Distance beyond which keys weigh less than 2^-24"
+        return draw(lines, Frame("Slope of the head", "Tokens", title, ticks))
+
+
+def _tokens(distance: float) -> str:
+    """Return a distance for people."""
+    return f"{distance:,.0f}" if math.isfinite(distance) else "no end"
+
+
+def _finite(distances: Tensor) -> Any:
+    """Return distances as nested lists, with None for infinity."""
+    if distances.dim():
+        return [_finite(row) for row in distances]
+    return float(distances) if distances.isfinite() else None
+
+
+def reach_of_source(
+    source: Path,
+    overrides: list[str],
+    *,
+    with_text: bool,
+    length: int,
+    plot: Path | None = None,
+    out: Path | None = None,
+) -> Reach:
+    """Compute how far each head of a model sees, print it, and write it if asked to.
+
+    Args:
+        source: Directory of a run, whose newest checkpoint is taken, or of a checkpoint.
+        overrides: `section.key=value` settings.
+        with_text: Look at the validation split of data.directory, too.
+        length: Tokens of a window of it at most.
+        plot: Figure to write.
+        out: JSON file to write.
+
+    Raises:
+        ConfigError: The model has no reach, or something that is named cannot be used.
+    """
+    if plot is not None and plot.suffix[1:] not in FORMATS:
+        raise ConfigError(f"--plot {plot}: give it a name that ends in .{' or .'.join(FORMATS)}")
+    checkpoint = open_checkpoint(find_checkpoint(source))
+    config = evaluation_config(checkpoint, _NOTHING, overrides)
+    stream = open_validation(checkpoint, config) if with_text else None
+    with hold(checkpoint.path):
+        pretrain.topology.initialize(config)
+        (chunk,) = build_model(config)
+        slopes_of(config, chunk)  # Refuses a method without them before anything is read.
+        load_weights(checkpoint, [chunk])
+    found = _measure(config, chunk.eval(), stream, length)
+    pretrain.topology.finish()
+    step = checkpoint.trainer_state.step
+    print(f"{source}: step {step}, in {config.train.precision}\n{found.describe()}")
+    files: dict[Path, str | bytes] = {}
+    if out is not None:
+        files[out] = found.to_json()
+    if plot is not None:
+        files[plot] = found.figure()[plot.suffix[1:]]
+    for path, content in files.items():
+        with writing(path):
+            make_directory(path.parent)
+            replace_file(path, content)
+    return found
+
+
+_NOTHING = EvaluationRequest(None, (NONOVERLAPPING,), None, None)
+"""No window of an evaluation is asked for."""
+
+
+def _measure(config: RunConfig, chunk: GPTModel, stream: TokenStream | None, length: int) -> Reach:
+    """Return the certificate of a model, and what it sees on a text."""
+    certificate = certificates(config, chunk, 2**63)
+    slopes = slopes_of(config, chunk)
+    if stream is None:
+        return Reach(config, slopes, certificate, None, 0, 0)
+    length = min(length, len(stream))
+    count = min(WINDOWS, len(stream) // length)
+    device = next(chunk.parameters()).device
+    # disable=None: tqdm shows the bar on a terminal and nothing in a log file.
+    bar = tqdm(total=count * len(certificate), desc="layers on text", leave=False, disable=None)
+    windows = []
+    with bar:
+        for number in range(count):
+            start = number * ((len(stream) - length) // max(1, count - 1))
+            ids = torch.from_numpy(stream.read(start, length)).to(device)
+            windows.append(seen(config, chunk, ids, bar.update))
+    farthest, mean, measured = (torch.stack(each) for each in zip(*windows))
+    on_text = Seen(farthest.amax(0), mean.mean(0), measured.amax(0))
+    return Reach(config, slopes, certificate, on_text, length, count)
