@@ -546,6 +546,7 @@ def plan(
     network: Annotated[float | None, typer.Option(metavar="GBIT", min=0.01)] = None,
     out: OutFile = None,
     calibrate: OutFile = None,
+    reach: Annotated[str | None, typer.Option(metavar="NUMBER|FILE")] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Predict memory, time and cost of a run in every layout, and name the best.
@@ -568,10 +569,13 @@ def plan(
             Default: what nodes with such GPUs usually have.
         out: Write the run in the best layout as a config of its own.
         calibrate: Scale the assumed speeds by a measurement: pretrain bench train --out FILE.
+        reach: How far back heads see where the bias falls with the distance, as ALiBi's: tokens x
+            slope (32 is assumed), or a trained model's certificate: pretrain reach --out FILE.
     """
     from pretrain.plan.command import plan_run, read_target
 
-    print(plan_run(config, overrides, read_target(gpus, gpu_type, network, calibrate), out))
+    target = read_target(gpus, gpu_type, network, calibrate, reach)
+    print(plan_run(config, overrides, target, out))
 
 
 @app.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 from collections import Counter
@@ -33,13 +35,16 @@ from pretrain.plan.memory import (
     zero_stage,
 )
 from pretrain.plan.timing import (
+    ALL_UP_TO,
     GATHER,
     GPU_TYPES,
     GPUS_PER_NODE,
     PARTS,
+    REACH,
     USABLE,
     Device,
     Network,
+    Reach,
     Scale,
     Target,
     Timing,
@@ -217,6 +222,13 @@ def check_target(config: RunConfig, target: Target) -> None:
             f"this attention on a {gpu}. Plan with model.attention_backend=auto, heads of a width "
             f"up to {WIDEST_HEAD}, and without data.per_document_attention where there is no Triton"
         )
+    layers, heads = config.model.num_layers, config.model.num_attention_heads
+    shapes = {len(layer) for layer in target.reach.tokens} | {heads}
+    if target.reach.tokens and (shapes != {heads} or len(target.reach.tokens) != layers):
+        raise ConfigError(
+            f"--reach: {target.reach.origin} is not of {layers} layers of {heads} heads, as this "
+            "run. Name a file of this model, or a number"
+        )
 
 
 def make_plan(config: RunConfig, target: Target) -> Plan:
@@ -276,7 +288,11 @@ def planned(config: RunConfig, layout: Layout, stages: Sequence[Stage], target: 
 
 
 def read_target(
-    gpus: int, gpu_type: str, network: float | None = None, calibration: Path | None = None
+    gpus: int,
+    gpu_type: str,
+    network: float | None = None,
+    calibration: Path | None = None,
+    reach: str | None = None,
 ) -> Target:
     """Return what a run is planned for, from the words of the command line.
 
@@ -286,17 +302,58 @@ def read_target(
         network: Gbit/s of a node each way, all its links together; None: what nodes with such GPUs
             usually have.
         calibration: A result of `pretrain bench train --out`, or None.
+        reach: As of `read_reach`; None: what is assumed.
 
     Raises:
-        ConfigError: The type is not known, or the calibration is of no use.
+        ConfigError: The type is not known, or the calibration or the reach is of no use.
     """
     device = GPU_TYPES.get(gpu_type.lower())
     if device is None:
         raise ConfigError(f"--gpu-type {gpu_type}: not known. Choose one of {', '.join(GPU_TYPES)}")
     target = Target(gpus, gpu_type.lower(), device, Network(network or device.network_gbit))
+    if reach is not None:
+        target = replace(target, reach=read_reach(reach))
     if calibration is None:
         return target
     return replace(target, scale=read_calibration(calibration, target))
+
+
+class _Certificate(BaseModel):
+    """The tokens of each head of each layer; None for infinity, which JSON does not have."""
+
+    certificate: list[list[Annotated[float, Field(ge=0)] | None]]
+
+
+class _Reached(BaseModel):
+    """What is needed of a result of `pretrain reach`.
+
+    What heads saw on a text is not taken: of a longer sequence they may see more.
+    """
+
+    tokens: _Certificate
+
+
+def read_reach(words: str) -> Reach:
+    """Return how far back heads see.
+
+    Args:
+        words: Tokens x slope, or the name of a file of `pretrain reach --out`.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    with contextlib.suppress(ValueError):
+        if 0 < (factor := float(words)) < math.inf:
+            return Reach(factor, origin="as --reach says")
+    try:
+        found = _Reached.model_validate_json(Path(words).read_bytes()).tokens.certificate
+    except (OSError, ValidationError):
+        raise ConfigError(
+            f"--reach {words}: neither a number above 0 (tokens x slope, {REACH:g} by default) nor "
+            "a file that `pretrain reach --out` wrote"
+        ) from None
+    tokens = (tuple(math.inf if each is None else each for each in layer) for layer in found)
+    return Reach(tokens=tuple(tokens), origin=f"the certificate in {words}")
 
 
 PASSES, REDUCTION, OPTIMIZER = "forward and backward", "gradient reduction", "optimizer step"
@@ -458,7 +515,7 @@ def to_table(config: RunConfig, target: Target, plan: Plan) -> str:
             f"usable; links of a node: {target.network.gbit_per_second:g} Gbit/s",
             *_layouts(target, plan),
             *_own(config, target, plan),
-            *_assumptions(target),
+            *_assumptions(config, target),
         ]
     )
 
@@ -519,7 +576,7 @@ def _own(config: RunConfig, target: Target, plan: Plan) -> Iterator[str]:
         )
 
 
-def _assumptions(target: Target) -> Iterator[str]:
+def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
     """Yield what is taken for granted."""
     device, network, scale = target.device, target.network, target.scale
     attention = device.attention_tflops
@@ -541,6 +598,13 @@ def _assumptions(target: Target) -> Iterator[str]:
         "checkpoints. Communication hides behind the passes at ZeRO 1; at ZeRO 2 and 3 gradients "
         "are reduced in every micro batch, and nothing hides them"
     )
+    if config.position.head_slopes(config) is not None:
+        reach = target.reach
+        far = reach.origin if reach.tokens else f"{reach.factor:g} / slope tokens, {reach.origin}"
+        yield (
+            f"  each head sees back as far as {far}, and {ALL_UP_TO:,} tokens at least: "
+            f"{reach.share(config):.0%} of the causal half, which is what MFU counts of attention"
+        )
     if scale != Scale():
         yield (
             f"  calibrated: times of matrix products, attention and elementwise work x "

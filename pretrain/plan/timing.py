@@ -319,15 +319,57 @@ USABLE = 0.95
 another version of a library, should not fail at the last gigabyte."""
 
 
+REACH = 32.0
+"""How far back an ALiBi head sees, as tokens x slope. Assumed: a model of 1.3M parameters that was
+trained on text saw 64 x 2^h tokens in a head of slope 2^-(h + 1), and heads whose scores are all
+equal see 28 (24 ln 2 + ln N for N = 65,536 keys, `pretrain.kernels.reach`)."""
+ALL_UP_TO = 1024
+"""Distance in tokens up to which all of attention is counted, whatever the reach: the length at
+which `Device.attention_tflops` is stated."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far back each head sees: beyond it, attention loads no keys."""
+
+    factor: float = REACH
+    """Tokens x slope, for heads whose reach is not known."""
+    tokens: tuple[tuple[float, ...], ...] = ()
+    """Tokens of each head of each layer of a trained model; empty if not known."""
+    origin: str = "assumed"
+    """Where it comes from, in words."""
+
+    def pairs(self, config: RunConfig) -> list[float]:
+        """Return the keys that a query of each head of the model sees, of the mean query and layer.
+
+        They are the causal half of a sequence, or less.
+        """
+        length, heads = config.data.sequence_length, config.model.num_attention_heads
+        slopes = config.position.head_slopes(config)
+        if slopes is None:
+            return [length / 2] * heads
+        layers = self.tokens or [[self.factor / s if s > 0 else math.inf for s in slopes]]
+        near = [[min(max(each, ALL_UP_TO), length) for each in layer] for layer in layers]
+        # The first queries of a sequence have fewer keys before them.
+        seen = [[n - n * n / (2 * length) for n in layer] for layer in near]
+        return [sum(head) / len(seen) for head in zip(*seen)]
+
+    def share(self, config: RunConfig) -> float:
+        """Return the part of the causal half of attention that is within the reach, in 0..1."""
+        pairs = self.pairs(config)
+        return 2 * sum(pairs) / len(pairs) / config.data.sequence_length
+
+
 @dataclass(frozen=True)
 class Target:
-    """Say for which GPUs, links and measured speeds a run is planned."""
+    """Say for which GPUs, links, measured speeds and reach a run is planned."""
 
     gpus: int
     gpu_type: str
     device: Device
     network: Network
     scale: Scale = Scale()
+    reach: Reach = Reach()
 
     @property
     def usable_bytes(self) -> int:
@@ -424,11 +466,14 @@ class Step:
     def attention_ms(self) -> tuple[float, float]:
         """The time of attention of a micro batch: forward, backward.
 
-        The two products of the forward pass cost 4 L d per token and layer, of which the causal
-        half is counted; the backward pass has five.
+        The two products of the forward pass cost four operations for each pair of query and key
+        that a head sees and each of its channels; the backward pass has five. Tensor-parallel ranks
+        have heads of their own, and wait for the one whose heads see farthest.
         """
-        m, length = self.config.model, self.config.data.sequence_length
-        flops = 2 * length * m.hidden_size // self.layout.tensor * self.num_layers * self.tokens
+        heads = self.config.model.num_attention_heads // self.layout.tensor
+        pairs = self.target.reach.pairs(self.config)
+        most = max(sum(pairs[i : i + heads]) for i in range(0, len(pairs), heads))
+        flops = 4 * most * self.config.head_dim * self.num_layers * self.tokens
         has_mask = Activations(self.config, self.device.is_modern).uses_mask
         rates = self.device.masked_tflops if has_mask else self.device.attention_tflops
         forward, backward = 1e3 * flops / (rates[0] * 1e12), 1e3 * 2.5 * flops / (rates[1] * 1e12)
@@ -678,6 +723,7 @@ class Timing:
     tokens: int
     """Tokens of a step, of all GPUs."""
     gpus: int
+    reach: Reach = Reach()
 
     @property
     def milliseconds(self) -> float:
@@ -694,14 +740,18 @@ class Timing:
         return sum(ms for line, ms in self.lines.items() if COLUMN[line] == name)
 
     def mfu(self, config: RunConfig, device: Device, causal: bool) -> float:
-        """Return the model FLOPs utilization, in 0..1.
+        """Return the model FLOPs utilization, in 0..1, of what is within the reach of the heads.
 
         Args:
             config: The run.
             device: The GPU.
             causal: Count the causal half of attention only.
         """
-        flops = flops_per_token(config, config.data.sequence_length, causal=causal)
+        linear, whole = (
+            flops_per_token(config, length, causal=causal)
+            for length in (0, config.data.sequence_length)
+        )
+        flops = linear + self.reach.share(config) * (whole - linear)
         return model_flops_utilization(
             self.tokens_per_second / self.gpus, flops, device.peak_tflops
         )
@@ -736,4 +786,4 @@ def time_of_step(
         passes = [sum(ms for name, ms in each.items() if name in repeated) for each in times]
         others = sum(p * stage.count for p, stage in zip(passes, stages)) - max(passes)
         lines["pipeline bubble"] = others / layout.num_microbatches / layout.virtual
-    return Timing(lines, config.tokens_per_step, layout.world_size)
+    return Timing(lines, config.tokens_per_step, layout.world_size, target.reach)

@@ -166,6 +166,9 @@ class Alibi(PositionMethod):
         slopes = self.slopes_of(config.model.num_attention_heads)
         return {"position.slopes": torch.tensor(slopes, dtype=torch.float32)}
 
+    def head_slopes(self, config: RunConfig) -> tuple[float, ...]:
+        return self.slopes_of(config.model.num_attention_heads)
+
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:

@@ -166,6 +166,14 @@ class PositionMethod(ChosenSection):
         """Return the distance in tokens from which on the bias of a table is the same."""
         return config.data.sequence_length
 
+    def head_slopes(self, config: RunConfig) -> tuple[float, ...] | None:
+        """Return by how much the score of a key falls with each token of its distance, by head.
+
+        Of all heads of the model, before training; heads with a slope cannot see any distance. None
+        where no score falls without end.
+        """
+        return None
+
     def rotated_channels(self, config: RunConfig) -> int:
         """Return the channels of each head that are rotated, in new tensors of queries and keys."""
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from itertools import product
 from pathlib import Path
 
@@ -112,6 +113,35 @@ def test_nonsense_is_refused(gpus, gpu_type, network, overrides, says):
     with pytest.raises(ConfigError) as caught:
         plan_run(PAPER, overrides.split(), read_target(gpus, gpu_type, network))
     assert says in str(caught.value)
+
+
+def test_long_contexts_are_priced_by_how_far_heads_see(tmp_path):
+    """By a number, or by a trained model's certificate, which is of its layers and heads."""
+    long = [str(PAPER), "--gpus", "8", "--gpu-type", "h100", "--set", "data.sequence_length=65536"]
+    long += ["--set", "train.precision=bf16", "--set", "parallel.world_size=8"]
+    long += ["--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1"]
+    long += ["--set", "model.num_layers=2", "--reach"]
+    certificate = tmp_path / "reach.json"
+    certificate.write_text(json.dumps({"tokens": {"certificate": [[2048.0] * 15 + [None]] * 2}}))
+    # Of each head 2,048 of 32,768 pairs but for the first queries, and of one head all.
+    share = (15 * (2048 - 2048**2 / 2**17) / 2**15 + 1) / 16
+    for reach, says in (
+        ("1e9", "as far as 1e+09 / slope tokens, as --reach says, and 1,024 tokens at least: 100%"),
+        (
+            str(certificate),
+            f"the certificate in {certificate}, and 1,024 tokens at least: {share:.0%}",
+        ),
+    ):
+        assert says in run(*long, reach)
+    for text, says in (
+        (certificate.read_text(), "is not of 25 layers of 16 heads"),
+        ("{}", "wrote"),
+    ):
+        certificate.write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            plan_run(PAPER, [], read_target(128, "v100-32", reach=str(certificate)))
+    with pytest.raises(ConfigError, match="--reach 0: neither a number above 0"):
+        read_target(8, "h100", reach="0")
 
 
 def test_a_refusal_keeps_its_numbers_and_its_commas():

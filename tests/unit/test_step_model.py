@@ -80,6 +80,42 @@ def test_a_perfect_device_needs_the_time_of_its_operations():
     assert sum(lines.values()) == pytest.approx(lines["matrix products"] + lines["attention"])
 
 
+def seen_pairs(length, near):
+    """Pairs of query and key at a distance below `near`, counted query by query."""
+    return sum(min(i, near) for i in range(1, length + 1))
+
+
+@pytest.mark.parametrize("method", ["alibi", "rotary"])
+def test_attention_beyond_the_reach_of_a_head_costs_nothing(method):
+    """Per token it is that of every head's own window, and constant at length; else it doubles."""
+    per_token = {}
+    for length in (2048, 2**16, 2**17):
+        settings = [f"data.sequence_length={length}", f"position.method={method}"]
+        of = step(1, PERFECT, FAST, *settings)
+        slopes = [2.0 ** (-(h + 1) / 2) if method == "alibi" else 0.0 for h in range(16)]
+        windows = [max(32 / slope, 1024) if slope else length for slope in slopes]
+        pairs = sum(seen_pairs(length, round(near)) for near in windows) / length
+        # Seven products of 128 channels, of which a multiply-add counts as two operations.
+        flops = 7 * 2 * 128 * pairs * 25 * of.config.tokens_per_step
+        found = of.compute_lines["attention"]
+        assert found == pytest.approx(flops / H200.peak_tflops / 1e9, rel=1e-3)
+        per_token[length] = found / of.config.tokens_per_step
+    grown = per_token[2**17] / per_token[2**16]
+    assert grown < 1.05 if method == "alibi" else grown == pytest.approx(2)
+
+
+def test_tensor_parallel_ranks_wait_for_the_heads_that_see_farthest():
+    far = ("data.sequence_length=65536", "batch.micro_batch_size=1")
+    whole, half = (
+        step(gpus, PERFECT, FAST, *far, f"parallel.tensor_model_parallel_size={gpus}")
+        for gpus in (1, 2)
+    )
+    # Of 16 heads, the last eight have the long windows.
+    pairs = whole.target.reach.pairs(whole.config)
+    ratio = half.attention_ms[0] / whole.attention_ms[0]
+    assert ratio == pytest.approx(sum(pairs[8:]) / sum(pairs)) and ratio > 0.7
+
+
 def test_tiles_that_fill_the_device_once_waste_nothing_and_one_more_costs_a_wave():
     rows, columns = H200.tile
     one = replace(H200, gemm_fraction=1.0, tile_overhead=0)
