@@ -100,7 +100,7 @@ def test_steps_equal_adamw(pools, method, layout):
 
 def test_recomputing_replays_the_same_dropout(pools):
     """Recomputed activations give the same bits, so the same dropout masks were drawn again."""
-    processes, parallel = LAYOUTS["tp2pp2sp"]
+    processes, parallel = ALL_LAYOUTS["tp2sp"]
     state, batches, *_ = _expected("alibi")
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2}
     results = {}

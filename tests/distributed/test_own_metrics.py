@@ -65,8 +65,8 @@ def train_with_own_metrics(config: RunConfig, odd_steps: tuple[int, ...]) -> str
 
 
 def test_a_metric_of_ones_own_is_shown_everywhere(pools, tiny_data, tmp_path):
-    """In tensor 2 x pipeline 2: of the last stage, of every rank, and of one rank now and then."""
-    processes, parallel = LAYOUTS["tp2pp2sp"]
+    """In two stages of a pipeline: of the last one, of every rank, and of one rank now and then."""
+    processes, parallel = LAYOUTS["pp2"]
     config = tiny_config(
         run={"directory": str(tmp_path / "run")},
         data={"directory": str(tiny_data)},

@@ -72,7 +72,7 @@ def _assert_same_end(one, other):
         ("zero3-dp2", tasks.Flip(7, 0, "exp_avg", 30, WEIGHT)),
         pytest.param("tp2pp2sp", tasks.Flip(2, 3, "gradient", 30), marks=pytest.mark.torture),
         ("dp2", tasks.Flip(8, 1, "host copy", 3)),
-        ("dp4", tasks.Flip(5, 2, "weight", 22)),
+        ("tp2", tasks.Flip(5, 1, "weight", 22)),
         ("tp2", tasks.Flip(5, 1, "gradient", 8)),
     ],
 )

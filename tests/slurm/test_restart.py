@@ -60,19 +60,6 @@ def test_a_spare_node_takes_the_place_of_one_that_dies(script: Script) -> None:
     assert run.outcomes == [first.outcome, "finished"] and job["Restarts"] == "0"
 
 
-@pytest.mark.torture
-def test_a_node_that_dies_without_a_spare_sends_the_job_back_to_the_queue(script: Script) -> None:
-    run = script.submit("no-spare")
-    dead = run.wait_for_training(1)[1][1]
-    script.cluster.kill_node(dead)
-    wait_for(lambda: script.cluster.job(run.job_id)["Restarts"] == "1")
-    number = len(run.attempts) + 1
-    run.wait_for_training(number)
-    assert dead not in run.nodes()
-    finish(run)
-    assert run.outcomes[-1] == "finished" and len(run.outcomes) <= 3
-
-
 def test_a_node_that_fails_twice_is_excluded(script: Script) -> None:
     run = script.submit("twice")
     bad = run.wait_for_training(1)[1][1]
@@ -102,32 +89,6 @@ def test_a_node_that_fails_twice_is_used_again_where_slurm_has_no_other(script: 
     assert bad in run.nodes() and f"may start on {bad} again: Slurm has too" in run.job_said()
     job = finish(run)
     assert job["Restarts"] == "1" and job["ExcNodeList"] == "(null)"
-
-
-def test_with_a_spare_a_node_that_failed_once_is_left_out(script: Script) -> None:
-    run = script.submit("once", "recovery.spare_nodes=1")
-    bad = run.wait_for_training(1)[0][1]
-    run.ask(f"bad-{bad}")
-    assert run.wait_for_end(1).nodes == (bad,)
-    run.wait_for_training(2)
-    assert bad not in run.nodes()
-    assert finish(run)["Restarts"] == "0"
-
-
-@pytest.mark.torture
-def test_no_attempt_is_wasted_while_the_controller_is_away(script: Script) -> None:
-    run = script.submit("away", "recovery.max_restarts=1", nodes=1)
-    pid, _ = run.wait_for_training(1)[0]
-    script.cluster.kill_controller()
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: "waits for slurmctld, which is away" in run.job_said())
-    # Without slurmctld srun may not end, and then the watchdog ends it.
-    [first] = run.outcomes
-    assert first in ("failed", "hung")
-    script.cluster.start_controller()
-    run.wait_for_training(2)
-    finish(run)
-    assert run.outcomes == [first, "finished"]
 
 
 @pytest.mark.torture

@@ -9,7 +9,6 @@ import subprocess
 import time
 import tomllib
 
-import pytest
 import tomli_w
 
 from pretrain.rundir.attempts import read_attempts
@@ -146,21 +145,3 @@ def test_a_run_directory_that_a_node_does_not_see_is_named(desk: Desk) -> None:
         assert f"{RUN}/launch: node {node} does not see it" in said, said
     finally:
         subprocess.run([*inside, "umount", desk.folder], check=True)
-
-
-@pytest.mark.torture
-def test_requeues_in_a_job_s_first_second_lose_no_job(desk: Desk) -> None:
-    """Twelve jobs, each signalled after another delay, from the moment in which Slurm starts it."""
-    jobs = {}
-    for number in range(12):
-        run = f"runs/{number}"
-        jobs[run] = submit(desk, run=run)
-        desk.cluster.wait_for_job(jobs[run], ["RUNNING"])
-        wait_for(lambda job=jobs[run]: desk.cluster.step_processes(job, "slurm_script"))
-        time.sleep(number / 12)
-        done = desk.cluster.run("scancel", "--signal=USR1", "--batch", jobs[run])
-        assert done.returncode == 0, done.stderr
-    for run, job in jobs.items():
-        second = desk.wait_for_step(run, 2)
-        assert second.owner.slurm_job_id == job and outcomes(desk, run)[0] == "restart"
-        desk.cluster.run("scancel", job)

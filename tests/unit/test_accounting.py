@@ -181,23 +181,6 @@ def test_random_histories(tmp_path):
         assert found == (pytest.approx(truth["training"] / held) if held else None), seed
 
 
-def test_what_an_attempt_lost_itself_and_what_it_may_still_save(tmp_path):
-    history = History(tmp_path)
-    history.began_at_once(1_000)
-    history.step = 5
-    history.phase("saving", 1_000)
-    history.phase("training", 10_000)
-    # Training goes back to the checkpoint of step 5.
-    history.step = 9
-    history.phase("loading", 3_000)
-    history.step = 5
-    history.phase("training", 5_000)
-    history.end(None)
-    attempts = read_attempts(tmp_path)
-    assert goodput(attempts, 5) == pytest.approx(1 / 20)
-    assert goodput(attempts, 5, running=True) == pytest.approx(6 / 20)
-
-
 def test_the_time_between_two_attempts_of_one_start_of_a_job_is_held(tmp_path):
     for job, held in ((None, 20), ("7", 30)):
         history = History(tmp_path / str(job), job)
@@ -225,19 +208,3 @@ def test_an_attempt_that_notices_late_that_it_is_superseded_is_cut(tmp_path):
         json.dumps({"at": history.now, "code": 1, "outcome": "superseded", "reason": "", "step": 0})
     )
     assert goodput(read_attempts(tmp_path), 5) == pytest.approx(10 / 31)
-
-
-def test_clocks_that_disagree_and_damaged_files_give_a_share(tmp_path):
-    history = History(tmp_path)
-    history.began_at_once(10_000)
-    history.end(None)
-    # The next host's clock is behind.
-    history.now -= 30
-    history.began_at_once(60_000)
-    with open(history.directory / "phases.jsonl", "a") as file:
-        file.write('{"at": 17')
-    history.end("finished")
-    assert 0 < goodput(read_attempts(tmp_path), 5) <= 1
-    # Without its begin the time of the first attempt is not known.
-    (tmp_path / "attempts/0001/owner.json").write_text("{")
-    assert goodput(read_attempts(tmp_path), 5) == 1

@@ -136,35 +136,6 @@ def test_ranks_and_workers_deliver_the_same_tokens_in_the_same_order(blended, ra
 
 
 # ---- the ramp-up ---------------------------------------------------------------------------------
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_ramp_delivers_the_same_samples_in_steps_of_other_sizes(stream, num_workers):
-    """[4, 4, 100] to 16: 4 up to 33 samples, 8 up to 66, 12 up to 100."""
-    settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": 16}
-    settings |= {"micro_batch_size": 2, "rampup_batch_size": (4, 4, 100)}
-    ramp = list(islice(batches(stream, **settings, num_workers=num_workers), 22))
-    sizes = [sum(len(micro) for micro in step) for step in ramp]
-    assert sizes == [4] * 9 + [8] * 4 + [12] * 3 + [16] * 6
-    flat = torch.cat([micro for step in ramp for micro in step])
-    assert torch.equal(flat, in_order(steps(stream, 13))[: len(flat)])
-    # From the middle of the ramp, on two ranks.
-    parts = [
-        list(
-            islice(
-                batches(
-                    stream,
-                    **settings,
-                    consumed_samples=sum(sizes[:11]),
-                    data_parallel_rank=rank,
-                    data_parallel_size=2,
-                    num_workers=num_workers,
-                ),
-                6,
-            )
-        )
-        for rank in range(2)
-    ]
-    for first, second, step in zip(*parts, ramp[11:17], strict=True):
-        assert torch.equal(torch.cat([*first, *second]), torch.cat(step))
 
 
 # ---- reading ahead -------------------------------------------------------------------------------

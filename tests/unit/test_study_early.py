@@ -44,18 +44,6 @@ def measured(loss_at, stride, noise=0.0):
     return make_curves(records)
 
 
-def test_where_context_beyond_L_is_of_no_use_all_comes_from_fewer_early_tokens():
-    curves = measured(lambda c: 2 + 1 / np.sqrt(np.minimum(c, L - 1) + 1), stride=1)
-    first, last = gains(curves)
-    assert (first.length, last.length) == (128, 1024)
-    for gain, k in ((first, 2), (last, 16)):
-        early = np.mean(1 / np.sqrt(np.arange(1, L + 1))) - 1 / np.sqrt(L)
-        # The first window of the text has early tokens when it slides, too: 1 of 1,024 windows.
-        assert gain.parts[EARLY].value == pytest.approx((1 - 1 / k) * early, rel=2e-3)
-        assert gain.parts[CONTEXT].value == pytest.approx(0, abs=2e-3 * early)
-        assert gain.how == "windows of L that slide by 1" and gain.tokens == TOKENS
-
-
 @pytest.mark.parametrize("stride", [4, 16, 32])
 def test_longer_strides_shift_a_known_share_from_early_tokens_to_context(stride):
     """Context beyond L is of no use here, and yet what windows of L lack of it counts as such."""
@@ -66,14 +54,6 @@ def test_longer_strides_shift_a_known_share_from_early_tokens_to_context(stride)
     assert last.parts[CONTEXT].value == pytest.approx(lacking, abs=2e-4)
     early = (1 - 1 / 16) * (np.mean(1 / np.sqrt(np.arange(1, L + 1))) - sliding)
     assert last.parts[EARLY].value == pytest.approx(early, rel=0.01)
-
-
-def test_where_early_tokens_are_as_good_all_comes_from_longer_context():
-    curves = measured(lambda c: np.where(c < L, 3.0, 2.5), stride=1)
-    for gain in gains(curves):
-        k = gain.length / L
-        assert gain.parts[EARLY].value == pytest.approx(0, abs=1e-9)
-        assert gain.parts[CONTEXT].value == pytest.approx(0.5 * (1 - 1 / k), rel=1e-9)
 
 
 @pytest.mark.parametrize("noise", [0.0, 1.0])
