@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import attention as megatron_attention
@@ -27,6 +26,7 @@ from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.kernels.context import context_attention
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
+from pretrain.model.cache import KeyCache
 from pretrain.positions.base import OWN, Rope
 from pretrain.topology import context_group, own_part
 
@@ -158,17 +158,17 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rotary_pos_emb: tuple[Tensor, Any] | None,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None,
         *others: Any,
         **named: Any,
     ) -> tuple[Any, ...]:
-        """Put keys and values into the cache of generated sequences, if there is one.
+        """Choose the angles of the new tokens where a text passes through piece by piece.
 
-        Megatron caches keys as they are and rotates all of them again for every new token; here
-        they are rotated once, as in other libraries.
+        Megatron would put keys and values into a cache here, and hand on all of them. Here
+        `CoreAttention` has the cache, of keys that have been rotated once.
 
         Args:
-            inference_context: Holds the cache and how many tokens are in it; None: no cache.
+            inference_context: Holds how many tokens came before; None: the text is whole.
             query: The new tokens' queries, [n, B, heads, D].
             key: Their keys, [n, B, groups, D].
             value: Their values, [n, B, groups, D].
@@ -177,20 +177,13 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
             **named: The same.
 
         Returns:
-            (queries, all keys, all values, angles that are still to be applied, kind of mask, None)
+            (queries, keys, values, angles that are still to be applied, kind of mask, None)
         """
         if inference_context is not None and rotary_pos_emb is not None:
             begin = inference_context.sequence_len_offset
             angles = rotary_pos_emb[1][begin : begin + key.shape[0]]
-            key = apply_rotary_pos_emb(
-                key, angles, config=self.config, cp_group=self.pg_collection.cp
-            )
-        query, key, value, rotary_pos_emb, *rest = super()._adjust_key_value_for_inference(
-            inference_context, query, key, value, rotary_pos_emb, *others, **named
-        )
-        if inference_context is not None and rotary_pos_emb is not None:
-            rotary_pos_emb = (rotary_pos_emb[0], None)
-        return query, key, value, rotary_pos_emb, *rest
+            rotary_pos_emb = angles, angles
+        return query, key, value, rotary_pos_emb, self.attn_mask_type, None
 
 
 class _Split(torch.autograd.Function):
@@ -279,6 +272,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         self.position = (position,)
         self.backend, self.causal = backend, causal
         self.scale = softmax_scale
+        self.cache: KeyCache | None = None
+        """Keys and values of the text so far, while a text passes through piece by piece."""
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
@@ -306,9 +301,29 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
             packed_seq_params: Not used: Megatron's way to part documents.
             **unused: Further arguments of Megatron's interface.
         """
+        if self.cache is None:
+            out = self._attend(query, key, value, attention_mask=attention_mask)
+        else:
+            slopes = self.position[0].score_terms(query.device).get("slopes")
+            scale = self.scale or query.shape[3] ** -0.5
+            out = self.cache.attend(query, key, value, slopes, scale, self._attend)
+        return out.reshape(*out.shape[:2], -1)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        heads: slice | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the output [S, B, heads, D] of the queries, those of `heads` if not of all."""
         dropout = self.dropout if self.training else 0.0
         position = self.position[0]
         query, key = position.method.queries_and_keys(position.config, query, key)
+        terms = position.score_terms(query.device)
+        if heads is not None:
+            terms = {n: x[heads] if isinstance(x, Tensor) else x for n, x in terms.items()}
         # Tensor-parallel ranks hold different heads and must draw different masks, so dropout uses
         # the tracked generator that is seeded per tensor rank. Under sequence parallelism Megatron
         # has already forked it around all layers (megatron/core/transformer/transformer_block.py).
@@ -319,7 +334,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         if group.size() > 1:
             compute = functools.partial(context_attention, group=group)
         with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
-            out = compute(
+            return compute(
                 query,
                 key,
                 value,
@@ -328,9 +343,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
                 scale=self.scale,
                 dropout_p=dropout,
                 backend=self.backend,
-                **position.score_terms(query.device),
+                **terms,
             )
-        return out.reshape(*out.shape[:2], -1)
 
 
 # ---- checks ----

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig
+from pretrain.model.attention import CoreAttention
+from pretrain.model.cache import Kept, KeyCache
+from pretrain.model.reach import certificates
 from pretrain.topology import context_group, own_part
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Any]]
@@ -222,11 +225,14 @@ def is_reporting_rank() -> bool:
     return is_last and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-# ---- Generate tokens one after the other, with a cache of keys and values ----
-# Megatron's static inference context holds the cache, and its attention fills it; core attention
-# then sees a few queries behind many keys, which every position method can serve: score terms
-# depend on distances alone, rotated keys are cached rotated, and what is added to the embeddings is
-# looked up at the tokens' own positions. Shapes: B sequences, n tokens, V vocabulary.
+# ---- Pass texts through the model piece by piece, to generate or to score them ----
+# Each layer's core attention has a cache (`pretrain.model.cache`), and sees a few queries behind
+# many keys, which every position method can serve: score terms depend on distances alone, keys are
+# cached rotated, and what is added to the embeddings is looked up at the tokens' own positions.
+# Megatron's inference context tells its layers how many tokens came before.
+# Shapes: B sequences, n tokens, V vocabulary.
+PIECE = 2048
+"""Tokens of a long text that pass through the model at once."""
 
 
 def check_generation(config: RunConfig, length: int) -> None:
@@ -260,15 +266,32 @@ class Decoder:
     """Passes sequences through a model piece by piece, each token once.
 
     Args:
+        config: The run.
         chunk: The whole model, or a tensor-parallel rank's part of all layers. Switched to
             evaluation, in which it stays.
         batch_size: Sequences at once.
-        max_length: Tokens of each, the prompt's included, that the cache has room for.
+        max_length: The most tokens of each, the prompt's included.
     """
 
-    def __init__(self, chunk: GPTModel, batch_size: int, max_length: int) -> None:
+    def __init__(
+        self, config: RunConfig, chunk: GPTModel, batch_size: int, max_length: int
+    ) -> None:
         self.chunk = chunk.eval()
         self.context = StaticInferenceContext(batch_size, max_length)
+        self.layers = [m for m in chunk.modules() if isinstance(m, CoreAttention)]
+        self.groups = config.num_query_groups // config.parallel.tensor_model_parallel_size
+        self.reaches: list[list[float]] | None = None
+        """Certificate of each layer and key head in tokens; None for a method without reach."""
+        if config.position.bias == "slopes":
+            of_heads = certificates(config, chunk, max_length)
+            self.reaches = of_heads.unflatten(1, (self.groups, -1)).amax(2).tolist()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin new sequences."""
+        self.context.reset()
+        reaches = self.reaches or [None] * len(self.layers)
+        self.caches = [KeyCache(self.groups, of_layer) for of_layer in reaches]
 
     @torch.no_grad()
     def feed(self, tokens: Tensor) -> Tensor:
@@ -282,21 +305,63 @@ class Decoder:
         Returns:
             fp32 [B, V], the same on every rank.
         """
-        begin, count = self.context.sequence_len_offset, tokens.shape[1]
-        positions = torch.arange(begin, begin + count, device=tokens.device).expand_as(tokens)
-        logits: Tensor = self.chunk(
-            tokens,
-            positions,
-            None,
-            inference_context=self.context,
-            runtime_gather_output=True,
-        )
-        self.context.increment_sequence_len_offset(count)
+        for piece in tokens.split(PIECE, dim=1):
+            logits = self._pass(piece)
         return logits[:, -1].float()
 
-    def reset(self) -> None:
-        """Begin new sequences, in the same memory."""
-        self.context.reset()
+    @torch.no_grad()
+    def losses(self, tokens: Tensor) -> Tensor:
+        """Continue the sequences with all tokens but the last, and return the losses behind each.
+
+        For a position method with slopes.
+
+        All tensor-parallel ranks together, with the same tokens.
+
+        Args:
+            tokens: What follows what was fed before, and the token behind it, int64 [B, n + 1].
+
+        Returns:
+            In nats, fp32 [B, n].
+        """
+        assert self.reaches is not None, "a method without reach"
+        pieces = zip(tokens[:, :-1].split(PIECE, dim=1), tokens[:, 1:].split(PIECE, dim=1))
+        return torch.cat([self._pass(*piece).float() for piece in pieces], dim=1)
+
+    def _pass(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return the logits [B, 1, V] behind the last token, or with labels the losses [B, n]."""
+        begin, count = self.context.sequence_len_offset, tokens.shape[1]
+        if begin + count > self.context.max_sequence_length:
+            raise ValueError(
+                f"{begin + count:,} tokens: max_length = {self.context.max_sequence_length:,}"
+            )
+        positions = torch.arange(begin, begin + count, device=tokens.device).expand_as(tokens)
+        for layer, cache in zip(self.layers, self.caches):
+            layer.cache = cache
+        try:
+            out: Tensor = self.chunk(
+                tokens,
+                positions,
+                None,
+                labels=labels,
+                # With it Megatron computes no losses. It is there for the angles of rotated keys.
+                inference_context=self.context if labels is None else None,
+                runtime_gather_output=labels is None,
+            )
+        finally:
+            for layer in self.layers:
+                layer.cache = None
+        self.context.increment_sequence_len_offset(count)
+        return out
+
+    def kept(self) -> Kept:
+        """Return what the caches of all layers hold now."""
+        return Kept(*map(sum, zip(*(cache.kept() for cache in self.caches))))
+
+    def full_bytes(self) -> int:
+        """Return the bytes of the keys and values of all tokens so far."""
+        numbers = 2 * len(self.layers) * self.groups * self.layers[0].config.kv_channels
+        each = numbers * next(self.chunk.parameters()).element_size()
+        return each * self.context.sequence_len_offset * self.context.max_batch_size
 
 
 def greedy(decoder: Decoder, prompt: Tensor, count: int, vocab_size: int) -> Tensor:

@@ -73,17 +73,16 @@ def decode(config: RunConfig, state: dict[str, Tensor], tokens: Tensor, prompt: 
     """
     _, (chunk,) = _build_model_with(config, state)
     chunk.train()
-    decoder = Decoder(chunk, *tokens.shape)
+    decoder = Decoder(config, chunk, *tokens.shape)
     ends = [prompt, 3] + [1] * (tokens.shape[1] - prompt - 3)
     first = torch.stack([decoder.feed(piece) for piece in tokens.split(ends, dim=1)])
     decoder.reset()
     second = torch.stack([decoder.feed(piece) for piece in tokens.flip(1).split(ends, dim=1)])
-    layers = decoder.context.key_value_memory_dict.values()
-    return first, sum(x.nbytes for pair in layers for x in pair), second
+    return first, decoder.full_bytes(), second
 
 
 def generate(config: RunConfig, state: dict[str, Tensor], prompt: Tensor, count: int) -> Tensor:
     """Generate greedily."""
     _, (chunk,) = _build_model_with(config, state)
-    decoder = Decoder(chunk, len(prompt), prompt.shape[1] + count)
+    decoder = Decoder(config, chunk, len(prompt), prompt.shape[1] + count)
     return greedy(decoder, prompt, count, config.data.vocab_size)
