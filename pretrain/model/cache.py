@@ -217,7 +217,8 @@ class _Part:
         while self.host and first + self.host[0].shape[1] <= oldest:
             first += self.host.popleft().shape[1]
         keys, values = (x[..., (first - self.origin) // TILE :] for x in self.longest)
-        self.longest, self.origin = (keys, values), first
+        self.longest = (keys, values) if keys.shape[2] else None
+        self.origin = first
 
     def kept(self) -> Kept:
         """Return what is held now."""

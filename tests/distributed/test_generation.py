@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config import RunConfig
@@ -51,6 +52,20 @@ def test_every_step_has_the_logits_of_the_whole_text(pools, variant, tensor):
         assert size == 2 * 4 * layers * heads * 12 * 2 * LENGTH
 
 
+@pytest.mark.parametrize("variant", ["alibi-grouped", "alibi-list"])
+def test_a_long_text_in_pieces_has_the_losses_of_the_whole_text(pools, variant):
+    config = of_variant(variant, 8, {"tensor_model_parallel_size": 2})
+    state, model = dense(config)
+    tokens = torch.randint(0, 512, (2, 901), generator=torch.Generator().manual_seed(5))
+    logits = model(tokens[:, :-1]).detach()
+    expected = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+    for found, kept, full in pools(2).run(losses, config, state, tokens, 150):
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+        assert kept.fetches == 0
+        # The list has slopes of nearly 0, which see the whole text.
+        assert kept.device + kept.host < full * (0.6 if variant == "alibi-grouped" else 1)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_generation_takes_the_most_probable_token(pools, method):
     config = variant_config(method, 1)
@@ -86,3 +101,12 @@ def generate(config: RunConfig, state: dict[str, Tensor], prompt: Tensor, count:
     _, (chunk,) = _build_model_with(config, state)
     decoder = Decoder(config, chunk, len(prompt), prompt.shape[1] + count)
     return greedy(decoder, prompt, count, config.data.vocab_size)
+
+
+def losses(config: RunConfig, state: dict[str, Tensor], tokens: Tensor, piece: int) -> Any:
+    """Return the losses of a text that passes through in pieces, what is kept, and of all."""
+    _, (chunk,) = _build_model_with(config, state)
+    decoder = Decoder(config, chunk, len(tokens), tokens.shape[1] - 1)
+    starts = range(0, tokens.shape[1] - 1, piece)
+    found = [decoder.losses(tokens[:, start : start + piece + 1]) for start in starts]
+    return torch.cat(found, dim=1), decoder.kept(), decoder.full_bytes()
