@@ -63,7 +63,7 @@ def test_a_long_text_in_pieces_has_the_losses_of_the_whole_text(pools, variant):
         torch.testing.assert_close(found, expected, **TOLERANCE)
         assert kept.fetches == 0
         # The list has slopes of nearly 0, which see the whole text.
-        assert kept.device + kept.host < full * (0.6 if variant == "alibi-grouped" else 1)
+        assert kept.device + kept.host < full * (0.95 if variant == "alibi-grouped" else 1)
 
 
 @pytest.mark.parametrize("method", METHODS)
