@@ -90,7 +90,8 @@ class KeyCache:
             q = q_SBHD[:, :, heads]
             part.append(torch.stack([k_SBGD[:, :, part.groups], v_SBGD[:, :, part.groups]]))
             first = 0 if slopes is None else part.look_back(q, slopes[heads], scale)
-            outs.append(attend(q, *part.since(first), heads))
+            keys, values = part.since(first)
+            outs.append(attend(q, keys, values, heads))
             part.forget()
         return torch.cat(outs, dim=2)
 
@@ -175,6 +176,7 @@ class _Part:
         )
         first = self.origin + left_out.amin(dim=(0, 1)) * TILE
         position = torch.arange(self.total - count, self.total, device=first.device)
+        found: int
         found, window = torch.stack([first.amin(), (position - first).amax()]).tolist()
         self.window = max(self.window, window)
         back: list[Tensor] = []

@@ -280,18 +280,17 @@ class Decoder:
         self.context = StaticInferenceContext(batch_size, max_length)
         self.layers = [m for m in chunk.modules() if isinstance(m, CoreAttention)]
         self.groups = config.num_query_groups // config.parallel.tensor_model_parallel_size
-        self.reaches: list[list[float]] | None = None
+        self.reaches: Sequence[Sequence[float] | None] = [None] * len(self.layers)
         """Certificate of each layer and key head in tokens; None for a method without reach."""
         if config.position.bias == "slopes":
             of_heads = certificates(config, chunk, max_length)
-            self.reaches = of_heads.unflatten(1, (self.groups, -1)).amax(2).tolist()
+            self.reaches = of_heads.view(len(of_heads), self.groups, -1).amax(2).tolist()
         self.reset()
 
     def reset(self) -> None:
         """Begin new sequences."""
         self.context.reset()
-        reaches = self.reaches or [None] * len(self.layers)
-        self.caches = [KeyCache(self.groups, of_layer) for of_layer in reaches]
+        self.caches = [KeyCache(self.groups, of_layer) for of_layer in self.reaches]
 
     @torch.no_grad()
     def feed(self, tokens: Tensor) -> Tensor:
@@ -305,7 +304,7 @@ class Decoder:
         Returns:
             fp32 [B, V], the same on every rank.
         """
-        for piece in tokens.split(PIECE, dim=1):
+        for piece in torch.split(tokens, PIECE, dim=1):
             logits = self._pass(piece)
         return logits[:, -1].float()
 
@@ -323,9 +322,9 @@ class Decoder:
         Returns:
             In nats, fp32 [B, n].
         """
-        assert self.reaches is not None, "a method without reach"
-        pieces = zip(tokens[:, :-1].split(PIECE, dim=1), tokens[:, 1:].split(PIECE, dim=1))
-        return torch.cat([self._pass(*piece).float() for piece in pieces], dim=1)
+        assert None not in self.reaches, "a method without reach"
+        inputs, labels = (torch.split(x, PIECE, dim=1) for x in (tokens[:, :-1], tokens[:, 1:]))
+        return torch.cat([self._pass(*piece).float() for piece in zip(inputs, labels)], dim=1)
 
     def _pass(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the logits [B, 1, V] behind the last token, or with labels the losses [B, n]."""
@@ -360,8 +359,8 @@ class Decoder:
     def full_bytes(self) -> int:
         """Return the bytes of the keys and values of all tokens so far."""
         numbers = 2 * len(self.layers) * self.groups * self.layers[0].config.kv_channels
-        each = numbers * next(self.chunk.parameters()).element_size()
-        return each * self.context.sequence_len_offset * self.context.max_batch_size
+        each: int = numbers * next(self.chunk.parameters()).element_size()
+        return each * int(self.context.sequence_len_offset * self.context.max_batch_size)
 
 
 def greedy(decoder: Decoder, prompt: Tensor, count: int, vocab_size: int) -> Tensor:
