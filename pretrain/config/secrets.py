@@ -12,13 +12,16 @@ from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
 _SECRET = re.compile(
-    r"AUTH|AUTHORIZATION|BEARER|COOKIE|CREDS?|HMAC|JWT|KEYS?|LOGIN|OTP|PASS|PASSCODE|PASSWORDS|PAT"
-    r"|PSK|PSW|PW|PWD|SAS|USERPWD|WEBHOOK"
+    r"AUTH|AUTHORIZATION|BEARER|COOKIE|CREDS?|JWT|KEYS?|LOGIN|OTP|PASS|PASSCODE|PASSWORDS|PAT"
+    r"|PSK|PSW|PW|PWD|USERPWD|WEBHOOK"
     # At the end of a word: MYTOKEN, PGPASSWORD, but not COMPASS or MONKEY.
     r"|.*((ACCESS|ACCOUNT|API|AUTH|PRIVATE|SECRET)KEY|CREDENTIALS?|(DB|USER)PASS|PASSPHRASE|PASSWD|PASSWORD)"
-    r"|.*(SECRETS?|SIGNATURE|TOKEN)"
+    r"|.*(SECRETS?|TOKEN)"
 )
 """A name with such a word in it is a secret's: MY_PASS, GH_PAT, HF_AUTH."""
+_SECRET_IN_URL = re.compile(r"HMAC|SAS|.*SIGNATURE")
+"""So is a parameter of a URL with one of these. Of a variable they are as a rule a switch, such as
+VERIFY_SIGNATURE=1; a shared access signature as its value is known by its `&sig=`."""
 PLACES = {"DIR", "DIRECTORY", "FILE", "FILES", "HOME", "PATH", "SIZE", "SOCK", "SOCKET"}
 """A name that ends with one of these words says where a secret is, or how long: SSH_AUTH_SOCK."""
 NO_SECRETS = {"PWD", "OLDPWD", "HF_HUB_DISABLE_IMPLICIT_TOKEN", "MAX_TOKEN", "NUM_TOKEN"}
@@ -67,6 +70,8 @@ def is_credential(name: str, *, in_url: bool = False) -> bool:
     if in_url and len(words) > 1:
         pairs = zip(["", *words], words, strict=False)
         words = [word for of, word in pairs if word not in ("KEY", "KEYS") or of in _OF_KEYS]
+    if in_url and any(map(_SECRET_IN_URL.fullmatch, words)):
+        return True
     return any(_SECRET.fullmatch(word) and not (in_url and word == "LOGIN") for word in words)
 
 
