@@ -28,8 +28,11 @@ from pretrain.data.clean import (
     Candidates,
     Cleaner,
     HeldOut,
+    Part,
+    count_buckets,
     duplicate_keys,
-    find_duplicates,
+    join_repeated,
+    repeated_in_bucket,
     save_keys,
     sequence_hashes,
 )
@@ -106,13 +109,16 @@ def seconds_of_find_duplicates() -> float:
     """Return the time to compare the keys of KEYS documents in 20 tasks, a tenth duplicates."""
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as directory:
-        paths = [Path(directory) / f"{task}.npy" for task in range(20)]
+        paths = [Path(directory) / f"{task}" for task in range(20)]
         for path in paths:
             table = random.integers(0, 2**64, (KEYS // 20, 1 + BANDS), dtype=np.uint64)
             table[::10] = table[0]
             save_keys(path, list(table), "near")
         start = time.perf_counter()
-        find_duplicates(paths)
+        parts = [Part(path, 0, path.stat().st_size) for path in paths]
+        buckets = count_buckets(parts, "near")
+        found = (repeated_in_bucket(parts, "near", bucket, buckets) for bucket in range(buckets))
+        join_repeated(parts, "near", found)
         return time.perf_counter() - start
 
 

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -269,39 +269,50 @@ def save_keys(path: Path, keys: Sequence[Hashes], mode: Mode) -> None:
     each stands its entry: document * columns + column.
 
     Args:
-        path: Where to write a .npy file of uint32[3, documents * columns]: the keys, of two
-            uint32 each, fill the first two rows, their entries the third.
+        path: Where to write uint32[3, documents * columns]: the keys, of two uint32 each, fill the
+            first two rows, their entries the third.
         keys: What `duplicate_keys` returned for each document, in stream order. May be empty.
         mode: The mode they were made with.
     """
     flat = np.array(keys, "<u8").reshape(len(keys) * _columns(mode))
     order = np.argsort(flat, kind="stable")
     halves = flat[order].view("<u4").reshape(2, -1)
-    with path.open("wb") as file:
-        np.save(file, np.concatenate([halves, order.astype("<u4")[None]]))
+    np.concatenate([halves, order.astype("<u4")[None]]).tofile(path)
 
 
-def _load_keys(path: Path) -> tuple[Hashes, npt.NDArray[np.uint32]]:
+class Part(NamedTuple):
+    """Where something stands in a file."""
+
+    path: Path
+    start: int
+    size: int
+    """In bytes."""
+
+
+def _load_keys(part: Part) -> tuple[Hashes, npt.NDArray[np.uint32]]:
     """Map the sorted keys of a task and their entries."""
-    table = np.load(path, mmap_mode="r")
+    if not part.size:
+        return np.empty(0, "<u8"), np.empty(0, "<u4")
+    shape = (3, part.size // _KEY_BYTES)
+    table = np.memmap(part.path, "<u4", "r", part.start, shape)
     return table[:2].reshape(-1).view("<u8"), table[2]
 
 
-def count_buckets(paths: Sequence[Path], mode: Mode) -> int:
-    """Return into how many buckets the keys of all tasks are cut, from the sizes of their files.
+def count_buckets(parts: Sequence[Part], mode: Mode) -> int:
+    """Return into how many buckets the keys of all tasks are cut, from their sizes.
 
     Args:
-        paths: The files of `save_keys`.
+        parts: What `save_keys` wrote.
         mode: The mode they were made with.
     """
     columns = _columns(mode)
-    documents = sum(path.stat().st_size for path in paths) / (_KEY_BYTES * columns)
+    documents = sum(part.size for part in parts) / (_KEY_BYTES * columns)
     most = (_KEY_BYTES + _FOUND_BYTES) * columns + _SORTED_BYTES
     return math.ceil(documents * most / COMPARED_BYTES)
 
 
 def repeated_in_bucket(
-    paths: Sequence[Path], mode: Mode, bucket: int, buckets: int
+    files: Sequence[Part], mode: Mode, bucket: int, buckets: int
 ) -> npt.NDArray[np.uint64]:
     """Return the documents of which a key in this bucket is also a key of an earlier document.
 
@@ -316,7 +327,7 @@ def repeated_in_bucket(
     for each column.
 
     Args:
-        paths: The files of `save_keys` in stream order, all of one mode.
+        files: What `save_keys` wrote, in stream order, all of one mode.
         mode: The mode they were made with.
         bucket: Which one, below `buckets`.
         buckets: Into how many equal ranges the keys are cut.
@@ -327,8 +338,8 @@ def repeated_in_bucket(
     columns, start, parts = _columns(mode), np.uint64(0), []
     low, end = ((place << 64) // buckets for place in (bucket, bucket + 1))
     # One file is open at a time: a corpus has more tasks than a process may have open files.
-    for path in paths:
-        keys, entries = _load_keys(path)
+    for file in files:
+        keys, entries = _load_keys(file)
         first = int(np.searchsorted(keys, np.uint64(low)))
         last = int(np.searchsorted(keys, np.uint64(end - 1), "right"))
         if first < last:
@@ -352,21 +363,21 @@ def repeated_in_bucket(
 
 
 def join_repeated(
-    paths: Sequence[Path], mode: Mode, found: Iterable[npt.NDArray[np.uint64]]
+    files: Sequence[Part], mode: Mode, found: Iterable[npt.NDArray[np.uint64]]
 ) -> list[npt.NDArray[np.bool_]]:
     """Return for each task and each of its documents whether an earlier document shares a key.
 
     Memory: a byte for each document of the corpus.
 
     Args:
-        paths: The files of `save_keys` in stream order, all of one mode.
+        files: What `save_keys` wrote, in stream order, all of one mode.
         mode: The mode they were made with.
         found: What `repeated_in_bucket` returned for each bucket.
 
     Returns:
         bool[documents] of each file.
     """
-    ends = np.cumsum([len(_load_keys(path)[1]) // _columns(mode) for path in paths])
+    ends = np.cumsum([file.size // (_KEY_BYTES * _columns(mode)) for file in files])
     repeated = np.zeros(int(ends[-1]), np.bool_)
     for documents in found:
         repeated[documents] = True
@@ -450,11 +461,11 @@ class Candidates:
         path.write_text("\n".join(map(json.dumps, lines)))
 
 
-def choose_held_out(paths: Sequence[Path], fraction: float) -> dict[int, str]:
+def choose_held_out(files: Iterable[Iterable[str | bytes]], fraction: float) -> dict[int, str]:
     """Choose what one corpus holds out, from the files that `Candidates.save` wrote for its tasks.
 
     Args:
-        paths: One file of each task of the corpus. Their order does not matter.
+        files: The lines of one file of each task of the corpus. Their order does not matter.
         fraction: data.validation_fraction.
 
     Returns:
@@ -462,13 +473,13 @@ def choose_held_out(paths: Sequence[Path], fraction: float) -> dict[int, str]:
         them has to be left out of training. Empty if the corpus does not have two different texts.
     """
     whole = Candidates(0)
-    for path in paths:
-        with path.open() as file:
-            whole.max_bytes, documents, last, limit = json.loads(file.readline())
-            whole.documents, whole.last = whole.documents + documents, max(whole.last, last)
-            whole.cut(limit)
-            for place, text in map(json.loads, file):
-                whole.keep(place, text.encode("utf-8", "surrogatepass"))
+    for lines in files:
+        head, *texts = map(json.loads, lines)
+        whole.max_bytes, documents, last, limit = head
+        whole.documents, whole.last = whole.documents + documents, max(whole.last, last)
+        whole.cut(limit)
+        for place, text in texts:
+            whole.keep(place, text.encode("utf-8", "surrogatepass"))
     # The last text is left for training.
     whole.cut(whole.last)
     chosen = whole.kept()[: max(1, int(fraction * whole.documents))]
@@ -572,9 +583,9 @@ class HeldOut:
         """Write which held-out sequences `note` has found, one bit for each."""
         path.write_bytes(np.packbits(self._seen).tobytes())
 
-    def merge_seen(self, path: Path) -> None:
+    def merge_seen(self, content: bytes) -> None:
         """Add what `save_seen` wrote in another process that loaded the same held-out sequences."""
-        bits = np.frombuffer(path.read_bytes(), np.uint8)
+        bits = np.frombuffer(content, np.uint8)
         self._seen |= np.unpackbits(bits, count=len(self._seen)).astype(np.bool_)
 
     @property

@@ -510,6 +510,7 @@ def finish_split(
     directory: str | Path,
     tasks: Sequence[TaskShards],
     written_to: Callable[[TaskShards], Path] | None = None,
+    read: Callable[[Path, str], bytes] = lambda source, name: (source / name).read_bytes(),
     /,
     *,
     split: Split,
@@ -530,6 +531,7 @@ def finish_split(
         tasks: In the order of the token stream, their numbers increasing.
         written_to: Returns where a task wrote its shards, which stay there. By default that is
             `directory`, and they lose the names under which they were written.
+        read: Returns the content of a file of checksums in such a folder.
         split: train or validation.
         tokenizer: File name of the tokenizer.
         tokenizer_sha256: Hex digest of that file.
@@ -557,7 +559,12 @@ def finish_split(
                 numbers[shard.corpus] += 1
                 (place if written_to else Path.rename)(source / shard.name, directory / name)
                 shards.append(shard.model_copy(update={"name": name}))
-            content = _checksums(source, task)
+            content = read(source, task.checksums)
+            if xxhash.xxh3_128_hexdigest(content) != task.checksums_xxh3_128:
+                raise RunFailed(
+                    f"{source / task.checksums}: damaged since it was written. Look at the disk, "
+                    "then run the command again, which makes it anew"
+                )
             joined.update(content)
             file.write(content)
     manifest = Manifest(
@@ -583,18 +590,6 @@ def finish_split(
     flush_directory(directory)
     # What a reader would refuse is refused here.
     return parse_manifest(manifest.text().encode(), directory / MANIFEST)
-
-
-def _checksums(source: Path, task: TaskShards) -> bytes:
-    """Return the checksums that a task wrote into `source`, or raise RunFailed if they changed."""
-    path = source / task.checksums
-    content = path.read_bytes()
-    if xxhash.xxh3_128_hexdigest(content) != task.checksums_xxh3_128:
-        raise RunFailed(
-            f"{path}: damaged since it was written. Look at the disk, then run the command again, "
-            "which makes it anew"
-        )
-    return content
 
 
 def place(source: Path, target: Path) -> None:

@@ -396,7 +396,7 @@ def test_a_large_corpus_is_sampled_evenly_and_within_the_bound(tmp_path):
         for i, text in enumerate(texts):
             sampler.add(i, text)
         sampler.save(tmp_path / f"{kept}")
-    found = [list(read_sample(p, total // 10, set())) for p in sorted(tmp_path.iterdir())]
+    found = [list(read_sample(p.open(), total // 10, set())) for p in sorted(tmp_path.iterdir())]
     # What is taken does not depend on how much more was kept.
     assert found[0] == found[1]
     taken = [int(line.split()[1]) for line in found[0]]

@@ -16,6 +16,7 @@ from pretrain.data.clean import (
     ROWS,
     SHINGLE_WORDS,
     Mode,
+    Part,
     duplicate_keys,
     join_repeated,
     repeated_in_bucket,
@@ -25,15 +26,16 @@ from pretrain.data.clean import (
 WORDS = [f"w{n}" for n in range(3000)]
 
 
-def saved(directory: Path, tables: list[np.ndarray]) -> list[Path]:
-    paths = []
+def saved(directory: Path, tables: list[np.ndarray]) -> list[Part]:
+    parts = []
     for number, table in enumerate(tables):
-        paths.append(directory / f"{number}.npy")
-        save_keys(paths[-1], list(table), "exact" if table.shape[1] == 1 else "near")
-    return paths
+        path = directory / f"{number}"
+        save_keys(path, list(table), "exact" if table.shape[1] == 1 else "near")
+        parts.append(Part(path, 0, path.stat().st_size))
+    return parts
 
 
-def find_duplicates(paths: list[Path], mode: Mode, buckets: int = 1) -> list[np.ndarray]:
+def find_duplicates(paths: list[Part], mode: Mode, buckets: int = 1) -> list[np.ndarray]:
     found = (repeated_in_bucket(paths, mode, bucket, buckets) for bucket in range(buckets))
     return join_repeated(paths, mode, found)
 
@@ -86,8 +88,8 @@ def test_a_stream_may_have_more_tasks_than_a_process_may_open_files(tmp_path: Pa
 
 def test_exact_duplicates_are_equal_texts(tmp_path: Path) -> None:
     texts = ["a b", "a  b", "A b", "a b", "", "", "a b ", "\ud800", "\ud800"]
-    save_keys(tmp_path / "keys", [duplicate_keys(t, "exact") for t in texts], "exact")
-    [found] = find_duplicates([tmp_path / "keys"], "exact")
+    keys = np.stack([duplicate_keys(t, "exact") for t in texts])
+    [found] = find_duplicates(saved(tmp_path, [keys]), "exact")
     assert found.tolist() == [t in texts[:i] for i, t in enumerate(texts)]
 
 

@@ -37,7 +37,7 @@ def ours(directory: Path, tasks: Iterable[list[str]], fraction: float, max_bytes
             assert candidates.add(text) == xxhash.xxh3_64_intdigest(text.encode())
         paths.append(directory / f"{number}")
         candidates.save(paths[-1])
-    return [*choose_held_out(paths, fraction).values()]
+    return [*choose_held_out(map(Path.open, paths), fraction).values()]
 
 
 def split(rng: random.Random, texts: list[str]) -> list[list[str]]:

@@ -113,7 +113,7 @@ def test_every_count_is_that_of_sets_of_tuples(
     whole = HeldOut.load(tmp_path / "held_out")
     for worker in workers:
         worker.save_seen(tmp_path / "seen")
-        whole.merge_seen(tmp_path / "seen")
+        whole.merge_seen((tmp_path / "seen").read_bytes())
     assert whole.leakage == pytest.approx(naive.leakage, rel=1e-12)
 
 

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,9 +35,9 @@ from pretrain.config.errors import free_bytes, size
 from pretrain.config.schema import WORDS, DataSection
 from pretrain.data import sources
 from pretrain.data.build.folder import (
+    DUPLICATES,
     HELD_OUT_HASHES,
     HELD_OUT_SEQUENCES,
-    RECORD,
     REPEATED,
     SPLITS,
     BuildFolder,
@@ -53,7 +53,9 @@ from pretrain.data.build.folder import (
     make_plan,
     output,
     piece_sizes,
+    read_packed,
     read_plan,
+    read_record,
     remove_build,
     save_plan,
     task_sizes,
@@ -107,7 +109,6 @@ from pretrain.rundir.files import (
     flush_directory,
     make_directory,
     publish_directory,
-    read_json,
     read_text,
     replace_file,
 )
@@ -320,7 +321,7 @@ class Merger:
         self.folder, self.plan, self.tokenizer = folder, plan, tokenizer
         self.names = [task.corpus for task in plan.all_tasks()]
         self.num_train = len(plan.tasks["train"])
-        self.records = [read_json(folder.scan(rank) / RECORD) for rank in range(len(self.names))]
+        self.records = [read_record(folder.scan(rank)) for rank in range(len(self.names))]
 
     def run(self) -> None:
         """Write and publish the output of the merge.
@@ -368,17 +369,23 @@ class Merger:
 
     # ---- held-out documents ----
     def _scanned(self, task: int) -> np.ndarray:
-        found: np.ndarray = np.load(self.folder.scan(task) / "documents.npy")
+        found: np.ndarray = np.load(read_packed(self.folder.scan(task), "documents.npy"))
         return found
+
+    def _sample(self, task: int) -> Iterable[bytes]:
+        return read_packed(self.folder.scan(task), "sample.jsonl")
 
     def _choose_held_out(self) -> list[_HeldOutDocument]:
         """Return the documents that are held out by hash, in the order of the stream."""
         candidates: dict[str, list[Path]] = {}
         for rank in range(self.num_train):
-            if (path := self.folder.scan(rank) / "candidates").exists():
-                candidates.setdefault(self.names[rank], []).append(path)
+            if "candidates" in self.records[rank]["packed"]:
+                candidates.setdefault(self.names[rank], []).append(self.folder.scan(rank))
         fraction = self.plan.data.validation_fraction
-        chosen = {name: choose_held_out(paths, fraction) for name, paths in candidates.items()}
+        chosen = {
+            name: choose_held_out((read_packed(task, "candidates") for task in tasks), fraction)
+            for name, tasks in candidates.items()
+        }
         common = self._boilerplate([text for texts in chosen.values() for text in texts.values()])
         return [
             document
@@ -397,7 +404,7 @@ class Merger:
         sample = (
             chunk
             for rank, most in self._sample_sizes()
-            for chunk in read_sample(self.folder.scan(rank) / "sample.jsonl", most)
+            for chunk in read_sample(self._sample(rank), most)
         )
         is_common = HeldOut.from_texts(texts).common(sample)
         return {text for text, common in zip(texts, is_common) if common}
@@ -494,11 +501,10 @@ class Merger:
         if self.plan.cleaning.deduplicate != "none":
             files = key_files(self.folder)
             buckets = map(self.folder.compare, range(count_buckets(*files)))
-            repeated = join_repeated(*files, (np.load(b / REPEATED) for b in buckets))
-            for rank, mask in zip(ranks, repeated):
-                if mask.any():
-                    np.save(path / f"duplicates-{rank:06d}.npy", mask)
-                    left_out[rank] = mask
+            found = (np.load(read_packed(bucket, REPEATED)) for bucket in buckets)
+            repeated = join_repeated(*files, found)
+            np.save(path / DUPLICATES, np.concatenate(repeated))
+            left_out = {rank: mask for rank, mask in zip(ranks, repeated) if mask.any()}
         if not self.tokenizer and len(hashes):
             for rank in ranks:
                 mask = np.isin(self._scanned(rank)["hash"], hashes)
@@ -519,7 +525,7 @@ class Merger:
                 texts = enumerate(read_again(self.folder, rank))
                 yield from (text for index, text in texts if index not in out)
             else:
-                yield from read_sample(self.folder.scan(rank) / "sample.jsonl", most, out)
+                yield from read_sample(self._sample(rank), most, out)
 
     # ---- what follows ----
     def _token_tasks(self, held_out: list[_HeldOutDocument], head: int) -> list[TokenTask]:
@@ -529,10 +535,11 @@ class Merger:
         validation += [(self.names.index(n), True) for n in {self.names[d.task] for d in held_out}]
         order = list(self.plan.corpora())
         validation.sort(key=lambda each: (order.index(self.names[each[0]]), each[1]))
+        firsts = accumulate((int(record["documents"]) for record in self.records), initial=0)
         return [
             *(
-                TokenTask("train", rank, rank, False, head if rank == cut else 0)
-                for rank in range(self.num_train)
+                TokenTask("train", rank, rank, False, head if rank == cut else 0, first)
+                for rank, first in zip(range(self.num_train), firsts)
             ),
             *(
                 TokenTask("validation", number, rank, holds_out)
@@ -565,7 +572,7 @@ def finish(folder: BuildFolder, plan: Plan) -> None:
         RunFailed: if the checksums of a task are damaged.
     """
     tasks = load_token_tasks(folder)
-    records = [read_json(folder.tokens(t.split, t.number) / RECORD, most=None) for t in tasks]
+    records = [read_record(folder.tokens(t.split, t.number)) for t in tasks]
     report = _report(folder, plan, tasks, records)
     if not report["train"]["tokens"]:
         raise ConfigError(
@@ -578,7 +585,7 @@ def finish(folder: BuildFolder, plan: Plan) -> None:
     source = find_tokenizer(folder.merge)
     place(source, folder.data / source.name)
     tokenizer = load_tokenizer(folder.data / source.name)
-    files = {source.name: read_json(folder.merge / RECORD, most=None)["files"][source.name]}
+    files = {source.name: read_record(folder.merge)["files"][source.name]}
     for split in SPLITS:
         own = [record for task, record in zip(tasks, records) if task.split == split]
         files |= _finish_split(folder, split, plan, own, tokenizer)
@@ -611,6 +618,7 @@ def _finish_split(
         final,
         written,
         lambda task: folder.tokens(split, task.task),
+        lambda source, name: read_packed(source, name).getvalue(),
         split=split,
         tokenizer=tokenizer.file_name,  # type: ignore[arg-type]  # one of TOKENIZER_FILES
         tokenizer_sha256=tokenizer.fingerprint,
@@ -625,7 +633,7 @@ def _finish_split(
 
 def _report(folder: BuildFolder, plan: Plan, tasks: list[TokenTask], records: list[Json]) -> Json:
     """Return the counts of every step by corpus, the totals of both splits, and the leakage."""
-    scans = [read_json(folder.scan(rank) / RECORD) for rank in range(len(plan.all_tasks()))]
+    scans = [read_record(folder.scan(rank)) for rank in range(len(plan.all_tasks()))]
     done = [(task.split, record) for task, record in zip(tasks, records)]
     report: Json = {"corpora": {}, "leakage": _leakage(folder, tasks)}
     report |= {split: _totals([r for of, r in done if of == split]) for split in SPLITS}
@@ -659,7 +667,8 @@ def _leakage(folder: BuildFolder, tasks: list[TokenTask]) -> Json:
     found = HeldOut.load(folder.merge / HELD_OUT_SEQUENCES)
     for task in tasks:
         if task.split == "train":
-            found.merge_seen(folder.tokens(task.split, task.number) / "seen")
+            seen = read_packed(folder.tokens(task.split, task.number), "seen")
+            found.merge_seen(seen.getvalue())
     return {"after": found.leakage, "sequences": found.sequences}
 
 

@@ -3,10 +3,10 @@
 .building-NAME/
   lock             held by the process that builds; says which
   plan.jsonl       the settings, a line for each task and each file of the corpus
-  scan/TTTTTT/     what a task's documents are; record.json is written last
-  compare/TTTTTT/  which documents a bucket of keys shows to be duplicates; record.json
-  merge/           tokenizer, held-out documents, duplicates; record.json
-  tokens/SPLIT-TTTTTT/   the shards of a task; record.json
+  scan/TTTTTT/     what a task's documents are, packed into its record
+  compare/TTTTTT/  which documents a bucket of keys shows to be duplicates, packed into its record
+  merge/           tokenizer, held-out documents, duplicates; record
+  tokens/SPLIT-TTTTTT/   the shards and the index of a task; record
   data/            the data set, until it gets its name: further names of what is in tokens/
   logs/            which tasks the jobs of an array do, the error that ended it, and the jobs' logs
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -26,13 +27,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import xxhash
 
-from pretrain.config import ConfigError, RunConfig
+from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.run import is_url
 from pretrain.config.schema import WORDS, CleaningSection, DataSection
 from pretrain.data import sources
-from pretrain.data.clean import Mode
+from pretrain.data.clean import Mode, Part
 from pretrain.data.files import look
-from pretrain.data.shards import FORMAT_VERSION, Split, sealed, unsealed
+from pretrain.data.shards import FORMAT_VERSION, Split
 from pretrain.data.sources import Corpus, Piece, Task
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import UNSUPPORTED
@@ -46,10 +47,8 @@ from pretrain.rundir.files import (
     new_directory,
     new_file,
     read_json,
-    read_text,
-    replace_file,
 )
-from pretrain.rundir.trust import check_above, check_own_directory, open_trusted, read_trusted
+from pretrain.rundir.trust import check_above, check_own_directory, open_trusted
 
 Stage = Literal["scan", "compare", "tokenize"]
 
@@ -173,17 +172,20 @@ def remove_build(folder: BuildFolder) -> None:
 
 # ---- Publish a task's output as one folder, and prove later that it is still what was written ----
 # A task writes into a folder of its own, hidden and unique, so that two processes that happen to do
-# the same task do not meet. It writes record.json last, sealed, with the size and the XXH3-128 of
+# the same task do not meet. It writes its record last, sealed, with the size and the XXH3-128 of
 # every file, flushes everything to the disk and gives the folder its name in one rename.
+#
+# What only later stages read is packed into the record: behind its line of JSON stand the files of
+# the folder PACKED. At 39,000 tasks a file more of each is a burden to a shared file system.
 #
 # A command reads every byte that an earlier one has left before it goes on. What its own tasks have
 # written it believes by the record and the sizes: at 10^12 tokens one node would read 2 TB.
 
 
-RECORD = "record.json"
+RECORD, PACKED = "record", "packed"
 REPEATED = "repeated.npy"
 """What a task of the compare stage has found."""
-_CHUNK = 1 << 22
+_CHUNK, _ALIGNMENT = 1 << 22, 64
 
 
 @contextlib.contextmanager
@@ -194,11 +196,13 @@ def output(final: Path) -> Iterator[tuple[Path, Json]]:
 
     Whoever published the same task before has written the same bytes: then this one is removed.
     """
-    record: Json = {"files": {}}
+    record: Json = {"files": {}, "packed": {}}
     try:
         with new_directory(final) as path:
+            (path / PACKED).mkdir()
             yield path, record
-            files = sorted(p for p in path.rglob("*") if p.is_file())
+            _pack(path / PACKED, record)
+            files = sorted(p for p in path.rglob("*") if p.is_file() and p.parent.name != PACKED)
             for file in files:
                 name = str(file.relative_to(path))
                 if name not in record["files"]:
@@ -206,7 +210,7 @@ def output(final: Path) -> Iterator[tuple[Path, Json]]:
                 flush_file(file)
             for directory in {file.parent for file in files} - {path}:
                 flush_directory(directory)
-            replace_file(path / RECORD, sealed(record), durable=True)
+            _write_record(path, record)
             flush_directory(path)
     except OSError:
         if not is_done(final):
@@ -221,13 +225,78 @@ def is_done(final: Path, *, read: bool = True) -> bool:
         read: Read every byte; otherwise look at the record and the sizes.
     """
     try:
-        record = unsealed(read_text(final / RECORD, most=None))
-        return record is not None and all(
-            (final / name).stat().st_size == size and (not read or digest(final / name) == expected)
-            for name, (size, expected) in record["files"].items()
-        )
+        with (final / RECORD).open("rb") as file:
+            line = file.readline()
+        record, begin = _unsealed(0, line), _aligned(len(line))
+        if record is None:
+            return False
+        parts = [(final / name, 0, *each) for name, each in record["files"].items()]
+        parts += [(final / RECORD, begin + at, *each) for at, *each in record["packed"].values()]
+        ends: dict[Path, int] = {final / RECORD: begin}
+        for path, start, size, expected in parts:
+            ends[path] = max(ends.get(path, 0), start + size)
+            if read and digest(path, start, start + size) != expected:
+                return False
+        return all(path.stat().st_size == end for path, end in ends.items())
     except OSError:
         return False
+
+
+def _aligned(size: int) -> int:
+    return size + -size % _ALIGNMENT
+
+
+def _pack(folder: Path, record: Json) -> None:
+    """Note in a record where the files of a folder will stand behind it."""
+    end = 0
+    for file in sorted(folder.iterdir()):
+        size = file.stat().st_size
+        record["packed"][file.name] = [end, size, digest(file)]
+        end = _aligned(end + size)
+
+
+def _write_record(path: Path, record: Json) -> None:
+    """Write the record of a task, with what is packed behind it."""
+    with new_file(path / RECORD, durable=True) as partial, partial.open("xb") as file:
+        file.write(_sealed_line(0, record))
+        start = _aligned(file.tell())
+        file.truncate(start)
+        for name, (at, *_) in record["packed"].items():
+            file.seek(start + at)
+            file.write((path / PACKED / name).read_bytes())
+    shutil.rmtree(path / PACKED)
+
+
+def _record(final: Path) -> tuple[Json, int]:
+    """Return the record of a task that is done, and where in its file the packed ones begin."""
+    with (final / RECORD).open("rb") as file:
+        line = file.readline()
+    if (record := _unsealed(0, line)) is None:
+        raise RunFailed(
+            f"{final / RECORD}: damaged since it was written. Look at the disk, then run the "
+            "command again, which makes it anew"
+        )
+    return record, _aligned(len(line))
+
+
+def read_record(final: Path) -> Json:
+    """Return the record of a task that is done."""
+    return _record(final)[0]
+
+
+def packed(final: Path, name: str) -> Part:
+    """Return where a file stands that is packed into the record of a task."""
+    record, begin = _record(final)
+    at, size, _ = record["packed"][name]
+    return Part(final / RECORD, begin + at, size)
+
+
+def read_packed(final: Path, name: str) -> io.BytesIO:
+    """Return the content of a file that is packed into the record of a task."""
+    path, start, size = packed(final, name)
+    with path.open("rb") as file:
+        file.seek(start)
+        return io.BytesIO(file.read(size))
 
 
 def clear(final: Path) -> None:
@@ -252,6 +321,8 @@ def digest(path: Path, start: int = 0, end: int | None = None) -> str:
 
 
 HELD_OUT_SEQUENCES, HELD_OUT_HASHES = "held-out.bin", "held-out-hashes.npy"
+DUPLICATES = "duplicates.npy"
+"""Whether a document of training stood before, of all of them in the order of the stream."""
 
 
 class TokenTask(NamedTuple):
@@ -266,11 +337,14 @@ class TokenTask(NamedTuple):
     """Its documents are those that the merge has held out of a corpus."""
     head: int = 0
     """Characters of its first document that are trained on, if that one is cut in two; or 0."""
+    first: int = 0
+    """Documents that the scan has found in the tasks before the planned one."""
 
 
 def load_token_tasks(folder: BuildFolder) -> list[TokenTask]:
     """Return the tasks of the tokenize stage, which the merge has listed; those of train first."""
-    record = json.loads(read_trusted(folder.merge / RECORD, most=None))
+    with open_trusted(folder.merge / RECORD) as file:
+        record = _unsealed_line(folder.merge / RECORD, 0, file.readline())
     return [TokenTask(*each) for each in record["token_tasks"]]
 
 
@@ -413,11 +487,19 @@ def _sealed_line(number: int, content: Any) -> bytes:
     return xxhash.xxh3_64_hexdigest(text, number).encode() + b" " + text + b"\n"
 
 
-def _unsealed_line(path: Path, number: int, line: bytes) -> Any:
+def _unsealed(number: int, line: bytes) -> Any:
+    """Return the content of a line; None if it is not as it was written."""
     seal, _, text = line.removesuffix(b"\n").partition(b" ")
     if xxhash.xxh3_64_hexdigest(text, number).encode() != seal or not line.endswith(b"\n"):
-        raise _damaged_plan(path, number)
+        return None
     return json.loads(text)
+
+
+def _unsealed_line(path: Path, number: int, line: bytes) -> Any:
+    content = _unsealed(number, line)
+    if content is None:
+        raise _damaged_plan(path, number)
+    return content
 
 
 def _damaged_plan(path: Path, line: int) -> ConfigError:
@@ -508,21 +590,21 @@ def load_task(folder: BuildFolder, number: int) -> TaskPlan:
     )
 
 
-def key_files(folder: BuildFolder) -> tuple[list[Path], Mode]:
-    """Return the files of keys that a scan has written, in stream order, and their mode."""
+def key_files(folder: BuildFolder) -> tuple[list[Part], Mode]:
+    """Return where a scan has written the keys of its tasks, in stream order, and their mode."""
     with open_trusted(folder.plan) as file:
         content = _unsealed_line(folder.plan, 0, file.readline())
     mode = CleaningSection.model_validate_json(content["cleaning"]).deduplicate
     assert mode != "none"
-    return [folder.scan(rank) / "keys.npy" for rank in range(content["num_train"])], mode
+    return [packed(folder.scan(rank), "keys") for rank in range(content["num_train"])], mode
 
 
 def with_digests(folder: BuildFolder, plan: Plan) -> dict[Split, list[File]]:
     """Return the files of a plan with the digests that the scan has made of them so far."""
     digests: dict[str, set[tuple[int, int, str]]] = {}
     for rank, task in enumerate(plan.all_tasks()):
-        record = read_json(folder.scan(rank) / RECORD)
-        for piece, found in zip(task.pieces, record.get("digests", [])):
+        record = read_record(folder.scan(rank))
+        for piece, found in zip(task.pieces, record["digests"]):
             digests.setdefault(piece.path, set()).update(tuple(each) for each in found)
     return {
         split: [f._replace(digests=tuple(sorted(digests.get(f.path, ())))) for f in files]

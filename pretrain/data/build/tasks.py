@@ -36,8 +36,10 @@ from pretrain.config import ConfigError, NoSpace, RunFailed, writing
 from pretrain.config.run import is_url
 from pretrain.data import sources
 from pretrain.data.build.folder import (
+    DUPLICATES,
     HELD_OUT_HASHES,
     HELD_OUT_SEQUENCES,
+    PACKED,
     REPEATED,
     BuildFolder,
     Stage,
@@ -49,6 +51,7 @@ from pretrain.data.build.folder import (
     load_task,
     load_token_tasks,
     output,
+    read_packed,
     too_many_skipped,
 )
 from pretrain.data.clean import (
@@ -152,7 +155,8 @@ def do_task(folder: BuildFolder, stage: Stage, rank: int) -> None:
         with output(final) as (path, record):
             if work is None:
                 keys = key_files(folder)
-                np.save(path / REPEATED, repeated_in_bucket(*keys, rank, count_buckets(*keys)))
+                found = repeated_in_bucket(*keys, rank, count_buckets(*keys))
+                np.save(path / PACKED / REPEATED, found)
                 return
             documents = _cleaned(work, _read(work))
             if stage == "scan":
@@ -209,13 +213,13 @@ def _scan(work: Work, documents: _Documents, path: Path) -> Json:
             keys.append(duplicate_keys(text, mode))
         if sampler:
             sampler.add(index, text)
-    found = _save_rows(path / "documents.npy", rows, SCANNED)
+    found = _save_rows(path / PACKED / "documents.npy", rows, SCANNED)
     if candidates:
-        candidates.save(path / "candidates")
+        candidates.save(path / PACKED / "candidates")
     if sampler:
-        sampler.save(path / "sample.jsonl")
+        sampler.save(path / PACKED / "sample.jsonl")
     if is_training and mode != "none":
-        save_keys(path / "keys.npy", keys, mode)
+        save_keys(path / PACKED / "keys", keys, mode)
     return {
         "documents": len(found),
         "text_bytes": int(found["bytes"].sum()),
@@ -304,17 +308,16 @@ def _chunks(text: str) -> Iterator[tuple[int, int]]:
 
 
 def read_sample(
-    path: Path, max_bytes: int, left_out: Collection[int] = frozenset()
+    lines: Iterable[str | bytes], max_bytes: int, left_out: Collection[int] = frozenset()
 ) -> Iterator[str]:
     """Yield the chunks of a task's sample in the order of the stream.
 
     Args:
-        path: What `Sampler.save` wrote.
+        lines: Those of the file that `Sampler.save` wrote.
         max_bytes: The most text to take.
         left_out: Documents, by their position in the task, that are not trained on.
     """
-    with path.open() as file:
-        kept = [chunk for chunk in map(json.loads, file) if chunk[1] not in left_out]
+    kept = [chunk for chunk in map(json.loads, lines) if chunk[1] not in left_out]
     taken = []
     for chunk in sorted(kept):
         max_bytes -= text_size(chunk[3])
@@ -350,7 +353,7 @@ def read_again(folder: BuildFolder, rank: int) -> Iterator[str]:
 
 
 def _scanned_hashes(work: Work) -> list[int]:
-    scanned = np.load(work.folder.scan(work.planned) / "documents.npy")
+    scanned = np.load(read_packed(work.folder.scan(work.planned), "documents.npy"))
     hashes: list[int] = scanned["hash"].tolist()
     return hashes
 
@@ -371,10 +374,12 @@ def _trained(
 ) -> Iterator[_Document]:
     """Yield the documents that are not held out, did not stand before and hold no held-out text."""
     merge = work.folder.merge
-    repeated = merge / f"duplicates-{work.planned:06d}.npy"
-    duplicates = np.load(repeated) if repeated.exists() else np.zeros(len(hashes), bool)
+    task, duplicates = work.token_task, np.zeros(len(hashes), bool)
+    if task and (merge / DUPLICATES).exists():
+        everywhere = np.load(merge / DUPLICATES, mmap_mode="r")
+        duplicates = np.array(everywhere[task.first : task.first + len(hashes)])
     held_out = set(np.load(merge / HELD_OUT_HASHES).tolist())
-    head = work.token_task.head if work.token_task else 0
+    head = task.head if task else 0
     seen = HeldOut.load(merge / HELD_OUT_SEQUENCES)
     for index, document in enumerate(documents):
         text = document.text
@@ -389,7 +394,7 @@ def _trained(
         else:
             seen.note(text)
             yield document
-    seen.save_seen(path / "seen")
+    seen.save_seen(path / PACKED / "seen")
 
 
 def _write(work: Work, documents: _Documents, path: Path) -> Json:
@@ -414,6 +419,7 @@ def _write(work: Work, documents: _Documents, path: Path) -> Json:
         position += len(tokens)
     _save_rows(path / "documents.npy", rows, PLACE)
     written = writer.close()
+    (path / written.checksums).rename(path / PACKED / written.checksums)
     # They were hashed while they were written.
     files = {shard.name: [shard.bytes, shard.xxh3_128] for shard in written.shards}
     return {"shards": written.model_dump(mode="json"), "files": files}
