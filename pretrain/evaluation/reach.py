@@ -144,8 +144,8 @@ class Reach:
         lines = [
             Line(
                 name,
-                name,
                 f"layer {layer}",
+                name,
                 [2.0**x for x in steep],
                 [Value(max(1.0, float(row[h])), math.nan, math.nan) for h in heads],
             )

@@ -318,19 +318,14 @@ def read_target(
     return replace(target, scale=read_calibration(calibration, target))
 
 
-class _Certificate(BaseModel):
-    """The tokens of each head of each layer; None for infinity, which JSON does not have."""
-
-    certificate: list[list[Annotated[float, Field(ge=0)] | None]]
-
-
 class _Reached(BaseModel):
     """What is needed of a result of `pretrain reach`.
 
     What heads saw on a text is not taken: of a longer sequence they may see more.
     """
 
-    tokens: _Certificate
+    certificate: list[list[Annotated[float, Field(ge=0)] | None]]
+    """Tokens of each head of each layer; None for infinity, which JSON does not have."""
 
 
 def read_reach(words: str) -> Reach:
@@ -346,7 +341,7 @@ def read_reach(words: str) -> Reach:
         if 0 < (factor := float(words)) < math.inf:
             return Reach(factor, origin="as --reach says")
     try:
-        found = _Reached.model_validate_json(Path(words).read_bytes()).tokens.certificate
+        found = _Reached.model_validate_json(Path(words).read_bytes()).certificate
     except (OSError, ValidationError):
         raise ConfigError(
             f"--reach {words}: neither a number above 0 (tokens x slope, {REACH:g} by default) nor "

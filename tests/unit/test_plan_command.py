@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
+import math
 from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.evaluation.reach import Reach
 from pretrain.plan.command import Plan, make_plan, plan_run, read_target
 from pretrain.plan.memory import attention_backend, stages_of
 from pretrain.plan.timing import PARTS, V100, time_of_step
@@ -122,7 +124,8 @@ def test_long_contexts_are_priced_by_how_far_heads_see(tmp_path):
     long += ["--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1"]
     long += ["--set", "model.num_layers=2", "--reach"]
     certificate = tmp_path / "reach.json"
-    certificate.write_text(json.dumps({"tokens": {"certificate": [[2048.0] * 15 + [None]] * 2}}))
+    reaches = torch.tensor([[2048.0] * 15 + [math.inf]] * 2)
+    certificate.write_text(Reach(paper(), torch.ones(16), reaches, None, 2048, 0).to_json())
     # Of each head 2,048 of 32,768 pairs but for the first queries, and of one head all.
     share = (15 * (2048 - 2048**2 / 2**17) / 2**15 + 1) / 16
     for reach, says in (
@@ -180,8 +183,6 @@ def test_the_planned_run_is_written(tmp_path):
 @pytest.mark.parametrize("method", ["alibi", "trained slopes", "t5", "rotary"])
 def test_the_planned_attention_is_the_one_that_is_chosen(is_modern, method):
     """`attention_backend` against the choice that training makes on such a GPU."""
-    import torch
-
     from pretrain.kernels.call import Call
     from pretrain.kernels.dispatch import choose_backend
 
