@@ -3,31 +3,57 @@
 Rank r of n holds positions r * S .. (r + 1) * S - 1 of every sequence: queries, keys and values. A
 plan says which keys each rank's queries are given, by key head. Their owners send them in one
 all-to-all, and `pretrain.kernels.dispatch.attention` computes the rank's rows from them and its own
-keys, of which the queries are the last positions. The gradients of keys and values return the same
-way and are added up by the owners, in fp32 at least.
+keys. The gradients of keys and values return the same way and are added up by the owners, in fp32
+at least. The rows that need no other rank's keys are computed while these travel, and the backward
+pass of these rows runs while gradients travel.
+
+**Without reach** (no slopes, trained ones, dropout, no causal mask, or skip = False) queries are
+given all keys that the mask shows them.
+
+**With ALiBi's reach** they are given those that can matter by the rule of `pretrain.kernels.reach`:
+
+1. Every rank sends the largest norms of its keys and values, by tiles and key heads, to all later
+   ranks, and its last keys to the next one, whose first queries make their floors of them.
+2. Every rank decides by the rule which key is the first that it needs, for each key head, and all
+   gather these numbers. The host waits for them: once a call, and not in the backward pass.
+3. Only these keys and values travel.
+
+A key that matters is kept however far back it is, and brings every key between with it. Heads
+without reach (slope <= 0, numbers that are not finite) are given everything. All weights that a row
+loses sum to less than 2^-23, and what an output loses is below 2^-23 (|v_i| + |out_i|): half of
+either for keys that stay with their owners, half for what the backend leaves out of the others.
 
 All ranks know the whole plan, so each knows what it sends and receives, and none waits for one that
-has nothing to send. The split is contiguous: where queries are given all keys up to their own, the
-last rank has 2 - 1 / n times the mean work in attention.
+has nothing to send. The split is contiguous: with reach all ranks have about the same work, and a
+halo lies with one neighbour as a rule. Without it the last rank has 2 - 1 / n times the mean work.
 """
 
-# Shape suffixes: S sequence (of one rank), B batch, H query heads, G key heads, D width of a head.
+# Shape suffixes: S sequence (of one rank), B batch, H query heads, G key heads, D width of a head,
+# T tiles of keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.nn.functional import pad
 
 from pretrain.kernels.dispatch import attention
+from pretrain.kernels.reach import FLOOR_TILE, row_norms, tiles_left_out
+
+TILE = 64
+"""Keys of a tile whose largest norms are exchanged, where it divides S; else the largest number
+that divides both."""
 
 
 class Part(NamedTuple):
-    """Key heads whose queries are given the same keys."""
+    """Key heads that share a call: their queries are given the same keys."""
 
     heads: slice
     """The key heads."""
@@ -60,6 +86,68 @@ class Plan(NamedTuple):
         )
 
 
+def plan_exact(size: int, length: int, groups: int, causal: bool = True) -> Plan:
+    """Return the plan by which queries are given every key that the mask shows them.
+
+    Args:
+        size: Number of ranks.
+        length: Positions of one rank.
+        groups: Key heads.
+        causal: Queries see no later keys.
+    """
+    ends = [(rank + 1 if causal else size) * length for rank in range(size)]
+    return Plan([[Part(slice(0, groups), 0, end)] for end in ends], length)
+
+
+def plan_by_reach(firsts: Sequence[Sequence[int]], length: int) -> Plan:
+    """Return the plan by which causal queries are given the keys from a first one on.
+
+    Neighbouring key heads share a part if as many keys of other ranks are wanted for them, up to a
+    factor of two. All of these are given the same keys, which costs fewer and larger kernels.
+
+    Args:
+        firsts: For every rank, the first position that each key head needs.
+        length: Positions of one rank.
+    """
+    parts: list[list[Part]] = []
+    for rank, first in enumerate(firsts):
+        wanted = [max(rank * length - position, 0) for position in first]
+        parts.append([])
+        head = 0
+        for _, group in groupby(wanted, int.bit_length):
+            alike = list(group)
+            heads = slice(head, head + len(alike))
+            parts[-1].append(Part(heads, rank * length - max(alike), (rank + 1) * length))
+            head = heads.stop
+    return Plan(parts, length)
+
+
+def bytes_sent(
+    plan: Plan, rank: int, batch: int, groups: int, width: int, element_size: int
+) -> tuple[int, int]:
+    """Return the bytes that a rank sends in a forward pass.
+
+    In the backward pass it receives as many as in the first number, and nothing else is sent.
+
+    Args:
+        plan: The plan.
+        rank: The rank.
+        batch: Sequences.
+        groups: Key heads.
+        width: Width of a head.
+        element_size: Bytes of a number of q.
+
+    Returns:
+        (Of keys and values, of what decides by reach: norms, last keys and first positions.)
+    """
+    size, length = len(plan.parts), plan.length
+    rows = sum(plan.rows(rank, receiver) for receiver in range(size))
+    norms = 2 * batch * groups * (length // math.gcd(length, TILE)) * (size - 1 - rank)
+    last_keys = batch * groups * width * min(FLOOR_TILE, length) * (rank < size - 1)
+    deciding = 4 * (norms + last_keys) + 8 * groups * (size - 1)
+    return 2 * batch * width * element_size * rows, deciding
+
+
 def context_attention(
     q_SBHD: Tensor,
     k_SBGD: Tensor,
@@ -79,8 +167,8 @@ def context_attention(
     the whole gradient.
 
     Without a causal mask, rows of zeros stand for the queries after this rank's if there is a bias,
-    since the kernels take queries for the last positions: all ranks together then compute up to
-    n times the rows.
+    since the kernels take queries for the last positions: the first rank computes as many rows as
+    one process would.
 
     Args:
         q_SBHD: This rank's queries, [S, B, H, D], with the same S on every rank.
@@ -92,7 +180,7 @@ def context_attention(
         causal: The same.
         document_starts: For each query of this rank, the position in the whole sequence of the
             first token of its document, int32 [B, S].
-        **options: Further keyword arguments of `attention`.
+        **options: Further keyword arguments of `attention`. skip = False exchanges all keys.
 
     Returns:
         The output of this rank's queries, [S, B, H, D] in the dtype of q.
@@ -101,80 +189,235 @@ def context_attention(
         ValueError: As `attention`.
     """
     size, rank, length = dist.get_world_size(group), dist.get_rank(group), len(q_SBHD)
-    whole = slice(0, k_SBGD.shape[2])
-    ends = [(r + 1 if causal else size) * length for r in range(size)]
-    plan = Plan([[Part(whole, 0, end)] for end in ends], length)
-    # Its own keys and values pass through the exchange, so that its backward pass runs on every
-    # rank, and not only on those that have received something.
-    k_SBGD, v_SBGD, received = _Exchange.apply(k_SBGD, v_SBGD, plan, group)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
-    whole_bias = {"slopes": slopes, "relative_attention_bias": relative_attention_bias}
-    outs = []
-    shared = q_SBHD.shape[2] // k_SBGD.shape[2]
-    pieces = _unpack(received, plan, rank, k_SBGD)
-    for number, (heads, first, end) in enumerate(plan.parts[rank]):
-        own = k_SBGD[:, :, heads], v_SBGD[:, :, heads]
-        given = [own if r == rank else pieces[r][number] for r in range(size)]
-        k, v = (torch.cat(x) for x in zip(*given))
-        query_heads = slice(heads.start * shared, heads.stop * shared)
-        q = q_SBHD[:, :, query_heads]
-        bias: dict[str, Any] = {
-            name: x[query_heads] for name, x in whole_bias.items() if x is not None
+    groups, shared = k_SBGD.shape[2], q_SBHD.shape[2] // k_SBGD.shape[2]
+    kept = options.get("skip") is not False and not options.get("dropout_p") and causal
+    if kept and slopes is not None and _has_values(q_SBHD, slopes):
+        qkv = q_SBHD, k_SBGD, v_SBGD
+        firsts, far = _first_keys(*qkv, slopes, options.get("scale"), document_starts, group)
+        plan = plan_by_reach(firsts, length)
+    else:
+        plan = plan_exact(size, length, groups, causal)
+        far = [length if size > 1 and (rank or not causal) else 0] * groups
+
+    def attend(rows: slice, k: Tensor, v: Tensor, part: Part, first: int) -> Tensor:
+        """Attend from rows of this rank to keys from position `first` on."""
+        heads = slice(part.heads.start * shared, part.heads.stop * shared)
+        terms: dict[str, Any] = {
+            "slopes": slopes,
+            "relative_attention_bias": relative_attention_bias,
         }
-        if bias:
-            q = pad(q, (0, 0, 0, 0, 0, 0, 0, end - (rank + 1) * length))
-        starts = document_starts
-        if starts is not None:
-            starts = (starts - first).clamp(min=0)
-        out = attention(q, k, v, causal=causal, document_starts=starts, **bias, **options)
-        outs.append(out[:length])
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        terms = {name: x[heads] for name, x in terms.items() if x is not None}
+        q = q_SBHD[rows, :, heads]
+        if terms:
+            q = pad(q, (0, 0, 0, 0, 0, 0, 0, part.end - (rank + 1) * length))
+        if document_starts is not None:
+            terms["document_starts"] = (document_starts[:, rows] - first).clamp(min=0)
+        return attention(q, k, v, causal=causal, **terms, **options)[: rows.stop - rows.start]
+
+    transfer = _Transfer(plan, group, k_SBGD)
+    k_SBGD, v_SBGD, taken = _Depart.apply(k_SBGD, v_SBGD, transfer)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
+    ends = [max(far[part.heads]) for part in plan.parts[rank]]
+    outs: list[list[Tensor]] = []
+    for part, end in zip(plan.parts[rank], ends):
+        k, v = (x[:, :, part.heads] for x in (k_SBGD, v_SBGD))
+        near = end < length
+        outs.append([attend(slice(end, length), k, v, part, rank * length)] if near else [])
+    pieces = transfer.unpack(_Arrive.apply(taken, transfer))  # type: ignore[no-untyped-call]  # as above
+    for number, (part, end) in enumerate(zip(plan.parts[rank], ends)):
+        if end:
+            own = (x[:end, :, part.heads] for x in (k_SBGD, v_SBGD))
+            before, after = pieces[:rank], pieces[rank + 1 :]
+            given = [*(x[number] for x in before), own, *(x[number] for x in after)]
+            k, v = (torch.cat(x) for x in zip(*given))
+            outs[number].insert(0, attend(slice(0, end), k, v, part, part.first))
+    return torch.cat([torch.cat(of_part) for of_part in outs], dim=2)
 
 
-def _unpack(
-    received: Tensor, plan: Plan, rank: int, k_SBGD: Tensor
-) -> list[list[tuple[Tensor, Tensor]]]:
-    """Return keys and values that each rank has sent, part by part."""
-    batch, width = k_SBGD.shape[1], k_SBGD.shape[3]
-    shapes = [
-        [(rows.stop - rows.start, batch, heads.stop - heads.start, width) for rows, heads in pieces]
-        for pieces in (plan.pieces(sender, rank) for sender in range(len(plan.parts)))
-    ]
-    sizes = [torch.Size(shape).numel() for part in shapes for shape in part for _ in "kv"]
-    flat = iter(torch.split(received, sizes))
-    return [[(next(flat).view(shape), next(flat).view(shape)) for shape in part] for part in shapes]
+def _has_values(q_SBHD: Tensor, slopes: Tensor) -> bool:
+    """Return True if it can be decided what is left out: see `pretrain.kernels.sdpa`."""
+    trained = slopes.requires_grad and torch.is_grad_enabled()
+    return not trained and not isinstance(q_SBHD, FakeTensor)
 
 
-class _Exchange(torch.autograd.Function):
-    """Send keys and values to the ranks that the plan gives them to, and their gradients back."""
+@torch.no_grad()
+def _first_keys(
+    q_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    slopes: Tensor,
+    scale: float | None,
+    document_starts: Tensor | None,
+    group: dist.ProcessGroup,
+) -> tuple[list[list[int]], list[int]]:
+    """Return the first position that each key head needs on every rank, and this rank's far rows.
+
+    These are, for each key head, how many of the first rows hold all that need other ranks' keys.
+    """
+    size, rank, length = dist.get_world_size(group), dist.get_rank(group), len(q_SBHD)
+    groups, tile, begin = k_SBGD.shape[2], math.gcd(length, TILE), rank * length
+    wanted = any(x.requires_grad for x in (q_SBHD, k_SBGD, v_SBGD))
+    own = torch.stack([row_norms(k_SBGD), row_norms(v_SBGD)])  # [2, B, G, S]
+    longest, last_keys = _gather_norms(own, k_SBGD, tile, group)
+    starts = document_starts
+    if starts is not None:
+        starts = (starts - (begin - len(last_keys))).clamp(min=0)
+    scale = q_SBHD.shape[3] ** -0.5 if scale is None else scale
+    left_out = tiles_left_out(
+        q_SBHD, torch.cat([last_keys, k_SBGD]), (own[0], own[1]), (longest[0], longest[1]),
+        slopes, scale, tile, begin + length, wanted, starts,
+    )  # fmt: skip
+    if document_starts is not None:
+        left_out = left_out.maximum(document_starts[:, None] // tile)
+    first_GS = torch.unflatten(left_out.amin(0), 0, (groups, -1)).amin(1) * tile
+    row = torch.arange(1, length + 1, device=q_SBHD.device)
+    far_G = ((first_GS < begin) * row).amax(1)
+    gathered = far_G.new_empty(size * groups)
+    dist.all_gather_into_tensor(gathered, first_GS.amin(1).clamp(max=begin), group=group)
+    # The one place where the host waits for the device.
+    *numbers, far = torch.cat([gathered, far_G]).view(size + 1, groups).tolist()
+    return numbers, far
+
+
+def _gather_norms(
+    own: Tensor, k_SBGD: Tensor, tile: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return the largest norms up to the end of each tile and the keys just before this rank's.
+
+    Args:
+        own: Norms of this rank's keys and values, [2, B, G, S].
+        k_SBGD: This rank's keys.
+        tile: Keys in a tile; divides S.
+        group: The ranks.
+
+    Returns:
+        ([2, B, G, T] of this rank's and all earlier tiles, [at most FLOOR_TILE, B, G, D])
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    maxima = torch.unflatten(own, 3, (-1, tile)).amax(4)
+    norms, last_keys = maxima.flatten(), k_SBGD[-FLOOR_TILE:]
+    with_keys = torch.cat([norms, last_keys.flatten().float()])
+    sent = [with_keys if r == rank + 1 else norms[: len(norms) * (r > rank)] for r in range(size)]
+    received = [len(with_keys) if r == rank - 1 else len(norms) * (r < rank) for r in range(size)]
+    taken = norms.new_empty(sum(received))
+    sizes = [len(x) for x in sent]
+    dist.all_to_all_single(taken, torch.cat(sent), received, sizes, group=group)
+    of_ranks = torch.split(taken, received)[:rank]
+    earlier = [x[: len(norms)].view_as(maxima) for x in of_ranks]
+    longest = torch.cat([*earlier, maxima], dim=3).cummax(3).values
+    before = taken[len(taken) - last_keys.numel() * (rank > 0) :]
+    return longest, before.view(-1, *k_SBGD.shape[1:]).to(k_SBGD.dtype)
+
+
+# ---- The exchange of keys and values ----
+
+
+class _Transfer:
+    """One exchange by a plan: what is under way, in the forward or in the backward pass."""
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup, k_SBGD: Tensor) -> None:
+        rank, ranks = dist.get_rank(group), range(len(plan.parts))
+        self.group, (_, self.batch, _, self.width) = group, k_SBGD.shape
+        self.leaving = [list(plan.pieces(rank, r)) for r in ranks]
+        self.arriving = [list(plan.pieces(r, rank)) for r in ranks]
+        # Each piece of keys, and one of values.
+        size = 2 * self.batch * self.width
+        self.sent = [size * plan.rows(rank, r) for r in ranks]
+        self.received = [size * plan.rows(r, rank) for r in ranks]
+        self.work: dist.Work | None = None
+        self.returned = k_SBGD.new_empty(0)
+
+    def send(self, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
+        """Begin to send; return what will hold all that is received."""
+        pieces = [piece for of_rank in self.leaving for piece in of_rank]
+        flat = [x[rows, :, heads].flatten() for rows, heads in pieces for x in (k_SBGD, v_SBGD)]
+        taken = k_SBGD.new_empty(sum(self.received))
+        self._begin(taken, torch.cat([taken[:0], *flat]), self.received, self.sent)
+        return taken
+
+    def send_back(self, d_taken: Tensor) -> None:
+        """Begin to return gradients to the owners."""
+        self.returned = d_taken.new_empty(sum(self.sent))
+        self._begin(self.returned, d_taken.contiguous(), self.sent, self.received)
+
+    def _begin(self, taken: Tensor, flat: Tensor, received: list[int], sent: list[int]) -> None:
+        self.work = dist.all_to_all_single(
+            taken, flat, received, sent, group=self.group, async_op=True
+        )
+
+    def wait(self) -> None:
+        """Wait for what is under way."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+
+    def unpack(self, taken: Tensor) -> list[list[tuple[Tensor, Tensor]]]:
+        """Return keys and values, [rows, B, heads, D], that each rank has sent for each part."""
+        shapes = [
+            [
+                (rows.stop - rows.start, self.batch, heads.stop - heads.start, self.width)
+                for rows, heads in of_rank
+            ]
+            for of_rank in self.arriving
+        ]
+        sizes = [math.prod(shape) for of_rank in shapes for shape in of_rank for _ in "kv"]
+        flat = iter(torch.split(taken, sizes))
+        return [[(next(flat).view(x), next(flat).view(x)) for x in of_rank] for of_rank in shapes]
+
+    def add_returned(self, sums: list[Tensor]) -> None:
+        """Add the gradients that have returned to those of this rank's keys and values."""
+        pieces = [piece for of_rank in self.leaving for piece in of_rank]
+        targets = [x[rows, :, heads] for rows, heads in pieces for x in sums]
+        gradients = torch.split(self.returned, [x.numel() for x in targets])
+        for target, gradient in zip(targets, gradients):
+            target += gradient.view(target.shape)
+
+
+class _Depart(torch.autograd.Function):
+    """Begin to send keys and values. The backward pass ends with the gradients that return.
+
+    A rank's own keys and values pass through, so that the backward pass runs on every rank, and not
+    only on those that have received something.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, k_SBGD: Tensor, v_SBGD: Tensor, plan: Plan, group: dist.ProcessGroup
+        ctx: Any, k_SBGD: Tensor, v_SBGD: Tensor, transfer: _Transfer
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rank, batch, width = dist.get_rank(group), k_SBGD.shape[1], k_SBGD.shape[3]
-        ranks = range(len(plan.parts))
-        pieces = [piece for r in ranks for piece in plan.pieces(rank, r)]
-        sent = [2 * batch * width * plan.rows(rank, r) for r in ranks]
-        received = [2 * batch * width * plan.rows(r, rank) for r in ranks]
-        ctx.pieces, ctx.sizes, ctx.group = pieces, (sent, received), group
-        flat = [x[rows, :, heads].flatten() for rows, heads in pieces for x in (k_SBGD, v_SBGD)]
-        taken = k_SBGD.new_empty(sum(received))
-        dist.all_to_all_single(taken, torch.cat(flat), received, sent, group=group)
-        return k_SBGD, v_SBGD, taken
+        ctx.transfer = transfer
+        return k_SBGD, v_SBGD, transfer.send(k_SBGD, v_SBGD)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, dk_SBGD: Tensor, dv_SBGD: Tensor, d_taken: Tensor
-    ) -> tuple[Tensor, Tensor, None, None]:
-        sent, received = ctx.sizes
-        returned = d_taken.new_empty(sum(sent))
-        dist.all_to_all_single(returned, d_taken.contiguous(), sent, received, group=ctx.group)
+    ) -> tuple[Tensor, Tensor, None]:
+        transfer: _Transfer = ctx.transfer
+        if transfer.work is None:
+            # This rank has used nothing of what it received, so `_Arrive` had no gradient.
+            transfer.send_back(d_taken)
+        transfer.wait()
         # A key can be wanted by every later rank. Sums in half precision would lose small ones.
         wide = torch.promote_types(dk_SBGD.dtype, torch.float32)
-        sums = [x.to(wide, copy=True) for x in (dk_SBGD, dv_SBGD)]
-        targets = [x[rows, :, heads] for rows, heads in ctx.pieces for x in sums]
-        for target, gradient in zip(targets, torch.split(returned, [x.numel() for x in targets])):
-            target += gradient.view(target.shape)
-        dk, dv = (x.to(dk_SBGD.dtype) for x in sums)
-        return dk, dv, None, None
+        dk, dv = (x.to(wide, copy=True) for x in (dk_SBGD, dv_SBGD))
+        transfer.add_returned([dk, dv])
+        return dk.to(dk_SBGD.dtype), dv.to(dv_SBGD.dtype), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Wait for keys and values. The backward pass begins to return their gradients.
+
+    Autograd runs what was recorded last first, so what a forward pass computes between `_Depart`
+    and this is what the backward pass computes while gradients travel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, taken: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.wait()
+        return taken
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_taken: Tensor) -> tuple[Tensor, None]:
+        ctx.transfer.send_back(d_taken)
+        return d_taken, None
