@@ -230,7 +230,12 @@ def context_attention(
             given = [*(x[number] for x in before), own, *(x[number] for x in after)]
             k, v = (torch.cat(x) for x in zip(*given))
             outs[number].insert(0, attend(slice(0, end), k, v, part, part.first))
-    return torch.cat([torch.cat(of_part) for of_part in outs], dim=2)
+    return _joined([_joined(of_part, 0) for of_part in outs], 2)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate, without a copy of a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _has_values(q_SBHD: Tensor, slopes: Tensor) -> bool:
