@@ -334,14 +334,6 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
     return result if run.topology.is_main else None
 
 
-def continue_run_in_blocks(config: RunConfig, resume: str, until: int, block_bytes: int) -> Any:
-    """Run `continue_run`, and save in blocks of another size."""
-    from pretrain.checkpoint import format
-
-    with patch.object(format, "BLOCK_BYTES", block_bytes):
-        return continue_run(config, resume, until)
-
-
 def save_and_take_a_step(config: RunConfig, resume: str, until: int) -> float:
     """Go on from a checkpoint to a step, save at once, then take one more step.
 

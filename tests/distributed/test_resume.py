@@ -9,7 +9,6 @@ import torch
 from pretrain.checkpoint.format import BLOCK_BYTES
 from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.tools import list_run, verify_sources
 from pretrain.rundir.checkpoints import checkpoint_directory, find_checkpoint
 from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks
@@ -114,24 +113,3 @@ def test_a_load_in_the_same_layout_reads_a_ranks_own_file_once(pools, tiny_data,
         name = f"rank-{rank:05d}.safetensors"
         assert found["read"].keys() == {name}
         assert found["needed"] <= found["read"][name] <= found["needed"] + 2 * BLOCK_BYTES
-
-
-def test_a_checkpoint_in_blocks_of_another_size_is_as_good(pools, tiny_data, tmp_path, capsys):
-    """A reader takes the size that the checkpoint says: 1 KiB, 3 MiB, and then the usual one."""
-    whole = _config(tmp_path / "whole", tiny_data, {})
-    config = _config(
-        tmp_path / "run", tiny_data, {}, checkpoint={"interval_steps": 4, "asynchronous": False}
-    )
-    expected = pools(2).run(tasks.continue_run, whole, "auto", 6)[0]["losses"]
-    losses = []
-    for step, block_bytes in enumerate((1 << 10, 3 << 20, BLOCK_BYTES), 1):
-        task = tasks.continue_run_in_blocks
-        losses += pools(2).run(task, config, "auto", 2 * step, block_bytes)[0]["losses"]
-        opened = open_checkpoint(checkpoint_directory(tmp_path / "run", 2 * step))
-        assert opened.index.block_bytes == block_bytes
-    assert losses == expected
-    assert [row.problem for row in list_run(tmp_path / "run")] == [None] * 3
-    assert verify_sources([tmp_path / "run"])
-    assert capsys.readouterr().out.count("every byte is as it was written") == 3
-    a, b = _state(tmp_path / "whole", 6), _state(tmp_path / "run", 6)
-    assert all(torch.equal(a[key], b[key]) for key in a)

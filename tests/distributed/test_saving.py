@@ -187,7 +187,7 @@ def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> str:
         if is_second and how == "disk":
             # The process has been started by the first save: it gets a directory that is not there.
             write = self._writer.write
-            self._writer.write = lambda directory, part: write(directory / "gone", part)
+            self._writer.write = lambda directory, *given: write(directory / "gone", *given)
         if saves["count"] == 2:
             self.finish()
         if is_second and how == "killed":

@@ -83,24 +83,6 @@ def test_data_that_is_not_built(refused, config, run, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_truncated_shard(refused, config, run, data_copy):
-    setting = ["--set", f"data.directory={data_copy}"]
-    for split in ("train", "validation"):
-        shard = sorted((data_copy / split).glob("shakespeare-*.tar"))[-1]
-        whole = shard.read_bytes()
-        replace(shard, whole[:-512])
-        words = (
-            f"{shard}: truncated: {len(whole) - 512} bytes found, {len(whole)} expected",
-            "Restore it",
-        )
-        for command in (["train", config], ["data", "verify", config], ["data", "build", config]):
-            refused([*command, *setting], *words)
-        if split == "validation":
-            refused(["evaluate", run, *setting], *words)
-        replace(shard, whole)
-    succeeds("data", "verify", config, *setting)
-
-
 def test_the_tokenizer_of_another_data_set(refused, config, run, data_copy, tmp_path):
     settings = [
         "data.source=text",

@@ -236,31 +236,6 @@ def test_a_signal_while_torch_is_imported(run, train, tmp_path, name, code):
 
 
 # ---- one run, one process group ------------------------------------------------------------------
-def test_a_second_run_on_the_same_directory_is_refused(workspace, train):
-    """The second run changes nothing.
-
-    The first is held with SIGSTOP meanwhile, so that any change would be the second's.
-    """
-    run = workspace / "runs/taken"
-    arguments = train("taken", "train.num_steps=100000")
-    with running_ranks(arguments, 1) as group:
-        wait_for_running(group, lambda: (run / "metrics.jsonl").exists() and untimed(run))
-        [holder] = group.process_ids
-        hold(holder)
-        before = contents(run)
-        before.pop(str(run / "attempts"))
-        with running_ranks(arguments, 2) as others:
-            for other in others.done():
-                assert other.code == 2 and "Traceback" not in other.err, other.err
-                assert f"error: {run}: attempt 1 is being made by process {holder} of " in other.err
-        after = contents(run)
-        # The directory's modification time changes when the second asks for an attempt number.
-        after.pop(str(run / "attempts"))
-        assert after == before
-        os.kill(holder, signal.SIGCONT)
-        os.kill(holder, signal.SIGTERM)
-        assert group.done()[0].code == ExitCode.STOPPED
-    succeeds(*train("taken", f"train.num_steps={untimed(run)[-1]['step']}"))
 
 
 CTRL_C = (

@@ -102,9 +102,18 @@ def _write(run: Path, cuts: int = 2) -> Path:
     return save(run, 3, tensors=VALUES, world_size=cuts).path
 
 
-@pytest.mark.parametrize("cuts", [1, 2, 5])
-def test_any_box_is_read_as_it_was_written_whatever_the_cuts(tmp_path, cuts):
-    checkpoint = open_checkpoint(_write(tmp_path, cuts))
+@pytest.mark.parametrize(
+    ("cuts", "block_bytes"), [(1, BLOCK_BYTES), (2, 1 << 10), (5, BLOCK_BYTES), (2, 3 << 20)]
+)
+def test_any_box_is_read_as_it_was_written_whatever_the_cuts(
+    tmp_path, monkeypatch, cuts, block_bytes
+):
+    """A reader takes the size of blocks that the checkpoint says."""
+    with monkeypatch.context() as patch:
+        patch.setattr(format_module, "BLOCK_BYTES", block_bytes)
+        path = _write(tmp_path, cuts)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.index.block_bytes == block_bytes and not verify_checkpoint(path)[0]
     assert checkpoint.shapes == SHAPES
     assert checkpoint.trainer_state == TrainerState(3, 24)
     dice = random.Random(cuts)
