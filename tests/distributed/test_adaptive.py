@@ -19,12 +19,10 @@ from pretrain.config import RunConfig, num_parameters
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.windows import Protocol
 from pretrain.optim.optimizers import learning_rate
-from pretrain.rundir.checkpoints import checkpoint_directory
 from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.distributed.test_optimizer import LOSS, NORM, UNIT, WEIGHT
 from tests.distributed.test_parallel_equals_dense import TOLERANCE, assert_close_by_name
-from tests.distributed.test_resume import _state
 from tests.reference.dense_gpt import DenseGPT, random_state, train_dense
 
 CUTOFFS = (64, 192)
@@ -167,33 +165,6 @@ def test_zero_trains_as_adamw_does(pools, layout, tied):
     assert actual["losses"] == pytest.approx(losses, **LOSS)
     assert actual["norms"] == pytest.approx(norms, **NORM)
     assert_close_by_name(actual["weights"], weights, **WEIGHT)
-
-
-def test_a_resume_is_bit_for_bit(pools, tiny_data, tmp_path):
-    """Its only dropout is that of the adaptive softmax, whose masks a resumed run draws again."""
-
-    def config(name):
-        return adaptive_config(
-            model={"adaptive_dropout": 0.2},
-            run={"directory": str(tmp_path / name)},
-            data={"directory": str(tiny_data)},
-        )
-
-    run = pools(2).run
-    whole = run(tasks.continue_run, config("whole"), "auto", 4)[0]
-    parts = [run(tasks.continue_run, config("parts"), "auto", until)[0] for until in (2, 4)]
-    assert parts[0]["losses"] + parts[1]["losses"] == whole["losses"]
-    a, b = (_state(tmp_path / name, 4) for name in ("whole", "parts"))
-    assert any("projection_2" in key for key in a)
-    assert not [key for key in a if not torch.equal(a[key], b[key])]
-    # One process goes on where two stopped.
-    other = adaptive_config(
-        model={"adaptive_dropout": 0.2},
-        run={"directory": str(tmp_path / "parts")},
-        data={"directory": str(tiny_data)},
-    )
-    assert pools(1).run(tasks.continue_run, other, "auto", 5)[0]["began"] == 4
-    assert checkpoint_directory(tmp_path / "parts", 5).is_dir()
 
 
 def test_initial_weights_are_those_of_fairseq(pools):

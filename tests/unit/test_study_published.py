@@ -33,20 +33,6 @@ def look_up(key):
     return found
 
 
-@pytest.mark.parametrize("model", published.MODELS)
-def test_every_perplexity_stands_in_the_file_under_its_key(model):
-    numbers = published.perplexities(model)
-    for number in numbers.values():
-        assert look_up(number.key) == number.value
-    # Nothing of the tables is left out: each pair of a training and a validation length is one.
-    tables = look_up(model)
-    if model == "wikitext103":
-        names = ("alibi_nonoverlapping", "same_length_nonoverlapping", "sliding_stride1")
-        assert len(numbers) == sum(len(row) for n in names for row in tables[n].values())
-    else:
-        assert len(numbers) == sum(len(row["ppl"]) for row in tables["equal_updates"].values())
-
-
 @pytest.mark.parametrize("of", HAND_COPIED, ids=lambda of: "-".join(map(str, of)))
 def test_numbers_are_of_the_method_and_lengths_that_the_paper_gives_them(of):
     model, *rest = of
