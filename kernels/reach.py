@@ -1,22 +1,30 @@
-"""How far back a query can see under ALiBi: the bound of `pretrain.kernels.flash`, in plain torch.
+"""How far back a query can see under ALiBi: the bound that every attention kernel shares.
 
-A key at a distance d carries the bias -slope * d. The package docstring of `pretrain.kernels.flash`
-proves when no product q.k can make up for it. Here the same rule is asked for each query instead of
-each tile of queries, and answered with one position: the keys before it are left out. In natural
-units, with N keys, for query i and the keys of tiles 0 .. c,
+A key at a distance d carries the bias -slope * d, so it cannot matter if no product q.k makes up
+for that. The package docstring of `pretrain.kernels.flash` has the rule by tiles, which Triton's
+kernel asks with the constants below, and its proof. Here it is asked for each query and answered
+with one position: the keys before it are left out. With norms by Cauchy-Schwarz, in natural units,
+all weights that query i gives the keys of tiles 0 .. c sum to at most exp(most_ic - floor_i), where
 
-    floor_i - |scale| |q_i| K_c + slope * d_ic > 24 ln 2 + ln N + ln max(1, V_c / |v_i|)
+    most_ic = ln sum over j of exp(|scale| |q_i| |k_j| - slope * d_ij)
+    floor_i = logsumexp of its scores over the FLOOR_TILE to 2 * FLOOR_TILE - 1 keys up to its own,
+              which is a lower bound of that of its row
 
-where floor_i is the logsumexp of the query's scores over the FLOOR_TILE to 2 * FLOOR_TILE - 1 keys
-up to its own, which is a lower bound of that of its row, K_c and V_c are the largest norms of keys
-and values in tiles 0 .. c, and d_ic is the distance to the last key of tile c. If a gradient is
-wanted, ln max(1, K_c / |k_i|) is added on the right. K_c and V_c rise with c and d_ic falls, so a
-binary search finds the last tile for which the inequality holds.
+The tiles are left out if
 
-Seen on the demo's model at 32,768 tokens: with the score of the own key alone as floor, blocks of
-256 queries kept 15 to 31 % of the causal pairs of query and key in a layer, with this floor 12 to
-18 %, and with the largest score of each tile in place of |q| |k|, which costs as much as attention,
-12 to 16 %. Norms in a space in which keys are white, or around their mean, kept more or as much.
+    floor_i - most_ic > 24 ln 2 + ln max(1, V_c / |v_i|)
+
+where V_c is the largest norm of values in tiles 0 .. c. If a gradient is wanted,
+ln max(1, K_c / |k_i|) with that of keys is added on the right, and ln 2 where keys are left out on
+both sides. most_ic + slope * (position of i) depends on |q_i| and c alone. As a function of |q_i|
+it is convex, so the chord between two of NORM_POINTS lengths is above it. Where the norms of single
+keys are not at hand, K_c stands for each of them, and the sum over distances is at most
+exp(|scale| |q_i| K_c - slope * d_ic) times the smaller of N, the number of keys, and
+1 / (1 - exp(-slope)), with the distance d_ic to the last key of tile c. The left side falls as c
+rises, so a binary search finds the last tile for which the inequality holds.
+
+Seen on the demo's model at 32,768 tokens: queries were given 2,900 keys each with K_c and N, 2,630
+with K_c and the sum over distances, and 2,350 with the norms of single keys.
 
 Outputs depend on later tokens by what is left out at most: a block of queries takes the keys that
 any of its queries can see.
@@ -33,14 +41,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-NEEDED = 24 * math.log(2)
-"""All weights that a row loses sum to less than exp(-NEEDED) = 2^-24: half an fp32 ulp of 1."""
+NEEDED_BITS = 24.0
+"""All weights that a row loses sum to less than 2^-24: half an fp32 ulp of 1."""
+NEEDED = NEEDED_BITS * math.log(2)
+"""The same in natural units."""
 NORM_SLACK = 1 + 2.0**-12
-"""Factor on the product of norms, for the rounding of the sums in norms and in products q.k."""
+"""Factor on the product of norms. It exceeds the relative rounding of sums over up to 256 columns,
+in the norms and in the products q.k, which tensor cores round more coarsely than fp32 does."""
 RELATIVE_SLACK = 2.0**-18
 """Relative reduction of the floor and of slope * distance, for their rounding in fp32."""
 ABSOLUTE_SLACK = 2.0**-6
 """Added to what is needed, for the rounding of logarithms and of the remaining sums in fp32."""
+NORM_POINTS = 16
+"""Lengths of queries, from 0 to the longest, for which norms of keys are summed. Halving the
+distance between them on the demo's model leaves out less than 1 % more."""
 FLOOR_TILE = 32
 """Queries that look for their floor together."""
 FLOOR_TILES = 32
@@ -48,6 +62,51 @@ FLOOR_TILES = 32
 
 
 @torch.no_grad()
+def key_windows(
+    q_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    slopes: Tensor,
+    scale: float,
+    causal: bool,
+    *,
+    queries: int,
+    tile: int,
+    gradients: bool,
+    document_starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return which keys any query of each block can see, for every key head.
+
+    All weights that a row loses sum to less than 2^-24, and what the output loses is below
+    2^-24 (|v_i| + |out_i|). A query that is not finite, or that could see a number that is not,
+    sees all keys, and so does a head whose slope is not positive.
+
+    Args:
+        q_SBHD: Queries, [queries, B, H, D], the last positions of the keys; without a causal mask
+            as many as keys.
+        k_SBGD: Keys, [keys, B, G, D], where G divides H.
+        v_SBGD: Values, [keys, B, G, D].
+        slopes: [H], fp32.
+        scale: Factor of the products q k^T.
+        causal: Queries see no later key.
+        queries: Queries in a block, counted from the last query backwards.
+        tile: Keys in a tile, counted from the first key on.
+        gradients: Gradients are wanted, in which a long key counts as well.
+        document_starts: Where each query's document begins, [B, queries], or None.
+
+    Returns:
+        The first key and the key after the last, each int64 [G, blocks]; block 0 holds the last
+        queries.
+    """
+    options = (slopes, scale, queries, tile, gradients, not causal)
+    firsts = _firsts(q_SBHD, k_SBGD, v_SBGD, *options, document_starts).flip(1)
+    if causal:
+        blocks = torch.arange(firsts.shape[1], device=firsts.device)
+        return firsts, (len(k_SBGD) - blocks * queries).expand_as(firsts)
+    q, k, v = (x.flip(0) for x in (q_SBHD, k_SBGD, v_SBGD))
+    return firsts, len(k_SBGD) - _firsts(q, k, v, *options, blocks_from_first=True)
+
+
 def first_keys(
     q_SBHD: Tensor,
     k_SBGD: Tensor,
@@ -58,39 +117,45 @@ def first_keys(
     gradients: bool,
     document_starts: Tensor | None = None,
 ) -> Tensor:
-    """Return the first key that any query of each block can see, for every key head.
+    """Return `key_windows` of causal attention with as many queries in a block: the first keys."""
+    return key_windows(
+        q_SBHD, k_SBGD, v_SBGD, slopes, scale, True,
+        queries=tile, tile=tile, gradients=gradients, document_starts=document_starts,
+    )[0]  # fmt: skip
 
-    All weights of a row before it sum to less than 2^-24, and what the output loses is below
-    2^-24 (|v_i| + |out_i|). A query that is not finite, or that could see a number that is not,
-    sees all keys, and so does a head whose slope is not positive.
 
-    Args:
-        q_SBHD: Queries, [queries, B, H, D], the last positions of the keys.
-        k_SBGD: Keys, [keys, B, G, D], where G divides H.
-        v_SBGD: Values, [keys, B, G, D].
-        slopes: [H], fp32.
-        scale: Factor of the products q k^T.
-        tile: Queries in a block, counted from the last query backwards, and keys in a tile, counted
-            from the first key on.
-        gradients: Gradients are wanted, in which a long key counts as well.
-        document_starts: Where each query's document begins, [B, queries], or None.
+def _firsts(
+    q_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    slopes: Tensor,
+    scale: float,
+    queries: int,
+    tile: int,
+    gradients: bool,
+    two_sided: bool,
+    document_starts: Tensor | None = None,
+    blocks_from_first: bool = False,
+) -> Tensor:
+    """Return the first key that each block can see, of those before it, int64 [G, blocks].
 
-    Returns:
-        int64 [G, blocks of queries], multiples of `tile`; block 0 holds the last queries.
+    Blocks are in the order of the queries, and the first is the shorter one unless they are counted
+    from there.
     """
     num_queries, num_keys, groups = len(q_SBHD), len(k_SBGD), k_SBGD.shape[2]
     norms = row_norms(k_SBGD), row_norms(v_SBGD)
-    longest = (longest_so_far(norms[0], tile), longest_so_far(norms[1], tile))
+    longest = longest_so_far(norms[0], tile), longest_so_far(norms[1], tile)
     own = (norms[0][..., num_keys - num_queries :], norms[1][..., num_keys - num_queries :])
     left_out = tiles_left_out(
-        q_SBHD, k_SBGD, own, longest, slopes, scale, tile, num_keys, gradients, document_starts
-    )
+        q_SBHD, k_SBGD, own, longest, slopes, scale, tile, num_keys, gradients, document_starts,
+        norms=norms[0], two_sided=two_sided, queries=queries, blocks_from_first=blocks_from_first,
+    )  # fmt: skip
     if document_starts is not None:
-        left_out = left_out.maximum(document_starts[:, None] // tile)
-    shared = q_SBHD.shape[2] // groups
-    first_GS = left_out.amin(0).view(groups, shared, -1).amin(1).flip(1) * tile
-    padded = pad(first_GS, (0, -num_queries % tile), value=num_keys)
-    return padded.view(groups, -1, tile).amin(2)
+        # Starts never fall from one query to the next.
+        first = torch.arange(num_queries % -queries, num_queries, queries).clamp(min=0)
+        left_out = left_out.maximum(document_starts[:, None, first] // tile)
+    of_groups = left_out.amin(0).view(groups, q_SBHD.shape[2] // groups, -1)
+    return of_groups.amin(1) * tile
 
 
 @torch.no_grad()
@@ -106,8 +171,12 @@ def tiles_left_out(
     gradients: bool,
     document_starts: Tensor | None = None,
     first: int = 0,
+    norms: Tensor | None = None,
+    two_sided: bool = False,
+    queries: int = 1,
+    blocks_from_first: bool = False,
 ) -> Tensor:
-    """Return how many tiles of keys, from the first one on, no query can see.
+    """Return how many tiles of keys, from the first one on, no query of a block can see.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D], the last of `num_keys` positions.
@@ -119,75 +188,142 @@ def tiles_left_out(
         scale: Factor of the products q k^T.
         tile: Keys in a tile.
         num_keys: Keys of the whole text so far.
-        gradients: As in `first_keys`.
+        gradients: As in `key_windows`.
         document_starts: The same, in positions of `k_SBGD`.
         first: Position of the first key of the first tile.
+        norms: 2-norms of the keys of all tiles, fp32 [B, G, keys], if there are none before them.
+            Without them the largest stand for all.
+        two_sided: Keys after the queries are left out as well, by another call.
+        queries: Queries in a block.
+        blocks_from_first: The last block is the shorter one if they do not come out even, not the
+            first.
 
     Returns:
-        int64 [B, H, queries].
+        int64 [B, H, blocks].
     """
     shared = q_SBHD.shape[2] // k_SBGD.shape[2]
     own_key, own_value = (x.repeat_interleave(shared, dim=1) for x in own)
     key_BHT, value_BHT = (x.repeat_interleave(shared, dim=1) for x in longest)
-    floor = _floors(q_SBHD, k_SBGD, slopes.float(), scale, document_starts)
-    floor -= floor.abs() * RELATIVE_SLACK
-    reach = row_norms(q_SBHD) * (abs(scale) * NORM_SLACK)
-    needed = NEEDED + math.log(num_keys) + ABSOLUTE_SLACK
     decay = slopes.float()[:, None] * (1 - RELATIVE_SLACK)
     position = torch.arange(num_keys - len(q_SBHD), num_keys, device=q_SBHD.device)
+    floor = _floors(q_SBHD, k_SBGD, slopes.float(), scale, document_starts)
+    needed = NEEDED + ABSOLUTE_SLACK + (math.log(2) if two_sided else 0)
+    spare = floor - floor.abs() * RELATIVE_SLACK + decay * (position + 1 - first) - needed
+    # In blocks; of queries that fill one up, every comparison is true.
+    after = -len(q_SBHD) % queries
+    fill = (0, after) if blocks_from_first else (after, 0)
+    reach = row_norms(q_SBHD) * (abs(scale) * NORM_SLACK)
+    spare, reach, own_key, own_value = (
+        torch.unflatten(pad(x, fill, value=filler), 2, (-1, queries))
+        for x, filler in ((spare, math.inf), (reach, 0), (own_key, math.inf), (own_value, math.inf))
+    )
+    if norms is None:
+        tail = -(-torch.expm1(-decay)).log().clamp(max=math.log(num_keys))[..., None]
+    else:
+        sums = _NormSums(reach, norms.repeat_interleave(shared, dim=1), decay, tile)
 
-    def left_out(tile_BHS: Tensor) -> Tensor:
-        """Return which queries leave out tiles 0 .. tile_BHS."""
-        key, value = key_BHT.gather(2, tile_BHS), value_BHT.gather(2, tile_BHS)
-        distance = position + 1 - first - (tile_BHS + 1) * tile
-        need = needed + (value / own_value).clamp(min=1).log()
+    def left_out(tile_BHT: Tensor) -> Tensor:
+        """Return which blocks leave out tiles 0 .. tile_BHT."""
+        key, value = (x.gather(2, tile_BHT)[..., None] for x in (key_BHT, value_BHT))
+        most = reach * key + tail if norms is None else sums.at(tile_BHT)
+        most = most + (value / own_value).clamp(min=1).log()
         if gradients:
-            need = need + (key / own_key).clamp(min=1).log()
+            most = most + (key / own_key).clamp(min=1).log()
         # Any comparison with NaN is false: what is not finite is not left out.
-        enough = floor - reach * key + decay * distance > need
-        return enough & (distance > 0) & (decay > 0) & value.isfinite()
+        enough = spare - most > decay[..., None] * ((tile_BHT + 1) * tile)[..., None]
+        return enough.all(3) & (key + value).isfinite().squeeze(3) & (decay > 0)
 
-    # How many tiles are left out lies in low .. high.
-    tiles = key_BHT.shape[2]
-    low = torch.zeros_like(floor, dtype=torch.int64)
-    high = torch.full_like(low, tiles)
-    for _ in range(tiles.bit_length()):
+    # How many tiles are left out lies in low .. high. All lie before the first query of the block.
+    begins = pad(position, fill, value=int(position[0])).view(-1, queries)[:, 0]
+    high = ((begins - first) // tile).clamp(min=0, max=key_BHT.shape[2]).expand(spare.shape[:3])
+    low = torch.zeros_like(high)
+    for _ in range(key_BHT.shape[2].bit_length()):
         middle = (low + high) // 2
-        out = left_out(middle.clamp(max=tiles - 1)) & (middle < high)
+        out = left_out(middle.clamp(max=key_BHT.shape[2] - 1)) & (middle < high)
         low, high = torch.where(out, middle + 1, low), torch.where(out, high, middle)
     return low
+
+
+class _NormSums:
+    """An upper bound of ln of the sum over tiles 0 .. c of exp(reach_i |k_j| - decay * d_cj).
+
+    d_cj is the distance of key j to the last key of tile c.
+
+    Args:
+        reach_BHTS: Of every query, by block, what a score is at most per norm of a key.
+        norms_BHS: Norms of keys.
+        decay: [H, 1].
+        tile: Keys in a tile.
+    """
+
+    def __init__(self, reach_BHTS: Tensor, norms_BHS: Tensor, decay: Tensor, tile: int) -> None:
+        longest = reach_BHTS.where(reach_BHTS.isfinite(), 0).amax((2, 3))[..., None]
+        step = (longest / (NORM_POINTS - 1)).clamp(min=1e-30)
+        keys = norms_BHS.shape[2]
+        to_end = decay * (tile - 1 - torch.arange(keys, device=decay.device) % tile)
+        sums = []
+        for point in range(NORM_POINTS):
+            terms = pad(norms_BHS * (step * point) - to_end, (0, -keys % tile), value=-math.inf)
+            sums.append(torch.unflatten(terms, 2, (-1, tile)).logsumexp(3))
+        of_tiles = torch.stack(sums, dim=3).double()  # [B, H, T, NORM_POINTS]
+        # In fp64, since slope * position may be 10^5 and the sums are wanted to 2^-7.
+        number = torch.arange(of_tiles.shape[2], device=decay.device)
+        end = (decay.double() * (number * tile))[..., None]
+        self.table = (torch.logcumsumexp(of_tiles + end, dim=2) - end).float()
+        place = reach_BHTS / step[..., None]
+        self.low = place.floor().clamp(max=NORM_POINTS - 2).long()
+        self.weight = place - self.low
+
+    def at(self, tile_BHT: Tensor) -> Tensor:
+        """Return it for every query and the tile c of its block, fp32 [B, H, T, S]."""
+        rows = self.table.gather(2, tile_BHT[..., None].expand(-1, -1, -1, NORM_POINTS))
+        return rows.gather(3, self.low).lerp(rows.gather(3, self.low + 1), self.weight)
 
 
 def _floors(
     q_SBHD: Tensor, k_SBGD: Tensor, slopes: Tensor, scale: float, document_starts: Tensor | None
 ) -> Tensor:
     """Return the logsumexp of every query's scores over keys close before it, fp32 [B, H, S]."""
-    num_queries, batch = q_SBHD.shape[:2]
+    num_queries, batch, heads, width = q_SBHD.shape
     groups, before = k_SBGD.shape[2], len(k_SBGD) - num_queries
     # The keys of a tile of queries are those at its positions and at as many before them. Zeros
     # stand for positions that do not exist, which are masked.
     after = -num_queries % FLOOR_TILE
     q = pad(q_SBHD, (0, 0, 0, 0, 0, 0, 0, after))
-    q = torch.unflatten(q, 0, (-1, FLOOR_TILE))  # [T, FLOOR_TILE, B, H, D]
+    q = q.view(-1, FLOOR_TILE, batch, groups, heads // groups, width)  # [T, FLOOR_TILE, ...]
     front = max(FLOOR_TILE - before, 0)
     k = pad(k_SBGD[max(before - FLOOR_TILE, 0) :], (0, 0, 0, 0, 0, 0, front, after))
     k = k.unfold(0, 2 * FLOOR_TILE, FLOOR_TILE)  # [T, B, G, D, 2 * FLOOR_TILE]
-    starts = torch.full((batch, num_queries), 0, device=q.device)
-    starts = pad(starts if document_starts is None else document_starts, (0, after))
     row = torch.arange(FLOOR_TILE, device=q.device)[:, None]
     column = torch.arange(2 * FLOOR_TILE, device=q.device)
     distance = row + FLOOR_TILE - column
     bias = (-slopes[:, None, None] * distance).masked_fill(distance < 0, -math.inf)
+    starts = None if document_starts is None else pad(document_starts, (0, after))
     floors = []
-    for tiles in torch.split(torch.arange(len(q), device=q.device), FLOOR_TILES):
-        q_part = torch.unflatten(q[tiles].float(), 3, (groups, -1))
-        scores = torch.einsum("tsbgpd,tbgdk->bgptsk", q_part, k[tiles].float()).flatten(1, 2)
-        position = before + tiles[:, None] * FLOOR_TILE + column - FLOOR_TILE
-        first = starts.view(batch, -1, FLOOR_TILE)[:, tiles]
-        hidden = position[None, :, None] < first[..., None]
-        scores = (scores * scale + bias[:, None]).masked_fill(hidden[:, None], -math.inf)
-        floors.append(scores.logsumexp(-1).flatten(2))
-    return torch.cat(floors, dim=2)[..., :num_queries]
+    for begin in range(0, len(q), FLOOR_TILES):
+        part = slice(begin, begin + FLOOR_TILES)
+        q_part = (
+            q[part].permute(0, 2, 3, 4, 1, 5).float() * scale
+        )  # [T, B, G, H / G, FLOOR_TILE, D]
+        many = (len(q_part), batch, groups)
+        scores = torch.baddbmm(
+            bias.expand(*many[:2], -1, -1, -1).reshape(math.prod(many), -1, len(column)),
+            q_part.reshape(math.prod(many), -1, width),
+            k[part].float().reshape(math.prod(many), width, -1),
+        ).view(*many[:2], heads, FLOOR_TILE, -1)
+        # Nothing is hidden but before the first key that there is, and before a document.
+        if starts is not None or before + (begin - 1) * FLOOR_TILE < 0:
+            number = torch.arange(begin, begin + len(q_part), device=q.device)[:, None]
+            position = before + (number - 1) * FLOOR_TILE + column  # [T, 2 * FLOOR_TILE]
+            first = torch.zeros_like(row)[None, None]
+            if starts is not None:
+                first = starts.view(batch, -1, FLOOR_TILE)[:, part].transpose(0, 1)[..., None]
+            scores.masked_fill_((position[:, None, None] < first)[:, :, None], -math.inf)
+        # As torch's logsumexp does it, in place. Own keys are not hidden, so no row is empty.
+        most = scores.amax(-1, keepdim=True)
+        floors.append(scores.sub_(most).exp_().sum(-1).log_().add_(most[..., 0]))
+    whole = torch.cat(floors).permute(1, 2, 0, 3).reshape(batch, heads, -1)
+    return whole[..., :num_queries]
 
 
 def row_norms(x_SBHD: Tensor) -> Tensor:

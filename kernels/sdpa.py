@@ -10,8 +10,9 @@ serves on a GPU, where q, k and v are then cast to fp32 (the log of the start sa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pretrain.kernels.call import Call, ScoreBias
-from pretrain.kernels.reach import first_keys
+from pretrain.kernels.reach import key_windows
 
 QUERY_BLOCK = 256
 """Queries served by one call of torch's kernel. A block is not given the keys after its last query,
@@ -29,9 +30,15 @@ which halves the work of long causal sequences. Of 64, 128, 256 and 512, 256 was
 SKIPPED_FROM = 4096
 """Keys from which on it pays to ask which of them matter (`pretrain.kernels.reach`)."""
 
-KEYS_OF_A_CALL = 512
+KEY_TILE = 64
+"""Windows of keys begin and end at multiples of this."""
+
+KEYS_OF_A_CALL = 256
 """What a call of torch's kernel for a block of queries costs before it computes, in keys of one
 head."""
+
+Window = tuple[slice, int, int]
+"""What a call of torch's kernel is given: key heads, the first key, the key after the last."""
 
 ALIGNMENT = 8
 """Widths of heads that the fused kernels of a GPU serve are multiples of this. The memory-efficient
@@ -119,12 +126,6 @@ def _with_mask(
     """
     equal = _with_equal_heads(q_SBHD, k_SBGD, v_SBGD, masked=True)
     q, k, v = (x.permute(1, 2, 0, 3) for x in equal)
-    attend = partial(
-        scaled_dot_product_attention,
-        scale=scale,
-        dropout_p=dropout_p,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
     num_queries, num_keys = q.shape[2], k.shape[2]
     # The bias depends on the distance only, so [H, distances] contains all of it. With the queries
     # in reverse order, the mask row of query r is entries r .. r + num_keys - 1, so `unfold` gives
@@ -138,36 +139,108 @@ def _with_mask(
         # takes an fp32 mask beside fp64 queries without an error and reads it as something else
         # (torch 2.13: outputs differ by 3).
         added = added.to(q.dtype)
+    attend = partial(
+        scaled_dot_product_attention,
+        scale=scale,
+        dropout_p=dropout_p,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     if num_queries <= QUERY_BLOCK:
         # Reversing so small a mask, which copies it, is cheaper than reversing queries and output.
         mask = added.unfold(-1, num_keys, 1).flip(-2)[None]
         mask = _within_documents(mask, document_starts)
         return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3)
-    windows_of_blocks = _windows(equal, bias, scale, dropout_p, document_starts, skip)
-    reversed_q, blocks = q.flip(2), []
-    heads_per_group = q.shape[1] // k.shape[1]
-    for start, windows in zip(range(0, num_queries, QUERY_BLOCK), windows_of_blocks):
-        queries = min(QUERY_BLOCK, num_queries - start)
-        parts = []
-        for groups, first, end in windows:
-            heads = slice(groups.start * heads_per_group, groups.stop * heads_per_group)
-            # Row 0 of the mask belongs to the query at position num_keys - 1 - start, column 0 to
-            # key `first`. A mask without a bias has one row for all heads.
-            rows = added[heads if len(added) > 1 else slice(None)]
-            mask = rows[:, start + first : start + queries + end - 1].unfold(-1, end - first, 1)
-            if document_starts is not None:
-                of_block = document_starts.flip(1)[:, start : start + queries]
-                mask = _within_documents(mask[None], of_block, first)
-            else:
-                mask = mask[None]
-            if q.is_cuda:
-                # The CUDA kernel needs aligned rows, which an overlapping view does not have.
-                mask = mask.contiguous()
-            block = reversed_q[:, heads, start : start + queries]
-            keys = (slice(None), groups, slice(first, end))
-            parts.append(attend(block, k[keys], v[keys], attn_mask=mask))
-        blocks.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
-    return torch.cat(blocks, dim=2).flip(2).permute(2, 0, 1, 3)
+    windows = _windows(equal, bias, scale, dropout_p, document_starts, skip)
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, added))
+    starts = None if document_starts is None else document_starts.flip(1)
+    out: Tensor = _Blocks.apply(q.flip(2), k, v, added, starts, windows, attend, wanted)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
+    return out.flip(2).permute(2, 0, 1, 3)
+
+
+class _Blocks(torch.autograd.Function):
+    """Attention of blocks of queries, each head with its own window of keys, the last query first.
+
+    Each call of torch's kernel has a graph of its own, from slices of q, k, v and of the bias to a
+    part of the output. Autograd would make the gradient of each slice a tensor as large as what it
+    was cut from: memory traffic would grow with the square of the length. Here they are added to
+    one buffer each, in fp32 at least.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BHSD: Tensor,
+        k_BGSD: Tensor,
+        v_BGSD: Tensor,
+        added: Tensor,
+        document_starts: Tensor | None,
+        windows: list[list[Window]],
+        attend: Callable[..., Tensor],
+        wanted: bool,
+    ) -> Tensor:
+        inputs, num_queries = (q_BHSD, k_BGSD, v_BGSD, added), q_BHSD.shape[2]
+        shared = q_BHSD.shape[1] // k_BGSD.shape[1]
+        out_BHSD = torch.empty(q_BHSD.shape, dtype=q_BHSD.dtype, device=q_BHSD.device)
+        ctx.inputs, ctx.calls = [(x.shape, x.dtype, x.device) for x in inputs], []
+        for start, of_block in zip(range(0, num_queries, QUERY_BLOCK), windows):
+            rows = slice(start, min(start + QUERY_BLOCK, num_queries))
+            for groups, first, end in of_block:
+                heads = slice(groups.start * shared, groups.stop * shared)
+                keys = slice(None), groups, slice(first, end)
+                places = (
+                    (slice(None), heads, rows),
+                    keys,
+                    keys,
+                    # Row 0 of the mask belongs to the query at position num_keys - 1 - start,
+                    # column 0 to key `first`. Without a bias one row serves all heads.
+                    (
+                        heads if len(added) > 1 else slice(None),
+                        slice(rows.start + first, rows.stop + end - 1),
+                    ),
+                )
+                parts = [x[place] for x, place in zip(inputs, places)]
+                if wanted:
+                    parts = [
+                        part.detach().requires_grad_(needed)
+                        for part, needed in zip(parts, ctx.needs_input_grad)
+                    ]
+                with torch.set_grad_enabled(wanted):
+                    q, k, v, row = parts
+                    mask = row.unfold(-1, end - first, 1)[None]
+                    if document_starts is not None:
+                        mask = _within_documents(mask, document_starts[:, rows], first)
+                    if q.is_cuda:
+                        # The CUDA kernel needs aligned rows, which an overlapping view does not
+                        # have.
+                        mask = mask.contiguous()
+                    out = attend(q, k, v, attn_mask=mask)
+                out_BHSD[places[0]] = out.detach()
+                if wanted:
+                    ctx.calls.append((out, parts, places))
+        return out_BHSD
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out_BHSD: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [
+            torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
+            if needed
+            else None
+            for (shape, dtype, device), needed in zip(ctx.inputs, ctx.needs_input_grad)
+        ]
+        while ctx.calls:
+            # What a call has saved is freed once it is used.
+            out, parts, places = ctx.calls.pop()
+            leaves = [part for part in parts if part.requires_grad]
+            found = iter(torch.autograd.grad(out, leaves, d_out_BHSD[places[0]]))
+            for place, gradient in zip(places, gradients):
+                if gradient is not None:
+                    gradient[place] += next(found)
+        cast = (
+            None if gradient is None else gradient.to(dtype)
+            for gradient, (_, dtype, _) in zip(gradients, ctx.inputs)
+        )
+        return *cast, None, None, None, None
 
 
 def _windows(
@@ -177,7 +250,7 @@ def _windows(
     dropout_p: float,
     document_starts: Tensor | None,
     skip: bool | None,
-) -> list[list[tuple[slice, int, int]]]:
+) -> list[list[Window]]:
     """Return which keys each block of queries is given, the block of the last queries first.
 
     Args:
@@ -189,8 +262,7 @@ def _windows(
         skip: The same.
 
     Returns:
-        For each block its parts: (key heads, first key, key after the last). Key heads that reach
-        about as far share a part, and so a call of torch's kernel.
+        The windows of each block. Key heads that reach about as far share one.
     """
     q, k, v = qkv
     num_queries, num_keys, groups = len(q), len(k), k.shape[2]
@@ -199,7 +271,7 @@ def _windows(
     ends = [num_keys - start if bias.causal else num_keys for start in starts]
     slopes = bias.slopes
     if skip is None:
-        skip = num_keys >= SKIPPED_FROM and not q.is_cuda and not dropout_p
+        skip = num_keys >= SKIPPED_FROM and not dropout_p
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
     # A gradient of slopes wants every distance. Fake tensors have no values to decide
     # from.
@@ -208,21 +280,17 @@ def _windows(
     able = (bias.causal or both_sides) and not trained and not isinstance(q, FakeTensor)
     if not skip or slopes is None or not able:
         return [[(slice(0, groups), 0, end)] for end in ends]
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    firsts = first_keys(q, k, v, slopes, scale, QUERY_BLOCK, wanted, document_starts).T.tolist()
-    if bias.causal:
-        lasts = [[end] * groups for end in ends]
-    else:
-        flipped = first_keys(q.flip(0), k.flip(0), v.flip(0), slopes, scale, QUERY_BLOCK, wanted)
-        lasts = [
-            [num_keys - first for first in of_block] for of_block in flipped.flip(1).T.tolist()
-        ]
+    both = key_windows(
+        q, k, v, slopes, q.shape[3] ** -0.5 if scale is None else scale, bias.causal,
+        queries=QUERY_BLOCK, tile=KEY_TILE, gradients=wanted, document_starts=document_starts,
+    )  # fmt: skip
+    firsts, lasts = torch.stack(both).mT.tolist()
     return [_parts(first, last) for first, last in zip(firsts, lasts)]
 
 
-def _parts(firsts: list[int], lasts: list[int]) -> list[tuple[slice, int, int]]:
+def _parts(firsts: list[int], lasts: list[int]) -> list[Window]:
     """Divide key heads among calls: neighbours share one if that costs no more than a call does."""
-    parts: list[tuple[slice, int, int]] = []
+    parts: list[Window] = []
     for group, (first, last) in enumerate(zip(firsts, lasts)):
         if parts:
             heads, first_of_part, last_of_part = parts[-1]

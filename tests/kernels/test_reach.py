@@ -25,6 +25,9 @@ def pairs(monkeypatch):
     return calls
 
 
+NEEDED = 24 * math.log(2)
+
+
 def compare(q, k, v, pairs, slopes, **options):
     """Compare outputs and gradients with those of all keys; return the share of pairs left."""
     inputs = [x.double().requires_grad_() for x in (q, k, v)]
@@ -57,6 +60,14 @@ def test_what_is_left_out_does_not_matter(kind, causal, pairs):
         assert share < 0.8
 
 
+def test_blocks_of_two_sided_queries_that_do_not_come_out_even(pairs):
+    """One query sees far ahead; from the first query on it would be in the block before."""
+    q, k, v = draw("scale 1", 1400, 1, width=16)
+    q[200] *= 30
+    k[900] = 10 * q[200] / q[200].norm()
+    assert compare(q, k, v, pairs, torch.tensor([0.5]), causal=False) < 0.8
+
+
 def test_fewer_queries_shared_keys_and_documents(pairs):
     q, k, v = draw("scale 1", 1600, 4, width=16)
     slopes = torch.tensor([0.9, 0.5, 0.3, 0.2])
@@ -78,12 +89,19 @@ def test_pairs_are_those_of_the_closed_form(length, pairs):
     for slope in slopes.tolist():
         # The first query of a block has its own key and the 32 before it to make its floor of.
         floor = math.log(sum(math.exp(-slope * t) for t in range(33)))
-        window = (24 * math.log(2) + math.log(length) - floor) / slope
-        for block in range(length // 256):
-            left_out = (block * 256 + 1 - window) // 256 if block else 0
-            expected += 256 * ((block + 1) * 256 - 256 * max(int(left_out), 0))
-    # Heads that share a call are given the longest window among them, and the bound has slack.
-    assert expected <= sum(pairs) < 1.05 * expected
+
+        def lost(keys, position, slope=slope):
+            """Return ln of the sum of exp(score) over the first keys."""
+            near = -slope * (position + 1 - keys)
+            return near + math.log(math.expm1(-slope * keys) / math.expm1(-slope))
+
+        for start in range(0, length, 256):
+            tiles = [t for t in range(1, start // 64 + 1) if floor - lost(64 * t, start) > NEEDED]
+            expected += 256 * (start + 256 - 64 * max(tiles, default=0))
+    # Heads that share a call are given the longest window among them, which may cost as much as a
+    # call for each head but the first; every block has all heads.
+    shared = 8 * length // 256 - len(pairs)
+    assert 0 < shared and expected <= sum(pairs) <= expected + shared * 256 * sdpa.KEYS_OF_A_CALL
 
 
 def test_pairs_grow_with_the_length_and_not_with_its_square(pairs):
