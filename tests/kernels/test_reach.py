@@ -101,7 +101,7 @@ def test_pairs_are_those_of_the_closed_form(length, pairs):
     # Heads that share a call are given the longest window among them, which may cost as much as a
     # call for each head but the first; every block has all heads.
     shared = 8 * length // 256 - len(pairs)
-    assert 0 < shared and expected <= sum(pairs) <= expected + shared * 256 * sdpa.KEYS_OF_A_CALL
+    assert shared > 0 and expected <= sum(pairs) <= expected + shared * 256 * sdpa.KEYS_OF_A_CALL
 
 
 def test_pairs_grow_with_the_length_and_not_with_its_square(pairs):
