@@ -77,8 +77,8 @@ def candidates(
     examples: dict[str, str] = {}
     for keys in _parallel_keys(config, gpus):
         parallel = config.parallel.model_copy(update={**keys, "world_size": gpus})
-        data = gpus // (keys["tensor_model_parallel_size"] * keys["pipeline_model_parallel_size"])
-        if keys["zero_stage"] > 1 and data == 1:
+        data = gpus // parallel.ranks_per_copy
+        if keys["zero_stage"] > 1 and data * parallel.context_parallel_size == 1:
             # There is nothing to shard, and every stage is stage 1.
             continue
         own = config.batch.micro_batch_size
@@ -140,9 +140,11 @@ class Planned:
     def memory_is_bound(self) -> bool:
         """True if the run needs no more memory than planned, and maybe less.
 
-        Of ZeRO 2 and 3 the buffers are taken at their full size, all at once.
+        Of ZeRO 2 and 3 the buffers are taken at their full size, all at once; and of slopes, which
+        need few keys of other context ranks, all keys.
         """
-        return zero_stage(self.config, self.layout) > 1
+        has_reach = self.layout.context > 1 and self.config.position.bias == "slopes"
+        return has_reach or zero_stage(self.config, self.layout) > 1
 
     @property
     def name(self) -> str:
@@ -151,6 +153,8 @@ class Planned:
         words = [f"TP {p.tensor_model_parallel_size} PP {p.pipeline_model_parallel_size}"]
         if p.virtual_pipeline_model_parallel_size:
             words.append(f"VPP {p.virtual_pipeline_model_parallel_size}")
+        if p.context_parallel_size > 1:
+            words.append(f"CP {p.context_parallel_size}")
         if p.sequence_parallel:
             words.append("SP")
         return " ".join([*words, f"DP {self.layout.data} ZeRO {p.zero_stage}"])

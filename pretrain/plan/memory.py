@@ -107,7 +107,7 @@ def buckets_of_rank(config: RunConfig, layout: Layout, stage: int) -> list[FlatB
         stage: The pipeline stage, from 0.
     """
     weights = stage_tensors(config, stage)
-    unit = ALIGNMENT * layout.data
+    unit = ALIGNMENT * layout.replicas
 
     def flat(members: list[int], is_late: bool) -> FlatBucket:
         size = sum(weights[number].of_rank(layout.tensor) for number in members)
@@ -183,8 +183,8 @@ def stages_of(config: RunConfig, layout: Layout) -> list[Stage]:
 
 
 def zero_stage(config: RunConfig, layout: Layout) -> int:
-    """Return the ZeRO stage that the run takes: with one data-parallel rank all are stage 1."""
-    return 1 if layout.data == 1 else config.parallel.zero_stage
+    """Return the ZeRO stage that the run takes: with one replica all are stage 1."""
+    return 1 if layout.replicas == 1 else config.parallel.zero_stage
 
 
 def _piece(c: RunConfig, weight: ModelTensor) -> Piece:
@@ -271,8 +271,10 @@ class Activations:
         self.config, self.is_modern = config, is_modern
         self.item = ITEM[config.train.precision]
         """Bytes of a number in the training precision."""
-        self.tokens = config.batch.micro_batch_size * config.data.sequence_length
-        """T, tokens of a micro batch."""
+        self.context = parallel.context_parallel_size
+        """n, the parts of a sequence; this rank holds the last one, which sees the most keys."""
+        self.tokens = config.batch.micro_batch_size * config.data.sequence_length // self.context
+        """T, tokens of a micro batch on this rank."""
         self.tensor = parallel.tensor_model_parallel_size
         """t, the tensor-parallel size."""
         self.stream_tokens = self.tokens // (self.tensor if parallel.sequence_parallel else 1)
@@ -323,15 +325,21 @@ class Activations:
         pair = 2 * (widths(c).key if self.is_modern else widths(c).query) * self.item
         rows = 4 * heads
         kept = query + pair
+        # Of several parts, keys and values of all stand side by side. The queries are a copy, but
+        # for those without a bias or a rotation.
+        is_view = self.context == 1 or not keeps_core
+        if not is_view:
+            is_copy = c.position.bias != "none" or c.position.rotated_channels(c)
+            kept = query + (self.context + (not is_copy)) * pair
         if c.model.clip_qkv is not None:
             # What the clipping has read.
             kept += (widths(c).query + 2 * widths(c).key) * self.item
         if channels := c.position.rotated_channels(c):
             # The rotated queries and keys are new tensors, and the values a view of the old ones.
-            kept += query + pair // 2
+            kept += is_view * (query + pair // 2)
             # Sines and cosines, of queries and of keys, which the batch shares.
             kept += 4 * channels * self.item // c.batch.micro_batch_size
-        elif 1 < groups < heads:
+        elif is_view and 1 < groups < heads:
             # Queries of several groups are not evenly spaced, and are copied. Rotated ones are new
             # in any case.
             kept += query
@@ -363,7 +371,7 @@ class Activations:
         """Return the fp32 masks of a layer, which the batch shares: a block of queries each."""
         length = self.config.data.sequence_length
         heads = self.config.model.num_attention_heads // self.tensor
-        blocks = range(length, 0, -QUERY_BLOCK)
+        blocks = range(length, length - length // self.context, -QUERY_BLOCK)
         return 4 * heads * sum(min(QUERY_BLOCK, keys) * keys for keys in blocks)
 
     def embedding(self) -> int:
@@ -450,8 +458,13 @@ class Activations:
         if self.is_modern and c.position.bias == "table":
             reach = c.position.reach(c)
             block = 32 if c.head_dim * self.item < 1024 else 16
-            sums = 4 * heads * -(-(reach + block - 1) // block) * 16 * block * 2 * block
+            queries = c.data.sequence_length // self.context
+            splits = min(c.batch.micro_batch_size * -(-queries // block), 16)
+            sums = 4 * heads * -(-(reach + block - 1) // block) * splits * block * 2 * block
         given_back = 2 * self.inner + 2 * self.stream
+        if self.context > 1:
+            # Gradients of the keys and values of the other parts.
+            pairs += (self.context - 1) * 2 * widths(c).key * self.item
         return 2 * self.stream + self.whole // self.tensor + self.tokens * pairs + sums - given_back
 
     def persistent(self) -> int:
@@ -523,7 +536,7 @@ def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, i
         layout: Its layout.
         stage: The pipeline stage.
     """
-    item, data = ITEM[config.train.precision], layout.data
+    item, data = ITEM[config.train.precision], layout.replicas
     padded = sum(bucket.num_elements for bucket in stage.buckets)
     # Masters and moments; and a count of steps for each group.
     optimizer = config.state_bytes * padded // data + 4 * len(stage.buckets)

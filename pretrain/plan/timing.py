@@ -339,20 +339,44 @@ class Reach:
     origin: str = "assumed"
     """Where it comes from, in words."""
 
-    def pairs(self, config: RunConfig) -> list[float]:
-        """Return the keys that a query of each head of the model sees, of the mean query and layer.
-
-        They are the causal half of a sequence, or less.
-        """
+    def near(self, config: RunConfig) -> list[list[float]]:
+        """Return the keys that each head sees at most, by layer, of the layers that differ."""
         length, heads = config.data.sequence_length, config.model.num_attention_heads
         slopes = config.position.head_slopes(config)
         if slopes is None:
-            return [length / 2] * heads
+            return [[length] * heads]
         layers = self.tokens or [[self.factor / s if s > 0 else math.inf for s in slopes]]
-        near = [[min(max(each, ALL_UP_TO), length) for each in layer] for layer in layers]
-        # The first queries of a sequence have fewer keys before them.
-        seen = [[n - n * n / (2 * length) for n in layer] for layer in near]
-        return [sum(head) / len(seen) for head in zip(*seen)]
+        return [[min(max(each, ALL_UP_TO), length) for each in layer] for layer in layers]
+
+    def pairs(self, config: RunConfig, context: int = 1) -> list[float]:
+        """Return the keys that a query of each head of the model sees, of the mean query and layer.
+
+        They are the causal half of a sequence, or less; for the queries of the last of several
+        parts, up to all of it.
+
+        Args:
+            config: The run.
+            context: Parts of the sequence; the queries are those of the last one.
+        """
+        length = config.data.sequence_length
+
+        def seen(most: float, queries: float) -> float:
+            # Of the first queries together, which have fewer keys before them than `most`.
+            most = min(most, queries)
+            return most * queries - most * most / 2
+
+        size = length / context
+        means = [
+            [(seen(most, length) - seen(most, length - size)) / size for most in layer]
+            for layer in self.near(config)
+        ]
+        return [sum(head) / len(means) for head in zip(*means)]
+
+    def received(self, config: RunConfig, context: int) -> float:
+        """Return the part of the keys before the last of several parts that its queries see."""
+        before = config.data.sequence_length * (1 - 1 / context)
+        near = [min(most, before) for layer in self.near(config) for most in layer]
+        return sum(near) / len(near) / before
 
     def share(self, config: RunConfig) -> float:
         """Return the part of the causal half of attention that is within the reach, in 0..1."""
@@ -380,6 +404,7 @@ class Target:
 Lines = dict[str, float]
 """Milliseconds by class of work that can be measured."""
 TENSOR, SENDS = "tensor-parallel communication, exposed", "sends between stages"
+CONTEXT = "exchange of keys and values"
 REDUCTION, GATHER = "reduction of gradients, exposed", "gather of weights, exposed"
 COLUMN = {
     "matrix products": "GEMM",
@@ -390,6 +415,7 @@ COLUMN = {
     "gaps between kernels": "elementwise",
     "waiting for the host": "elementwise",
     TENSOR: "communication",
+    CONTEXT: "communication",
     SENDS: "communication",
     REDUCTION: "communication",
     GATHER: "communication",
@@ -425,8 +451,8 @@ class Step:
         """
         self.config, self.layout, self.stage, self.target = config, layout, stage, target
         self.waits, self.device = waits, target.device
-        self.tokens = config.batch.micro_batch_size * config.data.sequence_length
-        """Tokens of a micro batch."""
+        self.tokens = Activations(config, target.device.is_modern).tokens
+        """Tokens of a micro batch on a rank."""
         self.num_layers = sum(layers for _, layers in chunk_layers(config, stage.number))
         self.has_output = stage.number == layout.pipeline - 1
         """This stage computes the logits."""
@@ -468,10 +494,11 @@ class Step:
 
         The two products of the forward pass cost four operations for each pair of query and key
         that a head sees and each of its channels; the backward pass has five. Tensor-parallel ranks
-        have heads of their own, and wait for the one whose heads see farthest.
+        have heads of their own, and wait for the one whose heads see farthest, as context ranks do
+        for the last one.
         """
         heads = self.config.model.num_attention_heads // self.layout.tensor
-        pairs = self.target.reach.pairs(self.config)
+        pairs = self.target.reach.pairs(self.config, self.layout.context)
         most = max(sum(pairs[i : i + heads]) for i in range(0, len(pairs), heads))
         flops = 4 * most * self.config.head_dim * self.num_layers * self.tokens
         has_mask = Activations(self.config, self.device.is_modern).uses_mask
@@ -530,7 +557,7 @@ class Step:
     def optimizer_lines(self) -> Lines:
         """Return the lines of the optimizer step, without communication."""
         shard = self.costs.update + self.config.optimizer.update_bytes
-        moved = shard * self.stage.parameters / self.layout.data
+        moved = shard * self.stage.parameters / self.layout.replicas
         if self.zero > 1:
             moved += DEEPSPEED_WHOLE_MODEL * self.stage.parameters
         update = self.device.memory_ms(moved)
@@ -541,7 +568,7 @@ class Step:
 
     def communication_lines(self) -> Lines:
         """Return the lines of data-parallel communication: what shows, and what hiding costs."""
-        if self.layout.data == 1:
+        if self.layout.replicas == 1:
             return {}
         parameters, tail = self.stage.parameters, self.stage.tail
         reduce, gather = self.reduction_ms(), self.ring_ms(2 * parameters)
@@ -574,11 +601,11 @@ class Step:
         Args:
             num_bytes: Bytes of the whole tensor of each group.
         """
-        if self.layout.data * self.layout.tensor <= GPUS_PER_NODE:
-            return self.nvlink_ms(num_bytes, self.layout.data, BUCKETS)
+        if self.layout.replicas * self.layout.tensor <= GPUS_PER_NODE:
+            return self.nvlink_ms(num_bytes, self.layout.replicas, BUCKETS)
         return self.target.network.ring_ms(
             num_bytes * self.layout.tensor,
-            self.layout.data,
+            self.layout.replicas,
             BUCKETS,
             GPUS_PER_NODE // self.layout.tensor,
         )
@@ -602,7 +629,7 @@ class Step:
         """
         parameters = self.stage.parameters
         in_fp32 = self.config.parallel.gradient_reduce_dtype == "fp32"
-        if in_fp32 or self.layout.data * self.layout.tensor <= GPUS_PER_NODE:
+        if in_fp32 or self.layout.replicas * self.layout.tensor <= GPUS_PER_NODE:
             return self.ring_ms(4 * parameters)
         within = 4 * parameters * (GPUS_PER_NODE - 1) / GPUS_PER_NODE
         within_ms = 1e3 * within / (self.device.nvlink_gb_per_second * 1e9)
@@ -610,7 +637,7 @@ class Step:
         share = 2 * parameters / GPUS_PER_NODE
         network = self.target.network
         return within_ms + self.layout.tensor * network.all_to_all_ms(
-            share, self.layout.data, BUCKETS
+            share, self.layout.replicas, BUCKETS
         )
 
     def passes_ms(self) -> tuple[float, float]:
@@ -625,9 +652,9 @@ class Step:
         return whole * forward / (forward + backward), whole * backward / (forward + backward)
 
     def model_parallel_lines(self) -> Lines:
-        """Return the exposed communication between tensor-parallel ranks and between stages.
+        """Return the exposed communication between the ranks of a sample.
 
-        Tensor-parallel ranks are in one node.
+        Tensor-parallel ranks are in one node, and context ranks if they fit beside them.
         """
         lines: Lines = {}
         if self.layout.tensor > 1:
@@ -635,10 +662,18 @@ class Step:
                 self.config, self.layout, self.stage, self.device.is_modern
             )
             lines[TENSOR] = self.nvlink_ms(sent, self.layout.tensor, rings)
+        if self.layout.context > 1:
+            received, calls = exchanged_in_context_group(self.config, self.layout, self.stage)
+            needed = received * self.target.reach.received(self.config, self.layout.context)
+            network, rate = self.target.network, self.device.nvlink_gb_per_second
+            if self.layout.tensor * self.layout.context > GPUS_PER_NODE:
+                rate = network.gbit_per_second / 8 * network.efficiency / GPUS_PER_NODE
+            latency = calls * (self.layout.context - 1) * network.within_node_us
+            lines[CONTEXT] = 1e3 * needed / (rate * 1e9) + 1e-3 * latency
         if self.layout.pipeline > 1:
             network, rate = self.target.network, self.device.nvlink_gb_per_second
             latency = network.within_node_us
-            if self.layout.world_size > GPUS_PER_NODE <= self.layout.tensor * self.layout.data:
+            if self.layout.world_size > GPUS_PER_NODE <= self.layout.tensor * self.layout.replicas:
                 # All GPUs of a node send at once.
                 rate = network.gbit_per_second / 8 * network.efficiency / GPUS_PER_NODE
                 latency = network.between_nodes_us
@@ -697,6 +732,24 @@ def exposed_in_tensor_group(
     sent, rings = sent * layout.num_microbatches, rings * layout.num_microbatches
     # Once a step the gradients of which each rank has its part of the sequence's.
     return sent + 2 * 4 * stage.partial, rings + 2 * (stage.partial > 0)
+
+
+def exchanged_in_context_group(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int]:
+    """Return the bytes of keys and values that the last context rank receives, and the calls.
+
+    The gradients that it sends back count like what it receives. These are all keys, of which a
+    method with a reach needs a part (`Reach.received`).
+
+    Args:
+        config: The run.
+        layout: Its layout.
+        stage: The pipeline stage.
+    """
+    a = Activations(config, True)
+    layers = sum(each for _, each in chunk_layers(config, stage.number))
+    passes = 2 if config.train.recompute_granularity == "none" else 3
+    calls = passes * layers * layout.num_microbatches
+    return calls * (layout.context - 1) * a.tokens * 2 * widths(config).key * a.item, calls
 
 
 def sent_to_stages(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
@@ -782,7 +835,7 @@ def time_of_step(
     if layout.pipeline > 1:
         # What every micro batch has a part of.
         columns = ("GEMM", "attention", "elementwise")
-        repeated = {TENSOR, *(name for name in COLUMN if COLUMN[name] in columns)}
+        repeated = {TENSOR, CONTEXT, *(name for name in COLUMN if COLUMN[name] in columns)}
         passes = [sum(ms for name, ms in each.items() if name in repeated) for each in times]
         others = sum(p * stage.count for p, stage in zip(passes, stages)) - max(passes)
         lines["pipeline bubble"] = others / layout.num_microbatches / layout.virtual

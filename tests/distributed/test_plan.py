@@ -9,7 +9,11 @@ import pytest
 from pretrain.config import RunConfig
 from pretrain.plan.memory import memory_of_rank, stage_of
 from pretrain.plan.simulation import count_run
-from pretrain.plan.timing import exposed_in_tensor_group, sent_to_stages
+from pretrain.plan.timing import (
+    exchanged_in_context_group,
+    exposed_in_tensor_group,
+    sent_to_stages,
+)
 from tests.conftest import tiny_config
 from tests.distributed.test_step_budgets import CASES, counted
 
@@ -49,9 +53,16 @@ def test_every_real_rank_allocates_what_is_planned(pools, layout):
 
 ZERO_1 = [case for case in CASES if not case.startswith("zero")]
 SHARED = {**SEQUENCE, **PIPELINE, "world_size": 4}
+SPLIT = {**SEQUENCE, "context_parallel_size": 4, "world_size": 8}
 FURTHER: dict[str, dict[str, dict[str, Any]]] = {
     "recompute": {"train": {"recompute_granularity": "full"}},
     "learned": {"position": {"method": "learned", "max_position_embeddings": 64}},
+    "cp4": {"parallel": SPLIT, "position": {"method": "t5"}},
+    "cp4, recompute": {
+        "parallel": SPLIT,
+        "position": {"method": "t5"},
+        "train": {"recompute_granularity": "selective"},
+    },
 }
 
 
@@ -60,19 +71,23 @@ def compare(config: RunConfig, counts: dict[int, Any]) -> None:
     assert config.parallel.world_size is not None
     layout = config.layout(config.parallel.world_size)
     for stage, of_stage in counts.items():
-        found = {"tensor": [0, 0], "pipeline": [0, 0]}
+        found = {"tensor": [0, 0], "pipeline": [0, 0], "context": [0, 0]}
         for each in of_stage.collectives:
             rings = 2 if each.name == "allreduce" else 1
             # Megatron's sends name their group in one direction only.
             is_sent = each.name == "send"
-            if each.group_size > 1 and (is_sent or (each.group == "tensor" and each.is_exposed)):
-                totals = found["pipeline" if is_sent else "tensor"]
+            of_ranks = each.group in ("tensor", "context") and each.is_exposed
+            if each.group_size > 1 and (is_sent or of_ranks):
+                totals = found["pipeline" if is_sent else each.group]
                 totals[0] += rings * each.num_bytes
                 totals[1] += rings
         if layout.tensor > 1:
             of_rank = stage_of(config, layout, stage)
             planned = exposed_in_tensor_group(config, layout, of_rank, is_modern=True)
             assert [*planned] == found["tensor"]
+        if layout.context > 1:
+            of_rank = stage_of(config, layout, stage)
+            assert [*exchanged_in_context_group(config, layout, of_rank)] == found["context"]
         if layout.pipeline > 1:
             assert [*sent_to_stages(config, layout, stage)] == found["pipeline"]
 
@@ -86,7 +101,7 @@ def test_the_planned_collectives_are_those_that_are_counted(case):
 def test_further_planned_collectives(case):
     sections = {name: dict(keys) for name, keys in FURTHER[case].items()}
     config = tiny_config(
-        parallel=SHARED,
+        parallel=sections.pop("parallel", SHARED),
         model={"num_layers": 2},
         train={"precision": "bf16", **sections.pop("train", {})},
         **sections,

@@ -77,19 +77,21 @@ def test_stock_transformers_gives_the_same(workspace, run, measured, tiny_data):
     assert names == {"tasks.json", "tasks.md"}
 
 
-def test_two_tensor_ranks_and_a_named_checkpoint_give_the_same(workspace, run, measured):
+def test_ranks_that_share_a_sample_and_a_named_checkpoint_give_the_same(workspace, run, measured):
+    """Two ranks hold a part of the vocabulary and of the heads, and two a part of the sequence."""
     checkpoint = run / "checkpoints/step-00000008"
-    out = workspace / "tasks-of-two/tasks.json"
+    out = workspace / "tasks-of-four/tasks.json"
     words = [*WORDS, "--out", out, "--set", "parallel.tensor_model_parallel_size=2"]
-    with running_ranks(["evaluate-tasks", checkpoint, *words], 2) as ranks:
+    words += ["--set", "parallel.context_parallel_size=2"]
+    with running_ranks(["evaluate-tasks", checkpoint, *words], 4) as ranks:
         done = ranks.done()
-    assert [each.code for each in done] == [0, 0], done
+    assert [each.code for each in done] == [0, 0, 0, 0], done
     assert done[1].out == ""
-    for two, one in zip(records(out), records(measured), strict=True):
+    for split, one in zip(records(out), records(measured), strict=True):
         # Other batches, other sums: a few units in the last place of fp32.
-        assert two["value"] == pytest.approx(one["value"], abs=1e-5)
+        assert split["value"] == pytest.approx(one["value"], abs=1e-5)
         rest = {"value": None, "low": None, "high": None}
-        assert {**two, **rest} == {**one, **rest}
+        assert {**split, **rest} == {**one, **rest}
 
 
 def test_lengths_that_cannot_be_measured(run, tmp_path):

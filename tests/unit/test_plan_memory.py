@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2vpp2": (2, VIRTUAL),
     "tp2pp2sp": (4, {**SEQUENCE, **PIPELINE}),
     "tp2pp2vpp2sp": (4, {**SEQUENCE, **VIRTUAL}),
+    "cp4": (4, {"context_parallel_size": 4}),
 }
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "alibi": {},
@@ -77,6 +78,8 @@ CORE = {
     ("tp2dp2sp", "as MPT, untied"),
     ("pp2vpp2", "alibi"),
     ("tp2pp2sp", "recompute full"),
+    ("cp4", "rotary, a quarter of grouped queries"),
+    ("cp4", "t5"),
 }
 
 
@@ -85,6 +88,7 @@ def small_run(layout: str, model: str) -> RunConfig:
     world_size, parallel = LAYOUTS[layout]
     pipeline = parallel.get("pipeline_model_parallel_size", 1)
     data = world_size // pipeline // parallel.get("tensor_model_parallel_size", 1)
+    data //= parallel.get("context_parallel_size", 1)
     # As few as show every state of the schedule: one after as many as wait on the first stage; the
     # interleaved schedule takes multiples of the stages.
     micro_batches = (
@@ -117,7 +121,8 @@ def test_a_rank_allocates_what_is_planned(layout, model):
     config = small_run(layout, model)
     shape = config.layout(LAYOUTS[layout][0])
     for stage in range(shape.pipeline):
-        measured = simulated(config, stage * shape.tensor * shape.data)
+        # Of the last replica, which sees the most keys where a sequence is split.
+        measured = simulated(config, shape.tensor * ((stage + 1) * shape.replicas - 1))
         planned = memory_of_rank(config, shape, stage_of(config, shape, stage), is_modern=True)
         state = (planned.weights, planned.gradients, planned.optimizer)
         assert state == (measured["weights"], measured["gradients"], measured["optimizer"])

@@ -116,6 +116,27 @@ def test_tensor_parallel_ranks_wait_for_the_heads_that_see_farthest():
     assert ratio == pytest.approx(sum(pairs[8:]) / sum(pairs)) and ratio > 0.7
 
 
+@pytest.mark.parametrize("method", ["alibi", "rotary"])
+def test_context_ranks_wait_for_the_last_part_which_receives_the_keys_that_its_heads_see(method):
+    length, parts = 2**15, 8
+    begin = length - length // parts
+    settings = [f"data.sequence_length={length}", f"position.method={method}"]
+    of = step(8, PERFECT, FAST, *settings, f"parallel.context_parallel_size={parts}")
+    slopes = [2.0 ** (-(h + 1) / 2) if method == "alibi" else 0.0 for h in range(16)]
+    windows = [round(max(32 / slope, 1024)) if slope else length for slope in slopes]
+    pairs = sum(seen_pairs(length, near) - seen_pairs(begin, near) for near in windows)
+    flops = 7 * 2 * 128 * pairs * 25 * of.config.batch.global_batch_size
+    found = of.compute_lines["attention"]
+    assert found == pytest.approx(flops / H200.peak_tflops / 1e9, rel=1e-3)
+    keys = sum(min(near, begin) for near in windows)
+    # Keys and values of 128 channels in bf16, and their gradients back, in every layer.
+    sent = 2 * 2 * 2 * 128 * keys * 25 * of.config.batch.global_batch_size
+    expected = sent / H200.nvlink_gb_per_second / 1e6
+    latency = 2 * 25 * of.layout.num_microbatches * (parts - 1) * FAST.within_node_us / 1e3
+    found = of.model_parallel_lines()["exchange of keys and values"]
+    assert found - latency == pytest.approx(expected, rel=1e-3)
+
+
 def test_tiles_that_fill_the_device_once_waste_nothing_and_one_more_costs_a_wave():
     rows, columns = H200.tile
     one = replace(H200, gemm_fraction=1.0, tile_overhead=0)
