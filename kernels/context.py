@@ -148,6 +148,29 @@ def bytes_sent(
     return 2 * batch * width * element_size * rows, deciding
 
 
+def share_of_ring(
+    reaches: Sequence[float], size: int, length: int, width: int, element_size: int
+) -> float:
+    """Return the bytes that all ranks send in a forward pass, in parts of those of a causal ring.
+
+    In a ring all keys and values pass on to every later rank.
+
+    Args:
+        reaches: For each key head, how many tokens before a query its first key may be.
+        size: Number of ranks.
+        length: Positions of one rank.
+        width: Width of a head.
+        element_size: Bytes of a number of q.
+    """
+    tile, groups = math.gcd(length, TILE), len(reaches)
+    begins = [rank * length for rank in range(size)]
+    firsts = [[int((x - min(reach, x)) // tile * tile) for reach in reaches] for x in begins]
+    halo, ring = plan_by_reach(firsts, length), plan_exact(size, length, groups)
+    sent = [bytes_sent(halo, rank, 1, groups, width, element_size) for rank in range(size)]
+    of_ring = [bytes_sent(ring, rank, 1, groups, width, element_size) for rank in range(size)]
+    return sum(map(sum, sent)) / sum(exact for exact, _ in of_ring)
+
+
 def context_attention(
     q_SBHD: Tensor,
     k_SBGD: Tensor,
