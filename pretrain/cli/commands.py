@@ -44,6 +44,7 @@ from pretrain.config.arguments import (
     version_flag,
 )
 from pretrain.config.load import list_shipped
+from pretrain.config.run import STREAM
 from pretrain.config.schema import WORDS
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.rundir.paths import ExitCode
@@ -300,6 +301,7 @@ def evaluate(
     protocols: str = "nonoverlapping,sliding",
     stride: Number = None,
     max_tokens: Number = None,
+    stream: Annotated[bool, typer.Option("--stream")] = False,
     out: JsonFile = None,
     text: Annotated[list[str], typer.Option(metavar="FILE|PATTERN|URL")] = [],  # noqa: B006
     overrides: Overrides = [],  # noqa: B006
@@ -315,7 +317,7 @@ def evaluate(
     Example:
       pretrain evaluate runs/demo/alibi runs/demo/sinusoidal --lengths 128,512,2048 \\
           --out runs/demo/report/curve.json
-      pretrain evaluate runs/demo/alibi --text 'papers/*.txt'
+      pretrain evaluate runs/demo/alibi --text 'papers/*.txt' --stream
 
     Args:
         lengths: Window lengths in tokens, as in 128,512,2048. Default: evaluation.lengths of the
@@ -325,13 +327,16 @@ def evaluate(
             where no length is shorter, else the shortest length.
         max_tokens: Score at most this many validation tokens. Default: all; evaluation.max_tokens
             bounds the evaluations while training.
+        stream: Read the whole text in one pass in place of windows: every token has all tokens
+            before it as context, and memory does not grow with the text. For ALiBi, whose heads
+            see no farther than their weights allow (pretrain reach).
         out: Write the results to this file, and plots and report.md beside it.
         text: Score this text in place of the validation split; can be repeated. Each file is one
             document. Needs the run alone, and no data set.
     """
     from pretrain.evaluation.command import evaluate_sources, text_data_set
 
-    request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
+    request = EvaluationRequest.parse(lengths, STREAM if stream else protocols, stride, max_tokens)
     if not text:
         evaluate_sources(sources, request, overrides, out)
         return

@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from pretrain.config import rules
 from pretrain.config.errors import ConfigError
-from pretrain.config.run import PROTOCOLS, RunConfig
+from pretrain.config.run import PROTOCOLS, STREAM, RunConfig
 from pretrain.config.schema import Section
 
 CONFIG_VERSION = 1
@@ -388,7 +388,7 @@ class EvaluationRequest:
     """Window lengths in tokens."""
 
     protocols: tuple[str, ...]
-    """Names out of PROTOCOLS."""
+    """Names out of PROTOCOLS, or STREAM alone."""
 
     stride: int | None
     """Tokens by which a sliding window moves on, which is also how many of its predictions are
@@ -421,7 +421,12 @@ class EvaluationRequest:
                 "as in --lengths 128,256,512"
             ) from None
         names = tuple(protocols.split(","))
-        if unknown := {*names} - {*PROTOCOLS}:
+        if names == (STREAM,) and (lengths is not None or stride is not None):
+            raise ConfigError(
+                "--stream: the text is read in one pass and has no windows. Leave out --lengths "
+                "and --stride"
+            )
+        if names != (STREAM,) and (unknown := {*names} - {*PROTOCOLS}):
             raise ConfigError(
                 f"--protocols {unknown.pop()}: unknown protocol. Choose {' or '.join(PROTOCOLS)}, "
                 "or both separated by a comma"

@@ -42,6 +42,10 @@ MASKED = "masked"
 """What records call the protocol of a model that predicts masked tokens: windows that do not
 overlap, of whose tokens those of fixed masks are predicted, from both sides. It has a name of its
 own, so that no table or plot puts these perplexities beside those of a language model."""
+STREAM = "stream"
+"""The protocol of one pass over the whole text, with all tokens before each as its context."""
+PIECE = 2048
+"""Tokens of a long text that pass through a model with a cache at once."""
 
 
 # ---- Compute the batch size of a step while it is ramped up, in Megatron's arithmetic ----

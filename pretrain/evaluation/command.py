@@ -30,7 +30,7 @@ from pretrain.checkpoint.manifest import (
 )
 from pretrain.checkpoint.save import tokenizer_of
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
-from pretrain.config.run import MASKED, PROTOCOLS
+from pretrain.config.run import MASKED, PROTOCOLS, STREAM
 from pretrain.config.trajectory import TRAINING, settings_hash
 from pretrain.data.files import find
 from pretrain.data.shards import ShardWriter, finish_split
@@ -51,6 +51,7 @@ from pretrain.evaluation.records import (
 from pretrain.evaluation.report import check_overwrites, format_table, write_report
 from pretrain.evaluation.windows import NONOVERLAPPING, Protocol, ScoredText, choose_protocols
 from pretrain.model.attention import check_positions
+from pretrain.model.forward import Decoder, check_stream
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import (
     find_checkpoint,
@@ -172,6 +173,8 @@ def evaluate_sources(
             record = job.record(result)
             if is_main():
                 print(_result_line(record), flush=True)
+                if evaluator.decoder is not None:
+                    print(_cache_line(evaluator.decoder), flush=True)
             yield record
 
     return measure_all(jobs, score, format_table, write_report, out)
@@ -311,6 +314,8 @@ def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> 
     """
     found = open_source(source, request, overrides)
     total = len(found.stream)
+    if STREAM in found.config.evaluation.protocols:
+        check_stream(found.config, pretrain.topology.Process.from_environment().world_size, total)
     protocols, notes = choose_protocols(
         found.config,
         found.config.evaluation.protocols,
@@ -357,6 +362,16 @@ def _result_line(record: Mapping[str, Any]) -> str:
         f"{record['method']:<12} {record['protocol']:<15} {record['length']:>7} tokens  "
         f"perplexity {record['perplexity']:9.3f}  ({interval})  "
         + ("of masked tokens" if record["protocol"] == MASKED else in_bits)
+    )
+
+
+def _cache_line(decoder: Decoder) -> str:
+    """Return the line that says what the cache of a stream holds at its end, on this rank."""
+    kept = decoder.kept()
+    return (
+        f"  cache: {kept.device / 1e6:.1f} MB of keys and values on the device and "
+        f"{kept.host / 1e6:.1f} MB on the host, of {decoder.full_bytes() / 1e6:.1f} MB; "
+        f"{kept.fetches} fetches from the host"
     )
 
 

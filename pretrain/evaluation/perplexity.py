@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from pretrain import platform
 from pretrain.config import ConfigError, Layout, RunConfig, in_bytes
+from pretrain.config.run import STREAM
 from pretrain.config.tensors import widths
 from pretrain.data.order import mask_text
 from pretrain.evaluation.records import (
@@ -36,7 +37,7 @@ from pretrain.evaluation.records import (
     confidence_interval,
 )
 from pretrain.evaluation.windows import Protocol, ScoredText, Window, block_ends
-from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
+from pretrain.model.forward import Batch, Decoder, MaskedBatch, is_reporting_rank, run_schedule
 from pretrain.topology import Topology, gather, own_part, ranks_here
 
 # ---- Estimate the memory of an evaluation's forward pass, and refuse lengths that cannot fit ----
@@ -67,7 +68,7 @@ def check_memory(config: RunConfig, topology: Topology, protocols: Iterable[Prot
     if not platform.has_cuda():
         free //= ranks_here()
     free = min(gather(free, int))
-    for length in sorted({protocol.length for protocol in protocols}):
+    for length in sorted({protocol.pass_length for protocol in protocols}):
         needed = forward_bytes(config, topology.layout, length)
         if needed > free:
             raise ConfigError(
@@ -248,6 +249,8 @@ class Evaluator:
         self.chunks, self.topology, self.text = chunks, topology, text
         self.schedule_module = schedule_module
         self.tokens_per_batch = tokens_per_batch
+        self.decoder: Decoder | None = None
+        """What has read the text in one pass, with what its cache holds at the end."""
 
     def evaluate(
         self,
@@ -271,11 +274,15 @@ class Evaluator:
         """
         meter = Meter()
         # Over this rank's share of windows.
-        totals = _Totals(protocol.length, torch.from_numpy(self.text.block_ends))
+        totals = _Totals(protocol.pass_length, torch.from_numpy(self.text.block_ends))
         with torch.no_grad(), _eval_mode(self.chunks):
-            for batches, windows in self._passes(protocol, progress and self.topology.is_main):
-                before_pass()
-                self._score(protocol.length, batches, windows, totals)
+            show = progress and self.topology.is_main
+            if protocol.name == STREAM:
+                self._read(protocol, show, totals)
+            else:
+                for batches, windows in self._passes(protocol, show):
+                    before_pass()
+                    self._score(protocol.length, batches, windows, totals)
         (sums, counts), (block_losses, block_tokens) = totals.over_all_ranks()
         cost = meter.cost(sum(gather(meter.seconds(), float)))
         tokens = int(counts.sum())
@@ -289,6 +296,19 @@ class Evaluator:
         return Evaluation(
             protocol, loss, tokens, size, by_position, block_losses, block_tokens, cost
         )
+
+    def _read(self, protocol: Protocol, progress: bool, totals: _Totals) -> None:
+        """Read the text in one pass, and add its losses up."""
+        (chunk,) = self.chunks
+        self.decoder = Decoder(chunk.position.config, chunk, 1, self.text.tokens)
+        hidden = None if progress else True
+        with tqdm(total=self.text.tokens, desc=STREAM, leave=False, disable=hidden) as bar:
+            for window in protocol.windows(self.text.tokens):
+                tokens = self.text.inputs(window.start, window.size).astype(np.int64)
+                losses = self.decoder.losses(platform.to_device(torch.from_numpy(tokens)[None]))
+                if is_reporting_rank():
+                    totals.add(losses.double().cpu(), window.size, [window])
+                bar.update(window.size)
 
     def _score(
         self,

@@ -51,9 +51,9 @@ FIELDS = (
 | tokenizer | str | first 12 hex digits of the SHA-256 of the tokenizer's file |
 | validation | str | first 12 hex digits of the SHA-256 of the validation split that was scored |
 | precision | str | "fp32", "bf16" or "fp16": what the model computed in, by train.precision |
-| protocol | str | "nonoverlapping" or "sliding"; "masked" if the model predicts masked tokens |
+| protocol | str | "nonoverlapping", "sliding" or "stream"; "masked" of masked tokens |
 | stride | int | tokens by which a window moves on; equals length where windows do not overlap |
-| length | int | tokens in a window |
+| length | int | tokens in a window; of a stream, those of the text |
 | perplexity | float | exp(loss_nats), per token of this tokenizer |
 | loss_nats | float | mean loss over all scored tokens, end-of-document tokens among them, in nats |
 | loss_low, loss_high | float | 95 % confidence interval of loss_nats, over blocks of the text |
@@ -385,7 +385,7 @@ class Curve:
 
     @property
     def kind(self) -> str:
-        """Return the protocol without its stride: "nonoverlapping", "sliding" or MASKED.
+        """Return the protocol without its stride: "nonoverlapping", "sliding", MASKED or STREAM.
 
         Claims and published numbers are of language models. Nothing of theirs is MASKED.
         """

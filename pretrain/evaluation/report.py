@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError
-from pretrain.config.run import MASKED
+from pretrain.config.run import MASKED, STREAM
 from pretrain.evaluation.figures import (
     FORMATS,
     Frame,
@@ -53,6 +53,11 @@ PROTOCOLS_EXPLAINED = (
     "every token exactly once."
 )
 """The protocols in report.md."""
+STREAM_EXPLAINED = (
+    " A *stream* is one pass over the whole text, whose length it has: each token is scored with "
+    "all tokens before it as context."
+)
+"""What follows where a text was read in one pass."""
 MASKED_EXPLAINED = (
     "These models predict masked tokens (`train.objective`): each window is read as a whole, 15 % "
     "of its tokens are hidden, the same at every length, and the perplexity is that of these "
@@ -193,7 +198,8 @@ def _save(out: Path, records: Sequence[Record], page: Page) -> None:
 def protocols_explained(records: Sequence[Record]) -> str:
     """Return what report.md says about how these evaluations score a text."""
     is_masked = any(record["protocol"] == MASKED for record in records)
-    return MASKED_EXPLAINED if is_masked else PROTOCOLS_EXPLAINED
+    is_stream = any(record["protocol"] == STREAM for record in records)
+    return MASKED_EXPLAINED if is_masked else PROTOCOLS_EXPLAINED + STREAM_EXPLAINED * is_stream
 
 
 def format_table(records: Sequence[Record]) -> str:

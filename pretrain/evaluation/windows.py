@@ -22,8 +22,13 @@ least length - stride tokens of context, at length / stride times the compute:
     window 2           . . # #
     window 3             . . . #
 
-Both are defined in Press, Smith and Lewis, "Train Short, Test Long" (arXiv 2108.12409), appendix B,
-where the cost of a short context at the start of a window is called the early token curse.
+A text may also be read in one pass, the stream: each target has all inputs up to its own as
+context, as in one window of the whole text. The model takes the inputs piece by piece, with a cache
+(`pretrain.model.cache`), so that memory does not grow with the text.
+
+The first two are defined in Press, Smith and Lewis, "Train Short, Test Long" (arXiv 2108.12409),
+appendix B, where the cost of a short context at the start of a window is called the early token
+curse.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.config.run import MASKED, PROTOCOLS
+from pretrain.config.run import MASKED, PIECE, PROTOCOLS, STREAM
 from pretrain.data.shards import DICTIONARY
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -72,9 +77,9 @@ class Protocol:
     """
 
     name: str
-    """"nonoverlapping", "sliding" or MASKED."""
+    """"nonoverlapping", "sliding", MASKED or STREAM."""
     length: int
-    """Tokens in a window."""
+    """Tokens in a window; STREAM: in the text."""
     stride: int
     """Tokens by which sliding windows advance. Nonoverlapping windows ignore it."""
 
@@ -83,10 +88,17 @@ class Protocol:
         """Return (name, stride, length) as in records; only sliding has a stride of its own."""
         return self.name, self.stride if self.name == SLIDING else self.length, self.length
 
+    @property
+    def pass_length(self) -> int:
+        """Return the tokens of a sequence in one forward pass."""
+        return min(self.length, PIECE) if self.name == STREAM else self.length
+
     def windows(self, tokens: int) -> Iterator[Window]:
-        """Yield the windows over a stream of `tokens` tokens."""
+        """Yield the windows over a stream of `tokens` tokens; STREAM: the pieces."""
         if self.name == MASKED:
             return whole(tokens, self.length)
+        if self.name == STREAM:
+            return sliding(tokens, self.pass_length, self.pass_length)
         _, stride, length = self.key
         return sliding(tokens, length, stride)
 
@@ -153,6 +165,8 @@ def choose_protocols(
         ConfigError: The text is shorter than one window of a length that was named, or than the
             training length.
     """
+    if STREAM in names:
+        return (Protocol(STREAM, tokens, tokens),), []
     lengths = dict.fromkeys(config.evaluation_lengths)
     short = f"the {tokens:,} tokens that are scored are less than one window"
     more = (

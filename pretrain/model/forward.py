@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig
+from pretrain.config.run import PIECE
 from pretrain.model.attention import CoreAttention
 from pretrain.model.cache import Kept, KeyCache
 from pretrain.model.reach import certificates
@@ -231,8 +232,6 @@ def is_reporting_rank() -> bool:
 # cached rotated, and what is added to the embeddings is looked up at the tokens' own positions.
 # Megatron's inference context tells its layers how many tokens came before.
 # Shapes: B sequences, n tokens, V vocabulary.
-PIECE = 2048
-"""Tokens of a long text that pass through the model at once."""
 
 
 def check_generation(config: RunConfig, length: int) -> None:
@@ -259,6 +258,28 @@ def check_generation(config: RunConfig, length: int) -> None:
         raise ConfigError(
             f"{length:,} tokens, of the prompt and after it: the {config.position.method} position "
             f"table has {last} rows (position.max_position_embeddings). Choose fewer"
+        )
+
+
+def check_stream(config: RunConfig, world_size: int, length: int) -> None:
+    """Check that `world_size` processes can read a text of `length` tokens in one pass.
+
+    Raises:
+        ConfigError: As `check_generation`, or the method has no reach, or the processes are several
+            copies of the model.
+    """
+    check_generation(config, length)
+    if config.position.bias != "slopes":
+        raise ConfigError(
+            f"--stream: with position.method = {config.position.method} no bias on the scores "
+            "falls with the distance, so every token needs all tokens before it. Measure windows, "
+            "by --lengths"
+        )
+    if config.layout(world_size).data > 1:
+        raise ConfigError(
+            f"--stream on {world_size} processes: the text is read from its beginning to its end "
+            "by one copy of the model. Start one process, or split the model over all of them by "
+            f"--set parallel.tensor_model_parallel_size={world_size}"
         )
 
 
