@@ -81,6 +81,25 @@ def test_protocols_of_a_set_are_measured(run, tmp_path):
     assert [record["protocol"] for record in curve(out)] == ["sliding"]
 
 
+def test_a_stream_is_one_window_of_the_whole_text(run, refused, tmp_path):
+    """In pieces of 2,048 tokens with a cache, and at once: the same losses, block by block."""
+    whole, stream = tmp_path / "whole/curve.json", tmp_path / "stream/curve.json"
+    text = ("--max-tokens", 5000)
+    options = ["--lengths", 5000, "--protocols", "nonoverlapping", "--out", whole]
+    succeeds("evaluate", run, *text, *options)
+    done = succeeds("evaluate", run, *text, "--stream", "--out", stream)
+    (expected,), (found,) = curve(whole), curve(stream)
+    assert (found["protocol"], found["length"]) == ("stream", 5000) and "0 fetches" in done.out
+    for key in ("tokens", "bytes"):
+        assert found[key] == expected[key]
+    for key in ("loss_nats", "loss_low", "loss_high", "bits_per_byte"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-6)
+    assert found["blocks"]["losses"] == pytest.approx(expected["blocks"]["losses"], rel=1e-5)
+    refused(["evaluate", run, "--stream", "--lengths", "64"], "--stream: ", "no windows")
+    parallel = ("--set", "parallel.pipeline_model_parallel_size=2")
+    refused(["evaluate", run, "--stream", *parallel], "pipeline_model_parallel_size")
+
+
 # ---- records -------------------------------------------------------------------------------------
 def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
     out = tmp_path / "curve.json"
