@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config import RunConfig
-from pretrain.model.reach import certificates
+from pretrain.model.reach import certificates, seen, slopes_of
 from tests.conftest import tiny_config
 from tests.distributed.tasks import _build_model_with, in_fp16_on_cpu
 from tests.reference.dense_gpt import random_state
@@ -78,10 +78,45 @@ def test_tensor_ranks_have_the_certificates_of_their_heads(pools):
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("name", ["grouped", "trained", "masked"])
+def test_what_is_measured_on_a_text_is_the_mass_of_its_worst_row(pools, name):
+    config = tiny_config(**MODELS[name])
+    ids = torch.randint(0, 512, (100,), generator=torch.Generator().manual_seed(6))
+    ((found, projections, reach, slopes),) = pools(1).run(look, config, weights(config), ids)
+    distance = torch.arange(100)[:, None] - torch.arange(100)
+    for layer, (query, key) in enumerate(projections):
+        key = key.repeat_interleave(8 // key.shape[2], dim=2)
+        scores = torch.einsum("qhd,khd->hqk", query[:, 0].double(), key[:, 0].double()) / 12**0.5
+        scores = scores - slopes[:, None, None] * distance.abs()
+        if not config.is_masked:
+            scores = scores.where(distance >= 0, -math.inf)
+        weights_of = scores.softmax(2)
+        for head, of_head in enumerate(weights_of):
+            far = [of_head.where(distance.abs() > d, 0).sum(1).max() for d in range(100)]
+            expected = sum(bool(mass >= NEVER) for mass in far)
+            assert found.measured[layer, head] == expected
+            # Both bounds hold for this text, and the mean is one of what it is a mean of.
+            assert expected <= found.farthest[layer, head] and expected <= reach[layer, head]
+            assert found.mean[layer, head] <= found.farthest[layer, head]
+
+
 # ---- tasks of the ranks --------------------------------------------------------------------------
 def reaches(config: RunConfig, state: dict[str, Tensor]) -> Tensor:
     _, (chunk,) = _build_model_with(config, state)
     return certificates(config, chunk, 10**9)
+
+
+def look(config: RunConfig, state: dict[str, Tensor], ids: Tensor) -> Any:
+    """What a model's heads see of a text, its queries and keys, certificates and slopes."""
+    _, (chunk,) = _build_model_with(config, state)
+    chunk.eval()
+    projections: list[Any] = []
+    for layer in chunk.decoder.layers:
+        layer.self_attention.core_attention.register_forward_pre_hook(
+            lambda _, arguments: projections.append([x.detach() for x in arguments[:2]])
+        )
+    found = seen(config, chunk, ids, lambda: None)
+    return found, projections, certificates(config, chunk, 100), slopes_of(config, chunk)
 
 
 def attack(config: RunConfig, state: dict[str, Tensor]) -> list[tuple[float, ...]]:
