@@ -23,14 +23,14 @@ from pretrain.evaluation.figures import FORMATS, Frame, Line, draw
 from pretrain.evaluation.records import Table, Value, length_label
 from pretrain.evaluation.windows import NONOVERLAPPING
 from pretrain.model.gpt import build_model
-from pretrain.model.reach import Seen, certificates, seen, slopes_of
+from pretrain.model.reach import Seen, certificates, check_reach, seen, slopes_of
 from pretrain.rundir.checkpoints import find_checkpoint, hold
 from pretrain.rundir.files import make_directory, replace_file
 
 CERTIFICATE, RUNNING, MEASURED = "certificate", "running bound", "measured"
 LINEAR = (
-    "At any length beyond the last column, a further token costs the same. Only the certificate "
-    "holds for every text; it stands in where a head sees all of a window"
+    "At lengths beyond the last column, a further token costs the same. Only the certificate holds\n"
+    "for every text; it stands in where a head sees all of a window"
 )
 MULTIPLES = (2, 16, 128)
 """Lengths at which the share of work is shown, in training lengths."""
@@ -110,7 +110,7 @@ class Reach:
     def _on_text(self) -> str:
         return (
             f"{CERTIFICATE}: for every text. {RUNNING}, {MEASURED}: on {self.windows} windows of "
-            f"{self.length:,} tokens; {self.length - 1:,} means all of a window, or more"
+            f"{self.length:,} tokens,\nwhere {self.length - 1:,} means all of a window, or more"
         )
 
     def to_json(self) -> str:
@@ -196,11 +196,11 @@ def reach_of_source(
         raise ConfigError(f"--plot {plot}: give it a name that ends in .{' or .'.join(FORMATS)}")
     checkpoint = open_checkpoint(find_checkpoint(source))
     config = evaluation_config(checkpoint, _NOTHING, overrides)
+    check_reach(config)
     stream = open_validation(checkpoint, config) if with_text else None
     with hold(checkpoint.path):
         pretrain.topology.initialize(config)
         (chunk,) = build_model(config)
-        slopes_of(config, chunk)  # Refuses a method without them before anything is read.
         load_weights(checkpoint, [chunk])
     found = _measure(config, chunk.eval(), stream, length)
     pretrain.topology.finish()

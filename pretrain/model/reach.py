@@ -93,17 +93,26 @@ def certificates(config: RunConfig, chunk: GPTModel, num_keys: int) -> Tensor:
     return reach_of(gap, slopes, num_keys, two_sided=config.is_masked)
 
 
+def check_reach(config: RunConfig) -> None:
+    """Check that the heads of a model have a reach.
+
+    Raises:
+        ConfigError: The position method has no slopes.
+    """
+    if config.position.bias != "slopes" or config.position.rope() is not None:
+        raise ConfigError(
+            f"position.method = {config.position.method}: its heads have no reach. Every token can "
+            "count at any distance, since no bias falls with the distance without end, as ALiBi's"
+        )
+
+
 def slopes_of(config: RunConfig, chunk: GPTModel) -> Tensor:
     """Return the slopes of this rank's heads, fp64 [H] on the CPU: the values of trained ones.
 
     Raises:
-        ConfigError: The position method has none.
+        ConfigError: As `check_reach`.
     """
-    if config.position.bias != "slopes" or config.position.rope() is not None:
-        raise ConfigError(
-            f"position.method = {config.position.method}: only a bias that falls with the distance "
-            "without end has a reach, as ALiBi's. Every token can count at any distance here"
-        )
+    check_reach(config)
     device = next(chunk.parameters()).device
     terms = chunk.position.score_terms(device)
     return terms["slopes"].detach().double().cpu()  # type: ignore[no-any-return]

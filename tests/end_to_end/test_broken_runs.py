@@ -96,6 +96,7 @@ def test_what_is_no_run(refused, workspace, config, tmp_path):
         (config, "neither a run nor a checkpoint"),
     ):
         refused(["evaluate", path], f"{path}: {what}", "Give a run's directory")
+        refused(["reach", path], f"{path}: {what}", "Give a run's directory")
         refused(["export", path, tmp_path / "hf"], f"{path}: {what}", "Give a run's directory")
         refused(["train", config, "--resume", path], f"{path}: {what}", "Give a run's")
     assert not list(tmp_path.iterdir())

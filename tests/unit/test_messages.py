@@ -19,6 +19,7 @@ from pretrain.data.files import find
 from pretrain.data.sources.plain import parse_json
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.launcher.site import load_site
+from pretrain.model.reach import check_reach
 from pretrain.rundir.jobs import check_goes_on
 from pretrain.rundir.paths import check_apart, exit_code_of
 
@@ -142,6 +143,12 @@ def test_a_misspelled_key_comes_before_what_is_missing_for_it(path):
     assert "model.num_layers: missing" in second
     path.write_text('bases = "small.toml"\n')
     assert "bases: no such key, did you mean base?" in message(path).splitlines()[0]
+
+
+@pytest.mark.parametrize("method", ["rotary", "t5", "none"])
+def test_a_method_without_a_reach(path, method):
+    with pytest.raises(ConfigError, match=rf"^position.method = {method}: .* no reach.*ALiBi's$"):
+        check_reach(load_config(path, [f"position.method={method}"]))
 
 
 def test_the_config_of_a_run_is_no_site_file(path):
