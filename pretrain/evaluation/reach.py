@@ -29,8 +29,8 @@ from pretrain.rundir.files import make_directory, replace_file
 
 CERTIFICATE, RUNNING, MEASURED = "certificate", "running bound", "measured"
 LINEAR = (
-    "At lengths beyond the last column, a further token costs the same. Only the certificate holds\n"
-    "for every text; it stands in where a head sees all of a window"
+    "At lengths beyond the last column, a further token costs the same. Only the certificate\n"
+    "holds for every text; it stands in where a head sees all of a window"
 )
 MULTIPLES = (2, 16, 128)
 """Lengths at which the share of work is shown, in training lengths."""
