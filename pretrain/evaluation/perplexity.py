@@ -173,29 +173,15 @@ class Evaluation:
         }
 
 
-class Meter:
-    """Measures what a process spends from now on: processor time, or the time that it holds a GPU.
+def clock() -> tuple[str, float]:
+    """Return which of `records.COSTS` this process spends, and seconds of it since some time.
 
     Waiting costs a GPU as much as work does. Processor time does not depend on what else runs.
     """
-
-    def __init__(self) -> None:
-        self._begin = self._now()
-
-    @staticmethod
-    def _now() -> float:
-        if platform.has_cuda():
-            platform.synchronize()
-            return time.perf_counter()
-        return time.process_time()
-
-    def seconds(self) -> float:
-        """Return the seconds of this process."""
-        return self._now() - self._begin
-
-    def cost(self, seconds: float) -> dict[str, float]:
-        """Return seconds of all processes under the key that says what they are of."""
-        return {DEVICE_SECONDS if platform.has_cuda() else PROCESSOR_SECONDS: seconds}
+    if platform.has_cuda():
+        platform.synchronize()
+        return DEVICE_SECONDS, time.perf_counter()
+    return PROCESSOR_SECONDS, time.process_time()
 
 
 T = TypeVar("T")
@@ -272,7 +258,7 @@ class Evaluator:
         Returns:
             The result, the same on every rank.
         """
-        meter = Meter()
+        _, begin = clock()
         # Over this rank's share of windows.
         totals = _Totals(protocol.pass_length, torch.from_numpy(self.text.block_ends))
         with torch.no_grad(), _eval_mode(self.chunks):
@@ -284,7 +270,8 @@ class Evaluator:
                     before_pass()
                     self._score(protocol.length, batches, windows, totals)
         (sums, counts), (block_losses, block_tokens) = totals.over_all_ranks()
-        cost = meter.cost(sum(gather(meter.seconds(), float)))
+        kind, end = clock()
+        cost = {kind: sum(gather(end - begin, float))}
         tokens = int(counts.sum())
         size = self.text.bytes if self.mask_id is None else 0
         expected = self.text.tokens if self.mask_id is None else tokens
@@ -538,7 +525,7 @@ def _evaluate_stock(
     model: Any, ids: Tensor, tokens: int, protocol: Protocol, ends: Any
 ) -> Evaluation:
     """Score every token once under one protocol."""
-    meter, losses = Meter(), np.zeros(tokens)
+    (kind, begin), losses = clock(), np.zeros(tokens)
     sums, counts = np.zeros(protocol.length), np.zeros(protocol.length, dtype=np.int64)
     rows = max(1, STOCK_TOKENS_PER_BATCH // protocol.length)
     with _eval_mode([model]):
@@ -553,7 +540,7 @@ def _evaluate_stock(
     with np.errstate(invalid="ignore"):
         by_position = Losses(sums / counts, counts)
     block_tokens = np.diff([0, *ends]).astype(np.float64)
-    mean, cost = float(losses.sum() / tokens), meter.cost(meter.seconds())
+    mean, cost = float(losses.sum() / tokens), {kind: clock()[1] - begin}
     return Evaluation(protocol, mean, tokens, 0, by_position, block_losses, block_tokens, cost)
 
 

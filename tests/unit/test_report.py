@@ -116,21 +116,13 @@ def test_bits_per_byte_stand_beside_perplexities():
     assert "Bits per byte by length" in tables and "160,000" in tables
 
 
-def test_costs_stand_beside_perplexities_where_they_are_known():
-    """Per 1,000 scored tokens, of 50,000; a length whose cost is not known has an empty cell."""
-    costs = [{"device_seconds": 25.0}, {}, {"device_seconds": 1.0}]
-    found = [record | cost for record, cost in zip(curve_of("alibi", [20.0, 19.0, 19.0]), costs)]
-    found[2]["length"] = 1024 * 128
-    [of_alibi] = make_curves(found)
+def test_costs_of_1000_tokens_stand_beside_perplexities_where_they_are_known():
+    far = make_record(length=1024 * 128, device_seconds=1.0)
+    found = [make_record(device_seconds=25.0), make_record(length=256), far]
     title, header, _, row = format_table(found).split("\n\n")[-1].splitlines()
     assert title.startswith("GPU seconds per 1,000 scored tokens by length in tokens")
     assert cells(header)[-3:] == ["128 = L", "256 = 2 L", "131072 = 1,024 L"]
     assert cells(row)[-3:] == ["0.500", "-", "0.0200"]
-    [line], frame = figures.lines_by_length([of_alibi], "", "device_seconds")
-    assert dict(zip(line.xs, line.values)) == {
-        x: of_alibi.value(int(x), "device_seconds") for x in (128.0, 131072.0)
-    }
-    assert frame.y_label == "GPU seconds per 1,000 scored tokens"
 
 
 def test_numbers_that_are_not_finite(tmp_path):
@@ -268,24 +260,17 @@ def test_a_users_matplotlibrc_changes_no_picture():
 
 
 def test_a_method_has_one_colour_in_every_figure_and_a_training_length_one_mark():
+    def looks(*records):
+        return figures._looks(figures.lines_by_length(make_curves(records))[0])
+
     methods = ("alibi", "rotary", "sinusoidal")
-    of = {
-        (method, trained): curve_of(method, [20.0, 19.0], train_length=trained)
-        for method in methods
-        for trained in (64, 128)
-    }
-    few = [*of["sinusoidal", 64], *of["alibi", 64]]
-    alone, _ = figures._looks(figures.lines_by_length(make_curves(few))[0])
-    lines, _ = figures.lines_by_length(make_curves([r for each in of.values() for r in each]))
-    colours, marks = figures._looks(lines)
-    assert alone.items() <= colours.items() and len({c["color"] for c in colours.values()}) == 3
-    assert {(line.mark, line.colour) for line in lines} == {(f"L = {n}", m) for m, n in of}
-    assert marks["L = 64"]["linestyle"] != marks["L = 128"]["linestyle"]
+    colours, marks = looks(*(make_record(m, train_length=n) for m in methods for n in (64, 128)))
+    alone, _ = looks(make_record("sinusoidal"), make_record("alibi"))
+    assert alone.items() <= colours.items() and colours.keys() == set(methods)
+    assert marks.keys() == {"L = 64", "L = 128"}
     # Two runs of one method are told apart by colour too.
-    twins, _ = figures._looks(
-        figures.lines_by_length(make_curves([make_record(step=1), make_record(step=2)]))[0]
-    )
-    assert len({c["color"] for c in twins.values()}) == 2
+    for found in (colours, looks(make_record(step=1), make_record(step=2))[0]):
+        assert len({look["color"] for look in found.values()}) == len(found)
 
 
 # ---- several tokenizers and texts ----------------------------------------------------------------
