@@ -403,7 +403,7 @@ def reach(
     measured       on this text: dense attention in fp64, the worst row
 
     Then follows which share of attention's work remains at 2, 16 and 128 times the training length,
-    and from which length on every further token takes the same work. docs/reach.md has the proof.
+    and from which length on a further token costs the same. docs/reach.md has the proof.
 
     \b
     Example:
@@ -424,12 +424,14 @@ def reach(
     from pretrain.huggingface.import_model import as_run
 
     with contextlib.ExitStack() as stack:
-        is_run, source = stack.enter_context(as_run(source))
+        is_run, run = stack.enter_context(as_run(source))
         if text:
-            folder = stack.enter_context(text_data_set([source], text))
+            folder = stack.enter_context(text_data_set([run], text))
             overrides = [*overrides, f"data.directory={folder}"]
-        with_text = is_run or bool(text)
-        reach_of_source(source, overrides, with_text=with_text, length=length, plot=plot, out=out)
+        shown = is_run or bool(text)
+        reach_of_source(
+            run, overrides, name=source, with_text=shown, length=length, plot=plot, out=out
+        )
 
 
 @app.command()

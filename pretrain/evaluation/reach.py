@@ -174,6 +174,7 @@ def reach_of_source(
     source: Path,
     overrides: list[str],
     *,
+    name: Path,
     with_text: bool,
     length: int,
     plot: Path | None = None,
@@ -184,6 +185,7 @@ def reach_of_source(
     Args:
         source: Directory of a run, whose newest checkpoint is taken, or of a checkpoint.
         overrides: `section.key=value` settings.
+        name: What the user calls it.
         with_text: Look at the validation split of data.directory, too.
         length: Tokens of a window of it at most.
         plot: Figure to write.
@@ -205,7 +207,7 @@ def reach_of_source(
     found = _measure(config, chunk.eval(), stream, length)
     pretrain.topology.finish()
     step = checkpoint.trainer_state.step
-    print(f"{source}: step {step}, in {config.train.precision}\n{found.describe()}")
+    print(f"{name}: step {step}, in {config.train.precision}\n{found.describe()}")
     files: dict[Path, str | bytes] = {}
     if out is not None:
         files[out] = found.to_json()

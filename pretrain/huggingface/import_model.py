@@ -82,7 +82,9 @@ class Source:
         return (self.folder / MARKER).is_file()
 
 
-def import_folder(folder: Path, out: Path, overrides: Sequence[str] = ()) -> None:
+def import_folder(
+    folder: Path, out: Path, overrides: Sequence[str] = (), *, advice: bool = True
+) -> None:
     """Make a run's directory of a Hugging Face folder, and print the comparison.
 
     Args:
@@ -90,6 +92,7 @@ def import_folder(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Non
         out: Directory of the run to make. Its config.toml is a whole config, and
             checkpoints/step-00000000 holds the weights, with moments of zero.
         overrides: `section.key=value` settings for config.toml.
+        advice: Also print what to do with the run.
 
     Raises:
         ConfigError: The folder is damaged, our model cannot hold its model, or `out` is not empty.
@@ -113,6 +116,8 @@ def import_folder(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Non
         state = TrainerState(0, 0)
         checkpoint = write_checkpoint(partial, config, tensors, state, origin, tokenizer)
         _check_parity(source, out, checkpoint)
+    if not advice:
+        return
     print(f"{folder} -> {out} ({num_parameters(config):,} parameters)")
     print(_advice(source, config, out, tokenizer) if tokenizer is not None else lacking)
 
@@ -128,8 +133,8 @@ def as_run(source: Path) -> Iterator[tuple[bool, Path]]:
         yield True, source
         return
     with tempfile.TemporaryDirectory(prefix="pretrain-import-") as folder:
-        import_folder(source, Path(folder) / source.resolve().name)
-        yield False, Path(folder) / source.resolve().name
+        import_folder(source, Path(folder) / "run", advice=False)
+        yield False, Path(folder) / "run"
 
 
 # ---- The folder's model --------------------------------------------------------------------------

@@ -101,8 +101,8 @@ def check_reach(config: RunConfig) -> None:
     """
     if config.position.bias != "slopes" or config.position.rope() is not None:
         raise ConfigError(
-            f"position.method = {config.position.method}: its heads have no reach. Every token can "
-            "count at any distance, since no bias falls with the distance without end, as ALiBi's"
+            f"position.method = {config.position.method}: its heads have no reach, since a token "
+            "can count at any distance unless a bias falls without end, as ALiBi's does"
         )
 
 
@@ -402,7 +402,11 @@ def _normalised_vocabulary(chunk: GPTModel) -> Tensor | None:
         if words.reduce_scatter_embeddings:
             rows = tensor_parallel.gather_from_sequence_parallel_region(rows).transpose(0, 1)
     epsilon = chunk.decoder.layers[0].input_layernorm.eps
-    return nn.functional.layer_norm(_double(rows[0]), rows.shape[-1:], eps=epsilon)
+    normalised = _double(rows[0])
+    # Part by part: in fp64 a large vocabulary takes gigabytes.
+    for part in torch.split(normalised, 2**13):
+        part.copy_(nn.functional.layer_norm(part, part.shape[1:], eps=epsilon))
+    return normalised
 
 
 def _double(x: Tensor) -> Tensor:
