@@ -97,7 +97,7 @@ NOBODY = "no majority among ranks 0 ("
 # Layout, parameter, what of it, the rank, and whom the message names.
 NUDGES = [
     ("dp2", NORM, "weight", 1, NOBODY),
-    ("dp4", SPLIT, "weight", 2, "ranks 2 ("),
+    ("cp2-dp2", SPLIT, "weight", 2, "ranks 2 ("),
     ("tp2", ROW_BIAS, "exp_avg_sq", 0, NOBODY),
     ("zero3-tp2sp-dp2", ROW_BIAS, "master", 3, "no majority among ranks 2 ("),
     ("pp2", TIED, "master", 1, NOBODY),
@@ -142,6 +142,7 @@ def test_a_copy_that_drifts_is_found_between_saves(pools, tiny_data, tmp_path):
         ("tp2pp2sp", "bf16", "alibi", "fp32"),
         ("tp2-dp2", "bf16", "alibi", "bf16"),
         ("pp2-dp2", "bf16", "alibi", "bf16"),
+        ("cp2-dp2", "bf16", "t5", "bf16"),
         ("zero2-tp2sp-dp2", "bf16", "alibi", "fp32"),
         ("zero3-tp2sp-dp2", "fp32", "t5", "fp32"),
     ],
