@@ -56,9 +56,10 @@ def export_source(
 ) -> None:
     """Export a checkpoint, compare the export with the trained model and print the comparison.
 
-    The folder gets its name after that. One model is in memory at a time: 1.5 times the fp32
-    weights at most, of which the pages of the mapped file are one, plus about 0.1 GB for libraries
-    and activations. The files of `programs` are made of all weights at once, and may take more.
+    The folder gets its name after that. One model is in memory at a time: the process's own memory
+    (RssAnon) is the fp32 weights once, plus about 0.2 GB for libraries and activations. Pages of
+    mapped files come beside it, which the kernel takes back when memory is short. The files of
+    `programs` are made of all weights at once, for which some libraries copy tensors again.
 
     Args:
         source: Run directory (its newest checkpoint is exported) or checkpoint directory.

@@ -39,7 +39,7 @@ from pretrain.data.shards import JSON, MODEL
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.huggingface.base import HuggingFaceClass
 from pretrain.huggingface.classes import CLASSES
-from pretrain.huggingface.export import longest_comparison, trained_logits
+from pretrain.huggingface.export import longest_comparison, recorded_logits
 from pretrain.huggingface.folder import MARKER, ORIGINALS, check_new, find_original
 from pretrain.huggingface.parity import check_parity
 from pretrain.rundir.checkpoints import Branch, new_id
@@ -115,6 +115,7 @@ def import_folder(
         origin = Origin(branches=(Branch(new_id(), 0),), data=data)
         state = TrainerState(0, 0)
         checkpoint = write_checkpoint(partial, config, tensors, state, origin, tokenizer)
+        del tensors
         _check_parity(source, out, checkpoint)
     if not advice:
         return
@@ -315,7 +316,7 @@ def _check_parity(source: Source, out: Path, checkpoint: Path) -> None:
         torch.randint(0, source.settings.vocab_size, (PARITY_ROWS, length), generator=generator)
         for length in sorted(set(lengths))
     ]
-    with trained_logits(config, opened) as ours:
+    with recorded_logits(config, opened, ids, checkpoint.parents[1]) as ours:
         report = check_parity(ours, source.folder, ids)
     print(report.format())
     if not report.passed:
