@@ -299,7 +299,7 @@ def test_the_peak_memory_of_an_export(direction, tmp_path, tokenizer_path):
     command = [sys.executable, "-c", MEASURE, *words]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     weights = (tmp_path / "hf/model.safetensors").stat().st_size
-    assert int(printed.split()[-1]) < weights + 210e6
+    assert int(printed.split()[-1]) < weights + 300e6
 
 
 # ---- round trips ---------------------------------------------------------------------------------
