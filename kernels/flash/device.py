@@ -13,6 +13,8 @@ import math
 import triton
 import triton.language as tl
 
+from pretrain.kernels import reach
+
 # Triton compiles these functions from their source, and an annotation would change the type of an
 # argument there, so they carry none but `tl.constexpr`.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -174,15 +176,12 @@ INTERPRETED = not isinstance(dot, triton.JITFunction)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 
-NEEDED_BITS = tl.constexpr(24.0)
-"""All weights that a row loses sum to less than 2^-24: half an fp32 ulp of 1."""
-NORM_SLACK = tl.constexpr(1 + 2.0**-12)
-"""Factor on the product of norms. It exceeds the relative rounding of sums over up to 256 columns,
-in the norms and in the products q.k, which tensor cores round more coarsely than fp32 does."""
-RELATIVE_SLACK = tl.constexpr(2.0**-18)
-"""Relative reduction of the floor and of slope * distance, for their rounding in fp32."""
-ABSOLUTE_SLACK = tl.constexpr(2.0**-6)
-"""Bits added to `need`, for the rounding of logarithms and of the remaining sums in fp32."""
+# What a row may lose and how much rounding is granted stand in `pretrain.kernels.reach`.
+NEEDED_BITS = tl.constexpr(reach.NEEDED_BITS)
+NORM_SLACK = tl.constexpr(reach.NORM_SLACK)
+RELATIVE_SLACK = tl.constexpr(reach.RELATIVE_SLACK)
+ABSOLUTE_SLACK = tl.constexpr(reach.ABSOLUTE_SLACK)
+"""In bits here, where a bit is less than a natural unit: the rounding of base 2 is as much less."""
 
 
 @triton.jit

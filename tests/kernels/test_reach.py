@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.profiler import profile
 
 from pretrain.kernels import sdpa
 from pretrain.kernels.dispatch import attention
@@ -112,6 +113,29 @@ def test_pairs_grow_with_the_length_and_not_with_its_square(pairs):
         attention(q, k, v, slopes=torch.tensor([0.5, 0.03125]), backend="sdpa")
         counts.append(sum(pairs))
     assert counts[1] / counts[0] < 2.1 and counts[2] / counts[1] < 2.1
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_step_grows_with_the_length_in_work_and_memory(causal):
+    """Matrix products, numbers written and bytes held, forward and backward: counted, not timed."""
+    counts = []
+    for length in (4096, 8192, 16384):
+        q, k, v = (x.requires_grad_() for x in draw("scale 1", length, 2, width=8))
+        slopes = torch.tensor([0.5, 0.25])
+        with profile(profile_memory=True, with_flops=False) as made:
+            attention(q, k, v, slopes=slopes, backend="sdpa", causal=causal).sum().backward()
+        held, most, written = 0, 0, 0
+        for event in sorted(
+            made.profiler.kineto_results.events(), key=lambda each: each.start_ns()
+        ):
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                most, written = max(most, held), written + max(event.nbytes(), 0)
+        counts.append((most, written))
+    for name, few, many in zip(("held", "written"), counts[1], counts[2]):
+        assert many < 2.1 * few, (name, counts)
+    # Of q, k and v of one head each: their gradients, copies, and what the windows save.
+    assert counts[2][0] < 16 * 3 * q.nbytes, counts
 
 
 def test_nothing_is_left_out_that_could_show(pairs):
