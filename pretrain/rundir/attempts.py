@@ -659,18 +659,16 @@ class Attempt:
         replace_json(folder / ENDED, dataclasses.asdict(ended), durable=True)
 
 
-def check_free(run: Path, job_is_over: JobIsOver = unknown) -> None:
+def check_free(run: Path) -> None:
     """Check that nobody makes an attempt at a run, without beginning one.
 
-    Args:
-        run: The run's directory.
-        job_is_over: Asks Slurm about the job of an owner.
+    Slurm is not asked about the job of an owner.
 
     Raises:
         RunBusy: A holder lives.
     """
     number = max(attempt_numbers(RunPaths(run).attempts), default=0)
-    if number and _is_held(attempt_directory(run, number), Owner.here(), job_is_over):
+    if number and _is_held(attempt_directory(run, number), Owner.here(), unknown):
         raise _busy(run, number)
 
 

@@ -388,9 +388,9 @@ def _warn_once(path: str, why: str) -> None:
     say(f"warning: {path}: {why}")
 
 
-def read_json(path: Path, most: int | None = MAX_BYTES) -> Json:
+def read_json(path: Path) -> Json:
     """Return the JSON object in a file; {} when it is missing, damaged, or something else."""
-    return parse_json(read_text(path, most))
+    return parse_json(read_text(path))
 
 
 def parse_json(text: str | bytes) -> Json:
