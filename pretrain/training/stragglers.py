@@ -154,9 +154,10 @@ def _interval(topology: Topology) -> int:
     """Return how often a step is measured: the first of so many.
 
     On a GPU a wait costs the host two events, and tensor ranks wait four times a layer in every
-    micro batch.
+    micro batch, as context ranks do.
     """
-    return 4 if platform.has_cuda() and topology.layout.tensor > 1 else 1
+    layout = topology.layout
+    return 4 if platform.has_cuda() and layout.tensor * layout.context > 1 else 1
 
 
 def window_steps(topology: Topology) -> int:
@@ -175,13 +176,15 @@ class Place:
     device: str
     """As "cuda:1 NVIDIA H200", or "cpu"."""
     stage: int
-    """Its pipeline stage. Ranks of one do the same work."""
+    """Its pipeline stage. Each part of a sequence counts as a stage of its own, since later parts
+    see more keys. Ranks of one stage do the same work."""
 
 
 def places(topology: Topology) -> list[Place]:
     """Return where every rank runs, in the order of ranks. All ranks together."""
     device = f"{platform.device()} {platform.device_name()}" if platform.has_cuda() else "cpu"
-    return gather(Place(host_name(), device, topology.pipeline_rank), Place)
+    stage = topology.pipeline_rank * topology.layout.context + topology.context_rank
+    return gather(Place(host_name(), device, stage), Place)
 
 
 @dataclass

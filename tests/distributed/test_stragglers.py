@@ -125,6 +125,19 @@ def test_a_slow_rank_is_named(pools, tiny_data, tmp_path, layout, slow, kind):
     check_lists(named[0], slow, kind)
 
 
+def stages_of_all(config: RunConfig) -> list[int]:
+    """Return the stage in which each rank is compared with others."""
+    from pretrain.topology import initialize
+    from pretrain.training.stragglers import places
+
+    return [place.stage for place in places(initialize(config))]
+
+
+def test_ranks_of_one_part_of_the_sequence_are_compared_with_each_other(pools):
+    config = tiny_config(parallel=ALL_LAYOUTS["cp2-dp2"][1])
+    assert pools(4).run(stages_of_all, config)[0] == [0, 1, 0, 1]
+
+
 def measured_waits(late: int) -> tuple[float, float, bool]:
     """Return this rank's seconds of waiting: for a rank that comes late, and behind own work."""
     import torch
