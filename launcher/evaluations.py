@@ -323,7 +323,8 @@ def plan_evaluations(
     """
     # An evaluation does not split sequences between ranks, even where training does.
     values = config.model_dump(mode="json", exclude_none=True)
-    whole = parse_config(values, str(run), ["parallel.sequence_parallel=false"])
+    split = ("sequence_parallel", "context_parallel_size", "world_size")
+    whole = parse_config(values, str(run), [f"parallel.{key}=" for key in split])
     request.applied_to(whole, str(run))
     site, tasks = training.site, tasks or training.tasks_per_node
     if tasks > site.max_tasks_per_node:

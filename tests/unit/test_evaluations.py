@@ -106,10 +106,12 @@ def test_a_plan_reads_back_and_the_job_is_smaller_than_trainings(tmp_path):
     ("tensor", "tasks", "kept"), [(1, 8, False), (2, 8, True), (4, 4, True), (4, 1, False)]
 )
 def test_tensor_parallelism_is_kept_where_it_fits(tmp_path, tensor, tasks, kept):
-    request = EvaluationRequest(None, ("sliding",), None, None)
-    config = tiny_config(
-        parallel={"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2}
-    )
+    # Training splits sequences into parts that a length of the request is no multiple of, and each
+    # of its processes that would be one more sample.
+    request = EvaluationRequest((35,), ("sliding",), None, None)
+    parallel = {"pipeline_model_parallel_size": 2, "context_parallel_size": 8}
+    parallel |= {"tensor_model_parallel_size": tensor, "world_size": 16 * tensor}
+    config = tiny_config(parallel=parallel, batch={"micro_batch_size": 4, "global_batch_size": 4})
     training = make_training(tmp_path)
     plan = plan_evaluations(request, config, tmp_path, training, tasks, "30")
     assert plan.overrides == ((f"parallel.tensor_model_parallel_size={tensor}",) if kept else ())
