@@ -226,21 +226,20 @@ _NOTHING = EvaluationRequest(None, (NONOVERLAPPING,), None, None)
 
 def _measure(config: RunConfig, chunk: GPTModel, stream: TokenStream | None, length: int) -> Reach:
     """Return the certificate of a model, and what it sees on a text."""
-    certificate = certificates(config, chunk, 2**63)
-    slopes = slopes_of(config, chunk)
-    if stream is None:
-        return Reach(config, slopes, certificate, None, 0, 0)
-    length = min(length, len(stream))
-    count = min(WINDOWS, len(stream) // length)
+    slopes, layers, windows = slopes_of(config, chunk), config.model.num_layers, []
+    length = 0 if stream is None else min(length, len(stream))
+    count = 0 if stream is None else min(WINDOWS, len(stream) // length)
     device = next(chunk.parameters()).device
     # disable=None: tqdm shows the bar on a terminal and nothing in a log file.
-    bar = tqdm(total=count * len(certificate), desc="layers on text", leave=False, disable=None)
-    windows = []
-    with bar:
+    with tqdm(total=(1 + count) * layers, desc="layers", leave=False, disable=None) as bar:
+        certificate = certificates(config, chunk, 2**63, bar.update)
         for number in range(count):
+            assert stream is not None
             start = number * ((len(stream) - length) // max(1, count - 1))
             ids = torch.from_numpy(stream.read(start, length)).to(device)
             windows.append(seen(config, chunk, ids, bar.update))
+    if not windows:
+        return Reach(config, slopes, certificate, None, 0, 0)
     farthest, mean, measured = (torch.stack(each) for each in zip(*windows))
     on_text = Seen(farthest.amax(0), mean.mean(0), measured.amax(0))
     return Reach(config, slopes, certificate, on_text, length, count)

@@ -63,7 +63,12 @@ UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-
 """Unit roundoff of the data types of train.precision."""
 
 
-def certificates(config: RunConfig, chunk: GPTModel, num_keys: int) -> Tensor:
+def certificates(
+    config: RunConfig,
+    chunk: GPTModel,
+    num_keys: int,
+    done: Callable[[], object] = lambda: None,
+) -> Tensor:
     """Return how far back each head can see, whatever the text.
 
     For the model in evaluation: dropout could lengthen a row of layer 0. Collective over
@@ -73,6 +78,7 @@ def certificates(config: RunConfig, chunk: GPTModel, num_keys: int) -> Tensor:
         config: The run.
         chunk: A chunk of its model on this rank, with weights.
         num_keys: Most keys that a row has.
+        done: Called after each layer.
 
     Returns:
         fp64 [layers of the chunk, heads of this rank], on the CPU: all keys farther away than this
@@ -85,10 +91,10 @@ def certificates(config: RunConfig, chunk: GPTModel, num_keys: int) -> Tensor:
     slopes = slopes_of(config, chunk)
     tokens = _normalised_vocabulary(chunk)
     clip = math.inf if config.model.clip_qkv is None else config.model.clip_qkv
-    gaps = [
-        _gaps(layer, clip, None if number else tokens)
-        for number, layer in enumerate(chunk.decoder.layers)
-    ]
+    gaps = []
+    for number, layer in enumerate(chunk.decoder.layers):
+        gaps.append(_gaps(layer, clip, None if number else tokens))
+        done()
     gap = torch.stack(gaps) if gaps else torch.empty(0, len(slopes), dtype=torch.float64)
     return reach_of(gap, slopes, num_keys, two_sided=config.is_masked)
 
