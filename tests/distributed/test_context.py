@@ -176,7 +176,7 @@ def test_heads_without_reach_are_given_everything(pools):
 def test_full_size_takes_a_quarter_of_a_ring_at_most():
     """65,536 tokens on 8 ranks and the published slopes, if scores differ by 100 nats at most.
 
-    On the demo's model at that length, the norms of queries and keys leave room for 68.
+    Queries and keys of the demo's model leave room for 70 at that length (ranks 3 and 7).
     """
     reaches = [(100 + 24 * math.log(2) + math.log(65_536)) / x for x in alibi_slopes(16).tolist()]
     assert 0.2 < share_of_ring(reaches, 8, 8192, width=128, element_size=2) < 0.25
