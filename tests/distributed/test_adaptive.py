@@ -26,7 +26,7 @@ from tests.distributed.test_parallel_equals_dense import TOLERANCE, assert_close
 from tests.reference.dense_gpt import DenseGPT, random_state, train_dense
 
 CUTOFFS = (64, 192)
-LAYOUTS = {name: ALL_LAYOUTS[name] for name in ("one", "dp2", "zero2-dp2", "zero3-dp2")}
+LAYOUTS = {name: ALL_LAYOUTS[name] for name in ("one", "dp2", "zero2-cp2", "zero3-dp2")}
 
 
 def adaptive_config(parallel=None, *, tied=True, **sections):
