@@ -52,9 +52,9 @@ RELATIVE_SLACK = 2.0**-18
 """Relative reduction of the floor and of slope * distance, for their rounding in fp32."""
 ABSOLUTE_SLACK = 2.0**-6
 """Added to what is needed, for the rounding of logarithms and of the remaining sums in fp32."""
-NORM_POINTS = 16
-"""Lengths of queries, from 0 to the longest, for which norms of keys are summed. Halving the
-distance between them on the demo's model leaves out less than 1 % more."""
+NORM_POINTS = 8
+"""Lengths of queries, from 0 to the longest, for which norms of keys are summed. On the model of the
+demo 31 of them leave out 0.01 % more keys."""
 FLOOR_TILE = 32
 """Queries that look for their floor together."""
 FLOOR_TILES = 32
