@@ -53,8 +53,8 @@ RELATIVE_SLACK = 2.0**-18
 ABSOLUTE_SLACK = 2.0**-6
 """Added to what is needed, for the rounding of logarithms and of the remaining sums in fp32."""
 NORM_POINTS = 8
-"""Lengths of queries, from 0 to the longest, for which norms of keys are summed. On the model of the
-demo 31 of them leave out 0.01 % more keys."""
+"""Lengths of queries, from 0 to the longest, for which norms of keys are summed. With 31 of them,
+0.01 % more keys are left out on the demo's model."""
 FLOOR_TILE = 32
 """Queries that look for their floor together."""
 FLOOR_TILES = 32
