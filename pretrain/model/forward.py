@@ -97,14 +97,15 @@ def run_schedule(
         # common loss (megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`). Ours
         # is a mean over this rank's tokens, as of any replica, and the optimizer averages them.
         loss, kept = loss_function(losses)
-        return loss / context_group().size(), kept
+        return loss if parts == 1 else loss / parts, kept
 
     is_masked = isinstance(batches[0], MaskedBatch)
     shape = batches[0].inputs.shape if isinstance(batches[0], MaskedBatch) else batches[0].shape
     micro_batch_size, length = shape[0], shape[1] - (0 if is_masked else 1)
     # Where each rank holds another part of the sequence, the last tokens are not the last rows of
     # its hidden states. All tokens are scored there.
-    is_split = chunks[0].config.sequence_parallel or context_group().size() > 1
+    parts = context_group().size()
+    is_split = chunks[0].config.sequence_parallel or parts > 1
     if scored is None or is_split:
         scored = [length] * len(batches)
     iterators = [iter(zip(batches, scored)) for _ in chunks]

@@ -353,9 +353,11 @@ def weight_gradients(counter: Counter) -> Iterator[Replacement]:
 
 
 def count_run(config: RunConfig) -> dict[int, StepCounts]:
-    """Count a step on one rank of every pipeline stage: tensor rank 0 of the last replica.
+    """Count a step on one rank of every pipeline stage: tensor rank 0 of data rank 0.
 
-    Of the parts of a sequence the last one sees the most keys.
+    Of the parts of a sequence it has the last one, which sees the most keys; under ZeRO 3 the first
+    one, since DeepSpeed compares its order of modules with that of rank 0, which must then be the
+    simulated rank itself (deepspeed/runtime/zero/utils.py, `assert_ints_same_as_other_ranks`).
 
     The ranks are simulated one after the other; parallel.world_size says how many the job has, by
     default as few as its layout allows.
@@ -377,9 +379,10 @@ def count_run(config: RunConfig) -> dict[int, StepCounts]:
         )
     world_size = planned_world_size(config)
     layout = config.layout(world_size)
+    part = 0 if config.parallel.zero_stage == 3 else layout.context - 1
     counts = {}
     for stage in range(layout.pipeline):
-        rank = layout.tensor * ((stage + 1) * layout.replicas - 1)
+        rank = layout.tensor * (stage * layout.replicas + part)
         with simulated_rank(config, rank, world_size) as (topology, counter):
             counts[stage] = count_step(config, topology, counter)
     return counts
