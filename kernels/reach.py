@@ -208,7 +208,7 @@ def tiles_left_out(
     position = torch.arange(num_keys - len(q_SBHD), num_keys, device=q_SBHD.device)
     floor = _floors(q_SBHD, k_SBGD, slopes.float(), scale, document_starts)
     needed = NEEDED + ABSOLUTE_SLACK + (math.log(2) if two_sided else 0)
-    spare = floor - floor.abs() * RELATIVE_SLACK + decay * (position + 1 - first) - needed
+    spare = floor - floor.abs() * RELATIVE_SLACK - needed
     # In blocks; of queries that fill one up, every comparison is true.
     after = -len(q_SBHD) % queries
     fill = (0, after) if blocks_from_first else (after, 0)
@@ -217,6 +217,11 @@ def tiles_left_out(
         torch.unflatten(pad(x, fill, value=filler), 2, (-1, queries))
         for x, filler in ((spare, math.inf), (reach, 0), (own_key, math.inf), (own_value, math.inf))
     )
+    # Distances to the last key of a tile, in two parts whose products with slopes are rounded alone:
+    # of positions, which may be a million, the products would not be precise enough.
+    places = pad(position, fill, value=int(position[0])).view(-1, queries)
+    begins = places[:, 0]
+    spare = spare + decay[..., None] * (places - begins[:, None] + 1)
     if norms is None:
         tail = -(-torch.expm1(-decay)).log().clamp(max=math.log(num_keys))[..., None]
     else:
@@ -230,11 +235,11 @@ def tiles_left_out(
         if gradients:
             most = most + (key / own_key).clamp(min=1).log()
         # Any comparison with NaN is false: what is not finite is not left out.
-        enough = spare - most > decay[..., None] * ((tile_BHT + 1) * tile)[..., None]
+        between = begins - first - (tile_BHT + 1) * tile
+        enough = spare - most > -(decay * between)[..., None]
         return enough.all(3) & (key + value).isfinite().squeeze(3) & (decay > 0)
 
     # How many tiles are left out lies in low .. high. All lie before the first query of the block.
-    begins = pad(position, fill, value=int(position[0])).view(-1, queries)[:, 0]
     high = ((begins - first) // tile).clamp(min=0, max=key_BHT.shape[2]).expand(spare.shape[:3])
     low = torch.zeros_like(high)
     for _ in range(key_BHT.shape[2].bit_length()):

@@ -214,8 +214,7 @@ def measure_all(
         if out is not None:
             with writing(out):
                 write(out, records)
-            names = ", ".join(sorted(p.name for p in out.parent.iterdir()))
-            print(f"\nReport written to {out.parent}/ ({names})")
+            print(f"\nReport written to {out}, with tables and plots beside it")
     pretrain.topology.finish()
     return records
 

@@ -148,7 +148,7 @@ def check_out(out: Path, keys: Collection[str], beside: Iterable[str]) -> None:
     for path in (out, *map(out.with_name, beside)):
         if path.exists():
             raise ConfigError(
-                f"--out {out}: {path} would be overwritten, and is of no such report. "
+                f"--out {out}: {path} would be overwritten, and belongs to no report of that name. "
                 "Move it elsewhere, or choose another folder for --out"
             )
 

@@ -8,7 +8,7 @@ from torch.profiler import profile
 
 from pretrain.kernels import sdpa
 from pretrain.kernels.dispatch import attention
-from pretrain.kernels.reach import first_keys
+from pretrain.kernels.reach import first_keys, tiles_left_out
 from pretrain.positions.alibi import alibi_slopes
 from tests.kernels.test_skipping import KINDS, draw, rows
 
@@ -183,3 +183,25 @@ def test_bound_is_tight():
     scores = (scores - slopes.double() * distance).masked_fill(distance < 0, -math.inf)
     lost = scores.softmax(1)[-256:, :512].sum(1).max()
     assert 2.0**-32 < lost < 2.0**-24
+
+
+def test_bound_holds_at_position_16_million():
+    """Products of slopes and positions are far above what fp32 resolves to the bound's slack."""
+    length, tile, slope = 2**24, 64, 0.5
+    k = torch.ones(128, 1, 1, 1)
+    k[-tile:] = -0.5  # all others are 1
+    own = torch.full((1, 1, 1), 0.5), torch.ones(1, 1, 1)
+    longest = (torch.ones(1, 1, length // tile),) * 2
+
+    def first(query):
+        q, slopes = torch.full((1, 1, 1, 1), query), torch.tensor([slope])
+        return tile * int(tiles_left_out(q, k, own, longest, slopes, 1.0, tile, length, False))
+
+    short, long = 0.3 * slope, 200 * slope
+    most = first(short)
+    for _ in range(26):
+        middle = (short + long) / 2
+        short, long = (middle, long) if first(middle) == most else (short, middle)
+    distance = torch.arange(8192, dtype=torch.float64)
+    weights = (short * torch.where(distance < tile, -0.5, 1.0) - slope * distance).softmax(0)
+    assert 0.9 < weights[distance >= length - most].sum() * 2**24 < 1
