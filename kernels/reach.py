@@ -217,8 +217,8 @@ def tiles_left_out(
         torch.unflatten(pad(x, fill, value=filler), 2, (-1, queries))
         for x, filler in ((spare, math.inf), (reach, 0), (own_key, math.inf), (own_value, math.inf))
     )
-    # Distances to the last key of a tile, in two parts whose products with slopes are rounded alone:
-    # of positions, which may be a million, the products would not be precise enough.
+    # Distances to the last key of a tile, in two parts. Positions may be a million, and fp32 does
+    # not hold their products with slopes to the precision that is needed.
     places = pad(position, fill, value=int(position[0])).view(-1, queries)
     begins = places[:, 0]
     spare = spare + decay[..., None] * (places - begins[:, None] + 1)
