@@ -102,7 +102,10 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
     run, cluster = desk.run, desk.cluster
     # The first checkpoint appears while its supervisor is frozen; killing it ends the job.
     training = desk.submit(steps=1, restarts=0)
-    supervisor = desk.freeze(training, run / "logs/attempt-0001.log", "pretrain.launcher attempt")
+    log = run / "logs/attempt-0001.log"
+    # The supervisor makes the log and then starts the rank, whose agent is the first to write.
+    wait_for(lambda: log.exists() and log.stat().st_size)
+    supervisor = desk.freeze(training, log, "pretrain.launcher attempt")
     wait_for((run / "checkpoints" / NAMES[0] / "manifest.json").exists)
     os.kill(supervisor, signal.SIGKILL)
     cluster.wait_for_job(training, ["FAILED"])
