@@ -40,7 +40,7 @@ WINDOWS = 2
 
 @dataclass(frozen=True)
 class Reach:
-    """How far each head sees, fp64 [layers, H] each, in tokens."""
+    """Reaches of every head, fp64 [layers, H] each, in tokens."""
 
     config: RunConfig
     slopes: Tensor
@@ -108,8 +108,9 @@ class Reach:
         return f"{Table(title, header, rows, names=2).plain()}{text}\n\n{work.plain()}\n{LINEAR}"
 
     def _on_text(self) -> str:
+        many = f"{self.windows} window{'s' if self.windows > 1 else ''}"
         return (
-            f"{CERTIFICATE}: for every text. {RUNNING}, {MEASURED}: on {self.windows} windows of "
+            f"{CERTIFICATE}: for every text. {RUNNING}, {MEASURED}: on {many} of "
             f"{self.length:,} tokens,\nwhere {self.length - 1:,} means all of a window, or more"
         )
 

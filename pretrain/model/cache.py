@@ -40,7 +40,7 @@ queries' own, the heads among those of this rank) -> [S, B, H, D]."""
 
 
 class Kept(NamedTuple):
-    """What a cache holds, in bytes, and how often keys came back from the host."""
+    """Bytes that a cache holds, and a count of how often keys came back from the host."""
 
     device: int
     host: int

@@ -142,7 +142,7 @@ def reach_of(gap: Tensor, slopes: Tensor, num_keys: int, two_sided: bool) -> Ten
 
 
 class Seen(NamedTuple):
-    """How far the heads of a chunk saw on a text, fp64 [layers, H] each, in tokens."""
+    """Reaches that the heads of a chunk had on a text, fp64 [layers, H] each, in tokens."""
 
     farthest: Tensor
     """The running bound of the worst query: what `pretrain.kernels.reach` would read for it."""

@@ -330,7 +330,7 @@ which `Device.attention_tflops` is stated."""
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back each head sees: beyond it, attention loads no keys."""
+    """Reach of each head: attention loads no keys beyond it."""
 
     factor: float = REACH
     """Tokens x slope, for heads whose reach is not known."""
