@@ -47,7 +47,7 @@ def main() -> None:
     def saver(asynchronous: bool) -> Saver:
         section = config.checkpoint.model_copy(update={"asynchronous": asynchronous})
         chosen = config.model_copy(update={"checkpoint": section})
-        return Saver(chosen, step.topology, step.optimizer)
+        return Saver(chosen, step.topology, step.optimizer, config)
 
     def save(by: Saver) -> None:
         shutil.rmtree(place / "ours", ignore_errors=True)

@@ -43,6 +43,7 @@ _SHAPES = {
 }
 _ON_RESUME = {
     Effect.FIXED: "cannot change",
+    Effect.FUNCTION: "changes what the model computes: refused unless `--allow-changed` names it",
     Effect.TRAJECTORY: "changes training: refused unless `--allow-changed` names it",
     Effect.CONTENT: "may change, and what lies there may not, unless `--allow-changed` names it",
     Effect.FREE: "may change",

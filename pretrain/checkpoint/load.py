@@ -26,9 +26,10 @@ from pretrain.checkpoint.format import (
     global_boxes,
 )
 from pretrain.checkpoint.manifest import MASTER, REMEDY, Checkpoint, TrainerState
-from pretrain.config import ConfigError
-from pretrain.model.gpt import Named, named_parameters
+from pretrain.config import ConfigError, RunConfig
+from pretrain.model.gpt import Named, initial_part, named_parameters
 from pretrain.optim.zero import Fragment, ZeroOptimizer
+from pretrain.positions.base import PositionMethod
 from pretrain.topology import first_problem
 
 SLAB_BYTES = 32 << 20
@@ -48,12 +49,16 @@ class Target(NamedTuple):
     """Of the box's size; on any device, and of any dtype that fp32 is cast to."""
 
 
-def load_checkpoint(checkpoint: Checkpoint, optimizer: ZeroOptimizer) -> TrainerState:
-    """Load weights and optimizer state into a newly built optimizer. All ranks together.
+def load_checkpoint(
+    checkpoint: Checkpoint, optimizer: ZeroOptimizer, config: RunConfig
+) -> TrainerState:
+    """Load weights and optimizer state into an optimizer. All ranks together.
 
     Args:
         checkpoint: The checkpoint, opened.
         optimizer: The optimizer; its model is loaded with it.
+        config: The run, whose position method may be another one than the checkpoint's: what it
+            learns begins anew then (`begins_anew`).
 
     Returns:
         How far training had come.
@@ -65,21 +70,58 @@ def load_checkpoint(checkpoint: Checkpoint, optimizer: ZeroOptimizer) -> Trainer
     """
     optimizer.before_change()
     # The state's tensors are views of the optimizer's buffers: filling them loads it.
-    targets = _state_targets(optimizer.state().fragments)
-    _load(checkpoint, optimizer.parameters, targets)
+    fragments = optimizer.state().fragments
+    anew = begins_anew(checkpoint.config.position, config)
+    for fragment in fragments:
+        if fragment.named.name in anew:
+            set_initial(config, fragment)
+    targets = _state_targets(each for each in fragments if each.named.name not in anew)
+    _load(checkpoint, (p for p in optimizer.parameters if p.name not in anew), targets)
     optimizer.load_state(checkpoint.adam_steps, checkpoint.loss_scaler_state)
     return checkpoint.trainer_state
 
 
 def load_weights(checkpoint: Checkpoint, chunks: list[GPTModel]) -> None:
-    """Load a model's weights alone, cast to its dtype, for evaluation. All ranks together.
+    """Load a newly built model's weights alone, cast to its dtype. All ranks together.
+
+    What `begins_anew` keeps its initial values.
 
     Raises:
         DamagedCheckpoint, ConfigError: As `load_checkpoint`.
     """
-    parameters = list(named_parameters(chunks))
+    anew = begins_anew(checkpoint.config.position, chunks[0].position.config)
+    parameters = [p for p in named_parameters(chunks) if p.name not in anew]
     targets = [Target(f"{MASTER}/{p.name}", p.offset, p.parameter.data) for p in parameters]
     _load(checkpoint, parameters, targets)
+
+
+def begins_anew(before: PositionMethod, config: RunConfig) -> set[str]:
+    """Return the parameters of a position method that go on from no checkpoint of another one.
+
+    They are all that another method learns; and of the same method those that it did not learn
+    before, and those to which its keys give other initial values, as other slopes. They start at
+    their initial values with moments of zero. What is no longer learned is not read.
+
+    Args:
+        before: The section [position] of the checkpoint.
+        config: The run that goes on from it.
+    """
+    now = config.position
+    learned, known = now.tensors(config), set(before.tensors(config))
+    if before.method != now.method:
+        return set(learned)
+    old, new = before.initial_values(config), now.initial_values(config)
+    given = learned.keys() & old.keys()
+    return (learned.keys() - known) | {n for n in given if not torch.equal(old[n], new[n])}
+
+
+@torch.no_grad()
+def set_initial(config: RunConfig, fragment: Fragment) -> None:
+    """Set a part of the optimizer's state to what a run from scratch begins with."""
+    values = initial_part(config, fragment.named).view(-1)
+    for kind, flat in fragment.tensors.items():
+        begin = values[fragment.start :][: flat.numel()]
+        flat.copy_(begin if kind == MASTER else torch.zeros_like(flat))
 
 
 class GlobalState(Mapping[str, Tensor]):

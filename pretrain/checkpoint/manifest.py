@@ -41,6 +41,7 @@ from pretrain.config import ConfigError, RunConfig, load_config, parse_config
 from pretrain.config.run import is_url
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import (
+    BY_NAME,
     DIGITS,
     TOKENIZER,
     TRAINING,
@@ -528,7 +529,7 @@ def check_training(
     """Check that a run may train on from a checkpoint, and return all in which they differ.
 
     Layout, logging, evaluation, saving and the number of steps may differ. What changes training
-    may where it is allowed by name; the model may not.
+    or positions may where it is allowed by name; the rest of the model may not.
 
     Args:
         config: The run.
@@ -546,7 +547,7 @@ def check_training(
 
 
 def changes_of(found: Collection[Difference], state: TrainerState) -> tuple[Change, ...]:
-    """Return what a checkpoint records of the differences that change training.
+    """Return what a checkpoint records of the differences that change training or positions.
 
     Args:
         found: What `check_training` returned, so each of them was allowed.
@@ -555,7 +556,7 @@ def changes_of(found: Collection[Difference], state: TrainerState) -> tuple[Chan
     return tuple(
         Change(state.step, each.key, each.before, each.after, state.consumed_samples)
         for each in found
-        if each.effect is Effect.TRAJECTORY
+        if each.effect in BY_NAME
     )
 
 

@@ -34,8 +34,10 @@ class Effect(StrEnum):
     """
 
     FIXED = "fixed"
-    """The weights or the moments would not fit, or the model would compute another function. Never
-    allowed."""
+    """The weights or the moments would not fit. Never allowed."""
+    FUNCTION = "function"
+    """The same weights compute another function. Refused unless `--allow-changed` names the key; an
+    evaluation may set it, and says so in its records."""
     TRAJECTORY = "trajectory"
     """Training goes on differently. Refused unless `--allow-changed` names the key."""
     CONTENT = "content"

@@ -21,6 +21,11 @@ from pretrain.config.schema import Effect
 from pretrain.positions.base import all_keys
 
 FIXED, TRAJECTORY, CONTENT, FREE = Effect.FIXED, Effect.TRAJECTORY, Effect.CONTENT, Effect.FREE
+BY_NAME = {
+    TRAJECTORY: "changes training",
+    Effect.FUNCTION: "changes what the model computes",
+}
+"""The effects of the keys that may change if --allow-changed names them, in words."""
 
 _DERIVED = {
     "model.num_query_groups",
@@ -47,7 +52,7 @@ class Difference:
     after: Any
     """The present value."""
     effect: Effect
-    """FIXED, TRAJECTORY, OUTCOME or FREE."""
+    """FIXED, one of BY_NAME, OUTCOME or FREE."""
     data: str = ""
     """Of data: what differs."""
     directory: str = ""
@@ -57,8 +62,8 @@ class Difference:
         """Return it as a line for people: key, both values, and why it may differ."""
         what = f"{self.key} ({self.data})" if self.data else self.key
         why = "may change"
-        if self.effect is TRAJECTORY:
-            why = f"changes training, allowed by --allow-changed {self.key}"
+        if self.effect in BY_NAME:
+            why = f"{BY_NAME[self.effect]}, allowed by --allow-changed {self.key}"
         return f"{what} = {self._shown(self.before)} -> {self._shown(self.after)}  ({why})"
 
     def refusal(self, checkpoint: object) -> str:
@@ -126,7 +131,7 @@ def settings_hash(config: RunConfig, training: str | None) -> str:
     values: dict[str, Any] = {TRAINING: training}
     for section, keys in section_keys().items():
         for name, key in ((name, f"{section}.{name}") for name in keys):
-            counts = effect_of(key) in (FIXED, TRAJECTORY, Effect.OUTCOME)
+            counts = effect_of(key) in (FIXED, *BY_NAME, Effect.OUTCOME)
             value = _value(config, section, name)
             exists = name in type(getattr(config, section)).model_fields
             if counts and exists and key != "run.seed":
@@ -176,7 +181,7 @@ def check_differences(
     refused = [
         each.refusal(checkpoint)
         for each in found
-        if each.effect is FIXED or (each.effect is TRAJECTORY and each.key not in allowed)
+        if each.effect is FIXED or (each.effect in BY_NAME and each.key not in allowed)
     ]
     if refused:
         raise ConfigError("\n".join(refused))
@@ -242,7 +247,11 @@ def _as_json(value: Any) -> Any:
 
 
 def _follows(key: str, before: RunConfig, after: RunConfig) -> bool:
-    """Return True if a derived value differs because of another key, which is reported itself."""
+    """Return True if a value differs because of another key, which is reported itself."""
     section, _, name = key.partition(".")
-    spelled = [getattr(getattr(config, section), name, None) for config in (before, after)]
+    sections = [getattr(config, section) for config in (before, after)]
+    if section == "position" and not all(name in type(each).model_fields for each in sections):
+        # It comes or goes with the method.
+        return True
+    spelled = [getattr(each, name, None) for each in sections]
     return key in _DERIVED and spelled[0] == spelled[1]

@@ -578,14 +578,20 @@ def initialise(config: RunConfig, chunks: list[GPTModel]) -> None:
     Each full tensor is drawn from a generator of its own, seeded by (run.seed, global name), and
     then sliced. The weights therefore do not depend on the layout.
     """
-    given = config.position.initial_values(config)
     for named in named_parameters(chunks):
-        full = given[named.name] if named.name in given else _initial_value(config, named)
-        named.parameter.copy_(named.slice_of(full))
+        named.parameter.copy_(named.slice_of(_initial_value(config, named)))
+
+
+def initial_part(config: RunConfig, named: Named) -> Tensor:
+    """Return this rank's part of a parameter's initial value, in the data type of the model."""
+    full = _initial_value(config, named).to(platform.DTYPES[config.train.precision])
+    return named.slice_of(full).contiguous()
 
 
 def _initial_value(config: RunConfig, named: Named) -> Tensor:
     """Return the full initial tensor, fp32, of the parameter with a global name."""
+    if named.name in (given := config.position.initial_values(config)):
+        return given[named.name]
     if named.name.endswith("norm.weight"):
         return torch.ones(named.global_shape)
     if len(named.global_shape) == 1:

@@ -45,7 +45,9 @@ class PositionMethod(ChosenSection):
     # A subclass answers what it does otherwise. In every question, config is the whole run; B are
     # sequences, S tokens, and D is the width of a head.
 
-    EFFECT = Effect.FIXED
+    # What it learns may come and go: see `begins_anew`. A key by which a tensor has another shape
+    # is Fixed.
+    EFFECT = Effect.FUNCTION
     CHOICE = "position.method"
     REGISTERED: ClassVar = {}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from pretrain.config.errors import Refusal
+from pretrain.config.schema import Fixed
 from pretrain.positions.base import LEARNED_TABLE, PositionMethod
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ class Learned(PositionMethod):
 
     method: Literal["learned"] = "learned"
 
-    max_position_embeddings: int | None = Field(default=None, gt=0)
+    max_position_embeddings: Fixed[int | None] = Field(default=None, gt=0)
     """Rows of the position table, in tokens, beyond which the model cannot be evaluated. Default:
     data.sequence_length."""
 

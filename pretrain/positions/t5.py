@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from pretrain.config.errors import Refusal
+from pretrain.config.schema import Fixed
 from pretrain.positions.base import PositionMethod
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class T5(PositionMethod):
 
     method: Literal["t5"] = "t5"
 
-    relative_attention_num_buckets: int = Field(default=32, gt=1)
+    relative_attention_num_buckets: Fixed[int] = Field(default=32, gt=1)
     """Buckets of the learned bias. The first half hold one distance each, the others widen
     logarithmically."""
 

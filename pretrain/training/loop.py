@@ -246,7 +246,7 @@ def _roll_back(run: Run, hooks: Sequence[Hook], spike: Spike) -> None:
             )
         # The weights of the last update are still being gathered into what is overwritten.
         run.optimizer.wait_for_weights()
-        restored = load_checkpoint(checkpoint, run.optimizer)
+        restored = load_checkpoint(checkpoint, run.optimizer, run.config)
     # The command's input was right: at the next start, an earlier checkpoint may be good.
     except ConfigError as error:
         raise RunFailed(f"{spike}. {error}") from None

@@ -470,7 +470,7 @@ def _go_back(run: Run, hooks: Sequence[Hook], seen: str) -> None:
         if point.path is None:
             load_initial(run.config, run.optimizer, point.scaler_fields)
         else:
-            load_checkpoint(open_checkpoint(point.path), run.optimizer)
+            load_checkpoint(open_checkpoint(point.path), run.optimizer, run.config)
             lineage = read_lineage(point.path)
     except ConfigError as error:
         raise RunFailed(f"{seen}. {error}") from None

@@ -20,13 +20,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from megatron.core.models.gpt import GPTModel
 
 from pretrain.checkpoint.format import DamagedCheckpoint
-from pretrain.checkpoint.load import load_checkpoint
+from pretrain.checkpoint.load import load_checkpoint, set_initial
 from pretrain.checkpoint.manifest import (
-    MASTER,
     Checkpoint,
     Origin,
     TrainerState,
@@ -45,7 +43,7 @@ from pretrain.data.stream import TokenStream, open_stream, wrong_sizes
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluation.windows import Protocol, choose_protocols
 from pretrain.model.attention import check_positions
-from pretrain.model.gpt import build_model, named_parameters
+from pretrain.model.gpt import build_model
 from pretrain.optim.health import SpikeDetector
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.platform import device_name, versions
@@ -562,7 +560,7 @@ def _load(
     """
     while start_point.checkpoint is not None:
         try:
-            return load_checkpoint(start_point.checkpoint, optimizer), start_point
+            return load_checkpoint(start_point.checkpoint, optimizer, config), start_point
         except DamagedCheckpoint as damage:
             if not start_point.is_automatic:
                 raise
@@ -572,7 +570,6 @@ def _load(
     return TrainerState(step=0, consumed_samples=0), start_point
 
 
-@torch.no_grad()
 def load_initial(
     config: RunConfig, optimizer: ZeroOptimizer, loss_scaler: dict[str, float] | None
 ) -> None:
@@ -584,11 +581,8 @@ def load_initial(
         loss_scaler: fp16: the fields of the loss scaler at the start.
     """
     optimizer.before_change()
-    drawn = {n.name: n.parameter.view(-1) for n in named_parameters(build_model(config))}
     for fragment in optimizer.state().fragments:
-        for kind, values in fragment.tensors.items():
-            begin = drawn[fragment.named.name][fragment.start :][: values.numel()]
-            values.copy_(begin if kind == MASTER else torch.zeros_like(values))
+        set_initial(config, fragment)
     optimizer.load_state(0, loss_scaler)
 
 

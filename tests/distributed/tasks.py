@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -286,13 +286,13 @@ def _assemble(chunks: list[Any], value: Any, average_over: int) -> dict[str, Ten
     return full
 
 
-def loaded_run(config: RunConfig, resume: str) -> Any:
+def loaded_run(config: RunConfig, resume: str, allowed: Collection[str] = ()) -> Any:
     """Return the run with its data, its model and what `resume`, a value of --resume, names."""
     from pretrain.training.reporter import AttemptReporter, Requests
     from pretrain.training.start import data_hashes, find_start_point, load_run, prepare
 
-    streams, topology, checkpoint = prepare(config, resume)
-    start_point = find_start_point(config, resume, checkpoint, data_hashes(streams))
+    streams, topology, checkpoint = prepare(config, resume, allowed)
+    start_point = find_start_point(config, resume, checkpoint, data_hashes(streams), allowed)
     return load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
 
 
@@ -306,13 +306,16 @@ def save_at_once(run: Any) -> None:
     saver.close()
 
 
-def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] | None:
+def continue_run(
+    config: RunConfig, resume: str, until: int, allowed: Collection[str] = ()
+) -> dict[str, Any] | None:
     """Train a run on real data to a step and save a checkpoint there.
 
     Args:
         config: The run's config.
         resume: Value of --resume.
         until: The step to stop at.
+        allowed: Keys that may change.
 
     Returns:
         On rank 0 {"began": first step, "losses", "norms": per step, "samples": consumed samples};
@@ -320,7 +323,7 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
     """
     from pretrain.training.loop import queue_step, step_batches
 
-    run = loaded_run(config, resume)
+    run = loaded_run(config, resume, allowed)
     began = run.state.step
     steps = step_batches(run)
     records = [queue_step(run, steps, platform.Moment()).read() for _ in range(until - began)]

@@ -105,6 +105,54 @@ def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=5e-4)
 
 
+SLOPES, TABLE = "position.slopes", "embedding.position_embeddings.weight"
+PUBLISHED = [2.0 ** -(head + 1) for head in range(8)]
+LEARNED = {"method": "learned", "max_position_embeddings": 64}
+TRAINED = {"method": "alibi", "trainable_slopes": True}
+SURGERY = {
+    # The layout and the positions before and after, the key that changes, what then begins anew
+    # (its values in closed form; None where they are drawn) and what is dropped.
+    "tp2pp2sp": ({"method": "alibi"}, TRAINED, "trainable_slopes", {"slopes": PUBLISHED}, ()),
+    "zero3-dp2": (LEARNED, TRAINED, "method", {"slopes": PUBLISHED}, (TABLE,)),
+    "tp2": (TRAINED, {"method": "t5"}, "method", {"relative_attention_bias": None}, (SLOPES,)),
+    "dp2": (TRAINED, TRAINED | {"slopes": [0.5] * 8}, "slopes", {"slopes": [0.5] * 8}, ()),
+    "pp2": (TRAINED, {"method": "alibi"}, "trainable_slopes", {}, (SLOPES,)),
+    # Nothing changes but the layout: slopes and moments survive.
+    "tp2cp2sp": (TRAINED, TRAINED, None, {}, ()),
+}
+
+
+@pytest.mark.parametrize("layout", SURGERY)
+def test_positions_may_change_at_a_resume(pools, tiny_data, tmp_path, layout):
+    """What a method learns begins anew or is dropped; all else goes on, whatever the layout."""
+    before, after, key, anew, dropped = SURGERY[layout]
+    first = _config(tmp_path / "a", tiny_data, {}, position=before)
+    pools(2).run(tasks.continue_run, first, "auto", 2)
+    processes, parallel = ALL_LAYOUTS[layout]
+    second = _config(tmp_path / "b", tiny_data, parallel, position=after)
+    allowed = [] if key is None else [f"position.{key}"]
+    source = str(checkpoint_directory(tmp_path / "a", 2))
+    run = [tasks.continue_run, second, source, 2]
+    if allowed:
+        with pytest.raises(Exception, match=rf"or change it .* --allow-changed {allowed[0]}"):
+            pools(processes).run(*run)
+    pools(processes).run(*run, allowed)
+    a, b = _state(tmp_path / "a", 2), _state(tmp_path / "b", 2)
+    begun = {name for name in b if name.split("/")[1].removeprefix("position.") in anew}
+    assert a.keys() - b.keys() == {name for name in a if name.split("/")[1] in dropped}
+    assert begun >= b.keys() - a.keys()
+    for name in b:
+        kind, parameter = name.split("/")
+        if name not in begun:
+            assert torch.equal(a[name], b[name]), name
+        elif kind != "master":
+            assert not b[name].any(), name
+        elif (values := anew[parameter.removeprefix("position.")]) is not None:
+            assert b[name].tolist() == values
+    changes = open_checkpoint(checkpoint_directory(tmp_path / "b", 2)).origin.changes
+    assert [change.key for change in changes] == allowed
+
+
 def test_a_load_in_the_same_layout_reads_a_ranks_own_file_once(pools, tiny_data, tmp_path):
     """No rank reads another's moments, and of its own file two blocks more than it needs."""
     config = _config(tmp_path / "run", tiny_data, {})

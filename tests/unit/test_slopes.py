@@ -83,11 +83,11 @@ def test_slopes_belong_to_alibi():
 
 
 def test_other_slopes_are_another_model():
-    """Curves of different slopes are no seeds of one run, and a checkpoint keeps its slopes."""
+    """Curves of different slopes are no seeds of one run, and a run keeps its slopes."""
     published, other = tiny_config(), slopes(RANGE)
     (found,) = differences(published, other)
     assert found.key == "position.slopes"
-    assert found.effect == "fixed"
+    assert found.effect == "function"
     assert settings_hash(published, "data") != settings_hash(other, "data")
     # How they are written does not matter.
     same = slopes(list(other.position.slopes_of(8)))
