@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import pretrain.topology
+from pretrain import platform
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
@@ -22,6 +23,7 @@ from pretrain.evaluation.command import evaluation_config, open_validation
 from pretrain.evaluation.figures import FORMATS, Frame, Line, draw
 from pretrain.evaluation.records import Table, Value, length_label
 from pretrain.evaluation.windows import NONOVERLAPPING
+from pretrain.kernels.context import share_of_ring
 from pretrain.model.gpt import build_model
 from pretrain.model.reach import Seen, certificates, check_reach, seen, slopes_of
 from pretrain.rundir.checkpoints import find_checkpoint, hold
@@ -34,6 +36,10 @@ LINEAR = (
 )
 MULTIPLES = (2, 16, 128)
 """Lengths at which the share of work is shown, in training lengths."""
+LONG_MULTIPLES = (16, 128, 1024)
+"""Lengths at which the bytes of keys and values are shown, in training lengths."""
+RANKS = 8
+"""Context ranks between which keys travel in that table."""
 WINDOWS = 2
 """Windows of the text that are looked at, evenly spread over it."""
 
@@ -105,7 +111,51 @@ class Reach:
             ],
             names=1,
         )
-        return f"{Table(title, header, rows, names=2).plain()}{text}\n\n{work.plain()}\n{LINEAR}"
+        parts = [Table(title, header, rows, names=2).plain() + text, f"{work.plain()}\n{LINEAR}"]
+        if not self.config.is_masked:
+            parts.append(self._bytes().plain())
+        return "\n\n".join(parts)
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of a number of a key."""
+        return platform.DTYPES[self.config.train.precision].itemsize
+
+    def cache_bytes(self, reach: Tensor, length: int) -> float:
+        """Return the bytes of the keys and values that the queries to come can need.
+
+        Args:
+            reach: Distances, [layers, H].
+            length: Tokens of the text so far.
+        """
+        # Heads that share keys keep those of the one that sees farthest.
+        groups = reach.unflatten(1, (self.config.num_query_groups, -1)).amax(2)
+        rows = (groups.floor() + 1).clamp(max=length).sum()
+        return float(rows) * 2 * self.config.head_dim * self.element_size
+
+    def _bytes(self) -> Table:
+        """Return what generation keeps and context parallelism sends, by length."""
+        config, every = self.config, torch.full_like(self.certificate, torch.inf)
+        trained, bounds = config.data.sequence_length, self.bounds()
+        bounds.pop(MEASURED, None)
+
+        def sent(reach: Tensor, length: int) -> str:
+            groups = reach.unflatten(1, (config.num_query_groups, -1)).amax(2).tolist()
+            rows = RANKS, length // RANKS, config.head_dim, self.element_size
+            shares = [share_of_ring(layer, *rows) for layer in groups]
+            return f"{sum(shares) / len(shares):.1%}"
+
+        rows = [
+            [length_label(length, trained), f"{self.cache_bytes(every, length) / 1e6:,.1f}"]
+            + [f"{self.cache_bytes(reach, length) / 1e6:,.1f}" for reach in bounds.values()]
+            + [sent(reach, length) for reach in bounds.values()]
+            for length in (n * trained for n in LONG_MULTIPLES)
+            if length % RANKS == 0
+        ]
+        caches = [f"keep: {name}" for name in bounds]
+        halos = [f"send: {name}" for name in bounds]
+        title = f"Keys and values: MB to keep, and bytes between {RANKS} context ranks, of a ring's"
+        return Table(title, ["length", "keep: all", *caches, *halos], rows, names=1)
 
     def _on_text(self) -> str:
         many = f"{self.windows} window{'s' if self.windows > 1 else ''}"
@@ -131,6 +181,13 @@ class Reach:
             "certificate": _finite(self.certificate),
             "seen": self.seen and {k: _finite(x) for k, x in self.seen._asdict().items()},
             "share": shares,
+            "cache_bytes": {
+                name: {str(n * trained): self.cache_bytes(x, n * trained) for n in LONG_MULTIPLES}
+                for name, x in {
+                    "all": torch.full_like(self.certificate, torch.inf),
+                    **bounds,
+                }.items()
+            },
             "linear_from": {name: _finite(reach.max()) for name, reach in bounds.items()},
         }
         return json.dumps(values, indent=1) + "\n"

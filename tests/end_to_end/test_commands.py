@@ -312,7 +312,9 @@ def test_reach_of_a_run_is_what_stock_attention_shows_of_its_export(whole, expor
     tokenizer = AutoTokenizer.from_pretrained(exported[0])
     ids = tokenizer((tmp_path / "text.txt").read_text(), add_special_tokens=False).input_ids[:256]
     model = AutoModelForCausalLM.from_pretrained(exported[0], attn_implementation="eager")
-    weights = model(torch.tensor([ids]), output_attentions=True).attentions
+    seen = model(torch.tensor([ids]), output_attentions=True, use_cache=True)
+    weights, cache = seen.attentions, sum(x.nbytes for kv in seen.past_key_values for x in kv[:2])
+    assert run["cache_bytes"]["all"] == {str(32 * n): 32 * n * cache / 256 for n in (16, 128, 1024)}
     distance = torch.arange(256)[:, None] - torch.arange(256)
     for layer, of_layer in enumerate(weights):
         for head, of_head in enumerate(of_layer[0].double()):

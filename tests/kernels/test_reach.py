@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.kernels import sdpa
 from pretrain.kernels.dispatch import attention
@@ -103,6 +104,36 @@ def test_pairs_are_those_of_the_closed_form(length, pairs):
     # call for each head but the first; every block has all heads.
     shared = 8 * length // 256 - len(pairs)
     assert shared > 0 and expected <= sum(pairs) <= expected + shared * 256 * sdpa.KEYS_OF_A_CALL
+
+
+def given_pairs(length, skip, causal):
+    """Return the pairs that torch's kernels are given forward and backward, and other products."""
+    torchs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backwards = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    of_shapes = {
+        torchs: lambda q, k, *_, **__: math.prod(q[:3]) * k[2],
+        backwards: lambda _, q, k, *__, **___: math.prod(q[:3]) * k[2],
+    }
+    q = torch.zeros(length, 1, 8, 16, requires_grad=True)
+    _, k, v = draw("scale 1", length, 8, width=16)
+    k, v = k.requires_grad_(), (v / v.norm(dim=3, keepdim=True)).requires_grad_()
+    with FlopCounterMode(display=False, custom_mapping=of_shapes) as made:
+        out = attention(q, k, v, slopes=alibi_slopes(8), backend="sdpa", causal=causal, skip=skip)
+        out.sum().backward()
+    found = dict(made.get_flop_counts()["Global"])
+    return found.pop(torchs), found.pop(backwards), found
+
+
+def test_backward_pairs_two_sides_and_lengths_at_which_it_would_not_pay():
+    for causal in (True, False):
+        assert given_pairs(2048, None, causal) == given_pairs(2048, False, causal)
+    forward, backward, asked = given_pairs(4096, None, True)
+    assert forward == backward < given_pairs(4096, False, True)[0] / 2
+    # What it costs to ask, in parts of the 64 operations of a pair of 16 channels.
+    assert sum(asked.values()) < 0.04 * 64 * forward
+    # A block sees as far ahead as back; its own queries are counted once.
+    both, backward, _ = given_pairs(4096, None, False)
+    assert both == backward <= 2 * forward - 8 * 4096 * 256
 
 
 def test_pairs_grow_with_the_length_and_not_with_its_square(pairs):
