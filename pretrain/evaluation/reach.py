@@ -129,7 +129,7 @@ class Reach:
             length: Tokens of the text so far.
         """
         # Heads that share keys keep those of the one that sees farthest.
-        groups = reach.unflatten(1, (self.config.num_query_groups, -1)).amax(2)
+        groups = reach.view(len(reach), self.config.num_query_groups, -1).amax(2)
         rows = (groups.floor() + 1).clamp(max=length).sum()
         return float(rows) * 2 * self.config.head_dim * self.element_size
 
@@ -140,7 +140,7 @@ class Reach:
         bounds.pop(MEASURED, None)
 
         def sent(reach: Tensor, length: int) -> str:
-            groups = reach.unflatten(1, (config.num_query_groups, -1)).amax(2).tolist()
+            groups = reach.view(len(reach), config.num_query_groups, -1).amax(2).tolist()
             rows = RANKS, length // RANKS, config.head_dim, self.element_size
             shares = [share_of_ring(layer, *rows) for layer in groups]
             return f"{sum(shares) / len(shares):.1%}"
