@@ -7,20 +7,93 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 # ---- bias ----
-# The bias that is added to attention scores: ALiBi slopes, T5's relative buckets, or nothing.
+# The bias that is added to attention scores: ALiBi slopes, T5's relative buckets, or nothing; or a
+# function that turns scores into other scores.
 #
 # A distance is the position of the query minus the position of the key.
+# Shape suffixes: B batch, H query heads of this rank, Q queries, K keys, D width of a head.
+
+
+class ScoreFunction(Protocol):
+    """What a position method makes of the scores, where that is neither slopes nor a table."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What it learns."""
+
+    @property
+    def window(self) -> int | None:
+        """A query sees keys at distances below this alone, to either side; None: at any."""
+
+    def of_heads(self, heads: slice) -> ScoreFunction:
+        """Return the function for some of its heads."""
+
+    def __call__(
+        self, scores_BHQK: Tensor, q_BHQD: Tensor, k_BHKD: Tensor, queries: Tensor, keys: Tensor
+    ) -> Tensor:
+        """Return the scores that the softmax sees, [B, H, Q, K], differentiable in all tensors.
+
+        The kernel masks afterwards what a query may not see, and what is returned there must be
+        finite, or -inf, with a finite gradient.
+
+        Args:
+            scores_BHQK: Products of queries and keys times their scale, fp32, or fp64 for fp64 q.
+            q_BHQD: Queries, without the scale, in the same dtype.
+            k_BHKD: Keys, one for each query head.
+            queries: Positions of the queries, consecutive, int64 [Q].
+            keys: Positions of the keys, consecutive, int64 [K].
+        """
+
+
+class ByDistance(NamedTuple):
+    """A ScoreFunction that changes a score by a number of each head and distance."""
+
+    formula: Callable[..., Tensor]
+    """(distances, float [N], *tensors) -> the number of each head, [H, N]."""
+    tensors: tuple[Tensor, ...]
+    """What the formula is given, with the heads as axis 0."""
+    combine: Callable[[Tensor, Tensor], Tensor] = torch.add
+    """(scores [B, H, Q, K], numbers [H, Q, K]) -> scores."""
+    window: int | None = None
+
+    def of_heads(self, heads: slice) -> ByDistance:
+        """Return it for some of its heads."""
+        return self._replace(tensors=tuple(x[heads] for x in self.tensors))
+
+    def __call__(
+        self, scores_BHQK: Tensor, q_BHQD: Tensor, k_BHKD: Tensor, queries: Tensor, keys: Tensor
+    ) -> Tensor:
+        """Return the scores of `ScoreFunction`."""
+        # Each distance is computed once. With the keys in reverse order, the row of query r is
+        # entries r .. r + K - 1 of it.
+        length = len(queries) + len(keys) - 1
+        distances = torch.arange(length, device=keys.device) + (queries[0] - keys[-1])
+        numbers = self.formula(distances.to(scores_BHQK.dtype), *self.tensors)
+        return self.combine(scores_BHQK, numbers.unfold(-1, len(keys), 1).flip(-1))
+
+
+def of_heads(terms: Mapping[str, Any], heads: slice) -> dict[str, Any]:
+    """Return a position method's keyword arguments of `attention` for some of their heads."""
+    return {
+        name: term[heads]
+        if isinstance(term, Tensor)
+        else term.of_heads(heads)
+        if hasattr(term, "of_heads")
+        else term
+        for name, term in terms.items()
+    }
 
 
 class ScoreBias(NamedTuple):
-    """The bias for the scores of this rank's H heads: slopes, a table, or neither."""
+    """The bias for the scores of this rank's H heads: slopes, a table, a function, or none."""
 
     slopes: Tensor | None
     """ALiBi: [H], fp32."""
@@ -29,6 +102,8 @@ class ScoreBias(NamedTuple):
     max_distance: int
     """T5: the distance at which the last bucket begins."""
     causal: bool
+    scores: ScoreFunction | None = None
+    """Any other method; `at` does not know it."""
 
     def at(self, distances: Tensor) -> Tensor:
         """Return the bias of every head at the given distances, differentiable in slopes and table.
@@ -103,8 +178,8 @@ class Call(NamedTuple):
     heads: int
     groups: int
     """Key heads."""
-    bias: Literal["none", "slopes", "trained slopes", "table"]
-    """What is added to the scores; "trained slopes" want a gradient."""
+    bias: Literal["none", "slopes", "trained slopes", "table", "scores"]
+    """What is added to the scores; "trained slopes" want a gradient, "scores" is a function."""
     causal: bool
     dropout: bool
     capability: tuple[int, int] | None
@@ -161,7 +236,9 @@ def describe_call(
     )
 
 
-def _kind(bias: ScoreBias) -> Literal["none", "slopes", "trained slopes", "table"]:
+def _kind(bias: ScoreBias) -> Literal["none", "slopes", "trained slopes", "table", "scores"]:
+    if bias.scores is not None:
+        return "scores"
     if bias.table is not None:
         return "table"
     if bias.slopes is None:

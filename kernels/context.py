@@ -44,6 +44,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.nn.functional import pad
 
+from pretrain.kernels.call import ScoreFunction, of_heads
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reach import FLOOR_TILE, row_norms, tiles_left_out
 
@@ -179,6 +180,7 @@ def context_attention(
     *,
     slopes: Tensor | None = None,
     relative_attention_bias: Tensor | None = None,
+    scores: ScoreFunction | None = None,
     causal: bool = True,
     document_starts: Tensor | None = None,
     **options: Any,
@@ -200,6 +202,7 @@ def context_attention(
         group: The ranks that share the sequences, in the order of their positions.
         slopes: As in `attention`.
         relative_attention_bias: The same.
+        scores: The same. All earlier keys travel, so that positions are those of the sequence.
         causal: The same.
         document_starts: For each query of this rank, the position in the whole sequence of the
             first token of its document, int32 [B, S].
@@ -228,8 +231,9 @@ def context_attention(
         terms: dict[str, Any] = {
             "slopes": slopes,
             "relative_attention_bias": relative_attention_bias,
+            "scores": scores,
         }
-        terms = {name: x[heads] for name, x in terms.items() if x is not None}
+        terms = of_heads({name: x for name, x in terms.items() if x is not None}, heads)
         q = q_SBHD[rows, :, heads]
         if terms:
             q = pad(q, (0, 0, 0, 0, 0, 0, 0, part.end - (rank + 1) * length))

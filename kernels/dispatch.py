@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.kernels import folded, sdpa
-from pretrain.kernels.call import Call, ScoreBias, describe_call
+from pretrain.kernels import folded, scored, sdpa
+from pretrain.kernels.call import Call, ScoreBias, ScoreFunction, describe_call
 
 # ---- The choice of an attention backend, as a function of the call's description alone ----
 
@@ -41,7 +41,11 @@ def choose_backend(call: Call) -> Choice:
         ValueError: No kernel can serve it.
     """
     names: tuple[str, ...] = ("triton", "folded", "sdpa")
-    if not call.is_cuda:
+    if call.bias == "scores":
+        names = ("scored",)
+        reason = "the method's function of scores in torch's own operations, a block of queries "
+        reason += "at a time, with products in fp32"
+    elif not call.is_cuda:
         names = ("sdpa",)
         reason = "torch's kernel for CPUs, with the bias in an fp32 mask in blocks"
     elif call.bias == "none" and not call.documents:
@@ -50,7 +54,7 @@ def choose_backend(call: Call) -> Choice:
     else:
         reason = f"products of {call.dtype_name} numbers are added in fp32"
     for name in names:
-        refusal = REFUSALS[name](call)
+        refusal = _refusal(name, call)
         if refusal is None:
             if name == "sdpa" and call.is_cuda and call.bias != "none":
                 reason += "; slow, with a float mask in blocks and q, k and v in fp32"
@@ -86,8 +90,15 @@ REFUSALS: dict[str, Callable[[Call], str | None]] = {
     "triton": _triton_refusal,
     "folded": folded.refusal,
     "sdpa": sdpa.refusal,
+    "scored": scored.refusal,
 }
 """Each backend and the reason why it cannot serve a call, or None if it can."""
+
+
+def _refusal(name: str, call: Call) -> str | None:
+    if call.bias == "scores" and name != "scored":
+        return "the positions are a function of the scores, which scored alone computes"
+    return REFUSALS[name](call)
 
 
 def attention(
@@ -98,6 +109,7 @@ def attention(
     slopes: Tensor | None = None,
     relative_attention_bias: Tensor | None = None,
     relative_attention_max_distance: int = 128,
+    scores: ScoreFunction | None = None,
     causal: bool = True,
     document_starts: Tensor | None = None,
     scale: float | None = None,
@@ -109,7 +121,8 @@ def attention(
 
     The queries are the last positions of the keys. The bias of head h for query position i and key
     position j is -slopes[h] * |i - j| (ALiBi), or relative_attention_bias[h, bucket(i - j)] (T5),
-    or nothing. It stays in fp32 and may need gradients.
+    or nothing. It stays in fp32 and may need gradients. With `scores`, softmax takes what this
+    function makes of scale * q k^T.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D].
@@ -118,6 +131,7 @@ def attention(
         slopes: ALiBi slopes of this rank's heads, [H], fp32.
         relative_attention_bias: T5's table for this rank's heads, [H, num_buckets].
         relative_attention_max_distance: Distance at which the last bucket of the table begins.
+        scores: The function of a method that is none of these, for this rank's heads.
         causal: Apply a causal mask.
         document_starts: For each query, the position of the first token of its document, int32 [B,
             queries]: the query at position i sees keys from there to i. Needs a causal mask. The
@@ -126,8 +140,8 @@ def attention(
         scale: Factor of the products q k^T, not of the bias; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped, from torch's default generator of the
             device.
-        backend: "triton", "folded" or "sdpa", which then serves or fails; or "auto", which chooses
-            one (`choose_backend`) and logs the choice and its reason once per process.
+        backend: "triton", "folded", "sdpa" or "scored", which then serves or fails; or "auto",
+            which chooses one (`choose_backend`) and logs choice and reason once per process.
         skip: For "triton" and "sdpa": leave out keys too far away to matter
             (`pretrain.kernels.flash`). True at any length, False never, None where it pays.
 
@@ -139,18 +153,20 @@ def attention(
             cannot serve them.
     """
     _check_arguments(q_SBHD, k_SBGD, v_SBGD, slopes, relative_attention_bias, causal, dropout_p)
+    if scores is not None and (slopes is not None or relative_attention_bias is not None):
+        raise ValueError("scores beside slopes or relative_attention_bias: choose one of them")
     _check_documents(q_SBHD, document_starts, causal)
-    bias = ScoreBias(slopes, relative_attention_bias, relative_attention_max_distance, causal)
+    bias = ScoreBias(
+        slopes, relative_attention_bias, relative_attention_max_distance, causal, scores
+    )
     call = describe_call(q_SBHD, k_SBGD, bias, dropout_p, document_starts is not None)
     if backend == "auto":
         backend, reason = choose_backend(call)
         _log_once(f"attention through {backend}: {reason}")
     elif backend not in REFUSALS:
         raise ValueError(f"attention backend {backend!r}: there are auto, {', '.join(REFUSALS)}")
-    elif (refusal := REFUSALS[backend](call)) is not None:
-        raise ValueError(
-            f"attention backend {backend} cannot serve: {refusal}. Choose auto or sdpa"
-        )
+    elif (refusal := _refusal(backend, call)) is not None:
+        raise ValueError(f"attention backend {backend} cannot serve: {refusal}. Choose auto")
     arguments = (q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
     if backend == "triton":
         # Imported here because triton may not be installed.
@@ -159,6 +175,8 @@ def attention(
         return attention_triton(*arguments, skip, document_starts=document_starts)
     if backend == "folded":
         return folded.attention_folded(*arguments)
+    if backend == "scored":
+        return scored.attention_scored(*arguments, document_starts)
     return sdpa.attention_sdpa(*arguments, document_starts, skip)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pretrain.kernels.call import relative_buckets
+from pretrain.kernels.call import ScoreFunction, relative_buckets
 
 
 def attention_reference(
@@ -22,6 +22,7 @@ def attention_reference(
     slopes: Tensor | None = None,
     relative_attention_bias: Tensor | None = None,
     relative_attention_max_distance: int = 128,
+    scores: ScoreFunction | None = None,
     causal: bool = True,
     document_starts: Tensor | None = None,
     scale: float | None = None,
@@ -41,6 +42,7 @@ def attention_reference(
         slopes: ALiBi slopes, [H].
         relative_attention_bias: T5's table, [H, num_buckets].
         relative_attention_max_distance: Distance at which the last bucket of the table begins.
+        scores: What is made of the scores, by a function.
         causal: Apply a causal mask.
         document_starts: For each query, the position of the first token of its document, [B,
             queries]; keys before it are hidden. None hides none.
@@ -61,20 +63,26 @@ def attention_reference(
     query_position = torch.arange(num_keys - num_queries, num_keys, device=q.device)
     distance = query_position[:, None] - torch.arange(num_keys, device=q.device)
     score_dtype = torch.promote_types(dtype, torch.float32)
-    scores = (q @ k.mT * (head_dim**-0.5 if scale is None else scale)).to(score_dtype)
+    scaled = (q @ k.mT * (head_dim**-0.5 if scale is None else scale)).to(score_dtype)
     if slopes is not None:
-        scores = scores - slopes.to(score_dtype)[:, None, None] * distance.abs()
+        scaled = scaled - slopes.to(score_dtype)[:, None, None] * distance.abs()
     if relative_attention_bias is not None:
         num_buckets = relative_attention_bias.shape[1]
         buckets = relative_buckets(distance, num_buckets, relative_attention_max_distance, causal)
-        scores = scores + relative_attention_bias.to(score_dtype)[:, buckets]
+        scaled = scaled + relative_attention_bias.to(score_dtype)[:, buckets]
+    if scores is not None:
+        key_positions = torch.arange(num_keys, device=q.device)
+        wide_q, wide_k = q.to(score_dtype), k.to(score_dtype)
+        scaled = scores(scaled, wide_q, wide_k, query_position, key_positions)
+        if scores.window is not None:
+            scaled = scaled.masked_fill(distance.abs() >= scores.window, -torch.inf)
     if causal:
-        scores = scores.masked_fill(distance < 0, -torch.inf)
+        scaled = scaled.masked_fill(distance < 0, -torch.inf)
     if document_starts is not None:
         key_position = torch.arange(num_keys, device=q.device)
         before_BHSS = key_position < document_starts[:, None, :, None]
-        scores = scores.masked_fill(before_BHSS, -torch.inf)
-    weights = scores.softmax(dim=-1)
+        scaled = scaled.masked_fill(before_BHSS, -torch.inf)
+    weights = scaled.softmax(dim=-1)
     if keep is None:
         weights = torch.nn.functional.dropout(weights, dropout_p)
     else:

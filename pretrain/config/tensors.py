@@ -36,7 +36,7 @@ class ModelTensor:
     axis: int | None = None
     """Along which the tensor-parallel ranks divide it evenly; None: each holds all of it."""
     is_partial: bool = False
-    """True if each tensor rank's gradient is that of its part of the sequence."""
+    """True if each tensor rank's gradient is that of its part of the sequence, or of its heads."""
     chunk: int = 0
     """Number of the pipeline chunk that holds it, in the order of the model."""
     is_copy: bool = False
@@ -203,7 +203,10 @@ def _outputs(c: RunConfig, is_first: bool) -> Iterator[ModelTensor]:
 
 
 def _position(c: RunConfig) -> Iterator[ModelTensor]:
-    """Yield the parameters that the position method learns for each head."""
+    """Yield the parameters that the position method itself holds."""
     for name, shape in c.position.tensors(c).items():
-        if name.startswith(OWN):
+        if name.removeprefix(OWN) in c.position.shared_by_heads:
+            # Each tensor rank's gradient is that of its heads.
+            yield ModelTensor(name, shape, is_partial=True)
+        elif name.startswith(OWN):
             yield ModelTensor(name, shape, axis=0)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig, RunFailed
+from pretrain.kernels.call import of_heads
 from pretrain.kernels.context import context_attention
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
@@ -44,12 +45,18 @@ class Positions(nn.Module):
         count = config.model.num_attention_heads // tensor_size
         first = parallel_state.get_tensor_model_parallel_rank() * count
         self.heads = slice(first, first + count)
-        for name, (_, *rest) in self.method.tensors(config).items():
-            if name.startswith(OWN):
-                part = nn.Parameter(torch.empty(count, *rest))
-                # Dimension 0 is this rank's heads: the mark is Megatron's for its own parameters.
+        for name, shape in self.method.tensors(config).items():
+            if not name.startswith(OWN):
+                continue
+            is_shared = name.removeprefix(OWN) in self.method.shared_by_heads
+            part = nn.Parameter(torch.empty(shape if is_shared else (count, *shape[1:])))
+            # The marks are Megatron's for its own parameters: of dimension 0, which is this rank's
+            # heads, and of gradients that are summed over the tensor ranks.
+            if is_shared:
+                part.sequence_parallel = True  # type: ignore[attr-defined]
+            else:
                 set_tensor_model_parallel_attributes(part, is_parallel=True, dim=0, stride=1)
-                self.register_parameter(name.removeprefix(OWN), part)
+            self.register_parameter(name.removeprefix(OWN), part)
         # Plain tensors and no buffers: casting the module to bf16 would round a buffer.
         self._fixed: dict[torch.device, dict[str, Any]] = {}
 
@@ -323,7 +330,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         query, key = position.method.queries_and_keys(position.config, query, key)
         terms = position.score_terms(query.device)
         if heads is not None:
-            terms = {n: x[heads] if isinstance(x, Tensor) else x for n, x in terms.items()}
+            terms = of_heads(terms, heads)
         # Tensor-parallel ranks hold different heads and must draw different masks, so dropout uses
         # the tracked generator that is seeded per tensor rank. Under sequence parallelism Megatron
         # has already forked it around all layers (megatron/core/transformer/transformer_block.py).
@@ -447,7 +454,4 @@ def _expected_terms(config: RunConfig, position: Positions) -> dict[str, Any]:
         return position.score_terms(platform.device())
     every_head = slice(0, config.model.num_attention_heads)
     whole = config.position.score_terms(config, every_head, {}, platform.device())
-    return {
-        name: term[position.heads] if isinstance(term, Tensor) else term
-        for name, term in whole.items()
-    }
+    return of_heads(whole, position.heads)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,6 +47,7 @@ from pretrain.config.tensors import TIED
 from pretrain.model import adaptive
 from pretrain.model.attention import CoreAttention, Positions, SelfAttention
 from pretrain.model.loss import FusedLossLayer, FusedLossModel
+from pretrain.positions.base import generator
 from pretrain.topology import own_part
 
 # ---- Decide which operations of the model are fused, from `train.fusion` and the device ----
@@ -168,12 +168,12 @@ def build_model(config: RunConfig, device: torch.device | None = None) -> list[G
     """
     device = device or platform.device()
     transformer = transformer_config(config)
-    position = Positions(config)
     num_virtual_stages = config.parallel.virtual_pipeline_model_parallel_size
     virtual_stages = range(num_virtual_stages) if num_virtual_stages else [None]
     # Weights are drawn on the CPU in fp32 and moved afterwards, so that they do not depend on the
     # device.
     with torch.device("meta" if device.type == "meta" else "cpu"):
+        position = Positions(config)
         chunks = [_build_chunk(config, transformer, position, stage) for stage in virtual_stages]
     if device.type != "meta":
         initialise(config, chunks)
@@ -483,6 +483,7 @@ def _mark_sharded_weights(model: GPTModel) -> None:
 #     word_embeddings.* and output_layer.* whole          the only one    none
 #     of an adaptive softmax
 #     position.* (heads of slopes, table)  split, dim 0   every               stage > 0
+#     position.* shared_by_heads           replicated     every               another rank's
 #
 # Data-parallel ranks hold the same parameters as each other. ZeRO's partitioning among them is the
 # business of `pretrain.optim`. Of all ranks of one data-parallel replica, exactly one holds any
@@ -601,8 +602,7 @@ def _initial_value(config: RunConfig, named: Named) -> Tensor:
         std = config.embedding_init_method_std
     if named.name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         std /= math.sqrt(2 * config.model.num_layers)
-    digest = hashlib.sha256(f"{config.run.seed}/{named.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    seeded = generator(config, named.name)
     if config.adaptive_clusters and named.name.startswith(adaptive.NAMES):
-        return adaptive.initial_value(config, named.name, named.global_shape, generator)
-    return torch.empty(named.global_shape).normal_(0.0, std, generator=generator)
+        return adaptive.initial_value(config, named.name, named.global_shape, seeded)
+    return torch.empty(named.global_shape).normal_(0.0, std, generator=seeded)

@@ -219,7 +219,8 @@ def check_target(config: RunConfig, target: Target) -> None:
             f"16-bit products. Plan with --set train.precision={'bf16' if is_modern else 'fp16'}"
         )
     masks = config.data.per_document_attention and taken == "sdpa"
-    is_wide = is_modern and config.head_dim > WIDEST_HEAD and config.position.bias != "none"
+    is_biased = config.position.bias not in ("none", "scores")
+    is_wide = is_modern and config.head_dim > WIDEST_HEAD and is_biased
     if wanted not in ("auto", taken) or masks or is_wide:
         raise ConfigError(
             f"model.attention_backend = {wanted}: `pretrain plan` does not know memory and time of "

@@ -228,7 +228,11 @@ FOLDED_KEYS = 60_000
 WIDEST_HEAD = 256
 """Width of a head that the Triton kernel serves at most."""
 QUERY_BLOCK = 256
-"""Queries of a masked call of torch's attention (`pretrain.kernels.sdpa`)."""
+"""Queries of a masked call of torch's attention (`pretrain.kernels.sdpa`), and of a block of scores
+(`pretrain.kernels.scored`)."""
+BLOCKS_OF_SCORES = 3
+"""Blocks of fp32 scores that stand side by side while one is computed again and differentiated, for
+a method that adds a bias by distance. What else a method's function makes is not counted."""
 
 
 def attention_backend(config: RunConfig, is_modern: bool) -> str:
@@ -241,6 +245,8 @@ def attention_backend(config: RunConfig, is_modern: bool) -> str:
         is_modern: As in `Activations`.
     """
     position, parts_documents = config.position, config.data.per_document_attention
+    if position.bias == "scores":
+        return "scored"
     if position.bias == "none" and not parts_documents:
         return "sdpa"
     if is_modern and config.head_dim <= WIDEST_HEAD:
@@ -343,18 +349,23 @@ class Activations:
             # Queries of several groups are not evenly spaced, and are copied. Rotated ones are new
             # in any case.
             kept += query
-        core = rows
+        core = 0 if self.is_scored else rows
         if self.uses_columns:
             extra = -(-(c.head_dim + FOLDED_COLUMNS) // 8) * 8 - c.head_dim
             core += (heads + groups) * extra * self.item
         elif self.uses_mask:
             # q, k, v and the output in fp32, and what was there before as far as it stays.
             core += (2 * query + pair) * 4 // self.item
-        if not self.is_modern and not self.uses_mask:
+        if not self.is_modern and not self.uses_mask and not self.is_scored:
             # The kernel's output has the batch first, and the projection copies it.
             core += query
         total = kept + query + (core if keeps_core else 0)
         return self.tokens * total + (self._mask() if keeps_core and self.uses_mask else 0)
+
+    @property
+    def is_scored(self) -> bool:
+        """True if a function of the method changes the scores, of which no block is kept."""
+        return attention_backend(self.config, self.is_modern) == "scored"
 
     @property
     def uses_columns(self) -> bool:
@@ -461,6 +472,10 @@ class Activations:
             queries = c.data.sequence_length // self.context
             splits = min(c.batch.micro_batch_size * -(-queries // block), 16)
             sums = 4 * heads * -(-(reach + block - 1) // block) * splits * block * 2 * block
+        if self.is_scored:
+            block = min(QUERY_BLOCK, c.data.sequence_length // self.context)
+            one = 4 * c.batch.micro_batch_size * heads * block * c.data.sequence_length
+            sums = BLOCKS_OF_SCORES * one
         given_back = 2 * self.inner + 2 * self.stream
         if self.context > 1:
             # Gradients of the keys and values of the other parts.

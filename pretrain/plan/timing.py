@@ -299,6 +299,9 @@ BUCKETS = 39
 ROTATED, ROTATION, CUT = 20.4, 6, 2
 """Elements moved per channel of queries and keys by Megatron's rotation: per rotated channel, per
 channel in any case, and where a part is rotated."""
+SCORE_PASSES = 10, 12
+"""How often a score is read or written where a method is a function of scores: forward, and in the
+backward pass beside the second forward. Counted in `pretrain.kernels.scored`; timed on no GPU."""
 ROTATION_LAUNCHES = 38
 """Kernel launches per layer of a rotation."""
 JOINED = 2
@@ -501,9 +504,15 @@ class Step:
         pairs = self.target.reach.pairs(self.config, self.layout.context)
         most = max(sum(pairs[i : i + heads]) for i in range(0, len(pairs), heads))
         flops = 4 * most * self.config.head_dim * self.num_layers * self.tokens
-        has_mask = Activations(self.config, self.device.is_modern).uses_mask
-        rates = self.device.masked_tflops if has_mask else self.device.attention_tflops
+        kept = Activations(self.config, self.device.is_modern)
+        is_slow = kept.uses_mask or kept.is_scored
+        rates = self.device.masked_tflops if is_slow else self.device.attention_tflops
         forward, backward = 1e3 * flops / (rates[0] * 1e12), 1e3 * 2.5 * flops / (rates[1] * 1e12)
+        if kept.is_scored:
+            # Blocks of scores go through memory, and are computed again in the backward pass.
+            scores = most * self.num_layers * self.tokens
+            forward += self.device.memory_ms(4 * SCORE_PASSES[0] * scores)
+            backward += forward + self.device.memory_ms(4 * SCORE_PASSES[1] * scores)
         recomputed = self.config.train.recompute_granularity != "none"
         return forward, backward + recomputed * forward
 

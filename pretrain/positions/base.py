@@ -7,6 +7,7 @@ what it costs, and which transformers class can hold it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -54,7 +55,8 @@ class PositionMethod(ChosenSection):
     method: str = "alibi"
     """alibi: linear biases on attention scores. sinusoidal, learned: a table added to the
     embeddings. rotary: queries and keys are rotated. t5: a learned bias on attention scores for
-    each bucket of distances. none: no positions. Each has the keys that name it."""
+    each bucket of distances. kerple: a learned logarithm or power of the distance. none: no
+    positions. Each has the keys that name it."""
 
     title: ClassVar[str] = ""
     """What people call it, as in "a model with ALiBi positions". Default: position.method."""
@@ -65,10 +67,14 @@ class PositionMethod(ChosenSection):
     adds_to_embeddings: ClassVar[bool] = False
     """True if something is added to the embeddings: `embedded`, or Megatron's learned table."""
 
-    bias: ClassVar[Literal["none", "slopes", "table"]] = "none"
-    """What `score_terms` hands to the kernels: nothing, a slope for each head as ALiBi's, or a
-    table of heads and buckets as T5's. Kernels, memory and time follow from it. A method with
-    slopes leaves queries and keys as they are: `pretrain.model.reach` bounds how far heads see."""
+    bias: ClassVar[Literal["none", "slopes", "table", "scores"]] = "none"
+    """What `score_terms` hands to the kernels: nothing, a slope for each head as ALiBi's, a table
+    of heads and buckets as T5's, or a `pretrain.kernels.call.ScoreFunction`. Kernels, memory and
+    time follow from it. A method with slopes leaves queries and keys as they are:
+    `pretrain.model.reach` bounds how far heads see."""
+
+    shared_by_heads: ClassVar[tuple[str, ...]] = ()
+    """Those of `tensors` that all heads share, without "position."."""
 
     # ---- config ----
 
@@ -98,13 +104,14 @@ class PositionMethod(ChosenSection):
         """Return the parameters that it learns: global name -> shape in the whole model.
 
         There are two kinds. "position.NAME" has the heads of the model as axis 0, which tensor
-        ranks divide among them; every pipeline stage holds a copy, and the gradients of the copies
-        are summed. Megatron's learned table, LEARNED_TABLE, is held whole by the first stage.
+        ranks divide among them, or is one of `shared_by_heads`, which each of them holds whole;
+        every pipeline stage holds a copy, and the gradients of the copies are summed. Megatron's
+        learned table, LEARNED_TABLE, is held whole by the first stage.
         """
         return {}
 
     def initial_values(self, config: RunConfig) -> dict[str, Tensor]:
-        """Return the initial fp32 values of parameters that are not drawn at random, whole."""
+        """Return the initial fp32 values of parameters that are not drawn as the model's, whole."""
         return {}
 
     def learning_rate_mult(self, config: RunConfig) -> float:
@@ -189,6 +196,14 @@ class PositionMethod(ChosenSection):
         It begins in lower case, without a full stop.
         """
         return f"no stock transformers decoder computes {self.method} positions"
+
+
+def generator(config: RunConfig, name: str) -> torch.Generator:
+    """Return the generator of a parameter's initial values, seeded by run.seed and global name."""
+    import torch
+
+    digest = hashlib.sha256(f"{config.run.seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 METHODS: dict[str, type[PositionMethod]] = PositionMethod.REGISTERED

@@ -20,6 +20,7 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import RunConfig, load_config
 from pretrain.huggingface.classes import CLASSES
 from pretrain.huggingface.import_model import import_folder
+from pretrain.positions.base import METHODS
 from pretrain.rundir.checkpoints import find_checkpoint
 from tests.conftest import LAYOUTS, mark_torture, tiny_config
 from tests.distributed import tasks
@@ -59,7 +60,11 @@ VARIANTS = {
         "model": {"parallel_residual": True, "tie_word_embeddings": False},
         "position": {"rotary_percent": 0.5},
     },
+    "kerple-power": {"position": {"kerple_kernel": "power"}, "model": {"num_query_groups": 4}},
 }
+VARIANTS |= {method: {} for method in METHODS if method not in VARIANTS}
+# Their whole path is torch's, whichever the method. A split sequence is checked once.
+OF_SCORES = {v for v in VARIANTS if METHODS[v.split("-")[0]].bias == "scores"}
 
 
 def variant_config(variant: str, heads: int, parallel: dict[str, Any]) -> RunConfig:
@@ -125,6 +130,7 @@ CORE -= {
     for variant in VARIANTS.keys() - {"alibi", "alibi-trainable", "t5"}
     for layout in ("pp2", "dp2")
 }
+CORE -= {(variant, layout, 8) for variant in OF_SCORES for layout in LAYOUTS.keys() - {"tp2pp2sp"}}
 # Where a sequence is split: what a method adds by position, by distance or per head; and what is
 # learned, of which each rank has a part of the gradient.
 SPLIT = {
@@ -134,6 +140,7 @@ SPLIT = {
     ("sinusoidal", "pp2vpp2cp2", 8),
     ("t5", "cp2", 8),
     ("learned", "cp4", 8),
+    ("kerple-power", "tp2cp2sp", 8),
 }
 CORE = {case for case in CORE if "cp" not in case[1]} | SPLIT
 
@@ -149,7 +156,6 @@ def test_logits_and_gradients_equal_the_dense_reference(pools, variant, layout, 
     assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
 
 
-METHODS = ("alibi", "sinusoidal", "rotary", "t5", "learned", "none")
 WORDS = "embedding.word_embeddings.weight"
 
 

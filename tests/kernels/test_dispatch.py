@@ -8,6 +8,7 @@ plain torch happens to be exact.
 import logging
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -273,3 +274,63 @@ def test_cuda_is_exact_forward_and_backward(case, backend):
     assert_as_good_as_plain_torch(
         run(attention, qkv, arguments, backend=backend), plain, exact, torch.bfloat16
     )
+
+
+class Mixed(NamedTuple):
+    """A function of everything that a method may use: scores, queries, keys, positions, a window.
+
+    It is not symmetric in distance, hides single keys, and learns a number for each head.
+    """
+
+    learned: torch.Tensor
+    window: int | None
+
+    @property
+    def tensors(self):
+        return (self.learned,)
+
+    def of_heads(self, heads):
+        return self._replace(learned=self.learned[heads])
+
+    def __call__(self, scores, q, k, queries, keys):
+        gate = (q[..., :1] + k[..., :1].mT).sigmoid()
+        place = (queries[:, None] + 1).log() - 0.01 * keys
+        learned = self.learned[:, None, None].to(scores.dtype)
+        hidden = (keys % 7 == 3) & (queries[:, None] != keys)
+        return (scores * gate + learned * place).masked_fill(hidden, -torch.inf)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["symmetric", "odd lengths, several blocks", "keys from before"])
+def test_a_function_of_scores_is_exact_forward_and_backward(case, dtype, window):
+    """In blocks of 256 queries, each computed again in the backward pass."""
+    qkv, arguments = make(case, dtype)
+    heads = qkv[0].shape[2]
+    learned = torch.linspace(-1, 1, heads).requires_grad_()
+    arguments = {"causal": arguments["causal"], "learned": learned}
+    if arguments["causal"]:
+        start = (len(qkv[1]) - len(qkv[0])) // 2
+        arguments["document_starts"] = torch.full(qkv[0].shape[1::-1], start, dtype=torch.int32)
+
+    def through(function):
+        def call(*qkv, learned, **more):
+            return function(*qkv, scores=Mixed(learned, window), **more)
+
+        return call
+
+    exact = run(through(attention_reference), qkv, arguments)
+    plain = run(through(attention_reference), qkv, arguments, dtype=dtype)
+    assert_as_good_as_plain_torch(run(through(attention), qkv, arguments), plain, exact, dtype)
+
+
+def test_the_second_computation_of_a_block_drops_the_same_weights():
+    """The output is linear in v, so it is the product of v and the gradient by v, mask by mask."""
+    qkv, _ = make("odd lengths, several blocks", torch.float32)
+    function = Mixed(torch.zeros(qkv[0].shape[2]), None)
+    out = attention(*qkv, scores=function, dropout_p=0.3)
+    [d_v] = torch.autograd.grad(out.sum(), qkv[2])
+    assert (d_v * qkv[2]).sum().item() == pytest.approx(out.sum().item(), rel=1e-4)
+    assert not torch.equal(out, attention(*qkv, scores=function))
+    with pytest.raises(ValueError, match="a function of the scores, which scored alone computes"):
+        attention(*qkv, scores=function, backend="sdpa")

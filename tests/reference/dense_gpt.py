@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pretrain.config import RunConfig
 from tests.reference.nag import FairseqNAG
+from tests.reference.positions import ORACLES
 
 ACTIVATIONS = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -183,7 +184,11 @@ class DenseGPT(nn.Module):
             n, base = round(c.position.rotary_percent * D), c.position.rotary_base
             q = torch.cat([rotate(q[..., :n], base), q[..., n:]], dim=-1)
             k = torch.cat([rotate(k[..., :n], base), k[..., n:]], dim=-1)
-        scores = q @ k.transpose(-1, -2) / math.sqrt(D) + bias
+        scores = q @ k.transpose(-1, -2) / math.sqrt(D)
+        if (oracle := ORACLES.get(c.position.method)) is not None:
+            own = {n.removeprefix("position."): x for n, x in p.items()}
+            scores = oracle.scores(scores, c, own)
+        scores = scores + bias
         out = torch.softmax(scores, dim=-1) @ v
         return _linear(out.transpose(1, 2).reshape(B, S, H * D), p, f"{name}.linear_proj")
 
@@ -307,6 +312,8 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
         )
     if getattr(config.position, "trainable_slopes", False):
         shapes["position.slopes"] = (heads,)
+    if (oracle := ORACLES.get(config.position.method)) is not None:
+        shapes |= {f"position.{name}": shape for name, shape in oracle.shapes(config).items()}
     return shapes
 
 
@@ -330,8 +337,10 @@ def random_state(config: RunConfig, seed: int) -> dict[str, Tensor]:
 
     They are large enough that no gradient is close to zero, where an error would go unnoticed. All
     are noise of standard deviation 0.08, around 1 for LayerNorm weights. The learned score bias has
-    standard deviation 0.5, and slopes deviate from the fixed ones by some 8 %.
+    standard deviation 0.5, and slopes deviate from the fixed ones by some 8 %, as other parameters
+    of a position method from their initial values.
     """
+    given = config.position.initial_values(config)
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, shape in parameter_shapes(config).items():
@@ -342,13 +351,15 @@ def random_state(config: RunConfig, seed: int) -> dict[str, Tensor]:
             noise = noise * (0.5 / 0.08)
         elif name == "position.slopes":
             noise = alibi_slopes(shape[0]).float() * torch.exp(noise)
+        elif name in given:
+            noise = torch.where(given[name] == 0, 6 * noise, given[name] * torch.exp(-noise.abs()))
         state[name] = noise
     return state
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Return True if weight decay applies: to matrices only, except the learned score bias."""
-    return parameter.ndim >= 2 and name != "position.relative_attention_bias"
+    """Return True if weight decay applies: to matrices only, except those of a position method."""
+    return parameter.ndim >= 2 and not name.startswith("position.")
 
 
 def learnable_batches(count: int) -> list[Tensor]:

@@ -22,10 +22,10 @@ from pretrain.config import (
 )
 from pretrain.config.load import CONFIG_VERSION, merged, overridden, read_values
 from pretrain.config.trajectory import differences, settings_hash
+from pretrain.positions.base import METHODS
 from tests.conftest import TINY
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-METHODS = ("alibi", "sinusoidal", "rotary", "t5", "learned", "none")
 
 
 def shipped(name: str, *overrides: str) -> dict[str, Any]:

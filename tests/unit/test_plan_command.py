@@ -180,13 +180,14 @@ def test_the_planned_run_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("is_modern", [False, True])
-@pytest.mark.parametrize("method", ["alibi", "trained slopes", "t5", "rotary"])
+@pytest.mark.parametrize("method", ["alibi", "trained slopes", "t5", "rotary", "kerple"])
 def test_the_planned_attention_is_the_one_that_is_chosen(is_modern, method):
     """`attention_backend` against the choice that training makes on such a GPU."""
     from pretrain.kernels.call import Call
     from pretrain.kernels.dispatch import choose_backend
 
     biases = {"alibi": "slopes", "trained slopes": "trained slopes", "t5": "table"}
+    biases["kerple"] = "scores"
     for head_dim, length, documents in product((64, 264), (1024, 61_440), (False, True)):
         config = tiny_config(
             model={"num_attention_heads": 2, "hidden_size": 2 * head_dim},

@@ -12,6 +12,7 @@ from pretrain.config import RunConfig, load_config, num_parameters, num_paramete
 from pretrain.config.tensors import ModelTensor, model_tensors, stage_tensors
 from pretrain.plan.command import candidates
 from pretrain.plan.memory import Stage, stage_of, stages_of
+from pretrain.positions.base import METHODS
 
 PATH = "configs/cc100_roberta/alibi_1024.toml"
 KEYS = {
@@ -30,7 +31,6 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "tp2 pp4 vpp3 sp": {"tp": 2, "pp": 4, "vpp": 3, "sp": "true"},
     "tp8 pp16 sp": {"tp": 8, "pp": 16, "sp": "true"},
 }
-OWN = ("position.slopes", "position.relative_attention_bias")
 MODELS = {
     "tp4 pp8, untied": ["model.tie_word_embeddings=false"],
     "tp2 pp4 sp, no final norm, learned": [
@@ -64,6 +64,11 @@ MODELS = {
         "model.adaptive_cutoffs=[20000]",
         "model.tie_word_embeddings=false",
     ],
+    **{
+        f"tp2 pp4 sp, {name}": [f"position.method={name}"]
+        for name, method in METHODS.items()
+        if method.bias == "scores"
+    },
 }
 """Other models: a layout of LAYOUTS, and what is different."""
 
@@ -103,11 +108,7 @@ def built_rank(config: RunConfig, rank: int) -> Built:
             names = {id(n.parameter): n.name for n in named}
             return Built(
                 topology.pipeline_rank,
-                [
-                    # On the meta device a position method's parameters lose Megatron's mark.
-                    (n.name, n.shape, () if n.name in OWN else n.global_shape, n.is_copy)
-                    for n in named
-                ],
+                [(n.name, n.shape, n.global_shape, n.is_copy) for n in named],
                 [
                     (b.is_late, [names[id(p)] for p in b.parameters])
                     for b in plan_buckets(config, named)
@@ -133,8 +134,7 @@ def test_ranks_of_128_hold_the_listed_tensors(layout):
     for rank in found:
         tensors = stage_tensors(config, rank.stage)
         assert [
-            (t.name, local_shape(t, shape.tensor), () if t.name in OWN else t.shape, t.is_copy)
-            for t in tensors
+            (t.name, local_shape(t, shape.tensor), t.shape, t.is_copy) for t in tensors
         ] == rank.weights
         count = sum(t.of_rank(shape.tensor) for t in tensors)
         assert num_parameters_of_rank(config, rank.stage) == count
@@ -142,7 +142,7 @@ def test_ranks_of_128_hold_the_listed_tensors(layout):
         buckets = stage_of(config, shape, rank.stage).buckets
         assert [(b.is_late, list(b.names)) for b in buckets] == rank.buckets
     listed = [t for t in model_tensors(config) if not t.is_copy]
-    assert saved == {(t.name, () if t.name in OWN else t.shape) for t in listed}
+    assert saved == {(t.name, t.shape) for t in listed}
     assert num_parameters(config) == sum(math.prod(t.shape) for t in listed)
     if "247M" in layout:
         # The number that fairseq's 16-layer model of the architecture transformer_lm_wiki103 prints

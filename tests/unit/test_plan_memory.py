@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "fp32": {"train": {"precision": "fp32"}},
     "rotary": {"position": {"method": "rotary"}},
     "t5": {"position": {"method": "t5"}},
+    "kerple": {"position": {"method": "kerple"}},
     "trained slopes": {"position": {"trainable_slopes": True}},
     "learned": {"position": {"method": "learned", "max_position_embeddings": 512}},
     "rotary, a quarter of grouped queries": {
