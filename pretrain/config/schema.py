@@ -621,9 +621,13 @@ _Dataset = Annotated[str, StringConstraints(pattern=r"^([\w.-]+/)?[\w.-]+$", max
 
 
 class ExportSection(Section):
-    """[export]: what a model card says of the model. `pretrain export --set` takes them too."""
+    """[export]: the class, and what a model card says. `pretrain export --set` takes them too."""
 
     EFFECT = Effect.FREE
+
+    model_type: str | None = None
+    """The transformers class to export as, by its model_type, where several hold the model. An
+    import sets that of its folder. Default: the first one that holds it."""
 
     license: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9.\-]*$")
     """License of the exported model, by the Hub's identifier: "apache-2.0", "cc-by-4.0", "mit",
@@ -656,8 +660,8 @@ class ModelSection(Section):
 
     num_query_groups: int | None = Field(default=None, gt=0)
     """Key/value heads (grouped-query attention), a divisor of num_attention_heads. Default: one per
-    query head. 1 is multi-query attention. Fewer heads make the cache of generation smaller; such a
-    model has no export."""
+    query head. 1 is multi-query attention. Fewer heads make the cache of generation smaller; an
+    export whose class has no groups stores a copy of them for each query head."""
 
     ffn_hidden_size: int | None = Field(default=None, gt=0)
     """Inner width of the MLP. Default: 4 x hidden_size."""

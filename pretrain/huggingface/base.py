@@ -108,9 +108,6 @@ def theirs(settings: Any, key: str) -> Any:
 
 
 # ---- How a class arranges a tensor ---------------------------------------------------------------
-# Megatron fuses the query, key and value projections of each head: with as many query groups as
-# heads, the rows of linear_qkv are [head, (q, k, v), head_dim]. Bloom and GPT-NeoX use the same
-# order (BloomAttention._reshape, GPTNeoXAttention.forward).
 class Unchanged:
     """Our tensor as it is. Weights and biases are rearranged alike; no value changes."""
 
@@ -127,19 +124,38 @@ class Unchanged:
         return theirs[0]
 
 
-class SplitQkv(Unchanged):
-    """Queries, keys and values as three tensors, each with rows [head, head_dim]."""
+class GroupedQkv(Unchanged):
+    """Queries, keys and values as three tensors, with rows [head, head_dim] and [group, head_dim].
+
+    Megatron fuses them: the rows of linear_qkv are [group, (queries, key, value), head_dim].
+    """
 
     def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
-        heads = ours.view(config.model.num_attention_heads, 3, config.head_dim, *ours.shape[1:])
-        return [part.flatten(0, 1) for part in heads.unbind(1)]
+        groups, heads = config.num_query_groups, config.model.num_attention_heads
+        fused = ours.view(groups, -1, config.head_dim, *ours.shape[1:])
+        parts = self._stored(*fused.split([heads // groups, 1, 1], dim=1))
+        return [part.flatten(0, 2) for part in parts]
+
+    def _stored(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """Return what is stored of [group, heads of it, head_dim, ...]."""
+        return q, k, v
 
     def restore(self, config: RunConfig, theirs: Sequence[Tensor]) -> Tensor:
         import torch
 
-        heads = config.model.num_attention_heads, config.head_dim
-        by_head = [part.reshape(*heads, *part.shape[1:]) for part in theirs]
-        return torch.stack(by_head, dim=1).flatten(0, 2)
+        rows = config.num_query_groups, -1, config.head_dim
+        q, k, v = (part.reshape(*rows, *part.shape[1:]) for part in theirs)
+        return torch.cat([q, k[:, :1], v[:, :1]], dim=1).flatten(0, 2)
+
+
+class SplitQkv(GroupedQkv):
+    """The same for a class without groups: each query head has a copy of its group's key and value.
+
+    It computes the same function, with more weights and a larger cache.
+    """
+
+    def _stored(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        return q, k.expand_as(q), v.expand_as(q)
 
 
 class StackQkv(SplitQkv):
@@ -152,6 +168,37 @@ class StackQkv(SplitQkv):
 
     def restore(self, config: RunConfig, theirs: Sequence[Tensor]) -> Tensor:
         return super().restore(config, theirs[0].chunk(3))
+
+
+class InterleavedQkv(SplitQkv):
+    """One tensor with rows [head, (q, k, v), head_dim]."""
+
+    def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
+        import torch
+
+        parts = super().export(config, ours)
+        by_head = [part.unflatten(0, (-1, config.head_dim)) for part in parts]
+        return (torch.stack(by_head, dim=1).flatten(0, 2),)
+
+    def restore(self, config: RunConfig, theirs: Sequence[Tensor]) -> Tensor:
+        by_head = theirs[0].unflatten(0, (-1, 3, config.head_dim))
+        return super().restore(config, [part.flatten(0, 1) for part in by_head.unbind(1)])
+
+
+class Transposed(Unchanged):
+    """A weight with its inputs first, as transformers' Conv1D has it."""
+
+    def __init__(self, outputs: Unchanged) -> None:
+        super().__init__(*outputs.names)
+        self.outputs = outputs
+        """How the outputs are arranged."""
+
+    def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
+        # t() leaves a bias as it is.
+        return [part.t() for part in self.outputs.export(config, ours)]
+
+    def restore(self, config: RunConfig, theirs: Sequence[Tensor]) -> Tensor:
+        return self.outputs.restore(config, [part.t() for part in theirs])
 
 
 class PastPadding(Unchanged):

@@ -20,12 +20,15 @@ from pretrain.huggingface.base import (
     Both,
     Factors,
     HuggingFaceClass,
+    InterleavedQkv,
     Ours,
     PastPadding,
     Row,
     SplitQkv,
     StackQkv,
     Theirs,
+    Transposed,
+    Unchanged,
     ours,
 )
 from pretrain.positions.alibi import MAX_SLOPE, bias_max_of, slopes_with
@@ -66,12 +69,6 @@ COMMON: tuple[Row, ...] = (
         None,
         "no stock transformers decoder with these positions has an adaptive softmax",
         f"{_HERE} without it",
-    ),
-    Ours(
-        "model.num_query_groups",
-        lambda config: config.model.num_attention_heads,
-        "{name} has one key and value head for each query head",
-        "Train with as many as heads, or leave it out",
     ),
     Ours(
         "model.final_layernorm",
@@ -176,7 +173,8 @@ class Bloom(HuggingFaceClass):
     layers = "transformer.h"
     layer: ClassVar = {
         "input_layernorm": "input_layernorm",
-        "self_attention.linear_qkv": "self_attention.query_key_value",
+        # BloomAttention._reshape
+        "self_attention.linear_qkv": InterleavedQkv("self_attention.query_key_value"),
         "self_attention.linear_proj": "self_attention.dense",
         "pre_mlp_layernorm": "post_attention_layernorm",
         "mlp.linear_fc1": "mlp.dense_h_to_4h",
@@ -473,10 +471,55 @@ class Opt(HuggingFaceClass):
 
     def note(self, config: RunConfig, settings: Any) -> str:
         if config.position.table_end(config):
-            return "Sequences can be at most `max_position_embeddings` tokens long, as in training."
+            return f"Sequences can be at most `{self.length_key}` tokens long, as in training."
         return f"""\
 The sinusoidal positions are stored as a table of position embeddings, so sequences can be at most
-`max_position_embeddings` tokens long. {_ENDS}"""
+`{self.length_key}` tokens long. {_ENDS}"""
+
+
+# ---- GPT-2: as OPT, with any epsilon (models/gpt2/modeling_gpt2.py) ------------------------------
+class Gpt2(Opt):
+    model_type = "gpt2"
+    name = "GPT2LMHeadModel"
+    rows = (
+        *COMMON,
+        Both("n_embd", "model.hidden_size"),
+        Both("n_layer", "model.num_layers"),
+        Both("n_head", "model.num_attention_heads"),
+        Both("n_inner", "model.ffn_hidden_size"),
+        Both("layer_norm_epsilon", "model.layernorm_epsilon"),
+        Both("resid_pdrop", "model.hidden_dropout"),
+        Both("embd_pdrop", "model.hidden_dropout", "our dropout there is that of residuals"),
+        Both("attn_pdrop", "model.attention_dropout"),
+        Both("n_positions", "position.max_position_embeddings", is_written=False),
+        _activation("activation_function"),
+        Theirs(
+            "scale_attn_weights",
+            True,
+            "our scores are divided by the square root of the head size",
+        ),
+        Theirs("scale_attn_by_inverse_layer_idx", False, "our layers all scale alike"),
+        Theirs("reorder_and_upcast_attn", False),
+        NO_CLIPPING,
+        SEQUENTIAL,
+        NO_EMBEDDING_NORM,
+    )
+    modules: ClassVar = {
+        "embedding.word_embeddings": "transformer.wte",
+        "embedding.position_embeddings": "transformer.wpe",
+        "decoder.final_layernorm": "transformer.ln_f",
+        "output_layer": "lm_head",
+    }
+    layers = "transformer.h"
+    layer: ClassVar = {
+        "input_layernorm": "ln_1",
+        "self_attention.linear_qkv": Transposed(StackQkv("attn.c_attn")),
+        "self_attention.linear_proj": Transposed(Unchanged("attn.c_proj")),
+        "pre_mlp_layernorm": "ln_2",
+        "mlp.linear_fc1": Transposed(Unchanged("mlp.c_fc")),
+        "mlp.linear_fc2": Transposed(Unchanged("mlp.c_proj")),
+    }
+    length_key = "n_positions"
 
 
 # ---- GPT-NeoX: rotary positions (models/gpt_neox/modeling_gpt_neox.py) ---------------------------
@@ -528,7 +571,8 @@ class GptNeoX(HuggingFaceClass):
     layers = "gpt_neox.layers"
     layer: ClassVar = {
         "input_layernorm": "input_layernorm",
-        "self_attention.linear_qkv": "attention.query_key_value",
+        # GPTNeoXAttention.forward
+        "self_attention.linear_qkv": InterleavedQkv("attention.query_key_value"),
         "self_attention.linear_proj": "attention.dense",
         "pre_mlp_layernorm": "post_attention_layernorm",
         "mlp.linear_fc1": "mlp.dense_h_to_4h",
@@ -549,7 +593,8 @@ and MLP are {order} (`use_parallel_residual`)."""
 
 
 CLASSES: dict[str, HuggingFaceClass] = {
-    each.model_type: each for each in (Bloom(), Mpt(), Opt(), GptNeoX(), BloomSlopes(), MptSlopes())
+    each.model_type: each
+    for each in (Bloom(), Mpt(), Opt(), Gpt2(), GptNeoX(), BloomSlopes(), MptSlopes())
 }
 """Every class that a model can be exported as and imported from, by model_type."""
 
@@ -572,6 +617,13 @@ def class_of(config: RunConfig) -> HuggingFaceClass:
         remedy = f"{_HERE} with {', '.join(others[:-1])} or {others[-1]}"
         refusal = Refusal("position.method", method, config.position.no_class, remedy)
         raise ConfigError(str(refusal))
+    if chosen := config.export.model_type:
+        names = ", ".join(each.model_type for each in candidates)
+        candidates = [each for each in candidates if each.model_type == chosen]
+        if not candidates:
+            reason = f"no class of that name holds position.method = {method}"
+            remedy = f"Choose one of {names}, or leave it out"
+            raise ConfigError(str(Refusal("export.model_type", chosen, reason, remedy)))
     # The one with the least in its way, stock classes first: min() takes the first of equals. A
     # model with ALiBi, tanh GELU and no biases is a Bloom with biases of 0, for example.
     found = min(candidates, key=lambda each: len(list(each.refusals(config))))

@@ -38,6 +38,7 @@ from pretrain.huggingface.base import (
 )
 from pretrain.huggingface.classes import (
     Bloom,
+    Gpt2,
     GptNeoX,
     Mpt,
     MptSlopes,
@@ -86,18 +87,18 @@ HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
         # At older commits; a user's vLLM may be one of them.
         Opt.name: (Ours("model.tie_word_embeddings", True, "its OPT skips lm_head.weight"),),
         GptNeoX.name: (),
+        Gpt2.name: (),
     },
     # Both kinds of GELU are one there, the tanh one looked up in fp16: `LlamaCpp.rounding`.
     "llama.cpp": {
         Mpt.name: (),
         MptSlopes.name: _ONE_BIAS_MAX,
         Bloom.name: (),
-        Opt.name: (_GELU,),
-        GptNeoX.name: (_GELU,),
+        **{each.name: (_GELU,) for each in (Opt, Gpt2, GptNeoX)},
     },
     "ctranslate2": {
         Mpt.name: (_NO_CLIPPING,),
-        **{each.name: () for each in (Bloom, Opt, GptNeoX)},
+        **{each.name: () for each in (Bloom, Opt, Gpt2, GptNeoX)},
     },
 }
 """Program -> class of transformers -> the settings with which the program computes that model.

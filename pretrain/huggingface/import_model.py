@@ -276,6 +276,8 @@ def _new_values(source: Source, out: Path, tokenizer: Tokenizer | None) -> dict[
     return {
         **sections,
         **_DEFAULTS,
+        # An export of the run is of the same class, also where others could hold the model.
+        "export": {"model_type": source.target.model_type},
         "data": {
             "directory": str(out / "data"),
             "sequence_length": source.max_length,

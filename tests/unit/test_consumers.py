@@ -85,8 +85,8 @@ def proof(program: str, export: Export) -> Proof:
 
 
 OFTEN = {
-    "llama.cpp": ("mpt_story", "bloom12", "opt", "opt_untied", "neox_parallel"),
-    "ctranslate2": ("mpt12", "mpt_epsilon", "bloom_norm", "opt_untied", "neox"),
+    "llama.cpp": ("mpt_story", "bloom12", "opt", "opt_untied", "gpt2", "neox_parallel"),
+    "ctranslate2": ("mpt12", "mpt_epsilon", "bloom_norm", "gpt2", "opt_untied", "neox"),
     "onnx": (),
 }
 """Program -> the models of `make test`; the others are of the same kinds. torch's exporter to ONNX

@@ -37,7 +37,10 @@ from tests.unit.test_dense_gpt import make_config
 MODELS = {
     "bloom12": ("BloomForCausalLM", make_config("alibi")),
     "bloom_untied": ("BloomForCausalLM", make_config("alibi", tie_word_embeddings=False)),
-    "bloom_no_bias": ("BloomForCausalLM", make_config("alibi", use_bias=False)),
+    "bloom_no_bias": (
+        "BloomForCausalLM",
+        make_config("alibi", use_bias=False, num_query_groups=3),
+    ),
     "mpt12": ("MptForCausalLM", make_config("alibi", use_bias=False, hidden_act="gelu")),
     "mpt16": (
         "MptForCausalLM",
@@ -45,18 +48,27 @@ MODELS = {
             "alibi",
             hidden_size=64,
             num_attention_heads=16,
+            num_query_groups=4,
             use_bias=False,
             hidden_act="gelu",
             tie_word_embeddings=False,
             layernorm_epsilon=1e-6,
         ),
     ),
-    "opt": ("OPTForCausalLM", make_config("sinusoidal", ffn_hidden_size=80)),
+    "opt": ("OPTForCausalLM", make_config("sinusoidal", ffn_hidden_size=80, num_query_groups=6)),
     "opt_untied": (
         "OPTForCausalLM",
         make_config("sinusoidal", hidden_act="relu", use_bias=False, tie_word_embeddings=False),
     ),
     "opt_learned": ("OPTForCausalLM", make_config("learned", hidden_act="relu")),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        make_config("learned", layernorm_epsilon=1e-6, ffn_hidden_size=80, num_query_groups=4),
+    ),
+    "gpt2_sinusoidal": (
+        "GPT2LMHeadModel",
+        make_config("sinusoidal", layernorm_epsilon=1e-6, use_bias=False, hidden_act="gelu"),
+    ),
     # The factor stands behind the LayerNorm.
     "bloom_norm_scaled": (
         "BloomForCausalLM",
@@ -83,6 +95,7 @@ MODELS = {
             ffn_hidden_size=80,
             tie_word_embeddings=False,
             use_bias=False,
+            num_query_groups=1,
         ),
     ),
 }
@@ -202,7 +215,7 @@ def test_logits_equal_within_and_beyond_the_training_length(name, exported):
     dense, folder, class_name = exported(name)
     assert class_name == MODELS[name][0] == type(stock(folder)).__name__
     lengths = (64, 256, 2048) if name in ("bloom12", "mpt12", "opt", "neox") else (64, 256)
-    if name == "opt_learned":
+    if name in ("opt_learned", "gpt2"):
         # The position table ends there.
         lengths = (64,)
     report = check_parity(dense, folder, [random_ids(1, length) for length in lengths])
@@ -292,7 +305,6 @@ def test_slopes_of_any_number_of_heads():
 REFUSED = {
     "position.method = t5: .*T5.*alibi": make_config("t5"),
     "position.method = none: .*rotary": make_config("none"),
-    "num_query_groups = 4: GPTNeoX": make_config("rotary", num_query_groups=4),
     "ffn_hidden_size = 80: Bloom.* = 192": make_config("alibi", ffn_hidden_size=80),
     "hidden_act = gelu: Bloom.*use_bias = false .Mpt": make_config("alibi", hidden_act="gelu"),
     "hidden_act = relu: Bloom": make_config("alibi", hidden_act="relu", use_bias=False),
@@ -300,7 +312,7 @@ REFUSED = {
     "final_layernorm = False: GPTNeoX": make_config("rotary", final_layernorm=False),
     "parallel_residual = True: in Bloom": make_config("alibi", parallel_residual=True),
     r"adaptive_cutoffs = \[100, 200\]": make_config("alibi", adaptive_cutoffs=[100, 200]),
-    "epsilon = 1e-06: OPT.* 1e-05": make_config("sinusoidal", layernorm_epsilon=1e-6),
+    "clip_qkv = 0.5: OPT": make_config("sinusoidal", clip_qkv=0.5),
 }
 
 
@@ -522,8 +534,11 @@ def test_an_export_reaches_16_training_lengths():
 EXPORTS = {
     (): ["MptForCausalLM in fp32, bf16 and fp16, for up to 2,048 tokens"],
     ("model.num_query_groups=2", "model.parallel_residual=true"): [
-        "none: model.num_query_groups = 2: MptForCausalLM has one key",
         "none: model.parallel_residual = true: in MptForCausalLM the MLP",
+    ],
+    ("export.model_type=gpt2",): [
+        "none: export.model_type = gpt2: no class of that name holds position.method = alibi. "
+        "Choose one of bloom, mpt, bloom_slopes, mpt_slopes, or leave it out",
     ],
     ("position.trainable_slopes=true",): [
         "MptSlopesForCausalLM in fp32, bf16 and fp16, for up to 2,048 tokens: a class in",

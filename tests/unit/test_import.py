@@ -76,6 +76,13 @@ def opt(**changes: Any) -> Any:
     return OPTForCausalLM(OPTConfig(**settings | changes))
 
 
+def gpt2(**changes: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    settings = {"vocab_size": 512, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**settings | changes))
+
+
 def gpt_neox(**changes: Any) -> Any:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -99,6 +106,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     # As in MPT-7B-StoryWriter; a third of queries, keys and values is clipped here.
     "mpt_storywriter": lambda: mpt(attn_config={"alibi_bias_max": 16, "clip_qkv": 0.35}),
     "opt": opt,
+    "gpt2": gpt2,
     "pythia": gpt_neox,
     "neox_20b_activation": lambda: gpt_neox(hidden_act="gelu_fast", rotary_emb_base=500),
 }
@@ -207,7 +215,7 @@ def test_the_config_files_of_published_models_are_understood(name, imported, tmp
     assert (found.model, found.position) == (expected.model, expected.position)
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt", "opt", "pythia"])
+@pytest.mark.parametrize("name", ["bloom", "mpt", "opt", "gpt2", "pythia"])
 def test_evaluate_gives_the_loss_of_stock_transformers(name, imported, tiny_data):
     """The same tokens in the same windows; both sum in fp32, and print six digits alike."""
     model, _, run = imported(name)
@@ -368,7 +376,7 @@ WORDS = ["<unk>", "</s>", *"abcdefgh", *(f"w{i}" for i in range(70))]
 """A vocabulary of fewer tokens than a SentencePiece model has at least."""
 
 
-@pytest.mark.parametrize("make", [bloom, mpt, opt, gpt_neox])
+@pytest.mark.parametrize("make", [bloom, mpt, opt, gpt2, gpt_neox])
 def test_the_folders_tokenizer_goes_with_the_run(make, tmp_path, capsys):
     """Import, evaluation of a text, export and import again, with no data set anywhere."""
     model = randomise(make(vocab_size=96, eos_token_id=1))
@@ -390,6 +398,8 @@ def test_the_folders_tokenizer_goes_with_the_run(make, tmp_path, capsys):
     export_source(tmp_path / "run", tmp_path / "again")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "again", local_files_only=True)
     assert theirs(text)["input_ids"] == given.encode(text).ids and theirs.eos_token_id == 1
+    types = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("hf", "again"))
+    assert len({each["model_type"] for each in types}) == 1
     import_folder(tmp_path / "again", tmp_path / "second")
     first, second = masters(tmp_path / "run"), masters(tmp_path / "second")
     assert all(same_bits(first[name], second[name]) for name in first | second)
