@@ -131,9 +131,8 @@ class GroupedQkv(Unchanged):
     """
 
     def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
-        groups, heads = config.num_query_groups, config.model.num_attention_heads
-        fused = ours.view(groups, -1, config.head_dim, *ours.shape[1:])
-        parts = self._stored(*fused.split([heads // groups, 1, 1], dim=1))
+        fused = ours.view(config.num_query_groups, -1, config.head_dim, *ours.shape[1:])
+        parts = self._stored(fused[:, :-2], fused[:, -2:-1], fused[:, -1:])
         return [part.flatten(0, 2) for part in parts]
 
     def _stored(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -176,12 +175,12 @@ class InterleavedQkv(SplitQkv):
     def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
         import torch
 
-        parts = super().export(config, ours)
-        by_head = [part.unflatten(0, (-1, config.head_dim)) for part in parts]
+        rows = -1, config.head_dim, *ours.shape[1:]
+        by_head = [part.view(rows) for part in super().export(config, ours)]
         return (torch.stack(by_head, dim=1).flatten(0, 2),)
 
     def restore(self, config: RunConfig, theirs: Sequence[Tensor]) -> Tensor:
-        by_head = theirs[0].unflatten(0, (-1, 3, config.head_dim))
+        by_head = theirs[0].view(-1, 3, config.head_dim, *theirs[0].shape[1:])
         return super().restore(config, [part.flatten(0, 1) for part in by_head.unbind(1)])
 
 

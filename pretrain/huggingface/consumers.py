@@ -6,7 +6,7 @@ and is made of the run's weights, not of transformers' files, so nothing that a 
 
 Read in llama.cpp b9190 (src/models/{mpt,bloom,gptneox}.cpp, src/llama-vocab.cpp), CTranslate2 4.8.5
 (specs/transformer_spec.py, converters/transformers.py) and vLLM at 02d799b
-(model_executor/models/{mpt,bloom,opt,gpt_neox}.py). `HOLDS` is the result; every export compares.
+(model_executor/models/{mpt,bloom,opt,gpt_neox}.py; gpt2.py at 0176894). `HOLDS` is the result; every export compares.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ _ONE_BIAS_MAX = (
     Ours("position.trainable_slopes", False, "it computes slopes that end at 2^-bias_max"),
 )
 _NO_CLIPPING = Ours("model.clip_qkv", None, "its {name} does not clip queries, keys and values")
+_TIED = Ours("model.tie_word_embeddings", True, "its {name} skips lm_head.weight")
 _GELU = Ours("model.hidden_act", _any_gelu, "its {name} computes GELU")
 HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
     # By reading its source; it needs a GPU, or a build of its own.
@@ -85,9 +86,8 @@ HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
             Ours("model.tie_word_embeddings", True, "its Bloom skips lm_head.weight"),
         ),
         # At older commits; a user's vLLM may be one of them.
-        Opt.name: (Ours("model.tie_word_embeddings", True, "its OPT skips lm_head.weight"),),
+        **{each.name: (_TIED,) for each in (Opt, Gpt2)},
         GptNeoX.name: (),
-        Gpt2.name: (),
     },
     # Both kinds of GELU are one there, the tanh one looked up in fp16: `LlamaCpp.rounding`.
     "llama.cpp": {
