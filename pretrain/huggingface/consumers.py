@@ -6,8 +6,8 @@ and is made of the run's weights, not of transformers' files, so nothing that a 
 
 Read in llama.cpp b9190 (src/models/{mpt,bloom,gptneox}.cpp, src/llama-vocab.cpp), CTranslate2 4.8.5
 (specs/transformer_spec.py, converters/transformers.py) and vLLM at 02d799b
-(model_executor/models/{mpt,bloom,opt,gpt_neox}.py; gpt2.py at 0176894). `HOLDS` is the result; every
-export compares.
+(model_executor/models/{mpt,bloom,opt,gpt_neox}.py; gpt2.py at 0176894). `HOLDS` is the result;
+every export compares.
 """
 
 from __future__ import annotations
