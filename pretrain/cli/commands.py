@@ -356,25 +356,34 @@ def evaluate_tasks(
     """Measure what a model makes of a long context, beyond perplexity.
 
     \b
-    needle     32 tokens of text stand somewhere in a long context and are repeated at its end
-    induction  the same with random tokens: nothing but copying helps
+    needle           32 tokens of text stand somewhere in a long context and are repeated at its end
+    induction        the same with random tokens: nothing but copying helps
+    niah_single      a sentence says the magic number of a word, which is asked for at the end
+    niah_multikey    the same beside the numbers of 3 other words
+    niah_multivalue  4 numbers of one word
+    vt               variables that have a value through a chain of 5 assignments
+    cwe              the 10 words that a list has more often than others
+    fwe              the 3 most frequent words of a list after '...'
 
-    Each says how much lower the loss is with the context that can help than without it, in nats per
-    token: 0 means that the model makes no use of it. The training length is L. Under torchrun or
-    srun all processes share the work.
+    The last six are the synthetic tasks of RULER (arXiv 2404.06654), as text that a model without
+    instruction tuning can go on with. All say the gain: how much lower the loss of the answer is
+    with the context that can help than without it, in nats per token; 0 means that the model makes
+    no use of it. An answer is exact if greedy decoding gives all of its tokens. The training length
+    is L. Under torchrun or srun all processes share the work.
 
     \b
     Example:
       pretrain evaluate-tasks runs/demo/alibi runs/demo/sinusoidal \\
           --out runs/demo/report/tasks.json
+      pretrain evaluate-tasks runs/demo/alibi --tasks niah_single,vt,cwe --lengths 256,1024
 
     Args:
         tasks: Which to measure.
         lengths: Lengths of the context in tokens. Default: evaluation.lengths of the config, else
             1, 2, 4, 8 and 16 times the training length, as far as the text reaches.
-        samples: Samples of each task at each length. More make intervals narrower: half as wide
+        samples: Samples of each task at each length and depth. More make intervals narrower: half as wide
             with four times as many.
-        out: Write the results to this file, and Markdown beside it.
+        out: Write the results to this file, and Markdown and a figure beside it.
     """
     from pretrain.evaluation.tasks import evaluate_tasks as run
 

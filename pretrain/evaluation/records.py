@@ -201,6 +201,24 @@ def cluster_interval(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> 
     return float(mean - half), float(mean + half)
 
 
+def wilson_interval(right: NDArray[np.float64]) -> tuple[float, float]:
+    """Return a 95 % confidence interval of the share of ones among zeros and ones.
+
+    Wilson's, from the score test, which has a width where all are right or none is (Wilson,
+    "Probable Inference", JASA 22, 1927).
+
+    Args:
+        right: [n] zeros and ones that do not depend on each other.
+    """
+    from scipy.special import ndtri
+
+    count, share = len(right), float(right.mean())
+    weight = ndtri((1 + COVERAGE) / 2) ** 2 / count
+    middle = (share + weight / 2) / (1 + weight)
+    half = math.sqrt(weight * (share * (1 - share) + weight / 4)) / (1 + weight)
+    return middle - half, middle + half
+
+
 # ---- Compare two evaluations of one text block by block, which tells apart closer values ----
 # A hard passage is hard for every model. The interval of one value holds how much passages differ;
 # that of the difference between two values, taken block by block, does not.

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from pretrain.data.stream import TokenStream
-from pretrain.evaluation.tasks import TASKS, Text, measure
+from pretrain.evaluation.task_samples import TASKS, Text
+from pretrain.evaluation.tasks import measure
 from tests.end_to_end.commands import explained, pretrain, running_ranks, succeeds
 
-LENGTHS, SAMPLES = [64, 96], 5
-WORDS = ["--lengths", "64,96", "--samples", SAMPLES]
+LENGTH, SAMPLES = 640, 3
+WORDS = ["--tasks", ",".join(TASKS), "--lengths", LENGTH, "--samples", SAMPLES]
 
 
 def records(out: Path) -> list[dict]:
@@ -46,26 +47,28 @@ def test_stock_transformers_gives_the_same(workspace, run, measured, tiny_data):
         assert f"{name}: proven in {reader} " in done.out and f"- {name}: proven in" in card
     assert "- vllm: reads this folder; its source was read, it was not run." in card
     assert "- onnx: not exported for it (`pretrain export --for onnx`)." in card
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Its table of biases is as long as is asked for.
+    longer = {"dtype": torch.float32, "max_seq_len": LENGTH}
+    model = AutoModelForCausalLM.from_pretrained(folder, **longer).eval()
 
-    def score(length, scored, rows) -> np.ndarray:
+    def score(length, rows) -> np.ndarray:
         found = []
-        for row in rows:
-            tokens = torch.from_numpy(row())
+        for tokens, scored in (row() for row in rows):
+            prompt, targets = torch.from_numpy(tokens).split([length + 1 - scored, scored])
+            whole = torch.from_numpy(tokens)[None, :-1]
             with torch.no_grad():
-                logits = model(tokens[None, :-1]).logits[0, -scored:]
-            targets = tokens[-scored:]
+                logits = model(whole).logits[0, -scored:]
             right = (logits.argmax(-1) == targets).double().mean().item()
             losses = F.cross_entropy(logits, targets, reduction="none").double()
-            found.append([losses.mean().item(), right])
+            greedy = {"max_new_tokens": scored, "do_sample": False, "eos_token_id": None}
+            done = model.generate(prompt[None], **greedy)[0, -scored:] if right else targets + 1
+            exact = float(torch.equal(done, targets))
+            found.append([losses.mean().item(), right, exact])
         return np.array(found)
 
     text = Text(TokenStream(tiny_data / "validation"))
     expected = [
-        record
-        for task in TASKS.values()
-        for length in LENGTHS
-        for record in measure(task, text, length, SAMPLES, score)
+        record for task in TASKS.values() for record in measure(task, text, LENGTH, SAMPLES, score)
     ]
     for ours, theirs in zip(records(measured), expected, strict=True):
         assert (ours["run"], ours["step"]) == (str(run), 8)
@@ -74,7 +77,7 @@ def test_stock_transformers_gives_the_same(workspace, run, measured, tiny_data):
         # Both compute in fp32: losses near 6 nats agree to some 1e-6, gains are differences.
         assert ours["value"] == pytest.approx(theirs["value"], abs=1e-5), (ours, theirs)
     names = {path.name for path in measured.parent.iterdir()}
-    assert names == {"tasks.json", "tasks.md"}
+    assert names == {"tasks.json", "tasks.md", "tasks.png", "tasks.svg"}
 
 
 def test_ranks_that_share_a_sample_and_a_named_checkpoint_give_the_same(workspace, run, measured):
@@ -98,10 +101,10 @@ def test_lengths_that_cannot_be_measured(run, tmp_path):
     """Those of the config are left out with a sentence, those of the command line refused."""
     done = succeeds("evaluate-tasks", run, "--samples", 2, "--tasks", "induction")
     [said] = done.err.splitlines()
-    assert said.startswith(f"{run}: left out: induction at 32 tokens: a context has 64 tokens at ")
+    assert said.startswith(f"{run}: left out: induction at 32 tokens: a context has 63 tokens at ")
     (tmp_path / "curve.json").write_text('{"records": [{"protocol": "sliding"}]}')
     for words, said in (
-        (["--lengths", "32"], "--lengths: needle at 32 tokens: a context has 64"),
+        (["--lengths", "32"], "--lengths: needle at 32 tokens: a context has 63"),
         (["--lengths", "64,10000000"], "fewer than the validation text's 211,360"),
         (["--tasks", "needles"], "--tasks needles: unknown task"),
         (["--out", tmp_path / "curve.json"], "curve.json would be overwritten"),

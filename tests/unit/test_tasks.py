@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +13,16 @@ import pytest
 
 from pretrain.config import ConfigError
 from pretrain.data.stream import TokenStream
-from pretrain.evaluation.tasks import (
-    DEPTHS,
-    PLANTED,
-    QUERY,
-    TASKS,
-    Text,
-    interval,
-    measure,
-    write_report,
-)
+from pretrain.evaluation.records import wilson_interval
+from pretrain.evaluation.task_samples import DEPTHS, PLANTED, QUERY, TASKS, Text
+from pretrain.evaluation.tasks import interval, measure, write_report
 from tests.unit.splits import write_split
 
 VOCABULARY, EOS = 512, 0
-both = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+COPYING = {name: TASKS[name] for name in ("needle", "induction")}
+RULER = {name: task for name, task in TASKS.items() if name not in COPYING}
+both = pytest.mark.parametrize("task", COPYING.values(), ids=COPYING)
+ruler = pytest.mark.parametrize("task", RULER.values(), ids=RULER)
 
 
 def make_text(folder: Path, lengths: list[int], seed: int = 1) -> Text:
@@ -37,20 +35,20 @@ def make_text(folder: Path, lengths: list[int], seed: int = 1) -> Text:
     return Text(TokenStream(folder / "validation"), seed)
 
 
-def uniform(length: int, scored: int, rows) -> np.ndarray:
+def uniform(length: int, rows) -> np.ndarray:
     """Score with a model that gives every token of the vocabulary the same probability."""
-    return np.array([[math.log(VOCABULARY), 0.0]] * len(rows))
+    return np.array([[math.log(VOCABULARY), 0.0, 0.0]] * len(rows))
 
 
-def copier(length: int, scored: int, rows) -> np.ndarray:
+def copier(length: int, rows) -> np.ndarray:
     """Score with a model that is sure of what followed the longest context it has seen before.
 
     It knows nothing where the last token is new.
     """
-    return np.array([copied(row(), length, scored) for row in rows])
+    return np.array([copied(*row(), length) for row in rows])
 
 
-def copied(tokens: np.ndarray, length: int, scored: int) -> list[float]:
+def copied(tokens: np.ndarray, scored: int, length: int) -> list[float]:
     assert tokens.shape == (length + 1,) and tokens.dtype == np.int64
     losses, right = [], []
     for target in range(len(tokens) - scored, len(tokens)):
@@ -67,7 +65,7 @@ def copied(tokens: np.ndarray, length: int, scored: int) -> list[float]:
         else:
             losses.append(0.0 if follower == tokens[target] else 20.0)
         right.append(follower == tokens[target])
-    return [float(np.mean(losses)), float(np.mean(right))]
+    return [float(np.mean(losses)), float(np.mean(right)), float(all(right))]
 
 
 @pytest.fixture
@@ -92,7 +90,7 @@ def test_a_model_that_knows_nothing_gains_nothing(text, task):
 def test_a_perfect_copier_loses_nothing_wherever_it_has_to_look(text, task, length):
     found = list(measure(task, text, length, 4, copier))
     assert values(found, "loss_nats") == [0.0] * len(DEPTHS)
-    assert values(found, "accuracy") == [1.0] * len(DEPTHS)
+    assert values(found, "accuracy") == values(found, "exact") == [1.0] * len(DEPTHS)
     # Without the first copy it finds shorter matches at best, and is wrong.
     assert min(values(found, "gain_nats")) > 3
 
@@ -101,18 +99,16 @@ def test_a_perfect_copier_loses_nothing_wherever_it_has_to_look(text, task, leng
 def test_sequences_differ_by_what_is_planted_alone(text, task):
     length = 200
     for sample in range(8):
-        without = task.tokens(text, length, None, sample)
-        assert len(without) == length + 1 and task.scored == PLANTED - QUERY
+        without, scored = task.draw(text, length, 0.0, sample, planted=False)
+        assert len(without) == length + 1 and scored == PLANTED - QUERY
         if task.name == "induction":
             assert len(np.unique(without[-PLANTED:])) == PLANTED
         # The text around a needle is the text without it.
         windows = np.lib.stride_tricks.sliding_window_view(without[:-PLANTED], PLANTED)
         assert not (windows == without[-PLANTED:]).all(axis=1).any()
         for depth in DEPTHS:
-            tokens, start = (
-                task.tokens(text, length, depth, sample),
-                round(depth * (length + 1 - 2 * PLANTED)),
-            )
+            tokens = task.draw(text, length, depth, sample).tokens
+            start = round(depth * (length + 1 - 2 * PLANTED))
             planted = np.r_[start : start + PLANTED]
             np.testing.assert_array_equal(tokens[planted], without[-PLANTED:])
             np.testing.assert_array_equal(np.delete(tokens, planted), np.delete(without, planted))
@@ -123,7 +119,7 @@ def test_needles_are_within_documents_and_the_text_is_in_a_row(text):
     windows = {tuple(w) for w in np.lib.stride_tricks.sliding_window_view(whole, PLANTED)}
     starts = np.cumsum([0, 901, 41, 301, 151])
     for sample in range(20):
-        tokens = TASKS["needle"].tokens(text, 128, None, sample)
+        tokens = TASKS["needle"].draw(text, 128, 0.0, sample, planted=False).tokens
         needle = tokens[-PLANTED:]
         assert EOS not in needle and tuple(needle) in windows
         pieces = np.lib.stride_tricks.sliding_window_view(tokens[:-PLANTED], PLANTED)
@@ -140,7 +136,7 @@ def test_needles_are_within_documents_and_the_text_is_in_a_row(text):
 def test_what_is_drawn_depends_on_the_seed_alone(text, task):
     def drawn(seed: int) -> list[list[int]]:
         again = Text(text.stream, seed)
-        return [task.tokens(again, 128, 0.5, sample).tolist() for sample in range(4)]
+        return [task.draw(again, 128, 0.5, sample).tokens.tolist() for sample in range(4)]
 
     assert drawn(1) == drawn(1) != drawn(2)
 
@@ -148,12 +144,12 @@ def test_what_is_drawn_depends_on_the_seed_alone(text, task):
 def test_a_text_without_needles_says_so(tmp_path):
     text = make_text(tmp_path, [PLANTED - 1] * 20)
     with pytest.raises(ConfigError, match="no 32 tokens in a row within one document"):
-        TASKS["needle"].tokens(text, 128, None, 0)
+        TASKS["needle"].draw(text, 128, 0.0, 0)
     few = np.append(np.tile(np.arange(1, PLANTED), 20), EOS)
     write_split(tmp_path / "few", {"all": [[few]]}, split="validation")
     text = Text(TokenStream(tmp_path / "few/validation"))
     with pytest.raises(ConfigError, match="fewer than 32 different tokens"):
-        TASKS["induction"].tokens(text, 128, None, 0)
+        TASKS["induction"].draw(text, 128, 0.0, 0)
 
 
 @pytest.mark.parametrize("n", [2, 64])
@@ -174,12 +170,12 @@ def test_a_report_says_every_value_and_keeps_runs_apart(text, tmp_path):
     records = []
     for run, score in (("runs/a", copier), ("runs/b", uniform)):
         common = {"run": run, "step": 8, "method": "alibi", "train_length": 64}
-        for task in TASKS.values():
+        for task in COPYING.values():
             records += [common | record for record in measure(task, text, 128, 6, score)]
     records[0]["value"] = math.nan
     write_report(tmp_path / "out/tasks.json", records)
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert files.keys() == {"tasks.json", "tasks.md"}
+    assert files.keys() == {"tasks.json", "tasks.md", "tasks.png", "tasks.svg"}
     kept = json.loads(files["tasks.json"])["records"]
     assert kept[0]["value"] is None and kept[1:] == records[1:]
     page = files["tasks.md"].decode()
@@ -187,3 +183,81 @@ def test_a_report_says_every_value_and_keeps_runs_apart(text, tmp_path):
     assert "induction: accuracy, n = 6" in page and "Student's t" in page
     write_report(tmp_path / "out/tasks.json", records)
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+
+# ---- RULER, against plain Python that reads the prompt -------------------------------------------
+@pytest.fixture(scope="module")
+def shakespeare(tiny_data) -> Text:
+    return Text(TokenStream(tiny_data / "validation"))
+
+
+def answer(name: str, prompt: str) -> list[str]:
+    """Find out what the prompt asks for."""
+    context, _, query = prompt.rpartition(" The ")
+    if name.startswith("niah"):
+        return re.findall(rf"magic number of {query.split()[-2]} is (\d+)\.", context)
+    if name == "vt":
+        held = query.split()[-2:-1]
+        for variable, value in re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)\.", context):
+            held += [variable] * (value in held)
+        return held[1:]
+    counts = Counter(context.rpartition(" List:")[2].split())
+    if name == "cwe":
+        return [word for word, _ in counts.most_common(10)]
+    (dots, _), *most = counts.most_common(5)
+    # The control has no list. In one, no other answer is right.
+    assert dots != "..." or len({count for _, count in most}) == len(most)
+    return [word for word, _ in most[:3]]
+
+
+def solver(text: Text, solve):
+    """Score with a model that is sure of the answer that `solve` gives to a decoded prompt."""
+
+    def score(length: int, rows) -> np.ndarray:
+        found = []
+        for tokens, scored in (row() for row in rows):
+            assert tokens.shape == (length + 1,)
+            prompt, truth = (text.tokenizer.decode(x.tolist()) for x in np.split(tokens, [-scored]))
+            right = truth.strip() == ", ".join(solve(prompt))
+            found.append([0.0 if right else math.log(VOCABULARY), right, right])
+        return np.array(found)
+
+    return score
+
+
+@ruler
+@pytest.mark.parametrize("length", [640, 4096])
+def test_whoever_reads_the_prompt_answers_and_without_what_is_asked_nobody(
+    shakespeare, task, length
+):
+    assert task.shortest(shakespeare, 4) < 640
+    solve = solver(shakespeare, lambda prompt: answer(task.name, prompt))
+    found = list(measure(task, shakespeare, length, 4, solve))
+    assert [r["depth"] for r in found if r["measure"] == "exact"] == list(task.depths)
+    assert set(values(found, "exact")) == {1.0}
+    # In the control the same prompt has no answer.
+    assert min(values(found, "gain_nats")) == math.log(VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("name", "chance"), [("niah_single", 1), ("niah_multikey", 1 / 4), ("niah_multivalue", 1 / 24)]
+)
+def test_chance_of_who_finds_all_numbers_and_orders_them_at_random(shakespeare, name, chance):
+    random, count = np.random.default_rng(0), 200
+
+    def guess(prompt: str) -> list[str]:
+        numbers = re.findall(r"magic number of \w+ is (\d+)\.", prompt)
+        return random.permutation(numbers)[: 4 if name == "niah_multivalue" else 1].tolist()
+
+    found = list(measure(TASKS[name], shakespeare, 400, count, solver(shakespeare, guess)))
+    for record in found[3::4]:
+        assert record["measure"] == "exact" and record["low"] <= chance <= record["high"]
+
+
+def test_intervals_of_a_share_are_wilsons():
+    from scipy.stats import binomtest
+
+    for right in (0, 1, 7, 20):
+        expected = binomtest(right, 20).proportion_ci(0.95, "wilson")
+        ours = wilson_interval(np.arange(20) < right)
+        assert ours == pytest.approx((expected.low, expected.high), abs=1e-12)
