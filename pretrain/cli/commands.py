@@ -381,8 +381,8 @@ def evaluate_tasks(
         tasks: Which to measure.
         lengths: Lengths of the context in tokens. Default: evaluation.lengths of the config, else
             1, 2, 4, 8 and 16 times the training length, as far as the text reaches.
-        samples: Samples of each task at each length and depth. More make intervals narrower: half as wide
-            with four times as many.
+        samples: Samples of each task at each length and depth. More make intervals narrower: half
+            as wide with four times as many.
         out: Write the results to this file, and Markdown and a figure beside it.
     """
     from pretrain.evaluation.tasks import evaluate_tasks as run

@@ -13,6 +13,7 @@ import pytest
 
 from pretrain.config import ConfigError
 from pretrain.data.stream import TokenStream
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluation.records import wilson_interval
 from pretrain.evaluation.task_samples import DEPTHS, PLANTED, QUERY, TASKS, Text
 from pretrain.evaluation.tasks import interval, measure, write_report
@@ -150,6 +151,16 @@ def test_a_text_without_needles_says_so(tmp_path):
     text = Text(TokenStream(tmp_path / "few/validation"))
     with pytest.raises(ConfigError, match="fewer than 32 different tokens"):
         TASKS["induction"].draw(text, 128, 0.0, 0)
+    # A vocabulary of words has no numbers but its own.
+    (tmp_path / "dict.txt").write_text("".join(f"{word}aaa 9\n" for word in "bcdefghijk"))
+    text.__dict__["tokenizer"] = load_tokenizer(tmp_path / "dict.txt")
+    with pytest.raises(
+        ConfigError, match=r"has no tokens for ' The 10 most.*Choose among needle and in"
+    ):
+        TASKS["cwe"].draw(text, 128, None, 0)
+    text.words.clear()
+    with pytest.raises(ConfigError, match="fewer than 4 different words of 4 to 8 Latin letters"):
+        TASKS["niah_multikey"].draw(text, 128, 0.0, 0)
 
 
 @pytest.mark.parametrize("n", [2, 64])
