@@ -59,7 +59,7 @@ tensorboard = false
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
     """A folder with run.toml, whose data set is built and whose runs go to runs/."""
     folder = tmp_path_factory.mktemp("workspace")
@@ -67,12 +67,12 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def config(workspace: Path) -> Path:
     return workspace / "run.toml"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run(workspace: Path, config: Path) -> Path:
     """A run of 8 steps with checkpoints after 4 and 8."""
     succeeds("train", config)

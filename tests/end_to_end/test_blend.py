@@ -111,7 +111,7 @@ def test_a_run_that_was_interrupted_sees_what_the_whole_run_sees(workspace, conf
     path = config_of(workspace, config, blended, "third", **shares)
     losses = {}
     for name, parts in (("whole", [7]), ("parts", [2, 3, 7])):
-        directory = workspace / "runs" / name
+        directory = workspace / f"runs/blend-{name}"
         for steps in parts:
             settings = [f"run.directory={directory}", f"train.num_steps={steps}"]
             succeeds("train", path, *[w for s in settings for w in ("--set", s)])

@@ -6,31 +6,15 @@ changes.
 
 from __future__ import annotations
 
-import os
 import resource
-import shutil
 import sys
-from pathlib import Path
-
-import pytest
 
 from tests.end_to_end.commands import (
     LAUNCHER,
     PRETRAIN,
-    ROOT,
     explained,
     fresh,
-    replace,
-    sets,
-    succeeds,
 )
-
-
-@pytest.fixture
-def data_copy(tiny_data: Path, tmp_path: Path) -> Path:
-    """A copy of the data set made of hard links, whose files may be replaced but not written to."""
-    return Path(shutil.copytree(tiny_data, tmp_path / "data", copy_function=os.link))
-
 
 # ---- the config ----------------------------------------------------------------------------------
 CONFIG_COMMANDS = {
@@ -81,23 +65,3 @@ def test_data_that_is_not_built(refused, config, run, tmp_path):
         "`pretrain data build CONFIG`",
     )
     assert not (tmp_path / "none").exists()
-
-
-def test_the_tokenizer_of_another_data_set(refused, config, run, data_copy, tmp_path):
-    settings = [
-        "data.source=text",
-        f'data.paths=["{ROOT}/LICENSE"]',
-        f"data.directory={tmp_path}/other",
-        "data.validation_fraction=0.3",
-    ]
-    succeeds("data", "build", config, *sets(*settings))
-    replace(data_copy / "tokenizer.model", (tmp_path / "other/tokenizer.model").read_bytes())
-    setting = ["--set", f"data.directory={data_copy}"]
-    words = f"{data_copy}/tokenizer.model: wrong tokenizer", "SHA-256", "Restore it"
-    for command in (
-        ["train", config],
-        ["evaluate", run],
-        ["data", "verify", config],
-        ["data", "build", config],
-    ):
-        refused([*command, *setting], *words)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pretrain.rundir.attempts import Attempt, read_attempts
+from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.paths import ExitCode
 from tests.end_to_end.commands import (
@@ -131,30 +131,3 @@ def said(process: Running, run: Path, full_at: int) -> str:
         except subprocess.TimeoutExpired:
             return "warned" if metrics_so_far(run) == before else ""
     return ""
-
-
-def test_a_rank_that_was_suspended_and_lost_the_run_publishes_nothing(workspace, config):
-    """Its supervisor is away, so nobody ends it: it finds out by itself, before it renames."""
-    run = workspace / "runs/lost"
-    settings = words(f"run.directory={run}", "checkpoint.interval_steps=1", "train.num_steps=4000")
-    held = Attempt.begin(run)
-    environment = {"PRETRAIN_ATTEMPT": str(held.directory)}
-    process = Running([*PRETRAIN, "train", config, *settings], environment)
-    try:
-        wait_for(lambda: len(complete_checkpoints(run)) > 1)
-        process.send_signal(signal.SIGSTOP)
-        held.end("failed", 1, "", 0)
-        taken = [*SHORT, f"run.directory={run}", "checkpoint.interval_steps=1000"]
-        newest = int(complete_checkpoints(run)[-1].name[5:])
-        taken.append(f"train.num_steps={newest + 2}")
-        done = succeeds("train", config, *sets(*taken))
-        before = sorted(os.listdir(run / "checkpoints"))
-        manifests = {p: p.stat().st_mtime_ns for p in run.glob("checkpoints/*/manifest.json")}
-        lines = (run / "metrics.jsonl").read_bytes()
-    finally:
-        process.send_signal(signal.SIGCONT)
-        done = process.ended()
-    explained(done, 1, held.directory, "attempt 2 has taken this run over", "publishes nothing")
-    assert sorted(os.listdir(run / "checkpoints")) == before
-    assert {p: p.stat().st_mtime_ns for p in manifests} == manifests
-    assert (run / "metrics.jsonl").read_bytes() == lines

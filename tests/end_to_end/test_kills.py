@@ -237,7 +237,7 @@ def nothing_runs(run: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(config: Path, workspace: Path) -> Path:
     """The run that nobody disturbs."""
-    run = workspace / "runs/whole"
+    run = workspace / "runs/not-killed"
     succeeded(forked(command(config, run)))
     return run
 

@@ -135,7 +135,7 @@ def losses(run: Path) -> list[float]:
 
 def test_it_trains_and_resumes_in_another_layout(toy, workspace, config):
     """The losses are those of one process, whose sums are in another order."""
-    whole = workspace / "runs/whole"
+    whole = workspace / "runs/toy-whole"
     succeeds("train", config, *sets(f"run.directory={whole}", *SETTINGS))
     assert len(losses(toy)) == 8
     assert losses(toy) == pytest.approx(losses(whole), rel=1e-5)

@@ -16,7 +16,7 @@ def test_a_start_says_what_changed_since_the_last_one(workspace, config, run):
     first = Provenance.of_json(json.loads(record.read_text()))
     assert first.command[0] and first.num_processes == 1 and first.versions["torch"]
     assert open_checkpoint(run / "checkpoints/step-00000008").origin.provenance == first
-    copy = shutil.copytree(run, workspace / "runs/copy")
+    copy = shutil.copytree(run, workspace / "runs/source-copy")
     train = ["train", config, *sets(f"run.directory={copy}")]
     done = succeeds(*train, *sets("train.num_steps=9"))
     assert "step 9/9" in done.err

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.config import RunConfig
+from tests.conftest import tiny_config
 from tests.reference.nag import FairseqNAG
 from tests.reference.positions import ORACLES
 
@@ -26,6 +27,27 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "relu": F.relu,
 }
+
+
+def make_config(method: str = "alibi", **changes: object) -> RunConfig:
+    """Return the config of a two-layer model.
+
+    `changes` go into [model], those named position_* into [position].
+    """
+    model = {
+        "num_layers": 2,
+        "hidden_size": 48,
+        "num_attention_heads": 12,
+        "ffn_hidden_size": None,
+        "make_vocab_size_divisible_by": 32,
+    }
+    position: dict[str, object] = {"method": method}
+    for key, value in changes.items():
+        section = position if key.startswith("position_") else model
+        section[key.removeprefix("position_")] = value
+    data = {"vocab_size": 500, "sequence_length": 64}
+    lengths = {"lengths": None}
+    return tiny_config(model=model, position=position, data=data, evaluation=lengths)
 
 
 class DenseGPT(nn.Module):

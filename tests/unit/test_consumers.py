@@ -23,8 +23,7 @@ from pretrain.huggingface.classes import class_of
 from pretrain.huggingface.consumers import CONSUMERS, Export, Loaded, Proof, chosen, prove
 from pretrain.huggingface.folder import special_ids, to_huggingface
 from pretrain.huggingface.parity import compare
-from tests.reference.dense_gpt import DenseGPT
-from tests.unit.test_dense_gpt import make_config
+from tests.reference.dense_gpt import DenseGPT, make_config
 from tests.unit.test_export import MODELS, SLOPES, random_ids, state_of, tokenizer_path
 
 __all__ = ["tokenizer_path"]

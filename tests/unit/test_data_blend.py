@@ -15,9 +15,6 @@ from pretrain.data import order
 from pretrain.data.order import Blend, Segment, blend_of
 from tests.unit.splits import make_stream
 
-PUBLISHED = {"books_wiki": 16, "cc_news": 76, "openwebtext": 38, "stories": 31, "cc100": 300}
-"""The sizes of the published run's corpora in GB."""
-
 
 def blend(samples: dict[str, int], shares: dict[str, int] | None = None, seed: int = 1) -> Blend:
     """Return a blend from the start of a run, by default proportional."""
@@ -38,15 +35,6 @@ def worst_deviation(found: np.ndarray, shares: list[int]) -> float:
 
 
 # ---- shares --------------------------------------------------------------------------------------
-def test_the_published_blend_stays_near_its_shares():
-    """10^6 samples one by one; and any window of them, which two prefixes bound."""
-    found = blend({name: 1000 * gb for name, gb in PUBLISHED.items()}, PUBLISHED)
-    corpora, _ = found.locate(np.arange(10**6))
-    shares = list(PUBLISHED.values())
-    assert worst_deviation(corpora, shares) <= 1.11
-    for start, length in ((1, 99), (500_000, 461), (123_456, 10_000)):
-        window = corpora[start : start + length]
-        assert worst_deviation(window, shares) <= 2.22
 
 
 def test_the_split_equals_the_textbook_in_fractions():
@@ -102,28 +90,6 @@ def test_one_pass_reads_every_sample_of_the_union_once():
     for number in range(3):
         assert sorted(pairs(found, number * total, total)) == union
     assert pairs(found, 0, total) != pairs(found, total, total)
-
-
-@pytest.mark.parametrize(("twice", "half"), [(300, 1000), (301, 999), (1, 1), (7, 12_345)])
-def test_epochs_are_kept_to_one_sample(tmp_path, twice, half):
-    """2 of one, 0.5 of another and 1 of a third."""
-    samples = {"a": twice, "b": half, "c": 77}
-    stream = make_stream(tmp_path, {name: 2 * size + 1 for name, size in samples.items()})
-    corpora = {"a": CorpusSection(epochs=2), "b": CorpusSection(epochs=0.5), "c": CorpusSection()}
-    found = blend_of(stream, 2, corpora, seed=3)
-    assert found.segment.samples == samples
-    length = round(2 * twice + half / 2 + 77)
-    read = pairs(found, 0, length)
-    counts = {name: sum(which == name for which, _ in read) for name in samples}
-    assert counts["a"] == pytest.approx(2 * twice, abs=1)
-    assert counts["b"] == pytest.approx(half / 2, abs=1)
-    assert counts["c"] == pytest.approx(77, abs=1)
-    # No sample a second time before every one has come once.
-    for name, size in samples.items():
-        mine = [s for which, s in read if which == name]
-        for first in range(0, len(mine), size):
-            part = mine[first : first + size]
-            assert len(set(part)) == len(part)
 
 
 def test_a_share_of_many_decimals_can_be_recorded(tmp_path):

@@ -65,14 +65,6 @@ def test_the_choice_is_that_of_one_process_that_sees_all(seed: int, tmp_path: Pa
         assert ours(directory, split(rng, texts), fraction, max_bytes) == expected
 
 
-def test_copies_of_a_text_are_on_one_side_and_one_is_left_to_train_on(tmp_path: Path) -> None:
-    assert len(ours(tmp_path, [["a"] * 50 + ["b"], ["b"] * 50], 0.99, 100)) == 1
-    assert ours(tmp_path, [["a"] * 50], 0.5, 100) == []
-    assert ours(tmp_path, [["a"], [], ["a"]], 0.5, 100) == []
-    assert ours(tmp_path, [[], []], 0.5, 100) == []
-    assert ours(tmp_path, [], 0.5, 100) == []
-
-
 def test_a_file_of_candidates_holds_no_more_text_than_may_be_held_out(tmp_path: Path) -> None:
     candidates = Candidates(1000)
     for number in range(5000):

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import lzma
-import os
 import random
 import re
 import tarfile
@@ -206,35 +205,6 @@ def test_cuts_do_not_change_what_is_skipped(tmp_path, monkeypatch, source, make)
             groups = re.split(rb"(?:(?<=\n)|^)[ \t\r]*(?:\n|$)", raw.removeprefix(codecs.BOM_UTF8))
             assert len(whole) + len(whole_skipped) == len([g for g in groups if g]), raw
     assert total > 100
-
-
-@pytest.mark.parametrize("bytes_per_task", [1, 37, 1000, 10**9])
-def test_a_plan_covers_every_byte_once_in_order(tmp_path, bytes_per_task):
-    rng = random.Random(bytes_per_task)
-    expected = []
-    for number in range(30):
-        raw = b"".join(random_text(rng) for _ in range(rng.choice([0, 1, 1, 1, 20])))
-        raw = raw.replace(codecs.BOM_UTF8, b"")
-        packed = number % 5 == 4
-        path = tmp_path / f"{number:02d}.txt{'.gz' if packed else ''}"
-        path.write_bytes(gzip.compress(raw) if packed else raw)
-        expected += naive_blank_lines(raw)
-    data = section("blank_lines", tmp_path / "*", bytes_per_task=bytes_per_task)
-    tasks = sources.plan(data)["train"]
-    assert [task.number for task in tasks] == [*range(len(tasks))]
-    assert all(task.pieces for task in tasks)
-    pieces = [piece for task in tasks for piece in task.pieces]
-    assert [p for p, _ in itertools.groupby(piece.path for piece in pieces)] == sorted(
-        str(path) for path in tmp_path.iterdir()
-    )
-    for path, ranges in itertools.groupby(pieces, key=lambda piece: piece.path):
-        ranges = list(ranges)
-        assert ranges[0].start == 0 and ranges[-1].end == os.path.getsize(path)
-        assert all(a.end == b.start for a, b in itertools.pairwise(ranges))
-    for task in tasks:
-        small = sum(piece.end - piece.start for piece in task.pieces) <= bytes_per_task
-        assert small or len([p for p in task.pieces if p.end > p.start]) == 1
-    assert texts(data) == expected
 
 
 # ---- Locations and plans.

@@ -31,8 +31,7 @@ from pretrain.huggingface.export import _curve, checked_length
 from pretrain.huggingface.folder import curve_table, to_huggingface
 from pretrain.huggingface.parity import check_parity
 from tests.conftest import tiny_config
-from tests.reference.dense_gpt import DenseGPT, alibi_slopes, random_state
-from tests.unit.test_dense_gpt import make_config
+from tests.reference.dense_gpt import DenseGPT, alibi_slopes, make_config, random_state
 
 MODELS = {
     "bloom12": ("BloomForCausalLM", make_config("alibi")),

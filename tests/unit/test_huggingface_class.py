@@ -16,8 +16,7 @@ from pretrain.huggingface.consumers import describe_export
 from pretrain.huggingface.folder import MARKER, to_huggingface
 from pretrain.huggingface.import_model import import_folder
 from pretrain.huggingface.parity import check_parity
-from tests.reference.dense_gpt import DenseGPT, random_state
-from tests.unit.test_dense_gpt import make_config
+from tests.reference.dense_gpt import DenseGPT, make_config, random_state
 from tests.unit.test_export import random_ids, tokenizer_path
 from tests.unit.test_import import masters, same_bits
 

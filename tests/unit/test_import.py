@@ -38,8 +38,7 @@ from pretrain.huggingface.export import export_source
 from pretrain.huggingface.folder import MARKER, ORIGINALS, to_huggingface
 from pretrain.huggingface.import_model import import_folder
 from pretrain.rundir.checkpoints import find_checkpoint
-from tests.reference.dense_gpt import random_state
-from tests.unit.test_dense_gpt import make_config
+from tests.reference.dense_gpt import make_config, random_state
 from tests.unit.test_export import MODELS, SLOPES, state_of, tokenizer_path
 
 __all__ = ["tokenizer_path"]

@@ -93,20 +93,6 @@ def test_a_study_differs_from_its_config_in_what_it_says_and_in_nothing_else(
             assert changed <= said.get(section, set()), section
 
 
-def test_config_files_are_a_run_each_the_shortest_first(tmp_path: Path) -> None:
-    overlays(tmp_path, "rotary_512", "alibi_512", "alibi_64")
-    found = study(tmp_path, CONFIGS)
-    assert [run.name for run in found.runs] == [
-        "alibi-64-s1234",
-        "alibi-512-s1234",
-        "rotary-512-s1234",
-    ]
-    assert found.runs[0].source == tmp_path / "alibi_64.toml"
-    # Absolute patterns too.
-    again = study(tmp_path, CONFIGS | {"configs": f'["{tmp_path}/alibi_*.toml"]'})
-    assert [run.name for run in again.runs] == ["alibi-64-s1234", "alibi-512-s1234"]
-
-
 def test_what_else_the_runs_differ_in_is_said(tmp_path: Path) -> None:
     overlays(tmp_path, "alibi_64", "sinusoidal_64")
     assert other_differences(study(tmp_path, CONFIGS)) == []
@@ -170,30 +156,6 @@ def test_two_configs_of_one_method_length_and_seed_are_refused(tmp_path: Path) -
         study(tmp_path, CONFIGS)
     with pytest.raises(ConfigError, match="no such file"):
         study(tmp_path, CONFIGS | {"configs": '["nothing_*.toml"]'})
-
-
-@pytest.mark.parametrize(
-    ("name", "methods", "lengths"),
-    [
-        ("demo", 4, (64, 128)),
-        ("wikitext103", 4, (64, 128, 256, 512, 1024, 1536, 2048, 3072)),
-        ("bookcorpus", 2, (512, 3072)),
-        ("cc100_roberta", 2, (512, 1024, 2048)),
-    ],
-)
-def test_the_shipped_studies_have_every_method_at_every_length(
-    name: str, methods: int, lengths: tuple[int, ...]
-) -> None:
-    path = ROOT / f"configs/studies/{name}.toml"
-    found = resolve(path, load_study_file(path))
-    assert len({run.method for run in found.runs}) == methods
-    assert [run.train_length for run in found.runs] == sorted(lengths * methods)
-    assert len({run.config.tokens_per_step for run in found.runs}) == 1
-    assert set(lengths) <= set(found.lengths)
-    assert other_differences(found) == []
-    if name == "demo":
-        for run in found.runs:
-            run.config.layout(2)
 
 
 def test_a_second_command_on_a_study_is_refused(tmp_path: Path) -> None:

@@ -156,26 +156,6 @@ def test_the_page_needs_no_other_file_and_runs_nothing(study):
 
 
 # ---- what is missing -----------------------------------------------------------------------------
-def test_a_study_of_nothing_yet_says_so(tmp_path):
-    results = make_study(
-        tmp_path / "study",
-        states={"alibi-64": ("waiting", "")},
-        methods=("alibi",),
-        trained=(64,),
-    )
-    folder = results.study.directory
-    (folder / "efficiency.json").unlink()
-    mine = folder / "report/figures/mine.png"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("mine")
-    write_study_report(read_results(results.study, results.states))
-    text = report_of(results, "report.md")
-    assert "0 pass, 0 fail and 15 cannot be judged from these runs. Runs: 1 waiting." in text
-    assert "No run has been evaluated." in text and "there is no efficiency.json" in text
-    assert "**Not in the results: alibi-64.**" in text
-    assert "![" not in text and mine.exists()
-    verdicts = json.loads(report_of(results, "claims.json"))
-    assert {row["verdict"] for row in verdicts} == {"cannot be judged: not measured"}
 
 
 def test_contestants_that_failed_are_named_and_two_texts_refused(tmp_path):

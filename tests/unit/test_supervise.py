@@ -370,27 +370,6 @@ def test_attempts_without_progress(tmp_path, records, newest, count):
     assert without_progress(read, lambda each: each.owner.slurm_job_id == "5") == count
 
 
-def test_attempts_that_take_their_supervisor_with_them_are_counted_too(tmp_path, capfd):
-    with Signals() as signals:
-        supervisor = Supervisor(
-            config_of(tmp_path, "recovery.max_restarts=1"), signals, lambda each: True
-        )
-        for number in (1, 2):
-            Attempt.begin(tmp_path)
-            owner = tmp_path / f"attempts/{number:04d}/owner.json"
-            # Another start time makes this process another one: that of the attempt has died.
-            text = owner.read_text().replace('"pid_start": ', '"pid_start": 1')
-            owner.write_text(text)
-        end = supervisor.make_attempt(
-            Attempt.begin(tmp_path), lambda attempt: pytest.fail("started")
-        )
-    assert (end.outcome, end.again, end.code) == ("gave_up", False, 1)
-    assert (
-        "3 attempts in a row without a new checkpoint (recovery.max_restarts = 1)"
-        in capfd.readouterr().err
-    )
-
-
 def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_path, monkeypatch):
     """squeue may take minutes, and the job must be requeued before its time is over."""
     monkeypatch.setattr(supervise, "STOP_SECONDS", 0.1)
