@@ -112,32 +112,14 @@ def rank_samples(
     return range(first, first + share)
 
 
-def permutation(
-    indexes: np.ndarray, size: int, seed: int, epoch: int, corpus: str = ""
-) -> np.ndarray:
-    """Map indexes through a pseudorandom permutation of [0, size).
+def _permuted(indexes: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Map indexes through pseudorandom permutations of [0, sizes) ([n] or []) by keys [rounds, n].
 
     A keyed Feistel network permutes the smallest domain of 4^k >= size numbers. An image outside
     [0, size) is fed through the network again until it falls inside ("cycle walking": Black and
     Rogaway, "Ciphers with arbitrary finite domains", 2002), which takes fewer than four passes on
-    average. An index costs the same alone or among many.
-
-    Args:
-        indexes: int64 [n], each in [0, size).
-        size: Size of the permuted domain.
-        seed: Selects the permutation, together with `epoch`.
-        epoch: Selects the permutation, together with `seed`.
-        corpus: Selects the permutation, together with `seed`.
-
-    Returns:
-        Images of the indexes, int64 [n], each in [0, size).
+    average.
     """
-    keys = _round_keys(seed, epoch, corpus)[:, None]
-    return _permuted(np.asarray(indexes), np.array(size), keys)
-
-
-def _permuted(indexes: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Map indexes through permutations of [0, sizes) ([n] or []) by keys [rounds, n or 1]."""
     # The domain of a network has an even number of bits, 2 * half, so that its halves are equal.
     # The exponent of a float is the bit length of an integer below 2^53.
     half = np.maximum(1, (np.frexp((sizes - 1).astype(np.float64))[1] + 1) // 2)
@@ -145,8 +127,7 @@ def _permuted(indexes: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.nd
     images = _feistel(indexes.astype(np.uint64), half, keys)
     sizes, half = np.broadcast_to(sizes, shape), np.broadcast_to(half, shape)
     while len(outside := np.flatnonzero(images >= sizes)):
-        passed = keys[:, outside] if keys.shape[1] > 1 else keys
-        images[outside] = _feistel(images[outside], half[outside], passed)
+        images[outside] = _feistel(images[outside], half[outside], keys[:, outside])
     return images.astype(np.int64)
 
 

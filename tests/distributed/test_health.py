@@ -139,7 +139,6 @@ def test_a_copy_that_drifts_is_found_between_saves(pools, tiny_data, tmp_path):
     ("layout", "precision", "method", "wire"),
     [
         ("pp2vpp2", "bf16", "alibi", "fp32"),
-        ("tp2pp2sp", "bf16", "alibi", "fp32"),
         ("tp2-dp2", "bf16", "alibi", "bf16"),
         ("pp2-dp2", "bf16", "alibi", "bf16"),
         ("cp2-dp2", "bf16", "t5", "bf16"),

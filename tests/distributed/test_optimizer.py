@@ -64,14 +64,12 @@ CASES += [("t5", "zero2-cp2"), ("t5", "zero3-cp2-dp2"), ("alibi-trainable", "cp2
 CASES += [("t5", "zero2-tp2sp-dp2"), ("t5", "zero3-dp2"), ("alibi-trainable", "pp2-dp2")]
 # Each kind of parallelism at each ZeRO stage, and each method once or twice.
 CORE = {
-    ("alibi", "zero3-tp2sp-dp2"),
     ("alibi", "tp2-dp2"),
     ("alibi-trainable", "tp2pp2sp"),
     ("alibi-trainable", "pp2-dp2"),
     ("t5", "zero2-tp2sp-dp2"),
     ("learned-untied", "pp2vpp2"),
     ("alibi-trainable", "cp2-dp2"),
-    ("t5", "zero2-cp2"),
     ("t5", "zero3-cp2-dp2"),
 }
 

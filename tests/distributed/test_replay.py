@@ -69,13 +69,12 @@ def _assert_same_end(one, other):
     ("layout", "fault"),
     [
         ("dp2", tasks.Flip(7, 1, "master", 30, WEIGHT)),
-        ("zero2-dp2", tasks.Flip(7, 0, "exp_avg", 30, WEIGHT)),
         pytest.param(
             "zero3-dp2", tasks.Flip(7, 0, "exp_avg", 30, WEIGHT), marks=pytest.mark.torture
         ),
         pytest.param("tp2pp2sp", tasks.Flip(2, 3, "gradient", 30), marks=pytest.mark.torture),
         ("dp2", tasks.Flip(8, 1, "host copy", 3)),
-        ("tp2", tasks.Flip(5, 1, "weight", 22)),
+        pytest.param("tp2", tasks.Flip(5, 1, "weight", 22), marks=pytest.mark.torture),
         ("tp2", tasks.Flip(5, 1, "gradient", 8)),
     ],
 )

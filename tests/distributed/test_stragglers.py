@@ -7,7 +7,6 @@ import datetime
 import io
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -193,61 +192,6 @@ def test_beside_busy_processes_nobody_is_named(pools, tiny_data, tmp_path, layou
             one.kill()
     assert "slow" not in said[0].replace("(the first is the slowest)", ""), said[0]
     assert not any("straggler_rank" in record for record in step_records(config))
-
-
-@pytest.mark.torture
-@pytest.mark.parametrize("how", ["pulses", "busy core"])
-def test_a_stopped_and_a_crowded_rank_are_named(pools, tiny_data, tmp_path, how):
-    """SIGSTOP in short pulses, and a process that takes the half of this rank's core."""
-    config = run_config(tiny_data, tmp_path, {}, 600)
-    pool = pools(2)
-    victim = pool.run(os.getpid)[1]
-    with contextlib.ExitStack() as stack:
-        if how == "pulses":
-            stack.enter_context(pulsed(victim, 0.06, 0.06))
-        else:
-            stack.enter_context(_crowded(pool.run(os.getpid)))
-        said = pool.run(train_slowed, config, -1, "")[0]
-    assert "warning: rank 1 " in said and "warning: rank 0 " not in said, said
-
-
-@contextlib.contextmanager
-def pulsed(pid: int, stopped: float, running: float) -> Iterator[None]:
-    """Stop a process again and again, for so many seconds, and let it run for so many."""
-    pulses = ((int(signal.SIGSTOP), stopped), (int(signal.SIGCONT), running))
-    program = (
-        f"import os, time\nwhile True:\n for number, seconds in {pulses}:\n"
-        f"  os.kill({pid}, number)\n  time.sleep(seconds)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program]) as pulsing:
-        try:
-            yield
-        finally:
-            pulsing.kill()
-            pulsing.wait()
-            os.kill(pid, signal.SIGCONT)
-
-
-@contextlib.contextmanager
-def _crowded(pids: list[int]) -> Iterator[None]:
-    """Give each process a core, and the second one's to another process as well."""
-    cores = sorted(os.sched_getaffinity(0))
-    busy = [sys.executable, "-c", "while True: pass"]
-    with subprocess.Popen(busy) as one:
-        try:
-            for pid, core in ((pids[0], cores[0]), (pids[1], cores[1]), (one.pid, cores[1])):
-                _pin(pid, {core})
-            yield
-        finally:
-            one.kill()
-            for pid in pids:
-                _pin(pid, set(cores))
-
-
-def _pin(pid: int, cores: set[int]) -> None:
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread), cores)
 
 
 def run_config(tiny_data: Any, tmp_path: Any, parallel: dict[str, Any], steps: int) -> RunConfig:

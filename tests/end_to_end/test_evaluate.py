@@ -73,14 +73,6 @@ def test_all_of_the_text_is_scored_unless_told_otherwise(run, tiny_data, tmp_pat
     assert [record["tokens"] for record in curve(part)] == [1024]
 
 
-def test_protocols_of_a_set_are_measured(run, tmp_path):
-    settings = ["evaluation.stride=32", 'evaluation.protocols=["sliding"]']
-    sets = [word for setting in settings for word in ("--set", setting)]
-    out = tmp_path / "curve.json"
-    succeeds("evaluate", run, "--lengths", "64", "--max-tokens", "1000", "--out", out, *sets)
-    assert [record["protocol"] for record in curve(out)] == ["sliding"]
-
-
 def test_a_stream_is_one_window_of_the_whole_text(run, refused, tmp_path):
     """In pieces of 2,048 tokens with a cache, and at once: the same losses, block by block."""
     whole, stream = tmp_path / "whole/curve.json", tmp_path / "stream/curve.json"

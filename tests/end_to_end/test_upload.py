@@ -18,7 +18,6 @@ from tests.end_to_end.commands import (
     running_ranks,
     sets,
     succeeded,
-    succeeds,
     untimed,
 )
 
@@ -65,18 +64,3 @@ def test_an_empty_node_goes_on_from_the_store_bit_for_bit(config, workspace):
         assert started.said(0).count("downloading") == 1 and "downloading" not in started.said(1)
     assert [path.name[-1] for path in complete_checkpoints(third)] == ["6", "8"]
     assert [s.step for s in Store(f"file://{store}").checkpoints()] == [2, 4, 6, 8]
-
-
-def test_a_store_that_refuses_warns_and_training_ends_well(config, workspace):
-    run, blocked = workspace / "refused", workspace / "blocked"
-    blocked.write_text("a file where the store's folder would be")
-    # The run has a checkpoint, so it need not be found out first if the store has one.
-    assert train(config, run, workspace / "unblocked", 2).code == 0
-    done = succeeded(train(config, run, blocked, 4))
-    for step in (2, 4):
-        assert f"warning: {checkpoint_directory(run, step)}: not uploaded" in done.err
-    remedy = f"Upload them with `pretrain checkpoint upload {run}`"
-    assert done.err.rstrip().endswith(remedy), done.err
-    blocked.unlink()
-    done = succeeds("checkpoint", "upload", run)
-    assert [s.step for s in Store(f"file://{blocked}").checkpoints()] == [2, 4]

@@ -17,7 +17,7 @@ from pretrain.launcher import slurm
 from pretrain.launcher.site import load_site
 from pretrain.launcher.submit import data_job
 from pretrain.rundir.checkpoints import checkpoint_directory
-from tests.end_to_end.commands import ROOT, explained, succeeded
+from tests.end_to_end.commands import explained, succeeded
 from tests.slurm.cluster import Cluster, pyxis_options
 from tests.slurm.runs import AS_AGENT
 from tests.slurm.test_submit import DEMO, Desk, files
@@ -231,24 +231,3 @@ def test_all_that_runs_where_the_ranks_run_is_in_the_container(
 
 
 KINDS = ("train", "evaluate", "report", "pretrain.data.build")
-
-
-# ---- the first command that a user tries ---------------------------------------------------------
-def test_the_demo_is_submitted_as_the_readme_says(desk: Desk) -> None:
-    """On two nodes with two ranks each."""
-    desk.site(tasks_per_node=2, cpus_per_node=2)
-    (desk.work / "configs").symlink_to(ROOT / "configs")
-    (desk.work / "slurm").mkdir()
-    (desk.work / "site.toml").rename(desk.work / "slurm/site.toml")
-    (desk.work / "runs/demo").mkdir(parents=True)
-    (desk.work / "data").rename(desk.work / "runs/demo/data")
-    text = (ROOT / "README.md").read_text() + desk.launcher("--help").out
-    # A command ends at a comment, or at a line's end without a backslash.
-    pattern = r"^ *launcher (submit configs/demo.toml (?:[^#\n\\]|\\\n)*)"
-    commands = re.findall(pattern, text, re.MULTILINE)
-    assert len(commands) >= 2
-    for number, command in enumerate(commands):
-        words = shlex.split(command.replace("\\\n", " "))
-        done = desk.launcher(*words, "--set", f"run.directory='r{number}'")
-        assert done.code == 0 and "on 2 nodes x 2 ranks" in done.out, (command, done.text)
-        desk.wait_until_over(*desk.job_ids(f"r{number}"))

@@ -5,8 +5,11 @@ Whatever is killed or signalled, a run ends with the weights of a run to which n
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +17,26 @@ from pathlib import Path
 import pytest
 
 from pretrain.launcher.status import goodput
-from tests.distributed.test_stragglers import pulsed
 from tests.end_to_end.commands import explained, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import AS_AGENT, STEPS, Run, Runs, losses, weights, write_site
+
+
+@contextlib.contextmanager
+def pulsed(pid: int, stopped: float, running: float) -> Iterator[None]:
+    """Stop a process again and again, for so many seconds, and let it run for so many."""
+    pulses = ((int(signal.SIGSTOP), stopped), (int(signal.SIGCONT), running))
+    program = (
+        f"import os, time\nwhile True:\n for number, seconds in {pulses}:\n"
+        f"  os.kill({pid}, number)\n  time.sleep(seconds)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as pulsing:
+        try:
+            yield
+        finally:
+            pulsing.kill()
+            pulsing.wait()
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-import sentencepiece
 import zstandard
 
 from pretrain.config import ConfigError, parse_config
@@ -515,37 +514,3 @@ def test_boilerplate_in_a_held_out_document_costs_training_nothing(built, tmp_pa
         p for p in pages if p in lowest and licence not in p
     ]
     assert found["train"]["documents"] == 80 - found["validation"]["documents"]
-
-
-# ---- large ---------------------------------------------------------------------------------------
-@pytest.mark.torture
-@pytest.mark.parametrize("megabytes", [2, 200])
-def test_every_text_of_five_formats_stands_in_the_tars(tmp_path, megabytes):
-    """Read by tarfile, NumPy and SentencePiece: nothing of ours."""
-    draw, kinds = random.Random(5), ["txt", "jsonl", "jsonl.gz", "parquet", "tar"]
-    words = ["".join(draw.choices("etaoinshrdluéß漢", k=draw.randint(1, 9))) for _ in range(9000)]
-    texts, corpora = {}, {}
-    for kind in kinds:
-        name, left, own = kind.replace(".", "_"), megabytes * 200_000, []
-        while left > 0:
-            own.append(" ".join(draw.choices(words, k=draw.randint(5, 4000))) + "\n")
-            left -= len(own[-1].encode())
-        (tmp_path / name).mkdir()
-        texts[name], corpora[name] = own, {"paths": [pack(tmp_path / name, kind, own)]}
-    sizes = {"vocab_size": 4000, "tokens_per_block": 65536, "tokens_per_shard": 1 << 20}
-    sizes |= {"bytes_per_task": 5_000_000, "tokenizer_training_bytes": 2_000_000}
-    cleaning = {"deduplicate": "near", "decontaminate": False}
-    build(config(tmp_path, cleaning, corpora=corpora, validation_fraction=0.02, **sizes), workers=2)
-    tokenizer = sentencepiece.SentencePieceProcessor(str(tmp_path / "data/tokenizer.model"))
-    for name, own in texts.items():
-        found = []
-        for path in sorted((tmp_path / "data").glob(f"*/{name}-*.tar")):
-            with tarfile.open(path) as tar:
-                blocks = [np.load(io.BytesIO(tar.extractfile(each).read())) for each in tar]
-            found.append(np.concatenate(blocks))
-        tokens = np.concatenate(found)
-        ends = np.flatnonzero(tokens == tokenizer.eos_id())
-        parts = np.split(tokens, ends + 1)
-        assert not len(parts.pop())
-        decoded = tokenizer.decode([part[:-1].tolist() for part in parts])
-        assert Counter(decoded) == Counter(own), name

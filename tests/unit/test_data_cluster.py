@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ from pretrain.config import RunFailed, dump_config
 from pretrain.data.build.folder import BuildFolder
 from pretrain.data.build.tasks import Cluster, run_on_cluster
 from pretrain.launcher import submit as data
-from pretrain.launcher.site import load_site, parse_site
+from pretrain.launcher.site import load_site
 from tests.end_to_end.commands import LAUNCHER, ROOT
 from tests.unit.test_data_build import config, write_text
-from tests.unit.test_site import CPU
 
 
 def stage(root: Path, command: str = "true", tasks: int = 3):
@@ -40,20 +38,6 @@ def test_tasks_without_a_result_are_counted_and_a_log_is_named(tmp_path):
 
 
 # ---- the job -------------------------------------------------------------------------------------
-def job(site, array=Path("/data/logs/array.json"), **options):
-    given = {"tasks": 90, "concurrent": 80, "time_limit": None} | options
-    return data.data_job(parse_site(site, "site"), "data-x", array, **given)
-
-
-def test_the_script_runs_the_array_with_the_site_s_python(tmp_path):
-    array = tmp_path / "a b$(touch x)'" / "array.json"
-    site = CPU | {"container": ["env", "-i"], "python": "/bin/echo"}
-    script = job(site, array).script()
-    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == f"-m pretrain.data.build {array}\n", done
-    assert list(tmp_path.iterdir()) == []
-    assert "OMP_NUM_THREADS=1" in script and "RAYON_NUM_THREADS=1" in script
-    assert sys.executable in job(CPU).script()
 
 
 def test_the_jobs_of_a_data_set_have_a_name_of_their_own():

@@ -1,6 +1,5 @@
 """Test reading: any range, any layout, few descriptors, few bytes, and shards that change."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -175,42 +174,6 @@ print(json.dumps([most, maps(), len(os.listdir("/proc/self/fd")) - before]))
     assert done.returncode == 0, done.stderr
     # A quarter of 64, and the checksums.
     assert json.loads(done.stdout) == [17, 0, 0]
-
-
-@contextlib.contextmanager
-def watching():
-    """Yield a list of the files that are opened and the folders that are listed in the block."""
-    seen, is_on = [], [True]
-
-    def watch(event, arguments):
-        if is_on and event in ("open", "os.scandir", "os.listdir"):
-            seen.append(f"{event} {os.path.basename(str(arguments[0]))}")
-
-    # It stays until the process ends.
-    sys.addaudithook(watch)
-    try:
-        yield seen
-    finally:
-        is_on.clear()
-
-
-@pytest.mark.parametrize("shards", [10, 100, 1526])
-def test_a_rank_opens_the_shards_that_it_reads_and_lists_none(many_shards, tmp_path, shards):
-    """The ranks of a large run would look at each other's shards millions of times."""
-    directory = many_shards / "train"
-    if shards < 1526:
-        tokens = np.arange(shards * 50) % 60_000
-        write_split(tmp_path, {"text": [[tokens]]}, tokens_per_shard=50)
-        directory = tmp_path / "train"
-    with watching() as seen:
-        stream = TokenStream(directory, check_sizes=False)
-        assert seen == ["open manifest.json", "open tokenizer.model"]
-        seen.clear()
-        for _ in range(3):
-            stream.read_batch(np.array([10, 120, 128, 410]), 20)
-        numbers = (0, 2, 8)
-        expected = {f"open text-{n:06d}.tar" for n in numbers} | {"open checksums.bin"}
-        assert sorted(seen) == sorted(expected)
 
 
 def bytes_read() -> int:

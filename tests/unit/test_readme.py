@@ -13,6 +13,7 @@ import pytest
 
 from pretrain.config import load_config
 from pretrain.config.load import shipped
+from pretrain.launcher.cli import app as launcher
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -77,3 +78,16 @@ def test_every_command_of_the_walk_fits_the_config(mine):
         load_config(mine, settings).layout(int(words[words.index("--nproc") + 1]))
     for processes in (1, 2, 4, 8, 16):
         load_config(mine).layout(processes)
+
+
+def test_the_demo_s_job_is_one(tmp_path, monkeypatch, capsys):
+    """As the README sends it: on the site that it copies, without Slurm, and not sent."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    [copied] = re.findall(r"^cp (slurm/\S+) slurm/site\.toml", README, re.MULTILINE)
+    [command] = re.findall(r"^launcher (submit (?:.*\\\n)*.*)$", README, re.MULTILINE)
+    words = shlex.split(command.replace("\\\n", " "), comments=True)
+    words[words.index("slurm/site.toml")] = copied
+    own = ["--set", f"run.directory={tmp_path}/run", "--dry-run"]
+    launcher([*words, *own], standalone_mode=False)
+    assert "2 nodes x 8 ranks = tensor 1 x pipeline 1 x data 16" in capsys.readouterr().out

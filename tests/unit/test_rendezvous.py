@@ -273,16 +273,6 @@ def test_a_name_is_listened_at_where_it_leads_to_on_rank_0(tmp_path):
     assert found == [alone, ("debian", True, True), alone, ("127.0.0.1", False, False)]
 
 
-def test_a_name_that_does_not_resolve_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(topology, "CONNECT_SECONDS", 0.1)
-    place = {"address": "no.such.host.invalid", "port": 80, "nonce": "a", "start": ""}
-    replace_file(tmp_path / FILE, json.dumps(place))
-    with pytest.raises(RunFailed) as failed:
-        meet(peer(1, 2, tmp_path), 5)
-    assert "rank 0 at no.such.host.invalid:80" in str(failed.value)
-    assert "every node must resolve that name" in str(failed.value)
-
-
 def test_ranks_that_do_not_come_are_named_on_all(tmp_path):
     def rank(number: int) -> Callable[[], Any]:
         return lambda: meet(peer(number, 12, tmp_path), 2)

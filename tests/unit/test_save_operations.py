@@ -1,4 +1,4 @@
-"""Every file operation of a save: killed at it, refused by the disk, or the power cut after it.
+"""Every file operation of a save: refused by the disk, or the power cut or a kill after it.
 
 A run saves three times with checkpoint.keep = 1: the third save deletes the first checkpoint.
 Whatever happens, what has a checkpoint's name is whole, and once a save has returned the run keeps
@@ -131,18 +131,6 @@ def published(ends: list[int], at: int) -> int | None:
     return max((step for step, end in zip(STEPS, ends) if end <= at), default=None)
 
 
-def test_a_kill_at_any_operation_leaves_the_run_resumable(undisturbed, tmp_path):
-    whole, ends = undisturbed
-    for number, (words, _) in enumerate(whole.done):
-        disk = Disk(new_run(tmp_path / f"{number}"), fail_at=number)
-        with pytest.raises(Killed):
-            all_saves(disk)
-        try:
-            is_resumable(disk.root, published(ends, number))
-        except Exception as error:
-            raise AssertionError(f"killed before operation {number}, {words}") from error
-
-
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.torture)])
 def test_a_disk_that_refuses_any_operation_harms_no_checkpoint(undisturbed, tmp_path, first):
     """What goes before the checkpoint's name is an error; what comes after it is a warning.
@@ -179,7 +167,7 @@ def test_a_disk_that_refuses_any_operation_harms_no_checkpoint(undisturbed, tmp_
 
 @pytest.mark.parametrize(("seed", "draws"), mark_torture([(1, 3), (2, 60)], {(1, 3)}))
 def test_a_power_cut_after_any_operation_loses_no_checkpoint(undisturbed, tmp_path, seed, draws):
-    """All, none, and random parts of what was not flushed reach the disk."""
+    """All, as after a kill, none, and random parts of what was not flushed reach the disk."""
     disk, ends = undisturbed
     dice = random.Random(seed)
     share = 0.5

@@ -267,17 +267,6 @@ def test_the_log_of_one_rank_has_its_lines_without_the_label(capfdbinary):
         control.show_log(run, 12)
 
 
-def test_the_last_words_of_a_killed_rank_need_no_end_of_line(capfdbinary):
-    run, attempt = make_run("a", job="7")
-    (run / "logs/attempt-0001.log").write_bytes(b"0: first\n1: last words")
-    for rank, text in ((None, b"0: first\n1: last words\n"), (0, b"first\n"), (1, b"last words\n")):
-        control.show_log(run, rank)
-        assert capfdbinary.readouterr().out == text
-    attempt.end("gave_up", 1, "killed", 100)
-    assert control.follow(run) == f"{run}: gave up: killed"
-    assert capfdbinary.readouterr().out == b"0: first\n1: last words\n"
-
-
 def test_a_growing_log_is_read_in_whole_lines(tmp_path):
     path = tmp_path / "log"
     log = control.LogReader(path, 1)

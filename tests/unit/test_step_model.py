@@ -138,15 +138,6 @@ def test_tiles_that_fill_the_device_once_waste_nothing_and_one_more_costs_a_wave
     assert 769 <= 2 * 8192**3 / H200.gemm_ms(8192, 8192, 8192) / 1e9 <= 798
 
 
-def test_a_ring_sends_all_but_one_part():
-    ideal = Network(800, 1.0, between_nodes_us=0.0, within_node_us=0.0)
-    assert ideal.ring_ms(100e9, 8) == pytest.approx(1e3 * 7 / 8)
-    assert ideal.ring_ms(100e9, 128) == pytest.approx(1e3 * 127 / 128)
-    assert ideal.ring_ms(100e9, 1) == 0
-    # 16 steps to another node and 111 within one, for each of three collectives.
-    assert FAST.ring_ms(0, 128, collectives=3) == pytest.approx(3 * (16 * 7 + 111 * 1.5) / 1e3)
-
-
 def test_bytes_between_nodes_are_those_of_a_simulated_exchange():
     """Count what leaves a node, for two nodes of eight ranks that own one element each."""
     ideal = Network(8, 1.0, between_nodes_us=0.0, within_node_us=0.0)

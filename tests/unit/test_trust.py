@@ -36,7 +36,6 @@ from pretrain.rundir.files import (
     new_directory,
     open_by_steps,
     open_own,
-    read_text,
 )
 from pretrain.rundir.jobs import JobRecord, append_job, read_launch
 from pretrain.rundir.metrics import MetricsFile
@@ -345,19 +344,6 @@ def test_what_is_read_to_be_executed_is_checked_when_it_is_open(tmp_path: Path) 
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(OSError, match="link"):
         read_trusted(tmp_path / "link")
-
-
-@needs_root
-def test_a_link_that_is_not_followed_is_said_and_not_taken_for_a_missing_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    link = tmp_path / "run.json"
-    (tmp_path / "mine.txt").write_text("mine")
-    link.symlink_to(tmp_path / "mine.txt")
-    give_away(link)
-    assert [read_text(link), read_text(link), read_text(tmp_path / "none")] == [""] * 3
-    [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"warning: {link}: is a link of user {STRANGER}; name what")
 
 
 # ---- what a process looks for in its working directory -------------------------------------------
