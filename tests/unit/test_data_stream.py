@@ -198,6 +198,9 @@ def test_opening_reads_no_shard_and_a_sample_few_bytes(tmp_path):
         stream.read(start, 1025)
         # Two pieces of 4 KiB, and one more where a block ends.
         assert bytes_read() - before - cost <= 3 * 4096
+    # Ranks but the first of a node look at no shard that they do not read.
+    (tmp_path / "train/text-000003.tar").unlink()
+    TokenStream(tmp_path / "train", check_sizes=False).read(0, 1)
 
 
 def test_a_batch_costs_one_system_call_a_sample_and_hardly_any_call_of_python(tmp_path):
