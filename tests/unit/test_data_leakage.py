@@ -116,6 +116,17 @@ def test_every_count_is_that_of_sets_of_tuples(
     assert whole.leakage == pytest.approx(naive.leakage, rel=1e-12)
 
 
+def test_a_document_goes_at_half_and_not_before() -> None:
+    held = [f"h{n}" for n in range(112)]  # 100 sequences
+    ours = HeldOut.from_texts([" ".join(held)])
+    other = [f"t{n}" for n in range(1000)]
+    assert ours.is_leaked(" ".join([*other, *held[:62], *other]))  # 50 of the held-out 100
+    assert not ours.is_leaked(" ".join([*other, *held[:61], *other]))
+    # 10 sequences are held-out ones; the document has 10 others, or 11.
+    assert ours.is_leaked(" ".join([*held[:22], *other[:10]]))
+    assert not ours.is_leaked(" ".join([*held[:22], *other[:11]]))
+
+
 def test_every_character_is_in_a_word_or_ends_one() -> None:
     """The first 12,544 characters of Unicode and every 101st of the others, between two letters."""
     for code in [*range(0x3100), *range(0x3100, sys.maxunicode + 1, 101)]:
