@@ -15,13 +15,17 @@ from pretrain.plan.command import planned, read_target
 from pretrain.plan.memory import stages_of
 from pretrain.rundir.checkpoints import find_checkpoint
 from tests.conftest import ALL_LAYOUTS, TINY, tiny_config
-from tests.distributed import (
-    lion,  # noqa: F401  registers it, in the workers by way of the config
-    tasks,
-)
+from tests.distributed import tasks
+from tests.distributed.lion import Lion
 from tests.reference.dense_gpt import DenseGPT, is_decayed, learnable_batches, random_state
 
-LION = {"name": "lion", "learning_rate": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
+# The import of its class registers it, in the workers by way of the config.
+LION = {
+    "name": Lion.model_fields["name"].default,
+    "learning_rate": 1e-3,
+    "weight_decay": 0.1,
+    "clip_grad": 0.5,
+}
 STEPS = 8
 
 

@@ -309,6 +309,16 @@ def test_a_shard_s_name_leads_nowhere_else(sound, tmp_path):
         TokenStream(tmp_path / "copy/train")
 
 
+def test_the_tokenizer_of_another_data_set_is_refused(sound, tmp_path):
+    """Also by a rank that looks at no file for the others."""
+    root, _ = sound
+    shutil.copytree(root, tmp_path / "copy")
+    (tmp_path / "copy/tokenizer.model").write_bytes(b"another one's")
+    for check_sizes in (True, False):
+        with pytest.raises(ConfigError, match=r"tokenizer\.model: wrong tokenizer: its SHA-256"):
+            TokenStream(tmp_path / "copy/train", check_sizes=check_sizes)
+
+
 def test_all_damaged_files_are_named_at_once(sound, tmp_path):
     root, _ = sound
     shutil.copytree(root, tmp_path / "copy")

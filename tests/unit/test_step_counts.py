@@ -78,6 +78,16 @@ def test_views_and_allocations_launch_nothing(x):
     assert costs(free) == {}
 
 
+def test_the_fused_optimizer_reads_four_tensors_and_writes_three(x):
+    weight = torch.nn.Parameter(x)
+    weight.grad = torch.ones_like(x)
+    adam = torch.optim.AdamW([weight], fused=True)
+    adam.step()
+    [cost] = [cost for key, cost in costs(adam.step).items() if key[0] == OpClass.OPTIMIZER]
+    # Besides: the count of steps, 4 bytes.
+    assert cost == (1, 7 * KB + 4)
+
+
 def test_launches_of_operators_on_lists():
     """110 tensors a launch for an operator on one list, and 320 blocks of 65,536 elements."""
     for tensors, launches in (([1] * 221, 3), ([320 * 65_536], 1), ([320 * 65_536 + 1], 2)):
