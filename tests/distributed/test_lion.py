@@ -16,16 +16,10 @@ from pretrain.plan.memory import stages_of
 from pretrain.rundir.checkpoints import find_checkpoint
 from tests.conftest import ALL_LAYOUTS, TINY, tiny_config
 from tests.distributed import tasks
-from tests.distributed.lion import Lion
+from tests.distributed.lion import Lion  # registers it, in the workers by way of the config
 from tests.reference.dense_gpt import DenseGPT, is_decayed, learnable_batches, random_state
 
-# The import of its class registers it, in the workers by way of the config.
-LION = {
-    "name": Lion.model_fields["name"].default,
-    "learning_rate": 1e-3,
-    "weight_decay": 0.1,
-    "clip_grad": 0.5,
-}
+LION = {"name": "lion", "learning_rate": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
 STEPS = 8
 
 
@@ -92,6 +86,25 @@ def test_its_state_is_saved_and_resumed_in_another_layout(pools, tiny_data, tmp_
     assert kinds == {"master", "lion_momentum"}
     shown = show_source(moved)
     assert "3 by Lion" in shown and "momentum of Lion" in shown
+
+
+def test_an_update_that_is_left_out_changes_nothing():
+    from pretrain.optim.zero import FlatOptimizer
+
+    weights = torch.nn.Parameter(torch.randn(7, generator=torch.Generator().manual_seed(1)))
+    optimizer = FlatOptimizer(Lion(learning_rate=0.1), [{"params": [weights], "weight_decay": 0.1}])
+    before = weights.detach().clone()
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
+    weights.grad = torch.full_like(weights, float("nan"))
+    optimizer.step()
+    state = optimizer.state[weights]
+    assert torch.equal(weights, before) and not state["lion_momentum"].any() and not state["step"]
+    optimizer.found_inf = torch.tensor(0.0)
+    weights.grad = torch.full_like(weights, 8.0)
+    optimizer.step()
+    torch.testing.assert_close(weights.detach(), before * 0.99 - 0.1)
+    torch.testing.assert_close(state["lion_momentum"], torch.full_like(before, 0.02))
+    assert int(state["step"]) == 1
 
 
 def test_its_keys_are_its_own_and_its_costs_are_planned(tmp_path):
