@@ -119,7 +119,9 @@ def config_keys() -> Iterator[tuple[str, FieldInfo]]:
     for section in RunConfig.model_fields:
         for name, own in section_fields(section).items():
             yield f"{section}.{name}", own
-            for model in _models(own.annotation):
+            # The keys of any other table stand in its docstring.
+            tables = _models(own.annotation) if get_origin(own.annotation) is dict else []
+            for model in tables:
                 for inner, field_of_model in model.model_fields.items():
                     yield f"{section}.{name}.NAME.{inner}", field_of_model
 

@@ -525,12 +525,6 @@ class Gpt2(Opt):
 # ---- GPT-NeoX: rotary positions (models/gpt_neox/modeling_gpt_neox.py) ---------------------------
 # Needs no algebra either. rotate_half pairs channel k with channel k + n / 2, where n channels are
 # rotated, as Megatron does unless rotary_interleaved is set.
-def _integer(value: float) -> int:
-    if value != int(value):
-        raise ValueError
-    return int(value)
-
-
 class GptNeoX(HuggingFaceClass):
     model_type = "gpt_neox"
     name = "GPTNeoXForCausalLM"
@@ -555,11 +549,9 @@ class GptNeoX(HuggingFaceClass):
         Both(
             "rope_parameters.rope_theta",
             "position.rotary_base",
-            "our base is an integer",
-            write=float,
-            read=_integer,
         ),
         Both("rope_parameters.partial_rotary_factor", "position.rotary_percent"),
+        Ours("position.rotary_scaling", None, "{name} is written with the plain frequencies"),
         NO_CLIPPING,
         NO_EMBEDDING_NORM,
     )

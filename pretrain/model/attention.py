@@ -71,7 +71,7 @@ class Positions(nn.Module):
     @property
     def rope(self) -> Rope:
         """GPTModel's rotary_base and rotary_percent, which it wants without a rotation, too."""
-        return self.method.rope() or Rope(10_000, 1.0)
+        return self.method.rope() or Rope(10_000.0, 1.0)
 
     def embedding_table(self) -> nn.Module | None:
         """Return the module that replaces Megatron's learned position table.

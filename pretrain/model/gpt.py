@@ -379,6 +379,9 @@ def _build_chunk(
     )
     # Registered as a submodule, so its parameters are trained and have names ("position.*").
     model.position = position
+    if position.rope.inverse_frequencies is not None:
+        found = position.rope.inverse_frequencies(config.position.rotated_channels(config))
+        model.rotary_pos_emb.inv_freq = found.to(model.rotary_pos_emb.inv_freq)
     if position.method.rope() is not None and config.parallel.context_parallel_size > 1:
         _rotate_own_part(model)
     if is_adaptive:

@@ -8,7 +8,7 @@ what it costs, and which transformers class can hold it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, SerializeAsAny
@@ -33,11 +33,15 @@ LEARNED_TABLE = "embedding.position_embeddings.weight"
 class Rope(NamedTuple):
     """Megatron's rotary embeddings, which are also those of GPT-NeoX."""
 
-    base: int
+    base: float
     """Base of the frequencies."""
 
     percent: float
     """Share of each head's channels that is rotated, the first ones."""
+
+    inverse_frequencies: Callable[[int], Tensor] | None = None
+    """Takes the number of rotated channels, and returns the angles per token of their pairs, fp32
+    [channels / 2]. None: base^(-2 i / channels), which Megatron computes."""
 
 
 class PositionMethod(ChosenSection):

@@ -1,17 +1,116 @@
-"""Rotary positions: queries and keys are rotated in every layer (Su et al. 2021)."""
+"""Rotary positions: queries and keys are rotated in every layer (Su et al. 2021).
+
+A context is made longer by other frequencies, in the ways that transformers has
+(modeling_rope_utils.py of version 5) and by the static NTK-aware base. d are the rotated channels
+of a head, and theta_i = base^(-2 i / d) is the angle per token of pair i.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from pretrain.config.errors import Refusal
+from pretrain.config.schema import Positive, Section
 from pretrain.positions.base import PositionMethod, Rope
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pretrain.config.run import RunConfig
+
+
+class Linear(Section):
+    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): theta_i / factor."""
+
+    type: Literal["linear"]
+    factor: float = Field(ge=1)
+
+    def scaled(self, base: float, channels: int) -> Tensor:
+        """Return the angles per token, fp32 [channels / 2]."""
+        return inverse_frequencies(base, channels) / self.factor
+
+    @property
+    def temperature(self) -> float:
+        """Return the factor on rotated queries and keys."""
+        return 1.0
+
+
+class Ntk(Linear):
+    """NTK-aware: the base times factor^(d / (d - 2)), so that the slowest pair is interpolated.
+
+    The source is u/bloc97, "NTK-Aware Scaled RoPE", 2023; equation 16 of YaRN's paper.
+    """
+
+    type: Literal["ntk"]  # type: ignore[assignment]  # pydantic's way to tell classes of a union
+    original_max_position_embeddings: int | None = Field(default=None, gt=0)
+
+    def scaled(self, base: float, channels: int) -> Tensor:
+        larger = base * self.factor ** (channels / max(channels - 2, 1))
+        return inverse_frequencies(larger, channels)
+
+
+class Llama3(Linear):
+    """Stepwise, as Llama 3.1: long waves are interpolated, short ones kept, with a ramp between."""
+
+    type: Literal["llama3"]  # type: ignore[assignment]  # as above
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: int = Field(gt=0)
+
+    def scaled(self, base: float, channels: int) -> Tensor:
+        found = inverse_frequencies(base, channels)
+        waves = self.original_max_position_embeddings * found / (2 * math.pi)
+        ramp = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = ramp.clamp(0, 1)
+        return (1 - kept) * found / self.factor + kept * found
+
+
+class Yarn(Linear):
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): interpolation by pair, and a temperature.
+
+    Pairs that turn more than beta_fast times in the original length are kept, those that turn less
+    than beta_slow times are interpolated, with a ramp between (sections 3.2 and 3.4).
+    """
+
+    type: Literal["yarn"]  # type: ignore[assignment]  # as above
+    original_max_position_embeddings: int = Field(gt=0)
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    attention_factor: Positive | None = None
+
+    def scaled(self, base: float, channels: int) -> Tensor:
+        import torch
+
+        def pair(turns: float) -> float:
+            """Return which pair turns so often in the original length."""
+            length = self.original_max_position_embeddings / (turns * 2 * math.pi)
+            return channels * math.log(length) / (2 * math.log(base))
+
+        # Rounded and bounded as in transformers.
+        low = max(math.floor(pair(self.beta_fast)), 0)
+        high = min(math.ceil(pair(self.beta_slow)), channels - 1)
+        width = high - low if high != low else 0.001
+        ramp = ((torch.arange(channels // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+        found = inverse_frequencies(base, channels)
+        return found / self.factor * ramp + found * (1 - ramp)
+
+    @property
+    def temperature(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1
+
+
+def inverse_frequencies(base: float, channels: int) -> Tensor:
+    """Return theta of every pair of channels, fp32 [channels / 2], in Megatron's arithmetic."""
+    import torch
+
+    return 1.0 / (base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels))
 
 
 class Rotary(PositionMethod):
@@ -19,13 +118,24 @@ class Rotary(PositionMethod):
 
     method: Literal["rotary"] = "rotary"
 
-    rotary_base: int = Field(default=10_000, gt=0)
+    rotary_base: float = Field(default=10_000.0, gt=1)
     """Base of the frequencies. A larger one makes rotations slower, as models for long contexts
     have them."""
 
     rotary_percent: float = Field(default=1.0, gt=0, le=1)
     """Share of each head's channels that is rotated, the first ones. GPT-NeoX and Pythia rotate
     0.25 of them."""
+
+    rotary_scaling: Annotated[Linear | Ntk | Llama3 | Yarn, Field(discriminator="type")] | None = (
+        None
+    )
+    """Other frequencies for a context that is longer by `factor`, with the names that transformers
+    has in rope_parameters. {type = "linear", factor = 4.0}: positions are divided by it.
+    {type = "ntk", factor = 4.0}: the base grows, so that slow rotations alone are interpolated.
+    {type = "yarn", factor = 4.0, original_max_position_embeddings = 2048}: interpolated by how
+    often a pair turns in the original length, with a temperature, attention_factor; also beta_fast
+    = 32.0 and beta_slow = 1.0. {type = "llama3", factor = 8.0, low_freq_factor = 1.0,
+    high_freq_factor = 4.0, original_max_position_embeddings = 8192}: by steps, as Llama 3.1."""
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         """Yield why the channels of a head cannot be rotated in pairs."""
@@ -45,9 +155,40 @@ class Rotary(PositionMethod):
                 "pairs of them",
                 "Choose a share that gives an even number of channels",
             )
+        steps = self.rotary_scaling
+        if isinstance(steps, Llama3) and steps.high_freq_factor <= steps.low_freq_factor:
+            yield Refusal(
+                "position.rotary_scaling.high_freq_factor",
+                steps.high_freq_factor,
+                f"not above low_freq_factor = {steps.low_freq_factor}",
+                "Llama 3.1 has 4.0 and 1.0",
+            )
+
+    def resolved(self, config: RunConfig) -> dict[str, Any]:
+        scaling = self.rotary_scaling
+        return {} if scaling is None else {"rotary_scaling": scaling.model_dump()}
+
+    @property
+    def result_name(self) -> str:
+        return self.method if self.rotary_scaling is None else "rotary_scaled"
 
     def rope(self) -> Rope:
-        return Rope(self.rotary_base, self.rotary_percent)
+        base, scaling = self.rotary_base, self.rotary_scaling
+        scaled = None if scaling is None else partial(scaling.scaled, base)
+        return Rope(base, self.rotary_percent, scaled)
+
+    def queries_and_keys(
+        self, config: RunConfig, query: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # transformers multiplies the cosines and sines of both by the temperature. Scores are the
+        # same if queries alone are multiplied by its square.
+        factor = self.rotary_scaling.temperature**2 if self.rotary_scaling is not None else 1.0
+        if factor == 1:
+            return query, key
+        import torch
+
+        rotated, rest = query.tensor_split([self.rotated_channels(config)], dim=-1)
+        return torch.cat((rotated * factor, rest), dim=-1), key
 
     def rotated_channels(self, config: RunConfig) -> int:
         return int(config.head_dim * self.rotary_percent)

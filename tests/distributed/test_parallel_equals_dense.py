@@ -61,6 +61,16 @@ VARIANTS = {
         "position": {"rotary_percent": 0.5},
     },
     "kerple-power": {"position": {"kerple_kernel": "power"}, "model": {"num_query_groups": 4}},
+    "rotary-yarn": {
+        "position": {
+            "rotary_percent": 0.5,
+            "rotary_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    },
 }
 VARIANTS |= {method: {} for method in METHODS if method not in VARIANTS}
 # Their whole path is torch's, whichever the method. A split sequence is checked once.
@@ -120,6 +130,7 @@ CORE -= {
         "alibi-range",
         "alibi-list",
         "alibi-clipped",
+        "rotary-yarn",
     )
     for layout in LAYOUTS
     if layout != "tp2pp2sp"
@@ -137,6 +148,7 @@ SPLIT = {
     ("alibi-trainable", "cp4", 8),
     ("alibi-grouped", "tp2cp2sp", 8),
     ("rotary-parallel", "tp2cp2sp", 8),
+    ("rotary-yarn", "cp2", 8),
     ("sinusoidal", "pp2vpp2cp2", 8),
     ("t5", "cp2", 8),
     ("learned", "cp4", 8),

@@ -203,9 +203,10 @@ class DenseGPT(nn.Module):
         k = fused[:, :, :, H // G].repeat_interleave(H // G, dim=2).transpose(1, 2)
         v = fused[:, :, :, H // G + 1].repeat_interleave(H // G, dim=2).transpose(1, 2)
         if c.position.method == "rotary":
-            n, base = round(c.position.rotary_percent * D), c.position.rotary_base
-            q = torch.cat([rotate(q[..., :n], base), q[..., n:]], dim=-1)
-            k = torch.cat([rotate(k[..., :n], base), k[..., n:]], dim=-1)
+            n = round(c.position.rotary_percent * D)
+            turned = rotary_table(c, n)
+            q = torch.cat([rotate(q[..., :n], *turned), q[..., n:]], dim=-1)
+            k = torch.cat([rotate(k[..., :n], *turned), k[..., n:]], dim=-1)
         scores = q @ k.transpose(-1, -2) / math.sqrt(D)
         if (oracle := ORACLES.get(c.position.method)) is not None:
             own = {n.removeprefix("position."): x for n, x in p.items()}
@@ -257,16 +258,43 @@ def sinusoids(length: int, hidden: int, form: str = "fairseq") -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
-def rotate(x: Tensor, base: float) -> Tensor:
+def rotary_table(c: RunConfig, channels: int) -> tuple[Tensor, float]:
+    """Return the angles per token, fp64 [channels / 2], and the factor on what is rotated.
+
+    Those of position.rotary_scaling come from transformers. It has no static NTK-aware base; its
+    dynamic one with a factor of 1 is the same at factor x the original length.
+    """
+    base, scaling = c.position.rotary_base, c.position.rotary_scaling
+    if scaling is None:
+        return base ** (-torch.arange(channels // 2, dtype=torch.float64) / (channels // 2)), 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    keys, length = scaling.model_dump(exclude_none=True), 64
+    kind, seconds = keys.pop("type"), {}
+    if kind == "ntk":
+        kind, seconds = "dynamic", {"seq_len": keys["factor"] * length}
+        keys["factor"] = 1.0
+    keys |= {"rope_type": kind, "rope_theta": base}
+    theirs = LlamaConfig(head_dim=channels, max_position_embeddings=length, rope_parameters=keys)
+    table, factor = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", **seconds)
+    return table.double(), factor
+
+
+def rotate(x: Tensor, frequency: Tensor, factor: float) -> Tensor:
     """Apply rotary embeddings over all of D to x [B, H, S, D] (Su et al. 2021).
 
     Channel k is paired with channel k + D/2, as in GPT-NeoX.
+
+    Args:
+        x: [B, H, S, D].
+        frequency: Angles per token, [D / 2].
+        factor: On cosines and sines.
     """
     S, D = x.shape[-2:]
-    frequency = float(base) ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
     # [S, D / 2]
     angle = torch.arange(S, dtype=torch.float64)[:, None] * frequency
-    cos, sin = angle.cos().to(x), angle.sin().to(x)
+    cos, sin = (factor * angle.cos()).to(x), (factor * angle.sin()).to(x)
     a, b = x[..., : D // 2], x[..., D // 2 :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 

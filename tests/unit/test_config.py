@@ -96,7 +96,13 @@ REFUSALS = [
     ("position.rotary_percent=0.5", "has the keys slopes, trainable_slopes and not this one"),
     (
         f"position.trainable_slopes=true {ROTARY}",
-        "has the keys rotary_base, rotary_percent and",
+        "has the keys rotary_base, rotary_percent, rotary_scaling and",
+    ),
+    (f"{ROTARY} position.rotary_scaling={{type='ntk'}}", "rotary_scaling.ntk.factor: missing"),
+    (
+        f"{ROTARY} position.rotary_scaling={{type='llama3',factor=2,low_freq_factor=4,"
+        "high_freq_factor=4,original_max_position_embeddings=8}",
+        "high_freq_factor = 4.0: not above low_freq_factor = 4.0",
     ),
     (
         "position.method=t5 position.relative_attention_max_distance=16",

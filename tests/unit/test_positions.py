@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from pretrain.config import dump_config
 from pretrain.positions.base import METHODS
 from tests.conftest import tiny_config
+from tests.reference.dense_gpt import rotary_table
 
 ROOT = Path(__file__).parents[2]
 METHOD_FILES = sorted(
@@ -90,6 +93,38 @@ def test_a_class_that_takes_anothers_name_is_refused() -> None:
             """ALiBi, changed."""
 
     assert METHODS["alibi"].__name__ == "Alibi"
+
+
+OF_512 = {"original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "linear", "factor": 4.0},
+        {"type": "ntk", "factor": 8.0},
+        {"type": "yarn", "factor": 8.0, **OF_512},
+        {"type": "yarn", "factor": 2.0, "beta_fast": 8.0, "beta_slow": 2.0, **OF_512},
+        {"type": "yarn", "factor": 40.0, "attention_factor": 1.2, **OF_512},
+        {
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            **OF_512,
+        },
+    ],
+    ids=lambda scaling: scaling["type"],
+)
+def test_scaled_frequencies_are_those_of_transformers(scaling: dict[str, Any]) -> None:
+    """The same arithmetic in fp32, in another order: a few units in the last place."""
+    keys = {"method": "rotary", "rotary_base": 500_000.5, "rotary_scaling": scaling}
+    config = tiny_config(position=keys)
+    for channels in (12, 64, 128):
+        table, factor = rotary_table(config, channels)
+        found = config.position.rope().inverse_frequencies(channels)
+        torch.testing.assert_close(found.double(), table, rtol=5e-7, atol=0)
+        assert config.position.rotary_scaling.temperature == factor
 
 
 def test_a_method_may_be_below_another_one() -> None:
