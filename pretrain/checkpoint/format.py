@@ -302,21 +302,23 @@ def _within_row(shape: Sequence[int], index: int, start: int, end: int) -> list[
     return [((index, *offset), (1, *size)) for offset, size in boxes(shape[1:], start, end)]
 
 
-def global_boxes(
-    shape: Sequence[int], start: int, end: int, part_offset: Sequence[int]
-) -> tuple[Box, ...]:
-    """Split a flat range of this rank's part of a global tensor into boxes of the global tensor.
+def global_boxes(parts: Iterable[Box], start: int, end: int) -> tuple[Box, ...]:
+    """Split a flat range of what this rank holds of a global tensor into boxes of that tensor.
 
     Args:
-        shape: Shape of this rank's part.
-        start: The range's first element in this rank's part, flattened by rows.
+        parts: The boxes of the global tensor that this rank holds, one behind another.
+        start: The range's first element in them, each flattened by rows.
         end: The element after the last one.
-        part_offset: Where this rank's part starts in the global tensor, along each axis.
     """
-    return tuple(
-        (tuple(a + b for a, b in zip(offset, part_offset)), size)
-        for offset, size in boxes(shape, start, end)
-    )
+    found: list[Box] = []
+    for part_offset, shape in parts:
+        count = math.prod(shape)
+        found += (
+            (tuple(a + b for a, b in zip(offset, part_offset)), size)
+            for offset, size in boxes(shape, max(start, 0), min(end, count))
+        )
+        start, end = start - count, end - count
+    return tuple(found)
 
 
 # ---- The index: which bytes of which file hold which box of which tensor ----

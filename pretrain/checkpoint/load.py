@@ -91,8 +91,8 @@ def load_weights(checkpoint: Checkpoint, chunks: list[GPTModel]) -> None:
     """
     anew = begins_anew(checkpoint.config.position, chunks[0].position.config)
     parameters = [p for p in named_parameters(chunks) if p.name not in anew]
-    targets = [Target(f"{MASTER}/{p.name}", p.offset, p.parameter.data) for p in parameters]
-    _load(checkpoint, parameters, targets)
+    flat = [(p, p.parameter.data.view(-1)) for p in parameters]
+    _load(checkpoint, parameters, (t for p, x in flat for t in _targets(MASTER, p, 0, x)))
 
 
 def begins_anew(before: PositionMethod, config: RunConfig) -> set[str]:
@@ -218,15 +218,17 @@ def _check_shapes(checkpoint: Checkpoint, parameters: Iterable[Named]) -> None:
 def _state_targets(fragments: Iterable[Fragment]) -> Iterator[Target]:
     """Yield the boxes of the optimizer's state on this rank."""
     for fragment in fragments:
-        named = fragment.named
         for kind, flat in fragment.tensors.items():
-            position = 0
-            end = fragment.start + flat.numel()
-            for offset, size in global_boxes(named.shape, fragment.start, end, named.offset):
-                count = math.prod(size)
-                values = flat.narrow(0, position, count).view(size)
-                yield Target(f"{kind}/{named.name}", offset, values)
-                position += count
+            yield from _targets(kind, fragment.named, fragment.start, flat)
+
+
+def _targets(kind: str, named: Named, start: int, flat: Tensor) -> Iterator[Target]:
+    """Yield the boxes of a parameter's elements from `start` on, which `flat` is to hold."""
+    position = 0
+    for offset, size in global_boxes(named.parts, start, start + flat.numel()):
+        count = math.prod(size)
+        yield Target(f"{kind}/{named.name}", offset, flat.narrow(0, position, count).view(size))
+        position += count
 
 
 # ---- from files to tensors -----------------------------------------------------------------------

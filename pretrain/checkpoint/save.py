@@ -407,7 +407,7 @@ def lay_out(rank: int, fragments: Iterable[Fragment]) -> tuple[Part, list[torch.
             continue
         for kind, flat in fragment.tensors.items():
             end = fragment.start + flat.numel()
-            boxes = global_boxes(named.shape, fragment.start, end, named.offset)
+            boxes = global_boxes(named.parts, fragment.start, end)
             pieces.append(Piece(f"{kind}/{named.name}", tuple(named.global_shape), boxes))
             tensors.append(flat)
     return Part(rank, tuple(pieces)), tensors

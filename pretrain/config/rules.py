@@ -119,7 +119,8 @@ def _model(c: RunConfig) -> Iterator[Refusal]:
     """Check that heads divide the model evenly."""
     m = c.model
     heads = f"model.num_attention_heads = {m.num_attention_heads}"
-    yield from _divides("model.hidden_size", m.hidden_size, m.num_attention_heads, heads)
+    if m.kv_channels is None:
+        yield from _divides("model.hidden_size", m.hidden_size, m.num_attention_heads, heads)
     if m.num_attention_heads % c.num_query_groups:
         yield Refusal(
             "model.num_query_groups",

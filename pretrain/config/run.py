@@ -218,7 +218,12 @@ class RunConfig(Section):
     @property
     def head_dim(self) -> int:
         """Return the width of an attention head."""
-        return self.model.hidden_size // self.model.num_attention_heads
+        return self.model.kv_channels or self.model.hidden_size // self.model.num_attention_heads
+
+    @property
+    def kv_channels(self) -> int:
+        """Return `head_dim`, by the name of its key."""
+        return self.head_dim
 
     @property
     def padded_vocab_size(self) -> int:

@@ -645,7 +645,7 @@ class ExportSection(Section):
 
 
 class ModelSection(Section):
-    """[model]: the shape of the GPT (pre-LayerNorm decoder) and its initialisation."""
+    """[model]: the shape of the GPT (a decoder, norms before its blocks) and its initialisation."""
 
     EFFECT = Effect.FIXED
 
@@ -653,7 +653,7 @@ class ModelSection(Section):
     """Transformer layers. More layers make a larger model, which pipeline stages can split."""
 
     hidden_size: int = Field(gt=0)
-    """Width of the residual stream; a multiple of num_attention_heads."""
+    """Width of the residual stream; a multiple of num_attention_heads, but with kv_channels."""
 
     num_attention_heads: int = Field(gt=0)
     """Query heads of each layer. Tensor parallelism splits them, so its size must divide them."""
@@ -663,18 +663,36 @@ class ModelSection(Section):
     query head. 1 is multi-query attention. Fewer heads make the cache of generation smaller; an
     export whose class has no groups stores a copy of them for each query head."""
 
-    ffn_hidden_size: int | None = Field(default=None, gt=0)
-    """Inner width of the MLP. Default: 4 x hidden_size."""
+    kv_channels: int | None = Field(default=None, gt=0)
+    """Width of a head. Default: hidden_size / num_attention_heads. Qwen3 has wider ones."""
 
-    hidden_act: Literal["gelu_pytorch_tanh", "gelu", "relu"] = "gelu"
-    """Activation of the MLP by Hugging Face's name: GELU's tanh approximation, exact GELU (erf), or
-    ReLU. With gelu and no biases an ALiBi model exports as MPT, which vLLM and transformers compute
-    in bf16 and fp16 too; with gelu_pytorch_tanh it exports as Bloom, which stock transformers
-    computes in fp32 alone; with relu it has no class."""
+    qk_layernorm: bool = False
+    """Normalise the queries and the keys of each head, over its channels and before a rotation, by
+    a norm of the kind of `normalization`, as Qwen3 and Gemma 3 do. It keeps scores small at high
+    learning rates. ALiBi's slopes then weigh more against scores: see `pretrain reach`."""
+
+    ffn_hidden_size: int | None = Field(default=None, gt=0)
+    """Inner width of the MLP. Default: 4 x hidden_size. A gated MLP with as many parameters has two
+    thirds of that."""
+
+    gated_linear_unit: bool = False
+    """Multiply the activation by a second projection of the MLP's input: SwiGLU with hidden_act =
+    silu, as in Llama, and GeGLU with gelu (Shazeer 2020, "GLU Variants Improve Transformer"). The
+    MLP then has three matrices in place of two."""
+
+    hidden_act: Literal["gelu_pytorch_tanh", "gelu", "relu", "silu"] = "gelu"
+    """Activation of the MLP by Hugging Face's name: GELU's tanh approximation, exact GELU (erf),
+    ReLU, or SiLU. With gelu and no biases an ALiBi model exports as MPT, which vLLM and
+    transformers compute in bf16 and fp16 too; with gelu_pytorch_tanh it exports as Bloom, which
+    stock transformers computes in fp32 alone; with relu it has no class."""
 
     use_bias: bool = False
     """Use biases in every linear layer and LayerNorm, as GPT-2 and Bloom do; false removes all of
     them, as in MPT and PaLM. An ALiBi model with biases exports as Bloom: see hidden_act."""
+
+    add_qkv_bias: bool = False
+    """Use biases in the projection to queries, keys and values, as Qwen2 does, where use_bias =
+    false leaves them out everywhere else."""
 
     tie_word_embeddings: bool = True
     """Use the input embedding as the output layer too; false trains a second matrix of the same
@@ -730,9 +748,13 @@ class ModelSection(Section):
     """Apply a LayerNorm behind the last layer. false leaves it out, as fairseq's
     --no-decoder-final-norm and Baevski and Auli 2019 do; no Hugging Face class holds that."""
 
+    normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Kind of every norm of the model. rmsnorm divides by the root mean square and subtracts no
+    mean, as in Llama (Zhang and Sennrich 2019); it has no bias."""
+
     layernorm_epsilon: float = Field(default=1e-5, gt=0)
-    """Added to the variance in every LayerNorm, so that nothing is divided by zero. Change it to
-    continue a model that was trained with another value."""
+    """Added to the variance, or the mean square, in every norm, so that nothing is divided by zero.
+    Change it to continue a model that was trained with another value."""
 
     # Acts at step 0 only, as embedding_init_method_std does.
     init_method_std: Outcome[float] = Field(default=0.02, gt=0, allow_inf_nan=False)

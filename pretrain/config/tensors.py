@@ -121,7 +121,9 @@ class Widths(NamedTuple):
     key: int
     """Its key heads' keys, and as many values. A rank has one head at least."""
     ffn: int
-    """The output of the MLP's first product."""
+    """The input of the MLP's second product."""
+    projected: int
+    """The output of its first one, which is twice as wide where it is gated."""
     vocabulary: int
     """Logits."""
 
@@ -133,6 +135,7 @@ def widths(config: RunConfig) -> Widths:
         query=config.model.num_attention_heads // tensor * head,
         key=max(1, config.num_query_groups // tensor) * head,
         ffn=config.ffn_hidden_size // tensor,
+        projected=(1 + config.model.gated_linear_unit) * config.ffn_hidden_size // tensor,
         vocabulary=config.padded_vocab_size // tensor,
     )
 
@@ -157,28 +160,38 @@ def _inputs(c: RunConfig) -> Iterator[ModelTensor]:
 
 def _layer(c: RunConfig) -> Iterator[ModelTensor]:
     """Yield the parameters of a transformer layer, by their names in it."""
-    hidden, ffn = c.model.hidden_size, c.ffn_hidden_size
-    qkv = (c.model.num_attention_heads + 2 * c.num_query_groups) * c.head_dim
+    hidden, ffn, m = c.model.hidden_size, c.ffn_hidden_size, c.model
+    queries = m.num_attention_heads * c.head_dim
+    qkv = queries + 2 * c.num_query_groups * c.head_dim
 
-    def linear(name: str, outputs: int, inputs: int, axis: int) -> Iterator[ModelTensor]:
+    def linear(
+        name: str, outputs: int, inputs: int, axis: int, has_bias: bool = m.use_bias
+    ) -> Iterator[ModelTensor]:
         """Yield a linear layer that splits its outputs (axis 0) or its inputs (axis 1)."""
         yield ModelTensor(f"{name}.weight", (outputs, inputs), axis)
-        if c.model.use_bias:
+        if has_bias:
             is_whole = axis == 1
             is_partial = c.parallel.sequence_parallel and is_whole
             yield ModelTensor(f"{name}.bias", (outputs,), None if is_whole else 0, is_partial)
 
     yield from _norm(c, "input_layernorm")
-    yield from linear("self_attention.linear_proj", hidden, hidden, axis=1)
-    yield from linear("self_attention.linear_qkv", qkv, hidden, axis=0)
+    yield from linear("self_attention.linear_proj", hidden, queries, axis=1)
+    has_bias = m.use_bias or m.add_qkv_bias
+    yield from linear("self_attention.linear_qkv", qkv, hidden, axis=0, has_bias=has_bias)
+    for kind in ("q_layernorm", "k_layernorm") if m.qk_layernorm else ():
+        for each in _norm(c, f"self_attention.{kind}"):
+            yield replace(each, shape=(c.head_dim,), is_partial=True)
     yield from _norm(c, "pre_mlp_layernorm")
-    yield from linear("mlp.linear_fc1", ffn, hidden, axis=0)
+    # The rows of a gate, then those of what it is multiplied by; each tensor rank has a part of
+    # both (`pretrain.model.gpt.Named`).
+    yield from linear("mlp.linear_fc1", (1 + m.gated_linear_unit) * ffn, hidden, axis=0)
     yield from linear("mlp.linear_fc2", hidden, ffn, axis=1)
 
 
 def _norm(c: RunConfig, name: str) -> list[ModelTensor]:
-    """Return the parameters of a LayerNorm."""
-    kinds = ("weight", "bias") if c.model.use_bias else ("weight",)
+    """Return the parameters of a norm."""
+    has_bias = c.model.use_bias and c.model.normalization == "layernorm"
+    kinds = ("weight", "bias") if has_bias else ("weight",)
     is_partial = c.parallel.sequence_parallel
     return [
         ModelTensor(f"{name}.{kind}", (c.model.hidden_size,), is_partial=is_partial)

@@ -30,6 +30,7 @@ BY_NAME = {
 _DERIVED = {
     "model.num_query_groups",
     "model.ffn_hidden_size",
+    "model.kv_channels",
     "model.embedding_scale",
     "model.embedding_init_method_std",
 }

@@ -55,6 +55,11 @@ ACTIVATIONS = {
 }
 """Hugging Face's name of an activation -> model.hidden_act."""
 
+
+def _width(config: RunConfig) -> int:
+    return config.model.hidden_size // config.model.num_attention_heads
+
+
 # What no class has.
 COMMON: tuple[Row, ...] = (
     Both("tie_word_embeddings", "model.tie_word_embeddings"),
@@ -70,6 +75,11 @@ COMMON: tuple[Row, ...] = (
         "no stock transformers decoder with these positions has an adaptive softmax",
         f"{_HERE} without it",
     ),
+    Ours("model.kv_channels", _width, "the heads of {name} have hidden_size / heads = {only}"),
+    Ours("model.normalization", "layernorm", "{name} has LayerNorms"),
+    Ours("model.qk_layernorm", False, "{name} does not normalise queries and keys"),
+    Ours("model.gated_linear_unit", False, "{name} has no gate in its MLP"),
+    Ours("model.add_qkv_bias", False, "{name} has biases everywhere or nowhere"),
     Ours(
         "model.final_layernorm",
         True,

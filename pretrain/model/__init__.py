@@ -2,7 +2,7 @@
 
 The floating-point operations of training and the model FLOPs utilization are pure arithmetic,
 without torch. Two conventions for attention are in use, and a utilization means little without its
-convention, so both are offered (n layers, hidden size d, L tokens):
+convention, so both are offered (n layers, d channels of all heads together, L tokens):
 
     all of it        12 n d L per token, as in PaLM (Chowdhery et al. 2022, appendix B) and
                      llm-foundry (scripts/train/benchmarking)
@@ -54,8 +54,9 @@ def num_matmul_parameters(config: RunConfig) -> int:
     tail, where the products are narrow, is up to the text.
     """
     m = config.model
-    qkv = (m.num_attention_heads + 2 * config.num_query_groups) * config.head_dim
-    layer = m.hidden_size * (qkv + m.hidden_size + 2 * config.ffn_hidden_size)
+    # Of queries and attention's output, and of keys and values.
+    heads = 2 * (m.num_attention_heads + config.num_query_groups) * config.head_dim
+    layer = m.hidden_size * (heads + (2 + m.gated_linear_unit) * config.ffn_hidden_size)
     words = config.padded_vocab_size * m.hidden_size
     if clusters := config.adaptive_clusters:
         head = clusters[0].size + len(clusters) - 1
@@ -78,7 +79,8 @@ def flops_per_token(config: RunConfig, sequence_length: int, causal: bool) -> fl
         sequence_length: L, tokens in a sequence.
         causal: Count only the lower triangle of the scores (see the module's docstring).
     """
-    attention = 12 * config.model.num_layers * config.model.hidden_size * sequence_length
+    channels = config.model.num_attention_heads * config.head_dim
+    attention = 12 * config.model.num_layers * channels * sequence_length
     is_half = causal and not config.is_masked
     return 6 * num_matmul_parameters(config) + attention * (0.5 if is_half else 1.0)
 

@@ -157,7 +157,7 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
         query, key, value = _Split.apply(mixed, sizes)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
         # The heads of a group are next to each other.
         query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
-        return query, key, value
+        return self.q_layernorm(query), self.k_layernorm(key), value
 
     def _adjust_key_value_for_inference(
         self,

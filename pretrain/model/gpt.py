@@ -80,7 +80,16 @@ class Fusion:
         names (megatron/core/fusions/fused_bias_gelu.py), and it needs a bias.
         """
         m = config.model
-        return self.compiled and m.use_bias and m.hidden_act == "gelu_pytorch_tanh"
+        has_function = m.use_bias and not m.gated_linear_unit
+        return self.compiled and has_function and m.hidden_act == "gelu_pytorch_tanh"
+
+    def swiglu(self, config: RunConfig) -> bool:
+        """Return True if SiLU, the product with what it gates and a bias are one kernel.
+
+        Megatron's function is in megatron/core/fusions/fused_bias_swiglu.py.
+        """
+        m = config.model
+        return self.compiled and m.gated_linear_unit and m.hidden_act == "silu"
 
 
 def choose_fusion(config: RunConfig) -> Fusion:
@@ -150,6 +159,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
+    "silu": F.silu,
 }
 """Values of model.hidden_act, which are Hugging Face's names."""
 
@@ -192,10 +202,14 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         hidden_size=m.hidden_size,
         num_attention_heads=m.num_attention_heads,
         num_query_groups=config.num_query_groups,
+        kv_channels=config.head_dim,
+        qk_layernorm=m.qk_layernorm,
         ffn_hidden_size=config.ffn_hidden_size,
+        gated_linear_unit=m.gated_linear_unit,
         # Megatron's fused bias-GELU is the tanh approximation, and is chosen by torch's exact GELU.
         activation_func=F.gelu if bias_gelu else ACTIVATIONS[m.hidden_act],
         add_bias_linear=m.use_bias,
+        add_qkv_bias=m.add_qkv_bias,
         layernorm_epsilon=m.layernorm_epsilon,
         hidden_dropout=m.hidden_dropout,
         attention_dropout=m.attention_dropout,
@@ -218,12 +232,11 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # `initialise` fills the weights.
         perform_initialization=False,
         use_cpu_initialization=True,
-        # Megatron's fusions of bias with GELU and of bias with dropout and residual are plain
-        # torch.compile (megatron/core/jit.py; fused_bias_gelu.py and fused_bias_dropout.py in
-        # megatron/core/fusions). Its native fusion of the cross-entropy is, too, but rounds the
-        # logits' gradient to bf16 in every precision (fused_cross_entropy.py), and keeps logits in
-        # fp32; `pretrain.model.loss` takes its place.
-        bias_activation_fusion=bias_gelu,
+        # Megatron's fusions of bias with GELU or SwiGLU and of bias with dropout and residual are
+        # plain torch.compile (megatron/core/jit.py and megatron/core/fusions). Its native fusion of
+        # the cross-entropy is, too, but rounds the logits' gradient to bf16 in every precision
+        # (fused_cross_entropy.py), and keeps logits in fp32; `pretrain.model.loss` takes its place.
+        bias_activation_fusion=bias_gelu or fusion.swiglu(config),
         bias_dropout_fusion=fusion.compiled,
         # Switched on by `pretrain.model.loss` once the parameters have fp32 buffers.
         gradient_accumulation_fusion=False,
@@ -254,13 +267,17 @@ def _pipeline_layout(config: RunConfig) -> list[list[str]] | None:
 class LayerNorm(nn.LayerNorm):
     """torch's LayerNorm, usable under sequence parallelism.
 
-    Its parameters carry the mark by which their gradients are summed over tensor ranks, each of
-    which sees another part of the sequence. Megatron's own wrapper of torch's LayerNorm refuses
-    sequence parallelism (megatron/core/transformer/torch_norm.py).
+    Megatron's own wrapper of torch's norms refuses sequence parallelism
+    (megatron/core/transformer/torch_norm.py).
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        is_partial: bool | None = None,
+        **unused: Any,
     ) -> None:
         """Initialize with the arguments that Megatron's TransformerLayer passes.
 
@@ -268,23 +285,49 @@ class LayerNorm(nn.LayerNorm):
             config: Megatron's configuration.
             hidden_size: Size of the normalised dimension.
             eps: Added to the variance.
+            is_partial: Each tensor rank normalises another part of what there is; None: it does
+                so under sequence parallelism.
             **unused: Further arguments of Megatron's norms.
         """
         super().__init__(hidden_size, eps=eps, bias=config.add_bias_linear)
-        self.mark(config.sequence_parallel)
+        mark_partial(self, config.sequence_parallel if is_partial is None else is_partial)
 
-    def mark(self, sequence_parallel: bool) -> None:
-        """Say whether each tensor rank normalises another part of the sequence."""
-        for parameter in self.parameters():
-            # The attribute's name is Megatron's (distributed/finalize_model_grads.py), and torch's
-            # Parameter does not declare it. `pretrain.optim` reads it.
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm, as `LayerNorm`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        is_partial: bool | None = None,
+        **unused: Any,
+    ) -> None:
+        """Initialize as `LayerNorm`, with `eps` added to the mean square."""
+        super().__init__(hidden_size, eps=eps)
+        mark_partial(self, config.sequence_parallel if is_partial is None else is_partial)
+
+
+NORMS: dict[str, type[LayerNorm | RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+"""Values of model.normalization."""
+
+
+def mark_partial(norm: nn.Module, is_partial: bool) -> None:
+    """Say whether gradients of a norm's parameters have to be summed over tensor ranks.
+
+    They have to if each rank normalises another part of the sequence, or other heads.
+    """
+    for parameter in norm.parameters():
+        # The attribute's name is Megatron's (distributed/finalize_model_grads.py), and torch's
+        # Parameter does not declare it. `pretrain.optim` reads it.
+        parameter.sequence_parallel = is_partial  # type: ignore[attr-defined]
 
 
 class ParallelResidualLayer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
     """Megatron's layer, except that the MLP reads the layer's input instead of attention's sum.
 
-    It computes x + attention(norm(x)) + mlp(norm(x)), each with a LayerNorm of its own.
+    It computes x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own.
     """
 
     def forward(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, Any]:
@@ -301,6 +344,11 @@ class ParallelResidualLayer(TransformerLayer):  # type: ignore[misc]  # Megatron
 
 def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
     """Return the modules of a layer: Megatron's pre-LN transformer layer, our core attention."""
+    norm = NORMS[config.model.normalization]
+    # Its weights are shared by all heads, of which a tensor rank has some.
+    of_heads = IdentityOp
+    if config.model.qk_layernorm:
+        of_heads = ModuleSpec(norm, params={"is_partial": True})
     core = ModuleSpec(
         CoreAttention,
         params={
@@ -313,8 +361,8 @@ def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
         linear_qkv=ColumnParallelLinear,
         core_attention=core,
         linear_proj=RowParallelLinear,
-        q_layernorm=IdentityOp,
-        k_layernorm=IdentityOp,
+        q_layernorm=of_heads,
+        k_layernorm=of_heads,
     )
     second: type | ModuleSpec = RowParallelLinear
     if dropout := config.model.activation_dropout:
@@ -323,14 +371,14 @@ def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
     return ModuleSpec(
         ParallelResidualLayer if config.model.parallel_residual else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=LayerNorm,
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 SelfAttention,
                 {"attn_mask_type": AttnMaskType.causal, "clip_qkv": config.model.clip_qkv},
                 attention,
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=LayerNorm,
+            pre_mlp_layernorm=norm,
             mlp=ModuleSpec(MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
@@ -353,7 +401,7 @@ def _build_chunk(
     """
     num_layers = get_num_layers_to_build(transformer, vp_stage=virtual_stage)
     # Without a class Megatron's block has no norm behind its last layer.
-    final_norm = LayerNorm if config.model.final_layernorm else None
+    final_norm = NORMS[config.model.normalization] if config.model.final_layernorm else None
     spec = TransformerBlockSubmodules([_layer_spec(config, position)] * num_layers, final_norm)
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
@@ -394,7 +442,7 @@ def _build_chunk(
         if table is not None:
             model.embedding.position_embeddings = table
         if config.model.embedding_layernorm:
-            _normalise_embeddings(model)
+            _normalise_embeddings(model, NORMS[config.model.normalization])
         # Before the position table is added, hence on the word embeddings alone. A hook, because
         # Megatron's embedding has no such factor.
         scale = config.embedding_scale
@@ -414,13 +462,13 @@ def _rotate_own_part(model: GPTModel) -> None:
     model.rotary_pos_emb.register_forward_hook(lambda _m, _i, out: out[own_part(len(out))])
 
 
-def _normalise_embeddings(model: GPTModel) -> None:
-    """Add a LayerNorm on the word embeddings; a hook, because Megatron's embedding has none."""
+def _normalise_embeddings(model: GPTModel, kind: type[LayerNorm | RMSNorm]) -> None:
+    """Add a norm on the word embeddings; a hook, because Megatron's embedding has none."""
     embedding, config = model.embedding, model.config
-    norm = LayerNorm(config, config.hidden_size, config.layernorm_epsilon)
     # Where a position table is added, the sequence is split after that, and every tensor rank
     # normalises all of it (megatron/core/models/common/embeddings/language_model_embedding.py).
-    norm.mark(embedding.reduce_scatter_embeddings)
+    is_partial = embedding.reduce_scatter_embeddings
+    norm = kind(config, config.hidden_size, config.layernorm_epsilon, is_partial=is_partial)
     embedding.word_embeddings_layernorm = norm
     embedding.word_embeddings.register_forward_hook(lambda _m, _i, out: norm(out))
 
@@ -451,13 +499,17 @@ def _mark_sharded_weights(model: GPTModel) -> None:
     (megatron/core/tensor_parallel/layers.py), and perform_initialization is off.
     `pretrain.model.gpt` reads the marks.
     """
-    for module in model.modules():
+    for name, module in model.named_modules():
         if (
             isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding))
             # A tied output layer on the stage of the embedding has no weight of its own.
             and module.weight is not None
         ):
-            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)
+            # What Megatron also marks the bias with: a gated MLP has two parts of its outputs.
+            stride = 1 + (name.endswith("linear_fc1") and model.config.gated_linear_unit)
+            set_tensor_model_parallel_attributes(
+                module.weight, is_parallel=True, dim=0, stride=stride
+            )
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)
 
@@ -476,6 +528,8 @@ def _mark_sharded_weights(model: GPTModel) -> None:
 #
 #     parameter                            tensor ranks   pipeline stages     copies
 #     linear_qkv, linear_fc1 weight, bias  split, dim 0   the layer's         none
+#     linear_fc1 of a gated MLP            both halves    the layer's         none
+#                                          split, dim 0
 #     linear_proj, linear_fc2 weight       split, dim 1   the layer's         none
 #     linear_proj, linear_fc2 bias; norms  replicated     the layer's         tensor rank > 0
 #     word_embeddings (vocabulary)         split, dim 0   first; last, if     last stage, if tied
@@ -493,6 +547,10 @@ def _mark_sharded_weights(model: GPTModel) -> None:
 # given element of the model with `is_copy` False; that rank saves it.
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a part of a tensor begins, and its shape."""
+
+
 @dataclass(frozen=True)
 class Named:
     """A parameter of this rank with its global name, and the part of the global tensor it holds."""
@@ -508,17 +566,22 @@ class Named:
     global_shape: tuple[int, ...]
     """Shape in the unsharded model."""
 
-    offset: tuple[int, ...]
-    """Index in the global tensor at which this rank's part starts."""
+    parts: tuple[Box, ...]
+    """What this rank holds of the global tensor, one behind another: one box, or two where a tensor
+    rank has a part of the gate of an MLP and a part of what it gates."""
 
     is_copy: bool
     """True if another tensor rank or pipeline stage holds the same values and saves them."""
 
     def slice_of(self, full: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor, as a view of it."""
-        for axis, (start, size) in enumerate(zip(self.offset, self.shape)):
-            full = full.narrow(axis, start, size)
-        return full
+        """Return this rank's part of a full tensor."""
+        found = []
+        for offset, size in self.parts:
+            part = full
+            for axis, (start, count) in enumerate(zip(offset, size)):
+                part = part.narrow(axis, start, count)
+            found.append(part)
+        return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
@@ -539,13 +602,15 @@ def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
             seen.add(id(parameter))
             name = _global_name(local_name, chunk)
             shape = tuple(parameter.shape)
-            global_shape, offset = list(shape), [0] * len(shape)
             sharded = getattr(parameter, "tensor_model_parallel", False)
-            # Megatron marks a sharded parameter with the dimension that it splits evenly.
+            # Megatron marks a sharded parameter with the dimension that it splits evenly, and with
+            # the number of parts of that dimension that it splits so, one after another.
+            axis, num_parts = 0, 1
             if sharded:
-                axis = parameter.partition_dim
-                offset[axis] = tensor_rank * shape[axis]
-                global_shape[axis] *= tensor_size
+                axis, num_parts = parameter.partition_dim, parameter.partition_stride
+            ranks, rank = (tensor_size, tensor_rank) if sharded else (1, 0)
+            parts = _parts(shape, axis, num_parts, ranks, rank)
+            global_shape = tuple(n * (ranks if i == axis else 1) for i, n in enumerate(shape))
             # The tied output layer repeats the embedding of the first stage; Megatron marks it on
             # the last one (megatron/core/models/common/language_module/language_module.py,
             # setup_embeddings_and_output_layer). Every stage holds the position method.
@@ -554,7 +619,19 @@ def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
                 or getattr(parameter, "shared", False)
                 or (name.startswith("position.") and not is_first_stage)
             )
-            yield Named(name, parameter, shape, tuple(global_shape), tuple(offset), copy)
+            yield Named(name, parameter, shape, global_shape, parts, copy)
+
+
+def _parts(
+    shape: tuple[int, ...], axis: int, num_parts: int, ranks: int, rank: int
+) -> tuple[Box, ...]:
+    """Return what a rank holds of a tensor of which `ranks` split each part evenly."""
+    size = tuple(n // (num_parts if i == axis else 1) for i, n in enumerate(shape))
+
+    def start(part: int) -> tuple[int, ...]:
+        return tuple((part * ranks + rank) * n if i == axis else 0 for i, n in enumerate(size))
+
+    return tuple((start(part), size) for part in range(num_parts))
 
 
 def _global_name(name: str, chunk: GPTModel) -> str:

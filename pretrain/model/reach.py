@@ -267,7 +267,7 @@ def _gaps(layer: Any, clip: float, tokens: Tensor | None) -> Tensor:
         attention.num_attention_heads_per_partition,
         attention.hidden_size_per_attention_head,
     )
-    if not isinstance(norm, nn.LayerNorm):
+    if not isinstance(norm, nn.LayerNorm) or attention.config.qk_layernorm:
         return torch.full((heads,), torch.inf, dtype=torch.float64)
     scale = attention.core_attention.scale
     scale = 1 / math.sqrt(width) if scale is None else abs(scale)

@@ -191,19 +191,26 @@ def full_tensors(optimizer: Any, kind: str) -> dict[str, Tensor]:
     mine = [(f.named, f.start, f.tensors[kind].clone()) for f in fragments]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
-        gathered, [(n.name, n.shape, n.global_shape, n.offset, start, t) for n, start, t in mine]
+        gathered, [(n.name, n.shape, n.global_shape, n.parts, start, t) for n, start, t in mine]
     )
     full: dict[str, Tensor] = {}
-    for name, shape, global_shape, offset, start, flat in (
+    for name, shape, global_shape, parts, start, flat in (
         item for part in gathered for item in part
     ):
         # NaN marks what no fragment has filled yet.
         whole = full.setdefault(name, torch.full(global_shape, float("nan")))
         local = torch.full(shape, float("nan"))
         local.view(-1)[start : start + flat.numel()] = flat
-        target = whole[tuple(slice(o, o + s) for o, s in zip(offset, shape))]
-        target.copy_(torch.where(local.isnan(), target, local))
+        for target, part in _boxes(whole, parts, local):
+            target.copy_(torch.where(part.isnan(), target, part))
     return full
+
+
+def _boxes(whole: Tensor, parts: Any, local: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return each box of `whole` that a rank holds, and what it holds of it, as views."""
+    held = local.split([size[0] for _, size in parts]) if len(parts) > 1 else [local]
+    boxes = [tuple(slice(o, o + s) for o, s in zip(*part)) for part in parts]
+    return [(whole[box], part) for box, part in zip(boxes, held, strict=True)]
 
 
 def _build_model_with(config: RunConfig, state: dict[str, Tensor]) -> tuple[Topology, list[Any]]:
@@ -272,17 +279,17 @@ def _assemble(chunks: list[Any], value: Any, average_over: int) -> dict[str, Ten
     for named in named_parameters(chunks):
         tensor = value(named.parameter).detach().clone()
         dist.all_reduce(tensor, group=group)
-        mine.append((named.name, named.global_shape, named.offset, tensor / average_over))
+        mine.append((named.name, named.global_shape, named.parts, tensor / average_over))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     full: dict[str, Tensor] = {}
-    for name, global_shape, offset, tensor in (item for part in gathered for item in part):
+    for name, global_shape, parts, tensor in (item for part in gathered for item in part):
         whole = full.setdefault(name, torch.full(global_shape, float("nan")))
-        target = whole[tuple(slice(o, o + s) for o, s in zip(offset, tensor.shape))]
-        assert target.isnan().all() or torch.allclose(target, tensor, atol=1e-6), (
-            f"copies of {name} differ"
-        )
-        target.copy_(tensor)
+        for target, held in _boxes(whole, parts, tensor):
+            assert target.isnan().all() or torch.allclose(target, held, atol=1e-6), (
+                f"copies of {name} differ"
+            )
+            target.copy_(held)
     return full
 
 

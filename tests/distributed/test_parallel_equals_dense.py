@@ -56,6 +56,21 @@ VARIANTS = {
     "sinusoidal-vaswani": {"position": {"sinusoidal_table": "vaswani"}},
     # The residual stream reaches the output layer as it is.
     "alibi-no-final-norm": {"model": {"final_layernorm": False}},
+    # Qwen3's block with all of Qwen2's biases: heads wider than hidden_size / heads.
+    "rotary-modern": {
+        "model": {
+            "use_bias": False,
+            "add_qkv_bias": True,
+            "normalization": "rmsnorm",
+            "qk_layernorm": True,
+            "gated_linear_unit": True,
+            "hidden_act": "silu",
+            "num_query_groups": 4,
+            "kv_channels": 16,
+        },
+    },
+    # LayerNorms of heads, with biases, and a gate with all biases.
+    "alibi-geglu": {"model": {"gated_linear_unit": True, "qk_layernorm": True}},
     "rotary-parallel": {
         "model": {"parallel_residual": True, "tie_word_embeddings": False},
         "position": {"rotary_percent": 0.5},
@@ -147,7 +162,7 @@ CORE -= {(variant, layout, 8) for variant in OF_SCORES for layout in LAYOUTS.key
 SPLIT = {
     ("alibi-trainable", "cp4", 8),
     ("alibi-grouped", "tp2cp2sp", 8),
-    ("rotary-parallel", "tp2cp2sp", 8),
+    ("rotary-modern", "tp2cp2sp", 8),
     ("rotary-yarn", "cp2", 8),
     ("sinusoidal", "pp2vpp2cp2", 8),
     ("t5", "cp2", 8),

@@ -26,6 +26,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
+    "silu": lambda x: x * torch.sigmoid(x),
 }
 
 
@@ -89,7 +90,11 @@ class DenseGPT(nn.Module):
                 self._norm(mlp_input, p, f"{layer}.pre_mlp_layernorm"), p, f"{layer}.mlp.linear_fc1"
             )
             x = attended
-            inner = ACTIVATIONS[c.model.hidden_act](hidden)
+            if c.model.gated_linear_unit:
+                gate, up = hidden.tensor_split(2, dim=-1)
+                inner = ACTIVATIONS[c.model.hidden_act](gate) * up
+            else:
+                inner = ACTIVATIONS[c.model.hidden_act](hidden)
             if self.activation_masks is not None:
                 inner = inner * self.activation_masks[i]
             x = x + _linear(inner, p, f"{layer}.mlp.linear_fc2")
@@ -202,6 +207,9 @@ class DenseGPT(nn.Module):
         q = fused[:, :, :, : H // G].reshape(B, S, H, D).transpose(1, 2)  # [B, H, S, D]
         k = fused[:, :, :, H // G].repeat_interleave(H // G, dim=2).transpose(1, 2)
         v = fused[:, :, :, H // G + 1].repeat_interleave(H // G, dim=2).transpose(1, 2)
+        if c.model.qk_layernorm:
+            q = self._norm(q, p, f"{name}.q_layernorm")
+            k = self._norm(k, p, f"{name}.k_layernorm")
         if c.position.method == "rotary":
             n = round(c.position.rotary_percent * D)
             turned = rotary_table(c, n)
@@ -217,6 +225,8 @@ class DenseGPT(nn.Module):
 
     def _norm(self, x: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
         eps = self.config.model.layernorm_epsilon
+        if self.config.model.normalization == "rmsnorm":
+            return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * p[f"{name}.weight"]
         return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p.get(f"{name}.bias"), eps)
 
 
@@ -326,6 +336,7 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
         config.ffn_hidden_size,
     )
     fused = inner + 2 * config.num_query_groups * config.head_dim
+    norm_bias = m.use_bias and m.normalization == "layernorm"
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (vocabulary, h)}
     if m.adaptive_cutoffs is not None:
         shapes = adaptive_shapes(config)
@@ -333,7 +344,7 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
         shapes["embedding.position_embeddings.weight"] = (config.position.table_end(config), h)
     if m.embedding_layernorm:
         shapes["embedding.word_embeddings_layernorm.weight"] = (h,)
-        if m.use_bias:
+        if norm_bias:
             shapes["embedding.word_embeddings_layernorm.bias"] = (h,)
     for i in range(m.num_layers):
         weights = {
@@ -341,17 +352,19 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
             "self_attention.linear_qkv": (fused, h),
             "self_attention.linear_proj": (h, inner),
             "pre_mlp_layernorm": (h,),
-            "mlp.linear_fc1": (ffn, h),
+            "mlp.linear_fc1": (2 * ffn if m.gated_linear_unit else ffn, h),
             "mlp.linear_fc2": (h, ffn),
         }
+        if m.qk_layernorm:
+            weights |= {f"self_attention.{each}_layernorm": (config.head_dim,) for each in "qk"}
         shapes |= {f"decoder.layers.{i}.{name}.weight": shape for name, shape in weights.items()}
-        if m.use_bias:
-            shapes |= {
-                f"decoder.layers.{i}.{name}.bias": shape[:1] for name, shape in weights.items()
-            }
+        for name, shape in weights.items():
+            has_bias = norm_bias if name.endswith("layernorm") else m.use_bias
+            if has_bias or (m.add_qkv_bias and name.endswith("qkv")):
+                shapes[f"decoder.layers.{i}.{name}.bias"] = shape[:1]
     if m.final_layernorm:
         shapes["decoder.final_layernorm.weight"] = (h,)
-        if m.use_bias:
+        if norm_bias:
             shapes["decoder.final_layernorm.bias"] = (h,)
     if not m.tie_word_embeddings and m.adaptive_cutoffs is None:
         shapes["output_layer.weight"] = (vocabulary, h)

@@ -78,7 +78,7 @@ def write(
         pieces, arrays = [], []
         for name, array in tensors.items():
             start, end = (r * array.size // world_size for r in (rank, rank + 1))
-            boxes = global_boxes(array.shape, start, end, (0,) * array.ndim)
+            boxes = global_boxes([((0,) * array.ndim, array.shape)], start, end)
             assert sum(math.prod(size) for _, size in boxes) == end - start
             pieces.append(Piece(name, array.shape, boxes))
             arrays.append(array.reshape(-1)[start:end])

@@ -214,7 +214,7 @@ def test_random_tilings_cover_and_lose_that_with_any_box_shifted():
         boxes = [
             box
             for start, end in pairwise(cuts)
-            for box in global_boxes(shape, start, end, (0,) * len(shape))
+            for box in global_boxes([((0,) * len(shape), shape)], start, end)
         ]
         dice.shuffle(boxes)
         _index(shape, *boxes).check()

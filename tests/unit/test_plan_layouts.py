@@ -49,6 +49,16 @@ MODELS = {
         "model.use_bias=false",
         "position.trainable_slopes=true",
     ],
+    "tp8 pp16 sp, a block of today": [
+        "model.use_bias=false",
+        "model.add_qkv_bias=true",
+        "model.normalization=rmsnorm",
+        "model.qk_layernorm=true",
+        "model.gated_linear_unit=true",
+        "model.hidden_act=silu",
+        "model.num_query_groups=8",
+        "model.kv_channels=96",
+    ],
     "dp128, the 247M of WikiText-103": [
         "model.num_layers=16",
         "model.hidden_size=1024",
