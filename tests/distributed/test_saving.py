@@ -63,7 +63,6 @@ def test_the_same_bytes_as_without_training_beside(pools, tiny_data, tmp_path, l
     ("how", "rank", "words"),
     [
         ("killed", 0, "the process that writes checkpoints"),
-        ("killed", 1, "the process that writes checkpoints"),
         ("disk", 1, "cannot be written (No such file or directory"),
         ("nan", 1, "not finite"),
     ],

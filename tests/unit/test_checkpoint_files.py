@@ -133,9 +133,13 @@ def test_the_page_about_checkpoints_reads_one_with_stock_safetensors(tmp_path, c
     checkpoint = _write(tmp_path)
     page = Path(__file__).parents[2] / "docs/checkpoints.md"
     [code] = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    exec(code.replace("CHECKPOINT", str(checkpoint)), {})
+    last: dict[str, Any] = {}
+    exec(code.replace("CHECKPOINT", str(checkpoint)), last)
     seen = {line.split(" from ")[0] for line in capsys.readouterr().out.splitlines()}
     assert seen == VALUES.keys()
+    begin, box = [int(number) for number in last["offset"].split(",")], last["box"].numpy()
+    place = tuple(slice(b, b + n) for b, n in zip(begin, box.shape, strict=True))
+    assert np.array_equal(VALUES[last["name"]][place], box)
 
 
 @pytest.mark.parametrize(
