@@ -299,8 +299,6 @@ class Collective:
     """Launches of kernels after it was issued and before the caller waited for it, but those of the
     gradient reduction itself. None if nobody has waited, or if the processes are real, where waits
     are not seen."""
-    awaited_in: Phase | None = None
-    """When the caller waited for it."""
 
     @property
     def wire_bytes(self) -> float:

@@ -166,7 +166,6 @@ class _Handle(Work):
     def wait(self, *timeout: Any) -> bool:
         if self.record.hidden_behind is None:
             self.record.hidden_behind = self.counter.cover - self.issued_at
-            self.record.awaited_in = self.counter.phase
         return True
 
     def is_completed(self) -> bool:

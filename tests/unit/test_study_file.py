@@ -93,6 +93,20 @@ def test_a_study_differs_from_its_config_in_what_it_says_and_in_nothing_else(
             assert changed <= said.get(section, set()), section
 
 
+def test_config_files_are_a_run_each_the_shortest_first(tmp_path: Path) -> None:
+    overlays(tmp_path, "rotary_512", "alibi_512", "alibi_64")
+    found = study(tmp_path, CONFIGS)
+    assert [run.name for run in found.runs] == [
+        "alibi-64-s1234",
+        "alibi-512-s1234",
+        "rotary-512-s1234",
+    ]
+    assert found.runs[0].source == tmp_path / "alibi_64.toml"
+    # Absolute patterns too.
+    again = study(tmp_path, CONFIGS | {"configs": f'["{tmp_path}/alibi_*.toml"]'})
+    assert [run.name for run in again.runs] == ["alibi-64-s1234", "alibi-512-s1234"]
+
+
 def test_what_else_the_runs_differ_in_is_said(tmp_path: Path) -> None:
     overlays(tmp_path, "alibi_64", "sinusoidal_64")
     assert other_differences(study(tmp_path, CONFIGS)) == []
