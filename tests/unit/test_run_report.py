@@ -7,7 +7,8 @@ import pytest
 
 from pretrain.config import ConfigError
 from pretrain.evaluation import report
-from pretrain.evaluation.records import records_json
+from pretrain.evaluation.figures import lines_by_step
+from pretrain.evaluation.records import make_curves, records_json
 from pretrain.evaluation.report import combine, report_run
 from tests.unit.report_records import make_record
 
@@ -69,6 +70,23 @@ def test_every_number_stands_in_the_order_of_training(tmp_path):
     for record in curve(tmp_path)["records"]:
         assert record["checkpoint"] == f"{tmp_path}/checkpoints/step-{record['step']:08d}"
         assert record["loss_nats"] == math.log(record["perplexity"])
+
+
+def test_a_line_of_the_figure_is_a_length_over_the_steps():
+    curves = make_curves(
+        [make_record("alibi", *k[1:], p, step=k[0]) for k, p in PERPLEXITIES.items()]
+    )
+    lines, _ = lines_by_step(curves)
+    found = {
+        (line.panel, line.mark): dict(zip(line.xs, (value.value for value in line.values)))
+        for line in lines
+    }
+    assert found == {
+        ("nonoverlapping", "128 = L"): {100: 90.0, 300: 24.0, 400: 20.0},
+        ("nonoverlapping", "512 = 4 L"): {100: 99.0, 300: 21.0, 400: 22.0},
+        ("sliding by 64", "512 = 4 L"): {100: 88.25, 300: 25.0, 400: 19.5},
+    }
+    assert [list(line.xs) for line in lines] == [[100, 300, 400]] * 3
 
 
 def test_what_could_not_be_evaluated_is_named_and_holds_up_nothing(tmp_path):
