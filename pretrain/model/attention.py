@@ -28,7 +28,7 @@ from pretrain.kernels.context import context_attention
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
 from pretrain.model.cache import KeyCache
-from pretrain.positions.base import OWN, Rope
+from pretrain.positions.base import OWN, PositionMethod, Rope
 from pretrain.topology import context_group, own_part
 
 
@@ -58,7 +58,7 @@ class Positions(nn.Module):
                 set_tensor_model_parallel_attributes(part, is_parallel=True, dim=0, stride=1)
             self.register_parameter(name.removeprefix(OWN), part)
         # Plain tensors and no buffers: casting the module to bf16 would round a buffer.
-        self._fixed: dict[torch.device, dict[str, Any]] = {}
+        self._fixed: dict[tuple[torch.device, int], dict[str, Any]] = {}
 
     @property
     def megatron_type(self) -> str:
@@ -82,22 +82,30 @@ class Positions(nn.Module):
         added = self.method.embedded(self.config, torch.zeros(1, 1, dtype=torch.int64))
         return None if added is None else AddedPositions(self.config)
 
-    def score_terms(self, device: torch.device) -> dict[str, Any]:
+    def of_layer(self, layer: int) -> PositionMethod:
+        """Return the method of a layer, from 0 in the whole model."""
+        return self.method.of_layer(self.config, layer)
+
+    def score_terms(self, device: torch.device, layer: int) -> dict[str, Any]:
         """Return what is added to the attention scores of this rank's heads.
 
         Args:
             device: The device of the queries.
+            layer: The layer, from 0 in the whole model.
 
         Returns:
             Keyword arguments of `pretrain.kernels.dispatch.attention`.
         """
+        method = self.of_layer(layer)
         # By attribute, because that is when ZeRO 3 gathers a parameter which it has divided.
-        if own := {name: getattr(self, name) for name in self._parameters}:
-            return self.method.score_terms(self.config, self.heads, own, device)
-        if device not in self._fixed:
-            found = self.method.score_terms(self.config, self.heads, {}, device)
-            self._fixed[device] = found
-        return self._fixed[device]
+        all_own = {name: getattr(self, name) for name in self._parameters}
+        if own := self.method.own_of_layer(layer, all_own):
+            return method.score_terms(self.config, self.heads, own, device)
+        # The config holds the method, so no other has its id.
+        key = device, id(method)
+        if key not in self._fixed:
+            self._fixed[key] = method.score_terms(self.config, self.heads, {}, device)
+        return self._fixed[key]
 
 
 class AddedPositions(nn.Module):
@@ -130,6 +138,22 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
         """
         super().__init__(*args, **named)
         self.clip_qkv = clip_qkv
+
+    def forward(
+        self, *args: Any, rotary_pos_emb: Tensor | None = None, **named: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what Megatron's returns, without its rotation in a layer whose method has none.
+
+        Args:
+            *args: Megatron's.
+            rotary_pos_emb: Angles, which Megatron's block hands to every layer; the name is its.
+            **named: Megatron's.
+        """
+        if self.core_attention.method.rope() is None:
+            rotary_pos_emb = None
+        found: tuple[Tensor, Tensor | None]
+        found = super().forward(*args, rotary_pos_emb=rotary_pos_emb, **named)
+        return found
 
     def get_query_key_value_tensors(
         self,
@@ -262,7 +286,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
 
         Args:
             config: Megatron's configuration.
-            layer_number: Number of the layer in this chunk; not used.
+            layer_number: Number of the layer in the whole model, from 1.
             attn_mask_type: Not used: `causal` says it.
             attention_type: Not used: there is only self-attention.
             position: The position method. One instance is shared by all layers of the rank.
@@ -277,6 +301,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         # A module assigned to an attribute would be registered as a submodule, and the parameters
         # of the shared method would appear once per layer. The tuple hides it from torch.
         self.position = (position,)
+        self.layer = layer_number - 1
+        self.method = position.of_layer(self.layer)
         self.backend, self.causal = backend, causal
         self.scale = softmax_scale
         self.cache: KeyCache | None = None
@@ -311,10 +337,14 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         if self.cache is None:
             out = self._attend(query, key, value, attention_mask=attention_mask)
         else:
-            slopes = self.position[0].score_terms(query.device).get("slopes")
+            slopes = self.slopes(query.device)
             scale = self.scale or query.shape[3] ** -0.5
             out = self.cache.attend(query, key, value, slopes, scale, self._attend)
         return out.reshape(*out.shape[:2], -1)
+
+    def slopes(self, device: torch.device) -> Tensor | None:
+        """Return the slopes of this rank's heads, fp32 [heads], or None if the layer has none."""
+        return self.position[0].score_terms(device, self.layer).get("slopes")
 
     def _attend(
         self,
@@ -326,9 +356,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
     ) -> Tensor:
         """Return the output [S, B, heads, D] of the queries, those of `heads` if not of all."""
         dropout = self.dropout if self.training else 0.0
-        position = self.position[0]
-        query, key = position.method.queries_and_keys(position.config, query, key)
-        terms = position.score_terms(query.device)
+        position, group = self.position[0], context_group()
+        first, length = group.rank() * len(key), group.size() * len(key)
+        query, key = self.method.queries_and_keys(position.config, query, key, first, length)
+        terms = position.score_terms(query.device, self.layer)
         if heads is not None:
             terms = of_heads(terms, heads)
         # Tensor-parallel ranks hold different heads and must draw different masks, so dropout uses
@@ -336,7 +367,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         # has already forked it around all layers (megatron/core/transformer/transformer_block.py).
         fork = dropout > 0 and not self.config.sequence_parallel
         # One rank of several holds a part of the sequence.
-        group = context_group()
         compute = attention
         if group.size() > 1:
             compute = functools.partial(context_attention, group=group)
@@ -374,8 +404,8 @@ LENGTH = 64
 def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
     """Compare this rank's core attention with a dense reference on random inputs.
 
-    One layer is run, since all layers share the position method; that every layer uses our
-    attention at all is checked by counting.
+    One layer of each method is run; that every layer uses our attention at all is checked by
+    counting.
 
     Raises:
         RunFailed: if the outputs differ, or if a layer uses another attention.
@@ -388,8 +418,12 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
             f"{expected_layers - len(layers)} of {expected_layers} layers on this rank do not use "
             "pretrain.model.attention.CoreAttention, so their attention would have no positions"
         )
-    if not layers:
-        return
+    for core in {id(core.method): core for core in layers}.values():
+        _check_layer(config, core)
+
+
+def _check_layer(config: RunConfig, core: CoreAttention) -> None:
+    """Compare the core attention of one layer with the dense reference."""
     length = LENGTH * context_group().size()
     own = own_part(length)
     query, key, value = whole = _random_inputs(config, length)
@@ -398,7 +432,7 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
         # Two documents of unequal lengths.
         index = torch.arange(length, dtype=torch.int32, device=platform.device())
         starts = torch.where(index < length // 3, 0, length // 3)[None].int()
-    core, training = layers[0], layers[0].training
+    training = core.training
     parts = [*(x[own] for x in whole), None if starts is None else starts[:, own]]
     try:
         # Some backends have no dropout. The call with dropout is made only to see it refused.
@@ -410,12 +444,12 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
             f"model.attention_backend = {config.model.attention_backend}: {refusal}"
         ) from None
     core.train(training)
-    query, key = config.position.queries_and_keys(config, query, key)
+    query, key = core.method.queries_and_keys(config, query, key, 0, length)
     expected = attention_reference(
         query,
         key,
         value,
-        **_expected_terms(config, chunks[0].position),
+        **_expected_terms(config, core),
         document_starts=starts,
         causal=not config.is_masked,
     )[own].float()
@@ -424,7 +458,7 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
     # Written with "not", so that a NaN fails.
     if not error <= tolerance:
         raise RunFailed(
-            f"position.method = {config.position.method}: attention differs from the dense "
+            f"position.method = {core.method.method}: attention differs from the dense "
             f"reference by {error:.2g}, and rounding explains at most {tolerance:.0e}"
         )
 
@@ -443,15 +477,16 @@ def _random_inputs(config: RunConfig, length: int) -> tuple[Tensor, ...]:
     )
 
 
-def _expected_terms(config: RunConfig, position: Positions) -> dict[str, Any]:
+def _expected_terms(config: RunConfig, core: CoreAttention) -> dict[str, Any]:
     """Return the keyword arguments of the reference: what should be added to this rank's scores.
 
     Terms that are not learned are derived for all heads here and then sliced, since what is being
     checked is that the rank adds those of its heads. Learned ones have no other source than the
     model.
     """
-    if list(position.parameters()):
-        return position.score_terms(platform.device())
+    (position,) = core.position
+    if position.method.own_of_layer(core.layer, dict(position.named_parameters())):
+        return position.score_terms(platform.device(), core.layer)
     every_head = slice(0, config.model.num_attention_heads)
-    whole = config.position.score_terms(config, every_head, {}, platform.device())
+    whole = core.method.score_terms(config, every_head, {}, platform.device())
     return of_heads(whole, position.heads)

@@ -304,9 +304,13 @@ class Decoder:
         self.groups = config.num_query_groups // config.parallel.tensor_model_parallel_size
         self.reaches: Sequence[Sequence[float] | None] = [None] * len(self.layers)
         """Certificate of each layer and key head in tokens; None for a method without reach."""
-        if config.position.bias == "slopes":
+        if any(layer.method.bias == "slopes" for layer in self.layers):
             of_heads = certificates(config, chunk, max_length)
-            self.reaches = of_heads.view(len(of_heads), self.groups, -1).amax(2).tolist()
+            of_groups = of_heads.view(len(of_heads), self.groups, -1).amax(2).tolist()
+            self.reaches = [
+                reach if layer.method.bias == "slopes" else None
+                for layer, reach in zip(self.layers, of_groups)
+            ]
         self.reset()
 
     def reset(self) -> None:

@@ -83,20 +83,20 @@ def certificates(
     Returns:
         fp64 [layers of the chunk, heads of this rank], on the CPU: all keys farther away than this
         many tokens have weights that sum to less than 2^-24 in every row. Infinite for a head whose
-        slope is not positive.
-
-    Raises:
-        ConfigError: The position method has no slopes.
+        slope is not positive, and in layers without slopes.
     """
-    slopes = slopes_of(config, chunk)
     tokens = _normalised_vocabulary(chunk)
     clip = math.inf if config.model.clip_qkv is None else config.model.clip_qkv
-    gaps = []
+    device, heads = next(chunk.parameters()).device, chunk.position.heads
+    found = torch.full((len(chunk.decoder.layers), heads.stop - heads.start), math.inf).double()
     for number, layer in enumerate(chunk.decoder.layers):
-        gaps.append(_gaps(layer, clip, None if number else tokens))
+        slopes = layer.self_attention.core_attention.slopes(device)
+        if slopes is not None:
+            gap = _gaps(layer, clip, None if number else tokens)
+            slopes = slopes.detach().double().cpu()
+            found[number] = reach_of(gap, slopes, num_keys, two_sided=config.is_masked)
         done()
-    gap = torch.stack(gaps) if gaps else torch.empty(0, len(slopes), dtype=torch.float64)
-    return reach_of(gap, slopes, num_keys, two_sided=config.is_masked)
+    return found
 
 
 def check_reach(config: RunConfig) -> None:
@@ -120,7 +120,7 @@ def slopes_of(config: RunConfig, chunk: GPTModel) -> Tensor:
     """
     check_reach(config)
     device = next(chunk.parameters()).device
-    terms = chunk.position.score_terms(device)
+    terms = chunk.position.score_terms(device, 0)
     return terms["slopes"].detach().double().cpu()  # type: ignore[no-any-return]
 
 

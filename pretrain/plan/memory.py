@@ -13,7 +13,7 @@ from functools import lru_cache
 from pretrain.config import Layout, RunConfig, num_parameters
 from pretrain.config.tensors import TIED, ModelTensor, stage_tensors, widths
 from pretrain.optim import Piece, Settings, cut
-from pretrain.positions.base import OWN
+from pretrain.positions.base import OWN, by_layer
 
 # ---- The order in which a pipeline stage runs its micro batches, as Megatron's schedules do ----
 # Origin: megatron/core/pipeline_parallel/schedules.py, `get_pp_rank_microbatches`,
@@ -588,10 +588,13 @@ def _moments(
         (activations, logits, buffers) in bytes of each moment.
     """
     a = Activations(config, is_modern)
+    kinds = [Activations(each, is_modern) for each in by_layer(config)]
+    # Of unlike layers the mean.
+    of_layer = sum(kind.layer() for kind in kinds) // len(kinds)
     chunks = chunk_layers(config, stage)
     last = len(config.layers_per_chunk) - 1
     size = [
-        layers * a.layer()
+        layers * of_layer
         + (a.embedding() if number == 0 else 0)
         + (a.loss() if number == last else 0)
         for number, layers in chunks
@@ -600,7 +603,8 @@ def _moments(
     received = _exchanged(layout, stage) * a.stream
     # The loss has given back what it kept when the layers begin. Without a loss, the gradient of
     # the output is the one received.
-    logits_size, of_loss, of_layers = a.logits(), a.loss(), a.layer_buffers()
+    logits_size, of_loss = a.logits(), a.loss()
+    of_layers = max(kind.layer_buffers() for kind in kinds)
     in_loss = a.loss_buffers(is_tied_here)
     in_embedding = a.embedding() + a.embedding_weight() + a.whole
     found: set[tuple[int, int, int]] = set()

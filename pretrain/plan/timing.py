@@ -21,6 +21,7 @@ from pretrain.model import (
     peak_tflops_per_second,
 )
 from pretrain.plan.memory import Activations, Stage, chunk_layers, zero_stage
+from pretrain.positions.base import PositionMethod, by_layer
 
 # ---- GPUs ----
 
@@ -345,10 +346,10 @@ class Reach:
     def near(self, config: RunConfig) -> list[list[float]]:
         """Return the keys that each head sees at most, by layer, of the layers that differ."""
         length, heads = config.data.sequence_length, config.model.num_attention_heads
-        slopes = config.position.head_slopes(config)
-        if slopes is None:
-            return [[length] * heads]
-        layers = self.tokens or [[self.factor / s if s > 0 else math.inf for s in slopes]]
+        slopes = [each.position.head_slopes(config) or [0] * heads for each in by_layer(config)]
+        layers = self.tokens or [
+            [self.factor / s if s > 0 else math.inf for s in of_layer] for of_layer in slopes
+        ]
         return [[min(max(each, ALL_UP_TO), length) for each in layer] for layer in layers]
 
     def pairs(self, config: RunConfig, context: int = 1) -> list[float]:
@@ -500,11 +501,17 @@ class Step:
         have heads of their own, and wait for the one whose heads see farthest, as context ranks do
         for the last one.
         """
-        heads = self.config.model.num_attention_heads // self.layout.tensor
-        pairs = self.target.reach.pairs(self.config, self.layout.context)
+        found = [self._attention_ms(each) for each in by_layer(self.config)]
+        forward, backward = (sum(part) / len(found) for part in zip(*found))
+        return forward, backward
+
+    def _attention_ms(self, config: RunConfig) -> tuple[float, float]:
+        """Return `attention_ms` if all layers had the position method of a config."""
+        heads = config.model.num_attention_heads // self.layout.tensor
+        pairs = self.target.reach.pairs(config, self.layout.context)
         most = max(sum(pairs[i : i + heads]) for i in range(0, len(pairs), heads))
-        flops = 4 * most * self.config.head_dim * self.num_layers * self.tokens
-        kept = Activations(self.config, self.device.is_modern)
+        flops = 4 * most * config.head_dim * self.num_layers * self.tokens
+        kept = Activations(config, self.device.is_modern)
         is_slow = kept.uses_mask or kept.is_scored
         rates = self.device.masked_tflops if is_slow else self.device.attention_tflops
         forward, backward = 1e3 * flops / (rates[0] * 1e12), 1e3 * 2.5 * flops / (rates[1] * 1e12)
@@ -516,9 +523,9 @@ class Step:
         recomputed = self.config.train.recompute_granularity != "none"
         return forward, backward + recomputed * forward
 
-    def elements(self) -> float:
+    def elements(self, position: PositionMethod) -> float:
         """Return the elements of width d that a layer moves per token, forward and backward."""
-        m, position, costs = self.config.model, self.config.position, self.costs
+        m, costs = self.config.model, self.costs
         # Of the norms and the residual stream this rank may compute a part of the tokens alone.
         total = costs.stream / (self.layout.tensor if self.config.parallel.sequence_parallel else 1)
         # Tensor-parallel ranks divide the rest; of the gradients of biases it is seven ninths.
@@ -542,12 +549,14 @@ class Step:
         count = self.layout.num_microbatches
         tokens = count * self.tokens
         # Two bytes an element.
-        moved = 2 * self.elements() * m.hidden_size * self.num_layers * tokens
+        methods = [each.position for each in by_layer(self.config)]
+        elements = sum(map(self.elements, methods)) / len(methods)
+        moved = 2 * elements * m.hidden_size * self.num_layers * tokens
         logits = self.config.padded_vocab_size // self.layout.tensor * tokens * self.has_output
         accumulated = costs.first_sum + (count - 1) * costs.later_sum
         launches = costs.launches + costs.bias_launches * m.use_bias
-        if self.config.position.rotated_channels(self.config):
-            launches += ROTATION_LAUNCHES
+        rotating = sum(each.rotated_channels(self.config) > 0 for each in methods)
+        launches += ROTATION_LAUNCHES * rotating / len(methods)
         launches *= self.num_layers * count
         if self.config.train.recompute_granularity == "full":
             launches *= 4 / 3

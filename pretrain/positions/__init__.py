@@ -10,4 +10,14 @@ Nothing here imports torch before a model is built: the launcher reads configs t
 # RunConfig needs PositionMethod, which is a section of a config. Whichever of the two packages is
 # imported first, this line makes pretrain.config the outer one.
 import pretrain.config  # noqa: F401  # isort: skip
-from pretrain.positions import alibi, kerple, learned, none, rotary, sinusoidal, t5  # noqa: F401
+from pretrain.positions import (  # noqa: F401
+    alibi,
+    hybrid,
+    kerple,
+    learned,
+    none,
+    rotary,
+    sinusoidal,
+    t5,
+    xpos,
+)

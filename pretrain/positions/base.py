@@ -58,9 +58,10 @@ class PositionMethod(ChosenSection):
 
     method: str = "alibi"
     """alibi: linear biases on attention scores. sinusoidal, learned: a table added to the
-    embeddings. rotary: queries and keys are rotated. t5: a learned bias on attention scores for
-    each bucket of distances. kerple: a learned logarithm or power of the distance. none: no
-    positions. Each has the keys that name it."""
+    embeddings. rotary: queries and keys are rotated; xpos: and fade with the distance. t5: a
+    learned bias on attention scores for each bucket of distances. kerple: a learned logarithm or
+    power of the distance. none: no positions. hybrid: layers of other methods. Each has the keys
+    that name it."""
 
     title: ClassVar[str] = ""
     """What people call it, as in "a model with ALiBi positions". Default: position.method."""
@@ -141,14 +142,16 @@ class PositionMethod(ChosenSection):
         return None
 
     def queries_and_keys(
-        self, config: RunConfig, query: Tensor, key: Tensor
+        self, config: RunConfig, query: Tensor, key: Tensor, first: int, length: int
     ) -> tuple[Tensor, Tensor]:
         """Return queries and keys as the scores see them, where that is not Megatron's rotation.
 
         Args:
             config: The run.
             query: [queries, B, heads of this rank, D]; they are the last positions of the keys.
-            key: [keys, B, key heads of this rank, D], from position 0 on.
+            key: [keys, B, key heads of this rank, D].
+            first: Position of the first key: a context rank holds a part of the sequence.
+            length: Positions of the whole sequence.
         """
         return query, key
 
@@ -160,7 +163,7 @@ class PositionMethod(ChosenSection):
         Args:
             config: The run.
             heads: The heads of this tensor-parallel rank, among those of the whole model.
-            own: This rank's part of `tensors`, "position.NAME" by NAME.
+            own: What `own_of_layer` returns of this rank's part of `tensors`.
             device: The device of the queries.
 
         Returns:
@@ -168,6 +171,23 @@ class PositionMethod(ChosenSection):
             they are kept for later calls.
         """
         return {}
+
+    def of_layer(self, config: RunConfig, layer: int) -> PositionMethod:
+        """Return the method of a layer, from 0 in the whole model: layers may have different ones.
+
+        All rooms ask it for what a layer does, or `layers` for the list. What a model has once is
+        asked of the method itself: its keys and tensors, the embeddings, the rotation.
+        """
+        return self
+
+    def own_of_layer(self, layer: int, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the part of a rank's parameters that `score_terms` of a layer is given.
+
+        Args:
+            layer: The layer, from 0 in the whole model.
+            own: This rank's part of `tensors`, "position.NAME" by NAME.
+        """
+        return own
 
     # ---- reach and costs ----
 
@@ -212,6 +232,19 @@ def generator(config: RunConfig, name: str) -> torch.Generator:
 
 METHODS: dict[str, type[PositionMethod]] = PositionMethod.REGISTERED
 """Value of position.method -> its class. A subclass of PositionMethod enters itself."""
+
+
+def layers(config: RunConfig) -> list[PositionMethod]:
+    """Return the method of each layer of the whole model."""
+    return [config.position.of_layer(config, n) for n in range(config.model.num_layers)]
+
+
+def by_layer(config: RunConfig) -> list[RunConfig]:
+    """Return the run as each layer sees it, with the method of the layer; once if all are alike."""
+    found = layers(config)
+    if all(method is config.position for method in found):
+        return [config]
+    return [config.model_copy(update={"position": method}) for method in found]
 
 
 def all_keys() -> dict[str, FieldInfo]:

@@ -178,7 +178,7 @@ class Rotary(PositionMethod):
         return Rope(base, self.rotary_percent, scaled)
 
     def queries_and_keys(
-        self, config: RunConfig, query: Tensor, key: Tensor
+        self, config: RunConfig, query: Tensor, key: Tensor, first: int, length: int
     ) -> tuple[Tensor, Tensor]:
         # transformers multiplies the cosines and sines of both by the temperature. Scores are the
         # same if queries alone are multiplied by its square.

@@ -43,6 +43,9 @@ def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> di
     micro_batches = _split_among_ranks(config, topology, tokens)
     local_logits = _logits(config, chunks, micro_batches)
     losses = run_schedule(chunks, micro_batches, _mean_loss)
+    for parameter in chunks[0].position.parameters():
+        # The optimizer's fp32 sums are there, too, where no layer of a stage uses a parameter.
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     finalize_gradients(chunks)
     loss = average_loss(losses, topology)
     full = _assemble(chunks, gradient, average_over=topology.layout.replicas)

@@ -48,6 +48,19 @@ VARIANTS = {
     "t5": {"model": {"use_bias": False}},
     "learned": {"evaluation": {"lengths": [32]}},
     "none": {"model": {"use_bias": False, "tie_word_embeddings": False}},
+    # It fades within 32 tokens.
+    "xpos": {"position": {"xpos_scale_base": 20}},
+    # A layer of its own for each kind of positions, so that stages differ.
+    "hybrid": {
+        "position": {
+            "layers": [
+                {"method": "alibi", "trainable_slopes": True},
+                {"method": "none"},
+                {"method": "rotary"},
+                {"method": "t5"},
+            ]
+        }
+    },
     "alibi-embedding-norm": {"model": {"embedding_layernorm": True}},
     # Here every tensor rank normalises the whole sequence, also under sequence parallelism.
     "sinusoidal-embedding-norm": {"model": {"embedding_layernorm": True}},
@@ -168,6 +181,8 @@ SPLIT = {
     ("t5", "cp2", 8),
     ("learned", "cp4", 8),
     ("kerple-power", "tp2cp2sp", 8),
+    ("xpos", "cp4", 8),
+    ("hybrid", "tp2cp2sp", 8),
 }
 CORE = {case for case in CORE if "cp" not in case[1]} | SPLIT
 

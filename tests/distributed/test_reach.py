@@ -128,7 +128,7 @@ def attack(config: RunConfig, state: dict[str, Tensor]) -> list[tuple[float, ...
     _, (chunk,) = _build_model_with(config, state)
     chunk.eval()
     reach = certificates(config, chunk, 10**9)
-    slopes = chunk.position.score_terms(torch.device("cpu"))["slopes"].tolist()
+    slopes = chunk.position.score_terms(torch.device("cpu"), 0)["slopes"].tolist()
     vocabulary = chunk.embedding.word_embeddings(torch.arange(512)[None]).detach()[0]
     # The weights that the model has, in fp64.
     state = {name: tensor.to(vocabulary.dtype).double() for name, tensor in state.items()}

@@ -45,10 +45,10 @@ class Toy(PositionMethod):
         return {"position.toy_slopes": torch.linspace(0.5, 0.01, config.model.num_attention_heads)}
 
     def queries_and_keys(
-        self, config: RunConfig, query: Tensor, key: Tensor
+        self, config: RunConfig, query: Tensor, key: Tensor, first: int, length: int
     ) -> tuple[Tensor, Tensor]:
-        last = len(key)
-        return self._turned(query, last - len(query), 1.0), self._turned(key, 0, -1.0)
+        last = first + len(key)
+        return self._turned(query, last - len(query), 1.0), self._turned(key, first, -1.0)
 
     def _turned(self, x: Tensor, first: int, sign: float) -> Tensor:
         half = x.shape[-1] // 2

@@ -10,6 +10,7 @@ Shapes: B batch, S tokens, H heads, G query groups, D size of a head, V padded v
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from pretrain.config import RunConfig
 from tests.conftest import tiny_config
+from tests.reference.content import CONTENT
 from tests.reference.nag import FairseqNAG
 from tests.reference.positions import ORACLES
 
@@ -79,11 +81,14 @@ class DenseGPT(nn.Module):
         """Return the logits [B, S, V] of token ids [B, S]; log p of an adaptive softmax."""
         c, p = self.config, dict(self.named_parameters())
         x = self._embed(ids, p)
-        bias = self._score_bias(ids.shape[1], p, x)
         for i in range(c.model.num_layers):
             layer = f"decoder.layers.{i}"
-            attended = x + self._attention(
-                self._norm(x, p, f"{layer}.input_layernorm"), bias, p, f"{layer}.self_attention"
+            model, own = self._with_positions_of(i, p)
+            attended = x + model._attention(
+                self._norm(x, p, f"{layer}.input_layernorm"),
+                model._score_bias(ids.shape[1], own, x),
+                own,
+                f"{layer}.self_attention",
             )
             mlp_input = x if c.model.parallel_residual else attended
             hidden = _linear(
@@ -108,6 +113,18 @@ class DenseGPT(nn.Module):
             else "output_layer.weight"
         )
         return x @ p[output].T
+
+    def _with_positions_of(
+        self, layer: int, p: dict[str, Tensor]
+    ) -> tuple[DenseGPT, dict[str, Tensor]]:
+        """Return a model with the method of one layer of a hybrid, and parameters by its names."""
+        if self.config.position.method != "hybrid":
+            return self, p
+        entries = self.config.position.layers
+        number = layer % len(entries)
+        model = copy.copy(self)
+        model.config = self.config.model_copy(update={"position": entries[number]})
+        return model, {name.replace(f".layers_{number}_", "."): x for name, x in p.items()}
 
     def loss(self, ids: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats of predicting ids[:, 1:] from ids[:, :-1].
@@ -216,9 +233,12 @@ class DenseGPT(nn.Module):
             q = torch.cat([rotate(q[..., :n], *turned), q[..., n:]], dim=-1)
             k = torch.cat([rotate(k[..., :n], *turned), k[..., n:]], dim=-1)
         scores = q @ k.transpose(-1, -2) / math.sqrt(D)
+        own = {n.removeprefix("position."): x for n, x in p.items()}
         if (oracle := ORACLES.get(c.position.method)) is not None:
-            own = {n.removeprefix("position."): x for n, x in p.items()}
             scores = oracle.scores(scores, c, own)
+        if (content := CONTENT.get(c.position.method)) is not None:
+            layer = int(name.split(".")[2])
+            scores = content.products(q, k, c, own, layer) / math.sqrt(D)
         scores = scores + bias
         out = torch.softmax(scores, dim=-1) @ v
         return _linear(out.transpose(1, 2).reshape(B, S, H * D), p, f"{name}.linear_proj")
@@ -368,15 +388,17 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
             shapes["decoder.final_layernorm.bias"] = (h,)
     if not m.tie_word_embeddings and m.adaptive_cutoffs is None:
         shapes["output_layer.weight"] = (vocabulary, h)
-    if config.position.method == "t5":
-        shapes["position.relative_attention_bias"] = (
-            heads,
-            config.position.relative_attention_num_buckets,
-        )
-    if getattr(config.position, "trainable_slopes", False):
-        shapes["position.slopes"] = (heads,)
-    if (oracle := ORACLES.get(config.position.method)) is not None:
-        shapes |= {f"position.{name}": shape for name, shape in oracle.shapes(config).items()}
+    entries = getattr(config.position, "layers", [config.position])
+    for i, each in enumerate(entries):
+        begin = "position." if each is config.position else f"position.layers_{i}_"
+        if each.method == "t5":
+            buckets = each.relative_attention_num_buckets
+            shapes[f"{begin}relative_attention_bias"] = (heads, buckets)
+        if getattr(each, "trainable_slopes", False):
+            shapes[f"{begin}slopes"] = (heads,)
+        if (oracle := ORACLES.get(each.method) or CONTENT.get(each.method)) is not None:
+            found = oracle.shapes(config.model_copy(update={"position": each}))
+            shapes |= {f"{begin}{name}": shape for name, shape in found.items()}
     return shapes
 
 
@@ -410,9 +432,9 @@ def random_state(config: RunConfig, seed: int) -> dict[str, Tensor]:
         noise = 0.08 * torch.randn(shape, generator=generator)
         if name.endswith("layernorm.weight"):
             noise = 1 + noise
-        elif name == "position.relative_attention_bias":
+        elif name.endswith("relative_attention_bias"):
             noise = noise * (0.5 / 0.08)
-        elif name == "position.slopes":
+        elif name.endswith("slopes"):
             noise = alibi_slopes(shape[0]).float() * torch.exp(noise)
         elif name in given:
             noise = torch.where(given[name] == 0, 6 * noise, given[name] * torch.exp(-noise.abs()))

@@ -266,7 +266,9 @@ def test_the_model_of_a_step_knows_what_positions_cost(position):
         )
 
     (elements, launches, step), (usual, few, alibi) = layer(*position), layer()
-    assert step.elements() - alibi.elements() == pytest.approx(elements - usual, rel=2e-3)
+    assert step.elements(step.config.position) - alibi.elements(
+        alibi.config.position
+    ) == pytest.approx(elements - usual, rel=2e-3)
     gaps = [each.compute_lines["gaps between kernels"] for each in (step, alibi)]
     # Two or three more where heads are rotated in part, or without our kernel.
     added = (gaps[0] / gaps[1] - 1) * MODERN.launches

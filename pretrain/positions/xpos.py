@@ -1,0 +1,91 @@
+"""xPos: rotary positions whose scores fade with the distance (Sun et al. 2022, arXiv 2212.10554)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from pretrain.config.errors import Refusal
+from pretrain.positions.base import PositionMethod
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pretrain.config.run import RunConfig
+
+GAMMA = 0.4
+"""The paper's, of the slowest fading: section 2.3."""
+
+
+class XPos(PositionMethod):
+    """Queries and keys are rotated, and pairs of channels fade at rates of their own.
+
+    Section 2.3 of the paper: with 2 h channels of a head, pair k of the query at position n and of
+    the key at position m, as complex numbers, give the score
+
+        sum over k of Re[q_k conj(k_k) e^(i (n - m) t_k)] z_k^((n - m) / scale_base)
+        t_k = base^(-k / h)    z_k = (k / h + gamma) / (1 + gamma)    gamma = 0.4
+
+    Pairs are channels k and k + h, where the authors' code (torchscale/component/
+    xpos_relative_position.py in microsoft/torchscale) has neighbours: the same model, in another
+    order of channels. As there, positions are counted from the middle of the text, since each side
+    of the product holds a factor that grows with the distance from there. The factors fit into
+    fp32 and bf16 up to 70,000 tokens, and into fp16 up to 9,000.
+    """
+
+    method: Literal["xpos"] = "xpos"
+
+    xpos_base: float = Field(default=10_000.0, gt=1)
+    """Base of the frequencies."""
+
+    xpos_scale_base: float = Field(default=512.0, gt=0)
+    """Tokens in which the fastest fading pair falls to 0.29 and the slowest hardly. The paper and
+    its code have 512; a smaller one sees less far."""
+
+    title = "xPos"
+
+    def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        """Yield why the channels cannot be rotated, or would grow with the distance."""
+        if config.head_dim % 2:
+            yield Refusal(
+                "model.hidden_size",
+                config.model.hidden_size,
+                f"xPos rotates pairs of channels, and a head has {config.head_dim} channels",
+                "Choose a hidden_size that gives each head an even width",
+            )
+        if config.is_masked:
+            yield Refusal(
+                "position.method",
+                self.method,
+                "the scores of later keys would grow with the distance, and train.objective = "
+                '"masked" shows them',
+                'Set position.method = "rotary"',
+            )
+
+    def queries_and_keys(
+        self, config: RunConfig, query: Tensor, key: Tensor, first: int, length: int
+    ) -> tuple[Tensor, Tensor]:
+        first -= length // 2
+        behind = len(key) - len(query)
+        return self._turned(query, first + behind, 1.0), self._turned(key, first, -1.0)
+
+    def _turned(self, x: Tensor, first: int, sign: float) -> Tensor:
+        """Return rotated channels [S, B, heads, D], scaled by the sign's power of the factors."""
+        import torch
+
+        half = x.shape[-1] // 2
+        # In fp64: an fp32 angle near position 2000 has a rounding error of 1e-4.
+        place = torch.arange(first, first + len(x), device=x.device, dtype=torch.float64)
+        place = place[:, None, None, None]
+        share = torch.arange(half, device=x.device, dtype=torch.float64) / half
+        angle = place * self.xpos_base**-share
+        factor = ((share + GAMMA) / (1 + GAMMA)) ** (sign * place / self.xpos_scale_base)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+
+    def rotated_channels(self, config: RunConfig) -> int:
+        return config.head_dim
