@@ -37,7 +37,7 @@ class Hybrid(PositionMethod):
     fourth layer has no positions, as in SmolLM3, and the others rotate."""
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
-        """Yield why layers cannot have these methods, and what each method has against the model."""
+        """Yield why layers cannot have these methods, and what each method refuses itself."""
         count = config.model.num_layers
         if not 1 <= len(self.layers) <= count:
             yield Refusal(

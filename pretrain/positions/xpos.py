@@ -1,4 +1,4 @@
-"""xPos: rotary positions whose scores fade with the distance (Sun et al. 2022, arXiv 2212.10554)."""
+"""xPos: rotary positions whose scores fade with the distance (Sun et al. 2022, 2212.10554)."""
 
 from __future__ import annotations
 

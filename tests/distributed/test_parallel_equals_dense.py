@@ -163,6 +163,7 @@ CORE -= {
     for layout in LAYOUTS
     if layout != "tp2pp2sp"
 }
+CORE -= {("xpos", layout, 8) for layout in ("tp2", "pp2vpp2")} | {("hybrid", "tp2", 8)}
 # Two stages are in tp2pp2sp and pp2vpp2, too, and data-parallel ranks average whatever there is.
 CORE -= {
     (variant, layout, 8)

@@ -66,6 +66,8 @@ ROTARY = "position.method=rotary"
 T5 = "position.method=t5"
 LEARNED = "position.method=learned"
 WSD = "schedule.lr_decay_style=warmup_stable_decay"
+HYBRID = "position.method=hybrid"
+TWO_ROTATIONS = 'position.layers=[{method="rotary"},{method="rotary",rotary_percent=0.5}]'
 REFUSALS = [
     (f"{DOCUMENTS} model.attention_backend=folded", "data.per_document_attention = true"),
     (f"{DOCUMENTS} data.tokenizer=words", "data.per_document_attention = true"),
@@ -104,6 +106,20 @@ REFUSALS = [
         "high_freq_factor=4,original_max_position_embeddings=8}",
         "high_freq_factor = 4.0: not above low_freq_factor = 4.0",
     ),
+    (
+        "position.method=xpos train.objective=masked",
+        "method = xpos: the scores of later keys would",
+    ),
+    (
+        f'{HYBRID} position.layers=[{{method="learned"}}]',
+        "layers[0].method = learned: not a method",
+    ),
+    (f"{HYBRID} position.layers=[]", "lists 0 methods, and model.num_layers = 25. List 1 to 25"),
+    (
+        f'{HYBRID} position.layers=[{{method="alibi",slopes=[1]}}]',
+        "position.layers[0].slopes = [1.0]",
+    ),
+    (f"{HYBRID} {TWO_ROTATIONS}", "has rotations of several kinds, and Megatron computes one"),
     (
         "position.method=t5 position.relative_attention_max_distance=16",
         "position.relative_attention_max_distance = 16",

@@ -59,6 +59,10 @@ MODELS = {
         "model.num_query_groups=8",
         "model.kv_channels=96",
     ],
+    "pp2 vpp12, hybrid": [
+        "position.method=hybrid",
+        'position.layers=[{method="alibi",trainable_slopes=true},{method="none"},{method="t5"}]',
+    ],
     "dp128, the 247M of WikiText-103": [
         "model.num_layers=16",
         "model.hidden_size=1024",
