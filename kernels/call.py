@@ -80,6 +80,42 @@ class ByDistance(NamedTuple):
         return self.combine(scores_BHQK, numbers.unfold(-1, len(keys), 1).flip(-1))
 
 
+class ByContent(NamedTuple):
+    """A ScoreFunction that reads queries and keys, too."""
+
+    formula: Callable[..., Tensor]
+    """(the arguments of a ScoreFunction, *tensors) -> scores."""
+    tensors: tuple[Tensor, ...]
+    """What the formula is given, with the heads as axis 0."""
+    window: int | None = None
+
+    def of_heads(self, heads: slice) -> ByContent:
+        """Return it for some of its heads."""
+        return self._replace(tensors=tuple(x[heads] for x in self.tensors))
+
+    def __call__(
+        self, scores_BHQK: Tensor, q_BHQD: Tensor, k_BHKD: Tensor, queries: Tensor, keys: Tensor
+    ) -> Tensor:
+        """Return the scores of `ScoreFunction`."""
+        tensors = (x.to(scores_BHQK.dtype) for x in self.tensors)
+        return self.formula(scores_BHQK, q_BHQD, k_BHKD, queries, keys, *tensors)
+
+
+def products_at(q_BHQD: Tensor, rows_HND: Tensor, index_QK: Tensor) -> Tensor:
+    """Return the product of each query with the row of its head that stands at an index of a key.
+
+    Args:
+        q_BHQD: Queries.
+        rows_HND: N rows of each head.
+        index_QK: int64 in [0, N).
+
+    Returns:
+        [B, H, Q, K].
+    """
+    products_BHQN = q_BHQD @ rows_HND.mT
+    return products_BHQN.gather(-1, index_QK.expand(*products_BHQN.shape[:3], -1))
+
+
 def of_heads(terms: Mapping[str, Any], heads: slice) -> dict[str, Any]:
     """Return a position method's keyword arguments of `attention` for some of their heads."""
     return {

@@ -12,12 +12,15 @@ Nothing here imports torch before a model is built: the launcher reads configs t
 import pretrain.config  # noqa: F401  # isort: skip
 from pretrain.positions import (  # noqa: F401
     alibi,
+    cope,
     hybrid,
     kerple,
     learned,
     none,
     rotary,
+    shaw,
     sinusoidal,
     t5,
+    transformer_xl,
     xpos,
 )

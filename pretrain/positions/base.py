@@ -60,8 +60,9 @@ class PositionMethod(ChosenSection):
     """alibi: linear biases on attention scores. sinusoidal, learned: a table added to the
     embeddings. rotary: queries and keys are rotated; xpos: and fade with the distance. t5: a
     learned bias on attention scores for each bucket of distances. kerple: a learned logarithm or
-    power of the distance. none: no positions. hybrid: layers of other methods. Each has the keys
-    that name it."""
+    power of the distance. shaw: learned vectors of distances, beside the keys. transformer_xl:
+    sinusoids of distances, beside the keys. cope: learned vectors of positions that the content
+    counts. none: no positions. hybrid: layers of other methods. Each has the keys that name it."""
 
     title: ClassVar[str] = ""
     """What people call it, as in "a model with ALiBi positions". Default: position.method."""
@@ -80,6 +81,9 @@ class PositionMethod(ChosenSection):
 
     shared_by_heads: ClassVar[tuple[str, ...]] = ()
     """Those of `tensors` that all heads share, without "position."."""
+
+    of_each_layer: ClassVar[tuple[str, ...]] = ()
+    """Those that have the layers of the model as an axis, behind the heads, if they have heads."""
 
     # ---- config ----
 
@@ -187,7 +191,12 @@ class PositionMethod(ChosenSection):
             layer: The layer, from 0 in the whole model.
             own: This rank's part of `tensors`, "position.NAME" by NAME.
         """
-        return own
+        return {
+            name: x.select(0 if name in self.shared_by_heads else 1, layer)
+            if name in self.of_each_layer
+            else x
+            for name, x in own.items()
+        }
 
     # ---- reach and costs ----
 

@@ -48,6 +48,9 @@ VARIANTS = {
     "t5": {"model": {"use_bias": False}},
     "learned": {"evaluation": {"lengths": [32]}},
     "none": {"model": {"use_bias": False, "tie_word_embeddings": False}},
+    # Fewer positions than 32 tokens have.
+    "shaw": {"position": {"max_relative_position": 5}, "model": {"num_query_groups": 4}},
+    "cope": {"position": {"cope_positions": 6}},
     # It fades within 32 tokens.
     "xpos": {"position": {"xpos_scale_base": 20}},
     # A layer of its own for each kind of positions, so that stages differ.
@@ -57,7 +60,7 @@ VARIANTS = {
                 {"method": "alibi", "trainable_slopes": True},
                 {"method": "none"},
                 {"method": "rotary"},
-                {"method": "t5"},
+                {"method": "cope"},
             ]
         }
     },
@@ -163,7 +166,7 @@ CORE -= {
     for layout in LAYOUTS
     if layout != "tp2pp2sp"
 }
-CORE -= {("xpos", layout, 8) for layout in ("tp2", "pp2vpp2")} | {("hybrid", "tp2", 8)}
+CORE -= {(method, layout, 8) for method in ("xpos", "hybrid") for layout in ("tp2", "pp2vpp2")}
 # Two stages are in tp2pp2sp and pp2vpp2, too, and data-parallel ranks average whatever there is.
 CORE -= {
     (variant, layout, 8)
@@ -184,6 +187,7 @@ SPLIT = {
     ("kerple-power", "tp2cp2sp", 8),
     ("xpos", "cp4", 8),
     ("hybrid", "tp2cp2sp", 8),
+    ("cope", "cp2", 8),
 }
 CORE = {case for case in CORE if "cp" not in case[1]} | SPLIT
 

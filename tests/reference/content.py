@@ -46,4 +46,72 @@ def xpos(q: Tensor, k: Tensor, c: RunConfig, p: dict[str, Tensor], layer: int) -
     return torch.einsum("bhic,bhjc,ijc->bhij", a, b.conj(), turn).real.to(q)
 
 
-CONTENT: dict[str, Content] = {"xpos": Content(xpos)}
+def shaw(q: Tensor, k: Tensor, c: RunConfig, p: dict[str, Tensor], layer: int) -> Tensor:
+    """q_i (k_j + w of the clipped distance) (Shaw et al. 2018, arXiv 1803.02155, section 3.2)."""
+    most = c.position.max_relative_position
+    clipped = distances(q).clamp(-most, most)
+    if c.train.objective == "masked":
+        clipped = clipped + most
+    # Keys that follow are masked, where they are not shown.
+    vectors = p["shaw_keys"][:, layer][:, clipped.clamp(min=0)]
+    return torch.einsum("bhid,bhijd->bhij", q, k[:, :, None] + vectors)
+
+
+def transformer_xl(q: Tensor, k: Tensor, c: RunConfig, p: dict[str, Tensor], layer: int) -> Tensor:
+    """The terms (a) to (d) of Dai et al. 2019, arXiv 1901.02860, section 3.3."""
+    u, v, w = (p[f"transformer_xl_{name}"] for name in ("u", "v", "projection"))
+    width = c.model.hidden_size
+    frequency = 10_000.0 ** (-torch.arange(0, width, 2).double() / width)
+    angle = distances(q)[:, :, None] * frequency
+    r = torch.einsum("hde,ije->hijd", w[:, layer], torch.cat([angle.sin(), angle.cos()], -1).to(q))
+    a = torch.einsum("bhid,bhjd->bhij", q, k)
+    b = torch.einsum("bhid,hijd->bhij", q, r)
+    return (
+        a + b + torch.einsum("hd,bhjd->bhj", u, k)[:, :, None] + torch.einsum("hd,hijd->hij", v, r)
+    )
+
+
+def cope(q: Tensor, k: Tensor, c: RunConfig, p: dict[str, Tensor], layer: int) -> Tensor:
+    """Gates, their sums, and embeddings between (Golovneva et al. 2024, 2405.18719, section 4)."""
+    root, at = q.shape[-1] ** 0.5, torch.arange(q.shape[-2])
+    products = torch.einsum("bhid,bhjd->bhij", q, k)
+    between = (at[:, None, None] >= at[None, None]) & (at[None, None] >= at[None, :, None])
+    # [i, j, m]: whether j <= m <= i.
+    position = torch.einsum("bhim,ijm->bhij", (products / root).sigmoid(), between.to(q))
+    most = c.position.cope_positions - 1
+    position = position.clamp(max=most)
+    e, below = p["cope_embeddings"][layer], position.detach().floor().long()
+    low, high = e[below], e[(below + 1).clamp(max=most)]
+    share = (position - below)[..., None]
+    return products + torch.einsum("bhid,bhijd->bhij", q, (1 - share) * low + share * high)
+
+
+def _of_layers(c: RunConfig, *rest: int) -> tuple[int, ...]:
+    return (c.model.num_attention_heads, c.model.num_layers, *rest)
+
+
+CONTENT: dict[str, Content] = {
+    "xpos": Content(xpos),
+    "shaw": Content(
+        shaw,
+        lambda c: {
+            "shaw_keys": _of_layers(
+                c,
+                c.position.max_relative_position * (1 + (c.train.objective == "masked")) + 1,
+                c.head_dim,
+            )
+        },
+    ),
+    "transformer_xl": Content(
+        transformer_xl,
+        lambda c: {
+            "transformer_xl_u": (c.model.num_attention_heads, c.head_dim),
+            "transformer_xl_v": (c.model.num_attention_heads, c.head_dim),
+            "transformer_xl_projection": _of_layers(c, c.head_dim, c.model.hidden_size),
+        },
+    ),
+    "cope": Content(
+        cope,
+        lambda c: {"cope_embeddings": (c.model.num_layers, c.position.cope_positions, c.head_dim)},
+    ),
+}

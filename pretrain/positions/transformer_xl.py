@@ -1,0 +1,95 @@
+"""The relative positions of Transformer-XL (Dai et al. 2019, arXiv 1901.02860).
+
+Section 3.3: the score of query i and key j is
+
+    (q_i . k_j + q_i . W_R R_(i-j) + u . k_j + v . W_R R_(i-j)) / sqrt(D)
+
+R are sinusoids of the distance, sines before cosines as in the authors' code, of hidden_size
+channels. W_R, the paper's W_(k,R), is learned for every layer; u and v of each head are shared by
+all layers, as the paper writes them. Nothing is carried over from one sample to the next, as for
+all methods here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from pretrain.config.errors import Refusal
+from pretrain.positions.base import PositionMethod
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pretrain.config.run import RunConfig
+
+
+class TransformerXL(PositionMethod):
+    """Scores of sinusoids of the distance, seen through a learned projection of each layer.
+
+    Every pipeline stage holds the projections of all layers, hidden_size^2 numbers each.
+    """
+
+    method: Literal["transformer_xl"] = "transformer_xl"
+
+    title = "Transformer-XL"
+    bias = "scores"
+    of_each_layer = ("transformer_xl_projection",)
+
+    def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        """Yield that the channels do not make pairs."""
+        if config.model.hidden_size % 2:
+            yield Refusal(
+                "model.hidden_size",
+                config.model.hidden_size,
+                "sinusoids consist of pairs of a sine and a cosine",
+                "Choose an even number",
+            )
+
+    def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
+        m, width = config.model, config.head_dim
+        heads = m.num_attention_heads
+        return {
+            "position.transformer_xl_u": (heads, width),
+            "position.transformer_xl_v": (heads, width),
+            "position.transformer_xl_projection": (heads, m.num_layers, width, m.hidden_size),
+        }
+
+    def score_terms(
+        self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
+    ) -> dict[str, Any]:
+        from pretrain.kernels.call import ByContent
+
+        tensors = (own[f"transformer_xl_{name}"] for name in ("u", "v", "projection"))
+        return {"scores": ByContent(_scores, tuple(tensors))}
+
+
+def _scores(
+    scores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    u_HD: Tensor,
+    v_HD: Tensor,
+    projection_HDE: Tensor,
+) -> Tensor:
+    import torch
+
+    from pretrain.kernels.call import products_at
+
+    scale = q.shape[-1] ** -0.5
+    index = queries[:, None] - keys
+    first = index[0, -1]
+    # Positions are consecutive: these are all distances, once each.
+    distances = torch.arange(len(queries) + len(keys) - 1, device=keys.device) + first
+    channels = projection_HDE.shape[2]
+    # In fp64: an fp32 angle near distance 2000 has a rounding error of 1e-4.
+    power = torch.arange(0, channels, 2, device=keys.device, dtype=torch.float64) / channels
+    angle = distances[:, None] * torch.exp(power * -math.log(10_000.0))
+    sinusoids_NE = torch.cat([angle.sin(), angle.cos()], dim=-1).to(q.dtype)
+    rows_HND = sinusoids_NE @ projection_HDE.mT
+    content: Tensor = (k @ (u_HD * scale)[..., None]).mT
+    return scores + content + products_at((q + v_HD[:, None]) * scale, rows_HND, index - first)
