@@ -522,11 +522,13 @@ def export(
 
 @app.command("import")
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="HF_FOLDER")],
+    folder: Annotated[Path, typer.Argument(metavar="HF_FOLDER|CHECKPOINT.pt")],
     out: Annotated[Path, typer.Argument(metavar="OUT")],
+    config: Annotated[Path | None, typer.Option("--config", metavar="FILE")] = None,
+    dictionary: Annotated[Path | None, typer.Option("--dictionary", metavar="dict.txt")] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
-    """Make a run from a Hugging Face model and verify it.
+    """Make a run from a Hugging Face model, or from a checkpoint of fairseq's, and verify it.
 
     Takes Bloom, MPT, OPT and GPT-NeoX (Pythia), exported by this program or published elsewhere.
     What our model cannot compute is refused. The weights become the checkpoint of step 0 of a run
@@ -539,19 +541,36 @@ def import_(
     `pretrain export` then need no data set. Data to train on has to be made with that tokenizer,
     which data.tokenizer of the run names.
 
+    A checkpoint of fairseq's language models does not say its position method. --config does, and
+    is the config of the run, which stands at its last step; the checkpoint's options, tensors and
+    log probabilities are compared with it. Nothing of the file is executed.
+
     \b
     Example:
       pretrain import downloads/bloom-560m runs/bloom --set data.directory=data/bloom
       pretrain evaluate runs/bloom --lengths 2048,8192
       pretrain train runs/bloom/config.toml
+      pretrain import alibi_wt103_L512.pt runs/wikitext103/alibi_512 \\
+          --config configs/wikitext103/alibi_512.toml --dictionary data-bin/dict.txt
 
     Args:
-        folder: Directory of a Hugging Face model: config.json and safetensors.
+        folder: Directory of a Hugging Face model (config.json and safetensors), or a checkpoint.
         out: Directory of the run to make.
+        config: Of a checkpoint: config of the run.
+        dictionary: Of a checkpoint: the dict.txt of its data.
     """
-    from pretrain.huggingface.import_model import import_folder
+    if folder.is_dir():
+        from pretrain.huggingface.import_model import import_folder
 
-    import_folder(folder, out, overrides)
+        return import_folder(folder, out, overrides)
+    if config is None or dictionary is None:
+        raise ConfigError(
+            f"{folder}: not a folder. Give one with config.json, or for a checkpoint of fairseq's "
+            "--config and --dictionary too"
+        )
+    from pretrain.huggingface.fairseq import import_checkpoint
+
+    import_checkpoint(folder, dictionary, config, out, overrides)
 
 
 @app.command()

@@ -1,0 +1,412 @@
+"""Import a language model that fairseq trained, such as the models of "Train Short, Test Long".
+
+The authors publish checkpoints of their fork of fairseq, which are pickles. They are read by the
+restricted unpickler of torch: tensors and plain values come through, fairseq's own types as empty
+shells, and everything else is refused before anything of it is called.
+
+A checkpoint does not say its position method: the fork adds ALiBi, whose options are those of
+sinusoidal positions. So the config of the run is the user's, and the checkpoint is checked by it.
+The names and options are those of fairseq/models/transformer.py, transformer_lm.py,
+modules/adaptive_input.py and modules/adaptive_softmax.py in ofirpress/attention_with_linear_biases.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
+from pretrain.checkpoint.save import write_checkpoint
+from pretrain.config import (
+    ConfigError,
+    RunConfig,
+    RunFailed,
+    dump_config,
+    load_config,
+    num_parameters,
+    writing,
+)
+from pretrain.config.tensors import model_tensors
+from pretrain.config.trajectory import TOKENIZER
+from pretrain.data.tokenizer import WordTokenizer
+from pretrain.huggingface.base import (
+    EMBEDDING,
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    OUTPUT,
+    POSITIONS,
+    Both,
+    Factors,
+    Ours,
+    PastPadding,
+    SplitQkv,
+    TensorTable,
+    Theirs,
+    ours,
+    refused,
+)
+from pretrain.huggingface.export import recorded_logits
+from pretrain.huggingface.folder import check_new
+from pretrain.kernels.reference import attention_reference
+from pretrain.rundir.checkpoints import Branch, new_id
+from pretrain.rundir.files import new_directory, replace_file
+from pretrain.rundir.paths import RunPaths, check_apart, claim_version
+
+NAME = "fairseq's TransformerDecoder"
+PARITY_TOKENS = 64
+"""Tokens of the sequence on which the run and fairseq's formula are compared."""
+TOLERANCE = 1e-3
+"""Largest difference of a log probability: fp32 rounding through 16 layers stays far below, and a
+wrong position, norm or scale far above."""
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+}
+_BUFFERS = ("version", "_float_tensor")
+"""What the last part of a buffer's name is that holds no weight."""
+
+
+def _cutoffs(text: str | None) -> tuple[int, ...] | None:
+    return tuple(int(word) for word in text.split(",")) if text else None
+
+
+ROWS = (
+    Both("decoder_layers", "model.num_layers"),
+    Both("decoder_embed_dim", "model.hidden_size"),
+    Both("decoder_attention_heads", "model.num_attention_heads"),
+    Both("decoder_ffn_embed_dim", "model.ffn_hidden_size"),
+    Both("activation_fn", "model.hidden_act", read=_ACTIVATIONS.__getitem__),
+    Both("no_decoder_final_norm", "model.final_layernorm", read=lambda left_out: not left_out),
+    Both("adaptive_softmax_cutoff", "model.adaptive_cutoffs", read=_cutoffs),
+    Both("tokens_per_sample", "data.sequence_length"),
+    Theirs("decoder_normalize_before", True, "our LayerNorms stand before attention and MLP"),
+    Theirs("layernorm_embedding", (False, None), "our models of words have no such LayerNorm"),
+    Theirs("character_embeddings", (False, None), "our models read token ids"),
+    Theirs("base_layers", (0, None), "our layers are all alike"),
+    Ours("model.use_bias", True, "{name} has biases"),
+    Ours("model.num_query_groups", lambda c: c.model.num_attention_heads, "{name} has no groups"),
+    Ours("model.parallel_residual", False, "{name} computes the MLP behind attention"),
+    Ours("model.embedding_layernorm", False, "{name} is read without one"),
+    Ours("model.clip_qkv", None, "{name} does not clip"),
+    Ours("model.layernorm_epsilon", 1e-5, "{name} has {only}"),
+)
+
+
+class FairseqDecoder(TensorTable):
+    """Where fairseq keeps our tensors, but for those of an adaptive input and softmax."""
+
+    modules: ClassVar = {
+        EMBEDDING: "decoder.embed_tokens",
+        POSITIONS: PastPadding("decoder.embed_positions"),
+        FINAL_NORM: "decoder.layer_norm",
+        OUTPUT: "decoder.output_projection",
+    }
+    layers = "decoder.layers"
+    layer: ClassVar = {
+        "input_layernorm": "self_attn_layer_norm",
+        "self_attention.linear_qkv": SplitQkv(
+            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+        ),
+        "self_attention.linear_proj": "self_attn.out_proj",
+        "pre_mlp_layernorm": "final_layer_norm",
+        "mlp.linear_fc1": "fc1",
+        "mlp.linear_fc2": "fc2",
+    }
+
+    def left_out(self, config: RunConfig) -> dict[str, bool]:
+        """Return which of these modules this run's model does not have."""
+        is_adaptive = config.model.adaptive_cutoffs is not None
+        found = super().left_out(config)
+        return found | {
+            EMBEDDING: is_adaptive,
+            EMBEDDING_NORM: True,
+            FINAL_NORM: not config.model.final_layernorm,
+            OUTPUT: is_adaptive or found[OUTPUT],
+        }
+
+    def tensors(self, config: RunConfig, weights: Mapping[str, Tensor]) -> Iterator[_Found]:
+        """Yield our name, our tensor, and the names that fairseq has for it."""
+        for stored in self.stored_tensors(config, Factors()):
+            yield (
+                stored.name,
+                stored.restore(config, [weights[name].float() for name in stored.theirs]),
+                stored.theirs,
+            )
+        softmax, tied = "decoder.adaptive_softmax", config.model.tie_word_embeddings
+        for i in range(len(config.adaptive_clusters)):
+            words, tail = f"decoder.embed_tokens.embeddings.{i}", f"{softmax}.tail.{i - 1}"
+            head = f"{softmax}.head.word_proj.weight"
+            shared = (head,) if i == 0 else (f"{tail}.2.weight",)
+            yield from _one("embedding.word_embeddings", f"embedding_{i}", f"{words}.0.weight",
+                            weights, shared if tied else ())  # fmt: skip
+            shared = (f"{tail}.0.weight",) if i and tied else ()
+            yield from _one("embedding.word_embeddings", f"projection_{i}", f"{words}.1.weight",
+                            weights, shared)  # fmt: skip
+        if config.adaptive_clusters:
+            yield from _one("output_layer", "tails", f"{softmax}.head.class_proj.weight", weights)
+
+
+_Found = tuple[str, Tensor, Sequence[str]]
+
+
+def _one(
+    module: str, ours: str, theirs: str, weights: Mapping[str, Tensor], shared: Sequence[str] = ()
+) -> Iterator[_Found]:
+    """Yield a tensor that is as ours, once those that share its memory in fairseq are compared."""
+    tensor = weights[theirs].float()
+    for name in shared:
+        if not torch.equal(weights[name].float(), tensor):
+            raise ConfigError(f"{name} differs from {theirs}, which our model shares with it")
+    yield f"{module}.{ours}", tensor, (theirs, *shared)
+
+
+def import_checkpoint(
+    path: Path, dictionary: Path, config_file: Path, out: Path, overrides: Sequence[str] = ()
+) -> None:
+    """Make a finished run of a fairseq checkpoint, and print the comparison with fairseq's formula.
+
+    Args:
+        path: checkpoint_best.pt or another.
+        dictionary: The dict.txt of the data that it was trained on.
+        config_file: Config of the run to make. Its train.num_steps is where the run stands.
+        out: Directory of the run.
+        overrides: `section.key=value` settings.
+
+    Raises:
+        ConfigError: The file is no sound checkpoint of fairseq's, its model is not that of the
+            config, or `out` is not empty.
+        RunFailed: Our model computes something else, or `out` cannot be written.
+    """
+    check_new(out)
+    check_apart(out)
+    tokenizer = WordTokenizer(dictionary, _bytes(dictionary))
+    config = load_config(config_file, [*overrides, f'run.directory="{out}"'])
+    settings, weights = read_checkpoint(path)
+    _check_settings(path, settings, config)
+    tensors = _tensors(path, config, weights)
+    if tokenizer.vocab_size != config.data.vocab_size:
+        raise ConfigError(
+            f"{dictionary}: has {tokenizer.vocab_size:,} entries with the special ones, and "
+            f"data.vocab_size = {config.data.vocab_size:,} in {config_file}. Set it to that"
+        )
+    with writing(out), new_directory(out.absolute()) as partial:
+        claim_version(partial)
+        replace_file(RunPaths(partial).config, dump_config(config))
+        replace_file(partial / tokenizer.file_name, tokenizer.content)
+        steps = config.train.num_steps
+        origin = Origin(branches=(Branch(new_id(), 0),), data={TOKENIZER: tokenizer.fingerprint})
+        state = TrainerState(steps, steps * config.batch.global_batch_size)
+        checkpoint = write_checkpoint(partial, config, tensors, state, origin, tokenizer)
+        del tensors
+        _check_parity(path, config, weights, checkpoint)
+    print(f"{path} -> {out} ({num_parameters(config):,} parameters)")
+
+
+def read_checkpoint(path: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
+    """Return the model's options and weights, without executing anything of the file.
+
+    Raises:
+        ConfigError: It cannot be read, or names code that is neither torch's nor fairseq's.
+    """
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        if foreign := [name for name in named if not name.startswith(("fairseq.", "argparse."))]:
+            raise ConfigError(
+                f"{path}: names {', '.join(foreign[:3])}, which no checkpoint of fairseq needs. "
+                "Nothing of it was executed. Get it from where it was published"
+            )
+        known: list[Any] = [(_Shell, name) for name in named if name != "argparse.Namespace"]
+        with torch.serialization.safe_globals([argparse.Namespace, *known]):
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        found = state["args"] if state.get("args") else state["cfg"]["model"]
+        settings = found if isinstance(found, argparse.Namespace) else argparse.Namespace(**found)
+        weights = {name: tensor for name, tensor in state["model"].items()}
+        if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+            raise TypeError("its model holds what is no tensor")
+    except ConfigError:
+        raise
+    # Of the file system, zip, pickle, and of whatever stands in the dictionary.
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{path}: cannot be read as a checkpoint of fairseq ({type(error).__name__}: {said}). "
+            "It has to be a zip archive of torch 1.6 or later with the keys model and args or cfg"
+        ) from None
+    return settings, weights
+
+
+class _Shell:
+    """Stands for an object of fairseq's, which holds nothing that is needed."""
+
+    def __init__(self, *given: Any) -> None:
+        """Take whatever the object was made of."""
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}. Give the dict.txt of the data") from None
+
+
+def _check_settings(path: Path, settings: argparse.Namespace, config: RunConfig) -> None:
+    """Raise ConfigError with a line for each option that the config says otherwise."""
+    lines = [f"{refusal}" for _, refusal in refused(ROWS, config, NAME)]
+    given = vars(settings)
+    for row in ROWS:
+        value = None if isinstance(row, Ours) else given.get(row.theirs)
+        if isinstance(row, Theirs):
+            only = row.only if isinstance(row.only, tuple) else (row.only,)
+            if value not in only:
+                lines.append(f"{path}: {row.theirs} = {value!r}: {row.reason}")
+        elif isinstance(row, Both):
+            lines += _differs(path, row, value, ours(config, row.ours))
+    scale = 1.0 if given.get("no_scale_embedding") else config.model.hidden_size**0.5
+    if config.embedding_scale != scale:
+        lines.append(f"{path}: embeddings are scaled by {scale:g}: model.embedding_scale is not so")
+    is_tied = given.get("tie_adaptive_weights" if config.model.adaptive_cutoffs else
+                        "share_decoder_input_output_embed")  # fmt: skip
+    if bool(is_tied) != config.model.tie_word_embeddings:
+        lines.append(f"{path}: tied output: {bool(is_tied)}, unlike model.tie_word_embeddings")
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _differs(path: Path, row: Both, value: Any, wanted: Any) -> Iterator[str]:
+    """Yield why an option is not what the config says."""
+    try:
+        found = row.read(value)
+    except (KeyError, ValueError, AttributeError):
+        yield f"{path}: {row.theirs} = {value!r}: our model cannot compute it"
+        return
+    if found != wanted:
+        yield f"{path}: {row.theirs} = {value!r}: the config has {row.ours} = {wanted}. Set {found}"
+
+
+def _tensors(path: Path, config: RunConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return our tensors by global name.
+
+    Raises:
+        ConfigError: One is missing, of another shape or not finite, or has no place in our model.
+    """
+    found, used = {}, set[str]()
+    shapes = {each.name: each.shape for each in model_tensors(config)}
+    try:
+        for name, tensor, theirs in FairseqDecoder().tensors(config, weights):
+            found[name] = tensor
+            used.update(theirs)
+            if tuple(tensor.shape) != shapes[name] or not tensor.isfinite().all():
+                raise ConfigError(
+                    f"{path}: {theirs[0]}: {tuple(tensor.shape)} or not finite; the config's model "
+                    f"has {shapes[name]}"
+                )
+    except KeyError as missing:
+        raise ConfigError(
+            f"{path}: has no tensor {missing}, which the config's model has"
+        ) from None
+    rest = [n for n in weights.keys() - used if n.rsplit(".", 1)[-1] not in _BUFFERS]
+    if rest or found.keys() != shapes.keys():
+        odd = sorted(rest) or sorted(shapes.keys() - found.keys())
+        raise ConfigError(f"{path}: not the tensors of the config's model: {', '.join(odd[:5])}")
+    return found
+
+
+# ---- The comparison ------------------------------------------------------------------------------
+def _check_parity(
+    path: Path, config: RunConfig, weights: Mapping[str, Tensor], checkpoint: Path
+) -> None:
+    """Compare the run's log probabilities with those of fairseq's formula, and print the largest.
+
+    Raises:
+        RunFailed: They are not the same.
+    """
+    opened = open_checkpoint(checkpoint)
+    alone = opened.load_config(
+        ["train.precision=fp32"],
+        {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": 1}},
+    )
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, min(PARITY_TOKENS, config.data.sequence_length)
+    ids = torch.randint(4, config.data.vocab_size, shape, generator=generator)
+    with recorded_logits(alone, opened, [ids], checkpoint.parents[1]) as run:
+        found = run(ids)[0].double().log_softmax(-1)[:, : config.padded_vocab_size]
+    error = float((found - log_probabilities(config, weights, ids[0])).abs().max())
+    print(
+        f"{path}: largest difference of a log probability from fairseq's formula in fp64, over "
+        f"{ids.numel()} tokens: {error:.1e}"
+    )
+    if not error <= TOLERANCE:
+        raise RunFailed(f"{path}: our model computes something else, so no run was made")
+
+
+def log_probabilities(config: RunConfig, weights: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+    """Return log p of every word after each token, fp64 [T, V], by fairseq's names and formula.
+
+    Args:
+        config: Says the sizes, and what the position method adds.
+        weights: fairseq's weights by name.
+        ids: Token ids, [T].
+    """
+    m, position, T = config.model, config.position, len(ids)
+
+    def weight(name: str) -> Tensor:
+        return weights[name].double()
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weight(f"{name}.weight"), weight(f"{name}.bias"))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight(f"{name}.weight"), weight(f"{name}.bias"), 1e-5)
+
+    def activate(x: Tensor) -> Tensor:
+        if m.hidden_act == "relu":
+            return x.relu()
+        return F.gelu(x, approximate="none" if m.hidden_act == "gelu" else "tanh")
+
+    words, clusters = "decoder.embed_tokens", config.adaptive_clusters
+    if clusters:
+        parts = [f"{words}.embeddings.{i}" for i in range(len(clusters))]
+        table = torch.cat([weight(f"{n}.0.weight") @ weight(f"{n}.1.weight").T for n in parts])
+        x = table[ids]
+    else:
+        x = weight(f"{words}.weight")[ids]
+    x = x * config.embedding_scale
+    added = position.embedded(config, torch.arange(T))
+    if added is not None:
+        x = x + added
+    elif position.adds_to_embeddings:
+        x = x + weight("decoder.embed_positions.weight")[PastPadding.ROWS :][:T]
+    terms = position.score_terms(config, slice(0, m.num_attention_heads), {}, ids.device)
+    for i in range(m.num_layers):
+        at = f"decoder.layers.{i}."
+        y = norm(x, f"{at}self_attn_layer_norm")
+        q, k, v = (
+            linear(y, f"{at}self_attn.{n}_proj").view(T, 1, m.num_attention_heads, -1)
+            for n in "qkv"
+        )
+        out = attention_reference(q, k, v, **terms).reshape(T, -1)
+        x = x + linear(out, f"{at}self_attn.out_proj")
+        y = activate(linear(norm(x, f"{at}final_layer_norm"), f"{at}fc1"))
+        x = x + linear(y, f"{at}fc2")
+    if m.final_layernorm:
+        x = norm(x, "decoder.layer_norm")
+    if not clusters:
+        name = words if m.tie_word_embeddings else "decoder.output_projection"
+        return (x @ weight(f"{name}.weight").T).log_softmax(-1)
+    softmax = "decoder.adaptive_softmax"
+    own = weight(f"{softmax}.head.word_proj.weight"), weight(f"{softmax}.head.class_proj.weight")
+    head = (x @ torch.cat(own).T).log_softmax(-1)
+    found = [head[:, : clusters[0].size]]
+    for i in range(len(clusters) - 1):
+        of_tail = x @ weight(f"{softmax}.tail.{i}.0.weight")
+        logits = of_tail @ weight(f"{softmax}.tail.{i}.2.weight").T
+        found.append(head[:, clusters[0].size + i, None] + logits.log_softmax(-1))
+    return torch.cat(found, dim=1)
