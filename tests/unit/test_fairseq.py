@@ -2,6 +2,7 @@
 
 import argparse
 import enum
+import itertools
 import json
 import math
 import sys
@@ -27,7 +28,7 @@ class Decoder(nn.Module):
     def __init__(self):
         super().__init__()
         bounds = [0, *CUTOFFS, VOCABULARY]
-        sizes = [b - a for a, b in zip(bounds, bounds[1:])]
+        sizes = [b - a for a, b in itertools.pairwise(bounds)]
         self.tables = nn.ModuleList(nn.Embedding(n, D // 4**i) for i, n in enumerate(sizes))
         self.projections = nn.ModuleList(nn.Linear(D // 4**i, D, bias=False) for i in range(3))
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(D, VOCABULARY, CUTOFFS)
