@@ -144,12 +144,11 @@ class FairseqDecoder(TensorTable):
         for i in range(len(config.adaptive_clusters)):
             words, tail = f"decoder.embed_tokens.embeddings.{i}", f"{softmax}.tail.{i - 1}"
             head = f"{softmax}.head.word_proj.weight"
-            shared = (head,) if i == 0 else (f"{tail}.2.weight",)
-            yield from _one("embedding.word_embeddings", f"embedding_{i}", f"{words}.0.weight",
-                            weights, shared if tied else ())  # fmt: skip
-            shared = (f"{tail}.0.weight",) if i and tied else ()
-            yield from _one("embedding.word_embeddings", f"projection_{i}", f"{words}.1.weight",
-                            weights, shared)  # fmt: skip
+            of_words = [f"{tail}.2.weight" if i else head] * tied
+            of_projection = [f"{tail}.0.weight"] * (tied and i > 0)
+            at = "embedding.word_embeddings"
+            yield from _one(at, f"embedding_{i}", f"{words}.0.weight", weights, of_words)
+            yield from _one(at, f"projection_{i}", f"{words}.1.weight", weights, of_projection)
         if config.adaptive_clusters:
             yield from _one("output_layer", "tails", f"{softmax}.head.class_proj.weight", weights)
 
