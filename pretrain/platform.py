@@ -454,6 +454,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def empty_cache() -> None:
+    """Give memory that nothing uses any more back to the device."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+
+
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a CPU tensor to the device without waiting for the work queued there.
 

@@ -530,7 +530,8 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
     process = process or Process.from_environment()
     layout = config.layout(process.world_size)
     platform.check_build()
-    platform.check_precision(config.train.precision)
+    for phase in config.parts:
+        platform.check_precision(phase.config.train.precision)
     platform.prepare(process.local_rank)
     # After `prepare`, which must precede the first import of Megatron.
     from megatron.core import parallel_state

@@ -8,6 +8,7 @@ users do not look for them.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -24,7 +25,7 @@ from pydantic.fields import FieldInfo
 from pretrain.config import rules
 from pretrain.config.errors import ConfigError
 from pretrain.config.run import PROTOCOLS, STREAM, RunConfig
-from pretrain.config.schema import Section
+from pretrain.config.schema import Effect, Section
 
 CONFIG_VERSION = 1
 """The version of the files that `dump_config` writes, as they state it. It is raised when a key's
@@ -195,7 +196,8 @@ def _each(key: str, value: Any) -> Any:
 # ---- Keys ----------------------------------------------------------------------------------------
 def section_keys() -> dict[str, list[str]]:
     """Return the names of all keys by section, in the order of the config file."""
-    return {name: list(section_fields(name)) for name in RunConfig.model_fields}
+    sections = (name for name in RunConfig.model_fields if name != "phases")
+    return {name: list(section_fields(name)) for name in sections}
 
 
 def section_fields(section: str) -> dict[str, FieldInfo]:
@@ -218,6 +220,21 @@ def section_models(section: str) -> list[type[Section]]:
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return [candidate, *getattr(candidate, "REGISTERED", {}).values()]
     raise KeyError(section)
+
+
+def effect_of(key: str) -> Effect:
+    """Return what a change of "section.key" does, as the key or else its section says.
+
+    Raises:
+        TypeError: Neither says it.
+    """
+    section, _, name = key.partition(".")
+    model = next(each for each in section_models(section) if name in each.model_fields)
+    own = [each for each in model.model_fields[name].metadata if isinstance(each, Effect)]
+    effect = own[0] if own else model.EFFECT
+    if effect is None:
+        raise TypeError(f"{key}: say what its change means, as in Free[int]")
+    return effect
 
 
 def suggestion(*location: str) -> str:
@@ -340,14 +357,68 @@ def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] =
         rules.check_secrets(values)
         config = RunConfig.model_validate(values)
         rules.check(config)
-    except ValidationError as error:
-        # A misspelled key is the reason why another one is missing, so it comes first.
-        errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-        raise ConfigError("\n".join(f"{origin}: {explain(e)}" for e in errors)) from None
-    except ConfigError as error:
-        lines = str(error).splitlines()
-        raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
+        _check_phases(config)
+    except (ValidationError, ConfigError) as error:
+        where = ": ".join([origin, *getattr(error, "__notes__", ())])
+        if isinstance(error, ConfigError):
+            lines = str(error).splitlines()
+        else:
+            # A misspelled key is the reason why another one is missing, so it comes first.
+            errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+            lines = [explain(e) for e in errors]
+        raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
     return config
+
+
+def _check_phases(config: RunConfig) -> None:
+    """Check what each phase changes, and the config that it has then.
+
+    Raises:
+        ConfigError, ValidationError: A phase cannot work; a note names it.
+    """
+    for number, phase in enumerate(config.phases, 1):
+        if fixed := [key for key in phase.changes if not _may_change(key)]:
+            with _noted(number):
+                raise ConfigError(
+                    "\n".join(
+                        f"{key} = {phase.changes[key]!r}: is the same in all phases of a run. Set "
+                        f"it in [{key.partition('.')[0]}]"
+                        for key in fixed
+                    )
+                )
+    for each in config.parts if config.phases else ():
+        with _noted(each.number):
+            rules.check(each.config)
+
+
+def _may_change(key: str) -> bool:
+    """Return False for a key that one phase of a run cannot change; True for an unknown one."""
+    section, name, *_ = (*key.split("."), "")
+    if name not in section_keys().get(section, ()):
+        # The config that results says what was probably meant.
+        return True
+    effect = effect_of(f"{section}.{name}")
+    if section in _WHOLE or f"{section}.{name}" in _WHOLE or section == "data":
+        return section == "data" and effect is Effect.TRAJECTORY
+    return effect not in (Effect.FIXED, Effect.CONTENT)
+
+
+_WHOLE = {
+    *("run", "parallel", "cleaning", "checkpoint", "logging", "recovery", "export"),
+    # A ramp-up and a profile count from the run's beginning.
+    *("train.num_steps", "train.profile_steps", "batch.rampup_batch_size"),
+}
+"""Sections and keys that all phases have in common."""
+
+
+@contextlib.contextmanager
+def _noted(number: int) -> Iterator[None]:
+    """Name the phase in what is raised."""
+    try:
+        yield
+    except (ConfigError, ValidationError) as error:
+        error.add_note(f"phase {number}")
+        raise
 
 
 def dump_config(config: RunConfig) -> str:

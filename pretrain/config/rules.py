@@ -91,7 +91,12 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         reason = f"the run was started with {started}"
         remedy = f"Start {planned}, or change the plan with --set parallel.world_size={world_size}"
         _raise([Refusal("parallel.world_size", planned, reason, remedy)])
-    _raise(list(_processes(config, world_size)))
+    for phase in config.parts:
+        refusals = list(_processes(phase.config, world_size))
+        if refusals and config.phases:
+            lines = "\n".join(f"phase {phase.number}: {refusal}" for refusal in refusals)
+            raise ConfigError(lines)
+        _raise(refusals)
 
 
 def _raise(refusals: list[Refusal]) -> None:
@@ -312,11 +317,22 @@ def _schedule(c: RunConfig) -> Iterator[Refusal]:
     if not first <= last <= steps:
         why = f"not the first and the last of some steps of a run of train.num_steps = {steps}"
         yield Refusal("train.profile_steps", [first, last], why, "Correct it, or remove the key")
+    if (steps := c.lr_end_step - s.lr_begin_step) < 1:
+        yield Refusal(
+            "schedule.lr_begin_step",
+            s.lr_begin_step,
+            f"the schedule would end before it begins, after {c.lr_end_step} steps",
+            f"Choose less than {c.lr_end_step}",
+        )
+        return
     if s.lr_warmup_steps >= steps:
+        where = f"train.num_steps = {steps}"
+        if (s.lr_begin_step, c.lr_end_step) != (0, c.train.num_steps):
+            where = f"the schedule, steps {s.lr_begin_step + 1} to {c.lr_end_step}"
         yield Refusal(
             "schedule.lr_warmup_steps",
             s.lr_warmup_steps,
-            f"the warm-up would not end within train.num_steps = {steps}",
+            f"the warm-up would not end within {where}",
             f"Choose less than {steps}",
         )
     for key in ("lr_warmup_init", "min_learning_rate"):

@@ -6,13 +6,16 @@ login node.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from pydantic import Field, ValidationError
 
 from pretrain.config.errors import ConfigError
 from pretrain.config.rules import check_layout
@@ -26,6 +29,7 @@ from pretrain.config.schema import (
     LoggingSection,
     ModelSection,
     ParallelSection,
+    PhaseSection,
     RecoverySection,
     RunSection,
     ScheduleSection,
@@ -75,19 +79,33 @@ def batch_size_at(consumed_samples: int, global_batch_size: int, rampup: Rampup 
     return min(start + int(consumed_samples / samples_per_increment) * increment, global_batch_size)
 
 
-def samples_of_steps(steps: int, global_batch_size: int, rampup: Rampup | None) -> int:
-    """Return the samples that the first steps of a run consume.
+def samples_of_steps(
+    steps: int, global_batch_size: int, rampup: Rampup | None, before: int = 0
+) -> int:
+    """Return the samples that some steps of a run consume.
 
     Args:
         steps: Number of steps.
         global_batch_size: Samples of a step after the ramp-up.
         rampup: The ramp-up, or None.
+        before: Samples consumed before these steps.
     """
-    consumed = 0
+    consumed = before
     while rampup is not None and steps and consumed <= rampup[2]:
         consumed += batch_size_at(consumed, global_batch_size, rampup)
         steps -= 1
-    return consumed + steps * global_batch_size
+    return consumed + steps * global_batch_size - before
+
+
+def steps_of_samples(
+    samples: int, global_batch_size: int, rampup: Rampup | None, before: int = 0
+) -> int:
+    """Return the fewest steps that consume `samples`; the other arguments as above."""
+    steps, end = 0, before + samples
+    while rampup is not None and before < end and before <= rampup[2]:
+        before += batch_size_at(before, global_batch_size, rampup)
+        steps += 1
+    return steps + max(0, -(-(end - before) // global_batch_size))
 
 
 @dataclass(frozen=True)
@@ -140,6 +158,52 @@ class Cluster(NamedTuple):
         return self.end - self.first
 
 
+@dataclass(frozen=True)
+class RunPhase:
+    """A part of a run with one config: a run of its own, which ends in a checkpoint at `end`.
+
+    The next phase goes on from that checkpoint as any run does whose keys have changed, so a run in
+    phases is the chain of such runs.
+    """
+
+    number: int
+    """From 1."""
+
+    of: int
+    """Phases of the run."""
+
+    first: int
+    """Steps done when it begins."""
+
+    config: RunConfig
+    """The run's config in this phase, without phases. Its train.num_steps is `end`."""
+
+    changes: dict[str, Any]
+    """The keys that its table changes."""
+
+    tokens: int
+    """Tokens that it trains on."""
+
+    @property
+    def end(self) -> int:
+        """Return the steps done when it ends."""
+        return self.config.train.num_steps
+
+    @property
+    def alone(self) -> RunConfig:
+        """Return it as a run from step 0, to plan or time it; a ramp-up is the first phase's."""
+        c, rampup = self.config, self.config.batch.rampup_batch_size if self.number == 1 else None
+        sections = {
+            "train": c.train.model_copy(update={"num_steps": self.end - self.first}),
+            "batch": c.batch.model_copy(update={"rampup_batch_size": rampup}),
+        }
+        return c.model_copy(update=sections)
+
+    def __str__(self) -> str:
+        """Return "phase 2 of 3, steps 101 to 200"."""
+        return f"phase {self.number} of {self.of}, steps {self.first + 1:,} to {self.end:,}"
+
+
 class RunConfig(Section):
     """A whole run. Build it with `load_config`, which also applies the rules that span sections."""
 
@@ -158,6 +222,7 @@ class RunConfig(Section):
     logging: LoggingSection = LoggingSection()
     recovery: RecoverySection = RecoverySection()
     export: ExportSection = ExportSection()
+    phases: tuple[PhaseSection, ...] = Field(default=(), strict=False)
 
     # The values below are derived from the sections. No other module computes them again.
 
@@ -296,9 +361,28 @@ class RunConfig(Section):
     @property
     def planned_tokens(self) -> int:
         """Return the tokens that a run of train.num_steps steps trains on, from its first step."""
-        b = self.batch
-        samples = samples_of_steps(self.train.num_steps, b.global_batch_size, b.rampup_batch_size)
-        return samples * self.data.sequence_length
+        return sum(phase.tokens for phase in self.parts)
+
+    @property
+    def lr_end_step(self) -> int:
+        """Return the steps done when the schedule's decay ends."""
+        return self.schedule.lr_end_step or self.train.num_steps
+
+    @property
+    def parts(self) -> tuple[RunPhase, ...]:
+        """Return the phases with their configs, the first one first; the whole run without any.
+
+        Where a phase begins depends on the config alone, never on what happened while training.
+
+        Raises:
+            ConfigError, pydantic.ValidationError: A phase cannot work; a note names it.
+        """
+        return _parts(self)
+
+    def phase_after(self, step: int) -> RunPhase:
+        """Return the phase that goes on after `step` steps; the last one when all are done."""
+        parts = self.parts
+        return next((phase for phase in parts if step < phase.end), parts[-1])
 
     def layout(self, world_size: int) -> Layout:
         """Return how `world_size` processes share this run.
@@ -332,6 +416,115 @@ class RunConfig(Section):
         base, extra = divmod(self.model.num_layers, chunks)
         fill = [*range(1, chunks - 1), 0, chunks - 1][:extra]
         return [base + (c in fill) for c in range(chunks)]
+
+
+# ---- Resolve the phases of a run ----
+
+
+@dataclass
+class _Span:
+    """A phase while it is resolved."""
+
+    first: int
+    end: int
+    samples: int
+    """Samples consumed before it."""
+    values: dict[str, Any]
+    """Its config, as TOML has it; the schedule's end is still missing."""
+    begins_schedule: bool
+
+
+def _parts(run: RunConfig) -> tuple[RunPhase, ...]:
+    """Return what `RunConfig.parts` does."""
+    last, count = run.train.num_steps, len(run.phases)
+    if not run.phases:
+        return (RunPhase(1, 1, 0, run, {}, _samples(run, 0, last, 0) * run.data.sequence_length),)
+    spans: list[_Span] = []
+    for number, phase in enumerate(run.phases, 1):
+        try:
+            spans.append(_span(run, phase, spans[-1] if spans else None, number == count))
+        except (ConfigError, ValidationError) as error:
+            error.add_note(f"phase {number}")
+            raise
+    # The run's own schedule goes on to the run's end, one that a phase begins to the next one.
+    end, begun = last, [span.first for span in spans if span.begins_schedule]
+    for span in reversed(spans):
+        is_own = bool(begun) and span.first >= begun[0]
+        span.values["schedule"].setdefault("lr_end_step", end if is_own else last)
+        end = span.first if span.begins_schedule else end
+    found = []
+    for number, (span, phase) in enumerate(zip(spans, run.phases, strict=True), 1):
+        config = RunConfig.model_validate(span.values)
+        samples = _samples(config, span.first, span.end, span.samples)
+        tokens = samples * config.data.sequence_length
+        found.append(RunPhase(number, count, span.first, config, phase.changes, tokens))
+    return tuple(found)
+
+
+def _span(run: RunConfig, phase: PhaseSection, before: _Span | None, is_last: bool) -> _Span:
+    """Return where a phase begins and ends, and its values: those before it with its changes."""
+    first, samples, last = 0, 0, run.train.num_steps
+    values = run.model_dump(mode="json", exclude_none=True, exclude={"phases"})
+    if before is not None:
+        config = RunConfig.model_validate(before.values)
+        first, values = before.end, before.values
+        samples = before.samples + _samples(config, before.first, first, before.samples)
+    values = _changed(values, phase.changes)
+    config = RunConfig.model_validate(values)
+    given = [each for each in (phase.steps, phase.tokens) if each is not None]
+    if len(given) > 1 or not (given or is_last):
+        raise ConfigError(
+            f"steps = {phase.steps}, tokens = {phase.tokens}: a phase has one of them, and only "
+            f"the last phase may have none, for the rest up to train.num_steps = {last}. Set one"
+        )
+    end = first + (phase.steps or last - first)
+    if phase.tokens is not None:
+        b, wanted = config.batch, -(-phase.tokens // config.data.sequence_length)
+        ramp = b.rampup_batch_size
+        end = first + steps_of_samples(wanted, b.global_batch_size, ramp, samples)
+    if not first < end <= last or (is_last and end < last):
+        raise ConfigError(
+            f"steps = {end - first}: the phase would train steps {first + 1} to {end}, and the "
+            f"phases of a run end with step {last} = train.num_steps. Correct these, or leave out "
+            "the steps of the last phase"
+        )
+    train, schedule = dict(values["train"]), dict(values["schedule"])
+    train["num_steps"] = end
+    # Steps of the whole run, of which a phase profiles those that lie in it.
+    if profiled := run.train.profile_steps:
+        train["profile_steps"] = [profiled[0], min(profiled[1], end)]
+        if not first < profiled[0] <= end:
+            del train["profile_steps"]
+    begins = any(key.startswith("schedule.") for key in phase.changes)
+    if begins and "schedule.lr_begin_step" not in phase.changes:
+        schedule["lr_begin_step"] = first
+    if begins and "schedule.lr_end_step" not in phase.changes:
+        schedule.pop("lr_end_step", None)
+    return _Span(first, end, samples, {**values, "train": train, "schedule": schedule}, begins)
+
+
+def _samples(config: RunConfig, first: int, end: int, before: int) -> int:
+    """Return the samples of steps `first` + 1 to `end`, before which `before` were consumed."""
+    b = config.batch
+    return samples_of_steps(end - first, b.global_batch_size, b.rampup_batch_size, before)
+
+
+def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a config's values with the changes of a phase.
+
+    Another method has other keys, so that its section begins anew.
+    """
+    result = copy.deepcopy(values)
+    for section in [s for s in result if f"{s}.method" in changes]:
+        if result[section].get("method") != changes[f"{section}.method"]:
+            result[section] = {}
+    for key, value in changes.items():
+        *tables, name = key.split(".")
+        holder = result
+        for table in tables:
+            holder = holder.setdefault(table, {})
+        holder[name] = value
+    return result
 
 
 def is_url(directory: str | Path) -> bool:

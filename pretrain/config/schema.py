@@ -8,6 +8,7 @@ Other sections stand beside this file: the model's in `model_schema`, the data's
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -259,6 +260,48 @@ class ScheduleSection(Section):
     min_learning_rate: float = Field(default=0.0, ge=0)
     """Learning rate that the decay ends at when all steps are done. The last step is one before it,
     so that it still learns when this is 0."""
+
+    lr_begin_step: int = Field(default=0, ge=0)
+    """Steps done when the schedule begins: its warm-up starts there. A phase that sets a key of
+    [schedule] begins one at its own first step."""
+
+    # Follows train.num_steps, which may be raised: `Difference.line` says what that means.
+    lr_end_step: Outcome[int | None] = Field(default=None, gt=0)
+    """Steps done when the decay ends; the rate stays at its end after that, and a number above
+    train.num_steps cuts the decay off. Default: train.num_steps (as Megatron's lr_decay_iters)."""
+
+
+class PhaseSection(Section):
+    """[[phases]]: one of several parts of a run, with the keys that change when it begins.
+
+    Beside its length it has keys of other sections, as --set takes them:
+    data.sequence_length = 512.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    steps: int | None = Field(default=None, gt=0)
+    """Optimizer steps of the phase. The last phase may leave it out: it takes the rest up to
+    train.num_steps."""
+
+    tokens: int | None = Field(default=None, gt=0)
+    """The length in tokens, in place of steps: the fewest steps that train on so many."""
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Return the changed keys, "section.key" or "data.corpora.NAME.key", with their values."""
+        return dict(_flat(self.model_extra or {}))
+
+
+def _flat(table: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of nested tables, down to where a table is the value of a key."""
+    for name, value in table.items():
+        path = (*above, name)
+        depth = 4 if path[:2] == ("data", "corpora") else 2
+        if isinstance(value, dict) and len(path) < depth:
+            yield from _flat(value, path)
+        else:
+            yield ".".join(path), value
 
 
 class TrainSection(Section):

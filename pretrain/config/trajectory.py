@@ -12,10 +12,11 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from pretrain.config.errors import ConfigError
-from pretrain.config.load import section_keys, section_models, suggestion
+from pretrain.config.load import effect_of, section_keys, suggestion
 from pretrain.config.run import RunConfig
 from pretrain.config.schema import Effect
 from pretrain.positions.base import all_keys
@@ -33,8 +34,9 @@ _DERIVED = {
     "model.kv_channels",
     "model.embedding_scale",
     "model.embedding_init_method_std",
+    "schedule.lr_end_step",
 }
-"""Keys whose default is derived from fixed keys, by a property of RunConfig of the same name."""
+"""Keys whose default is derived from other keys, by a property of RunConfig of the same name."""
 
 TRAINING, VALIDATION, TOKENIZER = "training", "validation", "tokenizer"
 """The names of the hashes that a checkpoint records of its data."""
@@ -59,12 +61,21 @@ class Difference:
     directory: str = ""
     """Of data: where it lies."""
 
-    def line(self) -> str:
-        """Return it as a line for people: key, both values, and why it may differ."""
+    def line(self, scheduled: Collection[str] = ()) -> str:
+        """Return it as a line for people: key, both values, and why it may differ.
+
+        Args:
+            scheduled: The keys that [[phases]] change here.
+        """
         what = f"{self.key} ({self.data})" if self.data else self.key
         why = "may change"
         if self.effect in BY_NAME:
-            why = f"{BY_NAME[self.effect]}, allowed by --allow-changed {self.key}"
+            by = (
+                "as a phase asks"
+                if self.key in scheduled
+                else f"allowed by --allow-changed {self.key}"
+            )
+            why = f"{BY_NAME[self.effect]}, {by}"
         return f"{what} = {self._shown(self.before)} -> {self._shown(self.after)}  ({why})"
 
     def refusal(self, checkpoint: object) -> str:
@@ -93,21 +104,6 @@ class Difference:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def effect_of(key: str) -> Effect:
-    """Return what a change of "section.key" does, as the key or else its section says.
-
-    Raises:
-        TypeError: Neither says it.
-    """
-    section, _, name = key.partition(".")
-    model = next(each for each in section_models(section) if name in each.model_fields)
-    own = [each for each in model.model_fields[name].metadata if isinstance(each, Effect)]
-    effect = own[0] if own else model.EFFECT
-    if effect is None:
-        raise TypeError(f"{key}: say what its change means, as in Free[int]")
-    return effect
-
-
 def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
     """Return the keys in which two configs differ, in the order of the config file."""
     found = []
@@ -122,14 +118,29 @@ def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
     return found
 
 
-def settings_hash(config: RunConfig, training: str | None) -> str:
+def scheduled_changes(config: RunConfig, step: int) -> set[str]:
+    """Return the keys that [[phases]] change after `step` steps: {} where no phase begins."""
+    parts = config.parts
+    borders = {after.first: (before, after) for before, after in pairwise(parts)}
+    if step not in borders:
+        return set()
+    before, after = borders[step]
+    return {each.key for each in differences(before.config, after.config)}
+
+
+def settings_hash(
+    config: RunConfig, training: str | None, changes: Sequence[tuple[int, str, Any, Any]] = ()
+) -> str:
     """Return a hash of all that training depends on but the seed, the same for runs that agree.
 
     Args:
         config: The config of a run.
         training: The hash of its training split; None where a checkpoint did not record it.
+        changes: (step, key, before, after) of what was changed on the way.
     """
     values: dict[str, Any] = {TRAINING: training}
+    if changes:
+        values["changes"] = list(changes)
     for section, keys in section_keys().items():
         for name, key in ((name, f"{section}.{name}") for name in keys):
             counts = effect_of(key) in (FIXED, *BY_NAME, Effect.OUTCOME)
@@ -201,18 +212,24 @@ def allow_options(keys: Sequence[str]) -> list[str]:
     return [word for key in keys for word in ("--allow-changed", key)]
 
 
-def describe_differences(found: Sequence[Difference], run: object, checkpoint: object) -> str:
+def describe_differences(
+    found: Sequence[Difference],
+    run: object,
+    checkpoint: object,
+    scheduled: Collection[str] = (),
+) -> str:
     """Return what a resume prints about everything that differs; empty when nothing does.
 
     Args:
         found: What `differences` and `data_differences` found.
         run: The run's directory.
         checkpoint: The checkpoint's path.
+        scheduled: The keys that [[phases]] change here.
     """
     if not found:
         return ""
     count = "1 difference" if len(found) == 1 else f"{len(found)} differences"
-    lines = [f"  {each.line()}" for each in found]
+    lines = [f"  {each.line(scheduled)}" for each in found]
     return "\n".join([f"{run}: {count} from {checkpoint}:", *lines])
 
 

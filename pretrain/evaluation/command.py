@@ -281,7 +281,8 @@ class Job(Opened):
     def record(self, result: Evaluation) -> dict[str, Any]:
         """Return the record of one of its evaluations."""
         training = self.checkpoint.origin.data.get(TRAINING)
-        settings = settings_hash(self.checkpoint.config, training)[:HASH_DIGITS]
+        changes = [(c.step, c.key, c.before, c.after) for c in self.checkpoint.origin.changes]
+        settings = settings_hash(self.checkpoint.config, training, changes)[:HASH_DIGITS]
         record = fields_of(
             {**self.common(), "settings": settings, **result.record(), **result.cost}
         )

@@ -151,6 +151,10 @@ class SpikeDetector:
             values = [*rows[0], *rows[1], lists["steps_observed"][0]]
             self.state[:-1] = torch.tensor(values, dtype=torch.float64)
 
+    def forget_window(self) -> None:
+        """Judge the next steps by those after now; skips and rollbacks are kept."""
+        self.state[:-1] = 0
+
 
 LARGEST_WEIGHT = 1e6
 """The magnitude of an fp32 master beyond which a model does not work: fp16 ends at 65,504."""

@@ -276,24 +276,29 @@ def learning_rate(config: RunConfig, step: int) -> float:
       last lr_wsd_decay_steps steps, the first of which still has the peak.
     - `constant`: it does not fall; min_learning_rate is not used.
 
+    The schedule counts its steps from schedule.lr_begin_step, and the decay ends at
+    schedule.lr_end_step, by default train.num_steps; after it the rate stays.
+
     Megatron counts samples, and here steps count, also while batch.rampup_batch_size grows. A step
     whose update was skipped counts as well.
 
     Args:
-        config: The run; its [schedule], optimizer.learning_rate (the peak) and train.num_steps.
+        config: The run, or its phase; its [schedule], optimizer.learning_rate (the peak) and
+            train.num_steps.
         step: The step about to be taken, counted from 0: the updates done.
     """
     schedule, peak = config.schedule, config.optimizer.learning_rate
+    step = max(step - schedule.lr_begin_step, 0)
     if step < schedule.lr_warmup_steps:
         first = schedule.lr_warmup_init
         return first + (peak - first) * step / schedule.lr_warmup_steps
     if schedule.lr_decay_style == "constant":
         return peak
-    end = config.train.num_steps
+    end = config.lr_end_step - schedule.lr_begin_step
     begin = schedule.lr_warmup_steps
     if schedule.lr_decay_style == "warmup_stable_decay":
         begin = end - schedule.lr_wsd_decay_steps
-    progress = max(step - begin, 0) / (end - begin)
+    progress = min(max(step - begin, 0) / (end - begin), 1.0)
     if schedule.lr_decay_style == "cosine":
         share_of_peak = (1 + math.cos(math.pi * progress)) / 2
     else:

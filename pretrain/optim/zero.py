@@ -340,6 +340,15 @@ class ZeroOptimizer:
         self.reduce_gradients()
         return self.update(learning_rate, veto)
 
+    def release(self) -> None:
+        """Let go of parameters and state, so that another optimizer can take their memory."""
+        self.engine.destroy()
+        # Hooks, and what DeepSpeed has set on a parameter, hold the parameter and its bucket, and
+        # are held by it where Python's collector does not look.
+        for parameter in (cast(Any, named.parameter) for named in self.parameters):
+            (parameter._post_accumulate_grad_hooks or {}).clear()
+            vars(parameter).clear()
+
     def _scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the dynamic loss scale."""
         scaled: Tensor = loss * self.zero.loss_scale

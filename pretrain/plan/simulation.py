@@ -409,6 +409,7 @@ def count_step(config: RunConfig, topology: Topology, counter: Counter) -> StepC
     optimizer = ZeroOptimizer(config, topology, chunks)
     run = Run(
         config=config,
+        whole=config,
         topology=topology,
         chunks=chunks,
         optimizer=optimizer,

@@ -23,7 +23,7 @@ from typing import Any
 from pretrain.config import ConfigError, RunConfig, load_config, writing
 from pretrain.config.run import is_url, recorded_protocol
 from pretrain.config.secrets import redacted
-from pretrain.config.trajectory import check_differences, differences
+from pretrain.config.trajectory import check_differences, differences, scheduled_changes
 from pretrain.rundir.attempts import Owner, is_finished, is_idle, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints
 from pretrain.rundir.files import (
@@ -212,8 +212,10 @@ def check_goes_on(config: RunConfig, allow_changed: Collection[str] = ()) -> Non
     except ConfigError:
         # Damaged, which only reading all of it can tell; the ranks do.
         return
-    check_differences(differences(before, config), found[-1], allow_changed)
     step, last = checkpoint_step(found[-1].name) or 0, config.train.num_steps
+    phase = config.phase_after(step)
+    allowed = {*allow_changed, *scheduled_changes(config, step)}
+    check_differences(differences(before, phase.config), found[-1], allowed)
     if step > last:
         raise ConfigError(
             f"train.num_steps = {last}: {found[-1]} has done {step} steps already. Set {step} or "
@@ -243,6 +245,7 @@ def check_data(config: RunConfig) -> None:
 
 def _evaluations(config: RunConfig) -> set[tuple[str, int, int]]:
     """Return protocol, stride and length of each evaluation that follows the last step."""
+    config = config.parts[-1].config
     return {
         (
             recorded_protocol(config, name),

@@ -114,6 +114,8 @@ Record = dict[str, Any]
 
 EVALUATION, CHANGED = "evaluation", "changed"
 """The keys by which the records of an evaluation and of changed keys are known."""
+PHASE = "phase"
+"""The key under which a record of changed keys has the number of the phase that begins there."""
 NON_FINITE = "non_finite"
 """The key under which a record says which of its values JSON could not hold."""
 

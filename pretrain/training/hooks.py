@@ -41,12 +41,12 @@ from pretrain.optim.health import (
 from pretrain.rundir.checkpoints import check_room, checkpoint_directory, checkpoint_step
 from pretrain.rundir.files import make_directory
 from pretrain.rundir.history import saving_then_stopping
-from pretrain.rundir.metrics import CHANGED, EVALUATION, Record
+from pretrain.rundir.metrics import CHANGED, EVALUATION, PHASE, Record
 from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import gather, host_name
 from pretrain.training.metrics import PASS, MetricsWriter
 from pretrain.training.replay import Point, ReplayHook, note_poisoned_start
-from pretrain.training.reporter import Interrupted
+from pretrain.training.reporter import Interrupted, no_problem
 from pretrain.training.start import Run, is_evaluated_after
 from pretrain.training.step import Hook, agree
 from pretrain.training.stragglers import SHARED, Stragglers, places, window_steps
@@ -64,7 +64,8 @@ class EvaluationHook(Hook):
         config, text = run.config.evaluation, run.validation_stream
         self.writer = writer
         # Checked at the start, because the first evaluation may be thousands of steps later.
-        check_memory(run.config, run.topology, run.start_point.evaluations)
+        self.protocols = run.start_point.evaluations[run.start_point.phase - 1]
+        check_memory(run.config, run.topology, self.protocols)
         self.evaluator = Evaluator(
             run.chunks,
             run.topology,
@@ -92,7 +93,7 @@ class EvaluationHook(Hook):
         # A loss of an earlier step says nothing about the checkpoint of this one.
         run.origin = dataclasses.replace(run.origin, validation_loss_nats=None)
         if self.is_due(run):
-            self._evaluate(run, run.start_point.evaluations)
+            self._evaluate(run, self.protocols)
 
     def _evaluate(self, run: Run, pending: Sequence[Protocol]) -> None:
         """Evaluate and write all of `pending`, or nothing if the ranks agree to stop meanwhile."""
@@ -143,7 +144,7 @@ def make_hooks(run: Run) -> list[Hook]:
     tokenizer = load_tokenizer(run.validation_stream.tokenizer_path)
     writer = None
     if run.topology.is_main:
-        writer = MetricsWriter(run.config, run.config.directory, run.state.step)
+        writer = MetricsWriter(run.whole, run.config.directory, run.state.step)
     stragglers = Stragglers(places(run.topology), window_steps(run.topology))
     saver = CheckpointHook(run, writer, tokenizer)
     return [
@@ -231,8 +232,11 @@ class LoggingHook(Hook):
         """Log what was allowed to change at the step that training goes on from."""
         step = run.state.step
         changed = {c.key: [c.before, c.after] for c in run.origin.changes if c.step == step}
-        if self.writer is not None and changed:
-            self.writer.changed({"step": step, CHANGED: changed})
+        phases = run.whole.parts
+        phase = phases[run.start_point.phase - 1]
+        border = {PHASE: phase.number} if len(phases) > 1 and step == phase.first else {}
+        if self.writer is not None and (changed or border):
+            self.writer.changed({"step": step, **border, CHANGED: changed})
 
     def after_step(self, run: Run, record: Record) -> None:
         """Log one step. tokens_per_second is the whole job's; TFLOP/s and MFU are per device."""
@@ -528,6 +532,7 @@ class CheckpointHook(Hook):
     def at_end(self, run: Run) -> None:
         """Leave Ctrl-C to Python again: everything is saved."""
         run.requests.on_interrupt = None
+        run.requests.has_problem = no_problem
 
     def close(self) -> None:
         """End the process that writes."""
@@ -609,8 +614,8 @@ class UploadHook(Hook):
             return
         run, config = self.run, self.run.config
         has_stopped = run.requests.agreed and not run.requests.is_leaving
-        if run.state.step < config.train.num_steps and not has_stopped:
-            # It failed. The next start makes up for what is not uploaded.
+        if run.state.step < run.whole.train.num_steps and not has_stopped:
+            # Another phase follows, or it failed. The next start makes up for what is missing.
             self.uploader.close()
             return
         missing = self.uploader.finish(Patience(run).may_wait)

@@ -23,7 +23,7 @@ from pretrain.config import (
     writing,
 )
 from pretrain.config.errors import say
-from pretrain.config.trajectory import describe_differences
+from pretrain.config.trajectory import describe_differences, scheduled_changes
 from pretrain.data.order import batches
 from pretrain.model.forward import Batch
 from pretrain.optim.health import Resting, memory_check_interval
@@ -39,11 +39,13 @@ from pretrain.training.reporter import EXIT_CODES, AttemptReporter, Requests
 from pretrain.training.start import (
     Run,
     StartPoint,
+    Streams,
     bring,
     check_same_data,
     check_sizes,
     check_store,
     evaluations_of,
+    find_start_point,
     load_run,
     prepare,
     take_run,
@@ -112,7 +114,37 @@ def train(
             with writing(config.directory):
                 replace_file(RunPaths(config.directory).config, dump_config(config))
         _train_steps(run)
+        while not run.is_over:
+            run = _next_phase(run, streams)
+            _train_steps(run)
         return _end(run)
+
+
+def _next_phase(run: Run, streams: Streams) -> Run:
+    """Return the run in its next phase, from the checkpoint at the border. All ranks together.
+
+    It starts as any run does that goes on from a checkpoint, so that a run that is killed and
+    started again cannot differ from one that was not.
+
+    Args:
+        run: The run in the phase that has ended. Nothing of it can be used any more.
+        streams: The training and the validation split.
+    """
+    before, config, topology = run.start_point, run.whole, run.topology
+    requests, reporter = run.requests, run.reporter
+    reporter.phase(Phase.LOADING, run.state.step)
+
+    def find() -> StartPoint:
+        found = find_start_point(
+            config, "auto", None, before.data, before.allowed, evaluations=before.evaluations
+        )
+        return replace(found, provenance=before.provenance)
+
+    start_point = on_main(topology, find, StartPoint)
+    if topology.is_main:
+        say(_outlook(config, topology, start_point))
+    run.release()
+    return load_run(config, streams, topology, start_point, requests, reporter)
 
 
 def _train_steps(run: Run) -> None:
@@ -138,7 +170,8 @@ def _train_steps(run: Run) -> None:
         run.optimizer.wait_for_weights()
         for hook in hooks:
             hook.at_end(run)
-        run.reporter.phase(Phase.ENDING, run.state.step)
+        if run.is_over:
+            run.reporter.phase(Phase.ENDING, run.state.step)
     finally:
         for hook in hooks:
             hook.close()
@@ -173,7 +206,7 @@ def _act(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> None:
 
 
 def _is_over(run: Run) -> bool:
-    """Return True at the end of the run, or if all ranks have agreed to stop."""
+    """Return True at the end of the phase, or if all ranks have agreed to stop."""
     return run.state.step >= run.config.train.num_steps or run.requests.agreed is not None
 
 
@@ -356,13 +389,16 @@ def _outlook(config: RunConfig, topology: Topology, start_point: StartPoint) -> 
     found, checkpoint = start_point.differences, start_point.checkpoint
     differences = ""
     if found and checkpoint is not None:
-        differences = f"\n{describe_differences(found, config.directory, checkpoint.path)}"
+        planned = scheduled_changes(config, step)
+        said = describe_differences(found, config.directory, checkpoint.path, planned)
+        differences = f"\n{said}"
     if step >= last:
         return (
             f"{directory}: at step {step} of {last}, whose evaluation is left; {sizes}{differences}"
         )
     begin = f"going on from step {step}" if step else "from scratch"
-    return f"{directory}: {begin}, to step {last}; {sizes}{differences}"
+    phase = f", {config.parts[start_point.phase - 1]}" if config.phases else ""
+    return f"{directory}: {begin}, to step {last}{phase}; {sizes}{differences}"
 
 
 def _finished(step: int) -> str:

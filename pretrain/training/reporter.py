@@ -62,7 +62,7 @@ class Requests:
         self._noted: set[int] = set()
         self.agreed: signal.Signals | None = None
         """The request that all ranks act on; None to go on training."""
-        self.has_problem: Callable[[], bool] = _no_problem
+        self.has_problem: Callable[[], bool] = no_problem
         """Returns True if this process cannot go on, for example because it cannot save."""
         self.problem_agreed = False
         """True if any rank has a problem: all act on it together."""
@@ -123,7 +123,7 @@ class Requests:
         self._noted.add(number)
 
 
-def _no_problem() -> bool:
+def no_problem() -> bool:
     """Return False: nothing has been asked to look for problems yet."""
     return False
 

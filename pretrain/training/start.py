@@ -9,11 +9,12 @@ moment ago; and what the run turns away from is set aside only when that checkpo
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import shutil
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.models.gpt import GPTModel
 
+from pretrain import platform
 from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.load import load_checkpoint, set_initial
 from pretrain.checkpoint.manifest import (
@@ -36,8 +38,8 @@ from pretrain.checkpoint.manifest import (
 from pretrain.checkpoint.store import Store, Stored, StoreError, split_checkpoint
 from pretrain.config import ConfigError, RunConfig, RunFailed, writing
 from pretrain.config.errors import say
-from pretrain.config.run import is_url
-from pretrain.config.trajectory import DIGITS, Difference
+from pretrain.config.run import RunPhase, is_url
+from pretrain.config.trajectory import BY_NAME, DIGITS, Difference, scheduled_changes
 from pretrain.data.order import Blend, segment_of
 from pretrain.data.stream import TokenStream, open_stream, wrong_sizes
 from pretrain.data.tokenizer import load_tokenizer
@@ -180,6 +182,10 @@ def record_provenance(reporter: AttemptReporter) -> Provenance:
 # This is decided from files alone, before anything is built.
 
 
+Evaluations = tuple[tuple[Protocol, ...], ...]
+"""What every evaluation of a run measures, for each of its phases."""
+
+
 @dataclass(frozen=True)
 class StartPoint:
     """The checkpoint, step and pending evaluations that a run starts from."""
@@ -188,8 +194,10 @@ class StartPoint:
     """The checkpoint to resume from; None to start from scratch."""
     step: int = 0
     """Optimizer steps done."""
-    evaluations: tuple[Protocol, ...] = ()
-    """What every evaluation of this run measures."""
+    phase: int = 1
+    """The number of the phase that goes on from it; see `RunConfig.parts`."""
+    evaluations: Evaluations = ((),)
+    """What every evaluation measures, by phase."""
     pending_evaluations: tuple[Protocol, ...] = ()
     """Evaluations due after `step` that this run has not completed."""
     saved_step: int | None = 0
@@ -241,9 +249,9 @@ def find_start_point(
     data: dict[str, str],
     allowed: Collection[str] = (),
     passed_over: PassedOver = (),
-    evaluations: tuple[Protocol, ...] = (),
+    evaluations: Evaluations = ((),),
 ) -> StartPoint:
-    """Find where the run starts from.
+    """Find where the run starts from, and the phase that goes on there.
 
     Args:
         config: The run.
@@ -258,6 +266,8 @@ def find_start_point(
         ConfigError: As `choose_checkpoint`, a difference from the checkpoint is not allowed, or the
             checkpoint has done more steps than train.num_steps.
     """
+    parts = config.parts
+    evaluations = evaluations if len(evaluations) == len(parts) else ((),) * len(parts)
     checkpoint, passed_over = choose_checkpoint(config, resume, opened, passed_over)
     if checkpoint is None:
         return StartPoint(data=data, allowed=tuple(allowed), evaluations=evaluations)
@@ -267,22 +277,28 @@ def find_start_point(
             f"train.num_steps = {last}: {checkpoint.path} has done {step} steps already. Set "
             f"{step} or more, or --resume an earlier checkpoint"
         )
-    differences = check_training(config, data, checkpoint, allowed)
+    phase = config.phase_after(step)
+    # At a border the evaluation is that of the phase that ends there. One that was broken off is
+    # done in its config before the next phase begins.
+    ended = parts[phase.number - 2] if phase.number > 1 and step == phase.first else phase
     pending: tuple[Protocol, ...] = ()
     # A step is evaluated before it is saved, so nothing is pending unless the run was stopped
     # during the evaluation, or its metrics are in another run's directory.
-    if is_evaluated_after(config, step):
+    if is_evaluated_after(ended.config, step):
         done = evaluations_at(RunPaths(config.directory).metrics, step)
         # Records of another branch do not count: they are moved away when training goes on from
         # this checkpoint. A finished run does not train on, so its records stay.
         if step < last and not keeps_lines_of(config.directory, checkpoint.lineage):
             done = set()
-        pending = tuple(p for p in evaluations if p.key not in done)
+        pending = tuple(p for p in evaluations[ended.number - 1] if p.key not in done)
+    phase = ended if pending else phase
+    differences = _check_going_on(config, phase, data, checkpoint, allowed)
     own_checkpoints = RunPaths(config.directory).checkpoints.resolve()
     is_own = checkpoint.path.resolve().parent == own_checkpoints
     return StartPoint(
         checkpoint,
         step,
+        phase.number,
         evaluations,
         pending,
         step if is_own else None,
@@ -295,17 +311,34 @@ def find_start_point(
     )
 
 
-def evaluations_of(
-    config: RunConfig, validation: TokenStream
-) -> tuple[tuple[Protocol, ...], list[str]]:
+def _check_going_on(
+    config: RunConfig,
+    phase: RunPhase,
+    data: Mapping[str, str],
+    checkpoint: Checkpoint,
+    allowed: Collection[str],
+) -> tuple[Difference, ...]:
+    """Return in what a phase differs from a checkpoint, as `check_training` does.
+
+    What the phase changes where it begins is allowed there.
+    """
+    scheduled = scheduled_changes(config, checkpoint.trainer_state.step)
+    return check_training(phase.config, data, checkpoint, {*allowed, *scheduled})
+
+
+def evaluations_of(config: RunConfig, validation: TokenStream) -> tuple[Evaluations, list[str]]:
     """Return what every evaluation of a run measures, and lines that say what is left out.
 
     Raises:
         ConfigError: The validation text is shorter than one window.
     """
-    total = len(validation)
-    tokens = min(total, config.evaluation.max_tokens or total)
-    return choose_protocols(config, config.evaluation.protocols, tokens, total)
+    total, found, notes = len(validation), [], dict[str, None]()
+    for part in (phase.config for phase in config.parts):
+        tokens = min(total, part.evaluation.max_tokens or total)
+        protocols, said = choose_protocols(part, part.evaluation.protocols, tokens, total)
+        found.append(protocols)
+        notes |= dict.fromkeys(said)
+    return tuple(found), list(notes)
 
 
 def is_evaluated_after(config: RunConfig, step: int) -> bool:
@@ -323,6 +356,9 @@ class Run:
     """A run in this process, which the loop works on and hands to its hooks."""
 
     config: RunConfig
+    """The config of the phase that trains; without phases, the run's."""
+    whole: RunConfig
+    """The run's, with all phases."""
     topology: Topology
     chunks: list[GPTModel]
     optimizer: ZeroOptimizer
@@ -345,6 +381,20 @@ class Run:
     """What this rank does with the time of its steps."""
     ledger: Ledger | None = None
     """Where the run can go back to, and what is compared then; None before it trains."""
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if the processes end: all phases are done, or they have agreed to stop."""
+        return self.requests.agreed is not None or self.state.step >= self.whole.train.num_steps
+
+    def release(self) -> None:
+        """Give back the memory of model and optimizer, before the next phase builds its own."""
+        self.optimizer.release()
+        self.ledger = None
+        self.chunks.clear()
+        del self.optimizer
+        gc.collect()
+        platform.empty_cache()
 
     @property
     def blend(self) -> Blend:
@@ -375,11 +425,13 @@ def prepare(
     # What was trained with a tokenizer that no export can hold would be found out after training.
     load_tokenizer(streams[0].tokenizer_path).check_trainable()
     # Every process checks, because one that has joined waits for those that have not.
-    segment_of(config, streams[0])
+    for each in config.parts:
+        segment_of(each.config, streams[0])
     evaluations_of(config, streams[1])
     checkpoint, _ = choose_checkpoint(config, resume)
     if checkpoint is not None:
-        check_training(config, data_hashes(streams), checkpoint, allowed)
+        phase = config.phase_after(checkpoint.trainer_state.step)
+        _check_going_on(config, phase, data_hashes(streams), checkpoint, allowed)
     return streams, initialize_topology(config), checkpoint
 
 
@@ -437,7 +489,7 @@ def take_run(
     opened: Checkpoint | None,
     data: dict[str, str],
     allowed: Collection[str] = (),
-    evaluations: Sequence[Protocol] = (),
+    evaluations: Evaluations = ((),),
 ) -> StartPoint:
     """Make the run this process's own and find where it starts from. Rank 0 alone.
 
@@ -456,9 +508,7 @@ def take_run(
         ConfigError: run.directory cannot be made, or (RunBusy) another process trains the run.
     """
     supervised = supervised_attempt()
-    start_point = find_start_point(
-        config, resume, opened, data, allowed, evaluations=tuple(evaluations)
-    )
+    start_point = find_start_point(config, resume, opened, data, allowed, evaluations=evaluations)
     if start_point.is_finished(config) and supervised is None:
         return start_point
     try:
@@ -475,7 +525,7 @@ def take_run(
         recover(config.directory, reporter.attempt)
     # Once more: until the lock was taken, another process may have trained the run.
     start_point = find_start_point(
-        config, resume, start_point.checkpoint, data, allowed, evaluations=tuple(evaluations)
+        config, resume, start_point.checkpoint, data, allowed, evaluations=evaluations
     )
     _say_passed_over(start_point)
     return dataclasses.replace(start_point, provenance=record_provenance(reporter))
@@ -492,7 +542,7 @@ def load_run(
     """Build the model and its optimizer and load the checkpoint. All ranks together.
 
     Args:
-        config: The run.
+        config: The run, with all phases.
         streams: The training and the validation split.
         topology: The layout of the processes.
         start_point: Where the run starts from; the same on every rank.
@@ -509,14 +559,20 @@ def load_run(
         if not log.handlers:
             log.addHandler(logging.StreamHandler())
             log.setLevel(logging.INFO)
-    chunks = build_model(config)
-    check_positions(config, chunks)
-    optimizer = ZeroOptimizer(config, topology, chunks)
-    state, start_point = _load(config, topology, start_point, optimizer)
-    segment = segment_of(config, streams[0], state.segment, state.consumed_samples)
-    state = dataclasses.replace(state, segment=segment)
+    built = None
+    while built is None:
+        part = config.parts[start_point.phase - 1].config
+        chunks = build_model(part)
+        check_positions(part, chunks)
+        optimizer = ZeroOptimizer(part, topology, chunks)
+        built, start_point = _load(config, topology, start_point, optimizer)
+        if built is None:
+            optimizer.release()
+    segment = segment_of(part, streams[0], built.segment, built.consumed_samples)
+    state = dataclasses.replace(built, segment=segment)
     on_main(topology, lambda: _settle(config, start_point, reporter.attempt))
     return Run(
+        part,
         config,
         topology,
         chunks,
@@ -527,46 +583,59 @@ def load_run(
         requests,
         reporter,
         start_point.origin(),
-        _spike_detector(config, state),
-        streams[0].eos_id if config.data.per_document_attention else None,
+        _spike_detector(part, state, start_point),
+        streams[0].eos_id if part.data.per_document_attention else None,
     )
 
 
-def _spike_detector(config: RunConfig, state: TrainerState) -> SpikeDetector | None:
-    """Return what judges every step, with what the checkpoint holds of it."""
+def _spike_detector(
+    config: RunConfig, state: TrainerState, start_point: StartPoint
+) -> SpikeDetector | None:
+    """Return what judges every step, with what the checkpoint holds of it.
+
+    Where keys have changed that change training, losses may jump, so that the steps before do not
+    judge those that follow.
+    """
     train = config.train
     if train.spike_policy == "none":
         return None
     detector = SpikeDetector(train.spike_threshold, train.spike_window_steps)
     detector.load(state.spikes)
+    if any(each.effect in BY_NAME for each in start_point.differences):
+        detector.forget_window()
     return detector
 
 
 def _load(
     config: RunConfig, topology: Topology, start_point: StartPoint, optimizer: ZeroOptimizer
-) -> tuple[TrainerState, StartPoint]:
+) -> tuple[TrainerState | None, StartPoint]:
     """Load the checkpoint, or with `auto` the newest one before it that is not damaged.
 
     All ranks together: damage is raised on all of them.
 
     Args:
-        config: The run.
+        config: The run, with all phases.
         topology: The layout of the processes.
         start_point: Where the run is to start from.
         optimizer: The newly built optimizer; its model is loaded with it.
 
     Returns:
-        How far training had come, and where the run starts from.
+        How far training had come, and where the run starts from. None, if that lies in another
+        phase, whose model has to be built first.
     """
-    while start_point.checkpoint is not None:
+    phase = start_point.phase
+    part = config.parts[phase - 1].config
+    while start_point.checkpoint is not None and start_point.phase == phase:
         try:
-            return load_checkpoint(start_point.checkpoint, optimizer, config), start_point
+            return load_checkpoint(start_point.checkpoint, optimizer, part), start_point
         except DamagedCheckpoint as damage:
             if not start_point.is_automatic:
                 raise
             left_out = (*start_point.passed_over, (start_point.checkpoint.path, str(damage)))
             fall_back = partial(_fall_back, config, start_point, left_out)
             start_point = on_main(topology, fall_back, StartPoint)
+    if start_point.phase != phase:
+        return None, start_point
     return TrainerState(step=0, consumed_samples=0), start_point
 
 

@@ -372,6 +372,7 @@ def build_run(config: RunConfig) -> Any:
     state = TrainerState(step=0, consumed_samples=0)
     return Run(
         config=config,
+        whole=config,
         topology=topology,
         chunks=chunks,
         optimizer=ZeroOptimizer(config, topology, chunks),
@@ -381,7 +382,7 @@ def build_run(config: RunConfig) -> Any:
         start_point=StartPoint(),
         requests=Requests(),
         reporter=AttemptReporter(),
-        spikes=_spike_detector(config, state),
+        spikes=_spike_detector(config, state, StartPoint()),
     )
 
 
