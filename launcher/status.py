@@ -38,7 +38,7 @@ from pretrain.rundir.attempts import (
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.files import MAX_NUMBER, read_text
 from pretrain.rundir.jobs import JobRecord, read_jobs
-from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
+from pretrain.rundir.metrics import PHASE, Record, is_evaluation, read_metrics
 from pretrain.rundir.paths import (
     ENDED_WELL,
     RUN_MARKS,
@@ -121,6 +121,8 @@ class Rates:
     """The last step's loss, which may be nan or infinite."""
     tokens_per_second: float
     """Mean over the last `RATE_STEPS` steps, weighted by their time."""
+    phase: str = ""
+    """The phase, " (phase 2)", of a run that has several."""
     slow: str = ""
     """The slowest rank, while one is slow (pretrain/training/stragglers.py)."""
 
@@ -151,7 +153,8 @@ def read_rates(path: Path) -> Rates | None:
     tokens = sum(record["step_seconds"] * _number(record, "tokens_per_second") for record in latest)
     judged = next((record for record in reversed(latest) if "compute_seconds" in record), {})
     loss = _number(last, "loss_nats", math.nan)
-    return Rates(last["step"], loss, tokens / seconds, _slow_rank(judged))
+    phase = f" (phase {_number(last, PHASE):.0f})" if PHASE in last else ""
+    return Rates(last["step"], loss, tokens / seconds, phase, _slow_rank(judged))
 
 
 def _slow_rank(record: Record) -> str:
@@ -560,7 +563,7 @@ def _row(status: RunStatus) -> Sequence[str]:
     rates = status.rates
     step = "" if status.step is None else str(status.step)
     if step and status.num_steps:
-        step += f"/{status.num_steps}"
+        step += f"/{status.num_steps}{rates.phase if rates else ''}"
     return (
         str(status.run),
         status.state,

@@ -110,7 +110,9 @@ def config(
     if run.parallel.world_size is None:
         run.layout(run.parallel.ranks_per_copy)
     print(dump_config(run))
-    print(describe(run, describe_export(run, tokenizer_obstacles(run))))
+    # What is exported is the model of the last phase.
+    last = run.parts[-1].config
+    print(describe(run, describe_export(last, tokenizer_obstacles(run))))
 
 
 def tokenizer_obstacles(run: RunConfig) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -192,9 +192,13 @@ class RunPhase:
     @property
     def alone(self) -> RunConfig:
         """Return it as a run from step 0, to plan or time it; a ramp-up is the first phase's."""
+        if self.of == 1:
+            return self.config
         c, rampup = self.config, self.config.batch.rampup_batch_size if self.number == 1 else None
         sections = {
-            "train": c.train.model_copy(update={"num_steps": self.end - self.first}),
+            "train": c.train.model_copy(
+                update={"num_steps": self.end - self.first, "profile_steps": None}
+            ),
             "batch": c.batch.model_copy(update={"rampup_batch_size": rampup}),
         }
         return c.model_copy(update=sections)
@@ -550,8 +554,7 @@ def describe(config: RunConfig, export: Iterable[str] = ()) -> str:
         config: The run.
         export: What the run will export as, or why not: `pretrain.huggingface.classes` says it.
     """
-    total = num_parameters(config)
-    tokens = config.planned_tokens
+    total, tokens = num_parameters(config), config.planned_tokens
     steps = f"{config.train.num_steps:,} steps of {config.tokens_per_step:,} tokens"
     if config.batch.rampup_batch_size is not None:
         start, _, samples = config.batch.rampup_batch_size
@@ -564,22 +567,36 @@ def describe(config: RunConfig, export: Iterable[str] = ()) -> str:
     if clusters := config.adaptive_clusters:
         parts = " + ".join(f"{cluster.size:,} x {cluster.dim}" for cluster in clusters)
         vocabulary += f" in clusters of {parts}"
-    lengths = ", ".join(str(length) for length in config.evaluation_lengths)
-    trained = f"trained at {config.data.sequence_length} tokens"
+    # Those of the model that results.
+    last = config.parts[-1].config
+    lengths = ", ".join(str(length) for length in last.evaluation_lengths)
+    at = dict.fromkeys(str(phase.config.data.sequence_length) for phase in config.parts)
+    trained = f"trained at {', then '.join(at)} tokens"
     if config.data.per_document_attention:
         trained += " within documents"
     if config.is_masked:
         trained += ", predicts masked tokens from both sides"
+    if config.phases:
+        steps = f"{config.train.num_steps:,} steps in {len(config.phases)} phases"
     rows = [
         ("parameters", f"{total:,} ({_short(total)}), vocabulary of {vocabulary}"),
-        ("positions", f"{config.position.description(config)}, {trained}, evaluated at {lengths}"),
+        ("positions", f"{last.position.description(last)}, {trained}, evaluated at {lengths}"),
         ("training", f"{steps} = {tokens:,} tokens ({_short(tokens)})"),
+        *(_phases(config) if config.phases else ()),
         ("evaluations", _evaluations(config)),
         ("layout", _layout(config)),
         *_stages(config),
         *(("export", line) for line in export),
     ]
     return "\n".join(f"# {name:<16} {text}" for name, text in rows)
+
+
+def _phases(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield a row for each phase: its steps and tokens, and what it changes."""
+    for phase in config.parts:
+        changes = ", ".join(f"{key} = {value}" for key, value in phase.changes.items())
+        span = f"steps {phase.first + 1:,} to {phase.end:,}, {phase.tokens:,} tokens"
+        yield f"phase {phase.number}", f"{span}: {changes or 'no change'}"
 
 
 def _evaluations(config: RunConfig) -> str:

@@ -86,7 +86,9 @@ class Frame:
     ticks: Mapping[float, str] = field(default_factory=dict)
     """Position -> label on the x axis, which is then logarithmic to base 2."""
     marked: Sequence[float] = ()
-    """Training lengths, at dotted vertical lines."""
+    """Positions of dotted vertical lines."""
+    marks: str = "training length"
+    """What these lines are, in the legend."""
     panels: Sequence[str] = ()
     """The panels in their order; by default in the order of the lines."""
     bars: str = "95 % interval"
@@ -290,7 +292,7 @@ def _legend(
         looks |= {word: {"color": NEUTRAL, **look} for word, look in marks.items()}
     handles = [Line2D([], [], label=_plain(word), **look) for word, look in looks.items()]
     if frame.marked:
-        handles.append(Line2D([], [], label="training length", **DOTTED))
+        handles.append(Line2D([], [], label=frame.marks, **DOTTED))
     notes = []
     has_ranges = [any(math.isfinite(v.low) for v in line.values) for line in lines]
     if any(found and not line.has_band for found, line in zip(has_ranges, lines)):
@@ -352,13 +354,18 @@ def lines_by_length(
     return lines, Frame(*labels, _title(curves, subject), ticks, trained)
 
 
-def lines_by_step(curves: Sequence[Curve], subject: str = "") -> tuple[list[Line], Frame]:
+def lines_by_step(
+    curves: Sequence[Curve], subject: str = "", borders: Sequence[float] = ()
+) -> tuple[list[Line], Frame]:
     """Return perplexity against training step: a line for each length and a panel per protocol.
 
     Args:
         curves: Curves by window length, each of one checkpoint of a run, by one tokenizer.
         subject: What the figure is about, if the report has several.
+        borders: Steps after which keys of the run have changed, as where a phase begins.
     """
+    trained = train_lengths(curves)
+    only = trained[0] if len(trained) == 1 else None
     found: dict[tuple[int, str], dict[float, Value]] = {}
     for curve in sorted(curves, key=lambda curve: curve.sources[0].step):
         for length in curve.records:
@@ -366,9 +373,10 @@ def lines_by_step(curves: Sequence[Curve], subject: str = "") -> tuple[list[Line
             by_step[curve.sources[0].step] = curve.value(length)
     lines = []
     for (length, protocol), by_step in sorted(found.items()):
-        name = length_label(length, curves[0].train_length)
+        name = length_label(length, only)
         lines.append(Line(protocol, name, name, list(by_step), list(by_step.values())))
-    return lines, Frame("Training step", "Perplexity", _title(curves, subject))
+    title = _title(curves, subject)
+    return lines, Frame("Training step", "Perplexity", title, marked=borders, marks="keys changed")
 
 
 def lines_by_position(

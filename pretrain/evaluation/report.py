@@ -43,7 +43,8 @@ from pretrain.evaluation.records import (
 )
 from pretrain.rundir.checkpoints import checkpoint_step, named_by_step
 from pretrain.rundir.files import make_directory, replace_file
-from pretrain.rundir.paths import check_version
+from pretrain.rundir.metrics import is_change, read_metrics
+from pretrain.rundir.paths import RunPaths, check_version
 
 TEXT = "report.md"
 PROTOCOLS_EXPLAINED = (
@@ -325,10 +326,12 @@ def _warn(run: Path, evaluated: Evaluated) -> None:
 def _write(directory: Path, evaluated: Evaluated) -> None:
     """Write the files of the report."""
     records = evaluated.records
+    changes = filter(is_change, read_metrics(RunPaths(directory.parent).metrics))
+    borders = sorted({float(record["step"]) for record in changes})
     page = Page("# Perplexity by training step", protocols_explained(records))
     for part in parts_of(make_curves(records)):
         page.add(f"## {part.subject.capitalize()}" if part.subject else "")
-        drawn = lines_by_step(part.curves, part.subject)
+        drawn = lines_by_step(part.curves, part.subject, borders)
         page.show(f"steps{part.end}", "Perplexity by training step.", *drawn)
         page.add(*(table.markdown() for table in tables_of(part)))
     if evaluated.missing:

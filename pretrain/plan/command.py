@@ -25,6 +25,8 @@ from pretrain.config import (
     rules,
     writing,
 )
+from pretrain.config.load import merged
+from pretrain.config.schema import PhaseSection
 from pretrain.plan.memory import (
     WIDEST_HEAD,
     Memory,
@@ -481,20 +483,63 @@ def plan_run(
     # Before the work of a plan.
     if out is not None and os.path.lexists(out):
         raise ConfigError(f"--out {out}: exists, and is not replaced. Choose another name")
-    plan = make_plan(config, target)
-    text = to_table(config, target, plan)
+    parts = config.parts
+    plans = [make_plan(phase.alone, target) for phase in parts]
+    tables = [to_table(phase.alone, target, plan) for phase, plan in zip(parts, plans)]
+    if config.phases:
+        tables = [f"{phase}\n{table}" for phase, table in zip(parts, tables)]
+    common = _common_layouts(plans)
+    text = "\n\n".join([*tables, *(_phases(common) if config.phases else ())])
     if out is None:
         return text
-    if not plan.fits:
+    if not common:
         raise ConfigError(
             f"--out {out}: no layout fits into {target.usable_bytes / 1e9:.1f} GB. Plan for "
             "more GPUs, or for larger ones"
         )
-    best = plan.fits[0]
+    best = common[0]
+    found = best[0].config
+    if config.phases:
+        phases = tuple(_in_layout(phase, each.config) for phase, each in zip(config.phases, best))
+        found = config.model_copy(update={"parallel": found.parallel, "phases": phases})
     with writing(out), out.open("x") as file:
-        file.write(f"# {source} in the layout of `pretrain plan`: {best.name}.\n")
-        file.write(dump_config(best.config))
-    return f"{text}\n\n{out}: {source} as {best.name}"
+        file.write(f"# {source} in the layout of `pretrain plan`: {best[0].name}.\n")
+        file.write(dump_config(found))
+    return f"{text}\n\n{out}: {source} as {best[0].name}"
+
+
+def _common_layouts(plans: Sequence[Plan]) -> list[list[Planned]]:
+    """Return the layouts that fit in every phase, each as planned by phase; the cheapest first.
+
+    A run has one layout, and each phase the micro batch and the recomputation that suit it.
+    """
+    by_phase = [{each.name: each for each in plan.best_of_layouts()} for plan in plans]
+    names = [name for name in by_phase[0] if all(name in found for found in by_phase)]
+    layouts = [[found[name] for found in by_phase] for name in names]
+    return sorted(layouts, key=lambda layout: sum(each.hours() for each in layout))
+
+
+def _in_layout(phase: PhaseSection, config: RunConfig) -> PhaseSection:
+    """Return a phase with the micro batch and the recomputation that it is planned with."""
+    own = {
+        "batch": {"micro_batch_size": config.batch.micro_batch_size},
+        "train": {"recompute_granularity": config.train.recompute_granularity},
+    }
+    return PhaseSection.model_validate(merged(phase.model_dump(exclude_none=True), own))
+
+
+def _phases(common: Sequence[Sequence[Planned]]) -> Iterator[str]:
+    """Yield the table of what the whole run costs in the layouts that fit in every phase."""
+    if not common:
+        yield "No layout fits in every phase"
+        return
+    width = max(len(layout[0].name) for layout in common[:ROWS])
+    lines = [f"{'all phases':<{width}}  {'GPU-hours':>10}  of each phase"]
+    for layout in common[:ROWS]:
+        hours = [each.hours() for each in layout]
+        each = ", ".join(f"{hour:,.0f}" for hour in hours)
+        lines.append(f"{layout[0].name:<{width}}  {sum(hours):>10,.0f}  {each}")
+    yield "\n".join(lines)
 
 
 def to_table(config: RunConfig, target: Target, plan: Plan) -> str:

@@ -25,7 +25,7 @@ from pretrain.checkpoint.manifest import data_hashes, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, load_config
 from pretrain.config.load import expand_path, explain, read_toml
 from pretrain.config.schema import Effect, Section
-from pretrain.config.trajectory import data_differences, differences
+from pretrain.config.trajectory import data_differences, differences, scheduled_changes
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.records import Table, grouped
 from pretrain.rundir.attempts import read_attempts
@@ -212,12 +212,17 @@ class StudyRun:
     @property
     def method(self) -> str:
         """Return the position method; ALiBi with other slopes has another name."""
-        return self.config.position_name
+        return self.trained.position_name
+
+    @property
+    def trained(self) -> RunConfig:
+        """Return the config of its last phase, by which its results are compared."""
+        return self.config.parts[-1].config
 
     @property
     def train_length(self) -> int:
         """Return the training length in tokens."""
-        return self.config.data.sequence_length
+        return self.trained.data.sequence_length
 
     @property
     def seed(self) -> int:
@@ -275,8 +280,8 @@ def resolve(path: Path, asked: StudyFile) -> Study:
     for seed_set, (source, own) in itertools.product(seeds, asked_for):
         settings = [*asked.settings, *own, *seed_set]
         config = load_config(source, settings)
-        length, seed = config.data.sequence_length, config.run.seed
-        name = f"{config.position_name}-{length}-s{seed}"
+        trained, seed = config.parts[-1].config, config.run.seed
+        name = f"{trained.position_name}-{trained.data.sequence_length}-s{seed}"
         if twice := runs.get(name):
             raise ConfigError(
                 f"{path}: {source} and {twice.source} are both {name}: one method, training length "
@@ -413,7 +418,7 @@ def _check_evaluation(study: Study) -> None:
     except ConfigError as error:
         raise ConfigError(f"{study.file}: [evaluation]: {error}") from None
     for run in study.runs:
-        request.applied_to(run.config, f"{study.file}: {run.name}")
+        request.applied_to(run.trained, f"{study.file}: {run.name}")
         if study.asked.published == "wikitext103" and run.config.data.tokenizer != "words":
             raise ConfigError(
                 f"{study.file}: published = wikitext103: its perplexities are of words, and "
@@ -437,7 +442,10 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
     except DamagedCheckpoint:
         # Training goes on from the one before it, and the evaluation of a finished run says so.
         return
-    found = differences(checkpoint.config, run.config)
+    step = checkpoint.trainer_state.step
+    # The phase of the last step that it has taken.
+    part = run.config.phase_after(max(step - 1, 0)).config
+    found = differences(checkpoint.config, part)
     if missing_data(run.config) is None:
         streams = open_stream(run.config, "train"), open_stream(run.config, "validation")
         data, directory = data_hashes(streams), run.config.data.directory
@@ -455,6 +463,8 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
                 f"{each.before}. {remedy}"
             )
     for change in checkpoint.origin.changes:
+        if change.key in scheduled_changes(run.config, change.step):
+            continue
         yield (
             f"{change.key}: was changed from {change.before} to {change.after} after step "
             f"{change.step} of {checkpoint.path}. {remedy}"

@@ -29,7 +29,7 @@ from pretrain.model.forward import Batch
 from pretrain.optim.health import Resting, memory_check_interval
 from pretrain.optim.optimizers import learning_rate
 from pretrain.rundir.files import replace_file
-from pretrain.rundir.metrics import collecting
+from pretrain.rundir.metrics import PHASE, collecting
 from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import Topology, on_main, supervised_attempt
 from pretrain.training.hooks import make_hooks
@@ -329,6 +329,8 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
     }
     if (mult := run.config.position.learning_rate_mult(run.config)) != 1:
         record["position_learning_rate"] = rate * mult
+    if run.whole.phases:
+        record[PHASE] = run.start_point.phase
     if run.optimizer.loss_scale is not None:
         record["loss_scale"] = run.optimizer.loss_scale
     if run.spikes is not None and run.config.train.spike_policy == "rollback":

@@ -102,7 +102,7 @@ class StepMetrics:
             raise ValueError(f"{said}reduced by {self._seen[name]!r} before, not {reduction!r}")
         if not _NAME.fullmatch(name) or ("/" in name and name.partition("/")[0] not in GROUPS):
             raise ValueError(f"{said}expected a key, or group/key with one of {', '.join(GROUPS)}")
-        taken = {STEP, EVALUATION, CHANGED, PHASE, NON_FINITE, *TAGS}
+        taken = {STEP, EVALUATION, CHANGED, NON_FINITE, *TAGS}
         if name in taken or _tag(name) in TAGS.values() or name.startswith(PASS):
             raise ValueError(f"{said}the records of metrics.jsonl have a key of this name")
 
@@ -226,6 +226,7 @@ TAGS = {
     "num_stragglers": "health/num_stragglers",
     "skipped_updates": "health/skipped_updates",
     "rollbacks": "health/rollbacks",
+    PHASE: "train/phase",
     "rolled_back_from_step": "health/rolled_back_from_step",
 }
 """Key of a step's record -> tag."""

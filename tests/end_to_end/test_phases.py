@@ -10,9 +10,7 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import load_config
 from tests.distributed.test_resume import _state
 from tests.end_to_end.commands import (
-    explained,
     metrics,
-    pretrain,
     running_ranks,
     sets,
     succeeds,
@@ -76,7 +74,9 @@ def test_it_is_the_chain_by_hand_killed_at_a_border_and_resumed_in_another_layou
     )
     train = ["train", phased, *sets(f"run.directory={here}", *common)]
     with running_ranks(train, 2) as started:
-        wait_for(lambda: "phase 2 of 3" in started.said(0) or started.processes[0].poll() is not None)
+        wait_for(
+            lambda: "phase 2 of 3" in started.said(0) or started.processes[0].poll() is not None
+        )
     assert [path.name for path in sorted((here / "checkpoints").glob("step-*"))] == [
         "step-00000003"
     ]
@@ -84,7 +84,7 @@ def test_it_is_the_chain_by_hand_killed_at_a_border_and_resumed_in_another_layou
     assert "phase 2 of 3, steps 4 to 7" in said and "phase 3 of 3, steps 8 to 10" in said
     assert "data.sequence_length = 16 -> 32  (changes training, as a phase asks)" in said
 
-    by_hand, before, allow = [], None, list[str]()
+    by_hand, before = [], None
     for number, keys in enumerate(BY_HAND):
         there = workspace / f"runs/by-hand-{number}"
         by_hand.append(there)

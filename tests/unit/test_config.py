@@ -171,6 +171,72 @@ def test_what_cannot_work_is_refused(path, overrides, says):
     assert says in message(path, *overrides.split())
 
 
+# ---- phases --------------------------------------------------------------------------------------
+def phases(*tables: str) -> str:
+    return BASE + "".join(f"[[phases]]\n{table}\n" for table in tables)
+
+
+PHASES = [
+    (("steps = 9", "model.hidden_size = 48"), "2: model.hidden_size = 48: is the same in all"),
+    (("steps = 9", "data.vocab_size = 500"), "2: data.vocab_size = 500: is the same in all phases"),
+    (("steps = 9\nmodel.num_attention_heads = 6", ""), "1: model.num_attention_heads = 6: is the"),
+    (("steps = 9", "parallel.zero_stage = 2"), "2: parallel.zero_stage = 2: is the same in all"),
+    (("steps = 9", 'run.directory = "b"'), "Set it in [run]"),
+    (("steps = 9", 'data.directory = "b"'), "2: data.directory = 'b': is the same in all phases"),
+    (("steps = 9", "batch.rampup_batch_size = [2, 2, 9]"), "Set it in [batch]"),
+    (("steps = 9", "data.sequence_lenght = 9"), "did you mean data.sequence_length?"),
+    (("steps = 9", "batch.global_batch_size = 7.5"), "phase 2: batch.global_batch_size = 7.5: "),
+    (
+        ("steps = 9", "schedule.lr_warmup_steps = 91"),
+        "2: schedule.lr_warmup_steps = 91: the warm-up",
+    ),
+    (("steps = 9\ntokens = 9", ""), "phase 1: steps = 9, tokens = 9: a phase has one of them"),
+    (("", ""), "phase 1: steps = None, tokens = None: a phase has one of them"),
+    (("steps = 100", ""), "phase 2: steps = 0: the phase would train steps 101 to 100"),
+    (("steps = 9", "steps = 90"), "phase 2: steps = 90: the phase would train steps 10 to 99, and"),
+    (("steps = 0", ""), "phases[0].steps = 0: "),
+]
+
+
+@pytest.mark.parametrize(("tables", "says"), PHASES, ids=[row[1] for row in PHASES])
+def test_a_phase_that_cannot_work_is_refused_by_its_number(path, tables, says):
+    path.write_text(phases(*tables))
+    assert says in message(path) and str(path) in message(path)
+
+
+def test_a_phase_inherits_what_those_before_it_change(path):
+    """Steps of tokens under a ramp-up, by hand; the layout of each phase is checked."""
+    ramp = "batch.rampup_batch_size=[8,4,24]"  # 8 samples until 12 are consumed, then 12 until 24
+    path.write_text(
+        phases(
+            "steps = 2\ndata.sequence_length = 32",
+            "tokens = 1000\nschedule.lr_warmup_steps = 3",
+            'data.sequence_length = 64\nposition.method = "rotary"',
+        )
+    )
+    config = load_config(path, [ramp])
+    assert [(p.first, p.end, p.tokens) for p in config.parts] == [
+        (0, 2, 16 * 32),
+        (2, 5, (12 + 16 + 16) * 32),
+        (5, 100, 95 * 16 * 64),
+    ]
+    assert config.planned_tokens == sum(phase.tokens for phase in config.parts)
+    assert [config.phase_after(step).number for step in (0, 1, 2, 4, 5, 99, 100)] == [
+        *(1, 1, 2, 2, 3, 3, 3)
+    ]
+    first, second, third = (phase.config for phase in config.parts)
+    assert (first.evaluation_lengths[0], third.evaluation_lengths[0]) == (32, 64)
+    assert (second.position.method, third.position.method) == ("alibi", "rotary")
+    schedules = [(c.schedule.lr_begin_step, c.lr_end_step) for c in (first, second, third)]
+    assert schedules == [(0, 100), (2, 100), (2, 100)]
+    assert load_config(path, [ramp, "train.num_steps=99"]).parts[2].end == 99
+    path.write_text(phases("steps = 9", "batch.micro_batch_size = 8"))
+    assert "phase 2: batch.global_batch_size = 16" in message(path, world_size=4)
+    copy = path.with_name("resolved.toml")
+    copy.write_text(dump_config(config))
+    assert load_config(copy) == config
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size", "expected"),
     [

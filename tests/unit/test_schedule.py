@@ -38,7 +38,8 @@ def make_config(
 
 
 def rates(config: RunConfig) -> list[float]:
-    return [learning_rate(config, step) for step in range(config.train.num_steps)]
+    first = config.schedule.lr_begin_step
+    return [learning_rate(config, step) for step in range(first, config.train.num_steps)]
 
 
 def stepped(make_scheduler, steps: int, *increment: int) -> list[float]:
@@ -54,7 +55,10 @@ def stepped(make_scheduler, steps: int, *increment: int) -> list[float]:
 
 def megatron_rates(config: RunConfig) -> list[float]:
     """The rates of Megatron's training loop: train_step calls step(samples) after each update."""
-    schedule, steps, batch = config.schedule, config.train.num_steps, 8
+    schedule, batch = config.schedule, 8
+    decay, steps = (
+        end - schedule.lr_begin_step for end in (config.lr_end_step, config.train.num_steps)
+    )
 
     def make(optimizer):
         return OptimizerParamScheduler(
@@ -63,7 +67,7 @@ def megatron_rates(config: RunConfig) -> list[float]:
             max_lr=config.optimizer.learning_rate,
             min_lr=schedule.min_learning_rate,
             lr_warmup_steps=schedule.lr_warmup_steps * batch,
-            lr_decay_steps=steps * batch,
+            lr_decay_steps=decay * batch,
             lr_decay_style=MEGATRONS.get(schedule.lr_decay_style, schedule.lr_decay_style),
             start_wd=0.0,
             end_wd=0.0,
@@ -85,7 +89,16 @@ def random_config(style: str, generator: random.Random) -> RunConfig:
         decay = generator.choice([1, steps - warmup, generator.randint(1, steps - warmup)])
     minimum = generator.choice([0.0, 1.0, generator.random()])
     first = generator.choice([0.0, 1e-7, generator.random()]) if warmup else 0.0
-    return make_config(style, steps, warmup, minimum, decay, first)
+    config = make_config(style, steps, warmup, minimum, decay, first)
+    # It may begin after some steps, as in a phase, and the run may end before it or go on.
+    begin = generator.choice([0, generator.randint(1, 50)])
+    ends = {"lr_begin_step": begin, "lr_end_step": begin + steps}
+    last = begin + max(1, steps + generator.choice([0, generator.randint(-20, 20)]))
+    sections = {
+        "schedule": config.schedule.model_copy(update=ends),
+        "train": config.train.model_copy(update={"num_steps": last}),
+    }
+    return config.model_copy(update=sections)
 
 
 MEGATRONS = {"warmup_stable_decay": "WSD"}
