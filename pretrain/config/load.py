@@ -428,6 +428,8 @@ def dump_config(config: RunConfig) -> str:
     as an equal config.
     """
     sections = config.model_dump(mode="json", exclude_none=True)
+    if not config.phases:
+        del sections["phases"]
     return tomli_w.dumps({_VERSION: CONFIG_VERSION, **sections})
 
 

@@ -28,6 +28,7 @@ from pretrain.training.metrics import (
     MetricsWriter,
     step_tags,
 )
+from pretrain.training.start import StartPoint
 from pretrain.training.stragglers import Stragglers
 from tests.end_to_end.commands import wait_for
 
@@ -199,6 +200,8 @@ def test_a_rollback_keeps_what_was_allowed_to_change_at_its_step(tmp_path):
     change = Change(4, "optimizer.learning_rate", 1e-3, 5e-4, 32)
     run = SimpleNamespace(
         config=make_config(),
+        whole=make_config(),
+        start_point=StartPoint(),
         state=SimpleNamespace(step=4),
         origin=Origin(changes=(change,)),
         blend=None,

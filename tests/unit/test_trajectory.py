@@ -34,14 +34,15 @@ def test_the_classes_are_those_that_the_documentation_promises():
         "train.precision",
         *(key for key in KEYS if key.startswith(("optimizer.", "schedule."))),
         "model.activation_dropout",
-    } - {"optimizer.initial_loss_scale_power", "optimizer.name"}
+    } - {"optimizer.initial_loss_scale_power", "optimizer.name", "schedule.lr_end_step"}
     sections = ("checkpoint.", "evaluation.", "logging.")
     free = {"batch.micro_batch_size", "run.directory", "data.num_workers"}
     free |= {key for key in KEYS if key.startswith(sections)}
     assert {effect_of(key) for key in changes_training} == {Effect.TRAJECTORY}
     assert {effect_of(key) for key in free} == {Effect.FREE}
     assert {effect_of(key) for key in FIXED} == {Effect.FIXED}
-    outcome = {"train.num_steps", "model.init_method_std", "model.embedding_init_method_std"}
+    stds = {"model.init_method_std", "model.embedding_init_method_std"}
+    outcome = {"train.num_steps", "schedule.lr_end_step"} | stds
     assert {key for key in KEYS if effect_of(key) is Effect.OUTCOME} == outcome
     assert {effect_of(key) for key in ("data.directory", "data.tokenizer")} == {Effect.CONTENT}
 
