@@ -279,6 +279,8 @@ class PhaseSection(Section):
     """
 
     model_config = ConfigDict(extra="allow")
+    # What a change of a length changes for training, other keys of the phases then say.
+    EFFECT = Effect.FREE
 
     steps: int | None = Field(default=None, gt=0)
     """Optimizer steps of the phase. The last phase may leave it out: it takes the rest up to
