@@ -77,7 +77,8 @@ class ByDistance(NamedTuple):
         length = len(queries) + len(keys) - 1
         distances = torch.arange(length, device=keys.device) + (queries[0] - keys[-1])
         numbers = self.formula(distances.to(scores_BHQK.dtype), *self.tensors)
-        return self.combine(scores_BHQK, numbers.unfold(-1, len(keys), 1).flip(-1))
+        shared = numbers.to(scores_BHQK.dtype).unfold(-1, len(keys), 1).flip(-1)
+        return self.combine(scores_BHQK, shared)
 
 
 class ByContent(NamedTuple):

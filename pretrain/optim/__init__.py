@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 # First, because a run's config holds one of the classes of `optimizers`, which are its sections.
 import pretrain.config  # noqa: F401
+from pretrain.positions.base import OWN
 
 LARGEST_BUCKET = 40_000_000
 """Elements. Megatron's default (megatron/core/distributed/distributed_data_parallel_config.py):
@@ -56,10 +57,12 @@ def cut(pieces: Sequence[Piece]) -> list[list[int]]:
             in about the reverse order.
     """
     backward = range(len(pieces) - 1, -1, -1)
-    kinds: dict[tuple[bool, Settings, bool], list[int]] = {}
+    kinds: dict[tuple[bool, Settings, bool, bool], list[int]] = {}
     for number in backward:
         piece = pieces[number]
-        kind = (piece.is_late, piece.settings, piece.is_replicated)
+        # A later stage holds copies of these, and norms beside them are its own.
+        is_position = piece.name.startswith(OWN)
+        kind = (piece.is_late, piece.settings, piece.is_replicated, is_position)
         kinds.setdefault(kind, []).append(number)
     total = sum(piece.num_elements for piece in pieces)
     largest = min(LARGEST_BUCKET, -(-total // FEWEST_BUCKETS))

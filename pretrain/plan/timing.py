@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import cycle
 from typing import NamedTuple
 
 from pretrain.config import Layout, RunConfig
@@ -350,7 +351,11 @@ class Reach:
         layers = self.tokens or [
             [self.factor / s if s > 0 else math.inf for s in of_layer] for of_layer in slopes
         ]
-        return [[min(max(each, ALL_UP_TO), length) for each in layer] for layer in layers]
+        ends = [min(each.position.visible(config) or length, length) for each in by_layer(config)]
+        return [
+            [min(max(each, ALL_UP_TO), end) for each in layer]
+            for layer, end in zip(layers, cycle(ends))
+        ]
 
     def pairs(self, config: RunConfig, context: int = 1) -> list[float]:
         """Return the keys that a query of each head of the model sees, of the mean query and layer.

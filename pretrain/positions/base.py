@@ -59,10 +59,12 @@ class PositionMethod(ChosenSection):
     method: str = "alibi"
     """alibi: linear biases on attention scores. sinusoidal, learned: a table added to the
     embeddings. rotary: queries and keys are rotated; xpos: and fade with the distance. t5: a
-    learned bias on attention scores for each bucket of distances. kerple: a learned logarithm or
-    power of the distance. shaw: learned vectors of distances, beside the keys. transformer_xl:
-    sinusoids of distances, beside the keys. cope: learned vectors of positions that the content
-    counts. none: no positions. hybrid: layers of other methods. Each has the keys that name it."""
+    learned bias on attention scores for each bucket of distances. kerple, tisa, fire, sandwich: a
+    function of the distance on attention scores, learned but for sandwich. multiplied: scores
+    times a learned function of the distance. windowed: only the last tokens are seen. shaw: learned
+    vectors of distances, beside the keys. transformer_xl: sinusoids of distances, beside the keys.
+    cope: learned vectors of positions that the content counts. none: no positions. hybrid: layers
+    of other methods. Each has the keys that name it."""
 
     title: ClassVar[str] = ""
     """What people call it, as in "a model with ALiBi positions". Default: position.method."""
@@ -207,6 +209,10 @@ class PositionMethod(ChosenSection):
     def reach(self, config: RunConfig) -> int:
         """Return the distance in tokens from which on the bias of a table is the same."""
         return config.data.sequence_length
+
+    def visible(self, config: RunConfig) -> int | None:
+        """Return how many tokens back a query sees at most, itself included; None: all."""
+        return None
 
     def head_slopes(self, config: RunConfig) -> tuple[float, ...] | None:
         """Return by how much the score of a key falls with each token of its distance, by head.

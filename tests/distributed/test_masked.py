@@ -22,7 +22,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "alibi-trainable": {"trainable_slopes": True, "slopes": {"first": 0.9, "last": 0.01}},
 }
 # A learned table is looked up alike with both objectives. Others are defined under a causal mask.
-VARIANTS |= {method: {} for method in METHODS if method not in ("learned", "xpos", "cope")}
+CAUSAL = ("learned", "xpos", "cope", "fire")
+VARIANTS |= {method: {} for method in METHODS if method not in CAUSAL}
+VARIANTS["windowed"] = {"window": 7}
 
 
 def masked_config(method: str, parallel: dict[str, Any], **sections: Any) -> RunConfig:

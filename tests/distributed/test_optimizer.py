@@ -41,6 +41,8 @@ METHODS = {
         "optimizer": {"position_learning_rate_mult": 0.5},
     },
     "t5": {"position": {"method": "t5"}, "optimizer": {"position_learning_rate_mult": 10.0}},
+    # Some of what it learns is shared by heads, and so by tensor ranks.
+    "fire": {"position": {"method": "fire", "fire_threshold": 12}},
     "learned-untied": {
         "position": {"method": "learned"},
         "model": {"tie_word_embeddings": False},
@@ -62,6 +64,7 @@ CASES = [(method, layout) for method in METHODS for layout in LAYOUTS]
 CASES += [("alibi", layout) for layout in ZERO_LAYOUTS]
 CASES += [("t5", "zero2-cp2"), ("t5", "zero3-cp2-dp2"), ("alibi-trainable", "cp2-dp2")]
 CASES += [("t5", "zero2-tp2sp-dp2"), ("t5", "zero3-dp2"), ("alibi-trainable", "pp2-dp2")]
+CASES += [("fire", "zero2-tp2sp-dp2"), ("fire", "zero3-tp2sp-dp2"), ("fire", "zero3-cp2-dp2")]
 # Each kind of parallelism at each ZeRO stage, and each method once or twice.
 CORE = {
     ("alibi", "tp2-dp2"),
@@ -71,6 +74,8 @@ CORE = {
     ("learned-untied", "pp2vpp2"),
     ("alibi-trainable", "cp2-dp2"),
     ("t5", "zero3-cp2-dp2"),
+    ("fire", "tp2pp2sp"),
+    ("fire", "zero3-tp2sp-dp2"),
 }
 
 

@@ -102,6 +102,9 @@ VARIANTS = {
             },
         },
     },
+    # From below L to beyond it; a window within a rank's part of the sequence.
+    "fire": {"position": {"fire_threshold": 12}},
+    "windowed": {"position": {"window": 7}},
 }
 VARIANTS |= {method: {} for method in METHODS if method not in VARIANTS}
 # Their whole path is torch's, whichever the method. A split sequence is checked once.
@@ -188,6 +191,7 @@ SPLIT = {
     ("xpos", "cp4", 8),
     ("hybrid", "tp2cp2sp", 8),
     ("cope", "cp2", 8),
+    ("fire", "tp2cp2sp", 8),
 }
 CORE = {case for case in CORE if "cp" not in case[1]} | SPLIT
 

@@ -6,6 +6,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from pretrain.kernels.call import relative_buckets
 from pretrain.positions.alibi import alibi_slopes
+from tests.conftest import tiny_config
+from tests.reference.dense_gpt import random_state
+from tests.reference.positions import ORACLES
 
 EIGHT = [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
 ODD_SIXTEENTHS = [
@@ -51,3 +54,49 @@ def test_buckets_that_do_not_fit_are_refused():
         relative_buckets(torch.arange(4), 2, 128, causal=False)
     with pytest.raises(ValueError, match="a distance above 16"):
         relative_buckets(torch.arange(4), 32, 16, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [*((method, {}) for method in ORACLES), ("kerple", {"kerple_kernel": "power"})],
+)
+def test_methods_of_scores_are_those_of_their_papers(method, keys):
+    """Weights and gradients in fp64, of the last queries of a sequence, beyond L and the window.
+
+    What is learned is fp32, as the model's masters are, and so are its gradients.
+    """
+    config = tiny_config(
+        position={"method": method, **keys},
+        model={"num_attention_heads": 4},
+    )
+    names = [f"position.{name}" for name in ORACLES[method].shapes(config)]
+    assert config.position.tensors(config).keys() == set(names)
+    given = random_state(config, seed=1)
+    own = {name.removeprefix("position."): given[name].requires_grad_() for name in names}
+    length, first = 600, 500
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.randn(1, 4, length, length, dtype=torch.float64, generator=generator)
+    weigh = torch.randn(1, 4, length - first, length, dtype=torch.float64, generator=generator)
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)[first:]
+    places = torch.arange(length)
+    function = config.position.score_terms(config, slice(0, 4), own, scores.device)["scores"]
+    halves = [function.of_heads(slice(0, 3)), function.of_heads(slice(3, 4))]
+    q = k = scores.new_zeros(1, 4, 0, 1)
+    ours = torch.cat(
+        [
+            f(x, q, k, places[first:], places)
+            for f, x in zip(halves, scores[:, :, first:].split([3, 1], 1))
+        ],
+        1,
+    )
+    if function.window is not None:
+        ours = ours.masked_fill(places[first:, None] - places >= function.window, -torch.inf)
+    theirs = ORACLES[method].scores(scores, config, own)[:, :, first:]
+    found = []
+    for each in (ours, theirs):
+        weights = each.masked_fill(later, -torch.inf).softmax(-1)
+        gradients = torch.autograd.grad((weights * weigh).sum(), list(own.values())) if own else ()
+        found.append([weights, *gradients])
+    for a, b in zip(*found):
+        # A number that is added to all scores of a head, as FIRE's last one, has a gradient of 0.
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6 * b.abs().max().item() + 1e-12)

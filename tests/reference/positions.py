@@ -7,7 +7,7 @@ Nothing here is the product's: a method of `pretrain.positions` that has bias "s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +40,84 @@ def kerple(scores: Tensor, c: RunConfig, p: dict[str, Tensor]) -> Tensor:
     return scores - r1 * torch.where(d > 0, torch.exp(r2 * torch.log(d.clamp(min=1))), 0)
 
 
+def sandwich(scores: Tensor, c: RunConfig, p: dict[str, Tensor]) -> Tensor:
+    """Products of sinusoidal positions p_m p_n over 8 h / H (Chi et al. 2022, 2212.10356)."""
+    heads, channels = scores.shape[1], c.position.sandwich_channels
+    place = torch.arange(scores.shape[-1], dtype=torch.float64)[:, None]
+    i = torch.arange(1, channels // 2 + 1, dtype=torch.float64)
+    angle = place / 10_000 ** (2 * i / channels)
+    table = torch.cat([angle.sin(), angle.cos()], dim=1)
+    ratio = torch.arange(1, heads + 1, dtype=torch.float64) * 8 / heads
+    return scores + (table @ table.T / ratio[:, None, None]).to(scores)
+
+
+def tisa(scores: Tensor, c: RunConfig, p: dict[str, Tensor]) -> Tensor:
+    """sum_s a exp(-|b| (j - i - c)^2) (Wennberg and Henter 2021, 2106.01950)."""
+    place = torch.arange(scores.shape[-1]).to(scores)
+    ahead = place[None, :] - place[:, None]
+    for s in range(c.position.tisa_kernels):
+        kinds = ("amplitudes", "widths", "offsets")
+        a, b, centre = (p[f"tisa_{kind}"][:, s].to(scores)[:, None, None] for kind in kinds)
+        scores = scores + a * torch.exp(-b.abs() * (ahead - centre) ** 2)
+    return scores
+
+
+def multiplied(scores: Tensor, c: RunConfig, p: dict[str, Tensor]) -> Tensor:
+    """relu(scores) (1 + e^v) / (1 + e^(v - w r)) (Wu et al. 2021, 2010.06925)."""
+    w, v = (p[f"multiplied_{name}"].to(scores)[:, None, None] for name in "wv")
+    factor = (1 + torch.exp(v)) / (1 + torch.exp(v - w * distances(scores)))
+    return torch.where(scores > 0, scores, 0) * factor
+
+
+def windowed(scores: Tensor, c: RunConfig, p: dict[str, Tensor]) -> Tensor:
+    """A token sees itself and window - 1 tokens before it."""
+    return scores.masked_fill(distances(scores) > c.position.window - 1, -torch.inf)
+
+
+def fire(scores: Tensor, c: RunConfig, p: dict[str, Tensor]) -> Tensor:
+    """The listing of Li et al. 2023, 2310.04418: f(log(c (i - j) + 1) / log(c max(L, i) + 1))."""
+    own = {name.removeprefix("fire_"): x.to(scores) for name, x in p.items() if "fire_" in name}
+    place = torch.arange(scores.shape[-1]).to(scores)
+    threshold = own["l_mult"] * c.position.fire_threshold
+    divisor = torch.log(own["c"] * torch.maximum(place, threshold) + 1)[:, None] + 1e-6
+    share = torch.log(own["c"] * distances(scores) + 1) / divisor
+    hidden = torch.nn.functional.linear(
+        share[..., None], own["hidden_weight"][:, None], own["hidden_bias"]
+    )
+    out = torch.nn.functional.linear(torch.relu(hidden), own["output_weight"], own["output_bias"])
+    return scores + out.permute(2, 0, 1)
+
+
+def of_heads(*names: str, further: Callable[[RunConfig], tuple[int, ...]] = lambda c: ()) -> Any:
+    """Return shapes of parameters with the heads as axis 0."""
+    return lambda c: {name: (c.model.num_attention_heads, *further(c)) for name in names}
+
+
+def fire_shapes(c: RunConfig) -> dict[str, tuple[int, ...]]:
+    width = c.position.fire_width
+    return {
+        "fire_c": (1,),
+        "fire_l_mult": (1,),
+        "fire_hidden_weight": (width,),
+        "fire_hidden_bias": (width,),
+        **of_heads("fire_output_bias")(c),
+        **of_heads("fire_output_weight", further=lambda c: (width,))(c),
+    }
+
+
 ORACLES: dict[str, Oracle] = {
-    "kerple": Oracle(
-        kerple,
-        lambda c: {f"kerple_r{i}": (c.model.num_attention_heads,) for i in (1, 2)},
+    "fire": Oracle(fire, fire_shapes),
+    "kerple": Oracle(kerple, of_heads("kerple_r1", "kerple_r2")),
+    "multiplied": Oracle(multiplied, of_heads("multiplied_w", "multiplied_v")),
+    "sandwich": Oracle(sandwich),
+    "tisa": Oracle(
+        tisa,
+        of_heads(
+            "tisa_amplitudes",
+            "tisa_widths",
+            "tisa_offsets",
+            further=lambda c: (c.position.tisa_kernels,),
+        ),
     ),
+    "windowed": Oracle(windowed),
 }

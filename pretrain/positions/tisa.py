@@ -1,0 +1,66 @@
+"""TISA: learned Gaussians of the distance, some for each head, are added to the scores.
+
+Wennberg and Henter, "The Case for Translation-Invariant Self-Attention in Transformer-Based
+Language Models", ACL 2021, arXiv 2106.01950, section 3. Each head has S kernels with amplitude a,
+width b and offset c, and adds to the score of query i and key j
+
+    sum_s a_s exp(-|b_s| (j - i - c_s)^2)
+
+The numbers begin as draws from normal(0, 1), as the embeddings of the authors' first code
+(ulmewennberg/tisa, model/positional_scorer.py). One set serves all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from pretrain.positions.base import OWN, PositionMethod, generator
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pretrain.config.run import RunConfig
+
+NAMES = ("tisa_amplitudes", "tisa_widths", "tisa_offsets")
+
+
+class Tisa(PositionMethod):
+    """Learned Gaussians of the distance on the attention scores."""
+
+    method: Literal["tisa"] = "tisa"
+
+    tisa_kernels: int = Field(default=5, gt=0)
+    """Gaussians of each head: S of the paper."""
+
+    title = "TISA"
+    bias = "scores"
+
+    def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
+        shape = (config.model.num_attention_heads, self.tisa_kernels)
+        return {OWN + name: shape for name in NAMES}
+
+    def initial_values(self, config: RunConfig) -> dict[str, Tensor]:
+        import torch
+
+        return {
+            name: torch.randn(shape, generator=generator(config, name))
+            for name, shape in self.tensors(config).items()
+        }
+
+    def score_terms(
+        self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
+    ) -> dict[str, Any]:
+        from pretrain.kernels.call import ByDistance
+
+        return {"scores": ByDistance(_gaussians, tuple(own[name].float() for name in NAMES))}
+
+
+def _gaussians(distances: Tensor, amplitudes: Tensor, widths: Tensor, offsets: Tensor) -> Tensor:
+    # A distance is i - j.
+    from_centre = -distances - offsets[:, :, None]
+    kernels = (-widths.abs()[:, :, None] * from_centre**2).exp()
+    return (amplitudes[:, :, None] * kernels).sum(1)

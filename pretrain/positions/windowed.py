@@ -1,0 +1,66 @@
+"""A window of keys and no other positions: the plain baseline of ALiBi's reach.
+
+A token sees itself and the tokens before it up to a window, as in Longformer (Beltagy, Peters and
+Cohan 2020, arXiv 2004.05150, section 3.1) and Mistral. Chi et al. 2022 (arXiv 2212.10356) compare
+ALiBi with it. The causal mask and the depth alone tell tokens apart: layer n sees n windows back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from pretrain.positions.base import PositionMethod
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pretrain.config.run import RunConfig
+
+
+class Windowed(PositionMethod):
+    """A window of keys, and nothing that tells positions within it apart."""
+
+    method: Literal["windowed"] = "windowed"
+
+    window: int = Field(default=128, gt=0)
+    """Tokens that a token sees: itself and those before it. A model of masked tokens sees as many
+    after it."""
+
+    bias = "scores"
+
+    def score_terms(
+        self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
+    ) -> dict[str, Any]:
+        return {"scores": Window(self.window)}
+
+    def visible(self, config: RunConfig) -> int:
+        return self.window
+
+    @property
+    def no_class(self) -> str:
+        return "the stock transformers decoders that have a window rotate queries and keys, too"
+
+
+class Window(NamedTuple):
+    """A `pretrain.kernels.call.ScoreFunction` that changes no score."""
+
+    window: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Nothing is learned."""
+        return ()
+
+    def of_heads(self, heads: slice) -> Window:
+        """Return itself: all heads have the same window."""
+        return self
+
+    def __call__(
+        self, scores_BHQK: Tensor, q_BHQD: Tensor, k_BHKD: Tensor, queries: Tensor, keys: Tensor
+    ) -> Tensor:
+        """Return the scores. The kernel applies the window."""
+        return scores_BHQK
