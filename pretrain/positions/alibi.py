@@ -6,6 +6,8 @@ export and benchmarks all take their slopes from here.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from pretrain.config.errors import Refusal
 from pretrain.config.schema import Section
-from pretrain.positions.base import PositionMethod
+from pretrain.positions.base import OWN, PositionMethod
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +50,31 @@ class BiasMax(Section):
     """Head h of n, a power of two, has the slope 2^(-bias_max (h + 1) / n). The paper has 8."""
 
 
+class ScaledSlopes(Section):
+    """The published slopes times a factor, for texts that are 1 / factor times as long."""
+
+    factor: float = Field(gt=0, le=MAX_SLOPE)
+    """What slopes are multiplied by, which is to multiply distances by it: position interpolation
+    (Al-Khateeb et al. 2023, arXiv 2310.13017)."""
+
+    by_head: bool = False
+    """Multiply the flattest slope by the factor, leave the steepest, and those between by powers of
+    it: m_h f^t, t = log(m_h / m_steepest) / log(m_flattest / m_steepest). For n heads, a power of
+    two, t is h / (n - 1): NTK-ALiBi (keezen/ntk_alibi, readme_en.md, f = 1 / a)."""
+
+    bias_max: int = Field(default=8, ge=1, le=100)
+    """As in BiasMax."""
+
+    def of_heads(self, num_heads: int) -> tuple[float, ...]:
+        """Return the slope of each of all heads of a model."""
+        slopes = published_slopes(num_heads, self.bias_max)
+        steepest, flattest = max(slopes), min(slopes)
+        if not self.by_head:
+            return tuple(slope * self.factor for slope in slopes)
+        octaves = math.log(flattest / steepest) or 1.0
+        return tuple(m * self.factor ** (math.log(m / steepest) / octaves) for m in slopes)
+
+
 def _as_slopes(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     """Validate a value of several types, with one message where pydantic has one for each type."""
     try:
@@ -58,7 +85,8 @@ def _as_slopes(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
             "slopes",
             "input should be 'published', a list with a number from 0 to 100 for each head, or a "
             "table {first = 0.5, last = 0.00390625} of numbers above 0, up to 100, or a table "
-            "{bias_max = 16} with an integer from 1 to 100",
+            "{bias_max = 16} with an integer from 1 to 100, or a table {factor = 0.5} or "
+            "{factor = 0.5, by_head = true} with a factor above 0, up to 100",
         ) from None
 
 
@@ -67,10 +95,12 @@ Slopes = Annotated[
     Literal["published"]
     | Annotated[tuple[_Slope, ...], Field(min_length=1)]
     | SlopeRange
-    | BiasMax,
+    | BiasMax
+    | ScaledSlopes,
     WrapValidator(_as_slopes),
 ]
-"""The word "published", one slope a head, the ends of a geometric sequence, or a BiasMax."""
+"""The word "published", one slope a head, the ends of a geometric sequence, or of the published
+slopes another largest exponent or a multiple."""
 PUBLISHED_BIAS_MAX = 8
 
 
@@ -89,95 +119,139 @@ class Alibi(PositionMethod):
     head of the model, from 0, which adds nothing to a head's scores, to 100. A table such as
     {first = 0.5, last = 0.00390625} is a geometric sequence from the first head to the last. The
     table {bias_max = 16} has 16 in place of the 8 of the published slopes, as alibi_bias_max of
-    MPT's models."""
+    MPT's models. {factor = 0.5} are the published slopes times 0.5, as if every distance were half
+    as long; {factor = 0.5, by_head = true} leaves the steepest slope, multiplies the flattest, and
+    those between by powers of the factor. Both take a bias_max beside it."""
 
     trainable_slopes: bool = False
-    """Train the slopes, from those of position.slopes on. The paper found it slower, and worse
+    """Train the slopes, from those that are given on. The paper found it slower, and worse
     beyond the training length."""
+
+    slopes_right: Slopes | None = None
+    """Of a model of masked tokens: the slopes for keys that follow the query, written as
+    position.slopes, which are then those for keys before it. Default: one slope for both sides.
+    Two are the nonsymmetric form of the authors' advice on encoders (issue 5 of
+    ofirpress/attention_with_linear_biases), where they are trained."""
 
     title = "ALiBi"
     about = _ABOUT
-    bias = "slopes"
+
+    @property
+    def bias(self) -> Literal["slopes", "scores"]:  # type: ignore[override]  # a class variable elsewhere
+        return "slopes" if self.slopes_right is None else "scores"
+
+    def _sides(self) -> dict[str, Slopes]:
+        """Return the slopes as they are written, by key."""
+        both = {"slopes": self.slopes, "slopes_right": self.slopes_right}
+        return {key: written for key, written in both.items() if written is not None}
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
-        """Yield why the slopes do not fit the heads."""
+        """Yield why the slopes do not fit the heads, or the model."""
         heads = config.model.num_attention_heads
-        if isinstance(self.slopes, tuple) and len(self.slopes) != heads:
+        for key, written in self._sides().items():
+            if isinstance(written, tuple) and len(written) != heads:
+                yield Refusal(
+                    f"position.{key}",
+                    list(written),
+                    f"lists {len(written)}, and model.num_attention_heads = {heads}",
+                    f"Give {heads}, one for each head of the model; tensor-parallel ranks take "
+                    "their part",
+                )
+            if isinstance(written, SlopeRange) and heads == 1 and written.first != written.last:
+                yield Refusal(
+                    f"position.{key}",
+                    written.model_dump(),
+                    "one head has one slope, which cannot be the first and the last of them",
+                    f"Set position.{key} = [{written.first}]",
+                )
+        if self.slopes_right is not None and not config.is_masked:
             yield Refusal(
-                "position.slopes",
-                list(self.slopes),
-                f"lists {len(self.slopes)}, and model.num_attention_heads = {heads}",
-                f"Give {heads}, one for each head of the model; tensor-parallel ranks take their "
-                "part",
-            )
-        ends = self.slopes if isinstance(self.slopes, SlopeRange) else None
-        if ends is not None and heads == 1 and ends.first != ends.last:
-            yield Refusal(
-                "position.slopes",
-                ends.model_dump(),
-                "one head has one slope, which cannot be the first and the last of them",
-                f"Set position.slopes = [{ends.first}]",
+                "position.slopes_right",
+                list(_values(self.slopes_right, heads)),
+                'no token sees one that follows, since train.objective = "next_token"',
+                "Remove it",
             )
 
     def slopes_of(self, num_heads: int) -> tuple[float, ...]:
-        """Return the slope of each head, of all heads of a model.
+        """Return the slope of each head, of all heads of a model; for keys before the query.
 
         Args:
             num_heads: Number of heads of the whole model.
         """
-        if isinstance(self.slopes, SlopeRange):
-            first, last = self.slopes.first, self.slopes.last
-            # The ends are exact, so that the range says what it holds.
-            middle = [
-                first * (last / first) ** (head / (num_heads - 1))
-                for head in range(1, num_heads - 1)
-            ]
-            return (first, *middle, last)[:num_heads]
-        if isinstance(self.slopes, BiasMax):
-            return published_slopes(num_heads, self.slopes.bias_max)
-        return published_slopes(num_heads) if self.slopes == "published" else self.slopes
+        return _values(self.slopes, num_heads)
 
     def resolved(self, config: RunConfig) -> dict[str, Any]:
-        if self.slopes == "published":
-            return {}
-        # A range and the list of its values are one model.
-        return {"slopes": list(self.slopes_of(config.model.num_attention_heads))}
+        # A range and the list of its values are one model. Scores are computed in fp32.
+        heads = config.model.num_attention_heads
+        values = {key: _values(written, heads) for key, written in self._sides().items()}
+        published = array("f", published_slopes(heads))
+        return {k: "published" if array("f", v) == published else [*v] for k, v in values.items()}
 
     @property
     def result_name(self) -> str:
         if self.trainable_slopes:
             return "alibi_trained_slopes"
-        return self.method if self.slopes == "published" else "alibi_other_slopes"
+        is_published = self.slopes == "published" and self.slopes_right is None
+        return self.method if is_published else "alibi_other_slopes"
 
     def description(self, config: RunConfig) -> str:
-        if self.slopes == "published":
-            return "alibi with trainable slopes" if self.trainable_slopes else "alibi"
-        found = self.slopes_of(config.model.num_attention_heads)
-        trained = "trainable slopes, at first" if self.trainable_slopes else "slopes"
-        return f"alibi with {trained} {' '.join(f'{slope:.4g}' for slope in found)}"
+        heads, trained = config.model.num_attention_heads, self.trainable_slopes
+        if self.slopes == "published" and self.slopes_right is None:
+            return "alibi with trainable slopes" if trained else "alibi"
+        sides = [_values(written, heads) for written in self._sides().values()]
+        shown = " and to the right ".join(" ".join(f"{m:.4g}" for m in side) for side in sides)
+        return f"alibi with {'trainable slopes, at first' if trained else 'slopes'} {shown}"
 
     def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
-        shape = (config.model.num_attention_heads,)
-        return {"position.slopes": shape} if self.trainable_slopes else {}
+        if not self.trainable_slopes:
+            return {}
+        return {OWN + key: (config.model.num_attention_heads,) for key in self._sides()}
 
     def initial_values(self, config: RunConfig) -> dict[str, Tensor]:
         import torch
 
-        slopes = self.slopes_of(config.model.num_attention_heads)
-        return {"position.slopes": torch.tensor(slopes, dtype=torch.float32)}
+        heads = config.model.num_attention_heads
+        values = {OWN + key: _values(written, heads) for key, written in self._sides().items()}
+        return {name: torch.tensor(v, dtype=torch.float32) for name, v in values.items()}
 
-    def head_slopes(self, config: RunConfig) -> tuple[float, ...]:
-        return self.slopes_of(config.model.num_attention_heads)
+    def head_slopes(self, config: RunConfig) -> tuple[float, ...] | None:
+        # Where there are two of a head, all keys are computed.
+        has_one = self.slopes_right is None
+        return self.slopes_of(config.model.num_attention_heads) if has_one else None
 
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
-        import torch
+        from pretrain.kernels.call import ByDistance
 
-        if self.trainable_slopes:
-            return {"slopes": own["slopes"].float()}
-        slopes = self.slopes_of(config.model.num_attention_heads)[heads]
-        return {"slopes": torch.tensor(slopes, dtype=torch.float32, device=device)}
+        given = self.initial_values(config)
+        left, *right = (
+            own[key].float() if self.trainable_slopes else given[OWN + key][heads].to(device)
+            for key in self._sides()
+        )
+        return {"scores": ByDistance(_two_sided, (left, *right))} if right else {"slopes": left}
+
+
+def _two_sided(distances: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return the bias [H, N] of keys at some distances before the query, behind it if negative."""
+    before, behind = distances.clamp(min=0), (-distances).clamp(min=0)
+    return -left[:, None] * before - right[:, None] * behind
+
+
+def _values(written: Slopes, num_heads: int) -> tuple[float, ...]:
+    """Return the slope of each head that a value of position.slopes stands for."""
+    if isinstance(written, SlopeRange):
+        first, last = written.first, written.last
+        # The ends are exact, so that the range says what it holds.
+        middle = [
+            first * (last / first) ** (head / (num_heads - 1)) for head in range(1, num_heads - 1)
+        ]
+        return (first, *middle, last)[:num_heads]
+    if isinstance(written, BiasMax):
+        return published_slopes(num_heads, written.bias_max)
+    if isinstance(written, ScaledSlopes):
+        return written.of_heads(num_heads)
+    return published_slopes(num_heads) if written == "published" else written
 
 
 def bias_max_of(slopes: Slopes) -> int:

@@ -20,6 +20,8 @@ from tests.reference.dense_gpt import DenseGPT, random_state
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "alibi-trainable": {"trainable_slopes": True, "slopes": {"first": 0.9, "last": 0.01}},
+    "alibi-two": {"slopes": {"factor": 0.3, "by_head": True}, "slopes_right": {"factor": 3.0}},
+    "alibi-two-trainable": {"trainable_slopes": True, "slopes_right": {"bias_max": 3}},
 }
 # A learned table is looked up alike with both objectives. Others are defined under a causal mask.
 CAUSAL = ("learned", "xpos", "cope", "fire")

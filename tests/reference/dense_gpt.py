@@ -196,8 +196,13 @@ class DenseGPT(nn.Module):
         distance = position[:, None] - position[None, :]
         bias = like.new_zeros(1, length, length)
         if c.position.method == "alibi":
-            slopes = p["position.slopes"] if c.position.trainable_slopes else chosen_slopes(c)
-            bias = -slopes.to(like)[:, None, None] * distance.abs().to(like)
+            keys = ["slopes", "slopes" if c.position.slopes_right is None else "slopes_right"]
+            left, right = (
+                p[f"position.{key}"] if c.position.trainable_slopes else chosen_slopes(c, key)
+                for key in keys
+            )
+            slopes = torch.where(distance > 0, left[:, None, None], right[:, None, None])
+            bias = -slopes.to(like) * distance.abs().to(like)
         if c.position.method == "t5":
             table = p["position.relative_attention_bias"]
             furthest = c.position.relative_attention_max_distance
@@ -250,9 +255,13 @@ class DenseGPT(nn.Module):
         return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p.get(f"{name}.bias"), eps)
 
 
-def chosen_slopes(c: RunConfig) -> Tensor:
-    """Return the slopes of position.slopes, as they are rounded to fp32, in fp64 [H]."""
-    slopes, heads = c.position.slopes, c.model.num_attention_heads
+def chosen_slopes(c: RunConfig, key: str = "slopes") -> Tensor:
+    """Return the slopes of a key of [position], as they are rounded to fp32, in fp64 [H]."""
+    slopes, heads = getattr(c.position, key), c.model.num_attention_heads
+    if hasattr(slopes, "factor"):
+        # NTK-ALiBi's formula, m_h = 1 / (2^(8 h / H) a^((h - 1) / (H - 1))), h = 1..H.
+        powers = torch.arange(heads) / (heads - 1) if slopes.by_head else torch.ones(heads)
+        return alibi_slopes(heads) * (1 / slopes.factor) ** -powers.double()
     if slopes == "published" or hasattr(slopes, "bias_max"):
         # 2^(-b x) is (2^(-8 x))^(b / 8).
         return alibi_slopes(heads) ** (getattr(slopes, "bias_max", 8) / 8)
@@ -395,7 +404,8 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
             buckets = each.relative_attention_num_buckets
             shapes[f"{begin}relative_attention_bias"] = (heads, buckets)
         if getattr(each, "trainable_slopes", False):
-            shapes[f"{begin}slopes"] = (heads,)
+            keys = ("slopes", "slopes_right")[: 1 + (each.slopes_right is not None)]
+            shapes |= {f"{begin}{key}": (heads,) for key in keys}
         if (oracle := ORACLES.get(each.method) or CONTENT.get(each.method)) is not None:
             found = oracle.shapes(config.model_copy(update={"position": each}))
             shapes |= {f"{begin}{name}": shape for name, shape in found.items()}
@@ -434,7 +444,7 @@ def random_state(config: RunConfig, seed: int) -> dict[str, Tensor]:
             noise = 1 + noise
         elif name.endswith("relative_attention_bias"):
             noise = noise * (0.5 / 0.08)
-        elif name.endswith("slopes"):
+        elif name.endswith(("slopes", "slopes_right")):
             noise = alibi_slopes(shape[0]).float() * torch.exp(noise)
         elif name in given:
             noise = torch.where(given[name] == 0, 6 * noise, given[name] * torch.exp(-noise.abs()))

@@ -95,7 +95,8 @@ REFUSALS = [
         "model.hidden_size = 9",
     ),
     (f"{ROTARY} position.rotary_percent=0.1", "rotates 0 of a head's 8 channels"),
-    ("position.rotary_percent=0.5", "has the keys slopes, trainable_slopes and not this one"),
+    ("position.slopes_right=published", "no token sees one that follows"),
+    ("position.rotary_percent=0.5", "has the keys slopes, trainable_slopes, slopes_right and"),
     (
         f"position.trainable_slopes=true {ROTARY}",
         "has the keys rotary_base, rotary_percent, rotary_scaling and",

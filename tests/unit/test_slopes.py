@@ -10,6 +10,7 @@ import torch
 
 from pretrain.config import ConfigError, dump_config, parse_config
 from pretrain.config.trajectory import differences, settings_hash
+from pretrain.kernels.dispatch import attention
 from pretrain.positions.alibi import alibi_slopes
 from tests.conftest import TINY, tiny_config
 
@@ -46,6 +47,13 @@ def test_a_range_is_geometric_and_its_ends_are_exact():
         ("[0.5, 0, 1, 0.25, 100, 1e-3, 0.125, 2]", (0.5, 0, 1, 0.25, 100, 1e-3, 0.125, 2)),
         ("{first = 0.5, last = 0.00390625}", tuple(2.0**-k for k in range(1, 9))),
         ("{bias_max = 16}", tuple(4.0**-k for k in range(1, 9))),
+        ("{factor = 0.25}", tuple(2.0 ** -(k + 2) for k in range(1, 9))),
+        ("{factor = 4, bias_max = 16}", tuple(4.0 ** (1 - k) for k in range(1, 9))),
+        # Of k = 1 to 8, the steepest stays and the flattest is halved 7 times 2/7 octaves.
+        (
+            "{factor = 0.25, by_head = true}",
+            tuple(2.0 ** -(k + 2 * (k - 1) / 7) for k in range(1, 9)),
+        ),
         ("published", tuple(2.0**-k for k in range(1, 9))),
         ('"published"', tuple(2.0**-k for k in range(1, 9))),
     ],
@@ -64,6 +72,7 @@ def test_every_form_is_set_on_the_command_line_and_read_back(text, expected):
         ("[1, 1, 1, 1, 1, 1, 1, nan]", "from 0 to 100"),
         ("{first = 0.5}", "or a table {first = 0.5, last = 0.00390625}"),
         ("{first = 0.5, last = 0}", "above 0"),
+        ("{factor = 0}", "or a table {factor = 0.5} or"),
         ("alibi", "input should be 'published'"),
     ],
 )
@@ -84,7 +93,7 @@ def test_slopes_belong_to_alibi():
 
 def test_other_slopes_are_another_model():
     """Curves of different slopes are no seeds of one run, and a run keeps its slopes."""
-    published, other = tiny_config(), slopes(RANGE)
+    published, other = tiny_config(), slopes({"first": 0.9, "last": 0.01})
     (found,) = differences(published, other)
     assert found.key == "position.slopes"
     assert found.effect == "function"
@@ -92,4 +101,22 @@ def test_other_slopes_are_another_model():
     # How they are written does not matter.
     same = slopes(list(other.position.slopes_of(8)))
     assert differences(other, same) == []
+    for form in ({"factor": 1.0}, {"bias_max": 8}, RANGE, [2.0**-k for k in range(1, 9)]):
+        assert differences(published, slopes(form)) == []
     assert settings_hash(other, "data") == settings_hash(same, "data")
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.75, 3.0])
+def test_slopes_times_a_factor_are_distances_times_it(factor):
+    """Position interpolation divides distances, which may be no integers then; in fp64 here."""
+    config = slopes({"factor": factor})
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(40, 2, 8, 16, generator=generator) for _ in range(3))
+    terms = config.position.score_terms(config, slice(0, 8), {}, q.device)
+    position = torch.arange(40.0).double() * factor
+    distance = position[:, None] - position
+    bias = -torch.tensor([2.0**-n for n in range(1, 9)])[:, None, None] * distance
+    scores = torch.einsum("qbhd,kbhd->bhqk", q.double(), k.double()) / 4 + bias
+    weights = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
+    expected = torch.einsum("bhqk,kbhd->qbhd", weights, v.double())
+    torch.testing.assert_close(attention(q, k, v, **terms).double(), expected, rtol=0, atol=2e-6)
