@@ -304,6 +304,7 @@ def evaluate(
     stride: Number = None,
     max_tokens: Number = None,
     stream: Annotated[bool, typer.Option("--stream")] = False,
+    longppl: Number = None,
     out: JsonFile = None,
     text: Annotated[list[str], typer.Option(metavar="FILE|PATTERN|URL")] = [],  # noqa: B006
     overrides: Overrides = [],  # noqa: B006
@@ -332,6 +333,8 @@ def evaluate(
         stream: Read the whole text in one pass in place of windows: every token has all tokens
             before it as context, and memory does not grow with the text. For ALiBi, whose heads
             see no farther than their weights allow (pretrain reach).
+        longppl: Also measure LongPPL (arXiv 2410.23771) against a short context of so many tokens:
+            the perplexity of the tokens that the first source predicts much better with more.
         out: Write the results to this file, and plots and report.md beside it.
         text: Score this text in place of the validation split; can be repeated. Each file is one
             document. Needs the run alone, and no data set.
@@ -340,10 +343,11 @@ def evaluate(
 
     request = EvaluationRequest.parse(lengths, STREAM if stream else protocols, stride, max_tokens)
     if not text:
-        evaluate_sources(sources, request, overrides, out)
+        evaluate_sources(sources, request, overrides, out, longppl)
         return
     with text_data_set(sources, text) as folder:
-        evaluate_sources(sources, request, [*overrides, f"data.directory={folder}"], out)
+        settings = [*overrides, f"data.directory={folder}"]
+        evaluate_sources(sources, request, settings, out, longppl)
 
 
 @app.command("evaluate-tasks")

@@ -37,10 +37,18 @@ from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.sources import Corpus, Piece, Task, read
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.evaluation.perplexity import Evaluation, Evaluator, check_memory
+from pretrain.evaluation.perplexity import (
+    Evaluation,
+    Evaluator,
+    check_memory,
+    find_keys,
+    longppl,
+    short_protocol,
+)
 from pretrain.evaluation.records import (
     BLOCKS,
     HASH_DIGITS,
+    LONGPPL,
     POSITIONS,
     Binned,
     Losses,
@@ -131,7 +139,11 @@ def open_validation(checkpoint: Checkpoint, config: RunConfig) -> TokenStream:
 
 
 def evaluate_sources(
-    sources: list[Path], request: EvaluationRequest, overrides: list[str], out: Path | None
+    sources: list[Path],
+    request: EvaluationRequest,
+    overrides: list[str],
+    out: Path | None,
+    short_context: int | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate runs or checkpoints, print one table of all, and write a report if asked to.
 
@@ -140,6 +152,8 @@ def evaluate_sources(
         request: Lengths, protocols, stride and token limit from the command line.
         overrides: `section.key=value` settings for every checkpoint.
         out: FILE.json of the report, whose other files are written beside it; None for no report.
+        short_context: Tokens of LongPPL's short context; None for no LongPPL. The first source
+            finds the key tokens, for all sources.
 
     Returns:
         One record for each checkpoint, protocol and length (`records.Record`).
@@ -154,23 +168,40 @@ def evaluate_sources(
     check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:
         check_overwrites(out)
+    texts = {
+        (job.stream.identity, job.stream.tokenizer_sha256, job.config.evaluation.max_tokens)
+        for job in jobs
+    }
+    if short_context and (len(texts) > 1 or any(job.config.is_masked for job in jobs)):
+        raise ConfigError(
+            "--longppl: the key tokens of the first source are those of all, so that all need one "
+            "tokenizer and one text, and predict next tokens. Evaluate them one by one"
+        )
+    keys: dict[tuple[str, int, int], Any] = {}
 
     def score(job: Job) -> Iterator[dict[str, Any]]:
         """Yield the records of one model."""
         text, config = ScoredText(job.stream, job.config.evaluation.max_tokens), job.config
         if is_main():
             print(f"{job.outlook()}\n{_text_line(job, text)}", flush=True)
-        chunks, topology = job.load(job.protocols)
+        short = short_protocol(short_context) if short_context else None
+        chunks, topology = job.load([*job.protocols, *filter(None, [short])])
         evaluator = Evaluator(
             chunks,
             topology,
             text,
             tokens_per_batch=config.evaluation.tokens_per_batch,
             mask_id=config.mask_id if config.is_masked else None,
+            by_token=short is not None,
         )
+        of_short = evaluator.evaluate(short, progress=True) if short and not keys else None
         for protocol in job.protocols:
             result = evaluator.evaluate(protocol, progress=True)
             record = job.record(result)
+            if short_context and of_short:
+                keys[protocol.key] = find_keys(of_short, result, short_context)
+            if short_context and protocol.key in keys:
+                record |= longppl(result, keys[protocol.key], text.block_ends, short_context)
             if is_main():
                 print(_result_line(record), flush=True)
                 if evaluator.decoder is not None:
@@ -362,6 +393,8 @@ def _result_line(record: Mapping[str, Any]) -> str:
         f"{record['method']:<12} {record['protocol']:<15} {record['length']:>7} tokens  "
         f"perplexity {record['perplexity']:9.3f}  ({interval})  "
         + ("of masked tokens" if record["protocol"] == MASKED else in_bits)
+        + (f"  LongPPL {record[LONGPPL]:.3f}" if LONGPPL in record else "")
+        + (f" of {record['key_tokens']:,} key tokens" if "key_tokens" in record else "")
     )
 
 

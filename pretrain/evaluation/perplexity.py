@@ -31,12 +31,13 @@ from pretrain.config.tensors import widths
 from pretrain.data.order import mask_text
 from pretrain.evaluation.records import (
     DEVICE_SECONDS,
+    LONGPPL_FIELDS,
     PROCESSOR_SECONDS,
     Losses,
     bounded_exp,
     confidence_interval,
 )
-from pretrain.evaluation.windows import Protocol, ScoredText, Window, block_ends
+from pretrain.evaluation.windows import SLIDING, Protocol, ScoredText, Window, block_ends
 from pretrain.model.forward import Batch, Decoder, MaskedBatch, is_reporting_rank, run_schedule
 from pretrain.topology import Topology, gather, own_part, ranks_here
 
@@ -141,6 +142,8 @@ class Evaluation:
     """[blocks] summed losses of each block of the text (`pretrain.evaluation.records`)."""
     block_tokens: NDArray[np.float64]
     """[blocks] tokens of each block."""
+    by_token: NDArray[np.float32] | None = None
+    """[tokens] the loss of each token of the text, where they were kept."""
     cost: Mapping[str, float] = field(default_factory=dict)
     """One of `records.COSTS` -> what the scoring took; empty where that was not measured."""
 
@@ -171,6 +174,65 @@ class Evaluation:
             "tokens": self.tokens,
             "bytes": self.bytes or None,
         }
+
+
+# ---- LongPPL: the perplexity of the tokens that a long context makes much more probable ----
+# Fang et al., "What is Wrong with Perplexity for Long-context Language Modeling?", 2024, arXiv
+# 2410.23771; the numbers are those of longppl/longppl.py in github.com/PKU-ML/LongPPL at 1decd2a.
+
+
+ALPHA, BETA = 2.0, -2.0
+"""A key token loses more than ALPHA nats less with the long context than with the short one, and
+with the long one its log-probability is above BETA."""
+
+
+def short_protocol(context: int) -> Protocol:
+    """Return the windows of the short context: `context` tokens, and up to a quarter more.
+
+    As in the reference, which scores 1,024 tokens behind 4,096.
+    """
+    step = max(1, context // 4)
+    return Protocol(SLIDING, context + step, step)
+
+
+def find_keys(short: Evaluation, long: Evaluation, context: int) -> NDArray[np.bool_]:
+    """Return which tokens of the text are key tokens, bool [tokens].
+
+    Args:
+        short: The losses with the short context, by token.
+        long: Those with the long one.
+        context: Tokens of context that a key token has at least in both.
+    """
+    assert short.by_token is not None and long.by_token is not None
+    tokens = len(long.by_token)
+    before = np.arange(tokens)
+    if long.protocol.name != STREAM:
+        for window in long.protocol.windows(tokens):
+            end = window.start + window.size
+            before[end - window.scored : end] -= window.start
+    gained = short.by_token - long.by_token > ALPHA
+    keys: NDArray[np.bool_] = gained & (long.by_token < -BETA) & (before >= context)
+    return keys
+
+
+def longppl(result: Evaluation, keys: NDArray[np.bool_], ends: Any, context: int) -> dict[str, Any]:
+    """Return the LONGPPL_FIELDS of a result; the last two alone where there is no key token.
+
+    Args:
+        result: With losses by token.
+        keys: Which tokens count.
+        ends: Where the blocks of the text end.
+        context: Tokens of the short context.
+    """
+    assert result.by_token is not None
+    count = int(keys.sum())
+    if not count:
+        return {"key_tokens": 0, "short_context": context}
+    starts = [0, *ends[:-1]]
+    sums = np.add.reduceat(np.where(keys, result.by_token, 0.0), starts)
+    low, high = confidence_interval(sums, np.add.reduceat(keys.astype(np.float64), starts))
+    values = *(bounded_exp(x) for x in (float(sums.sum() / count), low, high)), count, context
+    return dict(zip(LONGPPL_FIELDS, values, strict=True))
 
 
 def clock() -> tuple[str, float]:
@@ -219,6 +281,7 @@ class Evaluator:
         schedule_module: Module to call in place of a chunk, where the optimizer needs that
             (`ZeroOptimizer.schedule_module`).
         mask_id: The mask, if the model predicts masked tokens. All protocols are MASKED then.
+        by_token: Keep the loss of each token, 4 bytes a token.
     """
 
     def __init__(
@@ -230,8 +293,9 @@ class Evaluator:
         tokens_per_batch: int,
         schedule_module: nn.Module | None = None,
         mask_id: int | None = None,
+        by_token: bool = False,
     ) -> None:
-        self.mask_id = mask_id
+        self.mask_id, self.by_token = mask_id, by_token
         self.chunks, self.topology, self.text = chunks, topology, text
         self.schedule_module = schedule_module
         self.tokens_per_batch = tokens_per_batch
@@ -260,7 +324,9 @@ class Evaluator:
         """
         _, begin = clock()
         # Over this rank's share of windows.
-        totals = _Totals(protocol.pass_length, torch.from_numpy(self.text.block_ends))
+        ends = torch.from_numpy(self.text.block_ends)
+        kept = self.text.tokens if self.by_token else 0
+        totals = _Totals(protocol.pass_length, ends, kept)
         with torch.no_grad(), _eval_mode(self.chunks):
             show = progress and self.topology.is_main
             if protocol.name == STREAM:
@@ -270,6 +336,7 @@ class Evaluator:
                     before_pass()
                     self._score(protocol.length, batches, windows, totals)
         (sums, counts), (block_losses, block_tokens) = totals.over_all_ranks()
+        by_token = totals.by_token.numpy() if self.by_token else None
         kind, end = clock()
         cost = {kind: sum(gather(end - begin, float))}
         tokens = int(counts.sum())
@@ -280,9 +347,8 @@ class Evaluator:
         with np.errstate(invalid="ignore"):
             by_position = Losses(sums / counts, counts.astype(np.int64))
         loss = float(sums.sum() / counts.sum())
-        return Evaluation(
-            protocol, loss, tokens, size, by_position, block_losses, block_tokens, cost
-        )
+        of_blocks = block_losses, block_tokens
+        return Evaluation(protocol, loss, tokens, size, by_position, *of_blocks, by_token, cost)
 
     def _read(self, protocol: Protocol, progress: bool, totals: _Totals) -> None:
         """Read the text in one pass, and add its losses up."""
@@ -425,9 +491,11 @@ class _Totals:
     Args:
         length: Tokens in a window.
         block_ends: Where the blocks of the text end, int64 [blocks].
+        kept: Tokens of the text, if the loss of each is kept; else 0.
     """
 
-    def __init__(self, length: int, block_ends: Tensor) -> None:
+    def __init__(self, length: int, block_ends: Tensor, kept: int) -> None:
+        self.by_token = torch.zeros(kept)
         # Row 0: summed losses; row 1: their number.
         self.by_position = torch.zeros(2, length, dtype=torch.float64)
         self.by_block = torch.zeros(2, len(block_ends), dtype=torch.float64)
@@ -457,13 +525,18 @@ class _Totals:
             blocks = torch.searchsorted(self.block_ends, tokens, right=True)
             self.by_block[0].index_add_(0, blocks, scored)
             self.by_block[1].index_add_(0, blocks, counted)
+            if len(self.by_token):
+                self.by_token[tokens] = scored.float()
 
     def over_all_ranks(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return (sums and numbers by position, the same by block), each [2, n]. Collective."""
         both = torch.cat([self.by_position, self.by_block], dim=1)
         # NCCL reduces device tensors only. Ranks that do not report losses add zeros.
-        both = both.to(platform.device())
+        both, by_token = (x.to(platform.device()) for x in (both, self.by_token))
         dist.all_reduce(both)
+        if len(by_token):
+            dist.all_reduce(by_token)
+            self.by_token = by_token.cpu()
         length = self.by_position.shape[1]
         totals: NDArray[np.float64] = both.cpu().numpy()
         return totals[:, :length], totals[:, length:]
@@ -541,7 +614,8 @@ def _evaluate_stock(
         by_position = Losses(sums / counts, counts)
     block_tokens = np.diff([0, *ends]).astype(np.float64)
     mean, cost = float(losses.sum() / tokens), {kind: clock()[1] - begin}
-    return Evaluation(protocol, mean, tokens, 0, by_position, block_losses, block_tokens, cost)
+    of_blocks = block_losses, block_tokens
+    return Evaluation(protocol, mean, tokens, 0, by_position, *of_blocks, cost=cost)
 
 
 @torch.no_grad()

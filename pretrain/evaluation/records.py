@@ -65,6 +65,10 @@ FIELDS = (
 | positions | | nonoverlapping: mean losses in nats, and tokens, by position in the window |
 | processor_seconds | float | on CPUs: processor time of all processes together |
 | device_seconds | float | on GPUs: time that it took, times the GPUs |
+| longppl | float | exp(mean loss) of the key tokens (`pretrain.evaluation.perplexity.find_keys`) |
+| longppl_low, longppl_high | float | its 95 % confidence interval, over blocks of the text |
+| key_tokens | int | how many they are |
+| short_context | int | tokens that the short context of LongPPL has at least |
 
 The interval is of the text: it says how far the mean would move if other text of the same kind
 were scored, and nothing about another seed of the training. Masked tokens are predicted from both
@@ -77,6 +81,9 @@ BLOCKS, POSITIONS = "blocks", "positions"
 lists. Values are compared block by block, where both have losses by block."""
 COSTS = PROCESSOR_SECONDS, DEVICE_SECONDS = "processor_seconds", "device_seconds"
 """What the scoring took; of which kind is said by the key. A record has one of them at most."""
+LONGPPL = "longppl"
+LONGPPL_FIELDS = LONGPPL, "longppl_low", "longppl_high", "key_tokens", "short_context"
+"""What `pretrain evaluate --longppl` adds to a record."""
 HASH_DIGITS = 12
 """Hex digits of a SHA-256 in a record."""
 PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
@@ -96,12 +103,12 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def fields_of(record: Record) -> dict[str, Any]:
-    """Return the FIELDS of a record in their order, and what it cost if that is known.
+    """Return the FIELDS of a record in their order, its cost and LongPPL if they are known.
 
     Raises:
         KeyError: It lacks a field.
     """
-    known = [cost for cost in COSTS if record.get(cost) is not None]
+    known = [key for key in (*COSTS, *LONGPPL_FIELDS) if record.get(key) is not None]
     return {field: record[field] for field in (*FIELDS, *known)}
 
 
@@ -426,7 +433,7 @@ class Curve:
         # Python's min and max would ignore some nan and return others.
         if not all(map(math.isfinite, values)):
             return Value(math.nan if any(map(math.isnan, values)) else math.inf, math.nan, math.nan)
-        if quantity == PERPLEXITY:
+        if quantity in (PERPLEXITY, LONGPPL):
             mean = math.exp(sum(map(math.log, values)) / len(values))
         else:
             mean = sum(values) / len(values)
@@ -434,9 +441,9 @@ class Curve:
         return Value(min(max(mean, min(values)), max(values)), min(values), max(values))
 
     def counts(self, unit: str) -> list[int]:
-        """Return the different numbers of scored "tokens" or "bytes" that are known, ascending."""
-        found = {record[unit] for records in self.records.values() for record in records}
-        return sorted(found - {None})
+        """Return the different numbers of a record's unit that are known, ascending."""
+        found = [record.get(unit) for records in self.records.values() for record in records]
+        return sorted({count for count in found if count is not None})
 
 
 class Part(NamedTuple):
@@ -568,9 +575,11 @@ def _amount(record: Record, quantity: str) -> float:
 
 
 def _interval(record: Record, quantity: str) -> tuple[float, float]:
-    """Return the 95 % interval of a record's perplexity or bits per byte; nan where unknown."""
+    """Return the 95 % interval of a record's quantity; nan where unknown."""
     if quantity in COSTS:
         return math.nan, math.nan
+    if quantity == LONGPPL:
+        return number(record.get("longppl_low")), number(record.get("longppl_high"))
     low, high = number(record["loss_low"]), number(record["loss_high"])
     if not (math.isfinite(low) and math.isfinite(high)):
         return math.nan, math.nan
@@ -654,6 +663,7 @@ def position_curves(curves: Iterable[Curve]) -> list[PositionCurve]:
 TITLES = {
     PERPLEXITY: "Perplexity",
     BITS_PER_BYTE: "Bits per byte",
+    LONGPPL: "LongPPL, the perplexity of key tokens,",
     PROCESSOR_SECONDS: "Processor seconds per 1,000 scored tokens",
     DEVICE_SECONDS: "GPU seconds per 1,000 scored tokens",
 }
@@ -710,7 +720,7 @@ def length_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
         "protocol": (True, lambda c: c.protocol),
     }
     words = {name: value for name, (is_shown, value) in columns.items() if is_shown}
-    unit = "bytes" if quantity == BITS_PER_BYTE else "tokens"
+    unit = {BITS_PER_BYTE: "bytes", LONGPPL: "key_tokens"}.get(quantity, "tokens")
     rows = [
         [
             *(str(value(curve)) for value in words.values()),
@@ -719,7 +729,7 @@ def length_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
         ]
         for curve in curves
     ]
-    header = [*words, f"{unit} scored", *(length_label(n, only) for n in lengths)]
+    header = [*words, f"{unit.replace('_', ' ')} scored", *(length_label(n, only) for n in lengths)]
     return Table(title, header, rows, names=len(words))
 
 
@@ -776,7 +786,7 @@ def format_value(value: float, quantity: str = PERPLEXITY) -> str:
     if quantity in COSTS:
         return f"{value:#.3g}"
     if value < 1e5 or not math.isfinite(value):
-        return f"{value:.2f}" if quantity == PERPLEXITY else f"{value:.4f}"
+        return f"{value:.2f}" if quantity in (PERPLEXITY, LONGPPL) else f"{value:.4f}"
     return f"{value:.3e}"
 
 

@@ -27,6 +27,7 @@ from pretrain.evaluation.figures import (
 from pretrain.evaluation.judge import what_stands_out
 from pretrain.evaluation.records import (
     COSTS,
+    LONGPPL,
     TITLES,
     Record,
     check_objectives,
@@ -79,6 +80,13 @@ POSITIONS_EXPLAINED = (
     "Mean loss at each position of the longest nonoverlapping window of each curve, over ranges of "
     "positions that widen with the position; the JSON has the numbers of all runs and lengths, and "
     "the tokens of each range. Tokens at early positions are predicted from little context."
+)
+LONGPPL_EXPLAINED = (
+    "LongPPL (arXiv 2410.23771) is the perplexity of key tokens: those that the model which was "
+    "evaluated first loses more than 2 nats less, and fewer than 2 nats, in windows of this length "
+    "than with a short context; the JSON has its tokens (`short_context`). A model that finds its "
+    "own key tokens has a LongPPL below e^2 = 7.39 for that reason alone: compare models by the "
+    "key tokens of one."
 )
 PARTS_EXPLAINED = (
     "These evaluations are of several validation sets, or by several tokenizers, which cut a text "
@@ -186,6 +194,7 @@ def write_report(out: Path, records: Sequence[Record]) -> None:
     page = Page("# Perplexity by length", protocols_explained(records))
     _add_by_length(page, records, out.stem)
     page.add("## How to read it", INTERVALS_EXPLAINED)
+    page.add(LONGPPL_EXPLAINED if any(record.get(LONGPPL) for record in records) else "")
     page.add(source_table(make_curves(records)).markdown())
     _save(out, records, page)
 

@@ -425,6 +425,7 @@ def evaluate(
         ScoredText(open_stream(config, "validation"), config.evaluation.max_tokens),
         tokens_per_batch=tokens_per_batch,
         schedule_module=optimizer.schedule_module if optimizer else None,
+        by_token=True,
     )
     return [evaluator.evaluate(protocol) for protocol in protocols]
 

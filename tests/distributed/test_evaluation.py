@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from pretrain.data.stream import TokenStream
+from pretrain.evaluation.perplexity import find_keys, longppl, short_protocol
 from pretrain.evaluation.windows import Protocol
 from tests.conftest import ALL_LAYOUTS, LAYOUTS, tiny_config
 from tests.distributed import tasks
@@ -59,6 +62,7 @@ def test_stride_one_scores_each_token_alone_with_its_full_window(pools, tiny_dat
     result = _evaluate(pools, tiny_data, "one", [Protocol("sliding", LENGTH, 1)])[0][0]
     assert result.tokens == TOKENS
     assert result.loss_nats == pytest.approx(_token_losses(tiny_data, LENGTH).mean(), **LOSS)
+    np.testing.assert_allclose(result.by_token, _token_losses(tiny_data, LENGTH), rtol=1e-5)
 
 
 def test_nonoverlapping_by_position_against_dense(pools, tiny_data):
@@ -119,4 +123,44 @@ def test_every_layout_and_batch_gives_the_same(pools, tiny_data, layout, tokens_
                 result.by_position.losses, reference.by_position.losses, rtol=2e-4
             )
             np.testing.assert_allclose(result.block_losses, reference.block_losses, rtol=1e-4)
+            np.testing.assert_allclose(result.by_token, reference.by_token, rtol=2e-4)
             assert result.block_tokens.tolist() == reference.block_tokens.tolist()
+
+
+@pytest.mark.parametrize("name", ["nonoverlapping", "stream"])
+def test_longppl_is_that_of_the_reference(pools, tiny_data, name):
+    """`find_key_token` and `compute_longppl` of longppl/longppl.py (PKU-ML/LongPPL at 1decd2a),
+    whose text is one window, with a table in the place of the model's losses."""
+    context, step = 16, 4
+    # The loss of token t in a window from token s on.
+    table = np.random.default_rng(0).exponential(2.0, (TOKENS, TOKENS)).astype(np.float32)
+    keys = []
+    for start in range(0, TOKENS - context, step):
+        for t in range(start + context, start + context + step):
+            if table[start, t] - table[0, t] > 2 and table[0, t] < 2:
+                keys.append(t)
+    expected = math.exp(table[0, keys].mean())
+    assert len(keys) > 30
+
+    real = _evaluate(pools, tiny_data, "one", [Protocol("nonoverlapping", TOKENS, TOKENS)])[0][0]
+
+    def scored(protocol):
+        losses = np.zeros(TOKENS, np.float32)
+        for start, size, count in protocol.windows(TOKENS):
+            losses[start + size - count : start + size] = table[start][start + size - count :][
+                :count
+            ]
+        return dataclasses.replace(real, protocol=protocol, by_token=losses)
+
+    long = scored(Protocol(name, TOKENS, TOKENS))
+    found = find_keys(scored(short_protocol(context)), long, context)
+    assert np.flatnonzero(found).tolist() == keys
+    record = longppl(long, found, np.arange(5, TOKENS + 1, 5), context)
+    assert record["longppl"] == pytest.approx(expected, rel=1e-6)
+    assert (record["key_tokens"], record["short_context"]) == (len(keys), context)
+    assert record["longppl_low"] < expected < record["longppl_high"]
+    # In windows of 32 no token has 16 tokens before it where the window begins.
+    halves = find_keys(scored(short_protocol(context)), scored(Protocol("sliding", 32, 32)), 16)
+    assert halves.any() and set(np.flatnonzero(halves) % 32) <= set(range(16, 32))
+    none = longppl(long, found & False, np.arange(5, TOKENS + 1, 5), context)
+    assert none == {"key_tokens": 0, "short_context": context}

@@ -116,6 +116,16 @@ def test_bits_per_byte_stand_beside_perplexities():
     assert "Bits per byte by length" in tables and "160,000" in tables
 
 
+def test_longppl_has_a_table_with_its_tokens(tmp_path):
+    fields = {"longppl": 3.5, "longppl_low": 3.25, "longppl_high": 3.75, "key_tokens": 1234}
+    records = [make_record(), make_record(length=256, **fields, short_context=64)]
+    write_report(tmp_path / "curve.json", records)
+    assert read_records(tmp_path / "curve.json")[1]["short_context"] == 64
+    page = (tmp_path / "report.md").read_text()
+    assert "key tokens scored | 128 = L | 256 = 2 L |" in page and "below e^2 = 7.39" in page
+    assert "| alibi | nonoverlapping | 1,234 | - | 3.50 +-0.25 |" in page
+
+
 def test_costs_of_1000_tokens_stand_beside_perplexities_where_they_are_known():
     far = make_record(length=1024 * 128, device_seconds=1.0)
     found = [make_record(device_seconds=25.0), make_record(length=256), far]
