@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from pretrain.config.errors import Refusal
+from pretrain.config.schema import Fixed
 from pretrain.positions.base import PositionMethod
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Cope(PositionMethod):
 
     method: Literal["cope"] = "cope"
 
-    cope_positions: int = Field(default=64, ge=2)
+    cope_positions: Fixed[int] = Field(default=64, ge=2)
     """Position embeddings of a layer, the paper's p_max. Keys with more open gates between them and
     the query share the last one."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from pretrain.config.errors import Refusal
+from pretrain.config.schema import Fixed
 from pretrain.positions.base import OWN, Position, PositionMethod, Rope
 from pretrain.positions.none import NoPositions
 from pretrain.positions.rotary import Rotary
@@ -28,7 +29,7 @@ class Hybrid(PositionMethod):
 
     method: Literal["hybrid"] = "hybrid"
 
-    layers: Annotated[tuple[Position, ...], Field(strict=False)] = (
+    layers: Fixed[Annotated[tuple[Position, ...], Field(strict=False)]] = (
         *(Rotary() for _ in range(3)),
         NoPositions(),
     )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from pretrain.config.schema import Fixed
 from pretrain.positions.base import PositionMethod
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Shaw(PositionMethod):
 
     method: Literal["shaw"] = "shaw"
 
-    max_relative_position: int = Field(default=16, ge=1)
+    max_relative_position: Fixed[int] = Field(default=16, ge=1)
     """Distance in tokens from which on all keys have the same vector: the paper's k."""
 
     title = "relative position representations"

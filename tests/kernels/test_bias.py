@@ -4,9 +4,11 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from pretrain.kernels.call import relative_buckets
+from pretrain.kernels.call import of_heads, relative_buckets
+from pretrain.kernels.dispatch import attention
 from pretrain.positions.alibi import alibi_slopes
 from tests.conftest import tiny_config
+from tests.reference.content import CONTENT
 from tests.reference.dense_gpt import random_state
 from tests.reference.positions import ORACLES
 
@@ -100,3 +102,38 @@ def test_methods_of_scores_are_those_of_their_papers(method, keys):
     for a, b in zip(*found):
         # A number that is added to all scores of a head, as FIRE's last one, has a gradient of 0.
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6 * b.abs().max().item() + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("method", "sides"),
+    [
+        *((method, "next_token") for method in CONTENT),
+        ("shaw", "masked"),
+        ("transformer_xl", "masked"),
+    ],
+)
+def test_attention_of_methods_that_read_the_content_is_that_of_their_papers(method, sides):
+    """Outputs and gradients in fp64, in two blocks of queries, for a part of the heads and rows."""
+    config = tiny_config(position={"method": method}, train={"objective": sides})
+    shapes, generator = CONTENT[method].shapes(config), torch.Generator().manual_seed(1)
+    double = {"dtype": torch.float64, "generator": generator}
+    own = {name: 0.5 * torch.randn(shape, **double) for name, shape in shapes.items()}
+    q, k, v = (torch.randn(300, 1, 8, 12, **double) for _ in range(3))
+    inputs = [x.requires_grad_() for x in (q, k, v, *own.values())]
+    position, heads, causal = config.position, slice(2, 8), sides == "next_token"
+    terms = position.score_terms(config, slice(0, 8), position.own_of_layer(2, own), q.device)
+    rows = slice(10, 300) if causal else slice(0, 300)
+    turned = position.queries_and_keys(config, q[rows], k, 0, 300)
+    ours = attention(
+        *(x[:, :, heads] for x in (*turned, v)), **of_heads(terms, heads), causal=causal
+    )
+    scores = CONTENT[method].products(*(x.permute(1, 2, 0, 3) for x in (q, k)), config, own, 2)
+    if causal:
+        later = torch.ones(300, 300, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    theirs = (scores / 12**0.5).softmax(-1) @ v.permute(1, 2, 0, 3)
+    theirs = theirs.permute(2, 0, 1, 3)[rows, :, heads]
+    weigh = torch.randn(ours.shape, **double)
+    found = [[x, *torch.autograd.grad((x * weigh).sum(), inputs)] for x in (ours, theirs)]
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
