@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from pretrain.config import RunConfig
+from pretrain.config import ConfigError, RunConfig
 from pretrain.config.errors import Refusal
+from pretrain.config.schema import Section
 from pretrain.positions.base import LEARNED_TABLE
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ CODE = Path(__file__).with_name("modeling_slopes.py")
 EMBEDDING, FINAL_NORM = "embedding.word_embeddings", "decoder.final_layernorm"
 EMBEDDING_NORM, OUTPUT = "embedding.word_embeddings_layernorm", "output_layer"
 POSITIONS = "embedding.position_embeddings"
-_WITHOUT_BIAS = (EMBEDDING, POSITIONS, OUTPUT)
+QKV, PROJ = "self_attention.linear_qkv", "self_attention.linear_proj"
+Q_NORM, K_NORM = "self_attention.q_layernorm", "self_attention.k_layernorm"
 
 
 # ---- Rows of settings ----------------------------------------------------------------------------
@@ -88,7 +90,9 @@ def refused(rows: Sequence[Row], config: RunConfig, name: str) -> Iterator[tuple
     for row in rows:
         if isinstance(row, Ours) and (value := ours(config, row.ours)) != row.wanted(config):
             reason = row.reason.format(name=name, only=row.wanted(config), value=value)
-            shown = list(value) if isinstance(value, tuple) else value
+            # As the config's file has it.
+            dumped = value.model_dump(exclude_none=True) if isinstance(value, Section) else value
+            shown = list(dumped) if isinstance(dumped, tuple) else dumped
             yield row, Refusal(row.ours, shown, reason, row.remedy)
 
 
@@ -105,6 +109,57 @@ def theirs(settings: Any, key: str) -> Any:
         in_section = isinstance(settings, dict)
         settings = settings.get(name) if in_section else getattr(settings, name)
     return settings
+
+
+# ---- Rows that several classes have -------------------------------------------------------------
+HERE = "`pretrain evaluate` measures it here; to export, train"
+ACTIVATIONS = {
+    "gelu": "gelu",
+    # Three names of GELU's tanh approximation (transformers/activations.py).
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Hugging Face's name of an activation -> model.hidden_act."""
+
+COMMON: tuple[Row, ...] = (
+    Both("tie_word_embeddings", "model.tie_word_embeddings"),
+    Ours(
+        "train.objective",
+        "next_token",
+        "no transformers class looks both ways with these positions",
+        f"{HERE} with next_token",
+    ),
+    Ours(
+        "model.adaptive_cutoffs",
+        None,
+        "no stock transformers decoder with these positions has an adaptive softmax",
+        f"{HERE} without it",
+    ),
+    Ours(
+        "model.final_layernorm",
+        True,
+        "{name} has a norm behind its last layer",
+        "Train with it; `pretrain evaluate` measures this model here",
+    ),
+)
+"""Rows of every class."""
+NO_EMBEDDING_NORM = Ours(
+    "model.embedding_layernorm", False, "{name} does not normalise its embeddings"
+)
+NO_CLIPPING = Ours("model.clip_qkv", None, "{name} does not clip queries, keys and values")
+SEQUENTIAL = Ours(
+    "model.parallel_residual", False, "in {name} the MLP reads what attention has added to"
+)
+
+
+def activation(key: str) -> Both:
+    """Return the row of the MLP's activation, under their key."""
+    reason = f"our activations are {', '.join(ACTIVATIONS)}"
+    return Both(key, "model.hidden_act", reason, read=ACTIVATIONS.__getitem__)
 
 
 # ---- How a class arranges a tensor ---------------------------------------------------------------
@@ -200,6 +255,18 @@ class Transposed(Unchanged):
         return self.outputs.restore(config, [part.t() for part in theirs])
 
 
+class GateAndUp(Unchanged):
+    """The first product of a gated MLP as two tensors: the gate, and what it multiplies."""
+
+    def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
+        return ours.chunk(2)
+
+    def restore(self, config: RunConfig, theirs: Sequence[Tensor]) -> Tensor:
+        import torch
+
+        return torch.cat(list(theirs))
+
+
 class PastPadding(Unchanged):
     """A table of positions behind rows of padding, which our model does not have."""
 
@@ -267,8 +334,6 @@ class TensorTable:
     """Their name of decoder.layers."""
     layer: ClassVar[Mapping[str, str | Unchanged]]
     """Our modules of a layer -> theirs."""
-    has_bias: ClassVar[bool] = True
-    """True if linear layers and LayerNorms have biases, which are zeros if our model has none."""
 
     def factors(self, config: RunConfig, embedding: Tensor) -> Factors:
         """Return by what an export multiplies our weights, of which these are the embeddings."""
@@ -289,6 +354,10 @@ class TensorTable:
         [name], [part] = stored.names, stored.export(config, table.float())
         return {f"{name}.weight": part}
 
+    def biased(self, config: RunConfig, module: str) -> bool:
+        """Return True if a module of ours has a bias there, which is zero if it has none here."""
+        return module not in (EMBEDDING, POSITIONS, OUTPUT)
+
     def left_out(self, config: RunConfig) -> dict[str, bool]:
         """Return which of our modules this run's model does not have."""
         m = config.model
@@ -296,6 +365,8 @@ class TensorTable:
             OUTPUT: m.tie_word_embeddings,
             EMBEDDING_NORM: not m.embedding_layernorm,
             POSITIONS: LEARNED_TABLE not in config.position.tensors(config),
+            Q_NORM: not m.qk_layernorm,
+            K_NORM: not m.qk_layernorm,
         }
 
     def stored_tensors(self, config: RunConfig, factors: Factors) -> Iterator[Stored]:
@@ -323,14 +394,14 @@ class TensorTable:
                 if left_out.get(module):
                     continue
                 stored = Unchanged(names) if isinstance(names, str) else names
-                has_bias = self.has_bias and module not in _WITHOUT_BIAS
-                for kind in ("weight", "bias") if has_bias else ("weight",):
+                ours_has = m.use_bias or (m.add_qkv_bias and module == QKV)
+                for kind in ("weight", "bias") if self.biased(config, module) else ("weight",):
                     yield Stored(
                         f"{mine}{module}.{kind}",
                         tuple(f"{other}{name}.{kind}" for name in stored.names),
                         stored,
                         by_module.get(module, 1.0),
-                        is_absent=kind == "bias" and not m.use_bias,
+                        is_absent=kind == "bias" and not ours_has,
                     )
 
     def convert(
@@ -484,7 +555,7 @@ class HuggingFaceClass(TensorTable):
         """
         found: dict[str, Any] = {
             "position.method": self.positions[0],
-            "model.use_bias": self.has_bias,
+            "model.use_bias": True,
             "model.embedding_layernorm": EMBEDDING_NORM in self.modules,
             # So the embedding has exactly as many rows as the folder's, whichever of them stand for
             # pieces of the tokenizer. None of the classes multiplies its embeddings.
@@ -582,9 +653,12 @@ class HuggingFaceClass(TensorTable):
                 product), or the product leaves fp32's normal range.
         """
         for stored in self.stored_tensors(config, self.stored_factors(config, read)):
-            if stored.is_absent:
-                continue
             parts = [read(name) for name in stored.theirs]
+            if stored.is_absent:
+                if any(part.any() for part in parts):
+                    names = " and ".join(stored.theirs)
+                    raise ConfigError(f"{names}: our model has no such bias, and it is not zero")
+                continue
             tensor = stored.restore(config, parts).contiguous()
             if (original := originals.get(stored.name)) is not None:
                 again = stored.export(config, original)

@@ -17,6 +17,11 @@ from pretrain.config import ConfigError, RunConfig
 from pretrain.config.errors import Refusal
 from pretrain.config.schema import WORDS
 from pretrain.huggingface.base import (
+    COMMON,
+    HERE,
+    NO_CLIPPING,
+    NO_EMBEDDING_NORM,
+    SEQUENTIAL,
     Both,
     Factors,
     HuggingFaceClass,
@@ -29,8 +34,10 @@ from pretrain.huggingface.base import (
     Theirs,
     Transposed,
     Unchanged,
+    activation,
     ours,
 )
+from pretrain.huggingface.llama import ROTARY, Llama, Mistral, Qwen2, Qwen3, Rotated
 from pretrain.positions.alibi import MAX_SLOPE, bias_max_of, slopes_with
 
 if TYPE_CHECKING:
@@ -42,58 +49,22 @@ SLOPES = "position.slopes"
 """Trained slopes, which a class in the folder has among its settings."""
 EXPORT_REACH = 16
 """An export reaches this many training lengths, as far as the default evaluation does."""
-_HERE = "`pretrain evaluate` measures it here; to export, train"
 _ENDS = "It computes no token beyond; `pretrain export --max-length N` makes one that reaches N."
-
-ACTIVATIONS = {
-    "gelu": "gelu",
-    # Three names of GELU's tanh approximation (transformers/activations.py).
-    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
-    "gelu_new": "gelu_pytorch_tanh",
-    "gelu_fast": "gelu_pytorch_tanh",
-    "relu": "relu",
-}
-"""Hugging Face's name of an activation -> model.hidden_act."""
 
 
 def _width(config: RunConfig) -> int:
     return config.model.hidden_size // config.model.num_attention_heads
 
 
-# What no class has.
-COMMON: tuple[Row, ...] = (
-    Both("tie_word_embeddings", "model.tie_word_embeddings"),
-    Ours(
-        "train.objective",
-        "next_token",
-        "no transformers class looks both ways with these positions",
-        f"{_HERE} with next_token",
-    ),
-    Ours(
-        "model.adaptive_cutoffs",
-        None,
-        "no stock transformers decoder with these positions has an adaptive softmax",
-        f"{_HERE} without it",
-    ),
+CLASSIC: tuple[Row, ...] = (
+    *COMMON,
     Ours("model.kv_channels", _width, "the heads of {name} have hidden_size / heads = {only}"),
     Ours("model.normalization", "layernorm", "{name} has LayerNorms"),
     Ours("model.qk_layernorm", False, "{name} does not normalise queries and keys"),
     Ours("model.gated_linear_unit", False, "{name} has no gate in its MLP"),
     Ours("model.add_qkv_bias", False, "{name} has biases everywhere or nowhere"),
-    Ours(
-        "model.final_layernorm",
-        True,
-        "{name} has a LayerNorm behind its last layer",
-        "Train with it; `pretrain evaluate` measures this model here",
-    ),
 )
-NO_EMBEDDING_NORM = Ours(
-    "model.embedding_layernorm", False, "{name} does not normalise its embeddings"
-)
-NO_CLIPPING = Ours("model.clip_qkv", None, "{name} does not clip queries, keys and values")
-SEQUENTIAL = Ours(
-    "model.parallel_residual", False, "in {name} the MLP reads what attention has added to"
-)
+"""Rows of the classes of GPT's block: LayerNorms, an MLP without a gate."""
 NARROW_MLP = Ours(
     "model.ffn_hidden_size",
     lambda config: 4 * config.model.hidden_size,
@@ -105,11 +76,6 @@ STOCK_SLOPES = (
     Ours("position.slopes", lambda _: "published", "{name} computes the published slopes"),
     Ours("position.trainable_slopes", False, "{name} computes the published slopes"),
 )
-
-
-def _activation(key: str) -> Both:
-    reason = f"our activations are {', '.join(ACTIVATIONS)}"
-    return Both(key, "model.hidden_act", reason, read=ACTIVATIONS.__getitem__)
 
 
 # ---- Bloom: ALiBi with biases and tanh GELU (models/bloom/modeling_bloom.py) ---------------------
@@ -151,7 +117,7 @@ class Bloom(HuggingFaceClass):
     name = "BloomForCausalLM"
     positions = ("alibi",)
     rows = (
-        *COMMON,
+        *CLASSIC,
         *STOCK_SLOPES,
         Both("hidden_size", "model.hidden_size"),
         Both("n_layer", "model.num_layers"),
@@ -279,7 +245,7 @@ class Mpt(HuggingFaceClass):
     architecture = "MPTForCausalLM"
     positions = ("alibi",)
     rows = (
-        *COMMON,
+        *CLASSIC,
         *STOCK_SLOPES,
         Both("d_model", "model.hidden_size"),
         Both("n_layers", "model.num_layers"),
@@ -325,9 +291,11 @@ class Mpt(HuggingFaceClass):
         "mlp.linear_fc1": "ffn.up_proj",
         "mlp.linear_fc2": "ffn.down_proj",
     }
-    has_bias = False
     length_key = "max_seq_len"
     is_bounded = True
+
+    def biased(self, config: RunConfig, module: str) -> bool:
+        return False
 
     def note(self, config: RunConfig, settings: Any) -> str:
         return """\
@@ -436,7 +404,7 @@ class Opt(HuggingFaceClass):
     name = "OPTForCausalLM"
     positions = ("learned", "sinusoidal")
     rows = (
-        *COMMON,
+        *CLASSIC,
         Both("hidden_size", "model.hidden_size"),
         Both("num_hidden_layers", "model.num_layers"),
         Both("num_attention_heads", "model.num_attention_heads"),
@@ -444,7 +412,7 @@ class Opt(HuggingFaceClass):
         Both("dropout", "model.hidden_dropout"),
         Both("attention_dropout", "model.attention_dropout"),
         Both("max_position_embeddings", "position.max_position_embeddings", is_written=False),
-        _activation("activation_function"),
+        activation("activation_function"),
         Theirs(
             "do_layer_norm_before", True, "our layers normalise their inputs, not their outputs"
         ),
@@ -492,7 +460,7 @@ class Gpt2(Opt):
     model_type = "gpt2"
     name = "GPT2LMHeadModel"
     rows = (
-        *COMMON,
+        *CLASSIC,
         Both("n_embd", "model.hidden_size"),
         Both("n_layer", "model.num_layers"),
         Both("n_head", "model.num_attention_heads"),
@@ -502,7 +470,7 @@ class Gpt2(Opt):
         Both("embd_pdrop", "model.hidden_dropout", "our dropout there is that of residuals"),
         Both("attn_pdrop", "model.attention_dropout"),
         Both("n_positions", "position.max_position_embeddings", is_written=False),
-        _activation("activation_function"),
+        activation("activation_function"),
         Theirs(
             "scale_attn_weights",
             True,
@@ -535,12 +503,12 @@ class Gpt2(Opt):
 # ---- GPT-NeoX: rotary positions (models/gpt_neox/modeling_gpt_neox.py) ---------------------------
 # Needs no algebra either. rotate_half pairs channel k with channel k + n / 2, where n channels are
 # rotated, as Megatron does unless rotary_interleaved is set.
-class GptNeoX(HuggingFaceClass):
+class GptNeoX(Rotated):
     model_type = "gpt_neox"
     name = "GPTNeoXForCausalLM"
     positions = ("rotary",)
     rows = (
-        *COMMON,
+        *CLASSIC,
         Both("hidden_size", "model.hidden_size"),
         Both("num_hidden_layers", "model.num_layers"),
         Both("num_attention_heads", "model.num_attention_heads"),
@@ -550,18 +518,9 @@ class GptNeoX(HuggingFaceClass):
         Both("hidden_dropout", "model.hidden_dropout"),
         Both("attention_dropout", "model.attention_dropout"),
         Theirs("attention_bias", True, "our model has biases everywhere or nowhere"),
-        _activation("hidden_act"),
-        Theirs(
-            "rope_parameters.rope_type",
-            "default",
-            "our rotary embeddings are not rescaled for longer sequences",
-        ),
-        Both(
-            "rope_parameters.rope_theta",
-            "position.rotary_base",
-        ),
+        activation("hidden_act"),
+        *ROTARY,
         Both("rope_parameters.partial_rotary_factor", "position.rotary_percent"),
-        Ours("position.rotary_scaling", None, "{name} is written with the plain frequencies"),
         NO_CLIPPING,
         NO_EMBEDDING_NORM,
     )
@@ -596,7 +555,11 @@ and MLP are {order} (`use_parallel_residual`)."""
 
 CLASSES: dict[str, HuggingFaceClass] = {
     each.model_type: each
-    for each in (Bloom(), Mpt(), Opt(), Gpt2(), GptNeoX(), BloomSlopes(), MptSlopes())
+    for each in (
+        *(Bloom(), Mpt(), Opt(), Gpt2(), GptNeoX()),
+        *(Llama(), Mistral(), Qwen2(), Qwen3()),
+        *(BloomSlopes(), MptSlopes()),
+    )
 }
 """Every class that a model can be exported as and imported from, by model_type."""
 
@@ -609,14 +572,14 @@ def class_of(config: RunConfig) -> HuggingFaceClass:
         ConfigError: No class can. The message gives every reason, and what to train instead.
     """
     if config.data.tokenizer == WORDS:
-        remedy = f"{_HERE} with a SentencePiece or Hugging Face tokenizer"
+        remedy = f"{HERE} with a SentencePiece or Hugging Face tokenizer"
         reason = "a vocabulary of words is not exported"
         raise ConfigError(str(Refusal("data.tokenizer", WORDS, reason, remedy)))
     method = config.position.method
     candidates = [each for each in CLASSES.values() if method in each.positions]
     if not candidates:
         others = sorted({name for each in CLASSES.values() for name in each.positions})
-        remedy = f"{_HERE} with {', '.join(others[:-1])} or {others[-1]}"
+        remedy = f"{HERE} with {', '.join(others[:-1])} or {others[-1]}"
         refusal = Refusal("position.method", method, config.position.no_class, remedy)
         raise ConfigError(str(refusal))
     if chosen := config.export.model_type:

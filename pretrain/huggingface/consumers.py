@@ -28,8 +28,13 @@ from pretrain.huggingface.base import (
     EMBEDDING,
     EMBEDDING_NORM,
     FINAL_NORM,
+    K_NORM,
     OUTPUT,
     POSITIONS,
+    Q_NORM,
+    QKV,
+    GateAndUp,
+    GroupedQkv,
     HuggingFaceClass,
     Ours,
     StackQkv,
@@ -47,7 +52,9 @@ from pretrain.huggingface.classes import (
     class_of,
     export_length,
 )
+from pretrain.huggingface.llama import Llama, Mistral, Qwen2, Qwen3
 from pretrain.positions.alibi import BiasMax, bias_max_of
+from pretrain.positions.rotary import inverse_frequencies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +67,8 @@ TRANSFORMERS = "transformers"
 
 # ---- What each program holds ---------------------------------------------------------------------
 def _any_gelu(config: RunConfig) -> str:
-    return "gelu" if config.model.hidden_act == "relu" else config.model.hidden_act
+    act = config.model.hidden_act
+    return act if act.startswith("gelu") else "gelu"
 
 
 def _one_bias_max(config: RunConfig) -> Any:
@@ -75,6 +83,9 @@ _ONE_BIAS_MAX = (
 _NO_CLIPPING = Ours("model.clip_qkv", None, "its {name} does not clip queries, keys and values")
 _TIED = Ours("model.tie_word_embeddings", True, "its {name} skips lm_head.weight")
 _GELU = Ours("model.hidden_act", _any_gelu, "its {name} computes GELU")
+_SILU = Ours("model.hidden_act", "silu", "its {name} computes SiLU")
+_PLAIN = Ours("position.rotary_scaling", None, "with its {name} only plain frequencies are written")
+_LLAMAS = (Llama, Mistral, Qwen2, Qwen3)
 HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
     # By reading its source; it needs a GPU, or a build of its own.
     "vllm": {
@@ -88,18 +99,23 @@ HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
         ),
         # At older commits; a user's vLLM may be one of them.
         **{each.name: (_TIED,) for each in (Opt, Gpt2)},
-        GptNeoX.name: (),
+        GptNeoX.name: (_PLAIN,),
+        **{each.name: (_SILU,) for each in _LLAMAS},
     },
     # Both kinds of GELU are one there, the tanh one looked up in fp16: `LlamaCpp.rounding`.
     "llama.cpp": {
         Mpt.name: (),
         MptSlopes.name: _ONE_BIAS_MAX,
         Bloom.name: (),
-        **{each.name: (_GELU,) for each in (Opt, Gpt2, GptNeoX)},
+        **{each.name: (_GELU,) for each in (Opt, Gpt2)},
+        GptNeoX.name: (_GELU, _PLAIN),
+        **{each.name: (_SILU,) for each in (Llama, Mistral, Qwen2)},
+        Qwen3.name: (_SILU, _PLAIN),
     },
     "ctranslate2": {
         Mpt.name: (_NO_CLIPPING,),
-        **{each.name: () for each in (Bloom, Opt, Gpt2, GptNeoX)},
+        **{each.name: () for each in (Bloom, Opt, Gpt2)},
+        **{each.name: (_PLAIN,) for each in (GptNeoX, *_LLAMAS)},
     },
 }
 """Program -> class of transformers -> the settings with which the program computes that model.
@@ -228,6 +244,22 @@ class _Gguf(TensorTable):
     }
 
 
+class _GgufLlama(TensorTable):
+    """The same of the graphs "llama" and "qwen3"."""
+
+    modules: ClassVar = {k: _Gguf.modules[k] for k in (EMBEDDING, FINAL_NORM, OUTPUT)}
+    layers = "blk"
+    layer: ClassVar = _Gguf.layer | {
+        QKV: GroupedQkv("attn_q", "attn_k", "attn_v"),
+        Q_NORM: "attn_q_norm",
+        K_NORM: "attn_k_norm",
+        "mlp.linear_fc1": GateAndUp("ffn_gate", "ffn_up"),
+    }
+
+    def biased(self, config: RunConfig, module: str) -> bool:
+        return module == QKV
+
+
 class LlamaCpp(Consumer):
     name = "llama.cpp"
     packages = ("gguf",)
@@ -262,7 +294,7 @@ class LlamaCpp(Consumer):
         import gguf
 
         config, m, rope = export.config, export.config.model, export.config.position.rope()
-        graph = "gptneox" if rope else "bloom" if m.embedding_layernorm else "mpt"
+        graph = self._graph(config)
         writer = gguf.GGUFWriter(folder / self.FILE, graph)
         writer.add_file_type(gguf.LlamaFileType.ALL_F32)
         writer.add_context_length(export.max_length)
@@ -271,6 +303,7 @@ class LlamaCpp(Consumer):
         writer.add_block_count(m.num_layers)
         writer.add_head_count(m.num_attention_heads)
         writer.add_layer_norm_eps(m.layernorm_epsilon)
+        writer.add_layer_norm_rms_eps(m.layernorm_epsilon)
         slopes, has_slopes = ours(config, "position.slopes"), config.position.bias == "slopes"
         writer.add_max_alibi_bias(float(bias_max_of(slopes)) if has_slopes else 0.0)
         if m.clip_qkv is not None:
@@ -280,8 +313,15 @@ class LlamaCpp(Consumer):
             writer.add_rope_freq_base(float(rope.base))
             writer.add_parallel_residual(m.parallel_residual)
         self._add_vocabulary(writer, export)
-        tensors = _Gguf().convert(config, export.state, export.max_length)
-        if rope and m.tie_word_embeddings:
+        if m.gated_linear_unit:
+            writer.add_head_count_kv(config.num_query_groups)
+            writer.add_key_length(config.head_dim)
+            writer.add_value_length(config.head_dim)
+        table = _GgufLlama() if m.gated_linear_unit else _Gguf()
+        tensors = table.convert(config, export.state, export.max_length)
+        if graph == "llama":
+            tensors |= self._rotated(config, tensors, writer)
+        if graph == "gptneox" and m.tie_word_embeddings:
             # Its GPT-NeoX reads an output layer and does not look for a tied one.
             tensors["output.weight"] = tensors["token_embd.weight"]
         for name, tensor in tensors.items():
@@ -290,6 +330,36 @@ class LlamaCpp(Consumer):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+
+    def _graph(self, config: RunConfig) -> str:
+        m = config.model
+        if m.gated_linear_unit:
+            # Of those of today's block, llama has biases or none, and qwen3 norms of queries.
+            return "qwen3" if m.qk_layernorm else "llama"
+        return "gptneox" if config.position.rope() else "bloom" if m.embedding_layernorm else "mpt"
+
+    def _rotated(
+        self, config: RunConfig, tensors: Mapping[str, Tensor], writer: Any
+    ) -> dict[str, Tensor]:
+        """Return the tensors that the graph "llama" has otherwise: it rotates neighbours.
+
+        Where others pair channel i with channel i + head_dim / 2, it pairs 2 i with 2 i + 1. By
+        `rope_freqs` it divides the frequencies, whichever scaling they are of.
+        """
+        half = config.head_dim // 2
+        found = {
+            name: tensor.view(-1, 2, half, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+            for name, tensor in tensors.items()
+            if ".attn_q." in name or ".attn_k." in name
+        }
+        rope = config.position.rope()
+        if rope is not None and rope.inverse_frequencies is not None:
+            plain = inverse_frequencies(rope.base, config.head_dim)
+            found["rope_freqs.weight"] = plain / rope.inverse_frequencies(config.head_dim)
+            writer.add_rope_scaling_attn_factors(
+                ours(config, "position.rotary_scaling").temperature
+            )
+        return found
 
     def _add_vocabulary(self, writer: Any, export: Export) -> None:
         """Write the tokenizer, which splits a text as the run's does and adds nothing to it."""
@@ -433,6 +503,24 @@ class _CTranslate2Parallel(_CTranslate2):
     }
 
 
+class _StackGroups(StackQkv):
+    """One tensor with rows [queries, keys, values], of which each group has its key and value."""
+
+    _stored = GroupedQkv._stored
+
+
+class _CTranslate2Llama(_CTranslate2):
+    layer: ClassVar = _CTranslate2.layer | {
+        QKV: _StackGroups("self_attention.linear.0"),
+        Q_NORM: "self_attention.q_norm",
+        K_NORM: "self_attention.k_norm",
+        "mlp.linear_fc1": GateAndUp("ffn.linear_0", "ffn.linear_0_noact"),
+    }
+
+    def biased(self, config: RunConfig, module: str) -> bool:
+        return module == QKV
+
+
 class CTranslate2(Consumer):
     name = "ctranslate2"
     packages = ("ctranslate2",)
@@ -444,6 +532,11 @@ class CTranslate2(Consumer):
         config, m, rope = export.config, export.config.model, export.config.position.rope()
         kinds = common_spec.Activation
         activations = {"gelu": kinds.GELU, "gelu_pytorch_tanh": kinds.GELUTanh, "relu": kinds.RELU}
+        activations["silu"] = kinds.SWISH
+        block: dict[str, Any] = {}
+        if m.gated_linear_unit:
+            block = {"rms_norm": True, "ffn_glu": True, "qk_norm": m.qk_layernorm}
+            block |= {"num_heads_kv": config.num_query_groups, "head_dim": config.head_dim}
         model = TransformerDecoderModelSpec.from_config(
             m.num_layers,
             m.num_attention_heads,
@@ -454,9 +547,12 @@ class CTranslate2(Consumer):
             rotary_interleave=False,
             rotary_base=float(rope.base) if rope else 10_000.0,
             parallel_residual=m.parallel_residual,
+            **block,
         )
         model.decoder.scale_embeddings = False
-        table = _CTranslate2Parallel() if m.parallel_residual else _CTranslate2()
+        table = _CTranslate2Llama() if m.gated_linear_unit else _CTranslate2()
+        if m.parallel_residual:
+            table = _CTranslate2Parallel()
         tensors = table.convert(config, export.state, export.max_length)
         if m.tie_word_embeddings:
             tensors["projection.weight"] = tensors["embeddings.weight"]

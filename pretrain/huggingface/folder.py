@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters, writing
+from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, num_parameters, writing
 from pretrain.config.tensors import model_tensors
 from pretrain.data.shards import JSON, MODEL
 from pretrain.data.tokenizer import PROBES, Tokenizer, load_tokenizer
@@ -300,8 +300,9 @@ def check_same_ids(tokenizer: Tokenizer, directory: Path, settings: Any = None) 
             folder, and asks whether it may run the folder's code.
 
     Raises:
-        RuntimeError: It gives other ids on one of the probes, or a special token's name is not the
-            token where it should be. This is a defect of the conversion, not of the user's input.
+        RunFailed: It gives other ids on one of the probes, or a special token's name is not the
+            token where it should be: AutoTokenizer has a tokenizer of the model's class (Qwen2), or
+            this is a defect of the conversion.
     """
     from transformers import AutoTokenizer
 
@@ -314,13 +315,14 @@ def check_same_ids(tokenizer: Tokenizer, directory: Path, settings: Any = None) 
     for text, split, ids in wanted:
         got = theirs(text, split_special_tokens=split)["input_ids"]
         if got != ids:
-            raise RuntimeError(
+            raise RunFailed(
                 f"{tokenizer.path}: the exported tokenizer encodes {text!r} as {got}, not as {ids} "
-                f"(split_special_tokens = {split})"
+                f"(split_special_tokens = {split}). Some classes of transformers have a tokenizer "
+                "of their own: set export.model_type to another"
             )
     found = {role: getattr(theirs, role) for role in special_ids(tokenizer)}
     if found != special_ids(tokenizer):
-        raise RuntimeError(
+        raise RunFailed(
             f"{tokenizer.path}: the exported tokenizer has {found}, the run's is "
             f"{special_ids(tokenizer)}"
         )

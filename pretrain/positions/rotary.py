@@ -49,9 +49,12 @@ class Ntk(Linear):
     type: Literal["ntk"]  # type: ignore[assignment]  # pydantic's way to tell classes of a union
     original_max_position_embeddings: int | None = Field(default=None, gt=0)
 
+    def larger_base(self, base: float, channels: int) -> float:
+        """Return the base that gives these frequencies without a scaling."""
+        return base * math.pow(self.factor, channels / max(channels - 2, 1))
+
     def scaled(self, base: float, channels: int) -> Tensor:
-        larger = base * self.factor ** (channels / max(channels - 2, 1))
-        return inverse_frequencies(larger, channels)
+        return inverse_frequencies(self.larger_base(base, channels), channels)
 
 
 class Llama3(Linear):

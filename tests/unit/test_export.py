@@ -33,6 +33,17 @@ from pretrain.huggingface.parity import check_parity
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, alibi_slopes, make_config, random_state
 
+BLOCK = {
+    "normalization": "rmsnorm",
+    "gated_linear_unit": True,
+    "hidden_act": "silu",
+    "use_bias": False,
+    "ffn_hidden_size": 80,
+    "layernorm_epsilon": 1e-6,
+}
+"""Llama's block."""
+STEPS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ORIGINAL = {"original_max_position_embeddings": 64}
 MODELS = {
     "bloom12": ("BloomForCausalLM", make_config("alibi")),
     "bloom_untied": ("BloomForCausalLM", make_config("alibi", tie_word_embeddings=False)),
@@ -89,12 +100,56 @@ MODELS = {
         "GPTNeoXForCausalLM",
         make_config(
             "rotary",
-            position_rotary_base=500,
+            position_rotary_base=500.0,
+            position_rotary_scaling={"type": "linear", "factor": 4.0},
             hidden_act="relu",
             ffn_hidden_size=80,
             tie_word_embeddings=False,
             use_bias=False,
             num_query_groups=1,
+        ),
+    ),
+    "llama": (
+        "LlamaForCausalLM",
+        make_config(
+            "rotary",
+            **BLOCK,
+            num_query_groups=4,
+            kv_channels=6,
+            position_rotary_base=500_000.0,
+            position_rotary_scaling={"type": "llama3", **STEPS, **ORIGINAL},
+        ),
+    ),
+    "llama_geglu": (
+        "LlamaForCausalLM",
+        make_config(
+            "rotary",
+            **BLOCK | {"hidden_act": "gelu_pytorch_tanh"},
+            tie_word_embeddings=False,
+            position_rotary_scaling={"type": "ntk", "factor": 4.0},
+        ),
+    ),
+    "llama_yarn": (
+        "LlamaForCausalLM",
+        make_config(
+            "rotary",
+            **BLOCK,
+            position_rotary_scaling={"type": "yarn", "factor": 4.0, "beta_fast": 2.0, **ORIGINAL},
+        ),
+    ),
+    "llama_qkv_bias": (
+        "LlamaForCausalLM",
+        make_config("rotary", **BLOCK, add_qkv_bias=True, num_query_groups=6),
+    ),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        make_config(
+            "rotary",
+            **BLOCK,
+            qk_layernorm=True,
+            kv_channels=8,
+            num_query_groups=2,
+            tie_word_embeddings=False,
         ),
     ),
 }

@@ -1,0 +1,242 @@
+"""The classes of today's block: RMSNorms, a gated MLP, groups of query heads, rotary positions.
+
+The classes were read in transformers 5.23 (transformers/models/{llama,mistral,qwen2,qwen3}/
+modeling_*.py and modeling_rope_utils.py). They compute one function but for a row or two, so a
+model that several hold exports as the first of them unless `export.model_type` names another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pretrain.config import RunConfig
+from pretrain.huggingface.base import (
+    COMMON,
+    K_NORM,
+    NO_CLIPPING,
+    NO_EMBEDDING_NORM,
+    PROJ,
+    Q_NORM,
+    QKV,
+    SEQUENTIAL,
+    Both,
+    GateAndUp,
+    GroupedQkv,
+    HuggingFaceClass,
+    Ours,
+    Row,
+    Theirs,
+    activation,
+)
+from pretrain.positions.rotary import Ntk, Rotary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# ---- Rotary positions, whose settings are the same for all classes of transformers ---------------
+_SCALINGS = {
+    "linear": {"factor"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+    },
+    "llama3": {
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    },
+}
+"""Their rope_type -> its settings, which are those of position.rotary_scaling too."""
+
+
+def _rope_parameters(scaling: Any) -> dict[str, Any]:
+    if scaling is None or isinstance(scaling, Ntk):
+        # Ntk is another base: see `Rotated.settings`.
+        return {"rope_type": "default"}
+    found = scaling.model_dump(exclude_none=True)
+    return {"rope_type": found.pop("type"), **found}
+
+
+def _rotary_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    # `type` is transformers 4's name of rope_type; the other two have rows of their own.
+    other = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    found = {k: v for k, v in parameters.items() if k not in other and v is not None}
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        return None
+    if not found.keys() <= _SCALINGS[kind] or "factor" not in found:
+        raise ValueError
+    return {"type": kind, **found}
+
+
+ROTARY: tuple[Row, ...] = (
+    # Before the rows of its parts, which it would replace.
+    Both(
+        "rope_parameters",
+        "position.rotary_scaling",
+        f"position.rotary_scaling has {', '.join(_SCALINGS)}, without further settings",
+        write=_rope_parameters,
+        read=_rotary_scaling,
+    ),
+    Both("rope_parameters.rope_theta", "position.rotary_base"),
+)
+
+
+class Rotated(HuggingFaceClass):
+    """A class with rotary positions."""
+
+    positions = ("rotary",)
+
+    def settings(
+        self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Any]:
+        found = super().settings(config, max_length, state)
+        method = config.position
+        if isinstance(method, Rotary) and isinstance(method.rotary_scaling, Ntk):
+            channels = method.rotated_channels(config)
+            base = method.rotary_scaling.larger_base(method.rotary_base, channels)
+            found["rope_parameters"]["rope_theta"] = base
+        return found
+
+
+# ---- Llama ---------------------------------------------------------------------------------------
+_BLOCK: tuple[Row, ...] = (
+    *COMMON,
+    Both("hidden_size", "model.hidden_size"),
+    Both("num_hidden_layers", "model.num_layers"),
+    Both("num_attention_heads", "model.num_attention_heads"),
+    Both("num_key_value_heads", "model.num_query_groups"),
+    Both("intermediate_size", "model.ffn_hidden_size"),
+    Both("rms_norm_eps", "model.layernorm_epsilon"),
+    Both("attention_dropout", "model.attention_dropout"),
+    activation("hidden_act"),
+    *ROTARY,
+    Ours("position.rotary_percent", 1.0, "{name} rotates whole heads"),
+    Ours("model.normalization", "rmsnorm", "{name} has RMSNorms"),
+    Ours("model.gated_linear_unit", True, "{name} has a gate in its MLP"),
+    Ours("model.use_bias", False, "{name} has no biases in its MLP"),
+    NO_CLIPPING,
+    NO_EMBEDDING_NORM,
+    SEQUENTIAL,
+)
+_HEAD_DIM = Both("head_dim", "model.kv_channels")
+_NO_QK_NORM = Ours("model.qk_layernorm", False, "{name} does not normalise queries and keys")
+# Their biases are those of queries, keys and values, and one behind attention, which is zero here.
+_QKV_BIAS = Both("attention_bias", "model.add_qkv_bias")
+
+
+def _multiple(config: RunConfig) -> int:
+    """Return the hidden_size without what is left over when it is divided among the heads."""
+    return config.model.hidden_size - config.model.hidden_size % config.model.num_attention_heads
+
+
+class Llama(Rotated):
+    model_type = "llama"
+    name = "LlamaForCausalLM"
+    rows = (
+        *_BLOCK,
+        _HEAD_DIM,
+        Ours("model.hidden_size", _multiple, "that of {name} is a multiple of its heads"),
+        _QKV_BIAS,
+        _NO_QK_NORM,
+        Theirs("mlp_bias", False, "our model has biases everywhere or nowhere"),
+    )
+    modules: ClassVar = {
+        "embedding.word_embeddings": "model.embed_tokens",
+        "decoder.final_layernorm": "model.norm",
+        "output_layer": "lm_head",
+    }
+    layers = "model.layers"
+    layer: ClassVar = {
+        "input_layernorm": "input_layernorm",
+        QKV: GroupedQkv("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        PROJ: "self_attn.o_proj",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.linear_fc1": GateAndUp("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.linear_fc2": "mlp.down_proj",
+    }
+
+    def biased(self, config: RunConfig, module: str) -> bool:
+        return config.model.add_qkv_bias and module in (QKV, PROJ)
+
+    def marks(self, config: RunConfig) -> dict[str, Any]:
+        # What transformers 4 had in place of rope_parameters, and its readers still look for.
+        found = self.settings(config, config.data.sequence_length)["rope_parameters"]
+        base = found.pop("rope_theta")
+        scaling = {} if found == {"rope_type": "default"} else {"rope_scaling": found}
+        return {"rope_theta": base, **scaling}
+
+    def note(self, config: RunConfig, settings: Any) -> str:
+        groups = f"{config.num_query_groups} of {config.model.num_attention_heads}"
+        return f"""\
+Keys and values have {groups} heads. Rotary embeddings are those of `rope_parameters` in config.json
+("{settings.rope_parameters["rope_type"]}"). Tokens beyond `max_position_embeddings` are computed
+too."""
+
+
+# ---- Mistral -------------------------------------------------------------------------------------
+_WINDOW = "our attention reaches all earlier tokens"
+
+
+class Mistral(Llama):
+    model_type = "mistral"
+    name = "MistralForCausalLM"
+    rows = (
+        *_BLOCK,
+        _HEAD_DIM,
+        Ours("model.add_qkv_bias", False, "{name} has no biases"),
+        _NO_QK_NORM,
+        Theirs("sliding_window", None, _WINDOW),
+    )
+
+    def read_config(self, folder: Path) -> Any:
+        found = super().read_config(folder)
+        if found.sliding_window and found.sliding_window >= found.max_position_embeddings:
+            # A window that leaves nothing out of the longest sequence is none.
+            found.sliding_window = None
+        return found
+
+
+# ---- Qwen ----------------------------------------------------------------------------------------
+_NO_WINDOW = Theirs("use_sliding_window", False, _WINDOW)
+
+
+class Qwen2(Llama):
+    model_type = "qwen2"
+    name = "Qwen2ForCausalLM"
+    rows = (
+        *_BLOCK,
+        Ours(
+            "model.kv_channels",
+            lambda config: config.model.hidden_size // config.model.num_attention_heads,
+            "the heads of {name} have hidden_size / heads = {only}",
+        ),
+        Ours("model.add_qkv_bias", True, "{name} has biases of queries, keys and values"),
+        _NO_QK_NORM,
+        _NO_WINDOW,
+    )
+
+    def biased(self, config: RunConfig, module: str) -> bool:
+        return module == QKV
+
+
+class Qwen3(Llama):
+    model_type = "qwen3"
+    name = "Qwen3ForCausalLM"
+    rows = (
+        *_BLOCK,
+        _HEAD_DIM,
+        _QKV_BIAS,
+        Ours("model.qk_layernorm", True, "{name} normalises queries and keys"),
+        _NO_WINDOW,
+    )
+    layer: ClassVar = Llama.layer | {
+        Q_NORM: "self_attn.q_norm",
+        K_NORM: "self_attn.k_norm",
+    }
