@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,38 @@ def gpt_neox(**changes: Any) -> Any:
     return GPTNeoXForCausalLM(GPTNeoXConfig(**settings | changes))
 
 
+def block(model_type: str, **changes: Any) -> Any:
+    """A model of today's block, with its class's own defaults but for the sizes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {
+        "vocab_size": 512,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 80,
+        "max_position_embeddings": LENGTH,
+    }
+    settings |= changes
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+
+
+llama, mistral, qwen2, qwen3 = (
+    partial(block, each) for each in ("llama", "mistral", "qwen2", "qwen3")
+)
+# As Llama 3.2 and Qwen 2.5 with YaRN have them, but for the lengths.
+STEPS = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: llama(
+        tie_word_embeddings=True,
+        rope_theta=500_000.0,
+        rope_scaling=STEPS | {"original_max_position_embeddings": 16},
+    ),
+    "mistral": lambda: mistral(head_dim=16, sliding_window=LENGTH, rope_theta=1e6),
+    "qwen2": lambda: qwen2(rope_scaling=YARN, rms_norm_eps=1e-5),
+    "qwen3": lambda: qwen3(head_dim=16, rope_scaling={"type": "linear", "factor": 2.0}),
     "bloom": bloom,
     "bloom_untied": lambda: bloom(tie_word_embeddings=False),
     "mpt": mpt,
@@ -214,7 +246,7 @@ def test_the_config_files_of_published_models_are_understood(name, imported, tmp
     assert (found.model, found.position) == (expected.model, expected.position)
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt", "opt", "gpt2", "pythia"])
+@pytest.mark.parametrize("name", ["bloom", "mpt", "opt", "gpt2", "pythia", "llama", "qwen2"])
 def test_evaluate_gives_the_loss_of_stock_transformers(name, imported, tiny_data):
     """The same tokens in the same windows; both sum in fp32, and print six digits alike."""
     model, _, run = imported(name)
@@ -375,7 +407,7 @@ WORDS = ["<unk>", "</s>", *"abcdefgh", *(f"w{i}" for i in range(70))]
 """A vocabulary of fewer tokens than a SentencePiece model has at least."""
 
 
-@pytest.mark.parametrize("make", [bloom, mpt, opt, gpt2, gpt_neox])
+@pytest.mark.parametrize("make", [bloom, mpt, opt, gpt2, gpt_neox, llama, mistral, qwen3])
 def test_the_folders_tokenizer_goes_with_the_run(make, tmp_path, capsys):
     """Import, evaluation of a text, export and import again, with no data set anywhere."""
     model = randomise(make(vocab_size=96, eos_token_id=1))
@@ -423,11 +455,21 @@ UNSUPPORTED = {
         lambda: mpt(attn_config={"alibi_bias_max": 101}),
         "attn_config.alibi_bias_max = 101: position.slopes has a bias_max from 1 to 100",
     ),
-    "silu": (lambda: gpt_neox(hidden_act="silu"), "hidden_act = silu: our activations are gelu, "),
+    "mish": (lambda: gpt_neox(hidden_act="mish"), "hidden_act = mish: our activations are gelu, "),
     "rope": (
-        lambda: gpt_neox(rope_parameters={"rope_type": "linear", "factor": 2.0}),
-        "rope_parameters.rope_type = linear: ",
+        lambda: gpt_neox(rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+        "rope_parameters = .*dynamic.*: position.rotary_scaling has linear, yarn, llama3, without",
     ),
+    "mscale": (
+        lambda: llama(rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}),
+        "rope_parameters = .*mscale.*: position.rotary_scaling has linear",
+    ),
+    "window": (lambda: mistral(sliding_window=8), "sliding_window = 8: our attention reaches"),
+    "windows": (
+        lambda: qwen3(use_sliding_window=True, max_window_layers=1),
+        "use_sliding_window = true: our attention reaches",
+    ),
+    "mlp_bias": (lambda: llama(mlp_bias=True), "mlp_bias = true: our model has biases everywhere"),
     "odd": (
         lambda: gpt_neox(rotary_pct=0.2),
         "position.rotary_percent = 0.2: rotates 3 of a head's 16 channels",
@@ -490,7 +532,7 @@ UP = "transformer.h.1.mlp.dense_h_to_4h.weight"
 LOAD = "transformers cannot load the weights: "
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no_config": (renamed("config.json", "c"), "config.json: cannot be read .*No such file"),
-    "other_class": (settings(model_type="llama"), "model_type = 'llama': cannot be .* bloom"),
+    "other_class": (settings(model_type="gemma"), "model_type = 'gemma': cannot be .* bloom"),
     "string": (settings(n_layer="2"), "config.json: transformers cannot read it: .*n_layer"),
     "no_weights": (renamed("model.safetensors", "w"), f"{LOAD}OSError"),
     "missing": (tensors(lambda t: t.pop(UP)), f"missing for the model .*: {UP}"),
