@@ -6,8 +6,8 @@ and is made of the run's weights, not of transformers' files, so nothing that a 
 
 Read in llama.cpp b9190 (src/models/{mpt,bloom,gptneox}.cpp, src/llama-vocab.cpp), CTranslate2 4.8.5
 (specs/transformer_spec.py, converters/transformers.py) and vLLM at 02d799b
-(model_executor/models/{mpt,bloom,opt,gpt_neox}.py; gpt2.py at 0176894). `HOLDS` is the result;
-every export compares.
+(model_executor/models/{mpt,bloom,opt,gpt_neox}.py; gpt2.py at 0176894, llama.py at 0035bdf,
+qwen3.py at 002456d). `HOLDS` is the result; every export compares.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ _TIED = Ours("model.tie_word_embeddings", True, "its {name} skips lm_head.weight
 _GELU = Ours("model.hidden_act", _any_gelu, "its {name} computes GELU")
 _SILU = Ours("model.hidden_act", "silu", "its {name} computes SiLU")
 _PLAIN = Ours("position.rotary_scaling", None, "with its {name} only plain frequencies are written")
-_LLAMAS = (Llama, Mistral, Qwen2, Qwen3)
 HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
     # By reading its source; it needs a GPU, or a build of its own.
     "vllm": {
@@ -100,7 +99,8 @@ HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
         # At older commits; a user's vLLM may be one of them.
         **{each.name: (_TIED,) for each in (Opt, Gpt2)},
         GptNeoX.name: (_PLAIN,),
-        **{each.name: (_SILU,) for each in _LLAMAS},
+        **{each.name: (_SILU,) for each in (Llama, Mistral, Qwen2)},
+        Qwen3.name: (_SILU, Ours("model.add_qkv_bias", False, "its Qwen3 has no bias behind them")),
     },
     # Both kinds of GELU are one there, the tanh one looked up in fp16: `LlamaCpp.rounding`.
     "llama.cpp": {
@@ -115,7 +115,7 @@ HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
     "ctranslate2": {
         Mpt.name: (_NO_CLIPPING,),
         **{each.name: () for each in (Bloom, Opt, Gpt2)},
-        **{each.name: (_PLAIN,) for each in (GptNeoX, *_LLAMAS)},
+        **{each.name: (_PLAIN,) for each in (GptNeoX, Llama, Mistral, Qwen2, Qwen3)},
     },
 }
 """Program -> class of transformers -> the settings with which the program computes that model.
@@ -433,7 +433,7 @@ class LlamaCpp(Consumer):
     def rounding(self, config: RunConfig) -> float:
         # ggml_gelu looks the tanh approximation up in a table of fp16 (2^-11 on either side), from
         # which exact GELU differs by as much. Half of this was seen in models of 2 to 4 layers.
-        return config.model.num_layers * 2.0**-11
+        return config.model.num_layers * 2.0**-11 * config.model.hidden_act.startswith("gelu")
 
 
 def _unlike_gpt2(content: Mapping[str, Any]) -> Iterator[str]:

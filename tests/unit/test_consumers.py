@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,17 @@ def proof(program: str, export: Export) -> Proof:
 
 
 OFTEN = {
-    "llama.cpp": ("mpt_story", "bloom12", "opt", "opt_untied", "gpt2", "neox_parallel"),
-    "ctranslate2": ("mpt12", "mpt_epsilon", "bloom_norm", "gpt2", "opt_untied", "neox"),
+    "llama.cpp": (
+        "mpt_story",
+        "bloom12",
+        "opt",
+        "opt_untied",
+        "gpt2",
+        "neox_parallel",
+        "llama_yarn",
+        "qwen3",
+    ),
+    "ctranslate2": ("mpt12", "mpt_epsilon", "bloom_norm", "gpt2", "opt_untied", "neox", "qwen3"),
     "onnx": (),
 }
 """Program -> the models of `make test`; the others are of the same kinds. torch's exporter to ONNX
@@ -104,12 +114,11 @@ takes seconds a model."""
 def test_a_program_computes_the_model_at_1_and_16_lengths_or_is_refused(program, name, written):
     config = (CASES | SLOPES)[name][1]
     if reasons := list(CONSUMERS[program].reasons(config, class_of(config))):
-        if program == "ctranslate2":
-            assert reasons == ["it has no MptSlopesForCausalLM"]
+        if reasons == ["it has no MptSlopesForCausalLM"]:
             return
-        assert program == "llama.cpp" and config.model.hidden_act == "relu"
-        assert reasons == [f"model.hidden_act = relu: its {CASES[name][0]} computes GELU"]
-        with pytest.raises(ConfigError, match=r"--for llama\.cpp: model\.hidden_act = relu"):
+        keys = {reason.partition(" = ")[0] for reason in reasons}
+        assert keys <= {"model.hidden_act", "position.rotary_scaling"}
+        with pytest.raises(ConfigError, match=re.escape(f"--for {program}: {reasons[0]}")):
             written(program, name)
         # The refusal is right, and the comparison sees it.
         found = proof(program, written(program, name, check=False)[0])
@@ -125,7 +134,11 @@ def test_what_a_program_has_not_is_refused_in_words():
         name: [r for each in CONSUMERS.values() for r in each.reasons(config, class_of(config))]
         for name, (_, config) in (CASES | SLOPES).items()
     }
-    assert said["mpt12"] == said["opt"] == said["neox"] == []
+    assert said["mpt12"] == said["opt"] == said["neox"] == said["qwen3"] == []
+    assert [reason.partition(": ")[2] for reason in said["llama_geglu"]] == [
+        *["its LlamaForCausalLM computes SiLU"] * 2,
+        "with its LlamaForCausalLM only plain frequencies are written",
+    ]
     assert said["mpt_range"][::2] == ["it has no MptSlopesForCausalLM"] * 2
     assert said["mpt_range"][1].endswith("it computes slopes that end at 2^-bias_max")
     assert said["bloom12"] == [
