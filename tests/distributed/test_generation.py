@@ -46,10 +46,10 @@ def test_every_step_has_the_logits_of_the_whole_text(pools, variant, tensor):
         for found, text in ((first, tokens), (second, tokens.flip(1))):
             expected = model(text).detach()[:, after].transpose(0, 1)
             torch.testing.assert_close(found, expected, **TOLERANCE)
-        # Keys and values of fp32, of 4 layers: heads of 12 numbers, fewer of them where grouped.
+        # Keys and values of fp32, of 4 layers; fewer heads where grouped.
         heads = (config.model.num_query_groups or 8) // tensor
         layers = config.model.num_layers
-        assert size == 2 * 4 * layers * heads * 12 * 2 * LENGTH
+        assert size == 2 * 4 * layers * heads * config.head_dim * 2 * LENGTH
 
 
 @pytest.mark.parametrize("variant", ["alibi-grouped", "alibi-list"])
