@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,3 +152,17 @@ def test_a_default_of_another_method_changes_nothing() -> None:
     found = tiny_config(position=written)
     assert found == tiny_config(position={"method": "t5"})
     assert "rotary_base" not in dump_config(found)
+
+
+def test_the_table_of_methods_names_what_each_learns_and_its_kernel() -> None:
+    rows = {}
+    for line in (ROOT / "docs/attention.md").read_text().splitlines():
+        first, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows |= {name: cells for name in re.findall(r"`(\w+)`", first) if line.startswith("| `")}
+    for name in METHODS.keys() - {"hybrid", "learned"}:
+        position = {"method": name, "trainable_slopes": name == "alibi"}
+        config = tiny_config(position=position)
+        _, learned, kernel = rows[name]
+        found = {each.removeprefix("position.") for each in config.position.tensors(config)}
+        assert set(re.findall(r"`(\w+)`", learned)) - {"trainable_slopes", "learned"} == found
+        assert kernel == config.position.bias
