@@ -103,7 +103,9 @@ def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
     attention = (2 * (width.query + 2 * width.key) + 3 * width.query) * item
     # Keys and values of all context ranks, as they come and side by side.
     attention += 2 * 2 * width.key * item * layout.context * (layout.context > 1)
-    mlp = (2 * width.ffn + hidden) * item
+    # The first product's output, the activation's, and beside a gate what the second product reads.
+    read = width.ffn * (1 + config.model.gated_linear_unit)
+    mlp = (width.projected + read + hidden) * item
     logits = _logit_bytes(config, item)
     # Token ids, positions, labels and the losses by position, of every micro batch of a pass.
     ids = (4 * 8 + 4 * 8) * micro_batches(layout) * layout.context

@@ -1,6 +1,6 @@
 """How far back each head of a model with slopes can see: a certificate from the weights alone.
 
-A head's bias is -slope * distance, and behind a LayerNorm no query or key of a token can be longer
+A head's bias is -slope * distance, and behind a norm no query or key of a token can be longer
 than its weights allow, so there is a distance beyond which no text can give keys a weight that
 counts. docs/reach.md has the theorem and its proof; this is the arithmetic.
 
@@ -18,8 +18,10 @@ gives, for every tau > 0,
 What remains is a quadratic function of u_i on a ball: at most (d + c^2) times the largest
 eigenvalue of its matrix for (u_i, c), for every c > 0. Each tau and c give a bound. Without a, the
 best tau gives the largest gap itself, since the joint range of two quadratic forms is convex
-(Brickman 1961). Layer 0 sees the rows of an embedding, which are compared pair by pair as far as
-norms leave open which pair is the largest.
+(Brickman 1961). An RMSNorm subtracts no mean, so that A and B are W diag(gain) as they are. Layer 0
+sees the rows of an embedding, which are compared pair by pair as far as norms leave open which pair
+is the largest. Where queries and keys leave norms of their own, with gains g and h and the query's
+bias b, W does not matter: over D channels the gap is at most 2 sqrt(D) (sqrt(D) max |g h| + |h b|).
 
 **Rounding.** rho is the unit roundoff of the model's data type. Moments of the norm are fp32, its
 result is rounded to the data type, products are summed in fp32 and rounded, and so is the sum with
@@ -234,7 +236,7 @@ class _Projection:
     weight: Tensor
     """W diag(gain), [D, d]."""
     spread: Tensor
-    """The same on rows that sum to 0: A or B."""
+    """The same on rows that sum to 0, if the norm subtracts the mean: A or B."""
     offset: Tensor
     """What a row of zeros gives, [D]: W bias of the norm + bias of the projection."""
     radius: float
@@ -267,7 +269,7 @@ def _gaps(layer: Any, clip: float, tokens: Tensor | None) -> Tensor:
         attention.num_attention_heads_per_partition,
         attention.hidden_size_per_attention_head,
     )
-    if not isinstance(norm, nn.LayerNorm) or attention.config.qk_layernorm:
+    if not isinstance(norm, nn.LayerNorm | nn.RMSNorm):
         return torch.full((heads,), torch.inf, dtype=torch.float64)
     scale = attention.core_attention.scale
     scale = 1 / math.sqrt(width) if scale is None else abs(scale)
@@ -278,6 +280,9 @@ def _gaps(layer: Any, clip: float, tokens: Tensor | None) -> Tensor:
     weight = _double(linear.weight).view(*shape, -1)
     bias = torch.zeros(shape).double() if linear.bias is None else _double(linear.bias).view(shape)
     unit = UNIT[linear.weight.dtype]
+    if attention.config.qk_layernorm:
+        gap = _gap_of_norms(attention.q_layernorm, attention.k_layernorm, unit)
+        return torch.full((heads,), scale * gap, dtype=torch.float64)
     gaps = []
     for group in range(groups):
         *queries, key = (
@@ -287,14 +292,18 @@ def _gaps(layer: Any, clip: float, tokens: Tensor | None) -> Tensor:
     return torch.tensor(gaps, dtype=torch.float64)
 
 
-def _projection(weight: Tensor, bias: Tensor, norm: nn.LayerNorm, unit: float) -> _Projection:
+def _projection(
+    weight: Tensor, bias: Tensor, norm: nn.LayerNorm | nn.RMSNorm, unit: float
+) -> _Projection:
     """Return the map of a norm and a part [D, d] of the projection behind it."""
     whole = weight * _double(norm.weight)
-    shift = torch.zeros(whole.shape[1]).double() if norm.bias is None else _double(norm.bias)
     d = whole.shape[1]
+    shift, spread = torch.zeros(d).double(), whole
+    if isinstance(norm, nn.LayerNorm):
+        shift = shift if norm.bias is None else _double(norm.bias)
+        spread = whole - whole.mean(1, keepdim=True)
     constant = float((weight.abs() @ shift.abs()).norm())
     offset = weight @ shift
-    spread = whole - whole.mean(1, keepdim=True)
     radius = math.sqrt(d) * _norm(spread)
     error = (
         (NORM_ERROR + unit) * math.sqrt(d) * _norm(whole)
@@ -307,10 +316,7 @@ def _projection(weight: Tensor, bias: Tensor, norm: nn.LayerNorm, unit: float) -
 
 def _gap(query: _Projection, key: _Projection, clip: float, tokens: Tensor | None) -> float:
     """Return the largest q_i . (k_j - k_i) as it is computed."""
-    width = len(query.offset)
-    q, k = (min(each.longest, clip * math.sqrt(width)) for each in (query, key))
-    apart = min(2 * (key.radius + key.error), 2 * k)
-    rounding = query.error * apart + 2 * q * key.error + 2 * (width + 8) * 2.0**-24 * q * k
+    q, apart, rounding = _rounding(query, key, clip)
     if max(query.largest, key.largest) > clip:
         exact = q * apart
     elif tokens is None:
@@ -320,8 +326,27 @@ def _gap(query: _Projection, key: _Projection, clip: float, tokens: Tensor | Non
     return exact + rounding
 
 
+def _rounding(query: _Projection, key: _Projection, clip: float) -> tuple[float, float, float]:
+    """Return the largest |q_i| and |k_j - k_i|, and what rounding adds to a gap."""
+    width = len(query.offset)
+    q, k = (min(each.longest, clip * math.sqrt(width)) for each in (query, key))
+    apart = min(2 * (key.radius + key.error), 2 * k)
+    rounding = query.error * apart + 2 * q * key.error + 2 * (width + 8) * 2.0**-24 * q * k
+    return q, apart, rounding
+
+
+def _gap_of_norms(query: Any, key: Any, unit: float) -> float:
+    """Return the largest gap of queries and keys that leave norms of their own."""
+    width = len(query.weight)
+    as_it_is, nothing = torch.eye(width).double(), torch.zeros(width).double()
+    q, k = (_projection(as_it_is, nothing, norm, unit) for norm in (query, key))
+    root, gain = math.sqrt(width), k.weight.diagonal()
+    most = root * float((q.weight.diagonal() * gain).abs().max())
+    return 2 * root * (most + float((gain * q.offset).norm())) + _rounding(q, k, math.inf)[2]
+
+
 def _gap_on_ball(query: _Projection, key: _Projection) -> float:
-    """Return a bound on the largest gap of rows of 2-norm sqrt(d) that sum to 0."""
+    """Return a bound on the largest gap of rows of 2-norm sqrt(d), as a norm makes them."""
     radius = math.sqrt(query.weight.shape[1])
     # Coordinates of the space that both maps read.
     _, both = torch.linalg.qr(torch.cat([query.spread, key.spread]).T)
@@ -407,11 +432,14 @@ def _normalised_vocabulary(chunk: GPTModel) -> Tensor | None:
         rows = words(torch.arange(words.num_embeddings, device=device)[None])
         if words.reduce_scatter_embeddings:
             rows = tensor_parallel.gather_from_sequence_parallel_region(rows).transpose(0, 1)
-    epsilon = chunk.decoder.layers[0].input_layernorm.eps
+    norm = chunk.decoder.layers[0].input_layernorm
+    normalise = nn.functional.rms_norm
+    if isinstance(norm, nn.LayerNorm):
+        normalise = nn.functional.layer_norm
     normalised = _double(rows[0])
     # Part by part: in fp64 a large vocabulary takes gigabytes.
     for part in torch.split(normalised, 2**13):
-        part.copy_(nn.functional.layer_norm(part, part.shape[1:], eps=epsilon))
+        part.copy_(normalise(part, part.shape[1:], eps=norm.eps))
     return normalised
 
 

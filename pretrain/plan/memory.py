@@ -290,7 +290,13 @@ class Activations:
         self.whole = self.tokens * hidden * self.item
         """One tensor of the width d for all tokens, whatever the sequence parallelism."""
         self.inner = self.tokens * widths(config).ffn * self.item
-        """The output of the first product of the MLP."""
+        """The input of the second product of the MLP."""
+        self.projected = self.tokens * widths(config).projected * self.item
+        """The output of its first one."""
+        self.statistics = 8 if config.model.normalization == "layernorm" else 4
+        """What torch keeps of a normalised row: the mean and 1 / std, or 1 / root mean square."""
+        self.is_compiled = config.train.fusion != "off" and is_modern
+        """Regions of the model are compiled on this GPU."""
         self.has_fused_loss = config.train.fusion != "off"
         """The loss keeps no second copy of the logits: `train.fusion` on a GPU."""
         self.accumulates_in_products = (
@@ -308,17 +314,22 @@ class Activations:
     def whole_layer(self, keeps_core: bool = True) -> int:
         """Return what a layer keeps without recomputation, or with that of attention's core."""
         m = self.config.model
-        # Inputs and outputs of both norms, and their statistics, of which torch keeps two a token.
-        norms = 4 * self.stream + 2 * 2 * 4 * self.stream_tokens
+        # Inputs and outputs of both norms, and their statistics.
+        norms = 4 * self.stream + 2 * self.statistics * self.stream_tokens
         if m.parallel_residual:
             # Both norms have the same input.
             norms -= self.stream
         dropout = 2 * self.stream // self.item if m.hidden_dropout else 0
-        # ReLU's backward pass reads its output, which the second product keeps anyway.
-        mlp = self.inner if m.hidden_act == "relu" else 2 * self.inner
+        mlp = self.projected + self.inner
+        if m.gated_linear_unit and not (self.is_compiled and m.hidden_act == "silu"):
+            # The activation, and a copy of what it is multiplied by.
+            mlp += 2 * self.inner
+        elif m.hidden_act == "relu" and not m.gated_linear_unit and not m.activation_dropout:
+            # ReLU's backward pass reads its output, which the second product keeps anyway.
+            mlp -= self.projected
         if m.activation_dropout:
-            # The mask, of a byte an element; and ReLU's output is no longer the product's input.
-            mlp += self.inner // self.item + (self.inner if m.hidden_act == "relu" else 0)
+            # The mask, of a byte an element.
+            mlp += self.inner // self.item
         return norms + dropout + mlp + self._attention(keeps_core)
 
     def _attention(self, keeps_core: bool) -> int:
@@ -340,12 +351,19 @@ class Activations:
         if c.model.clip_qkv is not None:
             # What the clipping has read.
             kept += (widths(c).query + 2 * widths(c).key) * self.item
+        has_copy = 1 < groups < heads
+        if c.model.qk_layernorm:
+            # Norms read keys in the projection's output, and queries there or as below.
+            kept += self.statistics * (heads + groups) + has_copy * query
+            kept += 0 if is_view else query + pair
         if channels := c.position.rotated_channels(c):
             # The rotated queries and keys are new tensors, and the values a view of the old ones.
             kept += is_view * (query + pair // 2)
             # Sines and cosines, of queries and of keys, which the batch shares.
             kept += 4 * channels * self.item // c.batch.micro_batch_size
-        elif is_view and 1 < groups < heads:
+        elif c.model.qk_layernorm:
+            kept += is_view * (query + pair // 2)
+        elif is_view and has_copy:
             # Queries of several groups are not evenly spaced, and are copied. Rotated ones are new
             # in any case.
             kept += query
@@ -391,7 +409,7 @@ class Activations:
         dropout = self.stream // self.item if self.config.model.hidden_dropout else 0
         norm = 0
         if self.config.model.embedding_layernorm:
-            norm = self.stream + 8 * self.stream_tokens
+            norm = self.stream + self.statistics * self.stream_tokens
         return ids * self.tokens + dropout + norm
 
     def logits(self) -> int:
@@ -404,7 +422,7 @@ class Activations:
         """Return what the final norm and the loss keep beside the logits."""
         # Input and output of the norm, of which the output layer has gathered all tokens; labels,
         # and three statistics a token.
-        norm = self.stream + 8 * self.stream_tokens + self.whole
+        norm = self.stream + self.statistics * self.stream_tokens + self.whole
         if not self.config.model.final_layernorm:
             # What the last layer puts out is the output layer's input.
             norm = self.whole
@@ -442,17 +460,18 @@ class Activations:
         return total
 
     def _mlp_buffers(self) -> int:
-        """Return the buffers of the second product of the MLP, or of ReLU's backward pass.
+        """Return the buffers of the second product of the MLP, or of what stands before it.
 
         They are the gradients of the product's output and of its input, and one of its weight's
-        shape. ReLU writes a second gradient of its own size, while its output is still there.
+        shape. ReLU writes a second gradient of its own size, while its output is still there, and a
+        gate writes two, when what the product has read is gone.
         """
         c = self.config
         weight = c.model.hidden_size * widths(c).ffn * self.item
         gathered = self.whole if c.parallel.sequence_parallel else 0
         dropped = self.stream if c.model.hidden_dropout else 0
         beside = weight + gathered
-        if c.model.hidden_act == "relu":
+        if c.model.hidden_act == "relu" or c.model.gated_linear_unit:
             beside = max(beside, self.inner)
         return self.stream + self.inner + beside + dropped
 
@@ -476,11 +495,12 @@ class Activations:
             block = min(QUERY_BLOCK, c.data.sequence_length // self.context)
             one = 4 * c.batch.micro_batch_size * heads * block * c.data.sequence_length
             sums = BLOCKS_OF_SCORES * one
-        given_back = 2 * self.inner + 2 * self.stream
+        given_back = self.projected + self.inner + 2 * self.stream
         if self.context > 1:
             # Gradients of the keys and values of the other parts.
             pairs += (self.context - 1) * 2 * widths(c).key * self.item
-        return 2 * self.stream + self.whole // self.tensor + self.tokens * pairs + sums - given_back
+        pairs += widths(c).query * self.item
+        return 2 * self.stream + self.tokens * pairs + sums - given_back
 
     def persistent(self) -> int:
         """Return the buffer in which Megatron gathers sequences, which is never freed."""

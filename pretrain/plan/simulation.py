@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from megatron.core.fusions import fused_bias_dropout, fused_bias_gelu
+from megatron.core.fusions import fused_bias_dropout, fused_bias_gelu, fused_bias_swiglu
 from megatron.core.tensor_parallel import layers
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Work
@@ -277,8 +277,20 @@ def compiled_regions(counter: Counter) -> Iterator[Replacement]:
         out: Tensor = _BiasDropoutAdd.apply(*x_with_bias, residual, probability, counter)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
         return out
 
-    yield one_kernel(fused_bias_gelu, "bias_gelu", OpClass.ELEMENTWISE)
-    yield one_kernel(fused_bias_gelu, "bias_gelu_back", OpClass.ELEMENTWISE)
+    for module, name in (
+        (fused_bias_gelu, "bias_gelu"),
+        (fused_bias_swiglu, "bias_swiglu"),
+        (fused_bias_swiglu, "swiglu"),
+    ):
+        yield one_kernel(module, name, OpClass.ELEMENTWISE)
+        yield one_kernel(module, f"{name}_back", OpClass.ELEMENTWISE)
+
+    def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
+        """Normalise as on CUDA; elsewhere torch has no kernel of its own for it."""
+        out: Tensor = _RMSNorm.apply(x, weight, counter)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
+        return out
+
+    yield nn.functional, "rms_norm", rms_norm
     yield fused_bias_dropout, "bias_dropout_add_fused_train", bias_dropout_add
     yield one_kernel(loss, "_compiled_statistics", OpClass.REDUCTION)
     yield one_kernel(loss, "_compiled_gradient", OpClass.ELEMENTWISE, in_place=1)
@@ -320,6 +332,30 @@ class _BiasDropoutAdd(torch.autograd.Function):
                 d_bias = d_x.new_empty(ctx.bias_shape)
             counter.kernel(OpClass.REDUCTION, "bias_gradient", [d_x], [d_bias])
         return d_x, d_bias, d_out, None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Normalise rows, counted as torch's kernels (ATen/native/cuda/layer_norm_kernel.cu)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counter: Counter) -> Tensor:
+        """Count the one kernel of the forward pass, and return an unfilled result."""
+        with counter.paused():
+            out, roots = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, roots)
+        ctx.counter = counter
+        counter.kernel(OpClass.NORM, "_fused_rms_norm", [x, weight], [out, roots])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, roots = ctx.saved_tensors
+        with ctx.counter.paused():
+            results = torch.empty_like(x), torch.empty_like(weight)
+        # One kernel for each result.
+        for result, read in zip(results, ([d_out, x, weight, roots], [d_out, x, roots])):
+            ctx.counter.kernel(OpClass.NORM, "_fused_rms_norm_backward", read, [result])
+        return *results, None
 
 
 def weight_gradients(counter: Counter) -> Iterator[Replacement]:

@@ -477,14 +477,13 @@ class Step:
         """The time of all matrix products of a micro batch: forward, backward."""
         tokens, gemm = self.tokens, self.device.gemm_ms
         m, tensor = self.config.model, self.layout.tensor
-        heads = m.num_attention_heads + 2 * self.config.num_query_groups
-        ffn, hidden = self.config.ffn_hidden_size // tensor, m.hidden_size
+        width, hidden = widths(self.config), m.hidden_size
         # Inner dimension and columns of a token's products, and how many there are of each.
         layers = [
-            (hidden, heads * self.config.head_dim // tensor, self.num_layers),
-            (hidden // tensor, hidden, self.num_layers),
-            (hidden, ffn, self.num_layers),
-            (ffn, hidden, self.num_layers),
+            (hidden, width.query + 2 * width.key, self.num_layers),
+            (width.query, hidden, self.num_layers),
+            (hidden, width.projected, self.num_layers),
+            (width.ffn, hidden, self.num_layers),
         ]
         output = [(hidden, self.config.padded_vocab_size // tensor, 1)] * self.has_output
         forward = sum(count * gemm(tokens, k, n) for k, n, count in layers + output)
@@ -535,11 +534,16 @@ class Step:
         total = costs.stream / (self.layout.tensor if self.config.parallel.sequence_parallel else 1)
         # Tensor-parallel ranks divide the rest; of the gradients of biases it is seven ninths.
         divided = costs.mlp * self.config.ffn_hidden_size / (4 * m.hidden_size)
+        # GELU reads and writes 5 numbers of its width, forward and backward, and a gate 8.
+        divided *= 8 / 5 if m.gated_linear_unit else 1
         divided += costs.biases * m.use_bias + costs.columns * (position.bias == "slopes")
         width = widths(self.config)
         pair, channels = width.query + width.key, 0.0
         if position.bias == "none":
             channels += JOINED * (pair + width.key)
+        if m.qk_layernorm:
+            # As the norms of the stream: forward 2 and backward 5.
+            channels += 7 * pair
         if share := position.rotated_channels(self.config) / self.config.head_dim:
             channels += (ROTATED * share + ROTATION + CUT * (share < 1)) * pair
         total += divided / self.layout.tensor + channels / m.hidden_size
@@ -562,6 +566,8 @@ class Step:
         launches = costs.launches + costs.bias_launches * m.use_bias
         rotating = sum(each.rotated_channels(self.config) > 0 for each in methods)
         launches += ROTATION_LAUNCHES * rotating / len(methods)
+        # A kernel forward and two backward, of queries and of keys.
+        launches += 6 * m.qk_layernorm
         launches *= self.num_layers * count
         if self.config.train.recompute_granularity == "full":
             launches *= 4 / 3

@@ -44,7 +44,7 @@ def matmul_flops(config: RunConfig, length: int, causal: bool) -> float:
         product(length, m.hidden_size, (heads + 2 * groups) * head_dim)
         + attention * (0.5 if causal else 1)
         + product(length, heads * head_dim, m.hidden_size)
-        + product(length, m.hidden_size, ffn)
+        + product(length, m.hidden_size, 2 * ffn if m.gated_linear_unit else ffn)
         + product(length, ffn, m.hidden_size)
     )
     return 3 * (m.num_layers * layer + product(length, m.hidden_size, config.padded_vocab_size))
@@ -53,7 +53,12 @@ def matmul_flops(config: RunConfig, length: int, causal: bool) -> float:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [128, 2048])
 @pytest.mark.parametrize(
-    "overrides", [[], ["model.num_query_groups=2"], ["model.ffn_hidden_size=384"]]
+    "overrides",
+    [
+        ["model.num_query_groups=2"],
+        ["model.ffn_hidden_size=384"],
+        ["model.gated_linear_unit=true", "model.kv_channels=24"],
+    ],
 )
 def test_flops_equal_a_count_of_every_product(length, causal, overrides):
     config = make_config(*overrides)

@@ -62,6 +62,20 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "as Pythia, ReLU": {
         "model": {"parallel_residual": True, "hidden_act": "relu", "embedding_layernorm": True}
     },
+    "SwiGLU, RMSNorm, normalised heads": {
+        "position": {"method": "rotary"},
+        "model": {
+            "use_bias": False,
+            "normalization": "rmsnorm",
+            "gated_linear_unit": True,
+            "hidden_act": "silu",
+            "qk_layernorm": True,
+            "num_query_groups": 4,
+            "kv_channels": 64,
+            "ffn_hidden_size": 768,
+        },
+    },
+    "GeGLU": {"model": {"gated_linear_unit": True, "hidden_act": "gelu"}},
     "ReLU, recompute full": {
         "model": {"hidden_act": "relu"},
         "train": {"recompute_granularity": "full"},
@@ -77,6 +91,7 @@ CORE = {
     ("dp4", "trained slopes"),
     ("dp4", "rotary, a quarter of grouped queries"),
     ("tp2dp2sp", "as MPT, untied"),
+    ("tp2dp2sp", "SwiGLU, RMSNorm, normalised heads"),
     ("pp2vpp2", "alibi"),
     ("tp2pp2sp", "recompute full"),
     ("cp4", "rotary, a quarter of grouped queries"),
