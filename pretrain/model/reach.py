@@ -433,13 +433,13 @@ def _normalised_vocabulary(chunk: GPTModel) -> Tensor | None:
         if words.reduce_scatter_embeddings:
             rows = tensor_parallel.gather_from_sequence_parallel_region(rows).transpose(0, 1)
     norm = chunk.decoder.layers[0].input_layernorm
-    normalise = nn.functional.rms_norm
-    if isinstance(norm, nn.LayerNorm):
-        normalise = nn.functional.layer_norm
+    of_class = (
+        nn.functional.layer_norm if isinstance(norm, nn.LayerNorm) else nn.functional.rms_norm
+    )
     normalised = _double(rows[0])
     # Part by part: in fp64 a large vocabulary takes gigabytes.
     for part in torch.split(normalised, 2**13):
-        part.copy_(normalise(part, part.shape[1:], eps=norm.eps))
+        part.copy_(of_class(part, part.shape[1:], eps=norm.eps))
     return normalised
 
 

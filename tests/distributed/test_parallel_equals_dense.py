@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from pretrain.checkpoint.load import load_global_state
@@ -22,7 +23,7 @@ from pretrain.huggingface.classes import CLASSES
 from pretrain.huggingface.import_model import import_folder
 from pretrain.positions.base import METHODS
 from pretrain.rundir.checkpoints import find_checkpoint
-from tests.conftest import LAYOUTS, mark_torture, tiny_config
+from tests.conftest import ALL_LAYOUTS, LAYOUTS, mark_torture, tiny_config
 from tests.distributed import tasks
 from tests.reference.dense_gpt import DenseGPT, random_state, sinusoids
 from tests.unit.test_import import FAMILIES, randomise, saved
@@ -232,6 +233,53 @@ def test_an_imported_mpt_has_the_logits_and_gradients_of_stock_transformers(pool
     actual = pools(1).run(tasks.gradients, config, state, tokens)[0]
     torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
     assert_close_by_name(actual["gradients"], expected, **TOLERANCE)
+
+
+def test_a_block_of_today_is_that_of_qwen3(pools):
+    """On two tensor ranks, with sequence parallelism: the logits and gradients of transformers."""
+    sizes = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 16}
+    sizes |= {"intermediate_size": 128, "num_key_value_heads": 4, "vocab_size": 512}
+    theirs = randomise(Qwen3ForCausalLM(Qwen3Config(**sizes, rms_norm_eps=1e-5)))
+    block = {**VARIANTS["rotary-modern"]["model"], "add_qkv_bias": False, "embedding_scale": 1.0}
+    config = tiny_config(
+        model={**block, "tie_word_embeddings": False},
+        position={"method": "rotary"},
+        parallel=ALL_LAYOUTS["tp2sp"][1],
+    )
+    tokens = torch.randint(0, 512, (8, 33), generator=torch.Generator().manual_seed(5))
+    logits = theirs(tokens[:, :-1]).logits
+    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    parameters = dict(theirs.named_parameters())
+    state = _of_qwen3({name: p.detach() for name, p in parameters.items()})
+    actual = pools(2).run(tasks.gradients, config, state, tokens)[0]
+    torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
+    expected = _of_qwen3({name: p.grad for name, p in parameters.items()})
+    assert_close_by_name(actual["gradients"], expected, **TOLERANCE)
+
+
+def _of_qwen3(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Qwen3's tensors by our names: for each group its two query heads, its key, its value."""
+    found = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": state["model.norm.weight"],
+        "output_layer.weight": state["lm_head.weight"],
+    }
+    for i in range(4):
+        ours, theirs = f"decoder.layers.{i}", f"model.layers.{i}"
+        parts = [state[f"{theirs}.self_attn.{x}_proj.weight"].view(4, -1, 96) for x in "qkv"]
+        gate = [state[f"{theirs}.mlp.{x}_proj.weight"] for x in ("gate", "up")]
+        layer = {
+            "input_layernorm": state[f"{theirs}.input_layernorm.weight"],
+            "self_attention.linear_qkv": torch.cat(parts, 1).reshape(-1, 96),
+            "self_attention.q_layernorm": state[f"{theirs}.self_attn.q_norm.weight"],
+            "self_attention.k_layernorm": state[f"{theirs}.self_attn.k_norm.weight"],
+            "self_attention.linear_proj": state[f"{theirs}.self_attn.o_proj.weight"],
+            "pre_mlp_layernorm": state[f"{theirs}.post_attention_layernorm.weight"],
+            "mlp.linear_fc1": torch.cat(gate),
+            "mlp.linear_fc2": state[f"{theirs}.mlp.down_proj.weight"],
+        }
+        found |= {f"{ours}.{name}.weight": tensor for name, tensor in layer.items()}
+    return found
 
 
 def test_every_method_begins_with_the_embeddings_of_the_authors_code(pools):
