@@ -125,6 +125,8 @@ def _export(
         "Training steps": f"{state.step:,}",
         "Training tokens": f"{trained_tokens(config, state, opened.origin.changes):,}",
     }
+    if changes := [f"{c.key} = {c.after} from step {c.step:,}" for c in opened.origin.changes]:
+        facts["Changed while training"] = ", ".join(changes)
     weights = GlobalState(opened)
 
     def finish(folder: Path) -> None:

@@ -28,6 +28,7 @@ from pretrain.data.order import batches
 from pretrain.model.forward import Batch
 from pretrain.optim.health import Resting, memory_check_interval
 from pretrain.optim.optimizers import learning_rate
+from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.metrics import PHASE, collecting
 from pretrain.rundir.paths import Phase, RunPaths
@@ -135,8 +136,18 @@ def _next_phase(run: Run, streams: Streams) -> Run:
     reporter.phase(Phase.LOADING, run.state.step)
 
     def find() -> StartPoint:
+        resume, own = "auto", checkpoint_directory(config.directory, run.state.step)
+        if before.checkpoint is not None and not own.exists():
+            # Another run's, from which this one began with the evaluation of the phase before.
+            resume = str(before.checkpoint.path)
         found = find_start_point(
-            config, "auto", None, before.data, before.allowed, evaluations=before.evaluations
+            config,
+            resume,
+            before.checkpoint,
+            before.data,
+            before.allowed,
+            evaluations=before.evaluations,
+            evaluated=run.state.step,
         )
         return replace(found, provenance=before.provenance)
 

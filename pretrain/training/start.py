@@ -250,6 +250,7 @@ def find_start_point(
     allowed: Collection[str] = (),
     passed_over: PassedOver = (),
     evaluations: Evaluations = ((),),
+    evaluated: int | None = None,
 ) -> StartPoint:
     """Find where the run starts from, and the phase that goes on there.
 
@@ -261,6 +262,7 @@ def find_start_point(
         allowed: Keys that may change although they change training.
         passed_over: Checkpoints that `auto` must pass over, and why.
         evaluations: What every evaluation of this run measures; see `evaluations_of`.
+        evaluated: The step of which this process has done the evaluation.
 
     Raises:
         ConfigError: As `choose_checkpoint`, a difference from the checkpoint is not allowed, or the
@@ -284,7 +286,7 @@ def find_start_point(
     pending: tuple[Protocol, ...] = ()
     # A step is evaluated before it is saved, so nothing is pending unless the run was stopped
     # during the evaluation, or its metrics are in another run's directory.
-    if is_evaluated_after(ended.config, step):
+    if step != evaluated and is_evaluated_after(ended.config, step):
         done = evaluations_at(RunPaths(config.directory).metrics, step)
         # Records of another branch do not count: they are moved away when training goes on from
         # this checkpoint. A finished run does not train on, so its records stay.
