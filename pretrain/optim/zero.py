@@ -344,15 +344,18 @@ class ZeroOptimizer:
         """Let go of parameters and state, so that another optimizer can take their memory."""
         zero = self.zero
         self.engine.destroy()
-        # Stage 3 stays in lists and hooks of DeepSpeed's (runtime/zero/parameter_offload.py), so its
-        # tensors are taken out of it.
+        # Stage 3 stays in lists and hooks of DeepSpeed's (runtime/zero/parameter_offload.py), so
+        # its tensors are taken out of it.
         self.engine.optimizer = self.engine.basic_optimizer = None
+        zero.optimizer.state.clear()
+        zero.optimizer.param_groups.clear()
         vars(zero).clear()
         # Hooks, and what DeepSpeed has set on a parameter, hold the parameter and its bucket, and
         # are held by it where Python's collector does not look.
         for parameter in (cast(Any, named.parameter) for named in self.parameters):
             (parameter._post_accumulate_grad_hooks or {}).clear()
             vars(parameter).clear()
+            parameter.data = parameter.data.new_empty(0)
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the dynamic loss scale."""
