@@ -123,19 +123,6 @@ def test_the_evaluation_of_another_line_is_not_taken_for_its_own(copy, train, co
     assert evaluations == [4, 8], evaluations
 
 
-def test_keep_deletes_neither_the_checkpoint_resumed_from_nor_the_new_one(copy, train):
-    """Rotation by step number across lines deleted both and left the old branch's steps."""
-    keep = ("checkpoint.keep=2", "train.num_steps=5", "checkpoint.interval_steps=5")
-    done = succeeded(train("--resume", step(copy, 4), settings=keep))
-    assert steps(copy) == [4, 5]
-    assert {path.name for path in (copy / "abandoned/0001").glob("step-*")} == {
-        "step-00000006",
-        "step-00000008",
-    }
-    done = train(settings=keep)
-    assert done.code == 0 and "already at step 5 of 5" in done.err
-
-
 def test_two_lines_that_a_user_mixed_are_refused(copy, train, tmp_path):
     other_branch(train, copy)
     (copy / "abandoned/0001/step-00000008").rename(step(copy, 8))

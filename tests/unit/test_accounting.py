@@ -12,40 +12,25 @@ from pretrain.launcher.status import goodput, summary
 from pretrain.rundir.attempts import Owner, read_attempts
 
 BEGAN = 1_700_000_000.0
-PARTS = [
-    "waiting",
-    "starting",
-    "loading",
-    "training",
-    "evaluating",
-    "saving",
-    "ending",
-    "lost",
-    "idle",
-]
+WORK = ("training", "evaluating", "saving")
 
 
 class History:
-    """Write attempts as the supervisor and rank 0 do, and sum up the true time of each part."""
+    """Write attempts as the supervisor and rank 0 do, and count what they hold and keep."""
 
     def __init__(self, run: Path, job: str | None = None) -> None:
-        self.job = job
-        self.run, self.now, self.number = run, BEGAN, 0
-        self.truth = dict.fromkeys(PARTS, 0)
-        # Work that a later attempt may lose: (step that has to be saved to keep it, part, ms).
-        self.unsaved: list[tuple[int, str, int]] = []
+        self.run, self.job, self.now, self.number = run, job, BEGAN, 0
+        # Milliseconds of the attempts that count, and of training that a later one may lose, with
+        # the step that has to be saved to keep it.
+        self.held = 0
+        self.trained: list[tuple[int, int]] = []
         # Steps with a checkpoint; 0 is a start from scratch.
         self.saves = [0]
-        self.submitted: float | None = None
         self.is_finished = self.is_worked = False
-        self.unsure = dict.fromkeys(PARTS, 0)
 
-    def begin(self, wait: int, submitted: bool = True) -> None:
+    def begin(self, wait: int) -> None:
         """Begin the next attempt, after `wait` milliseconds in the queue."""
-        self.submitted = self.now if submitted else None
-        part = "idle" if self.is_finished and not submitted else "waiting"
-        self._pass(part, wait if submitted or self.number else 0)
-        self.began = self.now
+        self.now = self.began = round(self.now + wait / 1000, 3)
         self.number += 1
         self.directory = self.run / "attempts" / f"{self.number:04d}"
         self.directory.mkdir(parents=True)
@@ -54,14 +39,10 @@ class History:
             host="n1",
             slurm_job_id=self.job,
             began_at=self.now,
-            submitted_at=self.submitted,
             checkpoint_step=max(self.saves) or None,
         )
         (self.directory / "owner.json").write_text(json.dumps(dataclasses.asdict(owner)))
-        self.step = 0
-        # Parts that count if the attempt was meant to train, and are idle if it was not.
-        self.unsure = dict.fromkeys(PARTS, 0)
-        self.is_worked = False
+        self.step, self.is_worked = 0, False
 
     def began_at_once(self, milliseconds: int) -> None:
         """Begin an attempt that trains from its first moment on."""
@@ -75,20 +56,18 @@ class History:
         )
         with open(self.directory / "phases.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
-        self._pass(name, milliseconds)
+        self.is_worked |= name in WORK
+        if name == "training":
+            # A phase has the steps done at its beginning.
+            self.trained.append((self.step + 1, milliseconds))
+        self.now = round(self.now + milliseconds / 1000, 3)
 
     def end(self, outcome: str | None) -> None:
         """End the attempt. With None it is killed, and its last sign of life is a heartbeat."""
         (self.directory / "heartbeat").touch()
         os.utime(self.directory / "heartbeat", (self.now, self.now))
-        if outcome in ("refused", "finished") and not self.is_worked:
-            if self.is_finished and self.submitted is not None:
-                # The queue as well: nobody waited for anything.
-                self.unsure["waiting"] = round((self.began - self.submitted) * 1000)
-            for part, milliseconds in self.unsure.items():
-                self.truth[part] -= milliseconds
-                self.truth["idle"] += milliseconds
-        else:
+        if self.is_worked or outcome not in ("refused", "finished"):
+            self.held += round((self.now - self.began) * 1000)
             self.is_finished = outcome == "finished"
         if outcome:
             ended = {"at": self.now, "code": 0, "outcome": outcome, "reason": "", "step": self.step}
@@ -96,11 +75,7 @@ class History:
 
     def resume(self, step: int) -> None:
         """Resume from `step`: the work beyond it was lost and will be done again."""
-        for at, part, milliseconds in self.unsaved:
-            if at > step:
-                self.truth[part] -= milliseconds
-                self.truth["lost"] += milliseconds
-        self.unsaved = [each for each in self.unsaved if each[0] <= step]
+        self.trained = [each for each in self.trained if each[0] <= step]
         self.saves = [each for each in self.saves if each <= step]
         self.step = step
 
@@ -118,25 +93,12 @@ class History:
                 self.saves.append(saved)
         return saved
 
-    def _pass(self, part: str, milliseconds: int) -> None:
-        self.truth[part] += milliseconds
-        if part in ("starting", "loading", "ending"):
-            self.unsure[part] += milliseconds
-        self.is_worked |= part in ("training", "evaluating", "saving")
-        if part in ("training", "evaluating", "saving"):
-            # A phase has the steps done at its beginning. Training is kept by a checkpoint of a
-            # later step only, the other phases by one of the same step.
-            self.unsaved.append((self.step + (part == "training"), part, milliseconds))
-        self.now = round(self.now + milliseconds / 1000, 3)
-
 
 def random_history(run: Path, dice: random.Random) -> History:
     """Make up a run of one to six attempts, which end in every possible way."""
     history = History(run)
     for _ in range(dice.randrange(1, 7)):
-        if history.is_finished:
-            history._pass("idle", dice.randrange(100_000))
-        history.begin(dice.randrange(100_000), dice.random() < 0.8)
+        history.begin(dice.randrange(100_000))
         history.phase("starting", dice.randrange(20_000))
         if dice.random() < 0.2:
             history.end(dice.choice(["refused", "failed", None]))
@@ -174,11 +136,9 @@ def random_history(run: Path, dice: random.Random) -> History:
 def test_random_histories(tmp_path):
     for seed in range(30):
         history = random_history(tmp_path / str(seed), random.Random(seed))
-        truth = history.truth
-        assert round((history.now - BEGAN) * 1000) == sum(truth.values())
-        held = sum(truth.values()) - truth["waiting"] - truth["idle"]
+        kept, held = sum(milliseconds for _, milliseconds in history.trained), history.held
         found = goodput(read_attempts(history.run), max(history.saves))
-        assert found == (pytest.approx(truth["training"] / held) if held else None), seed
+        assert found == (pytest.approx(kept / held) if held else None), seed
 
 
 def test_the_time_between_two_attempts_of_one_start_of_a_job_is_held(tmp_path):
