@@ -150,6 +150,12 @@ COMMON: tuple[Row, ...] = (
 NO_EMBEDDING_NORM = Ours(
     "model.embedding_layernorm", False, "{name} does not normalise its embeddings"
 )
+EVEN_HEADS = Ours(
+    "model.kv_channels",
+    lambda config: config.model.hidden_size // config.model.num_attention_heads,
+    "the heads of {name} have hidden_size / heads = {only}",
+)
+NO_QK_NORM = Ours("model.qk_layernorm", False, "{name} does not normalise queries and keys")
 NO_CLIPPING = Ours("model.clip_qkv", None, "{name} does not clip queries, keys and values")
 SEQUENTIAL = Ours(
     "model.parallel_residual", False, "in {name} the MLP reads what attention has added to"

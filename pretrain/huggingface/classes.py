@@ -18,9 +18,11 @@ from pretrain.config.errors import Refusal
 from pretrain.config.schema import WORDS
 from pretrain.huggingface.base import (
     COMMON,
+    EVEN_HEADS,
     HERE,
     NO_CLIPPING,
     NO_EMBEDDING_NORM,
+    NO_QK_NORM,
     SEQUENTIAL,
     Both,
     Factors,
@@ -52,15 +54,11 @@ EXPORT_REACH = 16
 _ENDS = "It computes no token beyond; `pretrain export --max-length N` makes one that reaches N."
 
 
-def _width(config: RunConfig) -> int:
-    return config.model.hidden_size // config.model.num_attention_heads
-
-
 CLASSIC: tuple[Row, ...] = (
     *COMMON,
-    Ours("model.kv_channels", _width, "the heads of {name} have hidden_size / heads = {only}"),
+    EVEN_HEADS,
     Ours("model.normalization", "layernorm", "{name} has LayerNorms"),
-    Ours("model.qk_layernorm", False, "{name} does not normalise queries and keys"),
+    NO_QK_NORM,
     Ours("model.gated_linear_unit", False, "{name} has no gate in its MLP"),
     Ours("model.add_qkv_bias", False, "{name} has biases everywhere or nowhere"),
 )

@@ -366,7 +366,7 @@ def write_card(
         "Position method": method,
         "Parameters": f"{num_parameters(config):,}",
         "Layers, hidden size, heads": f"{m.num_layers}, {m.hidden_size}, {m.num_attention_heads}",
-        **({"Key and value heads": _groups(config, settings)} if m.num_query_groups else {}),
+        "Key and value heads in training": config.num_query_groups,
         "Training length": f"{length} tokens",
         "Exported for": f"up to {longest} tokens",
         "Vocabulary": f"{config.data.vocab_size:,} pieces, padded to {config.padded_vocab_size:,}",
@@ -392,13 +392,6 @@ def write_card(
     environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True)
     text = environment.from_string(template).render(values)
     (folder / CARD).write_text(text, encoding="utf-8")
-
-
-def _groups(config: RunConfig, settings: Any) -> str:
-    groups, copies = config.num_query_groups, config.model.num_attention_heads
-    if groups == copies or hasattr(settings, "num_key_value_heads"):
-        return str(groups)
-    return f"{groups}, of which this class, without groups, stores {copies} copies"
 
 
 def add_proofs(

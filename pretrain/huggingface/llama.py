@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pretrain.config import RunConfig
 from pretrain.huggingface.base import (
     COMMON,
+    EVEN_HEADS,
     K_NORM,
     NO_CLIPPING,
     NO_EMBEDDING_NORM,
+    NO_QK_NORM,
     PROJ,
     Q_NORM,
     QKV,
@@ -30,29 +32,14 @@ from pretrain.huggingface.base import (
     Theirs,
     activation,
 )
-from pretrain.positions.rotary import Ntk, Rotary
+from pretrain.positions.rotary import Linear, Llama3, Ntk, Rotary, Yarn
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # ---- Rotary positions, whose settings are the same for all classes of transformers ---------------
-_SCALINGS = {
-    "linear": {"factor"},
-    "yarn": {
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-    },
-    "llama3": {
-        "factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-    },
-}
-"""Their rope_type -> its settings, which are those of position.rotary_scaling too."""
+_SCALINGS: dict[str, type[Linear]] = {"linear": Linear, "yarn": Yarn, "llama3": Llama3}
+"""Their rope_type -> position.rotary_scaling, which has the same settings."""
 
 
 def _rope_parameters(scaling: Any) -> dict[str, Any]:
@@ -70,8 +57,7 @@ def _rotary_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = parameters.get("rope_type", "default")
     if kind == "default":
         return None
-    if not found.keys() <= _SCALINGS[kind] or "factor" not in found:
-        raise ValueError
+    _SCALINGS[kind].model_validate({"type": kind, **found})
     return {"type": kind, **found}
 
 
@@ -126,7 +112,6 @@ _BLOCK: tuple[Row, ...] = (
     SEQUENTIAL,
 )
 _HEAD_DIM = Both("head_dim", "model.kv_channels")
-_NO_QK_NORM = Ours("model.qk_layernorm", False, "{name} does not normalise queries and keys")
 # Their biases are those of queries, keys and values, and one behind attention, which is zero here.
 _QKV_BIAS = Both("attention_bias", "model.add_qkv_bias")
 
@@ -144,7 +129,7 @@ class Llama(Rotated):
         _HEAD_DIM,
         Ours("model.hidden_size", _multiple, "that of {name} is a multiple of its heads"),
         _QKV_BIAS,
-        _NO_QK_NORM,
+        NO_QK_NORM,
         Theirs("mlp_bias", False, "our model has biases everywhere or nowhere"),
     )
     modules: ClassVar = {
@@ -191,7 +176,7 @@ class Mistral(Llama):
         *_BLOCK,
         _HEAD_DIM,
         Ours("model.add_qkv_bias", False, "{name} has no biases"),
-        _NO_QK_NORM,
+        NO_QK_NORM,
         Theirs("sliding_window", None, _WINDOW),
     )
 
@@ -212,13 +197,9 @@ class Qwen2(Llama):
     name = "Qwen2ForCausalLM"
     rows = (
         *_BLOCK,
-        Ours(
-            "model.kv_channels",
-            lambda config: config.model.hidden_size // config.model.num_attention_heads,
-            "the heads of {name} have hidden_size / heads = {only}",
-        ),
+        EVEN_HEADS,
         Ours("model.add_qkv_bias", True, "{name} has biases of queries, keys and values"),
-        _NO_QK_NORM,
+        NO_QK_NORM,
         _NO_WINDOW,
     )
 

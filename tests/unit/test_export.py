@@ -33,17 +33,25 @@ from pretrain.huggingface.parity import check_parity
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, alibi_slopes, make_config, random_state
 
-BLOCK = {
-    "normalization": "rmsnorm",
-    "gated_linear_unit": True,
-    "hidden_act": "silu",
-    "use_bias": False,
-    "ffn_hidden_size": 80,
-    "layernorm_epsilon": 1e-6,
-}
-"""Llama's block."""
-STEPS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ORIGINAL = {"original_max_position_embeddings": 64}
+STEPS = {
+    "type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    **ORIGINAL,
+}
+YARN = {"type": "yarn", "factor": 4.0, "beta_fast": 2.0, **ORIGINAL}
+
+
+def block(**changes: Any) -> RunConfig:
+    """Return the config of a model of Llama's block."""
+    own = {"normalization": "rmsnorm", "gated_linear_unit": True, "hidden_act": "silu"}
+    own |= {"use_bias": False, "ffn_hidden_size": 80, "layernorm_epsilon": 1e-6}
+    return make_config("rotary", **own | changes)
+
+
+LLAMA = "LlamaForCausalLM"
 MODELS = {
     "bloom12": ("BloomForCausalLM", make_config("alibi")),
     "bloom_untied": ("BloomForCausalLM", make_config("alibi", tie_word_embeddings=False)),
@@ -109,48 +117,20 @@ MODELS = {
             num_query_groups=1,
         ),
     ),
-    "llama": (
-        "LlamaForCausalLM",
-        make_config(
-            "rotary",
-            **BLOCK,
-            num_query_groups=4,
-            kv_channels=6,
-            position_rotary_base=500_000.0,
-            position_rotary_scaling={"type": "llama3", **STEPS, **ORIGINAL},
-        ),
-    ),
+    "llama": (LLAMA, block(num_query_groups=4, kv_channels=6, position_rotary_scaling=STEPS)),
     "llama_geglu": (
-        "LlamaForCausalLM",
-        make_config(
-            "rotary",
-            **BLOCK | {"hidden_act": "gelu_pytorch_tanh"},
+        LLAMA,
+        block(
+            hidden_act="gelu_pytorch_tanh",
             tie_word_embeddings=False,
             position_rotary_scaling={"type": "ntk", "factor": 4.0},
         ),
     ),
-    "llama_yarn": (
-        "LlamaForCausalLM",
-        make_config(
-            "rotary",
-            **BLOCK,
-            position_rotary_scaling={"type": "yarn", "factor": 4.0, "beta_fast": 2.0, **ORIGINAL},
-        ),
-    ),
-    "llama_qkv_bias": (
-        "LlamaForCausalLM",
-        make_config("rotary", **BLOCK, add_qkv_bias=True, num_query_groups=6),
-    ),
+    "llama_yarn": (LLAMA, block(position_rotary_base=5e5, position_rotary_scaling=YARN)),
+    "llama_qkv_bias": (LLAMA, block(add_qkv_bias=True, num_query_groups=6)),
     "qwen3": (
         "Qwen3ForCausalLM",
-        make_config(
-            "rotary",
-            **BLOCK,
-            qk_layernorm=True,
-            kv_channels=8,
-            num_query_groups=2,
-            tie_word_embeddings=False,
-        ),
+        block(qk_layernorm=True, kv_channels=8, num_query_groups=2, tie_word_embeddings=False),
     ),
 }
 MPT = {"use_bias": False, "hidden_act": "gelu"}
@@ -493,7 +473,7 @@ LENGTH_KEYS = (
 """Where programs look for a model's longest sequence: lm-eval, vLLM and others."""
 
 
-@pytest.mark.parametrize("name", ["bloom12", "mpt12", "opt", "neox"])
+@pytest.mark.parametrize("name", ["bloom12", "mpt12", "opt", "gpt2_sinusoidal", "neox", "llama"])
 def test_no_program_finds_a_shorter_limit(name, exported):
     """A class without such a key would be cut off at a default of 2,048 or less."""
     from transformers import AutoConfig, AutoTokenizer
@@ -532,7 +512,9 @@ def error(model: Any, dense: DenseGPT, ids: torch.Tensor) -> float:
 
 
 # ---- 16 bit --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["mpt12", "opt", "neox", "bloom12"])
+@pytest.mark.parametrize(
+    "name", ["mpt12", "opt", "neox", "bloom12", "gpt2_sinusoidal", "llama", "qwen3"]
+)
 def test_all_classes_but_bloom_survive_16_bit(name, exported):
     """At 8 training lengths. bf16 rounds to 2^-9, fp16 to 2^-12, a dozen times in two layers."""
     dense, folder, _ = exported(name)

@@ -125,6 +125,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: llama(
         tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
         rope_theta=500_000.0,
         rope_scaling=STEPS | {"original_max_position_embeddings": 16},
     ),
@@ -224,6 +225,16 @@ PUBLISHED = {
         "pad_token_id": 1, "prefix": "</s>", "torch_dtype": "float16",
         "transformers_version": "4.21.0.dev0", "use_cache": true, "vocab_size": 512,
         "word_embed_proj_dim": 48}""",
+    "llama": """{"architectures": ["LlamaForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": 128001, "head_dim": 12,
+        "hidden_act": "silu", "hidden_size": 48, "initializer_range": 0.02,
+        "intermediate_size": 80, "max_position_embeddings": 32, "mlp_bias": false,
+        "model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 2,
+        "num_key_value_heads": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 16, "rope_type": "llama3"}, "rope_theta": 500000.0,
+        "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_cache": true,
+        "vocab_size": 512}""",
     "pythia": """{"architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0,
         "eos_token_id": 0, "hidden_act": "gelu", "hidden_size": 64, "initializer_range": 0.02,
         "intermediate_size": 128, "layer_norm_eps": 1e-05, "max_position_embeddings": 32,
@@ -232,7 +243,7 @@ PUBLISHED = {
         "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": true,
         "use_parallel_residual": true, "vocab_size": 512}""",
 }
-"""config.json as published with bloom-560m, mpt-7b, opt-125m and pythia-70m, but for the sizes."""
+"""config.json as published with bloom-560m, mpt-7b, opt-125m, Llama-3.2-1B and pythia-70m, but for the sizes."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
