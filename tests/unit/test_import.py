@@ -243,7 +243,8 @@ PUBLISHED = {
         "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": true,
         "use_parallel_residual": true, "vocab_size": 512}""",
 }
-"""config.json as published with bloom-560m, mpt-7b, opt-125m, Llama-3.2-1B and pythia-70m, but for the sizes."""
+"""config.json as published with bloom-560m, mpt-7b, opt-125m, Llama-3.2-1B and pythia-70m, but for
+the sizes."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
