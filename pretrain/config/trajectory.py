@@ -18,7 +18,7 @@ from typing import Any
 from pretrain.config.errors import ConfigError
 from pretrain.config.load import effect_of, section_keys, suggestion
 from pretrain.config.run import RunConfig
-from pretrain.config.schema import Effect
+from pretrain.config.schema import Effect, Section
 from pretrain.positions.base import all_keys
 
 FIXED, TRAJECTORY, CONTENT, FREE = Effect.FIXED, Effect.TRAJECTORY, Effect.CONTENT, Effect.FREE
@@ -175,6 +175,26 @@ def data_differences(
         for name, (key, what, effect) in kinds.items()
         if name in changed
     ]
+
+
+def changed_function(before: RunConfig, after: RunConfig) -> str:
+    """Return what makes the weights of one config compute another function, as a user writes it.
+
+    As "position.slopes = {factor = 0.5}"; empty where it is the same function.
+    """
+    keys = [d.key for d in differences(before, after) if d.effect is Effect.FUNCTION]
+    values = (getattr(after.position, key.partition(".")[2]) for key in keys)
+    return ", ".join(f"{key} = {_as_written(value)}" for key, value in zip(keys, values))
+
+
+def _as_written(value: Any) -> str:
+    """Return a value of [position] as a line of TOML, without quotes."""
+    if isinstance(value, Section):
+        given = value.model_dump(exclude_defaults=True).items()
+        return f"{{{', '.join(f'{k} = {_as_written(v)}' for k, v in given)}}}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_written, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check_differences(

@@ -31,7 +31,7 @@ from pretrain.checkpoint.manifest import (
 from pretrain.checkpoint.save import tokenizer_of
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.config.run import MASKED, PROTOCOLS, STREAM
-from pretrain.config.trajectory import TRAINING, settings_hash
+from pretrain.config.trajectory import TRAINING, changed_function, settings_hash
 from pretrain.data.files import find
 from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.sources import Corpus, Piece, Task, read
@@ -47,6 +47,8 @@ from pretrain.evaluation.perplexity import (
 )
 from pretrain.evaluation.records import (
     BLOCKS,
+    EVALUATED_WITH,
+    FIELDS,
     HASH_DIGITS,
     LONGPPL,
     POSITIONS,
@@ -56,7 +58,12 @@ from pretrain.evaluation.records import (
     check_objectives,
     fields_of,
 )
-from pretrain.evaluation.report import check_overwrites, format_table, write_report
+from pretrain.evaluation.report import (
+    check_overwrites,
+    format_table,
+    read_evaluations,
+    write_report,
+)
 from pretrain.evaluation.windows import NONOVERLAPPING, Protocol, ScoredText, choose_protocols
 from pretrain.model.attention import check_positions
 from pretrain.model.forward import Decoder, check_stream
@@ -68,6 +75,7 @@ from pretrain.rundir.checkpoints import (
     run_of,
 )
 from pretrain.rundir.files import make_directory
+from pretrain.rundir.metrics import evaluation_records
 from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology
 
@@ -202,11 +210,14 @@ def evaluate_sources(
                 keys[protocol.key] = find_keys(of_short, result, short_context)
             if short_context and protocol.key in keys:
                 record |= longppl(result, keys[protocol.key], text.block_ends, short_context)
+            own = job.unchanged(record)
             if is_main():
                 print(_result_line(record), flush=True)
                 if evaluator.decoder is not None:
                     print(_cache_line(evaluator.decoder), flush=True)
-            yield record
+                if own is not None:
+                    print(_against(record, own), flush=True)
+            yield from [record] if own is None else [own, record]
 
     return measure_all(jobs, score, format_table, write_report, out)
 
@@ -266,10 +277,12 @@ class Opened:
         """Return what all records of the checkpoint say, under the keys of `records.FIELDS`."""
         # What the checkpoint was trained with, whatever the command line has set.
         trained = self.checkpoint.config
+        changed = changed_function(trained, self.config)
+        method = trained.position.method
         return {
             "run": self.run,
             "step": self.checkpoint.trainer_state.step,
-            "method": trained.position.method,
+            "method": f"{method}{EVALUATED_WITH}{changed}" if changed else method,
             "seed": trained.run.seed,
             "train_length": trained.data.sequence_length,
             "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
@@ -322,6 +335,25 @@ class Job(Opened):
         if result.protocol.name == NONOVERLAPPING:
             record[POSITIONS] = Binned.of(result.by_position)
         return record
+
+    def unchanged(self, record: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the run's own record of what was measured with other positions.
+
+        None where the positions are its own, or the run has not measured the same. A record of its
+        evaluation jobs has losses by block, and is preferred to one of its training loop.
+        """
+        method, has_changed, _ = record["method"].partition(EVALUATED_WITH)
+        run = _run_of(self.checkpoint.path)
+        if not has_changed or run is None:
+            return None
+        of_jobs = read_evaluations(run / "evaluations").records
+        of_loop = evaluation_records(RunPaths(run).metrics, record["step"])
+        same = ("step", "protocol", "stride", "length", "tokens", "tokenizer", "validation")
+        for found in (*of_jobs, *of_loop):
+            if all(found.get(key) == record[key] for key in same):
+                known = {key: found[key] for key in (*FIELDS, BLOCKS, POSITIONS) if key in found}
+                return {key: record[key] for key in FIELDS} | known | {"method": method}
+        return None
 
 
 def open_source(source: Path, request: EvaluationRequest, overrides: list[str]) -> Opened:
@@ -396,6 +428,12 @@ def _result_line(record: Mapping[str, Any]) -> str:
         + (f"  LongPPL {record[LONGPPL]:.3f}" if LONGPPL in record else "")
         + (f" of {record['key_tokens']:,} key tokens" if "key_tokens" in record else "")
     )
+
+
+def _against(record: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return the line that compares a result with that of the run's own positions."""
+    ratio = bounded_exp(record["loss_nats"] - own["loss_nats"])
+    return f"  {ratio:.3f} times the run's own, {own['perplexity']:.3f}"
 
 
 def _cache_line(decoder: Decoder) -> str:

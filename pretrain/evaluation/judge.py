@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from pretrain.config.run import MASKED
 from pretrain.evaluation.records import (
+    EVALUATED_WITH,
     Curve,
     Part,
     Record,
@@ -659,6 +660,26 @@ def trained_slopes_extrapolate_worse(evidence: Evidence, ratio: float) -> Iterat
     """
     for a, b in evidence.pairs("alibi", TRAINED_SLOPES):
         yield _far_beyond(a, b, ratio)
+
+
+@claim(1.0)
+def smaller_slopes_extrapolate_better(evidence: Evidence, ratio: float) -> Iterator[Case]:
+    """At the longest evaluated length beyond L, ALiBi has a lower perplexity if that evaluation
+    multiplies its slopes by a factor below 1.
+
+    Source: "Position Interpolation Improves ALiBi Extrapolation" (Al-Khateeb and others, 2023,
+    arXiv 2310.13017), abstract; published.toml has no numbers of it
+
+    Threshold: Equality: any difference that the noise does not hide counts.
+    """
+    smaller = re.compile(rf"alibi{EVALUATED_WITH}position\.slopes = {{factor = 0?\.\d")
+    changed = [curve for curve in evidence.curves if smaller.match(curve.method)]
+    for own, curve in itertools.product(evidence.of("alibi"), changed):
+        models = [[(s.run, s.checkpoint) for s in each.sources] for each in (own, curve)]
+        if own.protocol == curve.protocol and models[0] == models[1]:
+            length = max(set(own.records) & set(curve.records), default=0)
+            if length > own.train_length:
+                yield compare(curve, length, own, length, Gap.at_most, ratio)
 
 
 def _far_beyond(a: Curve, b: Curve, ratio: float) -> Case:

@@ -44,7 +44,7 @@ FIELDS = (
 |---|---|---|
 | run | str | the run's directory as the user gave it, or the checkpoint's path if it stands alone |
 | step | int | optimizer steps that the checkpoint was trained for |
-| method | str | position.method |
+| method | str | position.method; behind it what the evaluation alone changed (EVALUATED_WITH) |
 | seed | int | run.seed |
 | train_length | int | data.sequence_length, the training length L in tokens |
 | settings | str | first 12 hex digits of a hash of all that training depends on but the seed |
@@ -76,6 +76,10 @@ sides, so their perplexity is no other protocol's; their bits_per_byte and bytes
 are those of a text for some of whose words a vocabulary of words has `<unk>`.
 """
 
+EVALUATED_WITH = ", evaluated with "
+"""Parts a record's method from the positions that an evaluation gave to a model trained with
+others: "alibi, evaluated with position.slopes = {factor = 0.5}". No reader who knows the method
+alone takes it for the run's own."""
 BLOCKS, POSITIONS = "blocks", "positions"
 """Further keys of a record: its Losses by block and its Binned losses by position; in a file as
 lists. Values are compared block by block, where both have losses by block."""
@@ -483,7 +487,7 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
     """
     found: dict[tuple[Source, str], dict[int, Record]] = {}
     seen: Counter[tuple[Source, str, int]] = Counter()
-    for record in records:
+    for record in _distinct(records):
         source, protocol = _source(record), protocol_name(record)
         place = (source, protocol, record["length"])
         seen[place] += 1
@@ -507,6 +511,16 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
         curves.append(Curve(names[sources], keys[0][1], sources, points))
     order = {key: i for i, key in enumerate(found)}
     return sorted(curves, key=lambda c: order[c.sources[0], c.protocol])
+
+
+def _distinct(records: Iterable[Record]) -> Iterable[Record]:
+    """Return records that differ in FIELDS; of equal ones the last that has losses by block."""
+    found: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        key = tuple(record[field] for field in FIELDS)
+        if key not in found or record.get(BLOCKS) is not None:
+            found[key] = record
+    return found.values()
 
 
 def protocol_name(record: Record) -> str:

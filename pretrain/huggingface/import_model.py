@@ -33,8 +33,9 @@ from pretrain.config import (
     parse_config,
     writing,
 )
+from pretrain.config.load import key_of
 from pretrain.config.schema import Effect
-from pretrain.config.trajectory import TOKENIZER, differences
+from pretrain.config.trajectory import TOKENIZER, allow_options, changed_function, differences
 from pretrain.data.shards import JSON, MODEL
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.huggingface.base import HuggingFaceClass
@@ -91,7 +92,8 @@ def import_folder(
         folder: Folder with config.json and the weights.
         out: Directory of the run to make. Its config.toml is a whole config, and
             checkpoints/step-00000000 holds the weights, with moments of zero.
-        overrides: `section.key=value` settings for config.toml.
+        overrides: `section.key=value` settings for config.toml. Those of [position] hold from the
+            first training step on; the checkpoint has the folder's positions.
         advice: Also print what to do with the run.
 
     Raises:
@@ -103,24 +105,33 @@ def import_folder(
     source = read_source(folder)
     tokenizer, lacking = _tokenizer(source)
     config = run_config(source, out, overrides, tokenizer)
+    # The checkpoint computes what the folder does; other positions begin with the training.
+    kept = [each for each in overrides if not key_of(each).startswith("position.")]
+    own = run_config(source, out, kept, tokenizer)
     weights = _read_weights(source)
     with writing(out), new_directory(out.absolute()) as partial:
         claim_version(partial)
         replace_file(RunPaths(partial).config, dump_config(config))
         if tokenizer is not None:
             replace_file(partial / tokenizer.file_name, tokenizer.content)
-        tensors = dict(_tensors(source, config, weights))
+        tensors = dict(_tensors(source, own, weights))
         del weights
         data = {TOKENIZER: tokenizer.fingerprint} if tokenizer is not None else {}
         origin = Origin(branches=(Branch(new_id(), 0),), data=data)
         state = TrainerState(0, 0)
-        checkpoint = write_checkpoint(partial, config, tensors, state, origin, tokenizer)
+        checkpoint = write_checkpoint(partial, own, tensors, state, origin, tokenizer)
         del tensors
         _check_parity(source, out, checkpoint)
     if not advice:
         return
-    print(f"{folder} -> {out} ({num_parameters(config):,} parameters)")
+    print(f"{folder} -> {out} ({num_parameters(own):,} parameters)")
     print(_advice(source, config, out, tokenizer) if tokenizer is not None else lacking)
+    if changed := changed_function(own, config):
+        allowed = [d.key for d in differences(own, config) if d.effect is Effect.FUNCTION]
+        print(
+            f"The first training step begins with {changed}: give `pretrain train` "
+            f"{' '.join(allow_options(allowed))}"
+        )
 
 
 @contextlib.contextmanager

@@ -125,6 +125,27 @@ def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
     assert [(r["run"], r["step"]) for r in curve(out)] == [(str(run), 4), (str(alone), 4)]
 
 
+def test_other_positions_are_named_and_compared_with_the_runs_own(run, tmp_path):
+    out, end = tmp_path / "curve.json", ["--protocols", "nonoverlapping", "--max-tokens", "2048"]
+    options = ["--lengths", "64", *end, "--out", out]
+    halved = sets("position.slopes={factor=0.5}")
+    done = succeeds("evaluate", run, *options, *halved)
+    own, changed = curve(out)
+    assert changed["method"] == "alibi, evaluated with position.slopes = {factor = 0.5}"
+    # Its own comes from its training loop, which has measured the same text at the same length.
+    [event] = [r for r in metrics(run) if (r.get("length"), r["step"]) == (64, 8)]
+    assert own["method"] == "alibi" and own["loss_nats"] == event["loss_nats"]
+    ratio = math.exp(changed["loss_nats"] - own["loss_nats"])
+    assert f"{ratio:.3f} times the run's own, {own['perplexity']:.3f}\n" in done.out
+    # The same function in other words is the run's own, and the run has no record of this length.
+    for setting, lengths, methods in (
+        ("position.slopes={factor=1.0}", "64", ["alibi"]),
+        ("position.method=none", "96", ["alibi, evaluated with position.method = none"]),
+    ):
+        succeeds("evaluate", run, "--lengths", lengths, *end, "--out", out, *sets(setting))
+        assert [record["method"] for record in curve(out)] == methods
+
+
 # ---- which checkpoint ----------------------------------------------------------------------------
 
 

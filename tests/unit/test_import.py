@@ -566,7 +566,7 @@ def test_a_damaged_folder_is_explained_and_leaves_no_run(name, imported, tmp_pat
     assert not (folder / "executed").exists()
 
 
-def test_overrides_change_the_run_and_not_the_model(imported, tmp_path):
+def test_overrides_change_the_run_and_not_the_model(imported, tmp_path, capsys):
     folder = imported("bloom")[1]
     out = tmp_path / "run"
     for key, value in {
@@ -580,7 +580,13 @@ def test_overrides_change_the_run_and_not_the_model(imported, tmp_path):
     with pytest.raises(ConfigError, match=r"train\.steps: no such key"):
         import_folder(folder, out, ["train.steps=3"])
     overrides = ["train.num_steps=7", "data.vocab_size=400", "model.attention_dropout=0.1"]
+    overrides.append("position.slopes={factor=0.5}")
     import_folder(folder, out, overrides)
+    # What the folder computes is compared and saved. Training goes on with other positions.
+    assert "with position.slopes = {factor = 0.5}: give `pretrain train`" in capsys.readouterr().out
+    saved = open_checkpoint(find_checkpoint(out)).config
+    assert saved.position.slopes == "published"
     config = load_config(out / "config.toml")
     assert (config.train.num_steps, config.model.attention_dropout) == (7, 0.1)
     assert (config.data.vocab_size, config.padded_vocab_size) == (400, 512)
+    assert config.position.slopes.factor == 0.5

@@ -18,9 +18,9 @@ from pretrain.evaluation.judge import (
     gap,
     judge,
 )
-from pretrain.evaluation.records import make_curves
+from pretrain.evaluation.records import EVALUATED_WITH, make_curves
 from pretrain.study import published
-from tests.unit.report_records import make_record
+from tests.unit.report_records import curve_of, make_record
 from tests.unit.study_files import (
     MEMORY,
     METHODS,
@@ -31,7 +31,9 @@ from tests.unit.study_files import (
     with_blocks,
 )
 
-IDS = [claim.id for claim in CLAIMS]
+OF_CHANGED = "smaller_slopes_extrapolate_better"
+"""Of evaluations that gave a model other positions, which a study has none of."""
+IDS = [claim.id for claim in CLAIMS if claim.id != OF_CHANGED]
 OF_COST = ["alibi_trains_as_fast", "alibi_evaluates_as_fast", "alibi_needs_no_more_memory"]
 OF_CURVES = [name for name in IDS if name not in OF_COST]
 
@@ -56,7 +58,7 @@ def verdicts(records=None, cost=None, device="one synthetic GPU", unigram=None):
     records = make_records() if records is None else records
     cost = as_rows(rows()) if cost is None else cost
     found = judge(Evidence(make_curves(records), cost, device, unigram))
-    return {judgement.claim.id: judgement.verdict for judgement in found}
+    return {each.claim.id: each.verdict for each in found if each.claim.id in IDS}
 
 
 def test_curves_of_the_published_shape_pass_every_claim():
@@ -361,6 +363,26 @@ def test_the_published_numbers_pass_the_claims_that_they_support(model):
     passed = [j.claim.id for j in found if j.verdict == Verdict.PASSES]
     assert passed == SUPPORTED[model]
     assert {j.verdict for j in found if j.claim.id not in passed} == {Verdict.MISSING}
+
+
+# ---- evaluations with other positions ------------------------------------------------------------
+@pytest.mark.parametrize(("at_512", "verdict"), [(17.0, Verdict.PASSES), (18.1, Verdict.FAILS)])
+def test_smaller_slopes_are_compared_with_the_same_models_own(at_512, verdict):
+    """At the longest length of both, and no other claim takes them for the run's own."""
+    run = {"run": "runs/a", "spread": 0.001}
+    own = curve_of("alibi", [18.0, 17.9, 17.8], **run)
+    with_factor = f"alibi{EVALUATED_WITH}position.slopes = {{factor = 0.5}}"
+    changed = curve_of(with_factor, [18.5, 30.0, at_512], **run)
+    others = curve_of(with_factor.replace("0.5", "2.0"), [1.0] * 3, **run)
+    others += curve_of(with_factor, [1.0] * 3, run="runs/b", spread=0.001)
+    found, alone = (
+        {j.claim.id: j for j in judge(Evidence(make_curves(records)))}
+        for records in ([*own, *changed, *others], own)
+    )
+    [case] = found.pop(OF_CHANGED).cases
+    assert case.verdict == verdict and "at 512 tokens (4 L)" in case.words
+    assert alone.pop(OF_CHANGED).verdict == Verdict.MISSING
+    assert {k: j.verdict for k, j in found.items()} == {k: j.verdict for k, j in alone.items()}
 
 
 def test_thresholds_quote_the_published_numbers():
