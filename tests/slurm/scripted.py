@@ -13,71 +13,55 @@ from pathlib import Path
 from pretrain.launcher.agent import MODULE as AGENT
 from pretrain.rundir.paths import RunPaths
 from tests.end_to_end.commands import LAUNCHER, ROOT, Done, sets, succeeded, wait_for
+from tests.rank_script import BEGIN
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import Run, write_site
 
 LAST = 320
 """Steps of configs/demo.toml."""
-# A rank takes steps until RUN/finish exists, and rank 0 reports them only while every rank takes
-# them. It saves on the signals of `pretrain train`; on SIGTERM only after RUN/slow is gone.
-RANK = """#!{python}
-import faulthandler, json, os, signal, sys, time
+# Ranks take steps while every one of them does, and until RUN/finish exists. Rank 0 saves on the
+# signals of `pretrain train`; on SIGTERM only after RUN/slow is gone.
+BE_AGENT = """
+import os, sys
 if sys.argv[2:3] == ['pretrain.launcher.agent']:
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-asked = []
-for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: asked.append(number))
-faulthandler.register(signal.SIGUSR2)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2])
-attempt = os.environ['PRETRAIN_ATTEMPT']
+"""
+STEPS = """
 rank, ranks = int(os.environ['SLURM_PROCID']), int(os.environ['SLURM_NTASKS'])
-run = os.path.dirname(os.path.dirname(attempt))
+name, node = os.path.basename(run), os.uname().nodename
 def exists(name):
     return os.path.exists(run + '/' + name)
-def write(path, text):
-    open(path + '.new', 'w').write(text)
-    os.rename(path + '.new', path)
-count = 0
-def progress(phase):
-    global count
-    count += 1
-    write(attempt + '/progress', json.dumps(dict(count=count, step=step, phase=phase)))
-def phase(phase):
-    line = dict(at=time.time(), phase=phase, step=step)
-    open(attempt + '/phases.jsonl', 'a').write(json.dumps(line) + chr(10))
-    progress(phase)
-def save():
+def save_slowly():
     phase('saving')
     while exists('slow'):
         time.sleep(0.05)
-    folder = run + f'/checkpoints/step-{{step:08d}}'
-    os.makedirs(folder, exist_ok=True)
-    branches = [dict(id='b', since=0)]
-    ancestry = dict(id=os.urandom(8).hex(), step=step, parent=None, branches=branches)
-    write(folder + '/manifest.json', json.dumps(ancestry))
-saved = os.listdir(run + '/checkpoints') if exists('checkpoints') else []
-step = max([int(name[5:]) for name in saved], default=0)
-node = os.uname().nodename
+    save()
 print('rank', rank, 'on', node, 'at step', step, flush=True)
 if rank == 0:
+    # Of lost steps, as training drops them.
+    write(run + '/metrics.jsonl', '')
     phase('training')
 while True:
-    open(attempt + f'/beat-{{rank}}', 'w').close()
     if exists('bad-' + node):
         sys.exit(1)
+    open(attempt + f'/beat-{rank}', 'w').close()
     time.sleep(0.05)
-    others = [attempt + f'/beat-{{other}}' for other in range(ranks)]
-    if rank == 0:
-        if all(os.path.exists(o) and time.time() - os.stat(o).st_mtime < 1 for o in others):
-            step = min(step + 1, {last} - 1)
+    others = [attempt + f'/beat-{other}' for other in range(ranks)]
+    if all(os.path.exists(o) and time.time() - os.stat(o).st_mtime < 1 for o in others):
+        step = min(step + 1, LAST - 1)
+        print(f'{name}, attempt {number}: rank {rank} took step {step}', flush=True)
+        if rank == 0:
             progress('training')
+            record = dict(step=step, loss_nats=2.5, step_seconds=0.1, tokens_per_second=4000.0)
+            open(run + '/metrics.jsonl', 'a').write(json.dumps(record) + chr(10))
+    if rank == 0:
         if exists('checkpoint'):
             os.remove(run + '/checkpoint')
-            save()
+            save_slowly()
             phase('training')
         if asked or exists('finish'):
-            step = step if asked else {last}
-            save()
+            step = step if asked else LAST
+            save_slowly()
             phase('ending')
             write(attempt + '/done', '')
     if os.path.exists(attempt + '/done'):
@@ -87,17 +71,23 @@ while True:
 """
 
 
+def prepare(folder: Path) -> str:
+    """Write the ranks' Python and the data that they do not read; return its path."""
+    rank = folder / "rank"
+    rank.write_text(f"#!{sys.executable}{BE_AGENT}{BEGIN}{STEPS.replace('LAST', str(LAST))}")
+    rank.chmod(0o755)
+    for split in ("train", "validation"):
+        (folder / "data" / split).mkdir(parents=True)
+        (folder / "data" / split / "manifest.json").touch()
+    return str(rank)
+
+
 class Script:
     """Submits runs of scripted ranks, one on each node."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
-        self.rank = folder / "rank"
-        self.rank.write_text(RANK.format(python=sys.executable, last=LAST))
-        self.rank.chmod(0o755)
-        for split in ("train", "validation"):
-            (folder / "data" / split).mkdir(parents=True)
-            (folder / "data" / split / "manifest.json").touch()
+        self.rank = prepare(folder)
 
     def submit(
         self,
@@ -114,7 +104,7 @@ class Script:
             self.folder / f"{name}.site.toml",
             partition=partition,
             time_limit=time,
-            python=str(self.rank),
+            python=self.rank,
             sbatch_arguments=list(options),
             container=list(container),
             environment=environment or {},

@@ -1,7 +1,7 @@
 """Check on a real Slurm that each run of a sweep is controlled by itself.
 
 The last task of an array has the array's own id as its SLURM_JOB_ID. The ranks' Python is that of
-test_follow.py, which counts instead of training; supervisor, signals, jobs and files are real.
+scripted.py, which counts instead of training; supervisor, signals, jobs and files are real.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_each_run_of_a_sweep_is_requeued_and_cancelled_alone(desk: Desk) -> None
     assert [len(sweep.attempts(index)) for index in range(3)] == [1, 1, 2]
     assert sweep.attempts(2)[-1].owner.slurm_job_id == sweep.ids[2]
     # One is finished and one is stopped on purpose, and both stay so.
-    (desk.folder / sweep.runs[0] / "enough").touch()
+    (desk.folder / sweep.runs[0] / "finish").touch()
     assert "stopped after step" in desk.launcher("cancel", sweep.runs[1], "--save").out
     sweep.wait_until_over(0, 1)
     assert desk.job_states() == {sweep.ids[2]: "RUNNING"}

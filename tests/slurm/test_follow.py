@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,54 +23,7 @@ from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
 from tests.end_to_end.commands import LAUNCHER, ROOT, TIMEOUT_SECONDS, Done, launcher, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import with_scripted_ranks, write_site
-
-# Counts until it gets a signal or RUN/enough exists, and then saves as pretrain/training does.
-RANK = """#!{python}
-import json, os, signal, sys, time
-from pathlib import Path
-if sys.argv[2:3] == ["pretrain.launcher.agent"]:
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-sys.path.insert(0, {root!r})
-received = []
-for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: received.append(number))
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGUSR2])
-from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.attempts import Attempt
-from pretrain.rundir.paths import ExitCode
-# With a second's patience, progress is written ten times a second.
-rank = int(os.environ["SLURM_PROCID"])
-attempt = Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]), 1)
-run = attempt.directory.parents[1]
-step = newest_checkpoint_step(run) or 0
-if rank == 0:
-    attempt.phase("loading", step)
-    attempt.phase("training", step)
-while not received and not (run / "enough").exists():
-    time.sleep(0.1)
-    step += 1
-    print(f"{{run.name}}, attempt {{attempt.number}}: rank {{rank}} took step {{step}}", flush=True)
-    if rank == 0:
-        attempt.progress(step, "training")
-        record = {{"step": step, "loss_nats": 2.5, "step_seconds": 0.1}}
-        record["tokens_per_second"] = 4000.0
-        with open(run / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\\n")
-if not received:
-    # The last step: a run is finished when its newest checkpoint says so.
-    from pretrain.config import load_config
-    step = load_config(run / "launch/config.toml").train.num_steps
-if rank == 0:
-    attempt.phase("saving", step)
-    (run / f"checkpoints/step-{{step:08d}}").mkdir(parents=True, exist_ok=True)
-    (run / f"checkpoints/step-{{step:08d}}/manifest.json").touch()
-    attempt.phase("ending", step, saved=step)
-codes = {{signal.SIGUSR1: ExitCode.RESTART, signal.SIGTERM: ExitCode.STOPPED}}
-# As pretrain/cli/__init__.py: while Python ends in order it has no handlers, and a second signal
-# kills it.
-sys.stdout.flush()
-os._exit(codes[received[0]] if received else 0)
-"""
+from tests.slurm.scripted import prepare
 
 
 class Desk:
@@ -79,13 +31,7 @@ class Desk:
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
-        for split in ("train", "validation"):
-            (folder / "data" / split).mkdir(parents=True)
-            (folder / "data" / split / "manifest.json").touch()
-        python = folder / "python"
-        python.write_text(RANK.format(python=sys.executable, root=str(ROOT)))
-        python.chmod(0o755)
-        write_site(folder / "site.toml", nodes=4, python=str(python))
+        write_site(folder / "site.toml", nodes=4, python=prepare(folder))
 
     def launcher(self, *words: object, code: int = 0) -> Done:
         variables = os.environ | self.cluster.environment | {"COLUMNS": "120"}
@@ -94,17 +40,10 @@ class Desk:
         return done
 
     def send(self, command: str, *words: object, run: str = "runs/a") -> Done:
-        settings = [
-            "--set",
-            "data.directory=data",
-            "--set",
-            f"run.directory={run}",
-            "--set",
-            "batch.micro_batch_size=8",
-        ]
-        return self.launcher(
-            command, ROOT / "configs/demo.toml", "--site", "site.toml", *settings, *words
-        )
+        given = ("data.directory=data", f"run.directory={run}", "batch.micro_batch_size=8")
+        for setting in given:
+            words = ("--set", setting, *words)
+        return self.launcher(command, ROOT / "configs/demo.toml", "--site", "site.toml", *words)
 
     @contextlib.contextmanager
     def started(self, *words: object, output: IO[str]) -> Iterator[subprocess.Popen[str]]:
@@ -243,7 +182,7 @@ def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> 
     assert new != job and read_jobs(desk.folder / run)[-1].job_id == new
     third = desk.wait_for_step(run, 3)
     assert third.owner.checkpoint_step == step and third.owner.slurm_job_id == new
-    (desk.folder / run / "enough").touch()
+    (desk.folder / run / "finish").touch()
     wait_for(lambda: read_attempts(desk.folder / run)[-1].ended)
     wait_for(lambda: new not in desk.job_states())
     assert fields(desk.launcher("status").out)["STATE"] == "finished"

@@ -1,6 +1,6 @@
 """Check on a real Slurm that signals do what they ask for, whenever they come.
 
-The ranks are those of test_follow.py, which count instead of training.
+The ranks are those of scripted.py, which count instead of training.
 """
 
 from __future__ import annotations

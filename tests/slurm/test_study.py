@@ -1,6 +1,6 @@
 """Check on a real Slurm that `pretrain study --site` sends what is missing, and nothing twice.
 
-The ranks' Python is that of test_follow.py, which counts instead of training; launcher, supervisor,
+The ranks' Python is that of scripted.py, which counts instead of training; launcher, supervisor,
 jobs and files are real.
 """
 
@@ -66,7 +66,7 @@ def test_a_study_is_one_array_of_what_no_job_trains_yet(desk: Desk) -> None:
     # What has finished is finished, and what was cancelled is sent again, alone.
     for run in folders:
         desk.wait_for_step(run, 1)
-    (desk.folder / folders[0] / "enough").touch()
+    (desk.folder / folders[0] / "finish").touch()
     assert "cancelled" in desk.launcher("cancel", folders[1]).out
     wait_for(lambda: not {first.job_id, second.job_id} & set(desk.job_states()))
     study(desk)

@@ -24,6 +24,7 @@ from pretrain.launcher.supervise import Signals, Supervisor, Watchdog, without_p
 from pretrain.rundir.attempts import Attempt, AttemptRecord, Ended, Owner, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
+from tests.rank_script import BEGIN
 from tests.unit.test_launcher_local import alive
 
 ROOT = Path(__file__).parents[2]
@@ -31,33 +32,8 @@ LAST = 12
 """Steps of a run."""
 
 TRAINING = """
-import faulthandler, glob, json, os, signal, sys, time
-asked = []
-for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: asked.append(number))
-faulthandler.register(signal.SIGUSR2)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGUSR2])
-attempt, rank = os.environ['PRETRAIN_ATTEMPT'], int(os.environ['RANK'])
-run, number = os.path.dirname(os.path.dirname(attempt)), int(os.path.basename(attempt))
+rank = int(os.environ['RANK'])
 print('attempt', number, 'rank', rank, *sys.argv[1:], flush=True)
-def write(path, text):
-    open(path + '.new', 'w').write(text)
-    os.rename(path + '.new', path)
-count = 0
-def progress(phase):
-    global count
-    count += 1
-    write(attempt + '/progress', json.dumps({'count': count, 'step': step, 'phase': phase}))
-def phase(phase):
-    line = {'at': time.time(), 'phase': phase, 'step': step}
-    open(attempt + '/phases.jsonl', 'a').write(json.dumps(line) + chr(10))
-    progress(phase)
-def save():
-    folder = run + f'/checkpoints/step-{step:08d}'
-    os.makedirs(folder, exist_ok=True)
-    branches = [{'id': 'b', 'since': 0}]
-    ancestry = {'id': os.urandom(8).hex(), 'step': step, 'parent': None, 'branches': branches}
-    write(folder + '/manifest.json', json.dumps(ancestry))
 def die(number):
     os.kill(os.getpid(), number)
 def together():
@@ -67,8 +43,6 @@ def together():
     while not os.path.exists(other):
         time.sleep(0.005)
     return max(int(open(path).read()) for path in (mine, other))
-saved = glob.glob(run + '/checkpoints/step-*/manifest.json')
-step = max([int(path[-22:-14]) for path in saved], default=0)
 BEGIN
 if rank == 0:
     phase('training')
@@ -102,7 +76,7 @@ def training(step: str = "", begin: str = "") -> list[str]:
             save() and die(signal).
         begin: Python code to run before the first step.
     """
-    code = TRAINING.replace("LAST", str(LAST)).replace("BEGIN", begin)
+    code = BEGIN + TRAINING.replace("LAST", str(LAST)).replace("BEGIN", begin)
     return [
         sys.executable,
         "-c",
