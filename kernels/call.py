@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -24,10 +24,6 @@ from torch import Tensor
 
 class ScoreFunction(Protocol):
     """What a position method makes of the scores, where that is neither slopes nor a table."""
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """What it learns."""
 
     @property
     def window(self) -> int | None:

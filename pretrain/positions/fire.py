@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from pretrain.config.errors import Refusal
-from pretrain.positions.base import OWN, PositionMethod, generator
+from pretrain.positions.base import PositionMethod, generator
 
 if TYPE_CHECKING:
     import torch
@@ -63,20 +64,19 @@ class Fire(PositionMethod):
 
     def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
         heads, width = config.model.num_attention_heads, self.fire_width
-        shapes: dict[str, tuple[int, ...]] = {
-            "fire_c": (1,),
-            "fire_l_mult": (1,),
-            "fire_hidden_weight": (width,),
-            "fire_hidden_bias": (width,),
-            "fire_output_weight": (heads, width),
-            "fire_output_bias": (heads,),
+        return {
+            "position.fire_c": (1,),
+            "position.fire_l_mult": (1,),
+            "position.fire_hidden_weight": (width,),
+            "position.fire_hidden_bias": (width,),
+            "position.fire_output_weight": (heads, width),
+            "position.fire_output_bias": (heads,),
         }
-        return {OWN + name: shape for name, shape in shapes.items()}
 
     def initial_values(self, config: RunConfig) -> dict[str, Tensor]:
         import torch
 
-        values = {f"{OWN}fire_c": torch.tensor([0.1]), f"{OWN}fire_l_mult": torch.ones(1)}
+        values = {"position.fire_c": torch.tensor([0.1]), "position.fire_l_mult": torch.ones(1)}
         for name, shape in self.tensors(config).items():
             if name not in values:
                 # torch draws a layer's weights and biases from +- 1 / sqrt(inputs).
@@ -88,44 +88,29 @@ class Fire(PositionMethod):
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
-        wide = {name.removeprefix("fire_"): x.float() for name, x in own.items()}
-        return {"scores": Network(self.fire_threshold * wide.pop("l_mult").abs(), **wide)}
+        from pretrain.kernels.call import ByContent
+
+        shared = {name: own[name].float() for name in self.shared_by_heads}
+        shared["fire_threshold"] = self.fire_threshold * shared["fire_l_mult"].abs()
+        by_head = own["fire_output_weight"].float(), own["fire_output_bias"].float()
+        return {"scores": ByContent(partial(_network, shared=shared), by_head)}
 
 
-class Network(NamedTuple):
-    """FIRE's `pretrain.kernels.call.ScoreFunction`."""
-
-    threshold: Tensor
-    """L, [1]."""
-    c: Tensor
-    hidden_weight: Tensor
-    hidden_bias: Tensor
-    output_weight: Tensor
-    output_bias: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What it learns."""
-        return tuple(self)
-
-    @property
-    def window(self) -> None:
-        """A query sees all keys before it."""
-
-    def of_heads(self, heads: slice) -> Network:
-        """Return it for some of its heads."""
-        return self._replace(
-            output_weight=self.output_weight[heads], output_bias=self.output_bias[heads]
-        )
-
-    def __call__(
-        self, scores_BHQK: Tensor, q_BHQD: Tensor, k_BHKD: Tensor, queries: Tensor, keys: Tensor
-    ) -> Tensor:
-        """Return the scores plus the network's output."""
-        c, dtype = self.c.abs(), scores_BHQK.dtype
-        distance = (queries[:, None] - keys).abs().to(dtype)
-        most = queries[:, None].to(dtype).maximum(self.threshold)
-        share = (c * distance).log1p() / ((c * most).log1p() + SMALLEST)
-        hidden = (share[..., None] * self.hidden_weight + self.hidden_bias).relu()
-        added = hidden @ self.output_weight.to(hidden.dtype).mT + self.output_bias
-        return scores_BHQK + added.permute(2, 0, 1)
+def _network(
+    scores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    output_weight: Tensor,
+    output_bias: Tensor,
+    *,
+    shared: Mapping[str, Tensor],
+) -> Tensor:
+    """Return the scores plus the network's output."""
+    c, threshold = shared["fire_c"].abs(), shared["fire_threshold"]
+    distance = (queries[:, None] - keys).abs().to(scores.dtype)
+    most = queries[:, None].to(scores.dtype).maximum(threshold)
+    share = (c * distance).log1p() / ((c * most).log1p() + SMALLEST)
+    hidden = (share[..., None] * shared["fire_hidden_weight"] + shared["fire_hidden_bias"]).relu()
+    return scores + (hidden @ output_weight.mT + output_bias).permute(2, 0, 1)

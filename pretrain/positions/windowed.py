@@ -8,7 +8,7 @@ ALiBi with it. The causal mask and the depth alone tell tokens apart: layer n se
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -35,7 +35,14 @@ class Windowed(PositionMethod):
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
-        return {"scores": Window(self.window)}
+        from pretrain.kernels.call import ByContent
+
+        return {"scores": ByContent(_unchanged, (), self.window)}
+
+    @property
+    def result_name(self) -> str:
+        is_default = self.window == type(self).model_fields["window"].default
+        return self.method if is_default else f"{self.method}_{self.window}"
 
     def visible(self, config: RunConfig) -> int:
         return self.window
@@ -45,22 +52,6 @@ class Windowed(PositionMethod):
         return "the stock transformers decoders that have a window rotate queries and keys, too"
 
 
-class Window(NamedTuple):
-    """A `pretrain.kernels.call.ScoreFunction` that changes no score."""
-
-    window: int
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Nothing is learned."""
-        return ()
-
-    def of_heads(self, heads: slice) -> Window:
-        """Return itself: all heads have the same window."""
-        return self
-
-    def __call__(
-        self, scores_BHQK: Tensor, q_BHQD: Tensor, k_BHKD: Tensor, queries: Tensor, keys: Tensor
-    ) -> Tensor:
-        """Return the scores. The kernel applies the window."""
-        return scores_BHQK
+def _unchanged(scores: Tensor, *others: Tensor) -> Tensor:
+    """Return the scores, from which the kernel takes what lies beyond the window."""
+    return scores

@@ -285,10 +285,6 @@ class Mixed(NamedTuple):
     learned: torch.Tensor
     window: int | None
 
-    @property
-    def tensors(self):
-        return (self.learned,)
-
     def of_heads(self, heads):
         return self._replace(learned=self.learned[heads])
 

@@ -240,7 +240,7 @@ class DenseGPT(nn.Module):
         scores = q @ k.transpose(-1, -2) / math.sqrt(D)
         own = {n.removeprefix("position."): x for n, x in p.items()}
         if (oracle := ORACLES.get(c.position.method)) is not None:
-            scores = oracle.scores(scores, c, own)
+            scores = oracle(scores, c, own)
         if (content := CONTENT.get(c.position.method)) is not None:
             layer = int(name.split(".")[2])
             scores = content.products(q, k, c, own, layer) / math.sqrt(D)
@@ -359,11 +359,7 @@ def t5_buckets(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
 def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """Return the full shape of every parameter by global name."""
     m, h, vocabulary = config.model, config.model.hidden_size, config.padded_vocab_size
-    heads, inner, ffn = (
-        m.num_attention_heads,
-        m.num_attention_heads * config.head_dim,
-        config.ffn_hidden_size,
-    )
+    inner, ffn = m.num_attention_heads * config.head_dim, config.ffn_hidden_size
     fused = inner + 2 * config.num_query_groups * config.head_dim
     norm_bias = m.use_bias and m.normalization == "layernorm"
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (vocabulary, h)}
@@ -397,18 +393,8 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
             shapes["decoder.final_layernorm.bias"] = (h,)
     if not m.tie_word_embeddings and m.adaptive_cutoffs is None:
         shapes["output_layer.weight"] = (vocabulary, h)
-    entries = getattr(config.position, "layers", [config.position])
-    for i, each in enumerate(entries):
-        begin = "position." if each is config.position else f"position.layers_{i}_"
-        if each.method == "t5":
-            buckets = each.relative_attention_num_buckets
-            shapes[f"{begin}relative_attention_bias"] = (heads, buckets)
-        if getattr(each, "trainable_slopes", False):
-            keys = ("slopes", "slopes_right")[: 1 + (each.slopes_right is not None)]
-            shapes |= {f"{begin}{key}": (heads,) for key in keys}
-        if (oracle := ORACLES.get(each.method) or CONTENT.get(each.method)) is not None:
-            found = oracle.shapes(config.model_copy(update={"position": each}))
-            shapes |= {f"{begin}{name}": shape for name, shape in found.items()}
+    own = config.position.tensors(config).items()
+    shapes |= {name: shape for name, shape in own if name.startswith("position.")}
     return shapes
 
 

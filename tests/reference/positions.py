@@ -1,27 +1,20 @@
 """The methods that are a function of the scores, written from their papers, in whatever dtype.
 
-Each oracle says what its method learns and what it makes of the scaled scores of whole sequences.
-Nothing here is the product's: a method of `pretrain.positions` that has bias "scores" needs one.
+Each oracle says what its method makes of the scaled scores of whole sequences. Nothing here is the
+product's. A method that reads queries and keys has one in `content`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pretrain.config import RunConfig
 
-
-class Oracle(NamedTuple):
-    """What a method learns and what it computes."""
-
-    scores: Callable[[Tensor, RunConfig, dict[str, Tensor]], Tensor]
-    """(scaled scores [B, H, S, S] of query i and key j, config, parameters) -> scores."""
-    shapes: Callable[[RunConfig], dict[str, tuple[int, ...]]] = lambda c: {}
-    """config -> shape of each parameter of the whole model, by its name after "position."."""
+Oracle = Callable[[Tensor, RunConfig, dict[str, Tensor]], Tensor]
+"""(scaled scores [B, H, S, S] of query i and key j, config, parameters) -> scores."""
 
 
 def distances(scores: Tensor) -> Tensor:
@@ -88,36 +81,11 @@ def fire(scores: Tensor, c: RunConfig, p: dict[str, Tensor]) -> Tensor:
     return scores + out.permute(2, 0, 1)
 
 
-def of_heads(*names: str, further: Callable[[RunConfig], tuple[int, ...]] = lambda c: ()) -> Any:
-    """Return shapes of parameters with the heads as axis 0."""
-    return lambda c: {name: (c.model.num_attention_heads, *further(c)) for name in names}
-
-
-def fire_shapes(c: RunConfig) -> dict[str, tuple[int, ...]]:
-    width = c.position.fire_width
-    return {
-        "fire_c": (1,),
-        "fire_l_mult": (1,),
-        "fire_hidden_weight": (width,),
-        "fire_hidden_bias": (width,),
-        **of_heads("fire_output_bias")(c),
-        **of_heads("fire_output_weight", further=lambda c: (width,))(c),
-    }
-
-
 ORACLES: dict[str, Oracle] = {
-    "fire": Oracle(fire, fire_shapes),
-    "kerple": Oracle(kerple, of_heads("kerple_r1", "kerple_r2")),
-    "multiplied": Oracle(multiplied, of_heads("multiplied_w", "multiplied_v")),
-    "sandwich": Oracle(sandwich),
-    "tisa": Oracle(
-        tisa,
-        of_heads(
-            "tisa_amplitudes",
-            "tisa_widths",
-            "tisa_offsets",
-            further=lambda c: (c.position.tisa_kernels,),
-        ),
-    ),
-    "windowed": Oracle(windowed),
+    "fire": fire,
+    "kerple": kerple,
+    "multiplied": multiplied,
+    "sandwich": sandwich,
+    "tisa": tisa,
+    "windowed": windowed,
 }
