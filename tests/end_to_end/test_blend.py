@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pretrain.checkpoint.manifest import Segment, open_checkpoint
@@ -104,17 +103,3 @@ def test_shares_change_only_where_it_is_allowed_and_corpora_go_on(
     opened = open_checkpoint(run / "checkpoints/step-00000011")
     assert opened.trainer_state.segment == segment
     assert len(opened.origin.changes) == 1
-
-
-def test_a_run_that_was_interrupted_sees_what_the_whole_run_sees(workspace, config, blended):
-    shares = {"books": "epochs = 2", "news": "epochs = 0.5"}
-    path = config_of(workspace, config, blended, "third", **shares)
-    losses = {}
-    for name, parts in (("whole", [7]), ("parts", [2, 3, 7])):
-        directory = workspace / f"runs/blend-{name}"
-        for steps in parts:
-            settings = [f"run.directory={directory}", f"train.num_steps={steps}"]
-            succeeds("train", path, *[w for s in settings for w in ("--set", s)])
-        losses[name] = [r["loss_nats"] for r in metrics(directory) if "gradient_norm" in r]
-    assert losses["whole"] == losses["parts"]
-    assert np.unique(losses["whole"]).size == 7
