@@ -254,8 +254,8 @@ def train(
 
     A resume prints every key that differs from the checkpoint's config, and what differs in the
     data. Layout, logging, evaluation, saving and the number of steps may change. What changes
-    training (data, seed, batch, optimizer, schedule, dropout, precision) is refused unless
-    --allow-changed names the key, and the model cannot change.
+    training (data, seed, batch, optimizer, schedule, dropout, precision) or positions is refused
+    unless --allow-changed names the key, and the rest of the model cannot change.
 
     \b
     Signals, to any of the processes:
@@ -315,6 +315,7 @@ def evaluate(
     scored exactly once by either protocol. Sliding windows that do not overlap (stride = length)
     are measured once, as nonoverlapping. Each number has its tokens, its bits per byte and a 95 %
     confidence interval over blocks of text. Under torchrun or srun all processes share the work.
+    --set position.KEY=VALUE evaluates with other positions than those of the training, and says so.
 
     \b
     Example:
