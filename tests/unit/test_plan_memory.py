@@ -37,6 +37,10 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "rotary": {"position": {"method": "rotary"}},
     "t5": {"position": {"method": "t5"}},
     "kerple": {"position": {"method": "kerple"}},
+    "shaw": {"position": {"method": "shaw"}},
+    "transformer_xl": {"position": {"method": "transformer_xl"}},
+    "cope": {"position": {"method": "cope"}},
+    "hybrid": {"position": {"method": "hybrid"}},
     "trained slopes": {"position": {"trainable_slopes": True}},
     "learned": {"position": {"method": "learned", "max_position_embeddings": 512}},
     "rotary, a quarter of grouped queries": {

@@ -13,6 +13,7 @@ import pytest
 
 from pretrain.bench.timing import check_contestants
 from pretrain.config import ConfigError, load_config
+from pretrain.positions.base import METHODS
 from pretrain.processes import Processes, Stopped
 from pretrain.study.command import Request, run_study
 from pretrain.study.runs import (
@@ -274,3 +275,10 @@ def test_slopes_that_are_not_the_published_ones_are_a_method_of_their_own(tmp_pa
     assert [f"{run.method}-64-s1234" for run in found.runs] == names
     # Each takes its turn when speed and memory are measured.
     check_contestants([run.config for run in found.runs], 1)
+
+
+def test_the_study_of_all_methods_has_all_of_them() -> None:
+    """But for the learned table, which ends with the training length."""
+    path = ROOT / "configs/studies/methods.toml"
+    runs = resolve(path, load_study_file(path)).runs
+    assert {run.config.position.method for run in runs} == METHODS.keys() - {"learned"}
