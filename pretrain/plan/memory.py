@@ -232,7 +232,7 @@ QUERY_BLOCK = 256
 (`pretrain.kernels.scored`)."""
 BLOCKS_OF_SCORES = 3
 """Blocks of fp32 scores that stand side by side while one is computed again and differentiated, for
-a method that adds a bias by distance. What else a method's function makes is not counted."""
+a method that adds a bias by distance. What else a method's function makes it says itself."""
 
 
 def attention_backend(config: RunConfig, is_modern: bool) -> str:
@@ -494,7 +494,7 @@ class Activations:
         if self.is_scored:
             block = min(QUERY_BLOCK, c.data.sequence_length // self.context)
             one = 4 * c.batch.micro_batch_size * heads * block * c.data.sequence_length
-            sums = BLOCKS_OF_SCORES * one
+            sums = int((BLOCKS_OF_SCORES + c.position.score_blocks) * one)
         given_back = self.projected + self.inner + 2 * self.stream
         if self.context > 1:
             # Gradients of the keys and values of the other parts.

@@ -81,6 +81,10 @@ class PositionMethod(ChosenSection):
     time follow from it. A method with slopes leaves queries and keys as they are:
     `pretrain.model.reach` bounds how far heads see."""
 
+    score_blocks: ClassVar[float] = 0.0
+    """Blocks of fp32 scores that its function holds beside those of a bias by distance, while
+    `pretrain.kernels.scored` differentiates one: counted at 256 keys, for `pretrain plan`."""
+
     shared_by_heads: ClassVar[tuple[str, ...]] = ()
     """Those of `tensors` that all heads share, without "position."."""
 

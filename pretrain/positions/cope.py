@@ -38,6 +38,7 @@ class Cope(PositionMethod):
 
     title = "CoPE"
     bias = "scores"
+    score_blocks = 13.6
     shared_by_heads = ("cope_embeddings",)
     of_each_layer = ("cope_embeddings",)
 

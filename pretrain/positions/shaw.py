@@ -37,6 +37,7 @@ class Shaw(PositionMethod):
 
     title = "relative position representations"
     bias = "scores"
+    score_blocks = 0.5
     of_each_layer = ("shaw_keys",)
 
     def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:

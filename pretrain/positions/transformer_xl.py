@@ -36,6 +36,7 @@ class TransformerXL(PositionMethod):
 
     title = "Transformer-XL"
     bias = "scores"
+    score_blocks = 4.6
     of_each_layer = ("transformer_xl_projection",)
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:

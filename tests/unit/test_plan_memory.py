@@ -100,6 +100,7 @@ CORE = {
     ("tp2pp2sp", "recompute full"),
     ("cp4", "rotary, a quarter of grouped queries"),
     ("cp4", "t5"),
+    ("one rank", "cope"),
 }
 
 
