@@ -23,10 +23,10 @@ from tests.distributed.test_parallel_equals_dense import (
 )
 from tests.distributed.test_parallel_equals_dense import _expected as expected_gradients
 
-# Every layout, and beside the default model: erf GELU, an untied output layer, neither bias.
+# Every layout, and beside the default model: erf GELU, an untied output layer, SwiGLU.
 CASES = [("alibi", layout) for layout in ("one", "tp2sp", "tp2pp2sp", "pp2vpp2")] + [
     (variant, layout)
-    for variant in ("alibi-trainable", "alibi-grouped", "none")
+    for variant in ("alibi-trainable", "alibi-grouped", "rotary-modern")
     for layout in ("one", "tp2sp")
 ]
 
