@@ -544,8 +544,8 @@ class HuggingFaceClass(TensorTable):
         if self.stock:
             own = {"AutoConfig": self.config_class, "AutoModelForCausalLM": self.code_class}
             found.auto_map = {k: f"{CODE.stem}.{each.__name__}" for k, each in own.items()}
-        for key, value in self.marks(config).items():
-            setattr(found, key, value)
+        # Not by setattr, since transformers 5 takes rope_scaling for its own rope_parameters.
+        vars(found).update(self.marks(config))
         return found
 
     def marks(self, config: RunConfig) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from pretrain.huggingface.consumers import CONSUMERS, Export, Loaded, Proof, cho
 from pretrain.huggingface.folder import special_ids, to_huggingface
 from pretrain.huggingface.parity import compare
 from tests.reference.dense_gpt import DenseGPT, make_config
-from tests.unit.test_export import MODELS, SLOPES, random_ids, state_of, tokenizer_path
+from tests.unit.test_export import MODELS, ORIGINAL, SLOPES, random_ids, state_of, tokenizer_path
 
 __all__ = ["tokenizer_path"]
 
@@ -282,13 +282,17 @@ def test_generation_in_llama_cpp_ends_at_the_runs_eos(written):
 
 
 # ---- what other readers of transformers' folder look for -----------------------------------------
+ROPE = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "beta_slow": 1.0, **ORIGINAL}
+
+
 def test_the_folder_has_the_spellings_that_older_readers_know(written):
     for name, keys in {
         "mpt12": {"architectures": ["MPTForCausalLM"]},
         "neox_parallel": {"rotary_pct": 0.25, "rotary_emb_base": 10_000},
+        "llama_yarn": {"rope_theta": 5e5, "rope_scaling": ROPE},
         "bloom12": {"neutralised_embedding_layernorm": True},
     }.items():
-        settings = json.loads((written("ctranslate2", name)[0].folder / "config.json").read_text())
+        settings = json.loads((written("llama.cpp", name)[0].folder / "config.json").read_text())
         assert {key: settings[key] for key in keys} == keys
-    plain = json.loads((written("ctranslate2", "bloom_norm")[0].folder / "config.json").read_text())
+    plain = json.loads((written("llama.cpp", "bloom_norm")[0].folder / "config.json").read_text())
     assert "neutralised_embedding_layernorm" not in plain

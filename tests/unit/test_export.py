@@ -139,7 +139,7 @@ SLOPES = {
     "mpt_range": ("MptSlopesForCausalLM", make_config("alibi", **MPT, position_slopes=RANGE)),
     "mpt_trained": (
         "MptSlopesForCausalLM",
-        make_config("alibi", **MPT, position_trainable_slopes=True),
+        make_config("alibi", **MPT, position_trainable_slopes=True, num_query_groups=4),
     ),
     "bloom_trained": (
         "BloomSlopesForCausalLM",
@@ -150,6 +150,7 @@ SLOPES = {
         make_config(
             "alibi",
             position_trainable_slopes=True,
+            num_query_groups=3,
             embedding_layernorm=True,
             tie_word_embeddings=False,
         ),
