@@ -540,7 +540,7 @@ def _ranks_python(site: Site) -> str:
 # because the builder has ended in whatever way, it cancels the array.
 
 
-RUN_JOB = ("-m", "pretrain.data.build")
+RUN_JOB = ("-c", "from pretrain.data.build.tasks import run_job; run_job()")
 """Arguments of Python, before the path of the file that says what the jobs do."""
 LOOK_SECONDS = 2.0
 """From one look at the queue, or at the evaluations, to the next."""

@@ -1,10 +1,15 @@
-"""Run commands in processes that Ctrl-C reaches once, and that die with this one."""
+"""How the process of a command runs and ends, and the processes that it starts.
+
+They are reached by Ctrl-C once, and die with this one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+
+from pretrain.startup import leave_on_ctrl_c, raise_on_ctrl_c
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a command to end; each is passed on to what it runs."""
@@ -187,3 +194,91 @@ def start_beside(
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ---- Run a command line, and turn every way in which it can end into an exit code ----------------
+def run_command(module: str) -> None:
+    """Run the command line `app` of a module, and end the process with its exit code.
+
+    Exit codes: 2 and an `error: ...` line for wrong input, 1 and such a line when a run failed or
+    the file system refused, 81 when ranks hold different weights, 82 when the disk is full, 83 when
+    numbers are not finite, 130 after Ctrl-C. None of these shows a traceback. Any other exception
+    is a bug and keeps its own.
+    """
+    # What a run writes is readable by its owner and group only, as under the launcher.
+    os.umask(0o027)
+    # Not above: they take most of the command's start, in which Ctrl-C would print a traceback.
+    from pretrain.config import ConfigError, RunFailed
+    from pretrain.config.arguments import expand_home
+    from pretrain.config.errors import refusal_in, refused
+    from pretrain.rundir.paths import ExitCode, exit_code_of
+
+    app = importlib.import_module(module).app
+    interrupts: list[int] = []
+    try:
+        raise_on_ctrl_c(interrupts)
+        app(expand_home(sys.argv[1:]))
+    except SystemExit as end:
+        # typer ends every command with a SystemExit. After a Ctrl-C its exit code is 130 already.
+        if not (end.code and interrupts):
+            leave_on_ctrl_c()
+            raise
+        leave(ExitCode.INTERRUPTED, "interrupted")
+    except BaseException as error:
+        if interrupts:
+            leave(ExitCode.INTERRUPTED, "interrupted")
+        if (refusal := refusal_in(error)) is not None:
+            error = refused(refusal)
+        if isinstance(error, ConfigError | RunFailed):
+            leave(exit_code_of(error), *(f"error: {line}" for line in str(error).split("\n")))
+        if lost := _lost_connection(error):
+            leave(
+                ExitCode.FAILED,
+                f"error: lost the connection to another rank ({lost}). "
+                "The output of that rank says why it ended",
+            )
+        raise
+
+
+def leave(code: int, *lines: str) -> None:
+    """Print `lines` to stderr and end the process at once with `code`.
+
+    os._exit instead of sys.exit: an orderly exit destroys the process group, which waits for ranks
+    that have not failed.
+    """
+    prefix = _rank_prefix()
+    # The reader of a pipe may be gone.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    text = "".join(f"{prefix}{line}\n" for line in lines)
+    # One write, so that the lines of ranks that share a terminal do not mix.
+    print(text, end="", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+def _rank_prefix() -> str:
+    """Return "rank N: " on ranks other than 0, and nothing on rank 0 or in a single process."""
+    from pretrain.config import ConfigError
+
+    # Without pretrain.topology, or in the middle of its import, no rank has been assigned yet.
+    process = getattr(sys.modules.get("pretrain.topology"), "Process", None)
+    if process is None:
+        return ""
+    # An incomplete environment may be the very error that is being reported.
+    with contextlib.suppress(ConfigError):
+        if rank := process.from_environment().rank:
+            return f"rank {rank}: "
+    return ""
+
+
+def _lost_connection(error: BaseException) -> str | None:
+    """Return what gloo or NCCL says about a peer that ended; None for any other error.
+
+    A traceback of every surviving rank would hide the message of the one rank that failed.
+    """
+    said = re.search(
+        r"gloo/transport/\S+ ((?:Connection|Read error|Write error).*?)(?:\. |$)"
+        r"|remote process exited[^.]*",
+        str(error),
+    )
+    return (said[1] or said[0]) if isinstance(error, RuntimeError) and said else None

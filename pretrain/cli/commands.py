@@ -18,7 +18,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from pretrain.cli import leave
 from pretrain.cli.bench import bench
 from pretrain.config import (
     ConfigError,
@@ -47,6 +46,7 @@ from pretrain.config.load import list_shipped
 from pretrain.config.run import STREAM
 from pretrain.config.schema import WORDS
 from pretrain.config.trajectory import allow_options, check_allowed
+from pretrain.processes import leave
 from pretrain.rundir.paths import ExitCode
 from pretrain.training.reporter import Requests
 

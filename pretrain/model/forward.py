@@ -387,19 +387,3 @@ class Decoder:
         numbers = 2 * len(self.layers) * self.groups * self.layers[0].config.kv_channels
         each: int = numbers * next(self.chunk.parameters()).element_size()
         return each * int(self.context.sequence_len_offset * self.context.max_batch_size)
-
-
-def greedy(decoder: Decoder, prompt: Tensor, count: int, vocab_size: int) -> Tensor:
-    """Generate the most probable token `count` times, and return these tokens, [B, count].
-
-    Args:
-        decoder: Continues from what it was fed before.
-        prompt: Token ids, int64 [B, n].
-        count: Tokens to generate, at least 1.
-        vocab_size: Token ids that exist; the model's vocabulary may be padded.
-    """
-    generated: list[Tensor] = []
-    while len(generated) < count:
-        logits = decoder.feed(generated[-1] if generated else prompt)
-        generated.append(logits[:, :vocab_size].argmax(dim=1, keepdim=True))
-    return torch.cat(generated, dim=1)

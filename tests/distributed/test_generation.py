@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config import RunConfig
-from pretrain.model.forward import Decoder, greedy
+from pretrain.model.forward import Decoder
 from tests.conftest import tiny_config
 from tests.distributed.tasks import _build_model_with
 from tests.distributed.test_parallel_equals_dense import METHODS, TOLERANCE, VARIANTS
@@ -102,7 +102,11 @@ def generate(config: RunConfig, state: dict[str, Tensor], prompt: Tensor, count:
     """Generate greedily."""
     _, (chunk,) = _build_model_with(config, state)
     decoder = Decoder(config, chunk, len(prompt), prompt.shape[1] + count)
-    return greedy(decoder, prompt, count, config.data.vocab_size)
+    generated: list[Tensor] = []
+    while len(generated) < count:
+        logits = decoder.feed(generated[-1] if generated else prompt)
+        generated.append(logits[:, : config.data.vocab_size].argmax(dim=1, keepdim=True))
+    return torch.cat(generated, dim=1)
 
 
 def losses(config: RunConfig, state: dict[str, Tensor], tokens: Tensor, piece: int) -> Any:

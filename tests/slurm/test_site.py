@@ -230,4 +230,4 @@ def test_all_that_runs_where_the_ranks_run_is_in_the_container(
     assert all(line.startswith("yes ") for line in lines), lines
 
 
-KINDS = ("train", "evaluate", "report", "pretrain.data.build")
+KINDS = ("train", "evaluate", "report", "pretrain.data.build.tasks")

@@ -58,7 +58,7 @@ READS_ENVIRONMENT = (
     "pretrain/topology.py",
     "launcher/",
     # Which of an array's jobs this one is, Slurm says there alone.
-    "pretrain/data/build/__main__.py",
+    "pretrain/data/build/tasks.py",
     # $VARIABLE in a path, which the user wrote; nothing is read that no config names.
     "pretrain/config/load.py",
 )

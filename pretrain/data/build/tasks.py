@@ -554,7 +554,7 @@ def _work(builder: Connection, tasks: Connection, folder: BuildFolder, stage: St
 # ---- a job array ---------------------------------------------------------------------------------
 # Whatever speaks to Slurm is another program (`launcher data array`), which is given as a command.
 # It submits the array, waits for its end and prints what happens; when its stdin is closed, however
-# this process ends, it cancels the array. A job runs `python -m pretrain.data.build ARRAY`.
+# this process ends, it cancels the array. A job runs `run_job`, whose argument is ARRAY.
 
 
 ARRAY = "array.json"
@@ -608,18 +608,15 @@ def run_on_cluster(folder: BuildFolder, stage: Stage, finals: list[Path], cluste
         )
 
 
-def run_job(path: Path, index: int) -> None:
-    """Do the tasks of one job of an array, in the job.
+def run_job() -> None:
+    """Do the tasks of one job of an array, in the job: `run_job()` with the file ARRAY in sys.argv.
 
     An error is written down for the builder, which cancels the array.
-
-    Args:
-        path: The file ARRAY.
-        index: The job's number in the array.
 
     Raises:
         ConfigError: Another user may have written what the job is told to do.
     """
+    path, index = Path(sys.argv[1]), int(os.environ["SLURM_ARRAY_TASK_ID"])
     array = parse_json(read_trusted(path, most=None))
     folder, stage = BuildFolder(Path(array["folder"])), array["stage"]
     for rank in array["jobs"][index]:
