@@ -91,12 +91,12 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         reason = f"the run was started with {started}"
         remedy = f"Start {planned}, or change the plan with --set parallel.world_size={world_size}"
         _raise([Refusal("parallel.world_size", planned, reason, remedy)])
-    for phase in config.parts:
-        refusals = list(_processes(phase.config, world_size))
-        if refusals and config.phases:
-            lines = "\n".join(f"phase {phase.number}: {refusal}" for refusal in refusals)
-            raise ConfigError(lines)
-        _raise(refusals)
+    if not config.phases:
+        # Without counting the tokens, since a plan checks many layouts.
+        _raise(list(_processes(config, world_size)))
+    for phase in config.parts if config.phases else ():
+        if refusals := list(_processes(phase.config, world_size)):
+            raise ConfigError("\n".join(f"phase {phase.number}: {each}" for each in refusals))
 
 
 def _raise(refusals: list[Refusal]) -> None:
