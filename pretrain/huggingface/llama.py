@@ -32,7 +32,7 @@ from pretrain.huggingface.base import (
     Theirs,
     activation,
 )
-from pretrain.positions.rotary import Linear, Llama3, Ntk, Rotary, Yarn
+from pretrain.positions.rotary import Linear, Llama3, Ntk, Yarn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,8 +83,8 @@ class Rotated(HuggingFaceClass):
         self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None
     ) -> dict[str, Any]:
         found = super().settings(config, max_length, state)
-        method = config.position
-        if isinstance(method, Rotary) and isinstance(method.rotary_scaling, Ntk):
+        method: Any = config.position
+        if isinstance(getattr(method, "rotary_scaling", None), Ntk):
             channels = method.rotated_channels(config)
             base = method.rotary_scaling.larger_base(method.rotary_base, channels)
             found["rope_parameters"]["rope_theta"] = base
