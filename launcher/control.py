@@ -73,9 +73,13 @@ def print_log(run: Path, rank: int | None, following: bool) -> None:
     Raises:
         ConfigError: There is no such log.
     """
+    check_run(run)
+    # In a thread, because Slurm may take long to answer.
+    asking = Repeater(SQUEUE_SECONDS, lambda: read_statuses([run])[0][0])
     try:
         if following:
-            print(follow(run, rank), file=sys.stderr)
+            asking.start()
+            print(_follow(run, rank, asking), file=sys.stderr)
         else:
             show_log(run, rank)
     except KeyboardInterrupt:
@@ -83,6 +87,8 @@ def print_log(run: Path, rank: int | None, following: bool) -> None:
     except BrokenPipeError:
         # Python flushes stdout at exit, and would report the closed pipe there once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        asking.stop(0)
 
 
 def show_log(run: Path, rank: int | None = None) -> None:
@@ -106,31 +112,6 @@ def show_log(run: Path, rank: int | None = None) -> None:
             f"{_why_no_log(run)}"
         )
     _write(log.read(to_end=True))
-
-
-def follow(run: Path, rank: int | None = None) -> str:
-    """Write the last lines of the newest attempt's log, then all new lines until the run ends.
-
-    Later attempts are followed as well, so this goes on across restarts and requeues.
-
-    Args:
-        run: The run's directory.
-        rank: Only this rank's lines; None: all.
-
-    Returns:
-        How the run ended.
-
-    Raises:
-        ConfigError: There is no such rank.
-    """
-    check_run(run)
-    # In a thread, because Slurm may take long to answer.
-    asking = Repeater(SQUEUE_SECONDS, lambda: read_statuses([run])[0][0])
-    asking.start()
-    try:
-        return _follow(run, rank, asking)
-    finally:
-        asking.stop(0)
 
 
 def _follow(run: Path, rank: int | None, asking: Repeater) -> str:

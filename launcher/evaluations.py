@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -47,7 +46,7 @@ from pretrain.rundir.checkpoints import (
     named_by_step,
 )
 from pretrain.rundir.files import make_directory, publish_directory, replace_file
-from pretrain.rundir.jobs import JobRecord, append_job, job_id_of, read_jobs
+from pretrain.rundir.jobs import append_job, job_id_of, read_jobs
 from pretrain.rundir.paths import ExitCode, JobKind, RunPaths, check_version
 from pretrain.rundir.trust import check_trusted, read_trusted
 
@@ -210,20 +209,7 @@ def _submit(run: Path, plan: Plan, name: str, delay_seconds: int) -> None:
         make_directory(job.logs)
     job_id = slurm.submit(job)
     say(f"evaluation job {job_id}: {name}")
-    append_job(
-        run,
-        JobRecord(
-            job_id,
-            JobKind.EVALUATE,
-            job.name,
-            time.time(),
-            job.site.name,
-            job.nodes,
-            job.num_tasks,
-            str(run),
-            checkpoint=name,
-        ),
-    )
+    append_job(run, job.record(job_id, JobKind.EVALUATE, run, checkpoint=name))
 
 
 def _give_up(run: Path, name: str, tries: Sequence[str]) -> None:
@@ -435,7 +421,7 @@ def run_job(run: Path, name: str) -> int:
         )
     plan, job_id = read_plan(run), slurm.own_job_id("launcher evaluation")
     job = plan.job(run)
-    python = [plan.site.ranks_python or sys.executable, "-m", "pretrain"]
+    python = [plan.site.ranks_python, "-m", "pretrain"]
 
     def start(out: Path) -> Ranks:
         settings = [word for override in plan.overrides for word in ("--set", override)]

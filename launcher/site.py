@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,9 +100,9 @@ class Site(Section):
         return self.gpus_per_node or self.tasks_per_node or 1
 
     @property
-    def ranks_python(self) -> str | None:
-        """Return the Python of the ranks, or None for the one that runs `launcher`."""
-        return self.python or ("python3" if self.is_contained else None)
+    def ranks_python(self) -> str:
+        """Return the Python of the ranks: the site's, or the one that runs this command."""
+        return self.python or ("python3" if self.is_contained else sys.executable)
 
     @property
     def is_contained(self) -> bool:
@@ -149,22 +150,16 @@ def parse_site(values: dict[str, Any], origin: str) -> Site:
         site = Site.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{origin}: {_explain(e)}" for e in error.errors())) from None
-    if refusals := _refusals(site):
-        raise ConfigError("\n".join(f"{origin}: {refusal}" for refusal in refusals))
-    return site
-
-
-def _refusals(site: Site) -> list[str]:
-    """Return what is wrong with a site beyond the types of its values, a line each."""
-    # Alone, because the others repeat the value.
-    if secrets := list(_refused_secrets(site)):
-        return secrets
-    return [
+    # Secrets alone, because the others repeat the value.
+    refusals = list(_refused_secrets(site)) or [
         *_refused_text(site),
         *_refused_variables(site),
         *_refused_sizes(site),
         *_refused_arguments(site),
     ]
+    if refusals:
+        raise ConfigError("\n".join(f"{origin}: {refusal}" for refusal in refusals))
+    return site
 
 
 def _refused_text(site: Site) -> Iterator[str]:

@@ -20,11 +20,12 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import say
-from pretrain.rundir.jobs import job_id_of
+from pretrain.rundir.jobs import JobRecord, job_id_of
+from pretrain.rundir.paths import JobKind
 
 # ---- Run one of Slurm's commands, without a shell, and tell its failures apart ----
 
@@ -961,7 +962,7 @@ def end_step(srun: subprocess.Popen[bytes], job_id: str, name: str, seconds: flo
 # ---- Times and amounts as Slurm writes them ----
 
 
-_TIME = re.compile(r"(?:(?P<days>\d+)-(?P<clock>\d+(?::\d+){0,2})|(?P<plain>\d+(?::\d+){0,2}))")
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 _MEMORY = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
 
 
@@ -980,16 +981,14 @@ def seconds_of(time_limit: str) -> int | None:
         return None
     # isascii: \d also matches digits of other scripts, which sbatch does not take.
     match = _TIME.fullmatch(time_limit) if time_limit.isascii() else None
-    if match and match["days"]:
-        # After the days come hours, which may be followed by minutes and seconds.
-        hours, minutes, seconds = ([int(part) for part in match["clock"].split(":")] + [0, 0])[:3]
-        total = ((int(match["days"]) * 24 + hours) * 60 + minutes) * 60 + seconds
-    elif match:
-        parts = [int(part) for part in match["plain"].split(":")]
-        # Without days one or two numbers are minutes and seconds, three begin with hours.
-        hours, minutes, seconds = parts if len(parts) == 3 else (0, *[*parts, 0][:2])
-        total = (hours * 60 + minutes) * 60 + seconds
-    if not match or not total:
+    total = 0
+    if match:
+        parts = [int(part) for part in match["clock"].split(":")]
+        # Without days one or two numbers are minutes and seconds; else the first one is hours.
+        begin = [] if match["days"] or len(parts) == 3 else [0]
+        hours, minutes, seconds = [*begin, *parts, 0, 0][:3]
+        total = ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
         raise ConfigError(
             f"time limit {time_limit!r}: not a time. Write "
             '"1-00:00:00" (days-hours:minutes:seconds), "12:00:00", or "90" for minutes'
@@ -1083,6 +1082,12 @@ class Job:
     def cpus_per_task(self) -> int:
         """Return the number of cores of each rank."""
         return max(1, self.site.cpus_per_node // self.site.max_tasks_per_node)
+
+    def record(self, job_id: str, kind: JobKind, run: Path, **own: Any) -> JobRecord:
+        """Return what RUN/jobs.jsonl says of this job, or with its `own` keys of a task of it."""
+        common: dict[str, Any] = {"name": self.name, "site": self.site.name}
+        common |= {"nodes": self.nodes, "num_tasks": self.num_tasks, "submitted_at": time.time()}
+        return JobRecord(job_id=job_id, kind=kind, run=str(run), **(common | own))
 
     def arguments(self) -> list[str]:
         """Return the options of sbatch.

@@ -36,7 +36,6 @@ from pretrain.launcher.site import Site, SlurmRequest, load_site
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.files import let_nobody_write, make_directory, replace_file
 from pretrain.rundir.jobs import (
-    JobRecord,
     LaunchRecord,
     Source,
     already_done,
@@ -105,17 +104,12 @@ def allocate(
     world_size, max_tasks = config.parallel.world_size, site.max_tasks_per_node
     size = f"{max_tasks} GPUs" if site.gpus_per_node else f"room for {max_tasks} ranks"
     num_nodes = nodes or math.ceil((world_size or max_tasks) / max_tasks)
-    if num_nodes > site.nodes:
-        largest = f" or --set parallel.world_size={site.nodes * max_tasks}" if world_size else ""
-        raise ConfigError(
-            f"nodes = {num_nodes}: site {site.name} has {site.nodes} nodes with {size} each. "
-            f"Request fewer with --nodes{largest}"
-        )
     if num_nodes + (spare := config.recovery.spare_nodes) > site.nodes:
+        largest = f" or --set parallel.world_size={site.nodes * max_tasks}" if world_size else ""
+        more = f", recovery.spare_nodes = {spare}" if spare else ""
         raise ConfigError(
-            f"recovery.spare_nodes = {spare}: beside the {num_nodes} nodes that train, site "
-            f"{site.name} has {site.nodes - num_nodes} more. Set "
-            f"recovery.spare_nodes={site.nodes - num_nodes}, or request fewer nodes with --nodes"
+            f"nodes = {num_nodes}{more}: site {site.name} has {site.nodes} nodes with {size} "
+            f"each. Request fewer with --nodes{largest}"
         )
     tasks = max_tasks if world_size is None else world_size // num_nodes
     # sbatch and srun get --ntasks-per-node, one number for all nodes.
@@ -422,7 +416,7 @@ def print_dry_run(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Pa
         )
     print(f"\n{job.script()}")
     print(f"# submitted with\n{job.command_line()} < train.sbatch\n")
-    python = _ranks_python(job.site)
+    python = job.site.ranks_python
     srun = shlex.join([*job.step(), python, "-m", agent.MODULE, python])
     print(f"# the job starts its ranks with\n{srun} -m pretrain train ...\n")
     for path, text in files.items():
@@ -470,18 +464,8 @@ def send(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str])
     ids = [f"{job_id}_{index}" if job.is_array else job_id for index in range(len(runs))]
     for index, (run_job_id, run) in enumerate(zip(ids, runs)):
         claim_version(run.directory)
-        record = JobRecord(
-            run_job_id,
-            JobKind.TRAIN,
-            run.name,
-            time.time(),
-            job.site.name,
-            run.nodes,
-            run.num_tasks,
-            str(run.directory),
-            index if job.is_array else None,
-        )
-        append_job(run.directory, record)
+        own = {"name": run.name, "array_index": index if job.is_array else None}
+        append_job(run.directory, job.record(run_job_id, JobKind.TRAIN, run.directory, **own))
         if job.is_array:
             # An array has one --output for all tasks, so their logs share a folder. The link shows
             # each run its own log, in the place where a single job has it.
@@ -499,7 +483,7 @@ def _launch_files(run: TrainingRun, job: slurm.Job, source: Source) -> dict[Path
     """
     record = LaunchRecord(
         command=tuple(job.step()),
-        python=_ranks_python(job.site),
+        python=job.site.ranks_python,
         num_tasks=run.num_tasks,
         nodes=run.nodes,
         sbatch=tuple(job.arguments()),
@@ -526,11 +510,6 @@ def _write_files(files: Mapping[Path, str], folders: Sequence[Path]) -> None:
     for path, text in files.items():
         with writing(path):
             replace_file(path, text)
-
-
-def _ranks_python(site: Site) -> str:
-    """Return the Python that the ranks run: the site's, or the one that runs this command."""
-    return site.ranks_python or sys.executable
 
 
 # ---- Build a data set on a cluster ----
@@ -632,7 +611,6 @@ def data_job(
             "environment": {"RAYON_NUM_THREADS": "1"} | site.environment,
         }
     )
-    python = site.ranks_python or sys.executable
     job = slurm.Job(
         name=name,
         site=cores,
@@ -643,7 +621,8 @@ def data_job(
         concurrent=concurrent,
         repeats=tasks,
     )
-    return dataclasses.replace(job, commands=((*job.single(), python, *RUN_JOB, str(array)),))
+    command = (*job.single(), site.ranks_python, *RUN_JOB, str(array))
+    return dataclasses.replace(job, commands=(command,))
 
 
 # ---- a job array ---------------------------------------------------------------------------------

@@ -572,11 +572,6 @@ class End:
     """True when the caller must make another attempt."""
 
 
-def never() -> bool:
-    """Return False: nothing preempts the ranks of a single machine."""
-    return False
-
-
 @dataclass
 class Supervisor:
     """Make attempts at a run, one at a time."""
@@ -590,7 +585,7 @@ class Supervisor:
     """True on a single machine. A user is at the terminal: a second Ctrl-C ends the ranks, and what
     rank 0 printed there is not repeated. A failure before the first step is final when it repeats;
     under Slurm the next attempt may run on another node, where it works."""
-    is_preempted: Callable[[], bool] = never
+    is_preempted: Callable[[], bool] = lambda: False
     """Asks, when an attempt was stopped, if Slurm took the nodes away for another job: then the run
     is to come back."""
     _passed_on: int = 0

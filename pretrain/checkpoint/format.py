@@ -155,10 +155,6 @@ class BlockWriter(BlockHasher):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         self._path, self._descriptor = path, os.open(path, flags, FILE_MODE)
 
-    def write(self, data: Buffer) -> None:
-        """Append `data`. Raises OSError when the disk refuses."""
-        self.update(data)
-
     def finish(self) -> FileRecord:
         """Flush the file to the disk and return its record."""
         os.fsync(self._descriptor)
@@ -652,10 +648,10 @@ def write_part(
     """
     seen = 0
     with closing(BlockWriter(directory / part.file_name)) as file:
-        file.write(part.header)
+        file.update(part.header)
         for piece, array in zip(part.pieces, values, strict=True):
             _check_finite(piece.name, array)
-            file.write(array)
+            file.update(array)
             # After the write, so that a bit that flips before it is hashed is seen.
             seen += int(array.view(np.int32).sum(dtype=np.int64)) if bits is not None else 0
         record = file.finish()
@@ -667,14 +663,11 @@ def write_part(
     replace_file(directory / part.record_name, part.record(record), durable=True)
 
 
-def split_values(part: Part, data: Buffer) -> Iterator[Values]:
-    """Yield the values of each piece, where they stand one after the other in `data`."""
+def split_values(part: Part, data: Buffer) -> list[Values]:
+    """Return the values of each piece, where they stand one after the other in `data`."""
     array = np.frombuffer(data, np.float32, part.data_bytes // ITEM_BYTES)
-    start = 0
-    for piece in part.pieces:
-        count = piece.bytes // ITEM_BYTES
-        yield array[start : start + count]
-        start += count
+    ends = np.cumsum([piece.bytes // ITEM_BYTES for piece in part.pieces], dtype=np.int64)
+    return np.split(array, ends)[:-1]
 
 
 def _check_finite(name: str, values: Values) -> None:

@@ -56,7 +56,7 @@ from pretrain.data.shards import MANIFEST as DATA_MANIFEST
 from pretrain.data.shards import TOKENIZER_FILES
 from pretrain.data.stream import TokenStream
 from pretrain.rundir.checkpoints import MANIFEST, Branch, Lineage, Name, Natural, check_name, run_of
-from pretrain.rundir.files import parse_json
+from pretrain.rundir.files import from_json, parse_json
 from pretrain.rundir.jobs import Provenance
 
 # ---- content ----
@@ -392,7 +392,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             data=state.data,
             changes=state.changes,
             validation_loss_nats=manifest.validation_loss_nats,
-            provenance=Provenance.of_json(state.provenance),
+            provenance=from_json(Provenance, state.provenance or {}),
         ),
         index_sha256=digests[INDEX],
         tokenizer_file=tokenizer,

@@ -314,7 +314,7 @@ class Saver:
         assert self._save is not None
         # Behind the last update, and before the next one, as the copy.
         bits = _sum_of_bits(tensors)
-        copy = platform.HostCopy(tensors, _split(memory, tensors))
+        copy = platform.HostCopy(tensors, list(memory.split([t.numel() for t in tensors])))
         self._copy, self._optimizer.before_change = copy, self._before_change
         save, is_main = self._save, self._topology.is_main
         save.is_beside = True
@@ -340,7 +340,7 @@ class Saver:
         try:
             with writing(save.final):
                 bits = int(_sum_of_bits(tensors).numbers()[0])
-                write_part(save.partial, part, _host_values(tensors), bits)
+                write_part(save.partial, part, (t.detach().cpu().numpy() for t in tensors), bits)
         except RunFailed as error:
             save.problem = error
         except KeyboardInterrupt:
@@ -417,21 +417,6 @@ def _sum_of_bits(tensors: list[torch.Tensor]) -> platform.Readback:
     """Start to sum the bits of tensors on the device, for `write_part`."""
     sums = [checksum(tensor) for tensor in tensors] or [torch.zeros((), dtype=torch.int64)]
     return platform.Readback((torch.stack(sums).sum(0, keepdim=True) & BITS_MASK).double())
-
-
-def _host_values(tensors: list[torch.Tensor]) -> Iterator[Values]:
-    """Yield tensors as arrays in the host's memory."""
-    for tensor in tensors:
-        yield tensor.detach().cpu().numpy()
-
-
-def _split(memory: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return consecutive parts of `memory`, one for each tensor."""
-    parts, start = [], 0
-    for tensor in like:
-        parts.append(memory.narrow(0, start, tensor.numel()))
-        start += tensor.numel()
-    return parts
 
 
 # ---- Write a checkpoint from whole weights, in one process, as for an imported model ----

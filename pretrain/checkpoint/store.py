@@ -290,7 +290,7 @@ class Store:
         def receive(record: FileRecord) -> None:
             with closing(BlockWriter(directory / record.name, record.block_bytes)) as file:
                 for piece in self._pieces(f"{stored.name}/{record.name}"):
-                    file.write(piece)
+                    file.update(piece)
                 if file.finish() != record:
                     raise self._damaged(stored, record.name)
 

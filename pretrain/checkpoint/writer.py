@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from pretrain.checkpoint.format import (
     CONFIG,
@@ -167,19 +168,15 @@ class Writer:
         self._descriptor = -1
         self._has_ended = False
         self._unanswered = 0
-        self._problem: Exception | None = None
+        self.problem: Exception | None = None
+        """The first error since the last `wait`; None if there was none."""
         self._warnings: list[str] = []
         self._changed = threading.Condition()
 
     @property
-    def problem(self) -> Exception | None:
-        """Return the first error since the last `wait`; None if there was none."""
-        return self._problem
-
-    @property
     def is_idle(self) -> bool:
         """Return True when every command has been carried out, without a problem."""
-        return not self._unanswered and self._problem is None
+        return not self._unanswered and self.problem is None
 
     def memory(self, num_bytes: int) -> NDArray[np.float32]:
         """Return shared memory of at least that size, the same at every call.
@@ -205,8 +202,8 @@ class Writer:
             part: What stands in the shared memory.
             bits: As in `write_part`.
         """
-        pieces = [[piece.name, piece.shape, piece.boxes] for piece in part.pieces]
-        self._ask("write", directory=str(directory), rank=part.rank, pieces=pieces, bits=bits)
+        where = {"directory": str(directory), "rank": part.rank}
+        self._ask("write", **where, pieces=part.pieces, bits=bits)
 
     def publish(self, publication: Publication) -> None:
         """Have the checkpoint published as soon as all ranks' parts are there."""
@@ -228,8 +225,8 @@ class Writer:
             OSError: The disk refused.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._unanswered <= unanswered or self._problem)
-            problem, self._problem = self._problem, None
+            self._changed.wait_for(lambda: self._unanswered <= unanswered or self.problem)
+            problem, self.problem = self.problem, None
             warnings, self._warnings = self._warnings, []
         if problem is not None:
             raise problem
@@ -238,13 +235,13 @@ class Writer:
     def settle(self, seconds: float) -> None:
         """Wait for all commands or the first failure, for at most `seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._unanswered or self._problem, seconds)
+            self._changed.wait_for(lambda: not self._unanswered or self.problem, seconds)
 
     def end(self) -> None:
         """End the process, whatever it is doing. It is started again with the next command."""
         with self._changed:
             process, self._process = self._process, None
-            self._unanswered, self._problem = 0, None
+            self._unanswered, self.problem = 0, None
         if process is not None:
             process.kill()
             process.wait()
@@ -288,7 +285,7 @@ class Writer:
             with self._changed:
                 self._unanswered -= 1
                 self._warnings += answer.get("warnings", [])
-                self._problem = self._problem or _problem(answer)
+                self.problem = self.problem or _problem(answer)
                 self._changed.notify_all()
         code = process.wait()
         with self._changed:
@@ -298,7 +295,7 @@ class Writer:
             self._has_ended = True
             if self._unanswered:
                 end = f"signal {-code}" if code < 0 else f"exit code {code}"
-                self._problem = self._problem or RunFailed(
+                self.problem = self.problem or RunFailed(
                     f"the process that writes checkpoints (process {process.pid}) ended with {end}"
                 )
                 self._changed.notify_all()
@@ -312,6 +309,7 @@ def _anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
+_PIECES = TypeAdapter(tuple[Piece, ...])
 _KINDS: dict[str, type[RunFailed]] = {kind.__name__: kind for kind in (PoisonedState, Superseded)}
 
 
@@ -368,10 +366,6 @@ def _do(descriptor: int, command: dict[str, Any], patience: Patience) -> list[st
             # Linux 5.14; elsewhere the first save makes them.
             memory.madvise(_MADV_POPULATE_WRITE)
         return []
-    pieces = tuple(
-        Piece(name, tuple(shape), tuple((tuple(offset), tuple(size)) for offset, size in boxes))
-        for name, shape, boxes in arguments["pieces"]
-    )
-    part = Part(arguments["rank"], pieces)
+    part = Part(arguments["rank"], _PIECES.validate_python(arguments["pieces"]))
     write_part(Path(arguments["directory"]), part, split_values(part, memory), arguments["bits"])
     return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -113,11 +113,18 @@ def bench_methods(
         out: Also write what was measured, as JSON.
     """
     configs = with_lengths(config, overrides, methods, lengths)
-    _check_folder(out)
+    # Before minutes are spent on what goes there.
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--out {out}: {out.parent} is not a directory. Make it, or choose another"
+        )
     from pretrain.bench.timing import efficiency_table, measure
 
     result = measure(configs, rounds, nproc)
-    _show(efficiency_table(result), result, out)
+    print(efficiency_table(result))
+    if out is not None:
+        with writing(out):
+            replace_file(out, json.dumps(result, indent=1) + "\n")
 
 
 @bench.command("step")
@@ -145,19 +152,3 @@ def bench_step(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
     from pretrain.plan.simulation import bench_step_counts
 
     print(bench_step_counts(run))
-
-
-def _check_folder(out: Path | None) -> None:
-    """Refuse a --out whose folder is missing, before minutes are spent on what goes there."""
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--out {out}: {out.parent} is not a directory. Make it, or choose another"
-        )
-
-
-def _show(table: str, result: dict[str, Any], out: Path | None) -> None:
-    """Print a table, and write what is in it to --out."""
-    print(table)
-    if out is not None:
-        with writing(out):
-            replace_file(out, json.dumps(result, indent=1) + "\n")

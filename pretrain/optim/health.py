@@ -346,7 +346,7 @@ def find_copies(optimizer: ZeroOptimizer) -> list[Copies]:
     tensor = parallel_state.get_tensor_model_parallel_group()
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     found = []
-    if data.size() > 1 and not optimizer.partitions_weights:
+    if data.size() > 1 and optimizer.stage < 3:
         weights = {f"{n.name} (weight)": n.parameter.data for n in optimizer.parameters}
         found.append(Copies(data, weights))
     if tensor.size() > 1:
@@ -389,7 +389,7 @@ def _weights_and_state(optimizer: ZeroOptimizer, names: set[str]) -> Iterator[tu
 
 def _own_weight(optimizer: ZeroOptimizer, named: Named) -> Tensor:
     """Return a parameter's weights as this rank keeps them: under ZeRO 3 its partition."""
-    if not optimizer.partitions_weights:
+    if optimizer.stage < 3:
         return named.parameter.data
     return cast(Tensor, cast(Any, named.parameter).ds_tensor.data)
 

@@ -237,11 +237,6 @@ class ZeroOptimizer:
         assert self._sharded_step is not None
         return self._sharded_step.own_sums
 
-    @property
-    def partitions_weights(self) -> bool:
-        """Return True under ZeRO 3, where no rank holds a whole weight."""
-        return self.stage == 3
-
     def state(self) -> OptimizerState:
         """Return this rank's share of masters and moments, as views, and the optimizer's scalars.
 
@@ -269,7 +264,7 @@ class ZeroOptimizer:
             self.zero.optimizer.state[flat]["step"] = step
         if self._sharded_step is not None:
             self._sharded_step.refresh_weights()
-        elif self.partitions_weights:
+        elif self.stage == 3:
             # ZeRO 3 keeps the masters for Adam, and partitions in the model's dtype, which it
             # gathers before a layer runs.
             for fragment in read_fragments(self):

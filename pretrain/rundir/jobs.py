@@ -28,7 +28,6 @@ from pretrain.rundir.attempts import Owner, is_finished, is_idle, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints
 from pretrain.rundir.files import (
     MAX_BYTES,
-    Json,
     append_json_line,
     from_json,
     parse_json,
@@ -405,11 +404,6 @@ class Provenance:
             command=tuple(_text(word) for word in (_program(command[0]), *redacted(command[1:]))),
             directory=_working_directory(),
         )
-
-    @staticmethod
-    def of_json(content: Json | None) -> Provenance | None:
-        """Return what was recorded; None where nothing was, or it is damaged."""
-        return from_json(Provenance, content or {})
 
     @property
     def code(self) -> str:

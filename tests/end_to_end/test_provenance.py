@@ -7,13 +7,14 @@ import shutil
 
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.tools import show_source
+from pretrain.rundir.files import from_json
 from pretrain.rundir.jobs import Provenance
 from tests.end_to_end.commands import pretrain, sets, succeeds
 
 
 def test_a_start_says_what_changed_since_the_last_one(workspace, config, run):
     record = run / "attempts/0001/provenance.json"
-    first = Provenance.of_json(json.loads(record.read_text()))
+    first = from_json(Provenance, json.loads(record.read_text()))
     assert first.command[0] and first.num_processes == 1 and first.versions["torch"]
     assert open_checkpoint(run / "checkpoints/step-00000008").origin.provenance == first
     copy = shutil.copytree(run, workspace / "runs/source-copy")

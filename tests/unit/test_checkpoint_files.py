@@ -60,7 +60,7 @@ def test_blocks_are_written_once_and_read_verified(tmp_path, size, block):
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     with closing(BlockWriter(tmp_path / "file", block)) as writer:
         for part in np.array_split(data, 7):
-            writer.write(part)
+            writer.update(part)
         record = writer.finish()
     assert (tmp_path / "file").read_bytes() == data.tobytes()
     blocks = [data[i : i + block].tobytes() for i in range(0, size, block)]
@@ -78,7 +78,7 @@ def test_blocks_are_written_once_and_read_verified(tmp_path, size, block):
 def test_a_flipped_bit_is_found_by_whoever_reads_its_block_and_by_nobody_else(tmp_path):
     data = bytes(4 * BLOCK_BYTES)
     with closing(BlockWriter(tmp_path / "file")) as writer:
-        writer.write(data)
+        writer.update(data)
         record = writer.finish()
     with open(tmp_path / "file", "r+b") as file:
         file.seek(2 * BLOCK_BYTES + 5)

@@ -16,6 +16,7 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.tools import show_source
 from pretrain.rundir import jobs
 from pretrain.rundir.attempts import Owner
+from pretrain.rundir.files import from_json
 from pretrain.rundir.jobs import (
     PROVENANCE,
     Provenance,
@@ -127,14 +128,14 @@ def test_the_repository_of_somebody_else_is_read_all_the_same(clone):
 def made(**facts) -> Provenance:
     owner = Owner.here(num_processes=2)
     here = Provenance.here(owner, ["/bin/pretrain", "train", "a.toml"], {"cuda": "12.8"}, "cpu")
-    return Provenance.of_json(dataclasses.asdict(here) | facts)
+    return from_json(Provenance, dataclasses.asdict(here) | facts)
 
 
 def test_the_record_reads_back_and_says_what_is_installed(tmp_path):
     here = made()
     write_provenance(tmp_path, here)
     written = json.loads((tmp_path / PROVENANCE).read_text())
-    assert Provenance.of_json(written) == here
+    assert from_json(Provenance, written) == here
     assert here.command == ("pretrain", "train", "a.toml") and here.num_processes == 2
     assert here.versions["cuda"] == "12.8"
     for package in ("torch", "megatron-core", "deepspeed", "transformers", "numpy"):

@@ -1,5 +1,6 @@
 """Check site files: what a site may contain, and which error message refuses what it may not."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,11 @@ def test_the_examples_are_sites():
 
 def test_a_site_without_gpus_says_its_ranks():
     site = parse_site(CPU, "site.toml")
-    assert (site.max_tasks_per_node, site.precisions, site.ranks_python) == (4, ("fp32",), None)
+    assert (site.max_tasks_per_node, site.precisions, site.ranks_python) == (
+        4,
+        ("fp32",),
+        sys.executable,
+    )
 
 
 REFUSED = [
