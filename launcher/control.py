@@ -115,7 +115,13 @@ def show_log(run: Path, rank: int | None = None) -> None:
 
 
 def _follow(run: Path, rank: int | None, asking: Repeater) -> str:
-    """Do what `follow` says."""
+    """Write the last lines of the newest attempt's log, then all new lines until the run ends.
+
+    Later attempts are followed as well, so this goes on across restarts and requeues.
+
+    Returns:
+        How the run ended.
+    """
     log: LogReader | None = None
     attempt: AttemptRecord | None = None
     last_answer = ""
