@@ -314,7 +314,7 @@ class Saver:
         assert self._save is not None
         # Behind the last update, and before the next one, as the copy.
         bits = _sum_of_bits(tensors)
-        copy = platform.HostCopy(tensors, list(memory.split([t.numel() for t in tensors])))
+        copy = platform.HostCopy(tensors, list(torch.split(memory, [t.numel() for t in tensors])))
         self._copy, self._optimizer.before_change = copy, self._before_change
         save, is_main = self._save, self._topology.is_main
         save.is_beside = True

@@ -125,6 +125,11 @@ def is_evaluation(record: Record) -> bool:
     return bool(record.get(EVALUATION))
 
 
+def is_change(record: Record) -> bool:
+    """Return True for a record of keys that were changed; it has no numbers of the step."""
+    return CHANGED in record
+
+
 LOOK_SECONDS = 10.0
 """The least time between two looks whether the file still has its name."""
 
@@ -297,7 +302,7 @@ def drop_after(path: Path, step: int) -> int:
     def kept() -> Iterator[Record]:
         nonlocal last
         for record in read_metrics(path):
-            if 0 < record["step"] <= step - (CHANGED in record):
+            if 0 < record["step"] <= step - is_change(record):
                 last = record["step"]
                 yield record
 
