@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from pretrain.checkpoint.load import load_global_state
@@ -26,7 +25,7 @@ from pretrain.rundir.checkpoints import find_checkpoint
 from tests.conftest import ALL_LAYOUTS, LAYOUTS, mark_torture, tiny_config
 from tests.distributed import tasks
 from tests.reference.dense_gpt import DenseGPT, random_state, sinusoids
-from tests.unit.test_import import FAMILIES, randomise, saved
+from tests.unit.test_import import FAMILIES, qwen3, randomise, saved
 
 # Both sides compute in fp32 and differ in the order of their sums, which is 2^-24 per term over a
 # few hundred terms and some layers. The largest differences seen over all cases are 1e-5 for logits
@@ -211,93 +210,69 @@ def test_logits_and_gradients_equal_the_dense_reference(pools, variant, layout, 
 WORDS = "embedding.word_embeddings.weight"
 
 
-def test_an_imported_mpt_has_the_logits_and_gradients_of_stock_transformers(pools, tmp_path):
-    """With the settings of MPT-7B-StoryWriter, whose bias maximum the stock model drops."""
-    model = randomise(FAMILIES["mpt_storywriter"]())
-    import_folder(saved(model, tmp_path / "hf"), tmp_path / "run")
-    overrides = ["train.precision=fp32", "data.sequence_length=32"]
-    config = load_config(tmp_path / "run/config.toml", overrides)
-    assert config.position.slopes.bias_max == 16 and config.model.clip_qkv == 0.35
+def _story_writer() -> Any:
+    """MPT-7B-StoryWriter's settings, whose bias maximum the stock model drops."""
+    model = FAMILIES["mpt_storywriter"]()
     model.transformer.build_mpt_alibi_tensor = functools.partial(
         build_mpt_alibi_tensor, alibi_bias_max=16
     )
+    return model
+
+
+# Qwen3's heads are wider than hidden_size / heads, and two have a key.
+SIZES = {"hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "layout"),
+    [("mpt", _story_writer, "one"), ("qwen3", lambda: qwen3(**SIZES), "tp2sp")],
+)
+def test_an_imported_model_has_the_logits_and_gradients_of_stock_transformers(
+    pools, tmp_path, name, make, layout
+):
+    model, (processes, parallel) = randomise(make()), ALL_LAYOUTS[layout]
+    import_folder(saved(model, tmp_path / "hf"), tmp_path / "run")
+    overrides = ["train.precision=fp32", "data.sequence_length=32"]
+    overrides += [f"parallel.{key}={str(value).lower()}" for key, value in parallel.items()]
+    config = load_config(tmp_path / "run/config.toml", overrides)
     tokens = torch.randint(0, 512, (8, 33), generator=torch.Generator().manual_seed(5))
-    qkv = []
-    model.transformer.blocks[0].attn.Wqkv.register_forward_hook(lambda _m, _i, out: qkv.append(out))
     logits = model(tokens[:, :-1]).logits
-    assert 0.1 < (qkv[0].abs() > 0.35).float().mean() < 0.9
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    expected = dict(CLASSES["mpt"].restore(config, gradients.__getitem__, {}))
+    expected = dict(CLASSES[name].restore(config, gradients.__getitem__, {}))
     state = load_global_state(open_checkpoint(find_checkpoint(tmp_path / "run")))
-    actual = pools(1).run(tasks.gradients, config, state, tokens)[0]
+    actual = pools(processes).run(tasks.gradients, config, state, tokens)[0]
     torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
     assert_close_by_name(actual["gradients"], expected, **TOLERANCE)
 
 
-def test_a_block_of_today_is_that_of_qwen3(pools):
-    """On two tensor ranks, with sequence parallelism: the logits and gradients of transformers."""
-    sizes = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 16}
-    sizes |= {"intermediate_size": 128, "num_key_value_heads": 4, "vocab_size": 512}
-    theirs = randomise(Qwen3ForCausalLM(Qwen3Config(**sizes, rms_norm_eps=1e-5)))
-    block = {**VARIANTS["rotary-modern"]["model"], "add_qkv_bias": False, "embedding_scale": 1.0}
-    config = tiny_config(
-        model={**block, "tie_word_embeddings": False},
-        position={"method": "rotary"},
-        parallel=ALL_LAYOUTS["tp2sp"][1],
-    )
-    tokens = torch.randint(0, 512, (8, 33), generator=torch.Generator().manual_seed(5))
-    logits = theirs(tokens[:, :-1]).logits
-    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    parameters = dict(theirs.named_parameters())
-    state = _of_qwen3({name: p.detach() for name, p in parameters.items()})
-    actual = pools(2).run(tasks.gradients, config, state, tokens)[0]
-    torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
-    expected = _of_qwen3({name: p.grad for name, p in parameters.items()})
-    assert_close_by_name(actual["gradients"], expected, **TOLERANCE)
+@pytest.mark.parametrize(
+    ("model", "scale", "std"),
+    [
+        ({}, 96**0.5, 96**-0.5),
+        ({"embedding_scale": 1.0, "embedding_init_method_std": 0.02}, 1, 0.02),
+    ],
+    ids=["fairseq", "gpt2"],
+)
+def test_every_method_begins_with_the_embeddings_of_its_authors_code(pools, model, scale, std):
+    """fairseq: normal(0, 1 / sqrt(d)) times sqrt(d), for every method (models/transformer.py).
 
-
-def _of_qwen3(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Qwen3's tensors by our names: for each group its two query heads, its key, its value."""
-    found = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": state["model.norm.weight"],
-        "output_layer.weight": state["lm_head.weight"],
-    }
-    for i in range(4):
-        ours, theirs = f"decoder.layers.{i}", f"model.layers.{i}"
-        parts = [state[f"{theirs}.self_attn.{x}_proj.weight"].view(4, -1, 96) for x in "qkv"]
-        gate = [state[f"{theirs}.mlp.{x}_proj.weight"] for x in ("gate", "up")]
-        layer = {
-            "input_layernorm": state[f"{theirs}.input_layernorm.weight"],
-            "self_attention.linear_qkv": torch.cat(parts, 1).reshape(-1, 96),
-            "self_attention.q_layernorm": state[f"{theirs}.self_attn.q_norm.weight"],
-            "self_attention.k_layernorm": state[f"{theirs}.self_attn.k_norm.weight"],
-            "self_attention.linear_proj": state[f"{theirs}.self_attn.o_proj.weight"],
-            "pre_mlp_layernorm": state[f"{theirs}.post_attention_layernorm.weight"],
-            "mlp.linear_fc1": torch.cat(gate),
-            "mlp.linear_fc2": state[f"{theirs}.mlp.down_proj.weight"],
-        }
-        found |= {f"{ours}.{name}.weight": tensor for name, tensor in layer.items()}
-    return found
-
-
-def test_every_method_begins_with_the_embeddings_of_the_authors_code(pools):
-    """fairseq: normal(0, 1 / sqrt(d)) times sqrt(d), for every method (models/transformer.py)."""
+    GPT-2's are a setting of every method.
+    """
     tokens = torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(5))
     words = None
     for method in METHODS:
-        position = {"method": method}
-        evaluation = {"lengths": [32]} if method == "learned" else {}
         config = tiny_config(
-            position=position, evaluation=evaluation, model={"tie_word_embeddings": False}
+            position={"method": method},
+            evaluation={"lengths": [32]} if method == "learned" else {},
+            model={"tie_word_embeddings": False, **model},
         )
         found = pools(1).run(tasks.embeddings, config, tokens)[0]
-        table = found[WORDS]
+        table = found["embedding.word_embeddings.weight"]
         # 49,152 draws: the standard error of their deviation is 0.3 %.
-        assert table.std().item() == pytest.approx(96**-0.5, rel=0.015)
-        assert found["output_layer.weight"].std().item() == pytest.approx(96**-0.5, rel=0.015)
-        expected = table[tokens] * 96**0.5
+        assert table.std().item() == pytest.approx(std, rel=0.015)
+        assert found["output_layer.weight"].std().item() == pytest.approx(std, rel=0.015)
+        expected = table[tokens] * scale
         # The same words for all methods, times the same factor.
         words = expected if words is None else words
         torch.testing.assert_close(expected, words, rtol=0, atol=0)
@@ -305,35 +280,10 @@ def test_every_method_begins_with_the_embeddings_of_the_authors_code(pools):
             expected = expected + sinusoids(32, 96).float()
         if method == "learned":
             places = found["embedding.position_embeddings.weight"]
-            assert places.std().item() == pytest.approx(96**-0.5, rel=0.05)
+            assert places.std().item() == pytest.approx(std, rel=0.05)
             expected = expected + places
         # Megatron multiplies, adds and transposes in fp32.
         torch.testing.assert_close(found["output"], expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_gpt2s_embeddings_are_a_setting_of_every_method(pools, method):
-    tokens = torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(5))
-    model = {"embedding_scale": 1.0, "embedding_init_method_std": 0.02}
-    evaluation = {"lengths": [32]} if method == "learned" else {}
-    config = tiny_config(position={"method": method}, evaluation=evaluation, model=model)
-    found = pools(1).run(tasks.embeddings, config, tokens)[0]
-    assert found[WORDS].std().item() == pytest.approx(0.02, rel=0.015)
-    added = found["output"] - found[WORDS][tokens]
-    # fp32 rounds a sum of up to 1.1.
-    assert (added[0] - added[1]).abs().max() < 1e-6
-    assert (added.abs().max() > 0.01) == (method in ("sinusoidal", "learned"))
-
-
-def test_the_comparison_would_notice_slopes_of_local_heads(pools):
-    """Slopes computed for the number of local heads, a known mistake, exceed the tolerance by far.
-
-    Each of two tensor ranks then has the slopes of a model of four heads.
-    """
-    state, tokens, logits, *_ = _expected("alibi", 8)
-    wrong = DenseGPT(variant_config("alibi", 8, {})).load_global_state(state)
-    wrong._score_bias = lambda length, p, like: _local_slopes_bias(length, like)
-    assert (wrong(tokens[:, :-1]) - logits).abs().max() > 100 * TOLERANCE["atol"]
 
 
 def test_trainable_slopes_start_from_the_chosen_ones(pools):
@@ -343,9 +293,3 @@ def test_trainable_slopes_start_from_the_chosen_ones(pools):
     found = pools(2).run(tasks.initial_weights, config)[0]["position.slopes"]
     expected = [0.9 * (0.01 / 0.9) ** (head / 7) for head in range(8)]
     torch.testing.assert_close(found.tolist(), expected, rtol=1e-7, atol=0)
-
-
-def _local_slopes_bias(length: int, like: Tensor) -> Tensor:
-    slopes = torch.tensor([2.0 ** (-8 * (h + 1) / 4) for h in range(4)] * 2)
-    distance = torch.arange(length)[:, None] - torch.arange(length)[None]
-    return (-slopes[:, None, None] * distance).to(like).masked_fill(distance < 0, float("-inf"))
