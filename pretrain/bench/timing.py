@@ -25,8 +25,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from tqdm import tqdm
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig, RunFailed, num_parameters, writing
 from pretrain.evaluation.perplexity import Evaluator
+from pretrain.evaluation.records import Table
 from pretrain.evaluation.windows import Protocol, ScoredText
 from pretrain.model import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.model.gpt import build_model
@@ -206,143 +208,18 @@ def _table(
     return "\n".join(lines)
 
 
-# ---- Let contestants take turns, and show what they measured ----
-BASELINE = "sinusoidal"
-"""The method that ratios are taken to, as in the paper's table of speed and memory."""
-
-Key = dict[str, Any]
-"""What a contestant is called in a result: {"method": "alibi", "train_length": 1024}."""
+# ---- Let contestants take turns, each in processes of its own ----
 Measured = dict[str, float]
 """What a turn measured, by the names of a result's row."""
-Task = Callable[[RunConfig, Topology], tuple[str, Measured]]
-"""Measures on one rank, all ranks together; returns the device's name and what was measured."""
-
-
-def contest(
-    contestants: Sequence[tuple[Key, Task, RunConfig]], rounds: int, nproc: int
-) -> dict[str, Any]:
-    """Let contestants take turns in processes of their own. Progress goes to stderr.
-
-    Args:
-        contestants: What each is called, does, and does it with.
-        rounds: How often each takes its turn.
-        nproc: Processes of each.
-
-    Returns:
-        {"device", "rounds", "rows": [{**key, name: values}], "failed": [{**key, "reason"}]}, with
-        the values of all rounds, each that of the slowest rank; of bytes (names that end in
-        "_bytes") the largest alone. A contestant that failed in any round has no row.
-
-    Raises:
-        RunFailed: All contestants failed.
-    """
-    taken: list[list[Measured]] = [[] for _ in contestants]
-    failed: dict[int, str] = {}
-    device = ""
-    for number in range(1, rounds + 1):
-        order = range(len(contestants)) if number % 2 else reversed(range(len(contestants)))
-        for contestant in order:
-            if contestant in failed:
-                continue
-            key, task, config = contestants[contestant]
-            try:
-                ranks = take_turn(task, config, nproc)
-            except RunFailed as error:
-                failed[contestant] = str(error)
-                said = f"failed: {error}"
-            else:
-                device = ranks[0][0]
-                turn = {
-                    name: (max if name.endswith("_bytes") else min)(each[name] for _, each in ranks)
-                    for name in ranks[0][1]
-                }
-                taken[contestant].append(turn)
-                said = ", ".join(f"{name} {value:,.0f}" for name, value in turn.items())
-            print(f"round {number} of {rounds}: {_named(key)}: {said}", file=sys.stderr, flush=True)
-    if len(failed) == len(contestants):
-        raise RunFailed("nothing could be measured:\n" + "\n".join(failed.values()))
-    rows = []
-    for number, (key, _, _) in enumerate(contestants):
-        if number not in failed:
-            values = {name: [turn[name] for turn in taken[number]] for name in taken[number][0]}
-            largest = {name: max(values[name]) for name in values if name.endswith("_bytes")}
-            rows.append({**key, **values, **largest})
-    reasons = [{**contestants[n][0], "reason": reason} for n, reason in failed.items()]
-    return {"device": f"{nproc} x {device}", "rounds": rounds, "rows": rows, "failed": reasons}
-
-
-def _named(key: Key) -> str:
-    """Return a contestant in words: "alibi, 1,024 tokens"."""
-    method, length = key.values()
-    return f"{method}, {length:,} tokens"
-
-
-class Column(NamedTuple):
-    """A column of a table, and beside a speed its ratio to that of the baseline."""
-
-    title: str
-    name: str
-    """Of the value in a row."""
-    form: str
-    """How the median of the rounds is shown."""
-    unit: int = 1
-    """What it is divided by."""
-
-
-def table(result: dict[str, Any], about: str, columns: Sequence[Column]) -> str:
-    """Return a result as a Markdown table, with ratios to BASELINE at the same length.
-
-    A ratio is the median over the rounds of the ratio in a round, with the smallest and the largest
-    one; of a value that is one for all rounds it is one number.
-
-    Args:
-        result: What `contest` returned.
-        about: Words for the line above the table.
-        columns: The columns behind method and length.
-    """
-    # The second value of a row is its length.
-    length = list(result["rows"][0])[1]
-    baselines = {row[length]: row for row in result["rows"] if row["method"] == BASELINE}
-    titles = ["method", length.replace("_", " ")]
-    for column in columns:
-        titles += [column.title, "ratio"]
-    lines = [
-        f"{result['device']}{about}; medians of {result['rounds']} rounds in turn; ratios to "
-        f"{BASELINE} positions at the same length, with their range over the rounds",
-        "",
-        f"| {' | '.join(titles)} |",
-        "|---" + "|---:" * (len(titles) - 1) + "|",
-    ]
-    for row in result["rows"]:
-        cells = [row["method"], f"{row[length]:,}"]
-        for column in columns:
-            value = row[column.name]
-            value = statistics.median(value) if isinstance(value, list) else value
-            cells.append(column.form.format(value / column.unit))
-            other = baselines.get(row[length])
-            cells.append("-" if other is None else ratio(row, other, column.name))
-        lines.append(f"| {' | '.join(cells)} |")
-    for each in result["failed"]:
-        lines += ["", f"{each['method']}, {each[length]:,} tokens: failed: {each['reason']}"]
-    return "\n".join(lines)
-
-
-def ratio(row: dict[str, Any], baseline: dict[str, Any], name: str) -> str:
-    """Return a contestant's value as a multiple of the baseline's: median and range of rounds."""
-    own, other = row[name], baseline[name]
-    if not isinstance(own, list):
-        return f"{own / other:.3f}"
-    ratios = [a / b for a, b in zip(own, other, strict=True)]
-    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+Task = Callable[[RunConfig, Topology], Any]
+"""Measures on one rank, all ranks together; what it returns is JSON."""
 
 
 ADDRESS = "127.0.0.1"
 """All processes of a turn are on this machine."""
 
 
-def take_turn(
-    task: Callable[[RunConfig, Topology], Any], config: RunConfig, nproc: int
-) -> list[Any]:
+def take_turn(task: Task, config: RunConfig, nproc: int) -> list[Any]:
     """Call task(config, topology) in `nproc` new processes of this machine.
 
     Without GPUs they are forked from a server that has imported everything, in a tenth of a second;
@@ -402,8 +279,8 @@ def _work(rank: int, task: Task, config: RunConfig, nproc: int, folder: Path) ->
 
 
 # ---- Training and evaluation: `pretrain bench methods`, and a study's efficiency ----
-
-
+BASELINE = "sinusoidal"
+"""The method that ratios are taken to, as in the paper's table of speed and memory."""
 STEPS = 5
 """Training steps that are timed in a turn, after WARM_UP_STEPS."""
 PASSES = 4
@@ -416,7 +293,7 @@ def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, 
     """Time training and evaluation of several configs in turns, and measure their memory.
 
     Each turn builds the model and its optimizer, and takes a few real training steps and a real
-    evaluation at the training length, on random tokens.
+    evaluation at the training length, on random tokens. Progress goes to stderr.
 
     Args:
         configs: The contestants, one for each method and training length. All must take equally
@@ -425,9 +302,10 @@ def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, 
         nproc: Processes of each contestant.
 
     Returns:
-        As `contest`, of "method" and "train_length": "train_tokens_per_second",
-        "evaluation_tokens_per_second" of the whole job, and "peak_memory_bytes", the largest of any
-        process while it trained.
+        {"device", "rounds", "rows", "failed"}. A row has "method" and "train_length"; of every
+        round "train_tokens_per_second" and "evaluation_tokens_per_second" of the whole job, as the
+        slowest rank saw them; and "peak_memory_bytes", the largest of any process while it trained.
+        A contestant that failed in any round has no row, and its "reason" is in "failed".
 
     Raises:
         ConfigError: Two configs take different numbers of tokens a step, or one cannot run on so
@@ -435,7 +313,43 @@ def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, 
         RunFailed: All contestants failed.
     """
     check_contestants(configs, nproc)
-    return contest([(_key(config), measure_turn, config) for config in configs], rounds, nproc)
+    taken: list[list[Measured]] = [[] for _ in configs]
+    failed: dict[int, str] = {}
+    device = ""
+    for number in range(1, rounds + 1):
+        order = range(len(configs)) if number % 2 else reversed(range(len(configs)))
+        for contestant in order:
+            if contestant in failed:
+                continue
+            config = configs[contestant]
+            try:
+                ranks = take_turn(measure_turn, config, nproc)
+            except RunFailed as error:
+                failed[contestant] = str(error)
+                said = f"failed: {error}"
+            else:
+                device = ranks[0][0]
+                turn = {
+                    name: (max if name == MEMORY else min)(each[name] for _, each in ranks)
+                    for name in (TRAINING, EVALUATION, MEMORY)
+                }
+                taken[contestant].append(turn)
+                said = ", ".join(f"{name} {value:,.0f}" for name, value in turn.items())
+            said = f"round {number} of {rounds}: {_named(_key(config))}: {said}"
+            print(said, file=sys.stderr, flush=True)
+    if len(failed) == len(configs):
+        raise RunFailed("nothing could be measured:\n" + "\n".join(failed.values()))
+    rows = [
+        {
+            **_key(config),
+            **{name: [turn[name] for turn in turns] for name in (TRAINING, EVALUATION)},
+            MEMORY: max(turn[MEMORY] for turn in turns),
+        }
+        for number, (config, turns) in enumerate(zip(configs, taken))
+        if number not in failed
+    ]
+    reasons = [{**_key(configs[n]), "reason": reason} for n, reason in failed.items()]
+    return {"device": f"{nproc} x {device}", "rounds": rounds, "rows": rows, "failed": reasons}
 
 
 def check_contestants(configs: Sequence[RunConfig], nproc: int) -> None:
@@ -454,18 +368,46 @@ def check_contestants(configs: Sequence[RunConfig], nproc: int) -> None:
         )
 
 
-def _key(config: RunConfig) -> Key:
+def _key(config: RunConfig) -> dict[str, Any]:
     return {"method": config.position_name, "train_length": config.data.sequence_length}
 
 
+def _named(key: dict[str, Any]) -> str:
+    """Return a contestant in words: "alibi, 1,024 tokens"."""
+    return f"{key['method']}, {key['train_length']:,} tokens"
+
+
 def efficiency_table(result: dict[str, Any]) -> str:
-    """Return what `measure` returned as a Markdown table."""
-    columns = (
-        Column("training, tokens/s", TRAINING, "{:,.0f}"),
-        Column("evaluation, tokens/s", EVALUATION, "{:,.0f}"),
-        Column("peak memory in training", MEMORY, "{:,.0f} MiB", 2**20),
+    """Return what `measure` returned as a Markdown table, with ratios to BASELINE.
+
+    A ratio is the median over the rounds of the ratio in a round, with the smallest and the largest
+    one; of memory, which is one for all rounds, it is one number.
+    """
+    baselines = {row["train_length"]: row for row in result["rows"] if row["method"] == BASELINE}
+    titles = ["training, tokens/s", "evaluation, tokens/s", "peak memory in training"]
+    header = ["method", "train length", *(word for title in titles for word in (title, "ratio"))]
+    rows = []
+    for row in result["rows"]:
+        other = baselines.get(row["train_length"])
+        shown = [f"{statistics.median(row[name]):,.0f}" for name in (TRAINING, EVALUATION)]
+        ratios = ["-"] * 3
+        if other is not None:
+            ratios = [_ratio(row[name], other[name]) for name in (TRAINING, EVALUATION)]
+            ratios.append(f"{row[MEMORY] / other[MEMORY]:.3f}")
+        cells = zip([*shown, f"{row[MEMORY] / 2**20:,.0f} MiB"], ratios)
+        rows.append([row["method"], f"{row['train_length']:,}", *chain.from_iterable(cells)])
+    title = (
+        f"{result['device']}; medians of {result['rounds']} rounds in turn; ratios to {BASELINE} "
+        "positions at the same length, with their range over the rounds"
     )
-    return table(result, "", columns)
+    failed = [f"{_named(each)}: failed: {each['reason']}" for each in result["failed"]]
+    return "\n\n".join([Table(title, header, rows, names=1).markdown(), *failed])
+
+
+def _ratio(own: Sequence[float], other: Sequence[float]) -> str:
+    """Return speeds as multiples of the baseline's: median and range of the rounds."""
+    ratios = [a / b for a, b in zip(own, other, strict=True)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
 class RandomText(ScoredText):
