@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -388,6 +389,22 @@ class Value(NamedTuple):
     low: float
     high: float
 
+    @classmethod
+    def of_seeds(cls, values: Sequence[float], *, geometric: bool = False) -> Value:
+        """Return the mean of the seeds' values and their range, which one value does not have.
+
+        What is not finite has no range, and makes the mean infinite; nan makes it nan.
+        """
+        # Python's min and max would ignore some nan and return others.
+        if not all(map(math.isfinite, values)):
+            return cls(math.nan if any(map(math.isnan, values)) else math.inf, math.nan, math.nan)
+        if len(values) == 1:
+            return cls(values[0], math.nan, math.nan)
+        low, high = min(values), max(values)
+        mean = (statistics.geometric_mean if geometric else statistics.fmean)(values)
+        # Rounding must not put the mean of equal values beside them.
+        return cls(min(max(mean, low), high), low, high)
+
 
 # Curves with equal values are different curves, so they are compared by identity.
 @dataclass(frozen=True, eq=False)
@@ -434,15 +451,7 @@ class Curve:
         if len(records) == 1:
             return Value(_amount(records[0], quantity), *_interval(records[0], quantity))
         values = [_amount(record, quantity) for record in records]
-        # Python's min and max would ignore some nan and return others.
-        if not all(map(math.isfinite, values)):
-            return Value(math.nan if any(map(math.isnan, values)) else math.inf, math.nan, math.nan)
-        if quantity in (PERPLEXITY, LONGPPL):
-            mean = math.exp(sum(map(math.log, values)) / len(values))
-        else:
-            mean = sum(values) / len(values)
-        # Rounding must not put the mean of equal values beside them.
-        return Value(min(max(mean, min(values)), max(values)), min(values), max(values))
+        return Value.of_seeds(values, geometric=quantity in (PERPLEXITY, LONGPPL))
 
     def counts(self, unit: str) -> list[int]:
         """Return the different numbers of a record's unit that are known, ascending."""
@@ -651,13 +660,7 @@ class PositionCurve(NamedTuple):
 
     def values(self) -> list[Value]:
         """Return the mean loss of each range of positions, with the range of the seeds."""
-        result = []
-        for losses in zip(*(b.losses for b in self.binned)):
-            mean = sum(losses) / len(losses)
-            is_range = len(losses) > 1 and not math.isnan(mean)
-            ends = (min(losses), max(losses)) if is_range else (math.nan, math.nan)
-            result.append(Value(mean, *ends))
-        return result
+        return [Value.of_seeds(losses) for losses in zip(*(b.losses for b in self.binned))]
 
 
 def position_curves(curves: Iterable[Curve]) -> list[PositionCurve]:
@@ -705,7 +708,8 @@ class Table(NamedTuple):
     def markdown(self) -> str:
         """Return the table in Markdown, under its title, with numbers aligned to the right."""
         alignment = ["---" if i < self.names else "---:" for i in range(len(self.header))]
-        rows = [[_escaped(cell) for cell in row] for row in [self.header, *self.rows]]
+        # No cell ends early, whatever path it holds.
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in [self.header, *self.rows]]
         rows.insert(1, alignment)
         return f"{self.title}:\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -765,15 +769,6 @@ def tables_of(part: Part) -> list[Table]:
     return [length_table(part.curves, quantity) for quantity in quantities(part.curves)]
 
 
-def format_tables(parts: Iterable[Part]) -> str:
-    """Return all values for the terminal."""
-    blocks = []
-    for part in parts:
-        blocks += [f"{part.subject.capitalize()}:"] if part.subject else []
-        blocks += [table.plain() for table in tables_of(part)]
-    return "\n\n".join(blocks)
-
-
 # ---- cells ---------------------------------------------------------------------------------------
 def cell(curve: Curve, x: int, quantity: str = PERPLEXITY) -> str:
     """Return a curve's value: "20.00 +-0.40", or of seeds "20.00 (19.80 to 20.30)".
@@ -822,8 +817,3 @@ def tokens_in_words(curves: Iterable[Curve]) -> str:
 
 def _range(counts: Sequence[int]) -> str:
     return " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1]))) if counts else "-"
-
-
-def _escaped(cell: str) -> str:
-    """Return a cell that cannot end early, whatever path it holds."""
-    return cell.replace("|", "\\|")

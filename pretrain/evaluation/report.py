@@ -32,7 +32,6 @@ from pretrain.evaluation.records import (
     Record,
     check_objectives,
     fields_of,
-    format_tables,
     make_curves,
     parts_of,
     position_curves,
@@ -218,7 +217,11 @@ def format_table(records: Sequence[Record]) -> str:
     There is one table of perplexities for each tokenizer and validation set, with a row for each
     curve and a column for each length.
     """
-    return format_tables(parts_of(make_curves(records)))
+    blocks = []
+    for part in parts_of(make_curves(records)):
+        blocks += [f"{part.subject.capitalize()}:"] if part.subject else []
+        blocks += [table.plain() for table in tables_of(part)]
+    return "\n\n".join(blocks)
 
 
 def _add_by_length(page: Page, records: Sequence[Record], stem: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import html
 import json
 import math
@@ -387,11 +386,7 @@ def claims_json(judged: Sequence[Judgement]) -> bytes:
     """
     rows = []
     for each in judged:
-        claim = {
-            field.name: getattr(each.claim, field.name)
-            for field in dataclasses.fields(each.claim)
-            if field.name != "judge"
-        }
+        claim = {name: value for name, value in vars(each.claim).items() if name != "judge"}
         ends = ("low", "value", "high")
         cases = [
             {
@@ -517,14 +512,6 @@ def _longest_multiple(lengths: Mapping[tuple[str, int], set[int]]) -> int:
 
 def _mean(by_seed: Sequence[Mapping[int, float]]) -> dict[int, Value]:
     """Return step -> the geometric mean of the seeds with the least and the largest."""
-    found = {}
-    for step in sorted(set.intersection(*(set(each) for each in by_seed))):
-        values = [each[step] for each in by_seed]
-        if not all(math.isfinite(value) and value > 0 for value in values):
-            found[step] = Value(math.nan, math.nan, math.nan)
-        elif len(values) == 1:
-            found[step] = Value(values[0], math.nan, math.nan)
-        else:
-            mean = math.exp(sum(map(math.log, values)) / len(values))
-            found[step] = Value(mean, min(values), max(values))
-    return found
+    steps = sorted(set.intersection(*(set(each) for each in by_seed)))
+    of_step = {step: [each[step] for each in by_seed] for step in steps}
+    return {step: Value.of_seeds(values, geometric=True) for step, values in of_step.items()}
