@@ -303,6 +303,12 @@ class Activations:
             self.has_fused_loss and is_modern and parallel.zero_stage == 1
         )
         """Weight gradients are added to fp32 by the product itself."""
+        self.backend = attention_backend(config, is_modern)
+        """"folded": ALiBi stands in columns of q and k, in fp16 on a V100."""
+        self.is_scored = self.backend == "scored"
+        """A function of the method changes the scores, of which no block is kept."""
+        self.uses_mask = self.backend == "sdpa" and config.position.bias != "none"
+        """A bias reaches attention as a mask in memory."""
 
     def layer(self) -> int:
         """Return what a layer keeps, by train.recompute_granularity."""
@@ -368,7 +374,7 @@ class Activations:
             # in any case.
             kept += query
         core = 0 if self.is_scored else rows
-        if self.uses_columns:
+        if self.backend == "folded":
             extra = -(-(c.head_dim + FOLDED_COLUMNS) // 8) * 8 - c.head_dim
             core += (heads + groups) * extra * self.item
         elif self.uses_mask:
@@ -379,22 +385,6 @@ class Activations:
             core += query
         total = kept + query + (core if keeps_core else 0)
         return self.tokens * total + (self._mask() if keeps_core and self.uses_mask else 0)
-
-    @property
-    def is_scored(self) -> bool:
-        """True if a function of the method changes the scores, of which no block is kept."""
-        return attention_backend(self.config, self.is_modern) == "scored"
-
-    @property
-    def uses_columns(self) -> bool:
-        """True if ALiBi stands in columns of q and k: in fp16 on a V100."""
-        return attention_backend(self.config, self.is_modern) == "folded"
-
-    @property
-    def uses_mask(self) -> bool:
-        """True if a bias reaches attention as a mask in memory."""
-        is_biased = self.config.position.bias != "none"
-        return is_biased and attention_backend(self.config, self.is_modern) == "sdpa"
 
     def _mask(self) -> int:
         """Return the fp32 masks of a layer, which the batch shares: a block of queries each."""

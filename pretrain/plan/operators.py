@@ -157,19 +157,14 @@ def num_launches(function: OpOverload, args: tuple[Any, ...]) -> int:
     name = op_name(function)
     if not name.startswith(("_foreach_", "_fused_")) or not isinstance(args[0], (list, tuple)):
         return LAUNCHES.get(name, 1)
-    depth = sum(1 for arg in args if isinstance(arg, (list, tuple)) and _all_tensors(arg))
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg]
+    depth = sum(all(isinstance(each, Tensor) for each in values) for values in lists)
     # The count of steps is one number a tensor, which is passed as a pointer and not as a list of
     # the same depth.
     depth = min(depth - (name in FUSED_OPTIMIZERS), len(TENSORS))
     tensors: Sequence[Tensor] = args[0]
     chunks = sum(math.ceil(tensor.numel() / CHUNK) for tensor in tensors)
     return max(math.ceil(chunks / BLOCKS), math.ceil(len(tensors) / TENSORS[depth - 1]))
-
-
-def _all_tensors(values: Iterable[Any]) -> bool:
-    """Return True if every value is a tensor and there is at least one."""
-    values = list(values)
-    return bool(values) and all(isinstance(value, Tensor) for value in values)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -189,10 +184,8 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _extent(tensor: Tensor) -> int:
     """Return the number of different elements that a tensor shows."""
-    extent = 1
-    for size, stride in zip(tensor.shape, tensor.stride()):
-        extent *= size if stride != 0 else min(size, 1)
-    return extent
+    sizes = zip(tensor.shape, tensor.stride())
+    return math.prod(size if stride else min(size, 1) for size, stride in sizes)
 
 
 def bytes_moved(

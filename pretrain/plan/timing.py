@@ -21,7 +21,7 @@ from pretrain.model import (
     model_flops_utilization,
     peak_tflops_per_second,
 )
-from pretrain.plan.memory import Activations, Stage, chunk_layers, zero_stage
+from pretrain.plan.memory import ZERO_LIVE, Activations, Stage, chunk_layers, zero_stage
 from pretrain.positions.base import PositionMethod, by_layer
 
 # ---- GPUs ----
@@ -311,9 +311,6 @@ JOINED = 2
 together, which our kernels need not."""
 LOST = 0.12
 """Part of compute lost while a collective runs beside it. Assumed: 16 of 132 multiprocessors."""
-LIVE_WEIGHTS = 1_000_000_000
-"""Gathered weights that ZeRO 3 keeps for the backward pass (DeepSpeed's default of
-stage3_max_live_parameters)."""
 
 
 # ---- What is planned for, and the time of a step ----
@@ -607,7 +604,7 @@ class Step:
             # Gradients are reduced in every micro batch.
             if self.zero == 3:
                 # What DeepSpeed does not keep until the backward pass is gathered a second time.
-                again = max(0.0, 1 - LIVE_WEIGHTS / parameters)
+                again = max(0.0, 1 - ZERO_LIVE / parameters)
                 exposed = max(0.0, gather - forward) + max(0.0, again * gather - backward)
                 gather = count * exposed
             return {REDUCTION: count * reduce, GATHER: gather}

@@ -202,32 +202,24 @@ def _on_device(values: list[float | Tensor]) -> bool:
 PASS = "begun_pass_of_"
 """A step in which a corpus has been read to its end has a key of this and the corpus's name: the
 number of the pass that begins, from 2."""
-TAGS = {
-    "loss_nats": "train/loss",
-    "gradient_norm": "train/grad_norm",
-    "learning_rate": "train/learning_rate",
-    "position_learning_rate": "train/position_learning_rate",
-    "global_batch_size": "train/global_batch_size",
-    "consumed_samples": "train/consumed_samples",
-    "tokens_per_second": "throughput/tokens_per_second",
-    "step_seconds": "throughput/step_seconds",
-    "data_wait_seconds": "throughput/data_wait_seconds",
-    "compute_seconds": "throughput/compute_seconds",
-    "wait_seconds": "throughput/wait_seconds",
-    "tflops_per_second": "throughput/tflops_per_second",
-    "tflops_per_second_causal": "throughput/tflops_per_second_causal",
-    "model_flops_utilization": "throughput/model_flops_utilization",
-    "model_flops_utilization_causal": "throughput/model_flops_utilization_causal",
-    "peak_memory_bytes": "health/peak_memory_bytes",
-    "loss_scale": "health/loss_scale",
-    "straggler_rank": "health/straggler_rank",
-    "straggler_seconds": "health/straggler_seconds",
-    "straggler_since_step": "health/straggler_since_step",
-    "num_stragglers": "health/num_stragglers",
-    "skipped_updates": "health/skipped_updates",
-    "rollbacks": "health/rollbacks",
-    PHASE: "train/phase",
-    "rolled_back_from_step": "health/rolled_back_from_step",
+_GROUPED = {
+    "train": (
+        *("learning_rate", "position_learning_rate", "global_batch_size", "consumed_samples"),
+        PHASE,
+    ),
+    "throughput": (
+        *("tokens_per_second", "step_seconds", "data_wait_seconds", "compute_seconds"),
+        *("wait_seconds", "tflops_per_second", "tflops_per_second_causal"),
+        *("model_flops_utilization", "model_flops_utilization_causal"),
+    ),
+    "health": (
+        *("peak_memory_bytes", "loss_scale", "straggler_rank", "straggler_seconds"),
+        *("straggler_since_step", "num_stragglers", "skipped_updates", "rollbacks"),
+        "rolled_back_from_step",
+    ),
+}
+TAGS = {"loss_nats": "train/loss", "gradient_norm": "train/grad_norm"} | {
+    key: f"{group}/{key}" for group, keys in _GROUPED.items() for key in keys
 }
 """Key of a step's record -> tag."""
 GROUPS = ("train", "throughput", "health", "data", "eval")
