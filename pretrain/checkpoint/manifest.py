@@ -322,21 +322,18 @@ class Checkpoint:
         """
         return _read_manifest(self.path).checksum == self.checksum
 
-    def load_config(
-        self,
-        overrides: Sequence[str] = (),
-        sections: Mapping[str, dict[str, Any]] | None = None,
-    ) -> RunConfig:
-        """Return the saved config with changes, checked as any other.
+    def load_config(self, overrides: Sequence[str] = (), world_size: int = 1) -> RunConfig:
+        """Return the saved config for processes that hold the model whole, checked as any other.
 
         Args:
             overrides: "section.key=value" each, as for --set.
-            sections: Whole sections that replace the saved ones, before the overrides.
+            world_size: Number of the processes.
 
         Raises:
             ConfigError: The changed config cannot work.
         """
-        return load_config(self.path / CONFIG, overrides, sections)
+        batch = {"micro_batch_size": 1, "global_batch_size": world_size}
+        return load_config(self.path / CONFIG, overrides, {"parallel": {}, "batch": batch})
 
     def _check_tensors(self, index: Index) -> None:
         """Check that the index names all that is saved of a parameter."""

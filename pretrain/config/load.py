@@ -8,7 +8,6 @@ users do not look for them.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import re
@@ -24,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from pretrain.config import rules
 from pretrain.config.errors import ConfigError
-from pretrain.config.run import PROTOCOLS, STREAM, RunConfig
+from pretrain.config.run import PROTOCOLS, STREAM, RunConfig, in_phase
 from pretrain.config.schema import Effect, Section
 
 CONFIG_VERSION = 1
@@ -378,7 +377,7 @@ def _check_phases(config: RunConfig) -> None:
     """
     for number, phase in enumerate(config.phases, 1):
         if fixed := [key for key in phase.changes if not _may_change(key)]:
-            with _noted(number):
+            with in_phase(number):
                 raise ConfigError(
                     "\n".join(
                         f"{key} = {phase.changes[key]!r}: is the same in all phases of a run. Set "
@@ -387,7 +386,7 @@ def _check_phases(config: RunConfig) -> None:
                     )
                 )
     for each in config.parts if config.phases else ():
-        with _noted(each.number):
+        with in_phase(each.number):
             rules.check(each.config)
 
 
@@ -409,16 +408,6 @@ _WHOLE = {
     *("train.num_steps", "train.profile_steps", "batch.rampup_batch_size"),
 }
 """Sections and keys that all phases have in common."""
-
-
-@contextlib.contextmanager
-def _noted(number: int) -> Iterator[None]:
-    """Name the phase in what is raised."""
-    try:
-        yield
-    except (ConfigError, ValidationError) as error:
-        error.add_note(f"phase {number}")
-        raise
 
 
 def dump_config(config: RunConfig) -> str:

@@ -90,7 +90,7 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         started = f"{world_size} process{'es' * (world_size > 1)}"
         reason = f"the run was started with {started}"
         remedy = f"Start {planned}, or change the plan with --set parallel.world_size={world_size}"
-        _raise([Refusal("parallel.world_size", planned, reason, remedy)])
+        _raise([config.refusal("parallel.world_size", reason, remedy)])
     if not config.phases:
         # Without counting the tokens, since a plan checks many layouts.
         _raise(list(_processes(config, world_size)))
@@ -127,9 +127,8 @@ def _model(c: RunConfig) -> Iterator[Refusal]:
     if m.kv_channels is None:
         yield from _divides("model.hidden_size", m.hidden_size, m.num_attention_heads, heads)
     if m.num_attention_heads % c.num_query_groups:
-        yield Refusal(
+        yield c.refusal(
             "model.num_query_groups",
-            c.num_query_groups,
             f"does not divide {heads}",
             f"Choose a divisor of {m.num_attention_heads}",
         )
@@ -141,21 +140,19 @@ def _adaptive(c: RunConfig) -> Iterator[Refusal]:
         return
     cutoffs = list(c.model.adaptive_cutoffs)
     if not cutoffs or any(a >= b for a, b in pairwise([*cutoffs, c.data.vocab_size])):
-        yield Refusal(
+        yield c.refusal(
             "model.adaptive_cutoffs",
-            cutoffs,
             "not the rising first ids of one or more tails of a vocabulary of data.vocab_size = "
             f"{c.data.vocab_size}",
             f"Choose rising numbers below {c.data.vocab_size}, or remove the key",
         )
-    if (factor := c.model.adaptive_factor) ** len(cutoffs) > c.model.hidden_size:
+    if c.model.adaptive_factor ** len(cutoffs) > c.model.hidden_size:
         why = f"leaves no channel of model.hidden_size = {c.model.hidden_size} to the last tail"
-        yield Refusal("model.adaptive_factor", factor, why, "Lower it, or have fewer tails")
+        yield c.refusal("model.adaptive_factor", why, "Lower it, or have fewer tails")
     for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        if (size := getattr(c.parallel, key)) > 1:
-            yield Refusal(
+        if getattr(c.parallel, key) > 1:
+            yield c.refusal(
                 f"parallel.{key}",
-                size,
                 "every rank needs all of the adaptive inputs and the adaptive softmax of "
                 "model.adaptive_cutoffs",
                 f"Set parallel.{key} = 1; data parallelism and parallel.zero_stage work",
@@ -176,9 +173,8 @@ def _tensor_parallel(c: RunConfig) -> Iterator[Refusal]:
         remedy = "Choose a tensor-parallel size that divides it"
         yield from _divides(key, value, tp, size, remedy)
     if c.parallel.sequence_parallel and tp == 1:
-        yield Refusal(
+        yield c.refusal(
             "parallel.sequence_parallel",
-            True,
             "there is one tensor-parallel rank, and nothing to split the sequence over",
             "Remove the key, or raise parallel.tensor_model_parallel_size",
         )
@@ -195,9 +191,8 @@ def _context_parallel(c: RunConfig) -> Iterator[Refusal]:
     for length in (c.data.sequence_length, *c.evaluation_lengths):
         yield from _divides("data.sequence_length or evaluation.lengths", length, parts, what)
     if size > 1 and c.is_masked:
-        yield Refusal(
+        yield c.refusal(
             "parallel.context_parallel_size",
-            size,
             'a rank reads the parts before its own, and train.objective = "masked" looks at those '
             "behind it, too",
             "Set parallel.context_parallel_size = 1",
@@ -210,46 +205,40 @@ def _pipeline(c: RunConfig) -> Iterator[Refusal]:
     pp, vpp = p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size
     sent = p.gradient_reduce_dtype
     if sent != "fp32" and p.zero_stage > 1:
-        yield Refusal(
+        yield c.refusal(
             "parallel.gradient_reduce_dtype",
-            sent,
             f"at ZeRO {p.zero_stage} DeepSpeed would also add up in it, over all ranks",
             'Set parallel.gradient_reduce_dtype = "fp32", or parallel.zero_stage = 1',
         )
     if sent == "fp16" and c.train.precision != "fp16":
-        yield Refusal(
+        yield c.refusal(
             "parallel.gradient_reduce_dtype",
-            sent,
             f"gradients of train.precision = {c.train.precision} are not scaled to the range of "
             "fp16",
             'Choose "fp32" or "bf16"',
         )
     if pp > 1 and p.zero_stage > 1:
-        yield Refusal(
+        yield c.refusal(
             "parallel.zero_stage",
-            p.zero_stage,
             f"ZeRO {p.zero_stage} does not work with pipeline stages "
             f"(parallel.pipeline_model_parallel_size = {pp})",
             "Set parallel.zero_stage = 1, or parallel.pipeline_model_parallel_size = 1",
         )
     if vpp is not None and pp == 1:
-        yield Refusal(
+        yield c.refusal(
             "parallel.virtual_pipeline_model_parallel_size",
-            vpp,
             "the interleaved schedule needs more than one pipeline stage",
             "Remove the key, or raise parallel.pipeline_model_parallel_size",
         )
     if pp * (vpp or 1) > c.model.num_layers:
-        yield Refusal(
+        yield c.refusal(
             "model.num_layers",
-            c.model.num_layers,
             f"fewer than the {pp * (vpp or 1)} pipeline chunks",
             "Lower parallel.pipeline_model_parallel_size",
         )
     if c.train.spike_policy == "skip" and p.zero_stage > 1:
-        yield Refusal(
+        yield c.refusal(
             "train.spike_policy",
-            c.train.spike_policy,
             f"at ZeRO {p.zero_stage} DeepSpeed measures the gradient norm and updates the "
             "weights in one call, so that no update can be left out",
             'Choose "rollback" or "stop", or set parallel.zero_stage = 1',
@@ -262,10 +251,10 @@ def _recovery(c: RunConfig) -> Iterator[Refusal]:
     remedy = f"or {key} = 0"
     if interval and not c.recovery.replay:
         why = "a step that differs is followed by a replay, and recovery.replay = false"
-        yield Refusal(key, interval, why, f"Set recovery.replay = true, {remedy}")
+        yield c.refusal(key, why, f"Set recovery.replay = true, {remedy}")
     if interval and (stage := c.parallel.zero_stage) > 1:
         why = f"at ZeRO {stage} gradients are sent as they are computed, and can be taken once only"
-        yield Refusal(key, interval, why, f"Set parallel.zero_stage = 1, {remedy}")
+        yield c.refusal(key, why, f"Set parallel.zero_stage = 1, {remedy}")
 
 
 def _rampup(c: RunConfig) -> Iterator[Refusal]:
@@ -274,9 +263,8 @@ def _rampup(c: RunConfig) -> Iterator[Refusal]:
         return
     (start, increment, _), full = c.batch.rampup_batch_size, c.batch.global_batch_size
     if start >= full or (full - start) % increment:
-        yield Refusal(
+        yield c.refusal(
             "batch.rampup_batch_size",
-            list(c.batch.rampup_batch_size),
             f"increments of {increment} do not lead from {start} up to batch.global_batch_size = "
             f"{full}",
             "Begin with fewer, or choose an increment that divides the difference",
@@ -316,11 +304,10 @@ def _schedule(c: RunConfig) -> Iterator[Refusal]:
     first, last = c.train.profile_steps or (1, 1)
     if not first <= last <= steps:
         why = f"not the first and the last of some steps of a run of train.num_steps = {steps}"
-        yield Refusal("train.profile_steps", [first, last], why, "Correct it, or remove the key")
+        yield c.refusal("train.profile_steps", why, "Correct it, or remove the key")
     if (steps := c.lr_end_step - s.lr_begin_step) < 1:
-        yield Refusal(
+        yield c.refusal(
             "schedule.lr_begin_step",
-            s.lr_begin_step,
             f"the schedule would end before it begins, after {c.lr_end_step} steps",
             f"Choose less than {c.lr_end_step}",
         )
@@ -329,25 +316,22 @@ def _schedule(c: RunConfig) -> Iterator[Refusal]:
         where = f"train.num_steps = {steps}"
         if (s.lr_begin_step, c.lr_end_step) != (0, c.train.num_steps):
             where = f"the schedule, steps {s.lr_begin_step + 1} to {c.lr_end_step}"
-        yield Refusal(
+        yield c.refusal(
             "schedule.lr_warmup_steps",
-            s.lr_warmup_steps,
             f"the warm-up would not end within {where}",
             f"Choose less than {steps}",
         )
     for key in ("lr_warmup_init", "min_learning_rate"):
-        if (rate := getattr(s, key)) > c.optimizer.learning_rate:
-            yield Refusal(
+        if getattr(s, key) > c.optimizer.learning_rate:
+            yield c.refusal(
                 f"schedule.{key}",
-                rate,
                 f"above the peak, optimizer.learning_rate = {c.optimizer.learning_rate}",
                 "Lower it, or raise optimizer.learning_rate",
             )
     decayed = s.lr_decay_style == "warmup_stable_decay"
     if decayed and not 0 < s.lr_wsd_decay_steps <= steps - s.lr_warmup_steps:
-        yield Refusal(
+        yield c.refusal(
             "schedule.lr_wsd_decay_steps",
-            s.lr_wsd_decay_steps,
             'schedule.lr_decay_style = "warmup_stable_decay" needs steps to decay in',
             f"Choose 1 to {steps - s.lr_warmup_steps}, the steps after the warm-up",
         )
@@ -357,15 +341,14 @@ def _objective(c: RunConfig) -> Iterator[Refusal]:
     """Check that nothing of a run with masked tokens needs a causal mask."""
     if not c.is_masked:
         return
-    for key, value, is_set in (
-        ("data.per_document_attention", True, c.data.per_document_attention),
-        ("model.adaptive_cutoffs", c.model.adaptive_cutoffs, c.model.adaptive_cutoffs is not None),
-        ("evaluation.protocols", c.evaluation.protocols, "sliding" in c.evaluation.protocols),
+    for key, is_set in (
+        ("data.per_document_attention", c.data.per_document_attention),
+        ("model.adaptive_cutoffs", c.model.adaptive_cutoffs is not None),
+        ("evaluation.protocols", "sliding" in c.evaluation.protocols),
     ):
         if is_set:
-            yield Refusal(
+            yield c.refusal(
                 key,
-                list(value) if isinstance(value, tuple) else value,
                 'works from left to right, and train.objective = "masked" looks both ways',
                 'Remove the key, or set train.objective = "next_token"',
             )
@@ -411,23 +394,20 @@ def _data(c: RunConfig) -> Iterator[Refusal]:
     d, backend = c.data, c.model.attention_backend
     # Of a vocabulary that is made of the text. One that is given in a file has as many as it has.
     if d.vocab_size < (least := LEAST_PIECES.get(d.tokenizer, 2)):
-        yield Refusal(
+        yield c.refusal(
             "data.vocab_size",
-            d.vocab_size,
             "less than what every vocabulary of data.tokenizer begins with",
             f"Choose {least} or more",
         )
     if d.tokens_per_shard < d.tokens_per_block:
-        yield Refusal(
+        yield c.refusal(
             "data.tokens_per_shard",
-            d.tokens_per_shard,
             f"less than one block of data.tokens_per_block = {d.tokens_per_block}",
             f"Choose {d.tokens_per_block} or more, or lower data.tokens_per_block",
         )
     if d.per_document_attention and (d.tokenizer == WORDS or backend not in DOCUMENT_BACKENDS):
-        yield Refusal(
+        yield c.refusal(
             "data.per_document_attention",
-            True,
             f'it needs the token that ends a document, which data.tokenizer = "{WORDS}" puts at '
             f"each line's end, and model.attention_backend = {', '.join(DOCUMENT_BACKENDS)}",
             "Remove the key, or choose another tokenizer or backend",

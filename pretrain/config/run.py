@@ -6,7 +6,9 @@ login node.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from pretrain.config.errors import ConfigError
+from pretrain.config.errors import ConfigError, Refusal
 from pretrain.config.rules import check_layout
 from pretrain.config.schema import (
     BatchSection,
@@ -228,6 +230,23 @@ class RunConfig(Section):
     export: ExportSection = ExportSection()
     phases: tuple[PhaseSection, ...] = Field(default=(), strict=False)
 
+    def value(self, key: str) -> Any:
+        """Return the value of "section.key" as the run uses it: with defaults resolved.
+
+        None for a key that another method has.
+        """
+        section, *path, name = key.split(".")
+        holder = functools.reduce(getattr, path, getattr(self, section))
+        # The properties of a run are named as the keys whose defaults they resolve.
+        return getattr(self, name, getattr(holder, name, None))
+
+    def refusal(self, key: str, reason: str, remedy: str) -> Refusal:
+        """Return why the run cannot have its value of a key, which is shown as the file has it."""
+        value = self.value(key)
+        written = value.model_dump(exclude_none=True) if isinstance(value, Section) else value
+        shown = list(written) if isinstance(written, tuple) else written
+        return Refusal(key, shown, reason, remedy)
+
     # The values below are derived from the sections. No other module computes them again.
 
     @property
@@ -425,6 +444,16 @@ class RunConfig(Section):
 # ---- Resolve the phases of a run ----
 
 
+@contextlib.contextmanager
+def in_phase(number: int) -> Iterator[None]:
+    """Name the phase in what is raised."""
+    try:
+        yield
+    except (ConfigError, ValidationError) as error:
+        error.add_note(f"phase {number}")
+        raise
+
+
 @dataclass
 class _Span:
     """A phase while it is resolved."""
@@ -445,11 +474,8 @@ def _parts(run: RunConfig) -> tuple[RunPhase, ...]:
         return (RunPhase(1, 1, 0, run, {}, _samples(run, 0, last, 0) * run.data.sequence_length),)
     spans: list[_Span] = []
     for number, phase in enumerate(run.phases, 1):
-        try:
+        with in_phase(number):
             spans.append(_span(run, phase, spans[-1] if spans else None, number == count))
-        except (ConfigError, ValidationError) as error:
-            error.add_note(f"phase {number}")
-            raise
     # The run's own schedule goes on to the run's end, one that a phase begins to the next one.
     end, begun = last, [span.first for span in spans if span.begins_schedule]
     for span in reversed(spans):

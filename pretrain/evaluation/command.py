@@ -98,13 +98,9 @@ def evaluation_config(
             training length.
     """
     world_size = pretrain.topology.Process.from_environment().world_size
-    sections: dict[str, dict[str, Any]] = {
-        "parallel": {},
-        "batch": {"micro_batch_size": 1, "global_batch_size": world_size},
-    }
     # The run's own are for the evaluations in its training loop. A --set of them is for this one.
     not_own = ["evaluation.max_tokens=", "evaluation.protocols="]
-    config = checkpoint.load_config([*not_own, *overrides], sections)
+    config = checkpoint.load_config([*not_own, *overrides], world_size)
     if request.max_tokens is None:
         request = replace(request, max_tokens=config.evaluation.max_tokens)
     # Both is the default of --protocols.

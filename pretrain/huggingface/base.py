@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.errors import Refusal
-from pretrain.config.schema import Section
 from pretrain.positions.base import LEARNED_TABLE
 
 if TYPE_CHECKING:
@@ -88,19 +87,9 @@ Row = Both | Theirs | Ours
 def refused(rows: Sequence[Row], config: RunConfig, name: str) -> Iterator[tuple[Ours, Refusal]]:
     """Yield each row of our settings, for the class `name`, whose value a run does not have."""
     for row in rows:
-        if isinstance(row, Ours) and (value := ours(config, row.ours)) != row.wanted(config):
+        if isinstance(row, Ours) and (value := config.value(row.ours)) != row.wanted(config):
             reason = row.reason.format(name=name, only=row.wanted(config), value=value)
-            # As the config's file has it.
-            dumped = value.model_dump(exclude_none=True) if isinstance(value, Section) else value
-            shown = list(dumped) if isinstance(dumped, tuple) else dumped
-            yield row, Refusal(row.ours, shown, reason, row.remedy)
-
-
-def ours(config: RunConfig, key: str) -> Any:
-    """Return the value of one of our keys, as the run uses it: with defaults resolved."""
-    section, _, name = key.partition(".")
-    # A position method has the keys of its own alone.
-    return getattr(config, name, getattr(getattr(config, section), name, None))
+            yield row, config.refusal(row.ours, reason, row.remedy)
 
 
 def theirs(settings: Any, key: str) -> Any:
@@ -362,6 +351,9 @@ class TensorTable:
 
     def biased(self, config: RunConfig, module: str) -> bool:
         """Return True if a module of ours has a bias there, which is zero if it has none here."""
+        if config.model.gated_linear_unit:
+            # The classes and programs of today's block have a bias nowhere else.
+            return module == QKV
         return module not in (EMBEDDING, POSITIONS, OUTPUT)
 
     def left_out(self, config: RunConfig) -> dict[str, bool]:
@@ -514,7 +506,7 @@ class HuggingFaceClass(TensorTable):
             if isinstance(row, Ours) or (isinstance(row, Both) and not row.is_written):
                 continue
             if isinstance(row, Both):
-                value = row.write(ours(config, row.ours))
+                value = row.write(config.value(row.ours))
             else:
                 value = row.only[0] if isinstance(row.only, tuple) else row.only
             section, _, key = row.theirs.rpartition(".")

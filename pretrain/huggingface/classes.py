@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.config.errors import Refusal
 from pretrain.config.schema import WORDS
 from pretrain.huggingface.base import (
     COMMON,
@@ -37,7 +36,6 @@ from pretrain.huggingface.base import (
     Transposed,
     Unchanged,
     activation,
-    ours,
 )
 from pretrain.huggingface.llama import ROTARY, Llama, Mistral, Qwen2, Qwen3, Rotated
 from pretrain.positions.alibi import MAX_SLOPE, bias_max_of, slopes_with
@@ -390,7 +388,7 @@ class MptSlopes(_WithSlopes, Mpt):
         found = super().settings(config, max_length, state)
         if SLOPES not in config.position.tensors(config):
             # For programs that take the slopes from there.
-            found["attn_config"]["alibi_bias_max"] = bias_max_of(ours(config, "position.slopes"))
+            found["attn_config"]["alibi_bias_max"] = bias_max_of(config.value("position.slopes"))
         return found
 
 
@@ -572,13 +570,13 @@ def class_of(config: RunConfig) -> HuggingFaceClass:
     if config.data.tokenizer == WORDS:
         remedy = f"{HERE} with a SentencePiece or Hugging Face tokenizer"
         reason = "a vocabulary of words is not exported"
-        raise ConfigError(str(Refusal("data.tokenizer", WORDS, reason, remedy)))
+        raise ConfigError(str(config.refusal("data.tokenizer", reason, remedy)))
     method = config.position.method
     candidates = [each for each in CLASSES.values() if method in each.positions]
     if not candidates:
         others = sorted({name for each in CLASSES.values() for name in each.positions})
         remedy = f"{HERE} with {', '.join(others[:-1])} or {others[-1]}"
-        refusal = Refusal("position.method", method, config.position.no_class, remedy)
+        refusal = config.refusal("position.method", config.position.no_class, remedy)
         raise ConfigError(str(refusal))
     if chosen := config.export.model_type:
         names = ", ".join(each.model_type for each in candidates)
@@ -586,7 +584,7 @@ def class_of(config: RunConfig) -> HuggingFaceClass:
         if not candidates:
             reason = f"no class of that name holds position.method = {method}"
             remedy = f"Choose one of {names}, or leave it out"
-            raise ConfigError(str(Refusal("export.model_type", chosen, reason, remedy)))
+            raise ConfigError(str(config.refusal("export.model_type", reason, remedy)))
     # The one with the least in its way, stock classes first: min() takes the first of equals. A
     # model with ALiBi, tanh GELU and no biases is a Bloom with biases of 0, for example.
     found = min(candidates, key=lambda each: len(list(each.refusals(config))))

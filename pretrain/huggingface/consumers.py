@@ -39,7 +39,6 @@ from pretrain.huggingface.base import (
     Ours,
     StackQkv,
     TensorTable,
-    ours,
     refused,
 )
 from pretrain.huggingface.classes import (
@@ -72,7 +71,7 @@ def _any_gelu(config: RunConfig) -> str:
 
 
 def _one_bias_max(config: RunConfig) -> Any:
-    slopes = ours(config, "position.slopes")
+    slopes = config.value("position.slopes")
     return slopes if isinstance(slopes, BiasMax) else "published"
 
 
@@ -244,20 +243,15 @@ class _Gguf(TensorTable):
     }
 
 
-class _GgufLlama(TensorTable):
+class _GgufLlama(_Gguf):
     """The same of the graphs "llama" and "qwen3"."""
 
-    modules: ClassVar = {k: _Gguf.modules[k] for k in (EMBEDDING, FINAL_NORM, OUTPUT)}
-    layers = "blk"
     layer: ClassVar = _Gguf.layer | {
         QKV: GroupedQkv("attn_q", "attn_k", "attn_v"),
         Q_NORM: "attn_q_norm",
         K_NORM: "attn_k_norm",
         "mlp.linear_fc1": GateAndUp("ffn_gate", "ffn_up"),
     }
-
-    def biased(self, config: RunConfig, module: str) -> bool:
-        return module == QKV
 
 
 class LlamaCpp(Consumer):
@@ -304,7 +298,7 @@ class LlamaCpp(Consumer):
         writer.add_head_count(m.num_attention_heads)
         writer.add_layer_norm_eps(m.layernorm_epsilon)
         writer.add_layer_norm_rms_eps(m.layernorm_epsilon)
-        slopes, has_slopes = ours(config, "position.slopes"), config.position.bias == "slopes"
+        slopes, has_slopes = config.value("position.slopes"), config.position.bias == "slopes"
         writer.add_max_alibi_bias(float(bias_max_of(slopes)) if has_slopes else 0.0)
         if m.clip_qkv is not None:
             writer.add_clamp_kqv(m.clip_qkv)
@@ -357,7 +351,7 @@ class LlamaCpp(Consumer):
             plain = inverse_frequencies(rope.base, config.head_dim)
             found["rope_freqs.weight"] = plain / rope.inverse_frequencies(config.head_dim)
             writer.add_rope_scaling_attn_factors(
-                ours(config, "position.rotary_scaling").temperature
+                config.value("position.rotary_scaling").temperature
             )
         return found
 
@@ -516,9 +510,6 @@ class _CTranslate2Llama(_CTranslate2):
         K_NORM: "self_attention.k_norm",
         "mlp.linear_fc1": GateAndUp("ffn.linear_0", "ffn.linear_0_noact"),
     }
-
-    def biased(self, config: RunConfig, module: str) -> bool:
-        return module == QKV
 
 
 class CTranslate2(Consumer):

@@ -109,11 +109,7 @@ def _export(
     checkpoint = opened.path
     # Checkpoints load on any layout, so one process is enough. fp32 because the export holds the
     # fp32 master weights, and the comparison is one of fp32 logits.
-    sections: dict[str, dict[str, Any]] = {
-        "parallel": {},
-        "batch": {"micro_batch_size": 1, "global_batch_size": 1},
-    }
-    config = opened.load_config([*overrides, "train.precision=fp32"], sections)
+    config = opened.load_config([*overrides, "train.precision=fp32"])
     stream, directory = _validation_split(config, opened)
     tokenizer = tokenizer_of(opened, Path(directory))
     max_length, target = checked_length(config, max_length), class_of(config)

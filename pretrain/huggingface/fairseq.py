@@ -21,19 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
-from pretrain.checkpoint.save import write_checkpoint
+from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import (
     ConfigError,
     RunConfig,
     RunFailed,
-    dump_config,
     load_config,
     num_parameters,
-    writing,
 )
 from pretrain.config.tensors import model_tensors
-from pretrain.config.trajectory import TOKENIZER
 from pretrain.data.tokenizer import WordTokenizer
 from pretrain.huggingface.base import (
     EMBEDDING,
@@ -45,18 +41,16 @@ from pretrain.huggingface.base import (
     Factors,
     Ours,
     PastPadding,
-    SplitQkv,
     TensorTable,
     Theirs,
-    ours,
     refused,
 )
+from pretrain.huggingface.classes import Opt
 from pretrain.huggingface.export import recorded_logits
 from pretrain.huggingface.folder import check_new
+from pretrain.huggingface.import_model import new_run
 from pretrain.kernels.reference import attention_reference
-from pretrain.rundir.checkpoints import Branch, new_id
-from pretrain.rundir.files import new_directory, replace_file
-from pretrain.rundir.paths import RunPaths, check_apart, claim_version
+from pretrain.rundir.paths import check_apart
 
 NAME = "fairseq's TransformerDecoder"
 PARITY_TOKENS = 64
@@ -110,16 +104,8 @@ class FairseqDecoder(TensorTable):
         OUTPUT: "decoder.output_projection",
     }
     layers = "decoder.layers"
-    layer: ClassVar = {
-        "input_layernorm": "self_attn_layer_norm",
-        "self_attention.linear_qkv": SplitQkv(
-            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
-        ),
-        "self_attention.linear_proj": "self_attn.out_proj",
-        "pre_mlp_layernorm": "final_layer_norm",
-        "mlp.linear_fc1": "fc1",
-        "mlp.linear_fc2": "fc2",
-    }
+    # The code of OPT's layers is fairseq's.
+    layer = Opt.layer
 
     def left_out(self, config: RunConfig) -> dict[str, bool]:
         """Return which of these modules this run's model does not have."""
@@ -196,14 +182,7 @@ def import_checkpoint(
             f"{dictionary}: has {tokenizer.vocab_size:,} entries with the special ones, and "
             f"data.vocab_size = {config.data.vocab_size:,} in {config_file}. Set it to that"
         )
-    with writing(out), new_directory(out.absolute()) as partial:
-        claim_version(partial)
-        replace_file(RunPaths(partial).config, dump_config(config))
-        replace_file(partial / tokenizer.file_name, tokenizer.content)
-        steps = config.train.num_steps
-        origin = Origin(branches=(Branch(new_id(), 0),), data={TOKENIZER: tokenizer.fingerprint})
-        state = TrainerState(steps, steps * config.batch.global_batch_size)
-        checkpoint = write_checkpoint(partial, config, tensors, state, origin, tokenizer)
+    with new_run(out, config, config, tensors, tokenizer, config.train.num_steps) as checkpoint:
         del tensors
         _check_parity(path, config, weights, checkpoint)
     print(f"{path} -> {out} ({num_parameters(config):,} parameters)")
@@ -267,7 +246,7 @@ def _check_settings(path: Path, settings: argparse.Namespace, config: RunConfig)
             if value not in only:
                 lines.append(f"{path}: {row.theirs} = {value!r}: {row.reason}")
         elif isinstance(row, Both):
-            lines += _differs(path, row, value, ours(config, row.ours))
+            lines += _differs(path, row, value, config.value(row.ours))
     scale = 1.0 if given.get("no_scale_embedding") else config.model.hidden_size**0.5
     if config.embedding_scale != scale:
         lines.append(f"{path}: embeddings are scaled by {scale:g}: model.embedding_scale is not so")
@@ -328,10 +307,7 @@ def _check_parity(
         RunFailed: They are not the same.
     """
     opened = open_checkpoint(checkpoint)
-    alone = opened.load_config(
-        ["train.precision=fp32"],
-        {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": 1}},
-    )
+    alone = opened.load_config(["train.precision=fp32"])
     generator = torch.Generator().manual_seed(0)
     shape = 1, min(PARITY_TOKENS, config.data.sequence_length)
     ids = torch.randint(4, config.data.vocab_size, shape, generator=generator)

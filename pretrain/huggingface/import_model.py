@@ -109,17 +109,9 @@ def import_folder(
     kept = [each for each in overrides if not key_of(each).startswith("position.")]
     own = run_config(source, out, kept, tokenizer)
     weights = _read_weights(source)
-    with writing(out), new_directory(out.absolute()) as partial:
-        claim_version(partial)
-        replace_file(RunPaths(partial).config, dump_config(config))
-        if tokenizer is not None:
-            replace_file(partial / tokenizer.file_name, tokenizer.content)
-        tensors = dict(_tensors(source, own, weights))
-        del weights
-        data = {TOKENIZER: tokenizer.fingerprint} if tokenizer is not None else {}
-        origin = Origin(branches=(Branch(new_id(), 0),), data=data)
-        state = TrainerState(0, 0)
-        checkpoint = write_checkpoint(partial, own, tensors, state, origin, tokenizer)
+    tensors = dict(_tensors(source, own, weights))
+    del weights
+    with new_run(out, config, own, tensors, tokenizer) as checkpoint:
         del tensors
         _check_parity(source, out, checkpoint)
     if not advice:
@@ -132,6 +124,39 @@ def import_folder(
             f"The first training step begins with {changed}: give `pretrain train` "
             f"{' '.join(allow_options(allowed))}"
         )
+
+
+@contextlib.contextmanager
+def new_run(
+    out: Path,
+    config: RunConfig,
+    own: RunConfig,
+    tensors: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None,
+    step: int = 0,
+) -> Iterator[Path]:
+    """Write a run with one checkpoint, and yield that; the run gets its name afterwards.
+
+    Args:
+        out: The run's directory.
+        config: The run's config.
+        own: That of the checkpoint.
+        tensors: The weights by global name.
+        tokenizer: What the model's ids mean, if it is known.
+        step: Where the checkpoint stands.
+    """
+    with writing(out), new_directory(out.absolute()) as partial:
+        claim_version(partial)
+        replace_file(RunPaths(partial).config, dump_config(config))
+        if tokenizer is not None:
+            replace_file(partial / tokenizer.file_name, tokenizer.content)
+        data = {TOKENIZER: tokenizer.fingerprint} if tokenizer is not None else {}
+        origin = Origin(branches=(Branch(new_id(), 0),), data=data)
+        state = TrainerState(step, step * own.batch.global_batch_size)
+        checkpoint = write_checkpoint(partial, own, tensors, state, origin, tokenizer)
+        # The caller drops them, too, before it builds a model.
+        del tensors
+        yield checkpoint
 
 
 @contextlib.contextmanager
@@ -314,11 +339,8 @@ def _check_parity(source: Source, out: Path, checkpoint: Path) -> None:
         RunFailed: They do not compute the same.
     """
     opened = open_checkpoint(checkpoint)
-    config = opened.load_config(
-        # fp32, because the masters are, on the one process that this command is.
-        ["train.precision=fp32"],
-        {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": 1}},
-    )
+    # fp32, because the masters are, on the one process that this command is.
+    config = opened.load_config(["train.precision=fp32"])
     lengths = [config.data.sequence_length, 4 * config.data.sequence_length]
     most = longest_comparison(config)
     if source.target.is_bounded:

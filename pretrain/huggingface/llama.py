@@ -203,9 +203,6 @@ class Qwen2(Llama):
         _NO_WINDOW,
     )
 
-    def biased(self, config: RunConfig, module: str) -> bool:
-        return module == QKV
-
 
 class Qwen3(Llama):
     model_type = "qwen3"

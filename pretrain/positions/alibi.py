@@ -150,24 +150,21 @@ class Alibi(PositionMethod):
         heads = config.model.num_attention_heads
         for key, written in self._sides().items():
             if isinstance(written, tuple) and len(written) != heads:
-                yield Refusal(
+                yield config.refusal(
                     f"position.{key}",
-                    list(written),
                     f"lists {len(written)}, and model.num_attention_heads = {heads}",
                     f"Give {heads}, one for each head of the model; tensor-parallel ranks take "
                     "their part",
                 )
             if isinstance(written, SlopeRange) and heads == 1 and written.first != written.last:
-                yield Refusal(
+                yield config.refusal(
                     f"position.{key}",
-                    written.model_dump(),
                     "one head has one slope, which cannot be the first and the last of them",
                     f"Set position.{key} = [{written.first}]",
                 )
         if self.slopes_right is not None and not config.is_masked:
-            yield Refusal(
+            yield config.refusal(
                 "position.slopes_right",
-                list(_values(self.slopes_right, heads)),
                 'no token sees one that follows, since train.objective = "next_token"',
                 "Remove it",
             )

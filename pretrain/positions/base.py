@@ -88,6 +88,9 @@ class PositionMethod(ChosenSection):
     shared_by_heads: ClassVar[tuple[str, ...]] = ()
     """Those of `tensors` that all heads share, without "position."."""
 
+    looks_back: ClassVar[str] = ""
+    """Why queries cannot see keys behind them, as `Refusal.reason` begins; "" if they can."""
+
     of_each_layer: ClassVar[tuple[str, ...]] = ()
     """Those that have the layers of the model as an axis, behind the heads, if they have heads."""
 
@@ -95,7 +98,9 @@ class PositionMethod(ChosenSection):
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         """Yield why the model cannot have these positions, beside what the types of keys say."""
-        yield from ()
+        if self.looks_back and config.is_masked:
+            why = f'{self.looks_back}, and train.objective = "masked" shows later keys, too'
+            yield config.refusal("position.method", why, 'Set train.objective = "next_token"')
 
     def resolved(self, config: RunConfig) -> dict[str, Any]:
         """Return the values that keys stand for, where two spellings may mean one model.

@@ -11,12 +11,11 @@ begins at 0, every layer has its own, and all heads of a layer share it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from pretrain.config.errors import Refusal
 from pretrain.config.schema import Fixed
 from pretrain.positions.base import PositionMethod
 
@@ -39,19 +38,9 @@ class Cope(PositionMethod):
     title = "CoPE"
     bias = "scores"
     score_blocks = 13.6
+    looks_back = "counts the gates from a key before the query up to it"
     shared_by_heads = ("cope_embeddings",)
     of_each_layer = ("cope_embeddings",)
-
-    def refusals(self, config: RunConfig) -> Iterator[Refusal]:
-        """Yield that positions are counted backwards from the query."""
-        if config.is_masked:
-            yield Refusal(
-                "position.method",
-                self.method,
-                "counts the gates from a key before the query up to it, and train.objective = "
-                '"masked" shows keys behind it, too',
-                'Set train.objective = "next_token"',
-            )
 
     def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
         shape = (config.model.num_layers, self.cope_positions, config.head_dim)

@@ -53,9 +53,8 @@ class Fire(PositionMethod):
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         """Yield what a query's position in the whole sequence does not say."""
         if config.is_masked or config.data.per_document_attention:
-            yield Refusal(
+            yield config.refusal(
                 "position.method",
-                self.method,
                 "divides distances by the number of tokens before the query in its sequence, which "
                 "are neither all that a masked model sees nor all of one document",
                 'Set train.objective = "next_token" and data.per_document_attention = false, or '

@@ -56,7 +56,7 @@ class Hybrid(PositionMethod):
                     "not a method of a layer: all layers read the embeddings",
                     "Choose one that acts in attention",
                 )
-            for found in each.refusals(config):
+            for found in each.refusals(config.model_copy(update={"position": each})):
                 yield found._replace(key=found.key.replace("position.", f"{key}.", 1))
         if len({each for each in self.layers if each.rope() is not None}) > 1:
             yield Refusal(

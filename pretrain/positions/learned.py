@@ -30,9 +30,8 @@ class Learned(PositionMethod):
         """Yield that the table ends within the training length."""
         rows, length = self.table_end(config), config.data.sequence_length
         if length > rows:
-            yield Refusal(
+            yield config.refusal(
                 "position.max_position_embeddings",
-                rows,
                 f"less than data.sequence_length = {length}",
                 f"Set {length} or more, or remove the key",
             )

@@ -116,6 +116,14 @@ def inverse_frequencies(base: float, channels: int) -> Tensor:
     return 1.0 / (base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels))
 
 
+def odd_head(config: RunConfig) -> Iterator[Refusal]:
+    """Yield that the channels of a head do not make pairs."""
+    if config.head_dim % 2:
+        why = f"pairs of channels are rotated, and a head has {config.head_dim} channels"
+        remedy = "Choose a hidden_size that gives each head an even width"
+        yield config.refusal("model.hidden_size", why, remedy)
+
+
 class Rotary(PositionMethod):
     """Megatron's rotary embeddings of queries and keys."""
 
@@ -143,26 +151,18 @@ class Rotary(PositionMethod):
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         """Yield why the channels of a head cannot be rotated in pairs."""
         width, channels = config.head_dim, self.rotated_channels(config)
-        if width % 2:
-            yield Refusal(
-                "model.hidden_size",
-                config.model.hidden_size,
-                f"rotary positions rotate pairs of channels, and a head has {width} channels",
-                "Choose a hidden_size that gives each head an even width",
-            )
-        elif channels % 2 or not channels:
-            yield Refusal(
+        yield from odd_head(config)
+        if width % 2 == 0 and (channels % 2 or not channels):
+            yield config.refusal(
                 "position.rotary_percent",
-                self.rotary_percent,
                 f"rotates {channels} of a head's {width} channels, and rotary positions rotate "
                 "pairs of them",
                 "Choose a share that gives an even number of channels",
             )
         steps = self.rotary_scaling
         if isinstance(steps, Llama3) and steps.high_freq_factor <= steps.low_freq_factor:
-            yield Refusal(
+            yield config.refusal(
                 "position.rotary_scaling.high_freq_factor",
-                steps.high_freq_factor,
                 f"not above low_freq_factor = {steps.low_freq_factor}",
                 "Llama 3.1 has 4.0 and 1.0",
             )

@@ -35,17 +35,17 @@ class Sinusoidal(PositionMethod):
     adds_to_embeddings = True
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
-        """Yield that the channels do not make pairs."""
-        if config.model.hidden_size % 2:
-            yield Refusal(
-                "model.hidden_size",
-                config.model.hidden_size,
-                "sinusoidal positions consist of pairs of a sine and a cosine",
-                "Choose an even number",
-            )
+        return odd_channels(config)
 
     def embedded(self, config: RunConfig, positions: Tensor) -> Tensor:
         return sinusoidal_table(positions, config.model.hidden_size, self.sinusoidal_table)
+
+
+def odd_channels(config: RunConfig) -> Iterator[Refusal]:
+    """Yield that the channels do not make pairs."""
+    if config.model.hidden_size % 2:
+        why = "sinusoids consist of pairs of a sine and a cosine"
+        yield config.refusal("model.hidden_size", why, "Choose an even number")
 
 
 def sinusoidal_table(positions: Tensor, hidden_size: int, form: SinusoidalForm) -> Tensor:

@@ -42,16 +42,14 @@ class T5(PositionMethod):
         # distances from there to the largest, which must therefore be larger.
         buckets = self.relative_attention_num_buckets
         if self.relative_attention_max_distance <= buckets // 2:
-            yield Refusal(
+            yield config.refusal(
                 "position.relative_attention_max_distance",
-                self.relative_attention_max_distance,
                 f"half of the {buckets} buckets hold one distance each and already reach as far",
                 "Choose a larger distance, or fewer position.relative_attention_num_buckets",
             )
         if config.is_masked and buckets < 4:
-            yield Refusal(
+            yield config.refusal(
                 "position.relative_attention_num_buckets",
-                buckets,
                 'with train.objective = "masked" half of the buckets are for the tokens that '
                 "follow",
                 "Choose 4 or more",

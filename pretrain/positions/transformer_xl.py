@@ -12,12 +12,12 @@ all methods here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pretrain.config.errors import Refusal
 from pretrain.positions.base import PositionMethod
+from pretrain.positions.sinusoidal import odd_channels, sinusoidal_table
 
 if TYPE_CHECKING:
     import torch
@@ -40,14 +40,7 @@ class TransformerXL(PositionMethod):
     of_each_layer = ("transformer_xl_projection",)
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
-        """Yield that the channels do not make pairs."""
-        if config.model.hidden_size % 2:
-            yield Refusal(
-                "model.hidden_size",
-                config.model.hidden_size,
-                "sinusoids consist of pairs of a sine and a cosine",
-                "Choose an even number",
-            )
+        return odd_channels(config)
 
     def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
         m, width = config.model, config.head_dim
@@ -86,11 +79,7 @@ def _scores(
     first = index[0, -1]
     # Positions are consecutive: these are all distances, once each.
     distances = torch.arange(len(queries) + len(keys) - 1, device=keys.device) + first
-    channels = projection_HDE.shape[2]
-    # In fp64: an fp32 angle near distance 2000 has a rounding error of 1e-4.
-    power = torch.arange(0, channels, 2, device=keys.device, dtype=torch.float64) / channels
-    angle = distances[:, None] * torch.exp(power * -math.log(10_000.0))
-    sinusoids_NE = torch.cat([angle.sin(), angle.cos()], dim=-1).to(q.dtype)
+    sinusoids_NE = sinusoidal_table(distances, projection_HDE.shape[2], "vaswani").to(q.dtype)
     rows_HND = sinusoids_NE @ projection_HDE.mT
     content: Tensor = (k @ (u_HD * scale)[..., None]).mT
     return scores + content + products_at((q + v_HD[:, None]) * scale, rows_HND, index - first)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from pretrain.config.errors import Refusal
 from pretrain.positions.base import PositionMethod
+from pretrain.positions.rotary import odd_head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,24 +46,12 @@ class XPos(PositionMethod):
     its code have 512; a smaller one sees less far."""
 
     title = "xPos"
+    looks_back = "the scores of later keys would grow with the distance"
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         """Yield why the channels cannot be rotated, or would grow with the distance."""
-        if config.head_dim % 2:
-            yield Refusal(
-                "model.hidden_size",
-                config.model.hidden_size,
-                f"xPos rotates pairs of channels, and a head has {config.head_dim} channels",
-                "Choose a hidden_size that gives each head an even width",
-            )
-        if config.is_masked:
-            yield Refusal(
-                "position.method",
-                self.method,
-                "the scores of later keys would grow with the distance, and train.objective = "
-                '"masked" shows them',
-                'Set position.method = "rotary"',
-            )
+        yield from odd_head(config)
+        yield from super().refusals(config)
 
     def queries_and_keys(
         self, config: RunConfig, query: Tensor, key: Tensor, first: int, length: int

@@ -96,11 +96,10 @@ def train(
     check_sizes(topology, streams)
     resume = bring(config, topology, resume)
     evaluations, notes = evaluations_of(config, streams[1])
+    known = StartPoint(checkpoint, evaluations=evaluations, data=data, allowed=tuple(allowed))
     with AttemptReporter() as reporter:
         start_point = on_main(
-            topology,
-            lambda: take_run(config, resume, reporter, checkpoint, data, allowed, evaluations),
-            StartPoint,
+            topology, lambda: take_run(config, resume, reporter, known), StartPoint
         )
         if topology.is_main:
             say(_outlook(config, topology, start_point), *notes)
@@ -140,16 +139,8 @@ def _next_phase(run: Run, streams: Streams) -> Run:
         if before.checkpoint is not None and not own.exists():
             # Another run's, from which this one began with the evaluation of the phase before.
             resume = str(before.checkpoint.path)
-        found = find_start_point(
-            config,
-            resume,
-            before.checkpoint,
-            before.data,
-            before.allowed,
-            evaluations=before.evaluations,
-            evaluated=run.state.step,
-        )
-        return replace(found, provenance=before.provenance)
+        # Those that were passed over have been set aside.
+        return find_start_point(config, resume, replace(before, passed_over=()), run.state.step)
 
     start_point = on_main(topology, find, StartPoint)
     if topology.is_main:

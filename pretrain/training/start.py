@@ -243,36 +243,33 @@ class StartPoint:
 
 
 def find_start_point(
-    config: RunConfig,
-    resume: str,
-    opened: Checkpoint | None,
-    data: dict[str, str],
-    allowed: Collection[str] = (),
-    passed_over: PassedOver = (),
-    evaluations: Evaluations = ((),),
-    evaluated: int | None = None,
+    config: RunConfig, resume: str, known: StartPoint, evaluated: int | None = None
 ) -> StartPoint:
     """Find where the run starts from, and the phase that goes on there.
 
     Args:
         config: The run.
         resume: "auto", "none" or a path; see `choose_checkpoint`.
-        opened: A checkpoint that `choose_checkpoint` has returned before.
-        data: The hashes of the run's data; see `data_hashes`.
-        allowed: Keys that may change although they change training.
-        passed_over: Checkpoints that `auto` must pass over, and why.
-        evaluations: What every evaluation of this run measures; see `evaluations_of`.
+        known: What holds wherever it starts: the hashes of the data, the keys that may change, the
+            evaluations and the provenance. Also the checkpoint that was opened before, and those
+            that `auto` must pass over.
         evaluated: The step of which this process has done the evaluation.
 
     Raises:
         ConfigError: As `choose_checkpoint`, a difference from the checkpoint is not allowed, or the
             checkpoint has done more steps than train.num_steps.
     """
-    parts = config.parts
+    parts, evaluations = config.parts, known.evaluations
     evaluations = evaluations if len(evaluations) == len(parts) else ((),) * len(parts)
-    checkpoint, passed_over = choose_checkpoint(config, resume, opened, passed_over)
+    checkpoint, passed_over = choose_checkpoint(config, resume, known.checkpoint, known.passed_over)
+    known = StartPoint(
+        evaluations=evaluations,
+        data=known.data,
+        allowed=known.allowed,
+        provenance=known.provenance,
+    )
     if checkpoint is None:
-        return StartPoint(data=data, allowed=tuple(allowed), evaluations=evaluations)
+        return known
     step, last = checkpoint.trainer_state.step, config.train.num_steps
     if step > last:
         raise ConfigError(
@@ -294,22 +291,20 @@ def find_start_point(
             done = set()
         pending = tuple(p for p in evaluations[ended.number - 1] if p.key not in done)
     phase = ended if pending else phase
-    differences = _check_going_on(config, phase, data, checkpoint, allowed)
+    differences = _check_going_on(config, phase, known.data, checkpoint, known.allowed)
     own_checkpoints = RunPaths(config.directory).checkpoints.resolve()
     is_own = checkpoint.path.resolve().parent == own_checkpoints
-    return StartPoint(
-        checkpoint,
-        step,
-        phase.number,
-        evaluations,
-        pending,
-        step if is_own else None,
-        data,
-        differences,
-        tuple(allowed),
-        begins_branch(config.directory, checkpoint.path, checkpoint.lineage),
-        resume == "auto",
-        passed_over,
+    return dataclasses.replace(
+        known,
+        checkpoint=checkpoint,
+        step=step,
+        phase=phase.number,
+        pending_evaluations=pending,
+        saved_step=step if is_own else None,
+        differences=differences,
+        begins_branch=begins_branch(config.directory, checkpoint.path, checkpoint.lineage),
+        is_automatic=resume == "auto",
+        passed_over=passed_over,
     )
 
 
@@ -485,13 +480,7 @@ def check_same_data(data: Mapping[str, str], directory: str) -> None:
 
 
 def take_run(
-    config: RunConfig,
-    resume: str,
-    reporter: AttemptReporter,
-    opened: Checkpoint | None,
-    data: dict[str, str],
-    allowed: Collection[str] = (),
-    evaluations: Evaluations = ((),),
+    config: RunConfig, resume: str, reporter: AttemptReporter, known: StartPoint
 ) -> StartPoint:
     """Make the run this process's own and find where it starts from. Rank 0 alone.
 
@@ -501,16 +490,13 @@ def take_run(
         config: The run.
         resume: "auto", "none" or a path; see `choose_checkpoint`.
         reporter: Holds the run's lock from now on.
-        opened: The checkpoint that `prepare` opened.
-        data: The hashes of the run's data; see `data_hashes`.
-        allowed: Keys that may change although they change training.
-        evaluations: What every evaluation of this run measures; see `evaluations_of`.
+        known: As for `find_start_point`, with the checkpoint that `prepare` opened.
 
     Raises:
         ConfigError: run.directory cannot be made, or (RunBusy) another process trains the run.
     """
     supervised = supervised_attempt()
-    start_point = find_start_point(config, resume, opened, data, allowed, evaluations=evaluations)
+    start_point = find_start_point(config, resume, known)
     if start_point.is_finished(config) and supervised is None:
         return start_point
     try:
@@ -526,9 +512,8 @@ def take_run(
     with writing(config.directory):
         recover(config.directory, reporter.attempt)
     # Once more: until the lock was taken, another process may have trained the run.
-    start_point = find_start_point(
-        config, resume, start_point.checkpoint, data, allowed, evaluations=evaluations
-    )
+    known = dataclasses.replace(known, checkpoint=start_point.checkpoint)
+    start_point = find_start_point(config, resume, known)
     _say_passed_over(start_point)
     return dataclasses.replace(start_point, provenance=record_provenance(reporter))
 
@@ -665,11 +650,10 @@ def _fall_back(config: RunConfig, before: StartPoint, passed_over: PassedOver) -
         before: Where it was to start from.
         passed_over: The checkpoints to pass over, and why.
     """
-    start_point = find_start_point(
-        config, "auto", None, before.data, before.allowed, passed_over, before.evaluations
-    )
+    known = dataclasses.replace(before, checkpoint=None, passed_over=passed_over)
+    start_point = find_start_point(config, "auto", known)
     _say_passed_over(start_point)
-    return dataclasses.replace(start_point, provenance=before.provenance)
+    return start_point
 
 
 def _say_passed_over(start_point: StartPoint) -> None:

@@ -299,10 +299,17 @@ def _assemble(chunks: list[Any], value: Any, average_over: int) -> dict[str, Ten
 def loaded_run(config: RunConfig, resume: str, allowed: Collection[str] = ()) -> Any:
     """Return the run with its data, its model and what `resume`, a value of --resume, names."""
     from pretrain.training.reporter import AttemptReporter, Requests
-    from pretrain.training.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.training.start import (
+        StartPoint,
+        data_hashes,
+        find_start_point,
+        load_run,
+        prepare,
+    )
 
     streams, topology, checkpoint = prepare(config, resume, allowed)
-    start_point = find_start_point(config, resume, checkpoint, data_hashes(streams), allowed)
+    known = StartPoint(checkpoint, data=data_hashes(streams), allowed=tuple(allowed))
+    start_point = find_start_point(config, resume, known)
     return load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
 
 
