@@ -203,6 +203,9 @@ class Qwen2(Llama):
         _NO_WINDOW,
     )
 
+    def biased(self, config: RunConfig, module: str) -> bool:
+        return module == QKV
+
 
 class Qwen3(Llama):
     model_type = "qwen3"
