@@ -32,6 +32,7 @@ from pretrain.plan.memory import (
     Memory,
     Stage,
     attention_backend,
+    check_counted,
     memory_of_rank,
     stages_of,
     zero_stage,
@@ -209,12 +210,7 @@ def check_target(config: RunConfig, target: Target) -> None:
             'train.objective = "masked": attention looks both ways, and `pretrain plan` counts '
             "that of a causal mask. Plan with --set train.objective=next_token for a lower bound"
         )
-    if config.model.adaptive_cutoffs is not None:
-        raise ConfigError(
-            f"model.adaptive_cutoffs = {list(config.model.adaptive_cutoffs)}: how many tokens a "
-            "tail computes is up to the text, so `pretrain plan` has no time for it. `pretrain "
-            "bench train` times steps"
-        )
+    check_counted(config)
     if precision != "fp16" and not (is_modern and precision == "bf16"):
         raise ConfigError(
             f"train.precision = {precision}: the speeds of `pretrain plan` on a {gpu} are those of "

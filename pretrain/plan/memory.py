@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from pretrain.config import Layout, RunConfig, num_parameters
+from pretrain.config import ConfigError, Layout, RunConfig, num_parameters
 from pretrain.config.tensors import TIED, ModelTensor, stage_tensors, widths
 from pretrain.optim import Piece, Settings, cut
 from pretrain.positions.base import OWN, by_layer
@@ -260,6 +260,16 @@ def attention_backend(config: RunConfig, is_modern: bool) -> str:
     ):
         return "folded"
     return "sdpa"
+
+
+def check_counted(config: RunConfig) -> None:
+    """Raise ConfigError for a run whose step depends on its text."""
+    if config.model.adaptive_cutoffs is not None:
+        raise ConfigError(
+            f"model.adaptive_cutoffs = {list(config.model.adaptive_cutoffs)}: how many tokens a "
+            "tail computes is up to the text, so a step cannot be counted without one. `pretrain "
+            "bench train` times steps"
+        )
 
 
 class Activations:

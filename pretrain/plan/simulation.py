@@ -35,11 +35,12 @@ from torch._subclasses import FakeTensorMode
 
 from pretrain import platform
 from pretrain.checkpoint.manifest import TrainerState
-from pretrain.config import ConfigError, Layout, RunConfig, num_parameters
+from pretrain.config import Layout, RunConfig, num_parameters
 from pretrain.config.errors import columns, size
 from pretrain.model import forward, loss
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
+from pretrain.plan.memory import check_counted
 from pretrain.plan.operators import (
     Collective,
     Counter,
@@ -406,12 +407,7 @@ def count_run(config: RunConfig) -> dict[int, StepCounts]:
     Raises:
         ConfigError: The model has an adaptive softmax.
     """
-    if config.model.adaptive_cutoffs is not None:
-        raise ConfigError(
-            f"model.adaptive_cutoffs = {list(config.model.adaptive_cutoffs)}: how many tokens a "
-            "tail computes is up to the text, so a step cannot be counted without one. `pretrain "
-            "bench train` times steps"
-        )
+    check_counted(config)
     world_size = planned_world_size(config)
     layout = config.layout(world_size)
     part = 0 if config.parallel.zero_stage == 3 else layout.context - 1

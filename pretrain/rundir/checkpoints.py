@@ -138,11 +138,11 @@ def hold(checkpoint: Path) -> Iterator[None]:
         with _passing_over_unsupported():
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         # Retention may have locked and deleted it between the two lines above.
-        if not _is_same_file(descriptor, checkpoint / MANIFEST):
+        if not is_same_file(descriptor, checkpoint / MANIFEST):
             raise _gone(checkpoint)
         yield
     finally:
-        _release(descriptor)
+        release(descriptor)
 
 
 @contextlib.contextmanager
@@ -163,10 +163,11 @@ def unheld(checkpoint: Path) -> Iterator[bool]:
             return
         yield True
     finally:
-        _release(descriptor)
+        release(descriptor)
 
 
-def _release(descriptor: int) -> None:
+def release(descriptor: int) -> None:
+    """Give up the lock of a file, and close it."""
     # Not by closing alone: a child that was forked meanwhile has the same lock.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -182,7 +183,8 @@ def _passing_over_unsupported() -> Iterator[None]:
             raise
 
 
-def _is_same_file(descriptor: int, path: Path) -> bool:
+def is_same_file(descriptor: int, path: Path) -> bool:
+    """Return True if an open file still has this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -36,7 +36,7 @@ from pretrain.data.files import look
 from pretrain.data.shards import FORMAT_VERSION, Split
 from pretrain.data.sources import Corpus, Piece, Task
 from pretrain.rundir.attempts import Owner
-from pretrain.rundir.checkpoints import UNSUPPORTED
+from pretrain.rundir.checkpoints import UNSUPPORTED, is_same_file, release
 from pretrain.rundir.files import (
     PARTIAL,
     Json,
@@ -112,10 +112,7 @@ def locked(folder: BuildFolder) -> Iterator[None]:
     try:
         yield
     finally:
-        # Not by closing alone: a child that was forked meanwhile has the same lock.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        release(descriptor)
 
 
 def _lock(folder: BuildFolder) -> int:
@@ -141,9 +138,8 @@ def _lock(folder: BuildFolder) -> int:
                 os.close(descriptor)
                 raise
         # The builder that held it may have removed it between the two lines above.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                break
+        if is_same_file(descriptor, path):
+            break
         os.close(descriptor)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(dataclasses.asdict(Owner.here())).encode(), 0)
