@@ -9,7 +9,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,20 +22,24 @@ from torch import Tensor
 # Shape suffixes: B batch, H query heads of this rank, Q queries, K keys, D width of a head.
 
 
-class ScoreFunction(Protocol):
+class ScoreFunction(NamedTuple):
     """What a position method makes of the scores, where that is neither slopes nor a table."""
 
-    @property
-    def window(self) -> int | None:
-        """A query sees keys at distances below this alone, to either side; None: at any."""
+    formula: Callable[..., Tensor]
+    """(the arguments of a call, *tensors) -> scores, differentiable in all tensors."""
+    tensors: tuple[Tensor, ...]
+    """What the formula is given, with the heads as axis 0, in the dtype of the scores."""
+    window: int | None = None
+    """A query sees keys at distances below this alone, to either side; None: at any."""
 
     def of_heads(self, heads: slice) -> ScoreFunction:
         """Return the function for some of its heads."""
+        return self._replace(tensors=tuple(x[heads] for x in self.tensors))
 
     def __call__(
         self, scores_BHQK: Tensor, q_BHQD: Tensor, k_BHKD: Tensor, queries: Tensor, keys: Tensor
     ) -> Tensor:
-        """Return the scores that the softmax sees, [B, H, Q, K], differentiable in all tensors.
+        """Return the scores that the softmax sees, [B, H, Q, K].
 
         The kernel masks afterwards what a query may not see, and what is returned there must be
         finite, or -inf, with a finite gradient.
@@ -47,55 +51,34 @@ class ScoreFunction(Protocol):
             queries: Positions of the queries, consecutive, int64 [Q].
             keys: Positions of the keys, consecutive, int64 [K].
         """
+        tensors = (x.to(scores_BHQK.dtype) for x in self.tensors)
+        return self.formula(scores_BHQK, q_BHQD, k_BHKD, queries, keys, *tensors)
 
 
-class ByDistance(NamedTuple):
-    """A ScoreFunction that changes a score by a number of each head and distance."""
+def by_distance(
+    formula: Callable[..., Tensor],
+    tensors: tuple[Tensor, ...],
+    combine: Callable[[Tensor, Tensor], Tensor] = torch.add,
+) -> ScoreFunction:
+    """Return the function that changes a score by a number of each head and distance.
 
-    formula: Callable[..., Tensor]
-    """(distances, float [N], *tensors) -> the number of each head, [H, N]."""
-    tensors: tuple[Tensor, ...]
-    """What the formula is given, with the heads as axis 0."""
-    combine: Callable[[Tensor, Tensor], Tensor] = torch.add
-    """(scores [B, H, Q, K], numbers [H, Q, K]) -> scores."""
-    window: int | None = None
+    Args:
+        formula: (distances, float [N], *tensors) -> the number of each head, [H, N].
+        tensors: What the formula is given, with the heads as axis 0.
+        combine: (scores [B, H, Q, K], numbers [H, Q, K]) -> scores.
+    """
 
-    def of_heads(self, heads: slice) -> ByDistance:
-        """Return it for some of its heads."""
-        return self._replace(tensors=tuple(x[heads] for x in self.tensors))
-
-    def __call__(
-        self, scores_BHQK: Tensor, q_BHQD: Tensor, k_BHKD: Tensor, queries: Tensor, keys: Tensor
+    def changed(
+        scores_BHQK: Tensor, q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, *own: Tensor
     ) -> Tensor:
-        """Return the scores of `ScoreFunction`."""
         # Each distance is computed once. With the keys in reverse order, the row of query r is
         # entries r .. r + K - 1 of it.
         length = len(queries) + len(keys) - 1
         distances = torch.arange(length, device=keys.device) + (queries[0] - keys[-1])
-        numbers = self.formula(distances.to(scores_BHQK.dtype), *self.tensors)
-        shared = numbers.to(scores_BHQK.dtype).unfold(-1, len(keys), 1).flip(-1)
-        return self.combine(scores_BHQK, shared)
+        numbers = formula(distances.to(scores_BHQK.dtype), *own).to(scores_BHQK.dtype)
+        return combine(scores_BHQK, numbers.unfold(-1, len(keys), 1).flip(-1))
 
-
-class ByContent(NamedTuple):
-    """A ScoreFunction that reads queries and keys, too."""
-
-    formula: Callable[..., Tensor]
-    """(the arguments of a ScoreFunction, *tensors) -> scores."""
-    tensors: tuple[Tensor, ...]
-    """What the formula is given, with the heads as axis 0."""
-    window: int | None = None
-
-    def of_heads(self, heads: slice) -> ByContent:
-        """Return it for some of its heads."""
-        return self._replace(tensors=tuple(x[heads] for x in self.tensors))
-
-    def __call__(
-        self, scores_BHQK: Tensor, q_BHQD: Tensor, k_BHKD: Tensor, queries: Tensor, keys: Tensor
-    ) -> Tensor:
-        """Return the scores of `ScoreFunction`."""
-        tensors = (x.to(scores_BHQK.dtype) for x in self.tensors)
-        return self.formula(scores_BHQK, q_BHQD, k_BHKD, queries, keys, *tensors)
+    return ScoreFunction(changed, tensors)
 
 
 def products_at(q_BHQD: Tensor, rows_HND: Tensor, index_QK: Tensor) -> Tensor:

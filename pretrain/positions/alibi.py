@@ -219,14 +219,14 @@ class Alibi(PositionMethod):
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
-        from pretrain.kernels.call import ByDistance
+        from pretrain.kernels.call import by_distance
 
         given = self.initial_values(config)
         left, *right = (
             own[key].float() if self.trainable_slopes else given[OWN + key][heads].to(device)
             for key in self._sides()
         )
-        return {"scores": ByDistance(_two_sided, (left, *right))} if right else {"slopes": left}
+        return {"scores": by_distance(_two_sided, (left, *right))} if right else {"slopes": left}
 
 
 def _two_sided(distances: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -54,10 +54,10 @@ class Cope(PositionMethod):
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
-        from pretrain.kernels.call import ByContent
+        from pretrain.kernels.call import ScoreFunction
 
         embeddings_HPD = own["cope_embeddings"].expand(heads.stop - heads.start, -1, -1)
-        return {"scores": ByContent(_scores, (embeddings_HPD,))}
+        return {"scores": ScoreFunction(_scores, (embeddings_HPD,))}
 
 
 def _scores(

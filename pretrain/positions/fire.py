@@ -87,12 +87,12 @@ class Fire(PositionMethod):
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
-        from pretrain.kernels.call import ByContent
+        from pretrain.kernels.call import ScoreFunction
 
         shared = {name: own[name].float() for name in self.shared_by_heads}
         shared["fire_threshold"] = self.fire_threshold * shared["fire_l_mult"].abs()
         by_head = own["fire_output_weight"].float(), own["fire_output_bias"].float()
-        return {"scores": ByContent(partial(_network, shared=shared), by_head)}
+        return {"scores": ScoreFunction(partial(_network, shared=shared), by_head)}
 
 
 def _network(

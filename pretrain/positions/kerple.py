@@ -71,11 +71,11 @@ class Kerple(PositionMethod):
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
-        from pretrain.kernels.call import ByDistance
+        from pretrain.kernels.call import by_distance
 
         most = LARGEST_POWER if self.kerple_kernel == "power" else None
         r1, r2 = _bounded(own["kerple_r1"]), _bounded(own["kerple_r2"], most)
-        return {"scores": ByDistance(FORMULAS[self.kerple_kernel], (r1, r2))}
+        return {"scores": by_distance(FORMULAS[self.kerple_kernel], (r1, r2))}
 
 
 def _bounded(x: Tensor, most: float | None = None) -> Tensor:

@@ -46,10 +46,10 @@ class Multiplied(PositionMethod):
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
-        from pretrain.kernels.call import ByDistance
+        from pretrain.kernels.call import by_distance
 
         learned = (own["multiplied_w"].float(), own["multiplied_v"].float())
-        return {"scores": ByDistance(_factor, learned, _multiply)}
+        return {"scores": by_distance(_factor, learned, _multiply)}
 
 
 def _factor(distances: Tensor, w: Tensor, v: Tensor) -> Tensor:

@@ -44,12 +44,12 @@ class Sandwich(PositionMethod):
     ) -> dict[str, Any]:
         import torch
 
-        from pretrain.kernels.call import ByDistance
+        from pretrain.kernels.call import by_distance
 
         count = config.model.num_attention_heads
         sizes = count / (8 * torch.arange(1, count + 1, dtype=torch.float32, device=device))
         formula = partial(_product, channels=self.sandwich_channels)
-        return {"scores": ByDistance(formula, (sizes[heads],))}
+        return {"scores": by_distance(formula, (sizes[heads],))}
 
 
 def _product(distances: Tensor, sizes: Tensor, channels: int) -> Tensor:

@@ -48,10 +48,10 @@ class Shaw(PositionMethod):
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
-        from pretrain.kernels.call import ByContent
+        from pretrain.kernels.call import ScoreFunction
 
         formula = partial(_scores, most=self.max_relative_position, causal=not config.is_masked)
-        return {"scores": ByContent(formula, (own["shaw_keys"],))}
+        return {"scores": ScoreFunction(formula, (own["shaw_keys"],))}
 
     def reach(self, config: RunConfig) -> int:
         return min(config.data.sequence_length, self.max_relative_position)

@@ -54,9 +54,9 @@ class Tisa(PositionMethod):
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
-        from pretrain.kernels.call import ByDistance
+        from pretrain.kernels.call import by_distance
 
-        return {"scores": ByDistance(_gaussians, tuple(own[name].float() for name in NAMES))}
+        return {"scores": by_distance(_gaussians, tuple(own[name].float() for name in NAMES))}
 
 
 def _gaussians(distances: Tensor, amplitudes: Tensor, widths: Tensor, offsets: Tensor) -> Tensor:

@@ -54,10 +54,10 @@ class TransformerXL(PositionMethod):
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
-        from pretrain.kernels.call import ByContent
+        from pretrain.kernels.call import ScoreFunction
 
         tensors = (own[f"transformer_xl_{name}"] for name in ("u", "v", "projection"))
-        return {"scores": ByContent(_scores, tuple(tensors))}
+        return {"scores": ScoreFunction(_scores, tuple(tensors))}
 
 
 def _scores(

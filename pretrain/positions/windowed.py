@@ -35,9 +35,9 @@ class Windowed(PositionMethod):
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
-        from pretrain.kernels.call import ByContent
+        from pretrain.kernels.call import ScoreFunction
 
-        return {"scores": ByContent(_unchanged, (), self.window)}
+        return {"scores": ScoreFunction(_unchanged, (), self.window)}
 
     @property
     def result_name(self) -> str:
