@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -202,19 +201,3 @@ def test_a_directory_that_goes_away_is_said_as_what_it_is(workspace, config, har
         succeeds("train", config, *words(other, f"train.num_steps={last + 1}"))
         steps = [r["step"] for r in metrics(other) if "evaluation" not in r]
         assert steps == list(range(1, last + 2))
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_metrics_that_are_removed_while_training_are_not_lost(workspace, config, replaced):
-    run = workspace / f"runs/metrics-{replaced}"
-    with training(*PRETRAIN, "train", config, *words(run)) as process:
-        wait_for(saved(run))
-        os.unlink(run / "metrics.jsonl")
-        if replaced:
-            (run / "metrics.jsonl").write_text("{}\n")
-        count = len(complete_checkpoints(run))
-        wait_for(saved(run, count + 2))
-        done = stopped(process)
-    assert done.err.count("metrics.jsonl: was removed or replaced") == 1, done.err
-    steps = [r["step"] for r in metrics(run) if "evaluation" not in r]
-    assert steps == list(range(1, steps[-1] + 1)) and steps[-1] > 80

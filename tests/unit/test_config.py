@@ -95,6 +95,13 @@ REFUSALS = [
         "model.hidden_size = 9",
     ),
     (f"{ROTARY} position.rotary_percent=0.1", "rotates 0 of a head's 8 channels"),
+    ("position.slopes=[0.5,0.25]", "lists 2, and model.num_attention_heads = 12. Give 12"),
+    (f"position.slopes=[{'1,' * 11}-0.1]", "from 0 to 100 for each head"),
+    (f"position.slopes=[{'1,' * 11}nan]", "from 0 to 100"),
+    ("position.slopes={first=0.5}", "or a table {first = 0.5, last = 0.00390625}"),
+    ("position.slopes={first=0.5,last=0}", "above 0"),
+    ("position.slopes={factor=0}", "or a table {factor = 0.5} or"),
+    ("position.slopes=alibi", "input should be 'published'"),
     ("position.slopes_right=published", "no token sees one that follows"),
     ("position.rotary_percent=0.5", "has the keys slopes, trainable_slopes, slopes_right and"),
     (

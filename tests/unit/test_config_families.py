@@ -148,7 +148,8 @@ RUN_FILES, BASE_FILES, *_ = shipped().values()
 
 
 def test_the_families_hold_what_is_listed_here():
-    assert {*RUN_FILES} - {CONFIGS / "demo.toml"} == {path_of(run) for run in RUNS}
+    demos = {*CONFIGS.glob("demo*.toml")}
+    assert {*RUN_FILES} - demos == {path_of(run) for run in RUNS}
     for family in OF_A_STUDY:
         assert list(studied(family)) and set(studied(family)) == {
             r for r in RUNS if r.startswith(family)
@@ -235,13 +236,6 @@ def test_tokens_and_epochs_are_the_papers():
         if family == "wikitext103":
             # 103,227,021 tokens of WikiText-103, 205 epochs.
             assert config.planned_tokens / 103_227_021 == pytest.approx(205, rel=0.005)
-
-
-@pytest.mark.parametrize("run", [run for run in RUNS if "cc100" in run])
-def test_the_large_models_have_the_papers_size(run):
-    # "1.3 billion": 5 % leaves room for the vocabulary, which the paper does not state (50k rows
-    # are 8 % of the total).
-    assert num_parameters(config_of(run)) == pytest.approx(1.3e9, rel=0.05)
 
 
 # What fairseq prints for transformer_lm_wiki103 (examples/layerdrop/README.md: num. model params).

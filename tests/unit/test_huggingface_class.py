@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
-from pretrain.config import ConfigError, load_config
+from pretrain.config import load_config
 from pretrain.huggingface.base import Ours
 from pretrain.huggingface.classes import CLASSES, Opt
 from pretrain.huggingface.consumers import describe_export
@@ -95,21 +94,3 @@ def test_it_exports_and_comes_back_bit_for_bit(tmp_path, tokenizer_path):
     found = load_config(tmp_path / "other/config.toml")
     assert (found.position.method, found.model.hidden_act) == ("none", "relu")
     assert (found.ffn_hidden_size, found.padded_vocab_size) == (config.ffn_hidden_size, 512)
-
-
-def test_it_refuses_in_its_own_words(tmp_path, tokenizer_path):
-    config = make_config("none", hidden_act="gelu")
-    [line] = describe_export(config)
-    assert line.startswith("none: model.hidden_act = gelu: BareForCausalLM has rectified MLPs. ")
-    assert line.endswith("Train with relu")
-    with pytest.raises(ConfigError, match="BareForCausalLM has rectified MLPs"):
-        to_huggingface(
-            config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=64
-        )
-    right = make_config("none", hidden_act="relu")
-    to_huggingface(right, random_state(right, 0), tokenizer_path, tmp_path / "hf", max_length=64)
-    (tmp_path / "hf" / MARKER).unlink()
-    path = tmp_path / "hf/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"layerdrop": 0.5}))
-    with pytest.raises(ConfigError, match=r"layerdrop = 0\.5: our model leaves out no layers"):
-        import_folder(tmp_path / "hf", tmp_path / "run")

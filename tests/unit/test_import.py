@@ -215,15 +215,6 @@ PUBLISHED = {
         "norm_type": "low_precision_layernorm", "resid_pdrop": 0,
         "tokenizer_name": "EleutherAI/gpt-neox-20b", "torch_dtype": "bfloat16",
         "transformers_version": "4.28.1", "use_cache": false, "verbose": 0, "vocab_size": 512}""",
-    "opt": """{"_name_or_path": "facebook/opt-125m", "_remove_final_layer_norm": false,
-        "activation_dropout": 0.0, "activation_function": "relu",
-        "architectures": ["OPTForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 2,
-        "do_layer_norm_before": true, "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 96,
-        "hidden_size": 48, "init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 64,
-        "model_type": "opt", "num_attention_heads": 4, "num_hidden_layers": 2,
-        "pad_token_id": 1, "prefix": "</s>", "torch_dtype": "float16",
-        "transformers_version": "4.21.0.dev0", "use_cache": true, "vocab_size": 512,
-        "word_embed_proj_dim": 48}""",
     "llama": """{"architectures": ["LlamaForCausalLM"], "attention_bias": false,
         "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": 128001, "head_dim": 12,
         "hidden_act": "silu", "hidden_size": 48, "initializer_range": 0.02,
@@ -234,16 +225,8 @@ PUBLISHED = {
         "original_max_position_embeddings": 16, "rope_type": "llama3"}, "rope_theta": 500000.0,
         "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_cache": true,
         "vocab_size": 512}""",
-    "pythia": """{"architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0,
-        "eos_token_id": 0, "hidden_act": "gelu", "hidden_size": 64, "initializer_range": 0.02,
-        "intermediate_size": 128, "layer_norm_eps": 1e-05, "max_position_embeddings": 32,
-        "model_type": "gpt_neox", "num_attention_heads": 4, "num_hidden_layers": 2,
-        "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": false,
-        "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": true,
-        "use_parallel_residual": true, "vocab_size": 512}""",
 }
-"""config.json as published with bloom-560m, mpt-7b, opt-125m, Llama-3.2-1B and pythia-70m, but for
-the sizes."""
+"""config.json as published with bloom-560m, mpt-7b and Llama-3.2-1B, but for the sizes."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -255,18 +238,6 @@ def test_the_config_files_of_published_models_are_understood(name, imported, tmp
     import_folder(tmp_path / "hf", tmp_path / "run")
     found, expected = (load_config(r / "config.toml") for r in (tmp_path / "run", run))
     assert (found.model, found.position) == (expected.model, expected.position)
-
-
-def test_the_parity_check_sees_another_model(imported, tmp_path, monkeypatch, capsys):
-    """A wrong order of queries, keys and values is found, and nothing is left behind."""
-    _, folder, _ = imported("mpt")
-    right = StackQkv.restore
-    wrong = lambda self, config, parts: right(self, config, [parts[0].roll(48, 0)])  # noqa: E731
-    monkeypatch.setattr(StackQkv, "restore", wrong)
-    with pytest.raises(RunFailed, match="does not compute what transformers computes"):
-        import_folder(folder, tmp_path / "run")
-    assert "DIFFERS" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_export_that_is_another_model_does_not_appear(imported, tmp_path, monkeypatch, capsys):

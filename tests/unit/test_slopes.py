@@ -6,12 +6,9 @@ import itertools
 import tomllib
 
 import pytest
-import torch
 
 from pretrain.config import ConfigError, dump_config, parse_config
 from pretrain.config.trajectory import differences, settings_hash
-from pretrain.kernels.dispatch import attention
-from pretrain.positions.alibi import alibi_slopes
 from tests.conftest import TINY, tiny_config
 
 RANGE = {"first": 0.5, "last": 2.0**-8}
@@ -19,13 +16,6 @@ RANGE = {"first": 0.5, "last": 2.0**-8}
 
 def slopes(value: object, **model: object):
     return tiny_config(position={"slopes": value}, model=model)
-
-
-def test_the_default_is_published_to_the_last_bit():
-    for heads in range(1, 41):
-        config = tiny_config(model={"num_attention_heads": heads, "hidden_size": 8 * heads})
-        found = config.position.initial_values(config)["position.slopes"]
-        assert torch.equal(found, alibi_slopes(heads))
 
 
 def test_a_range_is_geometric_and_its_ends_are_exact():
@@ -64,25 +54,6 @@ def test_every_form_is_set_on_the_command_line_and_read_back(text, expected):
     assert parse_config(tomllib.loads(dump_config(config)), "dumped") == config
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("[0.5, 0.25]", "lists 2, and model.num_attention_heads = 8. Give 8"),
-        ("[1, 1, 1, 1, 1, 1, 1, -0.1]", "from 0 to 100 for each head"),
-        ("[1, 1, 1, 1, 1, 1, 1, nan]", "from 0 to 100"),
-        ("{first = 0.5}", "or a table {first = 0.5, last = 0.00390625}"),
-        ("{first = 0.5, last = 0}", "above 0"),
-        ("{factor = 0}", "or a table {factor = 0.5} or"),
-        ("alibi", "input should be 'published'"),
-    ],
-)
-def test_what_is_no_slopes_is_refused(text, reason):
-    with pytest.raises(ConfigError, match=r"^tiny: (--set )?position\.slopes = ") as error:
-        parse_config(TINY, "tiny", [f"position.slopes={text}"])
-    assert reason in str(error.value)
-    assert "{{" not in str(error.value)
-
-
 def test_slopes_belong_to_alibi():
     with pytest.raises(ConfigError, match=r'position\.method = "rotary" has the keys rotary_base'):
         tiny_config(position={"slopes": RANGE, "method": "rotary"})
@@ -104,19 +75,3 @@ def test_other_slopes_are_another_model():
     for form in ({"factor": 1.0}, {"bias_max": 8}, RANGE, [2.0**-k for k in range(1, 9)]):
         assert differences(published, slopes(form)) == []
     assert settings_hash(other, "data") == settings_hash(same, "data")
-
-
-@pytest.mark.parametrize("factor", [0.25, 0.75, 3.0])
-def test_slopes_times_a_factor_are_distances_times_it(factor):
-    """Position interpolation divides distances, which may be no integers then; in fp64 here."""
-    config = slopes({"factor": factor})
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(40, 2, 8, 16, generator=generator) for _ in range(3))
-    terms = config.position.score_terms(config, slice(0, 8), {}, q.device)
-    position = torch.arange(40.0).double() * factor
-    distance = position[:, None] - position
-    bias = -torch.tensor([2.0**-n for n in range(1, 9)])[:, None, None] * distance
-    scores = torch.einsum("qbhd,kbhd->bhqk", q.double(), k.double()) / 4 + bias
-    weights = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
-    expected = torch.einsum("bhqk,kbhd->qbhd", weights, v.double())
-    torch.testing.assert_close(attention(q, k, v, **terms).double(), expected, rtol=0, atol=2e-6)

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,7 @@ from pretrain.rundir.files import (
     new_directory,
     open_by_steps,
     open_own,
+    replace_file,
 )
 from pretrain.rundir.jobs import JobRecord, append_job, read_launch
 from pretrain.rundir.metrics import MetricsFile
@@ -302,18 +304,27 @@ def test_a_file_is_not_written_through_what_lies_in_its_place(
     assert mine.read_text() == "mine" and not (tmp_path / "new.txt").exists()
 
 
-def test_metrics_that_are_emptied_in_place_are_noticed_at_the_next_write(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("harm", "said", "kept"),
+    [
+        (lambda path: os.truncate(path, 0), "was cut short", (3, 4)),
+        (os.unlink, "was removed or replaced", (1, 2, 3, 4)),
+        (lambda path: replace_file(path, "{}\n"), "was removed or replaced", (1, 2, 3, 4)),
+    ],
+)
+def test_metrics_that_are_emptied_removed_or_replaced_are_noticed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], harm: Any, said: str, kept: tuple[int, ...]
 ) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
     for step in (1, 2, 3, 4):
         if step == 3:
-            assert "cut short" not in capfd.readouterr().err
-            (tmp_path / "metrics.jsonl").write_bytes(b"")
+            assert "warning" not in capfd.readouterr().err
+            harm(path)
         file.write({"step": step})
     file.close()
-    assert capfd.readouterr().err.count("metrics.jsonl: was cut short while the run trains") == 1
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3}\n{"step": 4}\n'
+    assert capfd.readouterr().err.count(f"metrics.jsonl: {said} while the run trains") == 1
+    assert path.read_text() == "".join(f'{{"step": {step}}}\n' for step in kept)
 
 
 @needs_root
