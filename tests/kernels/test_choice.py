@@ -91,18 +91,14 @@ def test_a_chosen_backend_does_not_refuse(bias, capability, dtype, head_dim, cau
     assert REFUSALS[chosen](described) is None
 
 
-@pytest.mark.parametrize("bias", ["none", "slopes", "table"])
-def test_double_precision_on_a_gpu_is_refused(bias):
-    with pytest.raises(ValueError, match=r"fp64 on this GPU: no fused kernel"):
-        choose_backend(call(dtype=FP64, bias=bias))
-
-
 def test_named_backends_refuse_what_they_cannot_serve():
     assert "8.0 or more" in folded.refusal(call(dtype=BF16, capability=V100))
     on_cpu = call(dtype=FP16, capability=None, dropout=True)
     assert "rounds scores to the dtype of q" in folded.refusal(on_cpu)
     assert "float64" in REFUSALS["triton"](call(dtype=FP64))
     assert "not installed" in REFUSALS["triton"](call(has_triton=False))
+    with pytest.raises(ValueError, match=r"fp64 on this GPU: no fused kernel"):
+        choose_backend(call(dtype=FP64))
 
 
 @pytest.mark.parametrize(

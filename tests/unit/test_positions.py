@@ -128,24 +128,6 @@ def test_scaled_frequencies_are_those_of_transformers(scaling: dict[str, Any]) -
         assert config.position.rotary_scaling.temperature == factor
 
 
-def test_a_method_may_be_below_another_one() -> None:
-    code = """
-from typing import Literal
-from pretrain.config import parse_config
-from pretrain.config.trajectory import differences, settings_hash
-from pretrain.positions.rotary import Rotary
-from tests.conftest import TINY
-class Scaled(Rotary):
-    method: Literal["scaled"] = "scaled"
-    scale: float = 1.0
-chosen = ["position.method=scaled"]
-a, b = parse_config(TINY, "f", chosen), parse_config(TINY, "f", [*chosen, "position.scale=2.0"])
-assert [each.key for each in differences(a, b)] == ["position.scale"]
-assert settings_hash(a, None) != settings_hash(b, None)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
 def test_a_default_of_another_method_changes_nothing() -> None:
     """A base of several methods says what each of them is trained with."""
     written = {"method": "t5", "rotary_base": 10_000, "trainable_slopes": False}
