@@ -151,6 +151,13 @@ SEQUENTIAL = Ours(
 )
 
 
+def sizes(hidden: str, layers: str, heads: str, ffn: str = "") -> tuple[Both, ...]:
+    """Return the rows of the model's sizes, under their keys; without the MLP's if it has none."""
+    keys = {"hidden_size": hidden, "num_layers": layers, "num_attention_heads": heads}
+    keys |= {"ffn_hidden_size": ffn} if ffn else {}
+    return tuple(Both(theirs, f"model.{name}") for name, theirs in keys.items())
+
+
 def activation(key: str) -> Both:
     """Return the row of the MLP's activation, under their key."""
     reason = f"our activations are {', '.join(ACTIVATIONS)}"

@@ -36,6 +36,7 @@ from pretrain.huggingface.base import (
     Transposed,
     Unchanged,
     activation,
+    sizes,
 )
 from pretrain.huggingface.llama import ROTARY, Llama, Mistral, Qwen2, Qwen3, Rotated
 from pretrain.positions.alibi import MAX_SLOPE, bias_max_of, slopes_with
@@ -115,9 +116,7 @@ class Bloom(HuggingFaceClass):
     rows = (
         *CLASSIC,
         *STOCK_SLOPES,
-        Both("hidden_size", "model.hidden_size"),
-        Both("n_layer", "model.num_layers"),
-        Both("n_head", "model.num_attention_heads"),
+        *sizes("hidden_size", "n_layer", "n_head"),
         Both("layer_norm_epsilon", "model.layernorm_epsilon"),
         Both("hidden_dropout", "model.hidden_dropout"),
         Both("attention_dropout", "model.attention_dropout"),
@@ -243,9 +242,7 @@ class Mpt(HuggingFaceClass):
     rows = (
         *CLASSIC,
         *STOCK_SLOPES,
-        Both("d_model", "model.hidden_size"),
-        Both("n_layers", "model.num_layers"),
-        Both("n_heads", "model.num_attention_heads"),
+        *sizes("d_model", "n_layers", "n_heads"),
         Both("layer_norm_epsilon", "model.layernorm_epsilon"),
         Both("attn_config.attn_pdrop", "model.hidden_dropout", is_written=False),
         Both("attn_config.attn_pdrop", "model.attention_dropout", is_written=False),
@@ -401,10 +398,7 @@ class Opt(HuggingFaceClass):
     positions = ("learned", "sinusoidal")
     rows = (
         *CLASSIC,
-        Both("hidden_size", "model.hidden_size"),
-        Both("num_hidden_layers", "model.num_layers"),
-        Both("num_attention_heads", "model.num_attention_heads"),
-        Both("ffn_dim", "model.ffn_hidden_size"),
+        *sizes("hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim"),
         Both("dropout", "model.hidden_dropout"),
         Both("attention_dropout", "model.attention_dropout"),
         Both("max_position_embeddings", "position.max_position_embeddings", is_written=False),
@@ -457,10 +451,7 @@ class Gpt2(Opt):
     name = "GPT2LMHeadModel"
     rows = (
         *CLASSIC,
-        Both("n_embd", "model.hidden_size"),
-        Both("n_layer", "model.num_layers"),
-        Both("n_head", "model.num_attention_heads"),
-        Both("n_inner", "model.ffn_hidden_size"),
+        *sizes("n_embd", "n_layer", "n_head", "n_inner"),
         Both("layer_norm_epsilon", "model.layernorm_epsilon"),
         Both("resid_pdrop", "model.hidden_dropout"),
         Both("embd_pdrop", "model.hidden_dropout", "our dropout there is that of residuals"),
@@ -505,10 +496,7 @@ class GptNeoX(Rotated):
     positions = ("rotary",)
     rows = (
         *CLASSIC,
-        Both("hidden_size", "model.hidden_size"),
-        Both("num_hidden_layers", "model.num_layers"),
-        Both("num_attention_heads", "model.num_attention_heads"),
-        Both("intermediate_size", "model.ffn_hidden_size"),
+        *sizes("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
         Both("use_parallel_residual", "model.parallel_residual"),
         Both("layer_norm_eps", "model.layernorm_epsilon"),
         Both("hidden_dropout", "model.hidden_dropout"),

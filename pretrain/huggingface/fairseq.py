@@ -44,6 +44,7 @@ from pretrain.huggingface.base import (
     TensorTable,
     Theirs,
     refused,
+    sizes,
 )
 from pretrain.huggingface.classes import Opt
 from pretrain.huggingface.export import recorded_logits
@@ -73,10 +74,9 @@ def _cutoffs(text: str | None) -> tuple[int, ...] | None:
 
 
 ROWS = (
-    Both("decoder_layers", "model.num_layers"),
-    Both("decoder_embed_dim", "model.hidden_size"),
-    Both("decoder_attention_heads", "model.num_attention_heads"),
-    Both("decoder_ffn_embed_dim", "model.ffn_hidden_size"),
+    *sizes(
+        "decoder_embed_dim", "decoder_layers", "decoder_attention_heads", "decoder_ffn_embed_dim"
+    ),
     Both("activation_fn", "model.hidden_act", read=_ACTIVATIONS.__getitem__),
     Both("no_decoder_final_norm", "model.final_layernorm", read=lambda left_out: not left_out),
     Both("adaptive_softmax_cutoff", "model.adaptive_cutoffs", read=_cutoffs),

@@ -31,6 +31,7 @@ from pretrain.huggingface.base import (
     Row,
     Theirs,
     activation,
+    sizes,
 )
 from pretrain.positions.rotary import Linear, Llama3, Ntk, Yarn
 
@@ -94,9 +95,7 @@ class Rotated(HuggingFaceClass):
 # ---- Llama ---------------------------------------------------------------------------------------
 _BLOCK: tuple[Row, ...] = (
     *COMMON,
-    Both("hidden_size", "model.hidden_size"),
-    Both("num_hidden_layers", "model.num_layers"),
-    Both("num_attention_heads", "model.num_attention_heads"),
+    *sizes("hidden_size", "num_hidden_layers", "num_attention_heads"),
     Both("num_key_value_heads", "model.num_query_groups"),
     Both("intermediate_size", "model.ffn_hidden_size"),
     Both("rms_norm_eps", "model.layernorm_epsilon"),
