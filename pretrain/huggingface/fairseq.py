@@ -41,6 +41,7 @@ from pretrain.huggingface.base import (
     Factors,
     Ours,
     PastPadding,
+    Row,
     TensorTable,
     Theirs,
     refused,
@@ -73,7 +74,7 @@ def _cutoffs(text: str | None) -> tuple[int, ...] | None:
     return tuple(int(word) for word in text.split(",")) if text else None
 
 
-ROWS = (
+ROWS: tuple[Row, ...] = (
     *sizes(
         "decoder_embed_dim", "decoder_layers", "decoder_attention_heads", "decoder_ffn_embed_dim"
     ),
