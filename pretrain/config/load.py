@@ -394,8 +394,8 @@ def _may_change(key: str) -> bool:
     """Return False for a key that one phase of a run cannot change; True for an unknown one."""
     section, name, *_ = (*key.split("."), "")
     if name not in section_keys().get(section, ()):
-        # The config that results says what was probably meant.
-        return True
+        # The config that results says what was probably meant; it has no phases.
+        return section != "phases"
     effect = effect_of(f"{section}.{name}")
     if section in _WHOLE or f"{section}.{name}" in _WHOLE or section == "data":
         return section == "data" and effect is Effect.TRAJECTORY

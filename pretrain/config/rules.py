@@ -375,8 +375,8 @@ def _evaluation(c: RunConfig) -> Iterator[Refusal]:
             yield Refusal(
                 "evaluation.lengths",
                 length,
-                f"the {c.position.method} position table holds {end} positions",
-                "Choose a shorter length, or train with a larger position.max_position_embeddings",
+                f"{c.position.method} positions end at {end}",
+                "Choose a shorter length, or train with keys of [position] that reach farther",
             )
     shortest = min(c.evaluation_lengths, default=None)
     if shortest is not None and c.evaluation_stride > shortest:

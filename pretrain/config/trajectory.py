@@ -183,6 +183,10 @@ def changed_function(before: RunConfig, after: RunConfig) -> str:
     As "position.slopes = {factor = 0.5}"; empty where it is the same function.
     """
     keys = [d.key for d in differences(before, after) if d.effect is Effect.FUNCTION]
+    if "position.method" in keys:
+        # Its other keys came with it.
+        given = after.position.model_dump(exclude_defaults=True)
+        keys = ["position.method", *(f"position.{name}" for name in given if name != "method")]
     values = (getattr(after.position, key.partition(".")[2]) for key in keys)
     return ", ".join(f"{key} = {_as_written(value)}" for key, value in zip(keys, values))
 

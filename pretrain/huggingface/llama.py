@@ -179,19 +179,20 @@ class Mistral(Llama):
         Theirs("sliding_window", None, _WINDOW),
     )
 
-    def read_config(self, folder: Path) -> Any:
-        found = super().read_config(folder)
-        if found.sliding_window and found.sliding_window >= found.max_position_embeddings:
-            # A window that leaves nothing out of the longest sequence is none.
-            found.sliding_window = None
-        return found
-
 
 # ---- Qwen ----------------------------------------------------------------------------------------
 _NO_WINDOW = Theirs("use_sliding_window", False, _WINDOW)
 
 
-class Qwen2(Llama):
+class _Windowed(Llama):
+    def read_config(self, folder: Path) -> Any:
+        found = super().read_config(folder)
+        # The list of layers decides, whatever the other key says.
+        found.use_sliding_window |= "sliding_attention" in (found.layer_types or ())
+        return found
+
+
+class Qwen2(_Windowed):
     model_type = "qwen2"
     name = "Qwen2ForCausalLM"
     rows = (
@@ -206,7 +207,7 @@ class Qwen2(Llama):
         return module == QKV
 
 
-class Qwen3(Llama):
+class Qwen3(_Windowed):
     model_type = "qwen3"
     name = "Qwen3ForCausalLM"
     rows = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -32,8 +33,8 @@ class XPos(PositionMethod):
     Pairs are channels k and k + h, where the authors' code (torchscale/component/
     xpos_relative_position.py in microsoft/torchscale) has neighbours: the same model, in another
     order of channels. As there, positions are counted from the middle of the text, since each side
-    of the product holds a factor that grows with the distance from there. The factors fit into
-    fp32 and bf16 up to 70,000 tokens, and into fp16 up to 9,000.
+    of the product holds a factor that grows with the distance from there. Where it would reach a
+    64th of what train.precision holds, positions end: `table_end`.
     """
 
     method: Literal["xpos"] = "xpos"
@@ -75,6 +76,12 @@ class XPos(PositionMethod):
         cos, sin = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+
+    def table_end(self, config: RunConfig) -> int:
+        """With the paper's scale base 69,000 tokens in fp32 and bf16, and 5,600 in fp16."""
+        largest = 65504.0 if config.train.precision == "fp16" else 2.0**127
+        growth = math.log((1 + GAMMA) / GAMMA) / self.xpos_scale_base
+        return int(2 * math.log(largest / 64) / growth)
 
     def rotated_channels(self, config: RunConfig) -> int:
         return config.head_dim

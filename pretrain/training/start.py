@@ -36,10 +36,17 @@ from pretrain.checkpoint.manifest import (
     open_checkpoint,
 )
 from pretrain.checkpoint.store import Store, Stored, StoreError, split_checkpoint
-from pretrain.config import ConfigError, RunConfig, RunFailed, writing
+from pretrain.config import ConfigError, RunConfig, RunFailed, load_config, writing
 from pretrain.config.errors import say
 from pretrain.config.run import RunPhase, is_url
-from pretrain.config.trajectory import BY_NAME, DIGITS, Difference, scheduled_changes
+from pretrain.config.trajectory import (
+    BY_NAME,
+    DIGITS,
+    Difference,
+    check_differences,
+    differences,
+    scheduled_changes,
+)
 from pretrain.data.order import Blend, segment_of
 from pretrain.data.stream import TokenStream, open_stream, wrong_sizes
 from pretrain.data.tokenizer import load_tokenizer
@@ -319,7 +326,19 @@ def _check_going_on(
 
     What the phase changes where it begins is allowed there.
     """
-    scheduled = scheduled_changes(config, checkpoint.trainer_state.step)
+    step, recorded = checkpoint.trainer_state.step, RunPaths(config.directory).config
+    before = load_config(recorded).parts if config.phases and recorded.exists() else ()
+    for old, new in zip(before, config.parts):
+        if min(old.end, new.end) > step:
+            break
+        if old.end != new.end:
+            raise ConfigError(
+                f"phase {new.number}: ends at step {new.end}, and ended at {old.end} when it was "
+                f"trained ({recorded}). Keep it, or train anew in another run.directory"
+            )
+        found = differences(old.config, new.config)
+        check_differences(found, f"{recorded}, phase {new.number},", allowed)
+    scheduled = scheduled_changes(config, step)
     return check_training(phase.config, data, checkpoint, {*allowed, *scheduled})
 
 

@@ -140,9 +140,13 @@ def test_other_positions_are_named_and_compared_with_the_runs_own(run, tmp_path)
     # The same function in other words is the run's own, and the run has no record of this length.
     for setting, lengths, methods in (
         ("position.slopes={factor=1.0}", "64", ["alibi"]),
-        ("position.method=none", "96", ["alibi, evaluated with position.method = none"]),
+        (
+            "position.method=windowed position.window=9",
+            "96",
+            ["alibi, evaluated with position.method = windowed, position.window = 9"],
+        ),
     ):
-        succeeds("evaluate", run, "--lengths", lengths, *end, "--out", out, *sets(setting))
+        succeeds("evaluate", run, "--lengths", lengths, *end, "--out", out, *sets(*setting.split()))
         assert [record["method"] for record in curve(out)] == methods
 
 

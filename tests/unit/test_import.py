@@ -128,7 +128,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         rope_theta=500_000.0,
         rope_scaling=STEPS | {"original_max_position_embeddings": 16},
     ),
-    "mistral": lambda: mistral(head_dim=16, sliding_window=LENGTH, rope_theta=1e6),
+    "mistral": lambda: mistral(head_dim=16, sliding_window=None, rope_theta=1e6),
     "qwen2": lambda: qwen2(rope_scaling=YARN, rms_norm_eps=1e-5),
     "qwen3": lambda: qwen3(head_dim=16, rope_scaling={"type": "linear", "factor": 2.0}),
     "bloom": bloom,
@@ -429,7 +429,7 @@ UNSUPPORTED = {
         lambda: llama(rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}),
         "rope_parameters = .*mscale.*: position.rotary_scaling has linear",
     ),
-    "window": (lambda: mistral(sliding_window=8), "sliding_window = 8: our attention reaches"),
+    "window": (lambda: mistral(sliding_window=99), "sliding_window = 99: our attention reaches"),
     "windows": (
         lambda: qwen3(use_sliding_window=True, max_window_layers=1),
         "use_sliding_window = true: our attention reaches",
