@@ -369,14 +369,16 @@ def _upload(c: RunConfig) -> Iterator[Refusal]:
 
 def _evaluation(c: RunConfig) -> Iterator[Refusal]:
     """Check that the model can be evaluated at every length, and windows leave no token out."""
-    end = c.position.table_end(c)
+    end, remedy = c.position.table_end(c), "Choose a shorter length"
+    if "max_position_embeddings" in type(c.position).model_fields:
+        remedy += ", or train with a larger position.max_position_embeddings"
     for length in c.evaluation_lengths:
         if end is not None and length > end:
             yield Refusal(
                 "evaluation.lengths",
                 length,
                 f"{c.position.method} positions end at {end}",
-                "Choose a shorter length, or train with keys of [position] that reach farther",
+                remedy,
             )
     shortest = min(c.evaluation_lengths, default=None)
     if shortest is not None and c.evaluation_stride > shortest:

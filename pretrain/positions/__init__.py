@@ -10,20 +10,19 @@ Nothing here imports torch before a model is built: the launcher reads configs t
 # RunConfig needs PositionMethod, which is a section of a config. Whichever of the two packages is
 # imported first, this line makes pretrain.config the outer one.
 import pretrain.config  # noqa: F401  # isort: skip
+
+# The first ones have colours of their own in figures: ALiBi and what it is compared with most.
+from pretrain.positions import alibi, learned, none, rotary, sinusoidal, t5  # noqa: F401
+
+# isort: split
 from pretrain.positions import (  # noqa: F401
-    alibi,
     cope,
     fire,
     hybrid,
     kerple,
-    learned,
     multiplied,
-    none,
-    rotary,
     sandwich,
     shaw,
-    sinusoidal,
-    t5,
     tisa,
     transformer_xl,
     windowed,

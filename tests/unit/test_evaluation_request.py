@@ -47,7 +47,7 @@ def test_no_length_of_no_tokens_is_asked_for(lengths):
 
 def test_what_the_model_cannot_is_refused_with_the_file():
     learned = load_config(DEMO, ["position.method=learned", "evaluation.lengths=[128]"])
-    with pytest.raises(ConfigError, match=r"demo: evaluation\.lengths = 256: the learned position"):
+    with pytest.raises(ConfigError, match=r"demo: evaluation\.lengths = 256: learned positions"):
         request((256,)).applied_to(learned, "demo")
     with pytest.raises(ConfigError, match=r"demo: evaluation\.stride = 200: longer than"):
         request(stride=200).applied_to(load_config(DEMO), "demo")

@@ -115,9 +115,8 @@ def block(model_type: str, **changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
 
 
-llama, mistral, qwen2, qwen3 = (
-    partial(block, each) for each in ("llama", "mistral", "qwen2", "qwen3")
-)
+llama, qwen2, qwen3 = (partial(block, each) for each in ("llama", "qwen2", "qwen3"))
+mistral = partial(block, "mistral", sliding_window=None)
 # As Llama 3.2 and Qwen 2.5 with YaRN have them, but for the lengths.
 STEPS = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
@@ -128,7 +127,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         rope_theta=500_000.0,
         rope_scaling=STEPS | {"original_max_position_embeddings": 16},
     ),
-    "mistral": lambda: mistral(head_dim=16, sliding_window=None, rope_theta=1e6),
+    "mistral": lambda: mistral(head_dim=16, rope_theta=1e6),
     "qwen2": lambda: qwen2(rope_scaling=YARN, rms_norm_eps=1e-5),
     "qwen3": lambda: qwen3(head_dim=16, rope_scaling={"type": "linear", "factor": 2.0}),
     "bloom": bloom,

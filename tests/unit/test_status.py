@@ -210,7 +210,7 @@ def test_what_is_no_run():
         for command in (
             lambda p: find_runs([p]),
             control.show_log,
-            control.follow,
+            lambda p: control.print_log(p, None, True),
             control.requeue,
             lambda p: control.cancel(p, False),
         ):
