@@ -137,14 +137,11 @@ def test_other_positions_are_named_and_compared_with_the_runs_own(run, tmp_path)
     assert own["method"] == "alibi" and own["loss_nats"] == event["loss_nats"]
     ratio = math.exp(changed["loss_nats"] - own["loss_nats"])
     assert f"{ratio:.3f} times the run's own, {own['perplexity']:.3f}\n" in done.out
+    whole = "alibi, evaluated with position.method = windowed, position.window = 9"
     # The same function in other words is the run's own, and the run has no record of this length.
     for setting, lengths, methods in (
         ("position.slopes={factor=1.0}", "64", ["alibi"]),
-        (
-            "position.method=windowed position.window=9",
-            "96",
-            ["alibi, evaluated with position.method = windowed, position.window = 9"],
-        ),
+        ("position.method=windowed position.window=9", "96", [whole]),
     ):
         succeeds("evaluate", run, "--lengths", lengths, *end, "--out", out, *sets(*setting.split()))
         assert [record["method"] for record in curve(out)] == methods
