@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 class ScoreFunction(NamedTuple):
-    """What a position method makes of the scores, where that is neither slopes nor a table."""
+    """A function of the scores, of a method whose bias is neither slopes nor a table."""
 
     formula: Callable[..., Tensor]
     """(the arguments of a call, *tensors) -> scores, differentiable in all tensors."""

@@ -304,7 +304,7 @@ def evaluate(
     stride: Number = None,
     max_tokens: Number = None,
     stream: Annotated[bool, typer.Option("--stream")] = False,
-    longppl: Number = None,
+    longppl: Annotated[int | None, typer.Option(metavar="K", min=1)] = None,
     out: JsonFile = None,
     text: Annotated[list[str], typer.Option(metavar="FILE|PATTERN|URL")] = [],  # noqa: B006
     overrides: Overrides = [],  # noqa: B006

@@ -45,7 +45,7 @@ Tokens = NDArray[np.int64]
 
 
 class Question(NamedTuple):
-    """What a sample plants and asks, as tokens."""
+    """A sample: the tokens that it plants, its query and its answer."""
 
     asked: list[Tokens]
     """What the answer follows from, in the order of the text."""

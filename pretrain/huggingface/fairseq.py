@@ -251,8 +251,10 @@ def _check_settings(path: Path, settings: argparse.Namespace, config: RunConfig)
     scale = 1.0 if given.get("no_scale_embedding") else config.model.hidden_size**0.5
     if config.embedding_scale != scale:
         lines.append(f"{path}: embeddings are scaled by {scale:g}: model.embedding_scale is not so")
-    is_tied = given.get("tie_adaptive_weights" if config.model.adaptive_cutoffs else
-                        "share_decoder_input_output_embed")  # fmt: skip
+    kind = "tie_adaptive_weights"
+    if config.model.adaptive_cutoffs is None:
+        kind = "share_decoder_input_output_embed"
+    is_tied = given.get(kind)
     if bool(is_tied) != config.model.tie_word_embeddings:
         lines.append(f"{path}: tied output: {bool(is_tied)}, unlike model.tie_word_embeddings")
     if lines:
