@@ -26,10 +26,11 @@ from pretrain.checkpoint.manifest import (
     check_tokenizer,
     is_its_validation_split,
     open_checkpoint,
+    trained_tokens,
     with_data_set,
 )
 from pretrain.checkpoint.save import tokenizer_of
-from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
+from pretrain.config import ConfigError, EvaluationRequest, RunConfig, num_parameters, writing
 from pretrain.config.run import MASKED, PROTOCOLS, STREAM
 from pretrain.config.trajectory import TRAINING, changed_function, settings_hash
 from pretrain.data.files import find
@@ -75,6 +76,7 @@ from pretrain.rundir.checkpoints import (
     run_of,
 )
 from pretrain.rundir.files import make_directory
+from pretrain.rundir.jobs import running_code
 from pretrain.rundir.metrics import evaluation_records
 from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology
@@ -201,7 +203,7 @@ def evaluate_sources(
         of_short = evaluator.evaluate(short, progress=True) if short and not keys else None
         for protocol in job.protocols:
             result = evaluator.evaluate(protocol, progress=True)
-            record = job.record(result)
+            record = job.record(result, text)
             if short_context and of_short:
                 keys[protocol.key] = find_keys(of_short, result, short_context)
             if short_context and protocol.key in keys:
@@ -285,7 +287,18 @@ class Opened:
             "validation": self.stream.identity[:HASH_DIGITS],
             "precision": self.config.train.precision,
             "checkpoint": str(self.checkpoint.path),
+            "code": running_code(),
+            "parameters": num_parameters(trained),
+            "trained_tokens": self.trained_tokens,
         }
+
+    @property
+    def trained_tokens(self) -> int | None:
+        """Return the tokens that the run trained on; None of a model that it did not train."""
+        found = self.checkpoint
+        if found.origin.provenance is None:
+            return None
+        return trained_tokens(found.config, found.trainer_state, found.origin.changes)
 
     def load(self, protocols: Iterable[Protocol]) -> tuple[list[GPTModel], Topology]:
         """Build the model with the checkpoint's weights. Collective.
@@ -318,13 +331,14 @@ class Job(Opened):
         newest = newest_checkpoint_step(run) if run else None
         return line if newest in (None, step) else f"{line}; the run's newest is step {newest}"
 
-    def record(self, result: Evaluation) -> dict[str, Any]:
-        """Return the record of one of its evaluations."""
+    def record(self, result: Evaluation, text: ScoredText) -> dict[str, Any]:
+        """Return the record of one of its evaluations, on a text."""
         training = self.checkpoint.origin.data.get(TRAINING)
         changes = [(c.step, c.key, c.before, c.after) for c in self.checkpoint.origin.changes]
         settings = settings_hash(self.checkpoint.config, training, changes)[:HASH_DIGITS]
+        of_text = {"text": text.sha256 and text.sha256[:HASH_DIGITS]}
         record = fields_of(
-            {**self.common(), "settings": settings, **result.record(), **result.cost}
+            {**self.common(), "settings": settings, **of_text, **result.record(), **result.cost}
         )
         record[BLOCKS] = Losses(result.block_losses, result.block_tokens)
         # Sliding windows score few positions: loss by position is that without overlap.

@@ -64,6 +64,10 @@ FIELDS = (
 | checkpoint | str | path of the checkpoint |
 | blocks | | summed losses in nats, and tokens, of each block of the text |
 | positions | | nonoverlapping: mean losses in nats, and tokens, by position in the window |
+| text | str | first 12 hex digits of the SHA-256 of the scored text (`windows.ScoredText.sha256`) |
+| code | str | commit of pretrain that evaluated, and whether it was changed; else its version |
+| parameters | int | parameters of the model, embeddings among them |
+| trained_tokens | int | tokens that the run trained on; not known of a model that was imported |
 | processor_seconds | float | on CPUs: processor time of all processes together |
 | device_seconds | float | on GPUs: time that it took, times the GPUs |
 | longppl | float | exp(mean loss) of the key tokens (`pretrain.evaluation.perplexity.find_keys`) |
@@ -89,6 +93,9 @@ COSTS = PROCESSOR_SECONDS, DEVICE_SECONDS = "processor_seconds", "device_seconds
 LONGPPL = "longppl"
 LONGPPL_FIELDS = LONGPPL, "longppl_low", "longppl_high", "key_tokens", "short_context"
 """What `pretrain evaluate --longppl` adds to a record."""
+ORIGIN = "text", "code", "parameters", "trained_tokens"
+"""Further keys of a record, where they are known, by which a stranger can repeat it. They tell no
+two curves apart: another commit that scores the same has scored the same."""
 HASH_DIGITS = 12
 """Hex digits of a SHA-256 in a record."""
 PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
@@ -108,12 +115,13 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def fields_of(record: Record) -> dict[str, Any]:
-    """Return the FIELDS of a record in their order, its cost and LongPPL if they are known.
+    """Return the FIELDS of a record in their order; of ORIGIN, costs and LongPPL what is known.
 
     Raises:
         KeyError: It lacks a field.
     """
-    known = [key for key in (*COSTS, *LONGPPL_FIELDS) if record.get(key) is not None]
+    further = (*ORIGIN, *COSTS, *LONGPPL_FIELDS)
+    known = [key for key in further if record.get(key) is not None]
     return {field: record[field] for field in (*FIELDS, *known)}
 
 

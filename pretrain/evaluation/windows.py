@@ -33,8 +33,10 @@ curse.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -284,6 +286,7 @@ class ScoredText:
         """Where the blocks end of which `pretrain.evaluation.records` makes an interval."""
         self.bytes = stream.text_bytes
         """Bytes of the scored text in UTF-8; 0 where they are not known."""
+        self._stream = stream
         if stream.manifest.tokenizer == DICTIONARY or self.tokens < self.total:
             tokenizer = load_tokenizer(stream.tokenizer_path)
             if tokenizer.unk_id is not None and (self._ids[1:] == tokenizer.unk_id).any():
@@ -291,6 +294,18 @@ class ScoredText:
                 self.bytes = 0
             else:
                 self.bytes = text_bytes(tokenizer, self._ids[1:])
+
+    @cached_property
+    def sha256(self) -> str | None:
+        """The hex SHA-256 of the scored text, as the tokenizer decodes it: of the UTF-8 of all
+        documents, one behind the other. None where `bytes` is not known."""
+        if not self.bytes:
+            return None
+        tokenizer = load_tokenizer(self._stream.tokenizer_path)
+        digest = hashlib.sha256()
+        for ids in documents(tokenizer, self._ids[1:]):
+            digest.update(tokenizer.decode(ids.tolist()).encode())
+        return digest.hexdigest()
 
     def inputs(self, start: int, size: int) -> NDArray[np.generic]:
         """Return inputs [start, start + size) and the target after the last, [size + 1]."""
@@ -311,11 +326,20 @@ def text_bytes(tokenizer: Tokenizer, ids: NDArray[np.generic]) -> int:
         ids: Token ids of documents, each ended by the tokenizer's end-of-document token; the last
             one may be cut.
     """
+    *whole, last = documents(tokenizer, ids)
+    sizes = (len(tokenizer.decode(document.tolist()).encode()) for document in whole)
+    return sum(sizes) + _bytes_of_beginning(tokenizer, last.tolist())
+
+
+def documents(tokenizer: Tokenizer, ids: NDArray[np.generic]) -> list[NDArray[np.generic]]:
+    """Return the ids of each document, and what follows the last end of one, which may be empty.
+
+    Of a vocabulary of words the ids of all, because `</s>` ends a line there.
+    """
     if tokenizer.file_name == DICTIONARY:
-        return len(tokenizer.decode(ids.tolist()).encode())
-    *documents, last = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id) + 1)
-    whole = (len(tokenizer.decode(document[:-1].tolist()).encode()) for document in documents)
-    return sum(whole) + _bytes_of_beginning(tokenizer, last.tolist())
+        return [ids]
+    *whole, last = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id) + 1)
+    return [*(document[:-1] for document in whole), last]
 
 
 def _bytes_of_beginning(tokenizer: Tokenizer, ids: list[int]) -> int:

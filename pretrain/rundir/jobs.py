@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import platform
@@ -424,6 +425,13 @@ class Provenance:
             "nodes": self.nodes or self.host,
             "processes": str(self.num_processes),
         }
+
+
+@functools.cache
+def running_code() -> str:
+    """Return the code that runs here in words, as `Provenance.code` has it."""
+    version = _packages("pretrain").get("pretrain", "not installed")
+    return Provenance(version=version, **dataclasses.asdict(read_source())).code
 
 
 def _text(word: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.data.stream import TokenStream
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluation.records import FIELDS
+from pretrain.rundir.jobs import running_code
 from tests.end_to_end.commands import copied, explained, metrics, pretrain, sets, succeeds
 
 STEP_4, STEP_8 = "checkpoints/step-00000004", "checkpoints/step-00000008"
@@ -97,7 +101,13 @@ def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
     out = tmp_path / "curve.json"
     succeeds("evaluate", run, "--lengths", "32,64", "--max-tokens", "1000", "--out", out)
     stream = TokenStream(tiny_data / "validation")
+    documents = load_tokenizer(stream.tokenizer_path).decode(stream.read(0, 1000)).encode()
+    tensors = open_checkpoint(run / STEP_8).shapes.values()
     for record in curve(out):
+        assert record["text"] == hashlib.sha256(documents).hexdigest()[:12]
+        assert record["parameters"] == sum(map(math.prod, tensors))
+        # 8 steps of 8 sequences of 32 tokens.
+        assert record["trained_tokens"] == 8 * 8 * 32 and record["code"] == running_code()
         assert tuple(record)[: len(FIELDS)] == FIELDS
         assert record["run"] == str(run) and record["checkpoint"] == str(run / STEP_8)
         assert (record["step"], record["seed"], record["train_length"]) == (8, 1234, 32)
