@@ -197,31 +197,23 @@ def sweep(
     configs: Annotated[list[Path], typer.Argument(metavar="CONFIG")],
     site: SiteFile,
     request: SlurmRequest,
-    over: Annotated[list[str], typer.Option(metavar="SECTION.KEY=VALUE,VALUE")] = [],  # noqa: B006
     overrides: Overrides = [],  # noqa: B006
     concurrent: AtLeastOne = None,
     dry_run: bool = False,
     allow_changed: AllowChanged = [],  # noqa: B006
 ) -> None:
-    """Train one run for each combination of values, or for each of several configs.
+    """Train several runs.
 
-    Submits one job array to a Slurm cluster.
-
-    The runs lie beside the config's run.directory, in RUN-sweep, each in a directory named after
-    its values, such as RUN-sweep/alibi-512; several configs have a run.directory each. Runs that
-    are finished are left out and others go on from their newest checkpoint, so the same command
-    does what is missing.
+    Submits one job array to a Slurm cluster, with a task for each config. Runs that are finished
+    are left out and others go on from their newest checkpoint, so the same command does what is
+    missing.
 
     \b
-    Examples:
-      launcher sweep configs/demo.toml --site slurm/site.toml --concurrent 2 \\
-          --over position.method=alibi,sinusoidal --over data.sequence_length=128,256
-      launcher sweep configs/cc100_roberta/*_512.toml --site slurm/site.toml
+    Example:
+      launcher sweep configs/cc100_roberta/*_512.toml --site slurm/site.toml --concurrent 2
 
     Args:
-        configs: TOML file that the runs have in common. Several give these runs each; without
-            --over each file is a run.
-        over: A key of the config and the values to try. Can be repeated.
+        configs: TOML files of the runs, each with a run.directory of its own.
         concurrent: The most runs that train at the same time. Default: all.
         dry_run: Print the job and when it could start, and submit nothing.
     """
@@ -229,7 +221,6 @@ def sweep(
     submit_sweep(
         configs,
         load_site(site),
-        over,
         overrides,
         request,
         concurrent=concurrent,
@@ -294,7 +285,7 @@ def data_build(
     Args:
         nodes: As many tasks run at the same time as so many nodes of the site have cores.
         time: Time limit of each job, as in 12:00:00. Default: the site's time_limit.
-        dry_run: Estimate tokens, bytes and time; submit and write nothing.
+        dry_run: Print what would be read and where it would be written; submit nothing.
     """
     build_data(config, overrides, site, nodes, time, dry_run)
 

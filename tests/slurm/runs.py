@@ -107,6 +107,15 @@ def write_site(path: Path, **values: Any) -> Path:
     return path
 
 
+def write_configs(folder: Path, base: Path, runs: dict[str, str]) -> list[Path]:
+    """Write a config for each run: its directory, what it has of its own in TOML, and the base."""
+    paths = []
+    for directory, own in runs.items():
+        paths.append(folder / f"{directory.replace('/', '-')}.toml")
+        paths[-1].write_text(f'base = "{base}"\nrun.directory = "{directory}"\n{own}\n')
+    return paths
+
+
 def with_scripted_ranks(words: Sequence[object]) -> list[object]:
     """Return the words of a `launcher` command, without the preflight where it sends training."""
     options = NO_PREFLIGHT if words[0] in ("submit", "sweep") else ()

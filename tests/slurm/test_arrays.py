@@ -6,7 +6,6 @@ scripted.py, which counts instead of training; supervisor, signals, jobs and fil
 
 from __future__ import annotations
 
-import os
 import stat
 from collections import Counter
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from pretrain.launcher import slurm
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import read_jobs
-from tests.end_to_end.commands import ROOT, explained, launcher, sets, wait_for
+from tests.end_to_end.commands import explained, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_data_build import SCONTROL
 from tests.slurm.test_follow import Desk
@@ -40,11 +39,8 @@ class Sweep:
 
     def __init__(self, desk: Desk, *words: object) -> None:
         self.desk = desk
-        lengths = ",".join(map(str, LENGTHS))
-        self.said = desk.send(
-            "sweep", "--over", f"data.sequence_length={lengths}", *words, "--nodes", 1
-        ).out
-        self.runs = [f"runs/a-sweep/{length}" for length in LENGTHS]
+        self.said = desk.sweep(LENGTHS, *words, "--nodes", 1).out
+        self.runs = [f"runs/a/{length}" for length in LENGTHS]
         self.ids = [read_jobs(desk.folder / run)[0].job_id for run in self.runs]
 
     def attempts(self, index: int) -> list[AttemptRecord]:
@@ -117,14 +113,8 @@ def test_a_sweep_that_no_array_takes_is_refused(desk: Desk, tmp_path: Path) -> N
     script = tmp_path / "scontrol"
     script.write_text(SCONTROL.format(size=2, scontrol=real))
     script.chmod(0o755)
-    settings = sets("data.directory=data", "run.directory=runs/a")
-    words = ("sweep", ROOT / "configs/demo.toml", "--site", "site.toml", *settings)
-    path = {"PATH": f"{tmp_path}:{desk.cluster.environment['PATH']}"}
-    done = launcher(
-        [*words, "--over", "data.sequence_length=64,128,256", "--nodes", 1],
-        desk.folder,
-        os.environ | desk.cluster.environment | path,
-    )
+    path = f"{tmp_path}:{desk.cluster.environment['PATH']}"
+    done = desk.sweep(LENGTHS, "--nodes", 1, code=2, PATH=path)
     explained(done, 2, "3 runs: a job array of this cluster has at most 2 tasks")
     assert not (desk.folder / "runs").exists()
 

@@ -12,17 +12,25 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
-from tests.end_to_end.commands import LAUNCHER, ROOT, TIMEOUT_SECONDS, Done, launcher, wait_for
+from tests.end_to_end.commands import (
+    LAUNCHER,
+    ROOT,
+    TIMEOUT_SECONDS,
+    Done,
+    launcher,
+    sets,
+    wait_for,
+)
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import with_scripted_ranks, write_site
+from tests.slurm.runs import with_scripted_ranks, write_configs, write_site
 from tests.slurm.scripted import prepare
 
 
@@ -33,8 +41,8 @@ class Desk:
         self.cluster, self.folder = cluster, folder
         write_site(folder / "site.toml", nodes=4, python=prepare(folder))
 
-    def launcher(self, *words: object, code: int = 0) -> Done:
-        variables = os.environ | self.cluster.environment | {"COLUMNS": "120"}
+    def launcher(self, *words: object, code: int = 0, **environment: str) -> Done:
+        variables = os.environ | self.cluster.environment | {"COLUMNS": "120"} | environment
         done = launcher(with_scripted_ranks(words), self.folder, variables)
         assert done.code == code, done.text
         return done
@@ -44,6 +52,14 @@ class Desk:
         for setting in given:
             words = ("--set", setting, *words)
         return self.launcher(command, ROOT / "configs/demo.toml", "--site", "site.toml", *words)
+
+    def sweep(self, lengths: Sequence[int], *words: object, **options: Any) -> Done:
+        """Send the runs runs/a/LENGTH as one array."""
+        own = {f"runs/a/{length}": f"data.sequence_length = {length}" for length in lengths}
+        configs = write_configs(self.folder, ROOT / "configs/demo.toml", own)
+        settings = sets("data.directory=data", "batch.micro_batch_size=8")
+        words = (*configs, "--site", "site.toml", *settings, *words)
+        return self.launcher("sweep", *words, **options)
 
     @contextlib.contextmanager
     def started(self, *words: object, output: IO[str]) -> Iterator[subprocess.Popen[str]]:
@@ -190,11 +206,8 @@ def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> 
 
 
 def test_tasks_of_an_array_and_a_controller_that_is_away(desk: Desk) -> None:
-    desk.send("sweep", "--over", "data.sequence_length=128,256", "--concurrent", 1)
-    [one, two] = sorted(
-        str(path.parent.relative_to(desk.folder))
-        for path in desk.folder.glob("runs/a-sweep/*/jobs.jsonl")
-    )
+    desk.sweep((128, 256), "--concurrent", 1)
+    one, two = "runs/a/128", "runs/a/256"
     first, second = (read_jobs(desk.folder / run)[0].job_id for run in (one, two))
     assert (first.split("_")[1], second.split("_")[1]) == ("0", "1")
     desk.wait_for_step(one, 1)
@@ -227,7 +240,7 @@ def test_tasks_of_an_array_and_a_controller_that_is_away(desk: Desk) -> None:
     assert f"submitted again as job {again}" in sent and again != second and again.endswith("_1")
     desk.wait_for_step(two, 1)
     assert desk.cluster.job(again)["JobName"] == read_jobs(desk.folder / two)[0].name
-    assert desk.cluster.job(first)["JobName"] == "a-sweep"
+    assert desk.cluster.job(first)["JobName"] == "runs.a"
     assert desk.job_states().keys() == {first, again}
     assert "cancelled; it may save" in desk.launcher("cancel", one).out
     wait_for(lambda: desk.job_states().keys() == {again})

@@ -17,9 +17,9 @@ from pretrain.launcher import slurm
 from pretrain.launcher.site import load_site
 from pretrain.launcher.submit import data_job
 from pretrain.rundir.checkpoints import checkpoint_directory
-from tests.end_to_end.commands import explained, succeeded
+from tests.end_to_end.commands import explained, sets, succeeded
 from tests.slurm.cluster import Cluster, pyxis_options
-from tests.slurm.runs import AS_AGENT
+from tests.slurm.runs import AS_AGENT, write_configs
 from tests.slurm.test_submit import DEMO, Desk, files
 
 CHANGES = {"JobId", "SubmitTime", "EligibleTime", "AccrueTime", "LastSchedEval", "Priority"}
@@ -93,10 +93,9 @@ def test_sending_the_script_by_hand_sends_the_same_job(
     with nothing_starts(cluster):
         for name in [*names, "sweep"]:
             if name == "sweep":
-                words = ["--over", "position.method=alibi,rotary", "--set", "run.directory=sweep"]
-                words += ["--set", "data.directory=data", "--set", "batch.micro_batch_size=8"]
-                done = desk.launcher("sweep", DEMO, "--site", desk.work / "site.toml", *words)
-                name = "sweep-sweep/alibi"
+                configs = write_configs(desk.work, DEMO, {name: "", "sweep-2": ""})
+                words = [*configs, *sets("data.directory=data", "batch.micro_batch_size=8")]
+                done = desk.launcher("sweep", "--site", desk.work / "site.toml", *words)
             else:
                 done = desk.submit(name, "--set", "batch.micro_batch_size=8")
             assert done.code == 0, done.text
@@ -105,7 +104,7 @@ def test_sending_the_script_by_hand_sends_the_same_job(
             assert sent.returncode == 0, sent.stderr
             [ours], theirs = desk.job_ids(name), sent.stdout.strip()
             first, second = described(cluster, ours.split("_")[0]), described(cluster, theirs)
-            if name == "sweep-sweep/alibi":
+            if name == "sweep":
                 assert second["ArrayTaskId"] == "0-1%2" and "-%A_%a.log" in script.read_text()
                 # The record of one task has these of its own.
                 for field in ("ArrayTaskId", "JobName", "StdOut", "StdErr"):
@@ -150,10 +149,10 @@ def test_inherited_variables_of_the_place_stand_in_for_what_the_site_leaves_out(
 # ---- what Slurm is asked before ------------------------------------------------------------------
 def test_what_slurm_could_never_start_is_refused(cluster: Cluster, desk: Desk) -> None:
     """sbatch itself takes each of these."""
-    before = files(desk.work) | {"site.toml"}
+    before = files(desk.work) | {"site.toml", "s1.toml", "s2.toml"}
     desk.site(nodes=99)
-    sweep = ["sweep", DEMO, "--site", "site.toml", "--set", "run.directory=s", "--set"]
-    sweep += ["data.directory=data", "--over", "position.method=alibi,rotary", "--nodes", 32]
+    configs = write_configs(desk.work, DEMO, {"s1": "", "s2": ""})
+    sweep = ["sweep", *configs, "--site", "site.toml", *sets("data.directory=data"), "--nodes", 32]
     small = ["--set", "batch.micro_batch_size=1"]
     for refused in (desk.submit("run", "--nodes", 32, *small), desk.launcher(*sweep, *small)):
         explained(refused, 1, "sbatch: allocation failure", "not available")

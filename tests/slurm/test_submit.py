@@ -23,7 +23,7 @@ from pretrain.rundir.attempts import Attempt
 from pretrain.rundir.jobs import JobRecord, append_job
 from tests.end_to_end.commands import ROOT, Done, explained, launcher, sets, succeeded, wait_for
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import AS_AGENT, with_scripted_ranks, write_site
+from tests.slurm.runs import AS_AGENT, with_scripted_ranks, write_configs, write_site
 
 DEMO = ROOT / "configs/demo.toml"
 PAPER = ROOT / "configs/cc100_roberta/alibi_1024.toml"
@@ -298,56 +298,55 @@ def test_without_slurm_a_dry_run_still_shows_the_job(desk: Desk) -> None:
 # ---- sweeps ----
 def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster: Cluster, desk: Desk) -> None:
     site = desk.site()
-    swept = ["position.method=rotary", "data.sequence_length=64"]
-    finished = Attempt.begin(desk.work / "sw-sweep/rotary-64")
+    names = ["sw/alibi-64", "sw/alibi-128", "sw/rotary-64", "sw/rotary-128"]
+    own = 'position.method = "{}"\ndata.sequence_length = {}'
+    runs = {name: own.format(*name.removeprefix("sw/").split("-")) for name in names}
+    configs = write_configs(desk.work, DEMO, runs)
+    finished = Attempt.begin(desk.work / "sw/rotary-64")
     for phase in ("training", "ending"):
         finished.phase(phase, NUM_STEPS)
     finished.end("finished", 0, "all steps done", NUM_STEPS)
-    (desk.work / "sw-sweep/rotary-64/config.toml").write_text(dump_config(load_config(DEMO, swept)))
-    common = ["--set", "run.directory=sw", "--set", "data.directory=data"]
-    base = ["sweep", DEMO, "--site", site, *common]
-    over = ["--over", "position.method=alibi,rotary", "--over", "data.sequence_length=64,128"]
-    words = [*base, *over]
+    (finished.directory.parents[1] / "config.toml").write_text(dump_config(load_config(configs[2])))
+    words = ["sweep", *configs, "--site", site, *sets("data.directory=data")]
     before = files(desk.work)
     shown = desk.launcher(*words, "--concurrent", 1, "--dry-run")
     assert shown.code == 0 and "--array=0-2%1 " in shown.out and "to start at" in shown.out, (
         shown.text
     )
-    explained(desk.launcher(*words, "--over", "parallel.world_size=1,2"), 2, "1 x 1 and 2 x 1")
     assert files(desk.work) == before
+    [two] = write_configs(desk.work, DEMO, {"sw/two": "parallel.world_size = 2"})
+    explained(desk.launcher(*words, two), 2, "1 x 1 and 2 x 1")
+    assert not (desk.work / "sw/two").exists()
     cluster.run("scontrol", "update", "PartitionName=main", "State=DOWN")
     try:
         done = desk.launcher(*words, "--concurrent", 1)
-        assert done.code == 0 and "sw-sweep/rotary-64: finished, left out" in done.out, done.text
-        names = ["alibi-64", "alibi-128", "rotary-128"]
-        ids = [id for name in names for id in desk.job_ids(f"sw-sweep/{name}")]
+        assert done.code == 0 and "sw/rotary-64: finished, left out" in done.out, done.text
+        names.remove("sw/rotary-64")
+        ids = [id for name in names for id in desk.job_ids(name)]
         assert [id.split("_")[1] for id in ids] == ["0", "1", "2"]
         states = slurm.jobs(ids)
         # The tasks of an array have one name. The command says which of them trains which run.
-        assert states is not None and {states[id].name for id in ids} == {"sw-sweep"}
-        assert all(f"job {id}: sw-sweep/{name}\n" in done.out for id, name in zip(ids, names))
+        assert states is not None and {"work.sw"} == {states[id].name for id in ids}
+        assert all(f"job {id}: {name}\n" in done.out for id, name in zip(ids, names))
         again = desk.launcher(*words)
         assert again.code == 0 and again.out.splitlines() == [
-            f"sw-sweep/alibi-64: job {ids[0]} (PENDING) trains it, left out",
-            f"sw-sweep/alibi-128: job {ids[1]} (PENDING) trains it, left out",
-            "sw-sweep/rotary-64: finished, left out",
-            f"sw-sweep/rotary-128: job {ids[2]} (PENDING) trains it, left out",
+            f"sw/alibi-64: job {ids[0]} (PENDING) trains it, left out",
+            f"sw/alibi-128: job {ids[1]} (PENDING) trains it, left out",
+            "sw/rotary-64: finished, left out",
+            f"sw/rotary-128: job {ids[2]} (PENDING) trains it, left out",
         ], again.text
     finally:
         cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
     desk.wait_until_over(*ids)
     trained = {path.read_text().split("\0")[4] for path in desk.notes.glob("*.arguments")}
-    assert trained == {str(desk.work / f"sw-sweep/{name}/launch/config.toml") for name in names}
+    assert trained == {str(desk.work / f"{name}/launch/config.toml") for name in names}
     for name in names:
-        config = load_config(desk.work / f"sw-sweep/{name}/launch/config.toml")
-        assert (
-            f"{config.position.method}-{config.data.sequence_length}" == name
-            and config.run.directory == f"sw-sweep/{name}"
-        )
+        config = load_config(desk.work / f"{name}/launch/config.toml")
+        assert f"sw/{config.position.method}-{config.data.sequence_length}" == name
+        assert config.run.directory == name
     assert not (finished.directory.parents[1] / "launch").exists()
     assert all(
-        (desk.work / f"sw-sweep/{name}/logs/slurm-{id}.log").is_file()
-        for name, id in zip(names, ids)
+        (desk.work / f"{name}/logs/slurm-{id}.log").is_file() for name, id in zip(names, ids)
     )
 
 
