@@ -64,7 +64,7 @@ def bench_training(
     Args:
         config: The run; its data is not read.
         steps: Number of steps to measure, after the warm-up.
-        json_file: Where to write what was measured, for `pretrain plan --calibrate`.
+        json_file: Where to write what was measured.
 
     Returns:
         The medians over the steps: seconds of "step" and of each of its parts, by name;

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,6 @@ from pretrain.config import (
     dump_config,
     load_config,
     num_parameters,
-    parse_config,
     rules,
     writing,
 )
@@ -39,7 +38,6 @@ from pretrain.plan.memory import (
 )
 from pretrain.plan.timing import (
     ALL_UP_TO,
-    GATHER,
     GPU_TYPES,
     GPUS_PER_NODE,
     PARTS,
@@ -48,7 +46,6 @@ from pretrain.plan.timing import (
     Device,
     Network,
     Reach,
-    Scale,
     Target,
     Timing,
     time_of_step,
@@ -291,11 +288,7 @@ def planned(config: RunConfig, layout: Layout, stages: Sequence[Stage], target: 
 
 
 def read_target(
-    gpus: int,
-    gpu_type: str,
-    network: float | None = None,
-    calibration: Path | None = None,
-    reach: str | None = None,
+    gpus: int, gpu_type: str, network: float | None = None, reach: str | None = None
 ) -> Target:
     """Return what a run is planned for, from the words of the command line.
 
@@ -304,21 +297,16 @@ def read_target(
         gpu_type: One of GPU_TYPES.
         network: Gbit/s of a node each way, all its links together; None: what nodes with such GPUs
             usually have.
-        calibration: A result of `pretrain bench train --out`, or None.
         reach: As of `read_reach`; None: what is assumed.
 
     Raises:
-        ConfigError: The type is not known, or the calibration or the reach is of no use.
+        ConfigError: The type is not known, or the reach is of no use.
     """
     device = GPU_TYPES.get(gpu_type.lower())
     if device is None:
         raise ConfigError(f"--gpu-type {gpu_type}: not known. Choose one of {', '.join(GPU_TYPES)}")
     target = Target(gpus, gpu_type.lower(), device, Network(network or device.network_gbit))
-    if reach is not None:
-        target = replace(target, reach=read_reach(reach))
-    if calibration is None:
-        return target
-    return replace(target, scale=read_calibration(calibration, target))
+    return target if reach is None else replace(target, reach=read_reach(reach))
 
 
 class _Reached(BaseModel):
@@ -352,106 +340,6 @@ def read_reach(words: str) -> Reach:
         ) from None
     tokens = (tuple(math.inf if each is None else each for each in layer) for layer in found)
     return Reach(tokens=tuple(tokens), origin=f"the certificate in {words}")
-
-
-PASSES, REDUCTION, OPTIMIZER = "forward and backward", "gradient reduction", "optimizer step"
-"""Parts of a step in a measurement. What reduces gradients while the backward pass runs is in the
-first, and what is left of it afterwards in the second."""
-
-
-class _Result(BaseModel):
-    """What is needed of a result of `pretrain bench train`."""
-
-    device: str
-    config: dict[str, Any]
-    world_size: int = Field(gt=0)
-    seconds: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
-
-
-def read_calibration(path: Path, target: Target) -> Scale:
-    """Return the factors with which the model's time of the measured run is the measured one.
-
-    The measured passes are compared with all that the model has in them, communication and the
-    reduction of gradients included; the optimizer's step with the optimizer's lines and the gather
-    of weights, for which a measurement waits. The factors are on computing alone.
-
-    Args:
-        path: What `pretrain bench train --out` wrote.
-        target: The GPU that is planned for, on which the measurement must have been made, and its
-            links.
-
-    Raises:
-        ConfigError: The file is not such a result, or of another device.
-    """
-    try:
-        measured = _Result.model_validate_json(path.read_bytes(), strict=True)
-        seconds = [measured.seconds[name] for name in (PASSES, REDUCTION, OPTIMIZER)]
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValidationError, KeyError):
-        raise ConfigError(
-            f"{path}: not a result of a measurement. Make one with `pretrain bench train CONFIG "
-            "--out FILE` on the planned GPU"
-        ) from None
-    config: RunConfig = parse_config(measured.config, str(path))
-    # The plan's speeds are those of 16-bit products.
-    if measured.device != target.device.name or config.train.precision == "fp32":
-        raise ConfigError(
-            f"{path}: measured on {measured.device} in {config.train.precision}. Calibrate with a "
-            f"measurement on {target.device.name} in 16 bit"
-        )
-    layout = config.layout(measured.world_size)
-    stages = stages_of(config, layout)
-
-    def modelled(scale: Scale) -> tuple[float, float]:
-        """Return the model's passes and optimizer step in milliseconds."""
-        scaled = replace(target, scale=scale)
-        return parts(time_of_step(config, layout, stages, scaled, waits=True), config, layout)
-
-    passes, step = 1e3 * (seconds[0] + seconds[1]), 1e3 * seconds[2]
-    compute = _factor(path, PASSES, passes, lambda x: modelled(Scale(compute=x))[0])
-    return Scale(compute, _factor(path, OPTIMIZER, step, lambda x: modelled(Scale(compute, x))[1]))
-
-
-def parts(timing: Timing, config: RunConfig, layout: Layout) -> tuple[float, float]:
-    """Return the milliseconds of a step that a measurement has in the passes and in the optimizer.
-
-    Args:
-        timing: The modelled step, in which the host waits for the device after each part.
-        config: The measured run.
-        layout: Its layout.
-    """
-    optimizer = timing.part("optimizer")
-    if zero_stage(config, layout) < 3:
-        # ZeRO 3 gathers weights in the passes.
-        optimizer += timing.lines.get(GATHER, 0.0)
-    return timing.milliseconds - optimizer, optimizer
-
-
-def _factor(path: Path, name: str, measured: float, modelled: Callable[[float], float]) -> float:
-    """Return the factor on computing, up to 1,024, with which the model takes what was measured.
-
-    Args:
-        path: The measurement.
-        name: The measured part.
-        measured: Its milliseconds.
-        modelled: Milliseconds of the model by factor. They rise with it, and less than in
-            proportion, as communication hides behind computing.
-
-    Raises:
-        ConfigError: Communication alone takes longer in the model.
-    """
-    low, high = 0.0, 1024.0
-    if not modelled(low) < measured < modelled(high):
-        raise ConfigError(
-            f"{path}: {name} took {measured:.1f} ms, and the model has {modelled(low):.1f} ms for "
-            "communication alone. Calibrate with a measurement on one node, or say with "
-            "--network how fast its links are"
-        )
-    for _ in range(64):
-        middle = (low + high) / 2
-        low, high = (middle, high) if modelled(middle) < measured else (low, middle)
-    return high
 
 
 # ---- Show a plan, and write its best layout ----
@@ -619,7 +507,7 @@ def _own(config: RunConfig, target: Target, plan: Plan) -> Iterator[str]:
 
 def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
     """Yield what is taken for granted."""
-    device, network, scale = target.device, target.network, target.scale
+    device, network = target.device, target.network
     attention = device.attention_tflops
     yield (
         f"\nAssumed ({Device.__module__} has the origin of every number):\n"
@@ -645,9 +533,4 @@ def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
         yield (
             f"  each head sees back as far as {far}, and {ALL_UP_TO:,} tokens at least: "
             f"{reach.share(config):.0%} of the causal half, which is what MFU counts of attention"
-        )
-    if scale != Scale():
-        yield (
-            f"  calibrated: times of matrix products, attention and elementwise work x "
-            f"{scale.compute:.3f}, of the optimizer x {scale.optimizer:.3f} (measured)"
         )

@@ -216,16 +216,6 @@ class Network:
         return 1e3 * num_bytes / (self.gbit_per_second / 8 * 1e9 * self.efficiency)
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Hold factors on the assumed times, from a measurement (`pretrain plan --calibrate`)."""
-
-    compute: float = 1.0
-    """On matrix products, attention and elementwise work."""
-    optimizer: float = 1.0
-    """On the optimizer's step."""
-
-
 # ---- What a step costs on every GPU of a kind: bytes, elements and launches ----
 
 
@@ -392,13 +382,12 @@ class Reach:
 
 @dataclass(frozen=True)
 class Target:
-    """Say for which GPUs, links, measured speeds and reach a run is planned."""
+    """Say for which GPUs, links and reach a run is planned."""
 
     gpus: int
     gpu_type: str
     device: Device
     network: Network
-    scale: Scale = Scale()
     reach: Reach = Reach()
 
     @property
@@ -437,26 +426,17 @@ PARTS = tuple(dict.fromkeys(COLUMN.values()))
 class Step:
     """One training step of one pipeline stage, on all ranks of a data-parallel group."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        layout: Layout,
-        stage: Stage,
-        target: Target,
-        waits: bool = False,
-    ) -> None:
+    def __init__(self, config: RunConfig, layout: Layout, stage: Stage, target: Target) -> None:
         """Describe a step.
 
         Args:
             config: The run, with the layout's keys.
             layout: Its layout.
             stage: The pipeline stage.
-            target: The GPUs, their links and measured speeds.
-            waits: The host waits for the device after each part of a step, as `pretrain bench
-                train` does: then the gather of weights hides behind nothing.
+            target: The GPUs and their links.
         """
         self.config, self.layout, self.stage, self.target = config, layout, stage, target
-        self.waits, self.device = waits, target.device
+        self.device = target.device
         self.tokens = Activations(config, target.device.is_modern).tokens
         """Tokens of a micro batch on a rank."""
         self.num_layers = sum(layers for _, layers in chunk_layers(config, stage.number))
@@ -578,7 +558,7 @@ class Step:
         }
         host = launches * self.device.host_us / 1e3
         lines["waiting for the host"] = max(0.0, host - sum(lines.values()))
-        return {name: ms * self.target.scale.compute for name, ms in lines.items()}
+        return lines
 
     def optimizer_lines(self) -> Lines:
         """Return the lines of the optimizer step, without communication."""
@@ -589,8 +569,7 @@ class Step:
         update = self.device.memory_ms(moved)
         # The host runs ahead of the device and waits for it at the norm.
         host = max(0.0, self.costs.host_ms - update) + LOG_MS
-        scale = self.target.scale.optimizer
-        return {"optimizer": update * scale, "optimizer, host and log": host * scale}
+        return {"optimizer": update, "optimizer, host and log": host}
 
     def communication_lines(self) -> Lines:
         """Return the lines of data-parallel communication: what shows, and what hiding costs."""
@@ -611,7 +590,7 @@ class Step:
         # The last bucket to reduce and the first to gather hold the tied embedding, whose gradient
         # is the last to be complete and whose weight is the first to be used.
         exposed_reduce = max(tail * reduce, reduce - backward)
-        exposed_gather = gather if self.waits else max(tail * gather, gather - forward)
+        exposed_gather = max(tail * gather, gather - forward)
         hidden = reduce + gather - exposed_reduce - exposed_gather
         return {
             REDUCTION: exposed_reduce,
@@ -841,7 +820,6 @@ def time_of_step(
     layout: Layout,
     stages: Sequence[Stage],
     target: Target,
-    waits: bool = False,
 ) -> Timing:
     """Return the time of a step in a layout.
 
@@ -852,10 +830,9 @@ def time_of_step(
         config: The run, with the layout's keys.
         layout: Its layout.
         stages: Its pipeline stages, one of each kind.
-        target: The GPUs, their links and measured speeds.
-        waits: As in `Step`.
+        target: The GPUs and their links.
     """
-    times = [Step(config, layout, stage, target, waits).lines() for stage in stages]
+    times = [Step(config, layout, stage, target).lines() for stage in stages]
     slowest: Lines = max(times, key=lambda each: sum(each.values()))
     lines = dict(slowest)
     if layout.pipeline > 1:
