@@ -543,7 +543,7 @@ def build_data(
         site_file: The site's file.
         nodes: As many tasks run at the same time as these have cores.
         time_limit: Of each job; by default the site's.
-        dry_run: Print an estimate of the data set, and submit nothing.
+        dry_run: Print what would be read, and submit nothing.
 
     Raises:
         ConfigError: The site does not have these nodes, or the directory cannot be used.

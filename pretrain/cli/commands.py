@@ -157,13 +157,13 @@ def data_build(
     Args:
         workers: Processes. Default: as many as this process may use cores. Does not change what is
             built.
-        dry_run: Estimate tokens and bytes from a sample of the corpus; write nothing.
+        dry_run: Print what would be read and where it would be written; write nothing.
     """
     run = load_config(config, overrides)
-    from pretrain.data.build import Cluster, build, estimate
+    from pretrain.data.build import Cluster, build, show_plan
 
     if dry_run:
-        estimate(run)
+        show_plan(run)
     elif job_array:
         # `launcher data build` gives a command, as a JSON list.
         build(run, cluster=Cluster(json.loads(job_array), array_size))
@@ -587,7 +587,6 @@ def plan(
     gpu_type: Annotated[str, typer.Option(metavar="TYPE")],
     network: Annotated[float | None, typer.Option(metavar="GBIT", min=0.01)] = None,
     out: OutFile = None,
-    calibrate: OutFile = None,
     reach: Annotated[str | None, typer.Option(metavar="NUMBER|FILE")] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
@@ -610,13 +609,12 @@ def plan(
         network: Gbit/s of all links of a node together in one direction, as 3200 for 8 x 400.
             Default: what nodes with such GPUs usually have.
         out: Write the run in the best layout as a config of its own.
-        calibrate: Scale the assumed speeds by a measurement: pretrain bench train --out FILE.
         reach: How far back heads see where the bias falls with the distance, as ALiBi's: tokens x
             slope (32 is assumed), or a trained model's certificate: pretrain reach --out FILE.
     """
     from pretrain.plan.command import plan_run, read_target
 
-    target = read_target(gpus, gpu_type, network, calibrate, reach)
+    target = read_target(gpus, gpu_type, network, reach)
     print(plan_run(config, overrides, target, out))
 
 

@@ -6,29 +6,22 @@ data set as a whole is compared with what the input files say.
 
 from __future__ import annotations
 
-import gzip
-import io
-import itertools
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet
 import pytest
-import zstandard
 
 from pretrain.config import ConfigError, parse_config
 from pretrain.data import build as command
 from pretrain.data import clean
-from pretrain.data.build import build, estimate
+from pretrain.data.build import build, show_plan
 from pretrain.data.build.tasks import Sampler, read_sample
 from pretrain.data.clean import document_hash
 from pretrain.data.stream import TokenStream
@@ -408,67 +401,6 @@ def test_a_large_corpus_is_sampled_evenly_and_within_the_bound(tmp_path):
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def pack(root: Path, kind: str, texts: list[str]) -> str:
-    """Write documents into four files of a kind, of unlike sizes, and return their pattern."""
-    cuts = [0, len(texts) // 7, len(texts) // 3, len(texts) // 2, len(texts)]
-    for number, (start, end) in enumerate(itertools.pairwise(cuts)):
-        path, own = root / f"{number}.{kind}", texts[start:end]
-        lines = "".join(json.dumps({"text": text, "more": text[::9]}) + "\n" for text in own)
-        if kind == "parquet":
-            table = pyarrow.table({"id": range(len(own)), "text": own, "more": own})
-            pyarrow.parquet.write_table(table, path, row_group_size=60)
-        elif kind == "tar":
-            with tarfile.open(path, "w") as tar:
-                for index, text in enumerate(own):
-                    member = tarfile.TarInfo(f"{index:06d}.txt")
-                    member.size = len(text.encode())
-                    tar.addfile(member, io.BytesIO(text.encode()))
-        elif kind == "txt":
-            # A document a file.
-            for index, text in enumerate(own):
-                (root / f"{number}-{index}.txt").write_text(text)
-        else:
-            packed = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstandard.compress}
-            path.write_bytes(packed[kind](lines.encode()))
-    return str(root / f"*.{kind}")
-
-
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "tar"])
-def test_a_build_s_tokens_lie_in_the_estimate_s_interval(
-    built, tmp_path, capsys, monkeypatch, kind
-):
-    """Documents of unlike length and entropy; a fifth of the files is read."""
-    draw = random.Random(3)
-    texts = [
-        " ".join(
-            draw.choices(DOCUMENTS[i % 12].split(), k=min(1 + int(draw.expovariate(0.01)), 900))
-        )
-        for i in range(600)
-    ]
-    paths = [pack(tmp_path, kind, texts)]
-    files = sum(path.stat().st_size for path in tmp_path.iterdir())
-    monkeypatch.setattr(command, "SAMPLE_BYTES", files // 5)
-    tokenizer = str(built / "data/tokenizer.model")
-    run = config(tmp_path, paths=paths, tokenizer=tokenizer, bytes_per_task=files // 3)
-    before = sorted(tmp_path.iterdir())
-    estimate(run)
-    assert sorted(tmp_path.iterdir()) == before
-    shown = capsys.readouterr().out
-    middle, least, most = (
-        int(number.replace(",", ""))
-        for number in re.search(r" ([\d,]+) tokens \(([\d,]+) to ([\d,]+)\)", shown).groups()
-    )
-    whole = sum(len(load_tokenizer(Path(tokenizer)).encode(text)) + 1 for text in texts)
-    assert least <= whole <= most, (kind, least, middle, most, whole)
-    assert most - least < middle and abs(middle / whole - 1) < 0.3
-    # Of one file of which the beginning is read, and without a tokenizer.
-    packed = next(tmp_path.glob("3*.gz"), None)
-    if packed:
-        estimate(config(tmp_path, paths=[str(packed)], bytes_per_task=files))
-        shown = capsys.readouterr().out
-        assert re.search(r" tokens \(at least [\d,]+\).*\n\S+: about .* \(at least ", shown), shown
-
-
 @pytest.mark.parametrize(
     "package, cleaning, name",
     [
@@ -485,7 +417,7 @@ def test_a_missing_package_is_refused_before_the_build(
     monkeypatch.setitem(sys.modules, package, None)
     stages = count_tokenize_stages(monkeypatch)
     run = config(tmp_path, cleaning, paths=[str(tmp_path / name)])
-    for act in (build, estimate):
+    for act in (build, show_plan):
         with refused(rf"the package {package} is missing. Run `pip install 'pretrain\[data\]'`"):
             act(run)
     assert stages == [] and not (tmp_path / "data").exists()

@@ -18,10 +18,8 @@ import json
 import os
 import shutil
 import sys
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +50,6 @@ from pretrain.data.build.folder import (
     locked,
     make_plan,
     output,
-    piece_sizes,
     read_packed,
     read_plan,
     read_record,
@@ -69,17 +66,13 @@ from pretrain.data.build.tasks import (
     read_sample,
     run_locally,
     run_on_cluster,
-    text_size,
 )
 from pretrain.data.clean import (
-    Cleaner,
     HeldOut,
     choose_held_out,
     count_buckets,
-    duplicate_keys,
     join_repeated,
 )
-from pretrain.data.files import open_stored
 from pretrain.data.shards import (
     BUILD_RECORD,
     DICTIONARY,
@@ -94,7 +87,6 @@ from pretrain.data.shards import (
     sealed,
     unsealed,
 )
-from pretrain.data.sources import Corpus, Piece, Task
 from pretrain.data.stream import TokenStream, build_record
 from pretrain.data.tokenizer import (
     Tokenizer,
@@ -113,7 +105,7 @@ from pretrain.rundir.files import (
     replace_file,
 )
 
-__all__ = ["Cluster", "build", "estimate"]
+__all__ = ["Cluster", "build", "show_plan"]
 
 KEPT_BYTES = 1_000_000_000
 """Of a corpus this large, what is done is kept when the build ends with an error in the config or
@@ -672,165 +664,21 @@ def _leakage(folder: BuildFolder, tasks: list[TokenTask]) -> Json:
     return {"after": found.leakage, "sequences": found.sequences}
 
 
-# ---- Estimate from a sample what a build makes of a corpus ----
-# Places are drawn evenly over the bytes of a corpus, so a file is drawn in proportion to its size.
-# Read is a range around each place where a file can be cut, its row group in a Parquet file, and
-# the beginning of the file otherwise, as far as its share of SAMPLE_BYTES reaches.
-
-
-SAMPLE_BYTES = 4_000_000
-"""Bytes of files that are read of each corpus; a smaller one is read as a whole."""
-PLACES = 16
-
-_BYTES_A_TOKEN, _BYTES_A_TOKEN_RANGE = 4.4, (2.0, 6.0)
-"""What is assumed where the tokenizer is still to be trained."""
-
-_FEWEST_PLACES = 4
-"""With fewer places, nothing says how much the rest differs: an interval has no upper end."""
-
-_UNSEEN = 0.1
-"""What is not read may differ so much from what is, however alike the places are: text lies
-unevenly in a file, and the document at the end of a beginning is lost."""
-
-
-class _Sample(NamedTuple):
-    """What was read at a place."""
-
-    weight: float
-    stored: float
-    """Bytes of the file."""
-    text: float
-    """Bytes of text after cleaning."""
-    tokens: float
-
-
-def estimate(config: RunConfig) -> None:
-    """Print what a build would make of each corpus, estimated from a sample. Builds nothing.
+def show_plan(config: RunConfig) -> None:
+    """Print what a build would read, and where it would write. Opens no document.
 
     Raises:
         ConfigError: if the corpus or the tokenizer cannot be used, or a package is missing.
-        RunFailed: if a file cannot be read.
     """
     tokenizer = load_given_tokenizer(config.data)
     plan = make_plan(config, tokenizer.fingerprint if tokenizer else None)
     check_packages(plan)
-    own: dict[str, list[tuple[Piece, int]]] = {name: [] for name in plan.corpora()}
-    for task, sizes in zip(plan.all_tasks(), piece_sizes(plan)):
-        own[task.corpus] += zip(task.pieces, sizes)
-    low, high = _BYTES_A_TOKEN_RANGE
-    assumed = "" if tokenizer else f", assuming {_BYTES_A_TOKEN} ({low} to {high}) bytes a token"
-    print(f"An estimate from about {size(SAMPLE_BYTES)} of each corpus{assumed}; duplicates count:")
-    all_tokens = np.zeros(3)
-    for name, corpus in plan.corpora().items():
-        start = time.process_time()
-        total = sum(count for _, count in own[name])
-        samples = [_sample(plan, corpus, tokenizer, *each) for each in _places(corpus, own[name])]
-        text, least, most = _projected(samples, total, [s.text for s in samples])
-        read = sum(s.text for s in samples) or 1
-        speed = read / (time.process_time() - start) / 1e6
-        tokens, fewest, greatest = _projected(samples, total, [s.tokens for s in samples])
-        if not tokenizer:
-            fewest, greatest = least / high, most / low
-        all_tokens += tokens, fewest, greatest
-        print(
-            f"{name}: {len({piece.path for piece, _ in own[name]}):,} files, {size(total)}; "
-            f"{size(int(text))} of text ({_interval(least, most, size)}), "
-            f"{tokens:,.0f} tokens ({_interval(fewest, greatest, '{:,.0f}'.format)}), "
-            f"{text / max(tokens, 1):.2f} bytes a token; read at {speed:.1f} MB/s of a core"
-        )
+    sizes, files = Counter[str](), Counter[str]()
+    for task, stored in zip(plan.all_tasks(), task_sizes(plan)):
+        sizes[task.corpus] += stored
+        # A file is read by several tasks, of which one begins with it.
+        files[task.corpus] += sum(piece.start == 0 for piece in task.pieces)
+    for name, number in files.items():
+        print(f"{name}: {number:,} files, {size(sizes[name])}")
     free = free_bytes(config.data_directory)
-    left = "unknown" if free is None else size(free)
-    written, least, most = all_tokens * (2 if config.data.vocab_size <= 1 << 16 else 4)
-    disk = f"about {size(written)} ({_interval(least, most, size)})"
-    print(f"{config.data_directory}: {disk}; {left} free")
-
-
-def _interval(least: float, most: float, show: Callable[[float], str]) -> str:
-    return f"at least {show(least)}" if np.isinf(most) else f"{show(least)} to {show(most)}"
-
-
-def _places(
-    corpus: Corpus, own: list[tuple[Piece, int]]
-) -> Iterator[tuple[Piece, int, float, float]]:
-    """Yield what to read: a piece, its size, how many bytes of it to read, and its weight."""
-    ends = np.cumsum([stored for _, stored in own])
-    if ends[-1] <= SAMPLE_BYTES:
-        yield from ((piece, stored, stored, stored) for piece, stored in own if stored)
-        return
-    step, drawn = SAMPLE_BYTES // PLACES, Counter[tuple[Piece, int]]()
-    for byte in (np.arange(PLACES) + 0.5) * (ends[-1] / PLACES):
-        piece, stored = own[at := int(np.searchsorted(ends, byte, "right"))]
-        source, into = sources.source_of(corpus, piece.path), byte - (ends[at] - stored)
-        if not source.in_bytes:
-            parts = piece.end - piece.start
-            first = piece.start + int(into * parts / stored)
-            drawn[piece._replace(start=first, end=first + 1), stored // parts] += 1
-        elif source.can_be_cut and not sources.compression_of(piece.path):
-            begin = max(piece.start, min(piece.start + int(into), piece.end - step))
-            part = piece._replace(start=begin, end=min(begin + step, piece.end))
-            drawn[part, part.end - part.start] += 1
-        else:
-            drawn[piece, stored] += 1
-    for (piece, stored), times in drawn.items():
-        yield piece, stored, min(stored, SAMPLE_BYTES / len(drawn)), times
-
-
-def _sample(
-    plan: Plan,
-    corpus: Corpus,
-    tokenizer: Tokenizer | None,
-    piece: Piece,
-    stored: int,
-    wanted: float,
-    weight: float,
-) -> _Sample:
-    """Read a piece, or its first `wanted` bytes if its documents can be told from those."""
-    if wanted < stored and sources.source_of(corpus, piece.path).in_bytes:
-        # The end of the name says what it is.
-        with tempfile.NamedTemporaryFile(suffix=piece.path.rpartition("/")[2]) as beginning:
-            with open_stored(piece.path) as file:
-                beginning.write(file.read(int(wanted)))
-            beginning.flush()
-            start = Piece(beginning.name, 0, int(wanted))
-            if (found := _text_of(plan, corpus, start, tokenizer))[0]:
-                return _Sample(weight, wanted, *found)
-    # Also a document as large as the file, which cannot be read in part.
-    return _Sample(weight, stored, *_text_of(plan, corpus, piece, tokenizer))
-
-
-def _text_of(
-    plan: Plan, corpus: Corpus, piece: Piece, tokenizer: Tokenizer | None
-) -> tuple[float, float]:
-    """Return the bytes of text in a piece after cleaning, and its tokens."""
-    cleaner, text, tokens = Cleaner(plan.cleaning), 0, 0.0
-    for document in sources.read(Task(0, corpus.name, (piece,)), corpus, lambda reason: None):
-        cleaned = cleaner.clean(document.text)
-        if cleaned is None:
-            continue
-        own, begin = text_size(cleaned), cleaned[:SAMPLE_BYTES]
-        if plan.cleaning.deduplicate != "none":
-            duplicate_keys(begin, plan.cleaning.deduplicate)
-        per_byte = len(tokenizer.encode(begin)) / max(text_size(begin), 1) if tokenizer else 0
-        tokens += own * per_byte + 1 if tokenizer else own / _BYTES_A_TOKEN
-        text += own
-    return text, tokens
-
-
-def _projected(
-    samples: list[_Sample], total: int, found: list[float]
-) -> tuple[float, float, float]:
-    """Return what all `total` bytes hold of what was found, and an interval around it."""
-    if not samples:
-        return 0.0, 0.0, 0.0
-    stored = np.array([sample.stored for sample in samples])
-    if stored.sum() >= total:
-        return sum(found), sum(found), sum(found)
-    weights = np.array([sample.weight for sample in samples]) / sum(s.weight for s in samples)
-    ratios = np.array(found) / stored
-    ratio = float(weights @ ratios)
-    if len(samples) < _FEWEST_PLACES:
-        return ratio * total, sum(found), np.inf
-    # Three standard errors.
-    variance = weights @ (ratios - ratio) ** 2 / max(len(samples) - 1, 1)
-    half = 3 * float(variance) ** 0.5 + _UNSEEN * ratio
-    return ratio * total, max(ratio - half, 0.0) * total, (ratio + half) * total
+    print(f"{config.data_directory}: {'unknown' if free is None else size(free)} free")

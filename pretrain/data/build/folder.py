@@ -507,11 +507,6 @@ def _damaged_plan(path: Path, line: int) -> ConfigError:
 
 def task_sizes(plan: Plan) -> list[int]:
     """Return about how many bytes of files each task reads, those of train first."""
-    return [sum(sizes) for sizes in piece_sizes(plan)]
-
-
-def piece_sizes(plan: Plan) -> list[list[int]]:
-    """Return about how many bytes of a file each piece of each task is, tasks of train first."""
     of_file = {file.path: file.size for split in SPLITS for file in plan.files[split]}
     corpora = plan.corpora()
     ends: dict[str, int] = {}
@@ -526,7 +521,8 @@ def piece_sizes(plan: Plan) -> list[list[int]]:
         # The parts of a file that is not cut by bytes are taken to be of one size.
         return of_file[piece.path] * length // ends[piece.path]
 
-    return [[size(task.corpus, piece) for piece in task.pieces] for task in plan.all_tasks()]
+    tasks = plan.all_tasks()
+    return [sum(size(task.corpus, piece) for piece in task.pieces) for task in tasks]
 
 
 def _held_out_bytes(plan: Plan, sizes: list[int]) -> dict[str, int]:
