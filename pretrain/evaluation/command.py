@@ -388,7 +388,7 @@ def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> 
     found = open_source(source, request, overrides)
     total = len(found.stream)
     if STREAM in found.config.evaluation.protocols:
-        check_stream(found.config, pretrain.topology.Process.from_environment().world_size, total)
+        check_stream(found.config, pretrain.topology.Process.from_environment().world_size)
     protocols, notes = choose_protocols(
         found.config,
         found.config.evaluation.protocols,

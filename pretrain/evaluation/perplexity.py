@@ -355,7 +355,7 @@ class Evaluator:
     def _read(self, protocol: Protocol, progress: bool, totals: _Totals) -> None:
         """Read the text in one pass, and add its losses up."""
         (chunk,) = self.chunks
-        self.decoder = Decoder(chunk.position.config, chunk, 1, self.text.tokens)
+        self.decoder = Decoder(chunk.position.config, chunk, self.text.tokens)
         hidden = None if progress else True
         with tqdm(total=self.text.tokens, desc=STREAM, leave=False, disable=hidden) as bar:
             for window in protocol.windows(self.text.tokens):

@@ -183,39 +183,6 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
         query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
         return self.q_layernorm(query), self.k_layernorm(key), value
 
-    def _adjust_key_value_for_inference(
-        self,
-        inference_context: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotary_pos_emb: tuple[Tensor, Tensor] | None,
-        *others: Any,
-        **named: Any,
-    ) -> tuple[Any, ...]:
-        """Choose the angles of the new tokens where a text passes through piece by piece.
-
-        Megatron would put keys and values into a cache here, and hand on all of them. Here
-        `CoreAttention` has the cache, of keys that have been rotated once.
-
-        Args:
-            inference_context: Holds how many tokens came before; None: the text is whole.
-            query: The new tokens' queries, [n, B, heads, D].
-            key: Their keys, [n, B, groups, D].
-            value: Their values, [n, B, groups, D].
-            rotary_pos_emb: Angles of queries and keys, from position 0 on; None without rotation.
-            *others: Further arguments of Megatron's.
-            **named: The same.
-
-        Returns:
-            (queries, keys, values, angles that are still to be applied, kind of mask, None)
-        """
-        if inference_context is not None and rotary_pos_emb is not None:
-            begin = inference_context.sequence_len_offset
-            angles = rotary_pos_emb[1][begin : begin + key.shape[0]]
-            rotary_pos_emb = angles, angles
-        return query, key, value, rotary_pos_emb, self.attn_mask_type, None
-
 
 class _Split(torch.autograd.Function):
     """Split the last dimension. The backward pass copies nothing if the gradients are one buffer.
@@ -338,6 +305,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
             out = self._attend(query, key, value, attention_mask=attention_mask)
         else:
             slopes = self.slopes(query.device)
+            assert slopes is not None
             scale = self.scale or query.shape[3] ** -0.5
             out = self.cache.attend(query, key, value, slopes, scale, self._attend)
         return out.reshape(*out.shape[:2], -1)

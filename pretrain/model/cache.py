@@ -1,7 +1,7 @@
 """Keep the keys and values of texts that pass through a layer piece by piece, and forget by proof.
 
-Without slopes a layer keeps all keys. With them each key head keeps its own part of the text,
-because a key matters the less the farther back it is:
+Each key head keeps its own part of the text, because with slopes a key matters the less the farther
+back it is:
 
     on the device    the last SPARE x w tokens, where w is the farthest that any query so far could
                      see by the running bound of `pretrain.kernels.reach`
@@ -12,7 +12,8 @@ because a key matters the less the farther back it is:
 The running bound is asked for the queries of each piece before they see keys. It needs the largest
 norms of keys and values up to each tile, those of dropped keys included. If a query could see a key
 on the host, the host's keys return to the device first. Each of the two bounds lets a row lose
-weights that sum to less than 2^-24. Without a certificate, as with a slope of 0, no key is dropped.
+weights that sum to less than 2^-24. Where a slope is 0 the certificate is infinite, and no key is
+dropped.
 """
 
 # Shape suffixes: S tokens, B batch, H query heads, G key heads, D width of a head, T tiles.
@@ -51,22 +52,18 @@ class KeyCache:
     """The keys and values of one layer, for the heads of this tensor-parallel rank.
 
     Args:
-        groups: Key heads.
-        reaches: Certificate of each key head in tokens; None keeps all keys of all heads.
+        reaches: Certificate of each key head in tokens.
     """
 
-    def __init__(self, groups: int, reaches: Sequence[float] | None) -> None:
-        if reaches is None:
-            self.parts = [_Part(slice(0, groups), None)]
-        else:
-            self.parts = [_Part(slice(g, g + 1), reach) for g, reach in enumerate(reaches)]
+    def __init__(self, reaches: Sequence[float]) -> None:
+        self.parts = [_Part(group, reach) for group, reach in enumerate(reaches)]
 
     def attend(
         self,
         q_SBHD: Tensor,
         k_SBGD: Tensor,
         v_SBGD: Tensor,
-        slopes: Tensor | None,
+        slopes: Tensor,
         scale: float,
         attend: Attend,
     ) -> Tensor:
@@ -76,7 +73,7 @@ class KeyCache:
             q_SBHD: Queries of the next tokens, [S, B, H, D].
             k_SBGD: Their keys, [S, B, G, D].
             v_SBGD: Their values, [S, B, G, D].
-            slopes: [H], fp32; None if the heads have none.
+            slopes: [H], fp32.
             scale: Factor of the products q k^T.
             attend: Computes attention.
 
@@ -86,11 +83,10 @@ class KeyCache:
         shared = q_SBHD.shape[2] // k_SBGD.shape[2]
         outs = []
         for part in self.parts:
-            heads = slice(part.groups.start * shared, part.groups.stop * shared)
+            heads, group = (slice(part.group * n, (part.group + 1) * n) for n in (shared, 1))
             q = q_SBHD[:, :, heads]
-            part.append(torch.stack([k_SBGD[:, :, part.groups], v_SBGD[:, :, part.groups]]))
-            first = 0 if slopes is None else part.look_back(q, slopes[heads], scale)
-            keys, values = part.since(first)
+            part.append(torch.stack([k_SBGD[:, :, group], v_SBGD[:, :, group]]))
+            keys, values = part.since(part.look_back(q, slopes[heads], scale))
             outs.append(attend(q, keys, values, heads))
             part.forget()
         return torch.cat(outs, dim=2)
@@ -101,26 +97,26 @@ class KeyCache:
 
 
 class _Part:
-    """Keys and values of neighbouring key heads: the last ones in a buffer, others on the host.
+    """Keys and values of a key head: the last ones in a buffer, others on the host.
 
     Args:
-        groups: The key heads, among those of the rank.
-        reach: Certificate in tokens; None forgets nothing.
+        group: The key head, among those of the rank.
+        reach: Certificate in tokens.
     """
 
-    def __init__(self, groups: slice, reach: float | None) -> None:
-        self.groups, self.reach = groups, reach
+    def __init__(self, group: int, reach: float) -> None:
+        self.group, self.reach = group, reach
         self.total = 0
         """Tokens so far."""
         self.window = 0
         """How far back a query could see so far."""
         self.buffer: Tensor | None = None
-        """[2, room, B, G, D], of which `self.used` holds the keys and values up to the last one."""
+        """[2, room, B, 1, D], of which `self.used` holds the keys and values up to the last one."""
         self.used = slice(0, 0)
         self.host: deque[Tensor] = deque()
-        """What stands before the buffer, [2, tokens, B, G, D] each."""
+        """What stands before the buffer, [2, tokens, B, 1, D] each."""
         self.longest: tuple[Tensor, Tensor] | None = None
-        """Largest norms of keys and values up to the end of each tile, [B, G, T]."""
+        """Largest norms of keys and values up to the end of each tile, [B, 1, T]."""
         self.origin = self.fetches = 0
         """Position of the first key that is kept, where the first tile begins."""
 
@@ -130,13 +126,13 @@ class _Part:
         return self.total - (self.used.stop - self.used.start)
 
     def since(self, first: int) -> Tensor:
-        """Return keys and values in the buffer from position `first` on, [2, S, B, G, D]."""
+        """Return keys and values in the buffer from position `first` on, [2, S, B, 1, D]."""
         assert self.buffer is not None
         start = self.used.start + max(first - self.begin, 0)
         return self.buffer[:, start : self.used.stop]
 
     def append(self, new: Tensor) -> None:
-        """Add keys and values [2, S, B, G, D]."""
+        """Add keys and values [2, S, B, 1, D]."""
         count = new.shape[1]
         if self.buffer is None:
             self._move([], new.new_empty(2, 0, *new.shape[2:]), count)
@@ -203,7 +199,7 @@ class _Part:
 
     def forget(self) -> None:
         """Send to the host what no query so far could see, and drop what none ever can."""
-        if self.reach is None or self.longest is None:
+        if self.longest is None:
             return
         keep = min(SPARE * self.window, self.reach)
         count = int(max(self.total - keep, 0)) // TILE * TILE - self.begin

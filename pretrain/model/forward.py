@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
@@ -227,49 +226,31 @@ def is_reporting_rank() -> bool:
     return is_last and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-# ---- Pass texts through the model piece by piece, to generate or to score them ----
-# Each layer's core attention has a cache (`pretrain.model.cache`), and sees a few queries behind
-# many keys, which every position method can serve: score terms depend on distances alone, keys are
-# cached rotated, and what is added to the embeddings is looked up at the tokens' own positions.
-# Megatron's inference context tells its layers how many tokens came before.
-# Shapes: B sequences, n tokens, V vocabulary.
+# ---- Pass a text through the model piece by piece, to score it (`pretrain evaluate --stream`) ----
+# Each layer's core attention has a cache (`pretrain.model.cache`), and sees the queries of a piece
+# behind many keys: slopes depend on distances alone.
 
 
-def check_generation(config: RunConfig, length: int) -> None:
-    """Check that a model can generate up to `length` tokens, the prompt's included.
+def check_stream(config: RunConfig, world_size: int) -> None:
+    """Check that `world_size` processes can read a text in one pass.
 
     Raises:
-        ConfigError: A part of the layout does not work, or there are no positions beyond a length.
+        ConfigError: The method has no reach, the model looks both ways, or a part of the layout
+            does not work.
     """
     if config.is_masked:
         raise ConfigError(
-            'train.objective = "masked": the model looks both ways, so it predicts no next token. '
-            'Set "next_token"'
+            '--stream: with train.objective = "masked" the model looks both ways, so it predicts '
+            "no next token. Measure windows, by --lengths"
         )
     p = config.parallel
     if p.ranks_per_copy > p.tensor_model_parallel_size or p.sequence_parallel:
         raise ConfigError(
             "parallel.pipeline_model_parallel_size, parallel.context_parallel_size, "
-            "parallel.sequence_parallel: a new token alone can be split neither over pipeline "
-            "stages nor along the sequence. Set 1, 1 and false for generation, and split the model "
-            "by parallel.tensor_model_parallel_size"
+            "parallel.sequence_parallel: a text that is read in pieces can be split neither over "
+            "pipeline stages nor along the sequence. Set 1, 1 and false for --stream, and split "
+            "the model by parallel.tensor_model_parallel_size"
         )
-    last = config.position.table_end(config)
-    if last is not None and length > last:
-        raise ConfigError(
-            f"{length:,} tokens, of the prompt and after it: the {config.position.method} position "
-            f"table has {last} rows (position.max_position_embeddings). Choose fewer"
-        )
-
-
-def check_stream(config: RunConfig, world_size: int, length: int) -> None:
-    """Check that `world_size` processes can read a text of `length` tokens in one pass.
-
-    Raises:
-        ConfigError: As `check_generation`, or the method has no reach, or the processes are several
-            copies of the model.
-    """
-    check_generation(config, length)
     if config.position.bias != "slopes":
         raise ConfigError(
             f"--stream: with position.method = {config.position.method} no bias on the scores "
@@ -285,97 +266,50 @@ def check_stream(config: RunConfig, world_size: int, length: int) -> None:
 
 
 class Decoder:
-    """Passes sequences through a model piece by piece, each token once.
+    """Passes texts through a model whose position method has slopes, each token once.
 
     Args:
         config: The run.
         chunk: The whole model, or a tensor-parallel rank's part of all layers. Switched to
             evaluation, in which it stays.
-        batch_size: Sequences at once.
-        max_length: The most tokens of each, the prompt's included.
+        length: Tokens of the texts.
     """
 
-    def __init__(
-        self, config: RunConfig, chunk: GPTModel, batch_size: int, max_length: int
-    ) -> None:
-        self.chunk = chunk.eval()
-        self.context = StaticInferenceContext(batch_size, max_length)
+    def __init__(self, config: RunConfig, chunk: GPTModel, length: int) -> None:
+        self.chunk, self.tokens = chunk.eval(), 0
         self.layers = [m for m in chunk.modules() if isinstance(m, CoreAttention)]
         self.groups = config.num_query_groups // config.parallel.tensor_model_parallel_size
-        self.reaches: Sequence[Sequence[float] | None] = [None] * len(self.layers)
-        """Certificate of each layer and key head in tokens; None for a method without reach."""
-        if any(layer.method.bias == "slopes" for layer in self.layers):
-            of_heads = certificates(config, chunk, max_length)
-            of_groups = of_heads.view(len(of_heads), self.groups, -1).amax(2).tolist()
-            self.reaches = [
-                reach if layer.method.bias == "slopes" else None
-                for layer, reach in zip(self.layers, of_groups)
-            ]
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin new sequences."""
-        self.context.reset()
-        self.caches = [KeyCache(self.groups, of_layer) for of_layer in self.reaches]
-
-    @torch.no_grad()
-    def feed(self, tokens: Tensor) -> Tensor:
-        """Continue the sequences, and return the logits after their last tokens.
-
-        All tensor-parallel ranks together, with the same tokens.
-
-        Args:
-            tokens: What follows what was fed before, int64 [B, n].
-
-        Returns:
-            fp32 [B, V], the same on every rank.
-        """
-        for piece in torch.split(tokens, PIECE, dim=1):
-            logits = self._pass(piece)
-        return logits[:, -1].float()
+        of_heads = certificates(config, chunk, length)
+        reaches = of_heads.view(len(of_heads), self.groups, -1).amax(2).tolist()
+        self.caches = [KeyCache(reaches_of_layer) for reaches_of_layer in reaches]
 
     @torch.no_grad()
     def losses(self, tokens: Tensor) -> Tensor:
-        """Continue the sequences with all tokens but the last, and return the losses behind each.
-
-        For a position method with slopes.
+        """Continue the texts with all tokens but the last, and return the losses behind each.
 
         All tensor-parallel ranks together, with the same tokens.
 
         Args:
-            tokens: What follows what was fed before, and the token behind it, int64 [B, n + 1].
+            tokens: What follows what came before, and the token behind it, int64 [B, n + 1].
 
         Returns:
             In nats, fp32 [B, n].
         """
-        assert None not in self.reaches, "a method without reach"
         inputs, labels = (torch.split(x, PIECE, dim=1) for x in (tokens[:, :-1], tokens[:, 1:]))
         return torch.cat([self._pass(*piece).float() for piece in zip(inputs, labels)], dim=1)
 
-    def _pass(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the logits [B, 1, V] behind the last token, or with labels the losses [B, n]."""
-        begin, count = self.context.sequence_len_offset, tokens.shape[1]
-        if begin + count > self.context.max_sequence_length:
-            raise ValueError(
-                f"{begin + count:,} tokens: max_length = {self.context.max_sequence_length:,}"
-            )
-        positions = torch.arange(begin, begin + count, device=tokens.device).expand_as(tokens)
+    def _pass(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the losses [B, n] of a piece."""
+        end = self.tokens + tokens.shape[1]
+        positions = torch.arange(self.tokens, end, device=tokens.device).expand_as(tokens)
         for layer, cache in zip(self.layers, self.caches):
             layer.cache = cache
         try:
-            out: Tensor = self.chunk(
-                tokens,
-                positions,
-                None,
-                labels=labels,
-                # With it Megatron computes no losses. It is there for the angles of rotated keys.
-                inference_context=self.context if labels is None else None,
-                runtime_gather_output=labels is None,
-            )
+            out: Tensor = self.chunk(tokens, positions, None, labels=labels)
         finally:
             for layer in self.layers:
                 layer.cache = None
-        self.context.increment_sequence_len_offset(count)
+        self.tokens = end
         return out
 
     def kept(self) -> Kept:
@@ -383,7 +317,7 @@ class Decoder:
         return Kept(*map(sum, zip(*(cache.kept() for cache in self.caches))))
 
     def full_bytes(self) -> int:
-        """Return the bytes of the keys and values of all tokens so far."""
+        """Return the bytes of the keys and values of all tokens of a text so far."""
         numbers = 2 * len(self.layers) * self.groups * self.layers[0].config.kv_channels
         each: int = numbers * next(self.chunk.parameters()).element_size()
-        return each * int(self.context.sequence_len_offset * self.context.max_batch_size)
+        return each * self.tokens

@@ -59,7 +59,7 @@ def equals_dense(out: Tensor, texts: tuple[Tensor, ...], slopes: Tensor) -> None
 
 @pytest.mark.parametrize(("piece", "length"), [(1, 1024), (200, LENGTH)])
 def test_memory_is_constant_in_the_length_of_the_text(piece, length):
-    cache, texts = KeyCache(2, certificate(SLOPES)), qkv(length)
+    cache, texts = KeyCache(certificate(SLOPES)), qkv(length)
     out, kept = passed(cache, texts, SLOPES, piece)
     equals_dense(out[-300:], (texts[0][-300:], *texts[1:]), SLOPES)
     assert kept[-1].fetches == 0
@@ -81,7 +81,7 @@ def test_a_query_for_a_key_on_the_host_brings_it_back():
     q[:1800] *= 1e-3
     k[100, :, 0] *= 500
     q[1800:, :, 1] = k[100, :, 0] / 10
-    cache = KeyCache(2, [math.inf, math.inf])
+    cache = KeyCache([math.inf, math.inf])
     out, kept = passed(cache, texts, slopes, [200] * 12)
     equals_dense(out, texts, slopes)
     # Before it the key was on the host, and without it the output is another one.
