@@ -151,7 +151,7 @@ def read_rates(path: Path) -> Rates | None:
     seconds = sum(record["step_seconds"] for record in latest)
     # Weighted by time: the tokens of all these steps over the seconds of all these steps.
     tokens = sum(record["step_seconds"] * _number(record, "tokens_per_second") for record in latest)
-    judged = next((record for record in reversed(latest) if "compute_seconds" in record), {})
+    judged = next((record for record in reversed(latest) if "slowest_rank" in record), {})
     loss = _number(last, "loss_nats", math.nan)
     phase = f" (phase {_number(last, PHASE):.0f})" if PHASE in last else ""
     return Rates(last["step"], loss, tokens / seconds, phase, _slow_rank(judged))
@@ -159,14 +159,12 @@ def read_rates(path: Path) -> Rates | None:
 
 def _slow_rank(record: Record) -> str:
     """Return which rank the others wait for, as a step's record says; "" if none."""
-    if "straggler_rank" not in record:
+    if "slow_since_step" not in record:
         return ""
-    keys = ("rank", "host", "device", "since_step")
-    rank, host, device, since = (record.get(f"straggler_{key}") for key in keys)
-    seconds, others = _number(record, "straggler_seconds"), _number(record, "num_stragglers") - 1
-    said = f"rank {rank} (host {host}, device {device}) is slow since step {since}"
-    also = f"; {others:.0f} other ranks are slow, too" if others > 0 else ""
-    return f"{said}, by {seconds:.3g} s a step{also}"
+    keys = ("slowest_rank", "slowest_place", "slow_since_step")
+    rank, place, since = (record.get(key) for key in keys)
+    ratio = _number(record, "slowest_ratio")
+    return f"rank {rank} ({place}) is slow since step {since}, busy {ratio:.3g} times as long"
 
 
 def _number(record: Record, key: str, default: float = 0.0) -> float:

@@ -244,9 +244,9 @@ class LoggingHook(Hook):
             return
         size, consumed = record["global_batch_size"], record["consumed_samples"]
         if shared := record.pop(SHARED, None):
-            judged, lines = self.stragglers.judge(record["step"], shared, size)
+            judged, line = self.stragglers.judge(record["step"], shared)
             record.update(judged)
-            for line in lines:
+            if line:
                 say(line)
         rate = size * self.sequence_length / record["step_seconds"]
         rate_per_device = rate / run.topology.layout.world_size

@@ -208,14 +208,13 @@ _GROUPED = {
         PHASE,
     ),
     "throughput": (
-        *("tokens_per_second", "step_seconds", "data_wait_seconds", "compute_seconds"),
-        *("wait_seconds", "tflops_per_second", "tflops_per_second_causal"),
+        *("tokens_per_second", "step_seconds", "data_wait_seconds"),
+        *("tflops_per_second", "tflops_per_second_causal"),
         *("model_flops_utilization", "model_flops_utilization_causal"),
     ),
     "health": (
-        *("peak_memory_bytes", "loss_scale", "straggler_rank", "straggler_seconds"),
-        *("straggler_since_step", "num_stragglers", "skipped_updates", "rollbacks"),
-        "rolled_back_from_step",
+        *("peak_memory_bytes", "loss_scale", "slowest_rank", "slowest_ratio", "slow_since_step"),
+        *("skipped_updates", "rollbacks", "rolled_back_from_step"),
     ),
 }
 TAGS = {"loss_nats": "train/loss", "gradient_norm": "train/grad_norm"} | {

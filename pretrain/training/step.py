@@ -346,7 +346,7 @@ class QueuedStep:
                 raise Spike(seen, self._state)
         self._requests.settle(votes)
         seconds = measured["step_seconds"] = self.end.seconds_since(self._begin)
-        self._times.add(seconds, self._waits, self._record["data_wait_seconds"])
+        self._times.add(seconds, self._waits)
         if shared:
             measured[SHARED] = shared
         metrics = self._metrics.record(recorded, is_lacking=num_lacking > 0)

@@ -1,4 +1,4 @@
-"""A rank that holds up the others is named, with its seconds; without a reason nobody is."""
+"""A rank that holds up the others is named; without a reason nobody is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import contextlib
 import datetime
 import io
 import os
-import random
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -20,46 +17,39 @@ import pytest
 from pretrain.config import RunConfig
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import RunPaths
+from pretrain.training import stragglers
 from pretrain.training.stragglers import (
     LOST_SECONDS,
+    SLOW_RATIO,
     WINDOW_STEPS,
     Place,
     Stragglers,
-    _median_of_others,
 )
 from tests.conftest import ALL_LAYOUTS, mark_torture, tiny_config
 
-SLEEP = 0.25
-FIRST, LAST = 2 * WINDOW_STEPS + 1, 5 * WINDOW_STEPS
-"""The steps that one rank is slowed in."""
-STEPS = LAST + 4 * WINDOW_STEPS
+SLEEP = 0.2
+FIRST, LAST = WINDOW_STEPS + 1, 3 * WINDOW_STEPS
+"""The steps that one rank sleeps in."""
 
 
-def train_slowed(config: RunConfig, slow: int, kind: str) -> str:
-    """Train a run in which one rank is slowed in some steps; return what this rank printed."""
+def train_slowed(config: RunConfig, slow: int, lost_seconds: float) -> str:
+    """Train a run in which one rank sleeps in some steps; return what this rank printed."""
     import torch.distributed as dist
 
-    from pretrain.data import order
     from pretrain.training import loop
 
-    seed_step, batches = loop.seed_step, order.batches
+    seed_step = loop.seed_step
 
     def own_seed(config: RunConfig, topology: Any, step: int) -> None:
-        if dist.get_rank() == slow and FIRST <= step + 1 <= LAST and kind == "computing":
+        if dist.get_rank() == slow and FIRST <= step + 1 <= LAST:
             time.sleep(SLEEP)
         seed_step(config, topology, step)
-
-    def own_batches(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        for step, batch in enumerate(batches(*args, **kwargs), start=1):
-            if dist.get_rank() == slow and FIRST <= step <= LAST and kind == "data":
-                time.sleep(SLEEP)
-            yield batch
 
     said = io.StringIO()
     with (
         contextlib.redirect_stderr(said),
         patch.object(loop, "seed_step", own_seed),
-        patch.object(loop, "batches", own_batches),
+        patch.object(stragglers, "LOST_SECONDS", lost_seconds),
     ):
         assert loop.train(config) == 0
     return said.getvalue()
@@ -80,48 +70,30 @@ def waits_of_named_arguments(config: RunConfig) -> int:
 
 
 def test_collectives_with_named_arguments_are_measured(pools, tiny_data, tmp_path):
-    config = run_config(tiny_data, tmp_path, ALL_LAYOUTS["dp2"][1], STEPS)
+    config = run_config(tiny_data, tmp_path, ALL_LAYOUTS["dp2"][1], 1)
     assert pools(2).run(waits_of_named_arguments, config) == [1, 1]
 
 
 CASES = [
-    *[(layout, slow, "computing") for layout in ("dp2", "tp2", "pp2") for slow in (0, 1)],
-    *[(layout, 2, "computing") for layout in ("dp4", "tp2-dp2", "pp2-dp2", "tp2pp2sp")],
-    *[(layout, 1, "computing") for layout in ("pp2vpp2", "zero2-dp2", "zero3-dp2")],
-    ("dp2", 1, "data"),
+    *[(layout, slow) for layout in ("dp2", "tp2") for slow in (0, 1)],
+    *[(layout, 2) for layout in ("dp4", "tp2-dp2", "pp2-dp2", "tp2pp2sp")],
+    *[(layout, 1) for layout in ("zero2-dp2", "zero3-dp2")],
 ]
 
 
-@pytest.mark.parametrize(
-    ("layout", "slow", "kind"),
-    mark_torture(CASES, {("dp2", 1, "computing"), ("pp2", 0, "computing")}),
-)
-def test_a_slow_rank_is_named(pools, tiny_data, tmp_path, layout, slow, kind):
-    """With the seconds that it sleeps in a step: three quarters of them to 1.4 times, under load.
-
-    A rank that sleeps leaves its core to the others, and those that come together are slowed.
-    """
+@pytest.mark.parametrize(("layout", "slow"), mark_torture(CASES, {("dp2", 1), ("tp2", 0)}))
+def test_a_slow_rank_is_named(pools, tiny_data, tmp_path, layout, slow):
     processes, parallel = ALL_LAYOUTS[layout]
-    config = run_config(tiny_data, tmp_path, parallel, STEPS)
-    said = pools(processes).run(train_slowed, config, slow, kind)
-    lines = [line for line in said[0].splitlines() if line.startswith(("warning: rank", "rank"))]
-    assert all("rank" not in each.split(" is ")[0] for each in said[1:])
-    begin, end = lines
-    does = "waits for data" if kind == "data" else "computes"
-    name = f"rank {slow} (host {os.uname().nodename}, device cpu)"
-    since = int(end.removeprefix(f"{name} is no longer slow, as it was since step "))
-    # On a busy machine the windows before may have had a tenth of a step that is noise.
-    assert since in range(1, FIRST + 1, WINDOW_STEPS)
-    assert begin.startswith(f"warning: {name} is slow") and f" step {since} it {does} " in begin
-    records = step_records(config)
-    named = [record for record in records if "straggler_rank" in record]
-    assert {record["step"] % WINDOW_STEPS for record in named} == {0}
-    assert {record["straggler_rank"] for record in named} == {slow}
-    assert {record["num_stragglers"] for record in named} == {1}
-    assert named[0]["straggler_since_step"] == since and named[-1]["step"] < STEPS
-    seconds = [r["straggler_seconds"] for r in named if FIRST + 1 < r["step"] <= LAST]
-    assert 0.75 * SLEEP < statistics.median(seconds) < 1.4 * SLEEP, seconds
-    check_lists(named[0], slow, kind)
+    config = run_config(tiny_data, tmp_path, parallel, LAST)
+    said = pools(processes).run(train_slowed, config, slow, 1.0)
+    assert f"warning: rank {slow} ({os.uname().nodename}, cpu) is slow" in said[0]
+    assert all(" is slow" not in each for each in said[1:])
+    records = [record for record in step_records(config) if "slowest_rank" in record]
+    assert [record["step"] for record in records] == [WINDOW_STEPS, 2 * WINDOW_STEPS, LAST]
+    assert [record["slowest_rank"] for record in records[1:]] == [slow, slow]
+    # On a busy machine the rank may have been slow in the window before, too.
+    assert records[-1]["slow_since_step"] in (1, FIRST)
+    assert records[-1]["slowest_ratio"] > SLOW_RATIO
 
 
 def stages_of_all(config: RunConfig) -> list[int]:
@@ -164,18 +136,8 @@ def measured_waits(late: int) -> tuple[float, float, bool]:
 
 def test_waits_are_those_for_others_and_no_computing(pools):
     (waited, behind, left), (late, late_behind, late_left) = pools(2).run(measured_waits, 1)
-    assert waited > 0.9 * SLEEP and late < 0.5 * SLEEP
-    assert behind < 0.5 * SLEEP and late_behind < 0.5 * SLEEP
+    assert waited > max(late, behind, late_behind)
     assert left and late_left
-
-
-def check_lists(record: dict[str, Any], slow: int, kind: str) -> None:
-    """The lists of all ranks: of a step's seconds, each is one of three."""
-    columns = [record[f"rank_{name}_seconds"] for name in ("compute", "wait", "data")]
-    least, *_ = sorted(columns[1])
-    assert columns[1][slow] == least
-    assert columns[2 if kind == "data" else 0][slow] > SLEEP
-    assert record["compute_seconds"] <= max(columns[0]) * 1.001
 
 
 @pytest.mark.torture
@@ -187,11 +149,10 @@ def test_beside_busy_processes_nobody_is_named(pools, tiny_data, tmp_path, layou
     busy = [sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(busy) as one:
         try:
-            said = pools(processes).run(train_slowed, config, -1, "")
+            said = pools(processes).run(train_slowed, config, -1, LOST_SECONDS)
         finally:
             one.kill()
-    assert "slow" not in said[0].replace("(the first is the slowest)", ""), said[0]
-    assert not any("straggler_rank" in record for record in step_records(config))
+    assert " is slow" not in said[0], said[0]
 
 
 def run_config(tiny_data: Any, tmp_path: Any, parallel: dict[str, Any], steps: int) -> RunConfig:
@@ -210,58 +171,42 @@ def step_records(config: RunConfig) -> list[dict[str, Any]]:
 
 
 # ---- what is judged ------------------------------------------------------------------------------
-def judged(stages: list[int], windows: list[list[float]], size: int = 8) -> list[tuple[int, str]]:
+def judged(stages: list[int], windows: list[list[float]]) -> list[tuple[int, str]]:
     """Return (step, line) of each line that is said about windows of seconds by rank."""
-    places = [Place(f"n{i}", "cuda:0", stage) for i, stage in enumerate(stages)]
-    found = Stragglers(places, WINDOW_STEPS)
+    found = Stragglers([Place(f"n{i}, cuda:0", stage) for i, stage in enumerate(stages)], 8)
     lines = []
-    for number, busy in enumerate(windows, start=1):
-        whole, step = max(busy) + 0.1, number * WINDOW_STEPS
-        shared = [cell for own in busy for cell in (own, whole - own, 0.0)]
-        record, said = found.judge(step, shared, size)
-        assert bool(said) <= ("rank_compute_seconds" in record)
-        lines += [(step, line) for line in said]
+    for step, busy in enumerate(windows, start=1):
+        record, line = found.judge(8 * step, busy)
+        lines += [(8 * step, line)] if line else []
+        assert not line or record["slow_since_step"] < 8 * step
     return lines
 
 
 EVEN, SLOW = [1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.5, 1.0]
 
 
-def test_two_windows_in_a_row_make_a_slow_rank_and_end_it():
-    lines = judged([0, 0, 0, 0], [EVEN, SLOW, EVEN, SLOW, SLOW, SLOW, EVEN, SLOW, EVEN, EVEN])
-    assert [step for step, _ in lines] == [40, 80]
-    assert "rank 2 (host n2, device cuda:0) is slow" in lines[0][1] and "0.5 s" in lines[0][1]
-    assert "since step 25 " in lines[0][1] and "since step 25" in lines[1][1]
+def test_two_windows_in_a_row_make_a_slow_rank():
+    windows = [EVEN, SLOW, EVEN, SLOW, SLOW, SLOW, EVEN, SLOW, SLOW]
+    (step, line), (again, _) = judged([0, 0, 0, 0], windows)
+    assert (step, again) == (40, 72)
+    assert "rank 2 (n2, cuda:0) is slow" in line and "since step 25 it is busy 0.5 s" in line
 
 
 def test_a_short_or_small_delay_names_nobody():
-    """Under a tenth of a step however long, and three seconds however large their share."""
+    """Under a tenth however long, and under three seconds however large their share."""
     assert judged([0, 0, 0, 0], [[1.0, 1.0, 1.1, 1.0]] * 50) == []
-    lost = LOST_SECONDS / (4 * WINDOW_STEPS)
+    assert judged([0, 0], [[1.0, 1.5], [1.5, 1.0]] * 9) == []
+    lost = LOST_SECONDS / (4 * 8)
     assert judged([0, 0], [[0.01, 0.01 + lost * 0.99]] * 4) == []
     assert [step for step, _ in judged([0, 0], [[0.01, 0.01 + lost * 1.01]] * 4)] == [32]
 
 
-def test_a_rank_is_compared_with_the_median_of_the_others():
-    dice = random.Random(3)
-    for count in (2, 3, 4, 7):
-        busy = [dice.choice([1.0, 1.5, dice.random()]) for _ in range(count)]
-        for rank, own in enumerate(busy):
-            others = busy[:rank] + busy[rank + 1 :]
-            assert _median_of_others(sorted(busy), own) == statistics.median(others)
-
-
-def test_stages_of_a_pipeline_may_differ():
-    """Each rank is compared with its stage; one that is alone there with its own past."""
+def test_a_rank_is_compared_with_the_median_of_the_others_of_its_stage():
     assert judged([0, 0, 1, 1], [[1.0, 1.0, 2.0, 2.0]] * 9) == []
     assert "rank 3 " in judged([0, 0, 1, 1], [[1.0, 1.0, 2.0, 3.0]] * 9)[0][1]
     assert judged([0, 1], [[1.0, 2.0]] * 9) == []
-    [(_, line)] = judged([0, 1], [[1.0, 2.0]] * 3 + [[1.0, 3.0]] * 9)
-    assert "rank 1 " in line and "1 s a step longer than before" in line
-    # The machine became slower as a whole.
-    assert judged([0, 1], [[1.0, 2.0]] * 3 + [[1.5, 3.0]] * 9) == []
-
-
-def test_a_rank_that_shares_nothing_is_not_judged():
-    found = Stragglers([Place("a", "cpu", 0), Place("b", "cpu", 0)], WINDOW_STEPS)
-    assert found.judge(8, [1.0, 1.0, 0.0, 0.0, 0.0, 0.0], 8) == ({}, [])
+    found = Stragglers([Place(name, 0) for name in "abcd"], 8)
+    record, _ = found.judge(8, [3.0, 1.0, 9.0, 2.0])
+    assert record == {"slowest_rank": 2, "slowest_place": "c", "slowest_ratio": 4.5}
+    # A rank that shares nothing measured nothing.
+    assert found.judge(8, [1.0, 0.0, 1.0, 1.0]) == ({}, None)

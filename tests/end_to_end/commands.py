@@ -279,8 +279,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def untimed(run: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl without the fields that a clock measures."""
     timed = ("step_seconds", "data_wait_seconds", "tokens_per_second", "tflops", "peak_memory")
-    timed += ("evaluation_seconds", "compute_seconds", "wait_seconds", "rank_", "straggler_")
-    timed += ("num_stragglers",)
+    timed += ("evaluation_seconds", "slowest_", "slow_since_step")
     return [{k: v for k, v in record.items() if not k.startswith(timed)} for record in metrics(run)]
 
 
