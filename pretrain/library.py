@@ -176,7 +176,7 @@ def export_model(
         source: Directory of a run or checkpoint.
         directory: The folder to write.
         max_length: Longest sequence that it accepts, in tokens; None for 16 training lengths.
-        programs: What else to export for, as --for: vllm, llama.cpp, ctranslate2, onnx.
+        programs: What else to export for, as --for: vllm, llama.cpp.
         settings: Keys of [export], or data.directory where the data set was moved.
 
     Returns:

@@ -502,10 +502,10 @@ def export(
     When it fails, OUT is not made and the exit code is 1. Its perplexity in bf16 and fp16 is
     measured too, printed and written on the model card.
 
-    --for llama.cpp, ctranslate2 and onnx (repeatable) also writes what these programs read, into
-    OUT/PROGRAM, loads it in them and compares logits and token ids. vllm reads the same files as
-    transformers: --for vllm says whether it computes the model. What a program would compute
-    otherwise is refused; what is not installed here is written, and not compared.
+    --for llama.cpp also writes what it reads, into OUT/llama.cpp, loads it there and compares
+    logits and token ids. vllm reads the same files as transformers: --for vllm says whether it
+    computes the model. What a program would compute otherwise is refused; what is not installed
+    here is written, and not compared.
 
     The folder also gets a model card, with the run's own evaluation of this checkpoint, which names
     license, languages and data sets as [export] of the run's config or --set says.
@@ -514,10 +514,10 @@ def export(
     Example:
       pretrain export runs/demo/alibi runs/demo/hf --set export.license=apache-2.0 \\
           --set 'export.language=["en"]'
-      pretrain export runs/demo/alibi runs/demo/hf --for llama.cpp --for ctranslate2
+      pretrain export runs/demo/alibi runs/demo/hf --for llama.cpp
 
     Args:
-        programs: transformers (always written), vllm, llama.cpp, ctranslate2 or onnx.
+        programs: transformers (always written), vllm or llama.cpp.
         out: Directory to write the Hugging Face model to.
         max_length: Longest sequence that the export accepts; MPT and OPT fail beyond it. Default:
             16 training lengths, or the longest that the run evaluates.

@@ -4,16 +4,14 @@ The export's folder is transformers'. What another program needs lies in a folde
 and is made of the run's weights, not of transformers' files, so nothing that a class rewrites (see
 `classes.Bloom`) reaches it. Nothing that is peculiar to a program stands elsewhere.
 
-Read in llama.cpp b9190 (src/models/{mpt,bloom,gptneox}.cpp, src/llama-vocab.cpp), CTranslate2 4.8.5
-(specs/transformer_spec.py, converters/transformers.py) and vLLM at 02d799b
-(model_executor/models/{mpt,bloom,opt,gpt_neox}.py; gpt2.py at 0176894, llama.py at 0035bdf,
-qwen3.py at 002456d). `HOLDS` is the result; every export compares.
+Read in llama.cpp b9190 (src/models/{mpt,bloom,gptneox}.cpp, src/llama-vocab.cpp) and vLLM at
+02d799b (model_executor/models/{mpt,bloom,opt,gpt_neox}.py; gpt2.py at 0176894, llama.py at
+0035bdf, qwen3.py at 002456d). `HOLDS` is the result; every export compares.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -79,7 +77,6 @@ _ONE_BIAS_MAX = (
     Ours("position.slopes", _one_bias_max, "it computes slopes that end at 2^-bias_max"),
     Ours("position.trainable_slopes", False, "it computes slopes that end at 2^-bias_max"),
 )
-_NO_CLIPPING = Ours("model.clip_qkv", None, "its {name} does not clip queries, keys and values")
 _TIED = Ours("model.tie_word_embeddings", True, "its {name} skips lm_head.weight")
 _GELU = Ours("model.hidden_act", _any_gelu, "its {name} computes GELU")
 _SILU = Ours("model.hidden_act", "silu", "its {name} computes SiLU")
@@ -111,16 +108,10 @@ HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
         **{each.name: (_SILU,) for each in (Llama, Mistral, Qwen2)},
         Qwen3.name: (_SILU, _PLAIN),
     },
-    "ctranslate2": {
-        Mpt.name: (_NO_CLIPPING,),
-        **{each.name: () for each in (Bloom, Opt, Gpt2)},
-        **{each.name: (_PLAIN,) for each in (GptNeoX, Llama, Mistral, Qwen2, Qwen3)},
-    },
 }
 """Program -> class of transformers -> the settings with which the program computes that model.
 
-A class that a program lacks, such as ALiBi with other slopes, is refused. A program that is not
-here runs the code of transformers' class, so it computes them all."""
+A class that a program lacks, such as ALiBi with other slopes, is refused."""
 
 
 # ---- A program -----------------------------------------------------------------------------------
@@ -174,7 +165,7 @@ class Consumer:
 
     def reasons(self, config: RunConfig, target: HuggingFaceClass) -> Iterator[str]:
         """Yield why the program would compute another model than the run's."""
-        classes = HOLDS.get(self.name, {target.name: ()})
+        classes = HOLDS[self.name]
         if target.name not in classes:
             yield f"it has no {target.name}"
         for row, refusal in refused(classes.get(target.name, ()), config, target.name):
@@ -466,189 +457,13 @@ def _ambiguous(added: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-# ---- CTranslate2 ---------------------------------------------------------------------------------
-# Its own converters are not used: MPT's ties the output layer of every model, Bloom's drops
-# layer_norm_epsilon, and neither knows the names that transformers 5 writes.
-class _CTranslate2(TensorTable):
-    """Attributes of TransformerDecoderSpec."""
-
-    modules: ClassVar = {
-        EMBEDDING: "embeddings",
-        EMBEDDING_NORM: "layernorm_embedding",
-        POSITIONS: "position_encodings",
-        FINAL_NORM: "layer_norm",
-        OUTPUT: "projection",
-    }
-    layers = "layer"
-    layer: ClassVar = {
-        "input_layernorm": "self_attention.layer_norm",
-        "self_attention.linear_qkv": StackQkv("self_attention.linear.0"),
-        "self_attention.linear_proj": "self_attention.linear.1",
-        "pre_mlp_layernorm": "ffn.layer_norm",
-        "mlp.linear_fc1": "ffn.linear_0",
-        "mlp.linear_fc2": "ffn.linear_1",
-    }
-
-
-class _CTranslate2Parallel(_CTranslate2):
-    layer: ClassVar = _CTranslate2.layer | {
-        "input_layernorm": "input_layer_norm",
-        "pre_mlp_layernorm": "post_attention_layer_norm",
-    }
-
-
-class _StackGroups(StackQkv):
-    """One tensor with rows [queries, keys, values], of which each group has its key and value."""
-
-    _stored = GroupedQkv._stored
-
-
-class _CTranslate2Llama(_CTranslate2):
-    layer: ClassVar = _CTranslate2.layer | {
-        QKV: _StackGroups("self_attention.linear.0"),
-        Q_NORM: "self_attention.q_norm",
-        K_NORM: "self_attention.k_norm",
-        "mlp.linear_fc1": GateAndUp("ffn.linear_0", "ffn.linear_0_noact"),
-    }
-
-
-class CTranslate2(Consumer):
-    name = "ctranslate2"
-    packages = ("ctranslate2",)
-    reader = "ctranslate2"
-
-    def write(self, export: Export, folder: Path) -> None:
-        from ctranslate2.specs import TransformerDecoderModelSpec, common_spec, transformer_spec
-
-        config, m, rope = export.config, export.config.model, export.config.position.rope()
-        kinds = common_spec.Activation
-        activations = {"gelu": kinds.GELU, "gelu_pytorch_tanh": kinds.GELUTanh, "relu": kinds.RELU}
-        activations["silu"] = kinds.SWISH
-        block: dict[str, Any] = {}
-        if m.gated_linear_unit:
-            block = {"rms_norm": True, "ffn_glu": True, "qk_norm": m.qk_layernorm}
-            block |= {"num_heads_kv": config.num_query_groups, "head_dim": config.head_dim}
-        model = TransformerDecoderModelSpec.from_config(
-            m.num_layers,
-            m.num_attention_heads,
-            activation=activations[m.hidden_act],
-            layernorm_embedding=m.embedding_layernorm,
-            alibi=config.position.bias == "slopes",
-            rotary_dim=int(config.head_dim * rope.percent) if rope else None,
-            rotary_interleave=False,
-            rotary_base=float(rope.base) if rope else 10_000.0,
-            parallel_residual=m.parallel_residual,
-            **block,
-        )
-        model.decoder.scale_embeddings = False
-        table = _CTranslate2Llama() if m.gated_linear_unit else _CTranslate2()
-        if m.parallel_residual:
-            table = _CTranslate2Parallel()
-        tensors = table.convert(config, export.state, export.max_length)
-        if m.tie_word_embeddings:
-            tensors["projection.weight"] = tensors["embeddings.weight"]
-        own = {
-            common_spec.LayerNormSpec: {"weight": "gamma", "bias": "beta"},
-            transformer_spec.PositionEncoderSpec: {"weight": "encodings"},
-        }
-        for name, tensor in tensors.items():
-            part, (*path, kind) = model.decoder, name.split(".")
-            for step in path:
-                part = part[int(step)] if step.isdigit() else getattr(part, step)
-            setattr(part, own.get(type(part), {}).get(kind, kind), tensor.numpy())
-        names = export.names("<extra_id_{}>")
-        model.register_vocabulary(names)
-        eos = export.special["eos_token_id"]
-        model.config.bos_token = model.config.eos_token = names[eos]
-        model.config.unk_token = names[export.tokenizer.special.get("unk", eos)]
-        model.config.layer_norm_epsilon = m.layernorm_epsilon
-        model.validate()
-        model.save(str(folder))
-
-    def load(self, export: Export, folder: Path) -> Loaded:
-        import ctranslate2
-        import numpy as np
-        import torch
-
-        threads = torch.get_num_threads()
-        model = ctranslate2.Generator(
-            str(folder), device="cpu", compute_type="float32", intra_threads=threads
-        )
-        names = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
-        ids_of, stock = {name: i for i, name in enumerate(names)}, _stock_tokenizer(export)
-
-        def logits(ids: Tensor) -> Tensor:
-            # By name, as its users give tokens to it.
-            found = model.forward_batch([[names[i] for i in ids[0].tolist()]])
-            return torch.from_numpy(np.array(found))
-
-        def encode(text: str, special: bool) -> list[int]:
-            found = stock.tokenize(text, split_special_tokens=not special)
-            return [ids_of[name] for name in found]
-
-        return Loaded(logits, encode)
-
-
 def _stock_tokenizer(export: Export) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(export.folder, local_files_only=True)
 
 
-# ---- ONNX Runtime --------------------------------------------------------------------------------
-class Onnx(Consumer):
-    name = "onnx"
-    packages = ("onnx", "onnxscript")
-    reader = "onnxruntime"
-    FILE = "model.onnx"
-
-    def write(self, export: Export, folder: Path) -> None:
-        import torch
-
-        class Logits(torch.nn.Module):
-            def __init__(self, model: Any) -> None:
-                super().__init__()
-                self.model = model
-
-            def forward(self, input_ids: Tensor) -> Any:
-                return self.model(input_ids=input_ids, use_cache=False).logits
-
-        # It warns of operators of torchvision, which no model here has.
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-        model = export.target.load(export.folder, dtype=torch.float32).eval()
-        sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-        torch.onnx.export(
-            Logits(model),
-            # Two rows: the exporter takes a dimension of 1 for a constant.
-            (torch.zeros(2, 8, dtype=torch.long),),
-            folder / self.FILE,
-            input_names=["input_ids"],
-            output_names=["logits"],
-            dynamic_shapes=(sizes,),
-            dynamo=True,
-            verbose=False,
-        )
-
-    def load(self, export: Export, folder: Path) -> Loaded:
-        import onnxruntime
-        import torch
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        session = onnxruntime.InferenceSession(folder / self.FILE, options)
-        stock = _stock_tokenizer(export)
-
-        def logits(ids: Tensor) -> Tensor:
-            return torch.from_numpy(session.run(None, {"input_ids": ids.numpy()})[0])
-
-        return Loaded(
-            logits, lambda text, special: stock(text, split_special_tokens=not special)["input_ids"]
-        )
-
-
-CONSUMERS: dict[str, Consumer] = {
-    each.name: each for each in (Vllm(), LlamaCpp(), CTranslate2(), Onnx())
-}
+CONSUMERS: dict[str, Consumer] = {each.name: each for each in (Vllm(), LlamaCpp())}
 
 
 def chosen(names: Sequence[str]) -> list[Consumer]:

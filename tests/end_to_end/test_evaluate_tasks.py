@@ -39,14 +39,13 @@ def test_stock_transformers_gives_the_same(workspace, run, measured, tiny_data):
 
     folder = workspace / "hf-tasks"
     # Beside it, the same weights in other programs, as far as they are installed.
-    others = {"llama.cpp": "cyllama", "ctranslate2": "ctranslate2"}
+    others = {"llama.cpp": "cyllama"}
     others = {name: reader for name, reader in others.items() if find_spec(reader)}
     done = succeeds("export", run, folder, "--for", "vllm", *(f"--for={name}" for name in others))
     card = (folder / "README.md").read_text()
     for name, reader in others.items():
         assert f"{name}: proven in {reader} " in done.out and f"- {name}: proven in" in card
     assert "- vllm: reads this folder; its source was read, it was not run." in card
-    assert "- onnx: not exported for it (`pretrain export --for onnx`)." in card
     # Its table of biases is as long as is asked for.
     longer = {"dtype": torch.float32, "max_seq_len": LENGTH}
     model = AutoModelForCausalLM.from_pretrained(folder, **longer).eval()

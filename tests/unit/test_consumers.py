@@ -24,6 +24,7 @@ from pretrain.huggingface.classes import class_of
 from pretrain.huggingface.consumers import CONSUMERS, Export, Loaded, Proof, chosen, prove
 from pretrain.huggingface.folder import special_ids, to_huggingface
 from pretrain.huggingface.parity import compare
+from tests.conftest import mark_torture
 from tests.reference.dense_gpt import DenseGPT, make_config
 from tests.unit.test_export import MODELS, ORIGINAL, SLOPES, random_ids, state_of, tokenizer_path
 
@@ -85,37 +86,16 @@ def proof(program: str, export: Export) -> Proof:
 
 
 OFTEN = {
-    "llama.cpp": (
-        "mpt_story",
-        "bloom12",
-        "opt",
-        "opt_untied",
-        "gpt2",
-        "neox_parallel",
-        "llama_yarn",
-        "qwen3",
-    ),
-    "ctranslate2": ("mpt12", "mpt_epsilon", "bloom_norm", "gpt2", "opt_untied", "neox", "qwen3"),
-    "onnx": (),
+    *[("mpt_story",), ("bloom12",), ("opt",), ("opt_untied",)],
+    *[("gpt2",), ("neox_parallel",), ("llama_yarn",), ("qwen3",)],
 }
-"""Program -> the models of `make test`; the others are of the same kinds. torch's exporter to ONNX
-takes seconds a model."""
+"""The models of `make test`; the others are of the same kinds."""
 
 
-@pytest.mark.parametrize(
-    ("program", "name"),
-    [
-        pytest.param(program, name, marks=() if name in often else pytest.mark.torture)
-        for program, often in OFTEN.items()
-        for name in CASES | SLOPES
-        if program == "onnx" or name in CASES
-    ],
-)
-def test_a_program_computes_the_model_at_1_and_16_lengths_or_is_refused(program, name, written):
-    config = (CASES | SLOPES)[name][1]
+@pytest.mark.parametrize(("name",), mark_torture([(name,) for name in CASES], OFTEN))
+def test_llama_cpp_computes_the_model_at_1_and_16_lengths_or_is_refused(name, written):
+    program, config = "llama.cpp", CASES[name][1]
     if reasons := list(CONSUMERS[program].reasons(config, class_of(config))):
-        if reasons == ["it has no MptSlopesForCausalLM"]:
-            return
         keys = {reason.partition(" = ")[0] for reason in reasons}
         assert keys <= {"model.hidden_act", "position.rotary_scaling"}
         with pytest.raises(ConfigError, match=re.escape(f"--for {program}: {reasons[0]}")):
@@ -137,9 +117,8 @@ def test_what_a_program_has_not_is_refused_in_words():
     assert said["mpt12"] == said["opt"] == said["neox"] == said["qwen3"] == []
     assert [reason.rpartition(": ")[2] for reason in said["llama_geglu"]] == [
         *["its LlamaForCausalLM computes SiLU"] * 2,
-        "with its LlamaForCausalLM only plain frequencies are written",
     ]
-    assert said["mpt_range"][::2] == ["it has no MptSlopesForCausalLM"] * 2
+    assert said["mpt_range"][0] == "it has no MptSlopesForCausalLM"
     assert said["mpt_range"][1].endswith("it computes slopes that end at 2^-bias_max")
     assert said["bloom12"] == [
         "model.hidden_act = gelu_pytorch_tanh: its Bloom computes exact GELU, not the tanh one"
@@ -149,11 +128,9 @@ def test_what_a_program_has_not_is_refused_in_words():
         "model.tie_word_embeddings = False: its MPT has no output layer of its own",
     ]
     with pytest.raises(ConfigError, match="--for ollama: unknown"):
-        chosen(["onnx", "ollama"])
-    assert [each.name for each in chosen(["onnx", "transformers", "vllm", "onnx"])] == [
-        "onnx",
-        "vllm",
-    ]
+        chosen(["vllm", "ollama"])
+    names = ["llama.cpp", "transformers", "vllm", "llama.cpp"]
+    assert [each.name for each in chosen(names)] == ["llama.cpp", "vllm"]
 
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
@@ -211,8 +188,7 @@ def odd_texts(names: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["pieces", "prefix", "bytes"])
-@pytest.mark.parametrize("program", ["llama.cpp", "ctranslate2"])
-def test_texts_have_the_ids_of_the_run(program, kind, written, tokenizer_path, tmp_path):
+def test_texts_have_the_ids_of_the_run(kind, written, tokenizer_path, tmp_path):
     """With names of special tokens as text, as in the run's data, and as tokens, as in a chat."""
     path = tokenizer_path
     if kind == "prefix":
@@ -225,12 +201,12 @@ def test_texts_have_the_ids_of_the_run(program, kind, written, tokenizer_path, t
     elif kind == "bytes":
         path = byte_level(tmp_path / "tokenizer.json")
         made = tokenizers.Tokenizer.from_file(str(path))
-        # Runs overlap, and are cut alike. The last two are names of rows without a token.
-        odd = ["   ", "  ", "the", "[PAD510]", "<extra_id_510>"]
+        # Runs overlap, and are cut alike. The last one names a row without a token.
+        odd = ["   ", "  ", "the", "[PAD510]"]
         made.add_tokens([AddedToken(name, normalized=False) for name in odd])
         made.save(str(path))
-    export, folder = written(program, "mpt12", path)
-    loaded: Loaded = CONSUMERS[program].load(export, folder)
+    export, folder = written("llama.cpp", "mpt12", path)
+    loaded: Loaded = CONSUMERS["llama.cpp"].load(export, folder)
     tokenizer = load_tokenizer(path)
     stock = AutoTokenizer.from_pretrained(
         export.folder, config=AutoConfig.for_model("mpt"), local_files_only=True

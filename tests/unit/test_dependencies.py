@@ -23,8 +23,8 @@ STATED = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
 # Module -> the distributions that are installed with it.
 INSTALLED = packages_distributions()
 BY_NAME = ("find_spec", "optional")  # functions whose first argument is a module's name
-# Used without an import of ours: torch.utils.tensorboard and torch.onnx import them.
-INDIRECT = {"tensorboard", "onnx", "onnxscript"}
+# Used without an import of ours: torch.utils.tensorboard imports it.
+INDIRECT = {"tensorboard"}
 # "pretrain" is an extra that the tests need whole.
 COMMANDS = {"pytest-timeout", "pytest-xdist", "uv", "pretrain"}
 # The demo's text, of requirements-demo.txt, and a package that a test makes.

@@ -77,7 +77,7 @@ def test_it_exports_and_comes_back_bit_for_bit(tmp_path, tokenizer_path):
     config = make_config("none", hidden_act="relu")
     assert list(describe_export(config)) == [
         "BareForCausalLM in fp32, bf16 and fp16, for up to 1,024 tokens",
-        "not in vllm, llama.cpp, ctranslate2: it has no BareForCausalLM",
+        "not in vllm, llama.cpp: it has no BareForCausalLM",
     ]
     state, folder = random_state(config, seed=5), tmp_path / "hf"
     name = to_huggingface(config, state, tokenizer_path, folder, max_length=1024)
