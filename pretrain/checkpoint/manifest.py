@@ -38,7 +38,6 @@ from pretrain.checkpoint.format import (
     first_problem,
 )
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
-from pretrain.config.run import is_url
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import (
     BY_NAME,
@@ -484,7 +483,7 @@ def with_data_set(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
     """
     given, named = config.data.directory, Path(os.path.normpath(checkpoint.config.run.directory))
     run = run_of(checkpoint.path)
-    is_own = given == checkpoint.config.data.directory and not is_url(given)
+    is_own = given == checkpoint.config.data.directory
     if run is None or not is_own or os.path.isabs(given) or named.is_absolute():
         return config
     depth = len(named.parts)

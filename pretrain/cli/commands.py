@@ -306,7 +306,7 @@ def evaluate(
     stream: Annotated[bool, typer.Option("--stream")] = False,
     longppl: Annotated[int | None, typer.Option(metavar="K", min=1)] = None,
     out: JsonFile = None,
-    text: Annotated[list[str], typer.Option(metavar="FILE|PATTERN|URL")] = [],  # noqa: B006
+    text: Annotated[list[str], typer.Option(metavar="FILE|PATTERN")] = [],  # noqa: B006
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Measure perplexity at several window lengths.
@@ -400,7 +400,7 @@ def evaluate_tasks(
 @app.command()
 def reach(
     source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT|HF_FOLDER")],
-    text: Annotated[list[str], typer.Option(metavar="FILE|PATTERN|URL")] = [],  # noqa: B006
+    text: Annotated[list[str], typer.Option(metavar="FILE|PATTERN")] = [],  # noqa: B006
     length: Count = 2048,
     plot: OutFile = None,
     out: JsonFile = None,

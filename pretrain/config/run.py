@@ -256,17 +256,7 @@ class RunConfig(Section):
 
     @property
     def data_directory(self) -> Path:
-        """Return data.directory as a path, for what needs a local one.
-
-        Raises:
-            ConfigError: if it is a URL, which `pretrain.data.stream.open_stream` can read.
-        """
-        if is_url(self.data.directory):
-            raise ConfigError(
-                f"data.directory = {self.data.directory}: a data set is built on a file system. "
-                "Choose a local directory, copy it there when it is built, and give the URL to the "
-                "runs that read it"
-            )
+        """Return data.directory as a path."""
         return Path(self.data.directory)
 
     @property
@@ -558,7 +548,7 @@ def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_url(directory: str | Path) -> bool:
-    """Return True for what fsspec reads, such as s3://bucket/data, and False for a local path."""
+    """Return True for what fsspec reads, such as s3://bucket/run, and False for a local path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", str(directory)) is not None
 
 

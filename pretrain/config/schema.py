@@ -520,7 +520,7 @@ class CorpusSection(Section):
     """How its files hold documents, as data.source says."""
 
     paths: tuple[str, ...] = Field(default=(), strict=False)
-    """Its files: names, glob patterns or URLs, as in data.paths."""
+    """Its files: names or glob patterns, as in data.paths."""
 
     text_field: str | None = Field(default=None, min_length=1)
     """Where a document's text is, as data.text_field says."""
@@ -540,9 +540,7 @@ class DataSection(Section):
 
     directory: Content[str] = Field(min_length=1)
     """Directory of the built data set: the tokenizer, train/ and validation/. `pretrain data
-    build` writes it, and all other commands read it. Several runs may share one. For reading it may
-    also be a URL that fsspec knows, such as "s3://bucket/data", whose server must answer with parts
-    of files: a sample fetches the bytes around its tokens, and nothing is kept. See num_workers."""
+    build` writes it, and all other commands read it. Several runs may share one."""
 
     sequence_length: Trajectory[int] = Field(gt=0)
     """Training length L in tokens."""
@@ -563,9 +561,8 @@ class DataSection(Section):
     .ndjson, parquet for .parquet, webdataset for .tar, and text for all others."""
 
     paths: Free[tuple[str, ...]] = Field(default=(), strict=False)
-    """Files of the training documents: names, glob patterns such as "corpus/**/*.txt", or URLs that
-    fsspec reads, such as "s3://bucket/corpus/*.jsonl.zst". A pattern that is the name of a file is
-    that file."""
+    """Files of the training documents: names, or glob patterns such as "corpus/**/*.txt". A pattern
+    that is the name of a file is that file."""
 
     text_field: Free[str | None] = Field(default=None, min_length=1)
     """Where a document's text is. jsonl: a key, default "text". parquet: a column, default "text".

@@ -346,7 +346,7 @@ def missing_data_set(path: str | Path) -> ConfigError:
 
 
 def rebuild_advice(path: str | Path) -> str:
-    """Return the sentence that tells how to repair a data set's file, by its path or URL."""
+    """Return the sentence that tells how to repair a data set's file, by its path."""
     data_set = re.sub(r"/((train|validation)/(documents/)?)?[^/]*$", "", str(path))
     return (
         f"Restore it from a copy, or remove {data_set} and run `pretrain data build CONFIG` again"

@@ -14,20 +14,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 import xxhash
 from tqdm import tqdm
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
-from pretrain.config.run import is_url
 from pretrain.data.files import (
     Descriptor,
     Folder,
-    Remote,
-    RemoteFolder,
-    folder,
     missing,
     reading,
 )
@@ -69,10 +65,7 @@ _PAGE_CHECKSUMS = _PAGE_BYTES // CHECKSUM_BYTES
 
 _PAGES = 2**14
 """Pages of checksums that are kept: 64 MiB, all those of 32 GiB of tokens. They spare a read of
-the disk, or a request, for each sample; of a larger data set they are read again."""
-
-CONNECTIONS = 16
-"""Requests that a thread which reads from a URL makes at once."""
+the disk for each sample; of a larger data set they are read again."""
 
 xxh3_64 = xxhash.xxh3_64_intdigest
 
@@ -113,9 +106,7 @@ class VerifiedReader:
         self._open = functools.lru_cache(max_open_shards())(
             functools.partial(_open_shard, files, m.shards)
         )
-        opened = functools.lru_cache(1)(
-            functools.partial(_opened, files, CHECKSUMS, m.checksums_bytes)
-        )
+        opened = functools.lru_cache(1)(functools.partial(_opened, files, CHECKSUMS))
         self._page = functools.lru_cache(_PAGES)(functools.partial(_page, files, opened))
         self._scratch = _Scratch(layout.dtype)
 
@@ -123,8 +114,8 @@ class VerifiedReader:
         """Fill each row of `tokens` with `count` tokens, which lie in the stream.
 
         This is where training's reading spends its time: a loop over plain integers that calls no
-        Python function, around one read of the shard. It serves what nearly every sample of local
-        files is, whole pieces of one block that arrive at once and sound. `_fill_row` serves
+        Python function, around one read of the shard. It serves what nearly every sample is,
+        whole pieces of one block that arrive at once and sound. `_fill_row` serves
         everything else, and says what is wrong with it.
 
         Args:
@@ -132,15 +123,9 @@ class VerifiedReader:
             starts: The first token of each row.
             count: At least 1.
         """
-        if isinstance(self._folder, RemoteFolder):
-            # Threads of this batch alone: those of a pool that is kept do not outlive a fork.
-            with ThreadPoolExecutor(min(len(starts), CONNECTIONS)) as pool:
-                list(pool.map(lambda row, start: self._fill_row(row, start, count), tokens, starts))
-            return
         per_piece, per_block, pieces_per_block, block_bytes, _ = self._sizes
         bounds, seeds, first_piece = self._starts, self._seeds, self._first_piece
-        opened = cast(Callable[[int], Descriptor], self._open)
-        stored, scratch = self._page, self._scratch
+        opened, stored, scratch = self._open, self._page, self._scratch
         content, whole = scratch.tokens, scratch.whole
         preadv = os.preadv
         for row, start in zip(tokens, starts):
@@ -249,23 +234,23 @@ def max_open_shards() -> int:
     return max(1, min(MAX_OPEN_SHARDS, quarter))
 
 
-def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> Descriptor | Remote:
-    return _opened(files, shards[number].name, shards[number].bytes)
+def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> Descriptor:
+    return _opened(files, shards[number].name)
 
 
-def _opened(files: Folder, name: str, size: int) -> Descriptor | Remote:
+def _opened(files: Folder, name: str) -> Descriptor:
     try:
-        return files.open(name, size)
+        return files.open(name)
     except FileNotFoundError:
         raise missing(files.where(name)) from None
 
 
-def _page(files: Folder, opened: Callable[[], Descriptor | Remote], number: int) -> bytes:
+def _page(files: Folder, opened: Callable[[], Descriptor], number: int) -> bytes:
     """Return a page of checksums, or what there is of it."""
     return _read(files.where(CHECKSUMS), opened, _PAGE_BYTES, number * _PAGE_BYTES)
 
 
-def _read(where: str, opened: Callable[[], Descriptor | Remote], size: int, offset: int) -> bytes:
+def _read(where: str, opened: Callable[[], Descriptor], size: int, offset: int) -> bytes:
     """Return `size` bytes of a file of a split, or fewer at its end."""
     try:
         with reading(where):
@@ -284,13 +269,11 @@ def problems(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
 
 
 def wrong_sizes(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
-    """Yield what sizes tell: a stat a file. At a URL a file is asked for when it is read."""
+    """Yield what sizes tell: a stat a file."""
     try:
         sizes = files.sizes()
     except FileNotFoundError:
         sizes = {}
-    if sizes is None:
-        return
     expected = [(s.name, s.bytes) for s in manifest.shards]
     for name, size in [(CHECKSUMS, manifest.checksums_bytes), *expected]:
         where, found = files.where(name), sizes.get(name)
@@ -355,7 +338,7 @@ class TokenStream:
         """Open a split and run every check that does not read the shards.
 
         Args:
-            directory: The train/ or validation/ directory of a data set, or its URL.
+            directory: The train/ or validation/ directory of a data set.
             check_sizes: Look at every file, which one rank of a node does for the others.
 
         Raises:
@@ -363,8 +346,8 @@ class TokenStream:
                 damaged, or if the tokens come from another tokenizer than the one in the data set.
             RunFailed: if a file is there and cannot be read.
         """
-        self.directory: str | Path = str(directory) if is_url(directory) else Path(directory)
-        self.files = folder(directory)
+        self.directory = Path(directory)
+        self.files = Folder(directory)
         self.manifest = m = _load_manifest(self.files)
         for problem in (problems if check_sizes else wrong_tokenizer)(self.files, m):
             raise problem
@@ -397,13 +380,13 @@ class TokenStream:
 
     @property
     def data_set(self) -> str:
-        """Return the directory or the URL of the whole data set."""
+        """Return the directory of the whole data set."""
         return self.files.parent().location
 
     @property
     def tokenizer_path(self) -> Path:
-        """Return the path of the data set's tokenizer, fetched first if it is at a URL."""
-        return self.files.parent().local(self.manifest.tokenizer)
+        """Return the path of the data set's tokenizer."""
+        return Path(self.data_set, self.manifest.tokenizer)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return tokens [start, start + count) as int64 [count], across blocks and shards.
@@ -451,7 +434,7 @@ class TokenStream:
 
 
 def open_stream(config: RunConfig, split: Split, *, check_sizes: bool = True) -> TokenStream:
-    """Open a split of the run's data set, which may lie at a URL; `check_sizes` as TokenStream's.
+    """Open a split of the run's data set; `check_sizes` as TokenStream's.
 
     Raises:
         ConfigError: as TokenStream does, and if data.vocab_size is not the data set's.
@@ -485,15 +468,15 @@ def verify(directory: str | Path) -> None:
     """Check both splits of a data set and hash every file, several at a time.
 
     Args:
-        directory: The data set, or its URL; then every byte is fetched, and none is kept.
+        directory: The data set.
 
     Raises:
         ConfigError: naming every file that is missing or damaged.
     """
     found, todo = list[str](), list[tuple[Folder, str, int, str]]()
-    data_set, manifests = folder(directory), list[Manifest]()
+    data_set, manifests = Folder(directory), list[Manifest]()
     for split in get_args(Split):
-        files = folder(data_set.where(split))
+        files = Folder(data_set.where(split))
         try:
             m = _load_manifest(files)
             if m.split != split:
@@ -505,9 +488,6 @@ def verify(directory: str | Path) -> None:
             todo.append((files, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128))
             todo += ((files, shard.name, shard.bytes, shard.xxh3_128) for shard in m.shards)
             manifests.append(m)
-            # Reading asks for ranges, which hashing whole files does not need.
-            opened = functools.partial(files.open, CHECKSUMS, m.checksums_bytes)
-            _read(files.where(CHECKSUMS), opened, 1, m.checksums_bytes - 1)
         except (ConfigError, RunFailed) as error:
             found.append(str(error))
     try:

@@ -479,7 +479,7 @@ def text_data_set(sources: Sequence[Path], patterns: Sequence[str]) -> Iterator[
 
     Args:
         sources: Run or checkpoint directories, whose own tokenizer makes the tokens.
-        patterns: Names of text files, glob patterns, or URLs.
+        patterns: Names of text files, or glob patterns.
 
     Raises:
         ConfigError: A file cannot be read or is no text, or the sources have several tokenizers.

@@ -25,7 +25,6 @@ from pretrain.checkpoint.manifest import (
 )
 from pretrain.checkpoint.save import tokenizer_of
 from pretrain.config import ConfigError, RunConfig, RunFailed
-from pretrain.config.run import is_url
 from pretrain.data.shards import MANIFEST
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.huggingface.classes import EXPORT_REACH, class_of, export_length
@@ -242,7 +241,7 @@ def _validation_split(config: RunConfig, checkpoint: Checkpoint) -> tuple[TokenS
     try:
         config = with_data_set(config, checkpoint)
         where = f"{config.data.directory}/validation"
-        if is_url(where) or Path(where, MANIFEST).exists():
+        if Path(where, MANIFEST).exists():
             stream = open_stream(config, "validation")
             check_tokenizer(stream, checkpoint)
             return stream, config.data.directory

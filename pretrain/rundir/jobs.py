@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, load_config, writing
-from pretrain.config.run import is_url, recorded_protocol
+from pretrain.config.run import recorded_protocol
 from pretrain.config.secrets import redacted
 from pretrain.config.trajectory import check_differences, differences, scheduled_changes
 from pretrain.rundir.attempts import Owner, is_finished, is_idle, read_attempts
@@ -224,12 +224,7 @@ def check_goes_on(config: RunConfig, allow_changed: Collection[str] = ()) -> Non
 
 
 def missing_data(config: RunConfig) -> Path | None:
-    """Return the first file that the run's data set lacks, or None if it is built or lies at a URL.
-
-    What lies at a URL is looked at by the ranks, which may have rights that this machine lacks.
-    """
-    if is_url(config.data.directory):
-        return None
+    """Return the first file that the run's data set lacks, or None if it is built."""
     needed = (config.data_directory / name for name in DATA_MANIFESTS)
     return next((path for path in needed if not path.is_file()), None)
 

@@ -13,7 +13,6 @@ import tarfile
 import tomllib
 from pathlib import Path
 
-import fsspec
 import pyarrow
 import pytest
 import zstandard
@@ -229,27 +228,6 @@ def test_a_file_is_read_once_under_all_its_names(tmp_path):
     (tmp_path / "again").symlink_to("real")
     data = section("text", tmp_path / "**/*.gz", tmp_path / "*/b.txt", tmp_path / "again/*.gz")
     assert sorted(texts(data)) == ["b", "linked", "packed"]
-
-
-def test_files_of_an_object_store_are_read(tmp_path):
-    store = fsspec.filesystem("memory")
-    raw = b"".join(b"document %d\n\n" % i for i in range(500))
-    store.pipe("/corpus/a.txt", raw)
-    store.pipe("/corpus/deep/b.txt.zst", PACK[".zst"](raw))
-    store.pipe("/corpus/deep/c[1].txt", b"c")
-    try:
-        data = section("blank_lines", "memory://corpus/**/*.txt*", bytes_per_task=1000)
-        expected = naive_blank_lines(raw)
-        assert texts(data) == [*expected, *expected, "c"]
-        assert len(sources.plan(data)["train"]) > 5
-        assert texts(section("text", "memory://corpus/deep/c[1].txt")) == ["c"]
-        with pytest.raises(ConfigError, match=r"memory://corpus/\*\.md.*no such file"):
-            sources.plan(section("text", "memory://corpus/*.md"))
-        assert texts(section("text", "memory://corpus/*")) == [raw.decode()]
-        with pytest.raises(ConfigError, match="fsspec cannot read this URL"):
-            sources.plan(section("text", "unheard-of://x"))
-    finally:
-        store.rm("/corpus", recursive=True)
 
 
 def test_what_cannot_be_read_is_named_when_planning(tmp_path):

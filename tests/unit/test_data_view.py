@@ -117,12 +117,3 @@ def test_stats_counts_what_is_there(config):
     assert f"books: {ideal:.1%} of the training samples" in text
     assert f"train: {train.documents:,} documents, {train.text_bytes:,} bytes of text" in text
     assert "13-word sequences are also in training" in text
-
-
-def test_a_data_set_at_a_url_is_shown_like_a_local_one(config, tmp_path):
-    data = config.data.model_copy(update={"directory": f"file://{config.data.directory}"})
-    remote = config.model_copy(update={"data": data})
-    options = {"corpus": None, "count": 2, "seed": 0, "characters": 50}
-    shown = list(view.shown_samples(remote, "validation", **options))
-    assert shown == list(view.shown_samples(config, "validation", **options))
-    assert list(view.stats(remote))[1:] == list(view.stats(config))[1:]

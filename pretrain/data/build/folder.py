@@ -28,7 +28,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import xxhash
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
-from pretrain.config.run import is_url
 from pretrain.config.schema import WORDS, CleaningSection, DataSection
 from pretrain.data import sources
 from pretrain.data.clean import Mode, Part
@@ -366,8 +365,8 @@ class File(NamedTuple):
 
     path: str
     size: int
-    time: int | str
-    """Modification time in ns; of a URL as `files.look` returns it."""
+    time: int
+    """Modification time in ns."""
     digests: tuple[tuple[int, int, str], ...] = ()
     """(start, end, XXH3-128) of ranges of its bytes; empty before they were read."""
 
@@ -649,8 +648,6 @@ def _different_file(old: File, new: File) -> str:
         return ""
     if old.size != new.size:
         return f"has {new.size} bytes, where {old.path} had {old.size}"
-    if is_url(new.path):
-        return f"is another version than {old.path} was" if old.time != new.time else ""
     for start, end, expected in old.digests:
         if digest(Path(new.path), start, end) != expected:
             return f"has other content than {old.path} had"

@@ -33,7 +33,6 @@ import xxhash
 from tqdm import tqdm
 
 from pretrain.config import ConfigError, NoSpace, RunFailed, writing
-from pretrain.config.run import is_url
 from pretrain.data import sources
 from pretrain.data.build.folder import (
     DUPLICATES,
@@ -239,8 +238,6 @@ def _save_rows(path: Path, values: array[int], dtype: np.dtype[np.void]) -> np.n
 
 def _digests(piece: sources.Piece, corpus: sources.Corpus) -> Iterator[tuple[int, int, str]]:
     """Yield (start, end, XXH3-128) of the bytes of a piece, so that a new time is no new text."""
-    if is_url(piece.path):
-        return
     path = Path(piece.path)
     with reading(piece.path, allow_missing=False):
         if sources.source_of(corpus, piece.path).in_bytes:

@@ -38,7 +38,7 @@ class Corpus(NamedTuple):
     """How its files hold documents; None: as the ends of their names say."""
 
     paths: tuple[str, ...]
-    """Files, glob patterns and URLs of its training documents."""
+    """Files and glob patterns of its training documents."""
 
     text_field: str | None
     """Where a document's text is; None: where its source says."""
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
     """
 
     path: str
-    """Absolute path, or URL."""
+    """Absolute path."""
 
     start: int
     """First byte of the file as it is stored, or first of its parts, such as row groups."""
