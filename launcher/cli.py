@@ -30,7 +30,6 @@ from pretrain.launcher.evaluations import evaluate_run, plan_evaluations, run_jo
 from pretrain.launcher.ranks import run_locally
 from pretrain.launcher.site import SlurmRequest, load_site
 from pretrain.launcher.status import print_end, show_status
-from pretrain.launcher.submit import build_data, data_job, run_array
 from pretrain.launcher.submit import submit as submit_run
 from pretrain.launcher.sweep import sweep as submit_sweep
 from pretrain.rundir.jobs import already_done, check_data, is_done
@@ -68,8 +67,6 @@ class Evaluations:
 
 
 app = Commands()
-data = Commands(help="Build a data set on a Slurm cluster.")
-app.add_typer(data, name="data")
 
 
 @app.callback()
@@ -256,55 +253,6 @@ def evaluate_checkpoints(
         time: Time limit of an evaluation. Default: the site's time_limit.
     """
     evaluate_run(Path.cwd() / run, load_site(site), evaluations.request(), nproc, time)
-
-
-@data.command("build")
-def data_build(
-    config: Config,
-    site: SiteFile,
-    overrides: Overrides = [],  # noqa: B006  typer copies it
-    nodes: Annotated[int, typer.Option(min=1, metavar="N")] = 1,
-    time: TimeLimit = None,
-    dry_run: bool = False,
-) -> None:
-    """Build a data set on many nodes of a Slurm cluster.
-
-    Builds exactly what `pretrain data build` does, in data.directory, which the nodes must share.
-    This command plans, trains the tokenizer and finishes; for reading and for tokenizing it submits
-    a job array, whose tasks have one core each, and waits for its end. Run it where it may go on
-    for hours, as in tmux on the login node.
-
-    Ctrl-C, SIGTERM and a lost terminal cancel the jobs. What is finished is kept, and the same
-    command goes on, also after a node, this command or the controller has died.
-
-    \b
-    Examples:
-      launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --dry-run
-      launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --nodes 4
-
-    Args:
-        nodes: As many tasks run at the same time as so many nodes of the site have cores.
-        time: Time limit of each job, as in 12:00:00. Default: the site's time_limit.
-        dry_run: Print what would be read and where it would be written; submit nothing.
-    """
-    build_data(config, overrides, site, nodes, time, dry_run)
-
-
-@data.command("array", hidden=True)
-def data_array(
-    tasks: Annotated[int, typer.Argument(min=0)],
-    array: Path,
-    stop: Path,
-    site: SiteFile,
-    name: Annotated[str, typer.Option()],
-    concurrent: Annotated[int, typer.Option(min=1)],
-    time: TimeLimit = None,
-) -> None:
-    """Run a job array of a build of data, on the login node.
-
-    The process that `launcher data build` becomes runs this command.
-    """
-    run_array(data_job(load_site(site), name, array, tasks, concurrent, time), stop)
 
 
 # ---- looking after runs --------------------------------------------------------------------------

@@ -505,22 +505,6 @@ def knows_end(job_id: str, name: str) -> bool | None:
         return None
 
 
-def jobs_named(name: str) -> dict[str, set[str]] | None:
-    """Ask Slurm for this user's jobs of a name that are not over; the tasks of an array are one.
-
-    Returns:
-        Why each part of a job waits, "" if it runs, by job id. None when squeue fails.
-    """
-    found: dict[str, set[str]] = {}
-    try:
-        for state in _states("--me", f"--name={name}"):
-            why = (state.reason or "None") if state.is_pending else ""
-            found.setdefault(state.job_id.partition("_")[0], set()).add(why)
-    except SlurmError:
-        return None
-    return found
-
-
 def array_size() -> int:
     """Return how many tasks a job array may have on this cluster.
 
@@ -1063,8 +1047,6 @@ class Job:
     """Slurm sends SIGUSR1 to every rank this long before the time limit."""
     concurrent: int | None = None
     """Makes a job array, of which at most this many tasks run at once."""
-    repeats: int | None = None
-    """Makes a job array with so many tasks, which all run the only command."""
     restarts: int = 0
     """How often the batch script starts its command again after a signal has ended that."""
     dependency: str | None = None
@@ -1098,7 +1080,7 @@ class Job:
         log_name = "%A_%a" if self.is_array else "%j"
         # In a file name Slurm replaces %j and the like, and %% by a plain %.
         output = f"{str(self.logs).replace('%', '%%')}/slurm-{log_name}.log"
-        length = self.repeats or len(self.commands)
+        length = len(self.commands)
         array = f"0-{length - 1}%{self.concurrent or length}"
         options: dict[str, object] = {
             "job-name": self.name,
@@ -1226,7 +1208,7 @@ class Job:
     @property
     def is_array(self) -> bool:
         """Return True if this is a job array."""
-        return bool(self.concurrent or self.repeats or len(self.commands) > 1)
+        return bool(self.concurrent or len(self.commands) > 1)
 
     def _share(self) -> dict[str, object]:
         """Return the options that say which part of the cluster the job takes."""
@@ -1296,7 +1278,7 @@ class Job:
 
     def _command(self) -> str:
         """Return the lines of the batch script that choose the command: "$@" from then on."""
-        if self.repeats or not self.is_array:
+        if not self.is_array:
             return f"set -- {shlex.join(self.commands[0])}"
         cases = [
             f"{index}) set -- {shlex.join(command)} ;;"

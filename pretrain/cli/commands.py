@@ -136,9 +136,6 @@ def data_build(
     overrides: Overrides = [],  # noqa: B006
     workers: Annotated[int | None, typer.Option(min=1)] = None,
     dry_run: bool = False,
-    # These two are for `launcher data build`.
-    job_array: Annotated[str | None, typer.Option(hidden=True)] = None,
-    array_size: Annotated[int, typer.Option(hidden=True, min=1)] = 1,
 ) -> None:
     """Train the tokenizer and write the token shards.
 
@@ -147,12 +144,11 @@ def data_build(
     the same command goes on with what is not done. Does nothing when the data set is there already
     and the corpus has not changed.
 
-    `launcher data build` builds the same data set on many nodes of a Slurm cluster.
-
     \b
-    Example:
+    Examples:
       pretrain data build configs/demo.toml --dry-run
       pretrain data build configs/demo.toml --workers 8
+      sbatch --nodes 1 --exclusive --wrap "pretrain data build mine.toml"
 
     Args:
         workers: Processes. Default: as many as this process may use cores. Does not change what is
@@ -160,13 +156,10 @@ def data_build(
         dry_run: Print what would be read and where it would be written; write nothing.
     """
     run = load_config(config, overrides)
-    from pretrain.data.build import Cluster, build, show_plan
+    from pretrain.data.build import build, show_plan
 
     if dry_run:
         show_plan(run)
-    elif job_array:
-        # `launcher data build` gives a command, as a JSON list.
-        build(run, cluster=Cluster(json.loads(job_array), array_size))
     else:
         build(run, workers or len(os.sched_getaffinity(0)))
 

@@ -17,7 +17,6 @@ from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import read_jobs
 from tests.end_to_end.commands import explained, wait_for
 from tests.slurm.cluster import Cluster
-from tests.slurm.test_data_build import SCONTROL
 from tests.slurm.test_follow import Desk
 
 LENGTHS = (64, 128, 256)
@@ -25,6 +24,9 @@ WRAPPER = """#!/bin/bash
 # Counts a command, then runs the real one.
 echo "$(basename "$0") $*" >> {calls}
 exec {real} "$@"
+"""
+SCONTROL = """#!/bin/sh
+test "$*" = "show config" && echo "MaxArraySize            = {size}" || exec {scontrol} "$@"
 """
 COMMANDS = ("sbatch", "squeue", "scontrol", "scancel")
 

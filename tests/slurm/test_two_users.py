@@ -8,24 +8,20 @@ from __future__ import annotations
 import json
 import os
 import pwd
-import shlex
 import shutil
 import site
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from pretrain.config import dump_config
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import ROOT, Done, explained, succeeded, wait_for
+from tests.end_to_end.commands import ROOT, Done, explained, succeeded
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import with_scripted_ranks, write_site
+from tests.slurm.runs import with_scripted_ranks
 from tests.slurm.test_submit import DEMO, Desk
-from tests.unit.test_data_build import config, write_text
 
 VICTIM, ATTACKER = (pwd.getpwnam(name).pw_uid for name in ("daemon", "nobody"))
 """Two users that every Debian has: Slurm wants to know a job's user by name."""
@@ -178,55 +174,3 @@ def test_a_user_s_own_run_holds_nothing_of_others(users: Users) -> None:
     users.desk.wait_until_over(*job_ids(run))
     assert users.ran_as() == {str(VICTIM)} and users.mine.read_text() == "mine"
     shutil.rmtree(run)
-
-
-HELD = """#!/bin/sh
-while test -e {hold}; do touch {hold}.seen; sleep 0.1; done
-PYTHONPATH={path} exec {python} "$@"
-"""
-"""The Python of a build's tasks, which start when nothing holds them any more."""
-
-
-def test_a_task_of_a_build_takes_no_orders_of_another_user(users: Users) -> None:
-    """Who may rename the folder of a build puts his own there, between submission and start."""
-    root, parent = users.shared.parent / "build", users.home / "data"
-    folder, hold = parent / ".building-set", root / "hold"
-    for path in (root, parent):
-        path.mkdir()
-        os.chown(path, VICTIM, VICTIM)
-        path.chmod(0o755)
-    hold.touch()
-    # Two tasks, of which one waits in the queue meanwhile.
-    made = config(root, directory=str(parent / "set"), bytes_per_task=15_000)
-    write_text(root)
-    (root / "config.toml").write_text(dump_config(made))
-    held = root / "python"
-    held.write_text(HELD.format(hold=hold, path=PACKAGES["PYTHONPATH"], python=users.python))
-    held.chmod(0o755)
-    site = write_site(root / "site.toml", python=str(held))
-    words = ("data", "build", root / "config.toml", "--site", site, "--nodes", 1)
-    with ThreadPoolExecutor(1) as pool:
-        building = pool.submit(users.launcher, *words)
-        try:
-            wait_for(lambda: building.done() or hold.with_name("hold.seen").exists())
-            assert not building.done(), building.result().text
-            # The slip without which nobody else can rename it. The attacker cannot read the folder.
-            array = folder / "logs/scan/array.json"
-            orders = array.read_text()
-            parent.chmod(0o777)
-            plant = (
-                f"mv {folder} {parent}/taken && mkdir -p {folder}/logs/scan {folder}/scan && "
-                f"printf %s {shlex.quote(orders)} > {array} && chmod -R a+rwX {folder}"
-            )
-            planted = users.cluster.run(*as_user(ATTACKER), "sh", "-c", plant, cwd="/")
-            assert planted.returncode == 0, planted.stderr
-        finally:
-            hold.unlink()
-        done = building.result()
-    assert done.code != 0 and "Traceback" not in done.text, done.text
-    logs = "logs/scan/slurm-*.log"
-    first, second = [*(parent / "taken").glob(logs), *folder.glob(logs)]
-    for log in (first, second):
-        assert f"{parent}: everybody may rename what lies in it" in log.read_text()
-    # Slurm itself makes the log.
-    assert [path for path in folder.rglob("*") if path.stat().st_uid == VICTIM] == [second]

@@ -1,4 +1,4 @@
-"""Build a data set from corpora, on one machine or many, and go on where a build was interrupted.
+"""Build a data set from corpora, and go on where a build was interrupted.
 
 A build has six stages. `plan` lists the corpus and cuts it into tasks, fixed ranges of bytes.
 `scan` reads every task and notes the hash of each document, what could be held out, and a sample of
@@ -40,7 +40,6 @@ from pretrain.data.build.folder import (
     SPLITS,
     BuildFolder,
     Plan,
-    Stage,
     TokenTask,
     clear,
     differences,
@@ -61,11 +60,9 @@ from pretrain.data.build.folder import (
 )
 from pretrain.data.build.tasks import (
     EXAMPLES,
-    Cluster,
     read_again,
     read_sample,
     run_locally,
-    run_on_cluster,
 )
 from pretrain.data.clean import (
     HeldOut,
@@ -105,14 +102,12 @@ from pretrain.rundir.files import (
     replace_file,
 )
 
-__all__ = ["Cluster", "build", "show_plan"]
-
 KEPT_BYTES = 1_000_000_000
 """Of a corpus this large, what is done is kept when the build ends with an error in the config or
 the text. A smaller one is soon done again."""
 
 
-def build(config: RunConfig, workers: int = 1, cluster: Cluster | None = None) -> None:
+def build(config: RunConfig, workers: int = 1) -> None:
     """Build the data set of a config in data.directory, and print what was built.
 
     A build that was interrupted goes on with the tasks that are not done. A data set that was built
@@ -121,7 +116,6 @@ def build(config: RunConfig, workers: int = 1, cluster: Cluster | None = None) -
     Args:
         config: The config.
         workers: Processes on this machine. Does not change what is built.
-        cluster: Does the tasks as job arrays instead. Does not change what is built.
 
     Raises:
         ConfigError: if data.directory holds something else or a data set built from other inputs,
@@ -140,7 +134,7 @@ def build(config: RunConfig, workers: int = 1, cluster: Cluster | None = None) -
             up_to_date = _is_up_to_date(directory, plan)
             if not up_to_date:
                 try:
-                    _build(folder, plan, tokenizer, workers, cluster)
+                    _build(folder, plan, tokenizer, workers)
                 except KeyboardInterrupt:
                     goes_on = f"{folder.path} keeps what is finished; the same command goes on"
                     print(goes_on, file=sys.stderr)
@@ -226,7 +220,6 @@ def _build(
     plan: Plan,
     tokenizer: Tokenizer | None,
     workers: int,
-    cluster: Cluster | None,
 ) -> None:
     """Begin a build, or do what is not done of one that the folder holds, up to its name.
 
@@ -243,20 +236,17 @@ def _build(
     # Names and times of files may be new.
     save_plan(plan, folder)
 
-    def run(stage: Stage, finals: list[Path]) -> None:
-        if cluster:
-            run_on_cluster(folder, stage, finals, cluster)
-        else:
-            run_locally(folder, stage, finals, workers)
-
     try:
-        run("scan", [folder.scan(rank) for rank in range(len(plan.all_tasks()))])
+        scans = [folder.scan(rank) for rank in range(len(plan.all_tasks()))]
+        run_locally(folder, "scan", scans, workers)
         if not is_done(folder.merge):
             if plan.cleaning.deduplicate != "none":
-                run("compare", list(map(folder.compare, range(count_buckets(*key_files(folder))))))
+                buckets = list(map(folder.compare, range(count_buckets(*key_files(folder)))))
+                run_locally(folder, "compare", buckets, workers)
             Merger(folder, plan, tokenizer).run()
         tasks = load_token_tasks(folder)
-        run("tokenize", [folder.tokens(task.split, task.number) for task in tasks])
+        tokens = [folder.tokens(task.split, task.number) for task in tasks]
+        run_locally(folder, "tokenize", tokens, workers)
         finish(folder, plan)
     except ConfigError:
         # After the config or the text has been corrected, the build cannot go on from here.

@@ -8,7 +8,6 @@
   merge/           tokenizer, held-out documents, duplicates; record
   tokens/SPLIT-TTTTTT/   the shards and the index of a task; record
   data/            the data set, until it gets its name: further names of what is in tokens/
-  logs/            which tasks the jobs of an array do, the error that ended it, and the jobs' logs
 """
 
 from __future__ import annotations
@@ -63,12 +62,11 @@ class BuildFolder:
         """What the tokenize stage needs to know about the whole corpus."""
         self.data = path / "data"
         """The data set before it gets its name."""
-        self.logs = path / "logs"
 
     @staticmethod
     def beside(directory: Path) -> BuildFolder:
         """Return the folder in which the data set `directory` is built."""
-        # Absolute: workers and jobs on other nodes find it whatever their working directory.
+        # Absolute: workers find it whatever their working directory.
         directory = Path(os.path.realpath(directory))
         return BuildFolder(directory.with_name(f".building-{directory.name}"))
 
@@ -102,11 +100,9 @@ def locked(folder: BuildFolder) -> Iterator[None]:
     Raises:
         ConfigError: Another process builds there, or another user may write to it.
     """
-    # Another user may have put something there, and the jobs of an array read in logs/STAGE what to
-    # do.
+    # Another user may have put something there.
     check_above(folder.path)
-    for path in (folder.path, folder.logs, *folder.logs.glob("*/")):
-        check_own_directory(path, entries=False)
+    check_own_directory(folder.path, entries=False)
     descriptor = _lock(folder)
     try:
         yield
@@ -152,7 +148,7 @@ def remove_build(folder: BuildFolder) -> None:
     up with other inputs.
     """
     stages = (folder.path / name for name in ("scan", "compare", "tokens"))
-    outputs = *stages, folder.merge, folder.data, folder.logs
+    outputs = *stages, folder.merge, folder.data
     partial = folder.path.glob(f".*{PARTIAL}")
     for path in [*outputs, *partial, folder.plan, folder.lock]:
         if path.is_dir():
@@ -212,13 +208,8 @@ def output(final: Path) -> Iterator[tuple[Path, Json]]:
             raise
 
 
-def is_done(final: Path, *, read: bool = True) -> bool:
-    """Return True if a task's output is there and every file is as it was written.
-
-    Args:
-        final: Where the output is published.
-        read: Read every byte; otherwise look at the record and the sizes.
-    """
+def is_done(final: Path) -> bool:
+    """Return True if a task's output is there and every file is as it was written."""
     try:
         with (final / RECORD).open("rb") as file:
             line = file.readline()
@@ -230,7 +221,7 @@ def is_done(final: Path, *, read: bool = True) -> bool:
         ends: dict[Path, int] = {final / RECORD: begin}
         for path, start, size, expected in parts:
             ends[path] = max(ends.get(path, 0), start + size)
-            if read and digest(path, start, start + size) != expected:
+            if digest(path, start, start + size) != expected:
                 return False
         return all(path.stat().st_size == end for path, end in ends.items())
     except OSError:

@@ -9,20 +9,16 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
-import math
 import multiprocessing
 import os
 import signal
 import struct
-import subprocess
-import sys
 import threading
 import traceback
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,7 +28,7 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from pretrain.config import ConfigError, NoSpace, RunFailed, writing
+from pretrain.config import RunFailed, writing
 from pretrain.data import sources
 from pretrain.data.build.folder import (
     DUPLICATES,
@@ -66,8 +62,7 @@ from pretrain.data.clean import (
 from pretrain.data.files import reading
 from pretrain.data.shards import ShardWriter
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
-from pretrain.rundir.files import Json, make_directory, parse_json, read_json, replace_json
-from pretrain.rundir.trust import read_trusted
+from pretrain.rundir.files import Json
 
 SCANNED = np.dtype([("hash", "<u8"), ("piece", "<u4"), ("offset", "<u8"), ("bytes", "<u8")])
 """What the scan notes of a document."""
@@ -422,7 +417,7 @@ def _write(work: Work, documents: _Documents, path: Path) -> Json:
     return {"shards": written.model_dump(mode="json"), "files": files}
 
 
-# ---- Do the tasks of a stage: in a pool of processes here, or as a Slurm job array ----
+# ---- Do the tasks of a stage, in a pool of processes ----
 # A task is done if its output is there and whole (`folder.is_done`), whoever did it and however
 # that process ended.
 
@@ -431,20 +426,15 @@ READERS = 8
 """Threads that look for finished outputs."""
 
 
-def undone(finals: list[Path], *, read: bool = True) -> list[int]:
-    """Return the numbers of the tasks that are not done.
-
-    Args:
-        finals: Where the output of each task is published.
-        read: As for `is_done`.
-    """
+def undone(finals: list[Path]) -> list[int]:
+    """Return the numbers of the tasks that are not done, by where their outputs are published."""
     # On NFS a name that was missing a moment ago may be remembered as missing. Opening the folder
     # asks the server.
     for folder in {final.parent for final in finals}:
         if folder.is_dir():
             os.listdir(folder)
     with ThreadPoolExecutor(READERS) as pool:
-        found = pool.map(partial(is_done, read=read), finals)
+        found = pool.map(is_done, finals)
         return [rank for rank, done in enumerate(found) if not done]
 
 
@@ -546,114 +536,3 @@ def _work(builder: Connection, tasks: Connection, folder: BuildFolder, stage: St
                 error.add_note(traceback.format_exc())
                 failed = error
             tasks.send(failed)
-
-
-# ---- a job array ---------------------------------------------------------------------------------
-# Whatever speaks to Slurm is another program (`launcher data array`), which is given as a command.
-# It submits the array, waits for its end and prints what happens; when its stdin is closed, however
-# this process ends, it cancels the array. A job runs `run_job`, whose argument is ARRAY.
-
-
-ARRAY = "array.json"
-"""File that says which tasks the jobs of an array do. Their logs lie beside it."""
-FAILED = "failed.json"
-"""The error with which a task has failed. Where it appears, the array is cancelled."""
-_ERRORS = {kind.__name__: kind for kind in (ConfigError, NoSpace, RunFailed)}
-
-
-class Cluster(NamedTuple):
-    """The command by which job arrays run on a cluster."""
-
-    command: Sequence[str]
-    """Runs an array when the number of its jobs, the file ARRAY and the file FAILED are added."""
-    array_size: int
-    """The most jobs that an array may have."""
-
-
-def run_on_cluster(folder: BuildFolder, stage: Stage, finals: list[Path], cluster: Cluster) -> None:
-    """Do every task of a stage that is not done, as one job array, and wait for its end.
-
-    Args:
-        folder: The build.
-        stage: The stage.
-        finals: Where the output of each task is published.
-        cluster: How to run job arrays.
-
-    Raises:
-        ConfigError: The text or a tokenizer cannot be used; the message is the task's.
-        RunFailed: Slurm refused, or tasks ended without an output.
-    """
-    path = folder.logs / stage / ARRAY
-    make_directory(path.parent)
-    path.with_name(FAILED).unlink(missing_ok=True)
-    # An earlier command may have been killed with its jobs in the queue. They would meet what is
-    # written below, and do tasks that new jobs do.
-    _run_array(folder, cluster, path, 0)
-    ranks = undone(finals)
-    if not ranks:
-        return
-    each = math.ceil(len(ranks) / cluster.array_size)
-    jobs = [ranks[first : first + each] for first in range(0, len(ranks), each)]
-    replace_json(path, {"folder": str(folder.path), "stage": stage, "jobs": jobs})
-    _run_array(folder, cluster, path, len(jobs))
-    if left := undone([finals[rank] for rank in ranks], read=False):
-        raise RunFailed(
-            f"{folder.path}: {len(left)} of {len(ranks)} tasks of the stage {stage} ended without "
-            f"a result. Of task {ranks[left[0]]}, the newest slurm-*_{left[0] // each}.log in "
-            f"{path.parent} says why; if there is none, it was never started. Run the command "
-            "again to go on; what is finished is kept"
-        )
-
-
-def run_job() -> None:
-    """Do the tasks of one job of an array, in the job: `run_job()` with the file ARRAY in sys.argv.
-
-    An error is written down for the builder, which cancels the array.
-
-    Raises:
-        ConfigError: Another user may have written what the job is told to do.
-    """
-    path, index = Path(sys.argv[1]), int(os.environ["SLURM_ARRAY_TASK_ID"])
-    array = parse_json(read_trusted(path, most=None))
-    folder, stage = BuildFolder(Path(array["folder"])), array["stage"]
-    for rank in array["jobs"][index]:
-        try:
-            # One that Slurm has requeued may have been done before.
-            if not is_done(folder.final(stage, rank)):
-                do_task(folder, stage, rank)
-        except Exception as error:
-            kind, message = type(error).__name__, str(error)
-            if kind not in _ERRORS:
-                logs = f"the newest slurm-*_{index}.log in {path.parent}"
-                message = f"task {rank} of the stage {stage}: {error!r}. Its traceback is in {logs}"
-            failure = {"kind": kind, "message": message}
-            replace_json(path.with_name(FAILED), failure)
-            if kind not in _ERRORS:
-                raise
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(1)
-
-
-def _run_array(folder: BuildFolder, cluster: Cluster, path: Path, jobs: int) -> None:
-    """Run the command with an array of `jobs` jobs; 0 waits for an earlier command's jobs."""
-    failed = path.with_name(FAILED)
-    command = [*cluster.command, str(jobs), str(path), str(failed)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        try:
-            process.wait()
-        finally:
-            # It cancels the array if that is not over.
-            process.stdin.close()
-            process.wait()
-    # The error of a task says more than that the array was cancelled.
-    if failure := read_json(failed):
-        raise _ERRORS.get(failure["kind"], RunFailed)(failure["message"])
-    if process.returncode < 0:
-        raise RunFailed(
-            f"{folder.path}: the process that waits for the jobs was killed (exit code "
-            f"{process.returncode}). Run the command again; it waits for jobs that still run"
-        )
-    if process.returncode:
-        # It has said why.
-        raise SystemExit(1)
