@@ -580,7 +580,6 @@ def plan(
     gpu_type: Annotated[str, typer.Option(metavar="TYPE")],
     network: Annotated[float | None, typer.Option(metavar="GBIT", min=0.01)] = None,
     out: OutFile = None,
-    reach: Annotated[str | None, typer.Option(metavar="NUMBER|FILE")] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Predict memory, time and cost of a run in every layout, and name the best.
@@ -602,12 +601,10 @@ def plan(
         network: Gbit/s of all links of a node together in one direction, as 3200 for 8 x 400.
             Default: what nodes with such GPUs usually have.
         out: Write the run in the best layout as a config of its own.
-        reach: How far back heads see where the bias falls with the distance, as ALiBi's: tokens x
-            slope (32 is assumed), or a trained model's certificate: pretrain reach --out FILE.
     """
     from pretrain.plan.command import plan_run, read_target
 
-    target = read_target(gpus, gpu_type, network, reach)
+    target = read_target(gpus, gpu_type, network)
     print(plan_run(config, overrides, target, out))
 
 

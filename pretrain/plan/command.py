@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BaseModel, Field, ValidationError
+from typing import Any
 
 from pretrain.config import (
     ConfigError,
@@ -45,9 +41,9 @@ from pretrain.plan.timing import (
     USABLE,
     Device,
     Network,
-    Reach,
     Target,
     Timing,
+    attention_share,
     time_of_step,
 )
 
@@ -222,13 +218,6 @@ def check_target(config: RunConfig, target: Target) -> None:
             f"this attention on a {gpu}. Plan with model.attention_backend=auto, heads of a width "
             f"up to {WIDEST_HEAD}, and without data.per_document_attention where there is no Triton"
         )
-    layers, heads = config.model.num_layers, config.model.num_attention_heads
-    shapes = {len(layer) for layer in target.reach.tokens} | {heads}
-    if target.reach.tokens and (shapes != {heads} or len(target.reach.tokens) != layers):
-        raise ConfigError(
-            f"--reach: {target.reach.origin} is not of {layers} layers of {heads} heads, as this "
-            "run. Name a file of this model, or a number"
-        )
 
 
 def make_plan(config: RunConfig, target: Target) -> Plan:
@@ -287,9 +276,7 @@ def planned(config: RunConfig, layout: Layout, stages: Sequence[Stage], target: 
 # ---- The words of the command line ----
 
 
-def read_target(
-    gpus: int, gpu_type: str, network: float | None = None, reach: str | None = None
-) -> Target:
+def read_target(gpus: int, gpu_type: str, network: float | None = None) -> Target:
     """Return what a run is planned for, from the words of the command line.
 
     Args:
@@ -297,49 +284,14 @@ def read_target(
         gpu_type: One of GPU_TYPES.
         network: Gbit/s of a node each way, all its links together; None: what nodes with such GPUs
             usually have.
-        reach: As of `read_reach`; None: what is assumed.
 
     Raises:
-        ConfigError: The type is not known, or the reach is of no use.
+        ConfigError: The type is not known.
     """
     device = GPU_TYPES.get(gpu_type.lower())
     if device is None:
         raise ConfigError(f"--gpu-type {gpu_type}: not known. Choose one of {', '.join(GPU_TYPES)}")
-    target = Target(gpus, gpu_type.lower(), device, Network(network or device.network_gbit))
-    return target if reach is None else replace(target, reach=read_reach(reach))
-
-
-class _Reached(BaseModel):
-    """What is needed of a result of `pretrain reach`.
-
-    What heads saw on a text is not taken: of a longer sequence they may see more.
-    """
-
-    certificate: list[list[Annotated[float, Field(ge=0)] | None]]
-    """Tokens of each head of each layer; None for infinity, which JSON does not have."""
-
-
-def read_reach(words: str) -> Reach:
-    """Return how far back heads see.
-
-    Args:
-        words: Tokens x slope, or the name of a file of `pretrain reach --out`.
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    with contextlib.suppress(ValueError):
-        if 0 < (factor := float(words)) < math.inf:
-            return Reach(factor, origin="as --reach says")
-    try:
-        found = _Reached.model_validate_json(Path(words).read_bytes()).certificate
-    except (OSError, ValidationError):
-        raise ConfigError(
-            f"--reach {words}: neither a number above 0 (tokens x slope, {REACH:g} by default) nor "
-            "a file that `pretrain reach --out` wrote"
-        ) from None
-    tokens = (tuple(math.inf if each is None else each for each in layer) for layer in found)
-    return Reach(tokens=tuple(tokens), origin=f"the certificate in {words}")
+    return Target(gpus, gpu_type.lower(), device, Network(network or device.network_gbit))
 
 
 # ---- Show a plan, and write its best layout ----
@@ -528,9 +480,8 @@ def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
         "are reduced in every micro batch, and nothing hides them"
     )
     if config.position.head_slopes(config) is not None:
-        reach = target.reach
-        far = reach.origin if reach.tokens else f"{reach.factor:g} / slope tokens, {reach.origin}"
         yield (
-            f"  each head sees back as far as {far}, and {ALL_UP_TO:,} tokens at least: "
-            f"{reach.share(config):.0%} of the causal half, which is what MFU counts of attention"
+            f"  each head sees back as far as {REACH:g} / slope tokens, and {ALL_UP_TO:,} tokens "
+            f"at least: {attention_share(config):.0%} of the causal half, which is what MFU counts "
+            "of attention"
         )

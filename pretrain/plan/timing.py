@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import cycle
 from typing import NamedTuple
 
 from pretrain.config import Layout, RunConfig
@@ -320,75 +319,64 @@ ALL_UP_TO = 1024
 which `Device.attention_tflops` is stated."""
 
 
-@dataclass(frozen=True)
-class Reach:
-    """Reach of each head: attention loads no keys beyond it."""
+def reaches(config: RunConfig) -> list[list[float]]:
+    """Return the keys that each head sees at most, by layer, of the layers that differ."""
+    length, heads = config.data.sequence_length, config.model.num_attention_heads
+    found = []
+    for each in by_layer(config):
+        end = min(each.position.visible(config) or length, length)
+        slopes = each.position.head_slopes(config) or [0] * heads
+        far = [REACH / slope if slope > 0 else math.inf for slope in slopes]
+        found.append([min(max(tokens, ALL_UP_TO), end) for tokens in far])
+    return found
 
-    factor: float = REACH
-    """Tokens x slope, for heads whose reach is not known."""
-    tokens: tuple[tuple[float, ...], ...] = ()
-    """Tokens of each head of each layer of a trained model; empty if not known."""
-    origin: str = "assumed"
-    """Where it comes from, in words."""
 
-    def near(self, config: RunConfig) -> list[list[float]]:
-        """Return the keys that each head sees at most, by layer, of the layers that differ."""
-        length, heads = config.data.sequence_length, config.model.num_attention_heads
-        slopes = [each.position.head_slopes(config) or [0] * heads for each in by_layer(config)]
-        layers = self.tokens or [
-            [self.factor / s if s > 0 else math.inf for s in of_layer] for of_layer in slopes
-        ]
-        ends = [min(each.position.visible(config) or length, length) for each in by_layer(config)]
-        return [
-            [min(max(each, ALL_UP_TO), end) for each in layer]
-            for layer, end in zip(layers, cycle(ends))
-        ]
+def pairs(config: RunConfig, context: int = 1) -> list[float]:
+    """Return the keys that a query of each head of the model sees, of the mean query and layer.
 
-    def pairs(self, config: RunConfig, context: int = 1) -> list[float]:
-        """Return the keys that a query of each head of the model sees, of the mean query and layer.
+    They are the causal half of a sequence, or less; for the queries of the last of several parts,
+    up to all of it.
 
-        They are the causal half of a sequence, or less; for the queries of the last of several
-        parts, up to all of it.
+    Args:
+        config: The run.
+        context: Parts of the sequence; the queries are those of the last one.
+    """
+    length = config.data.sequence_length
 
-        Args:
-            config: The run.
-            context: Parts of the sequence; the queries are those of the last one.
-        """
-        length = config.data.sequence_length
+    def seen(most: float, queries: float) -> float:
+        # Of the first queries together, which have fewer keys before them than `most`.
+        most = min(most, queries)
+        return most * queries - most * most / 2
 
-        def seen(most: float, queries: float) -> float:
-            # Of the first queries together, which have fewer keys before them than `most`.
-            most = min(most, queries)
-            return most * queries - most * most / 2
+    size = length / context
+    means = [
+        [(seen(most, length) - seen(most, length - size)) / size for most in layer]
+        for layer in reaches(config)
+    ]
+    return [sum(head) / len(means) for head in zip(*means)]
 
-        size = length / context
-        means = [
-            [(seen(most, length) - seen(most, length - size)) / size for most in layer]
-            for layer in self.near(config)
-        ]
-        return [sum(head) / len(means) for head in zip(*means)]
 
-    def received(self, config: RunConfig, context: int) -> float:
-        """Return the part of the keys before the last of several parts that its queries see."""
-        before = config.data.sequence_length * (1 - 1 / context)
-        near = [min(most, before) for layer in self.near(config) for most in layer]
-        return sum(near) / len(near) / before
+def received_share(config: RunConfig, context: int) -> float:
+    """Return the part of the keys before the last of several parts that its queries see."""
+    before = config.data.sequence_length * (1 - 1 / context)
+    near = [min(most, before) for layer in reaches(config) for most in layer]
+    return sum(near) / len(near) / before
 
-    def share(self, config: RunConfig) -> float:
-        """Return the part of the causal half of attention that is within the reach, in 0..1."""
-        pairs = self.pairs(config)
-        return 2 * sum(pairs) / len(pairs) / config.data.sequence_length
+
+def attention_share(config: RunConfig) -> float:
+    """Return the part of the causal half of attention that is within the reach, in 0..1."""
+    seen = pairs(config)
+    return 2 * sum(seen) / len(seen) / config.data.sequence_length
 
 
 @dataclass(frozen=True)
 class Target:
-    """Say for which GPUs, links and reach a run is planned."""
+    """Say for which GPUs and links a run is planned."""
 
     gpus: int
     gpu_type: str
     device: Device
     network: Network
-    reach: Reach = Reach()
 
     @property
     def usable_bytes(self) -> int:
@@ -489,8 +477,8 @@ class Step:
     def _attention_ms(self, config: RunConfig) -> tuple[float, float]:
         """Return `attention_ms` if all layers had the position method of a config."""
         heads = config.model.num_attention_heads // self.layout.tensor
-        pairs = self.target.reach.pairs(config, self.layout.context)
-        most = max(sum(pairs[i : i + heads]) for i in range(0, len(pairs), heads))
+        seen = pairs(config, self.layout.context)
+        most = max(sum(seen[i : i + heads]) for i in range(0, len(seen), heads))
         flops = 4 * most * config.head_dim * self.num_layers * self.tokens
         kept = Activations(config, self.device.is_modern)
         is_slow = kept.uses_mask or kept.is_scored
@@ -669,7 +657,7 @@ class Step:
             lines[TENSOR] = self.nvlink_ms(sent, self.layout.tensor, rings)
         if self.layout.context > 1:
             received, calls = exchanged_in_context_group(self.config, self.layout, self.stage)
-            needed = received * self.target.reach.received(self.config, self.layout.context)
+            needed = received * received_share(self.config, self.layout.context)
             network, rate = self.target.network, self.device.nvlink_gb_per_second
             if self.layout.tensor * self.layout.context > GPUS_PER_NODE:
                 rate = network.gbit_per_second / 8 * network.efficiency / GPUS_PER_NODE
@@ -781,7 +769,6 @@ class Timing:
     tokens: int
     """Tokens of a step, of all GPUs."""
     gpus: int
-    reach: Reach = Reach()
 
     @property
     def milliseconds(self) -> float:
@@ -809,7 +796,7 @@ class Timing:
             flops_per_token(config, length, causal=causal)
             for length in (0, config.data.sequence_length)
         )
-        flops = linear + self.reach.share(config) * (whole - linear)
+        flops = linear + attention_share(config) * (whole - linear)
         return model_flops_utilization(
             self.tokens_per_second / self.gpus, flops, device.peak_tflops
         )
@@ -842,4 +829,4 @@ def time_of_step(
         passes = [sum(ms for name, ms in each.items() if name in repeated) for each in times]
         others = sum(p * stage.count for p, stage in zip(passes, stages)) - max(passes)
         lines["pipeline bubble"] = others / layout.num_microbatches / layout.virtual
-    return Timing(lines, config.tokens_per_step, layout.world_size, target.reach)
+    return Timing(lines, config.tokens_per_step, layout.world_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from itertools import product
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from typer.testing import CliRunner
 
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.evaluation.reach import Reach
 from pretrain.plan.command import Plan, make_plan, plan_run, read_target
 from pretrain.plan.memory import attention_backend, stages_of
 from pretrain.plan.timing import PARTS, V100, time_of_step
@@ -117,34 +115,15 @@ def test_nonsense_is_refused(gpus, gpu_type, network, overrides, says):
     assert says in str(caught.value)
 
 
-def test_long_contexts_are_priced_by_how_far_heads_see(tmp_path):
-    """By a number, or by a trained model's certificate, which is of its layers and heads."""
+def test_long_contexts_are_priced_by_how_far_heads_see():
     long = [str(PAPER), "--gpus", "8", "--gpu-type", "h100", "--set", "data.sequence_length=65536"]
     long += ["--set", "train.precision=bf16", "--set", "parallel.world_size=8"]
     long += ["--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1"]
-    long += ["--set", "model.num_layers=2", "--reach"]
-    certificate = tmp_path / "reach.json"
-    reaches = torch.tensor([[2048.0] * 15 + [math.inf]] * 2)
-    certificate.write_text(Reach(paper(), torch.ones(16), reaches, None, 2048, 0).to_json())
-    # Of each head 2,048 of 32,768 pairs but for the first queries, and of one head all.
-    share = (15 * (2048 - 2048**2 / 2**17) / 2**15 + 1) / 16
-    for reach, says in (
-        ("1e9", "as far as 1e+09 / slope tokens, as --reach says, and 1,024 tokens at least: 100%"),
-        (
-            str(certificate),
-            f"the certificate in {certificate}, and 1,024 tokens at least: {share:.0%}",
-        ),
-    ):
-        assert says in run(*long, reach)
-    for text, says in (
-        (certificate.read_text(), "is not of 25 layers of 16 heads"),
-        ("{}", "wrote"),
-    ):
-        certificate.write_text(text)
-        with pytest.raises(ConfigError, match=says):
-            plan_run(PAPER, [], read_target(128, "v100-32", reach=str(certificate)))
-    with pytest.raises(ConfigError, match="--reach 0: neither a number above 0"):
-        read_target(8, "h100", reach="0")
+    long += ["--set", "model.num_layers=2"]
+    # 16 heads of slopes 2^-(h / 2): each sees 32 / slope tokens, 1,024 at least.
+    near = [min(max(32 * 2 ** ((h + 1) / 2), 1024), 2**16) for h in range(16)]
+    share = sum(tokens - tokens**2 / 2**17 for tokens in near) / 2**15 / 16
+    assert f"32 / slope tokens, and 1,024 tokens at least: {share:.0%}" in run(*long)
 
 
 def test_a_refusal_keeps_its_numbers_and_its_commas():
