@@ -41,7 +41,7 @@ from torch.multiprocessing.spawn import (
 from tqdm import tqdm
 
 from pretrain import platform
-from pretrain.config import ConfigError, RunConfig, RunFailed, num_parameters, writing
+from pretrain.config import ConfigError, RunConfig, RunFailed, num_parameters
 from pretrain.evaluation.perplexity import Evaluator
 from pretrain.evaluation.records import Table
 from pretrain.evaluation.windows import Protocol, ScoredText
@@ -56,15 +56,12 @@ from pretrain.training.step import average_loss, forward_backward
 WARM_UP_STEPS = 3
 
 
-def bench_training(
-    config: RunConfig, steps: int, json_file: Path | None = None
-) -> dict[str, float]:
+def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
     """Measure training steps and print a table. All ranks together.
 
     Args:
         config: The run; its data is not read.
         steps: Number of steps to measure, after the warm-up.
-        json_file: Where to write what was measured.
 
     Returns:
         The medians over the steps: seconds of "step" and of each of its parts, by name;
@@ -87,19 +84,7 @@ def bench_training(
         "peak_memory_bytes": float(platform.peak_memory_bytes()),
     }
     if topology.is_main:
-        world_size = topology.layout.world_size
-        print(_table(config, steps, world_size, seconds, totals))
-        if json_file is not None:
-            content = {
-                "device": platform.device_name(),
-                "world_size": world_size,
-                "steps": steps,
-                **totals,
-                "seconds": seconds,
-                "config": config.model_dump(mode="json", exclude_none=True),
-            }
-            with writing(json_file):
-                json_file.write_text(json.dumps(content, indent=1) + "\n")
+        print(_table(config, steps, topology.layout.world_size, seconds, totals))
     finish()
     return {**seconds, **totals}
 

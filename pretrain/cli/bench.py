@@ -64,7 +64,6 @@ def bench_train(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
     steps: Count = 20,
-    out: OutFile = None,
 ) -> None:
     """Time training steps on random tokens.
 
@@ -76,12 +75,11 @@ def bench_train(
 
     Args:
         steps: Steps to time, after a few that warm up.
-        out: Also write the result, for pretrain plan.
     """
     run = load_config(config, overrides)
     from pretrain.bench.timing import bench_training
 
-    bench_training(run, steps, out)
+    bench_training(run, steps)
 
 
 @bench.command("methods")
