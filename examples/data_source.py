@@ -34,7 +34,7 @@ class Csv(Source):
 
     def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
         """Yield each row's text under the row's number, or why it cannot be read."""
-        # A stream: memory does not grow with the file. `.csv.gz` and URLs are read as well.
+        # A stream: memory does not grow with the file. `.csv.gz` is read as well.
         csv.field_size_limit(MAX_DOCUMENT_BYTES)
         with io.TextIOWrapper(open_piece(piece), encoding="utf-8-sig", newline="") as file:
             number = 0
