@@ -21,7 +21,6 @@ from pretrain.optim.optimizers import meaning
 from pretrain.rundir.attempts import check_free
 from pretrain.rundir.checkpoints import (
     MANIFEST,
-    Lineage,
     check_one_line,
     checkpoint_step,
     complete_checkpoints,
@@ -54,12 +53,12 @@ class Row:
     """The id of the branch that it lies on."""
     bytes: int | None = None
     saved_at: float | None = None
-    """Unix seconds; None in a store."""
+    """Unix seconds; None if it is damaged."""
     validation_loss_nats: float | None = None
     problem: str | None = None
     """Why it cannot be used, as far as its small files show; the tensors are not read."""
     abandoned: str | None = None
-    """The folder of RUN/abandoned that it lies in, or why it is not of a store's line."""
+    """The folder of RUN/abandoned that it lies in."""
 
 
 def list_run(run: Path) -> list[Row]:
@@ -78,31 +77,9 @@ def list_run(run: Path) -> list[Row]:
     return rows
 
 
-def list_store(url: str) -> list[Row]:
-    """Return the checkpoints in a store.
-
-    Raises:
-        ConfigError: There are none, or one is of another version.
-        StoreError: The store cannot be read.
-    """
-    store = Store(url)
-    newest = store.newest()
-    line = {stored.name for stored in store.line_to(newest)} if newest else set()
-    rows = []
-    for name in _stored_names(store):
-        row = Row(f"{store.url}/{name}", int(name.split("-")[1]))
-        if (stored := store.stored(name)) is None:
-            rows.append(dataclasses.replace(row, problem=INCOMPLETE))
-            continue
-        row = _described(row, stored.lineage, stored.bytes, stored.manifest.validation_loss_nats)
-        abandoned = None if name in line else "another line"
-        rows.append(dataclasses.replace(row, abandoned=abandoned))
-    return rows
-
-
-def format_rows(source: Path | str, rows: Sequence[Row]) -> str:
-    """Return the list of a run or a store as text."""
-    blocks = [str(source)]
+def format_rows(run: Path, rows: Sequence[Row]) -> str:
+    """Return the list of a run as text."""
+    blocks = [str(run)]
     for place in dict.fromkeys(row.abandoned for row in rows):
         there = [row for row in rows if row.abandoned == place]
         blocks.append(("" if place is None else f"{place}\n") + _table(there))
@@ -117,18 +94,15 @@ def _row(path: Path) -> Row:
         saved_at = (path / MANIFEST).stat().st_mtime
     except (ConfigError, OSError) as error:
         return dataclasses.replace(row, problem=_problem(error, path))
-    files, loss = sum(opened.files.values()), opened.origin.validation_loss_nats
-    return dataclasses.replace(_described(row, opened.lineage, files, loss), saved_at=saved_at)
-
-
-def _described(row: Row, lineage: Lineage, num_bytes: int, loss: float | None) -> Row:
+    lineage = opened.lineage
     return dataclasses.replace(
         row,
         id=lineage.id,
         parent=lineage.parent,
         branch=lineage.branches[-1].id,
-        bytes=num_bytes,
-        validation_loss_nats=loss,
+        bytes=sum(opened.files.values()),
+        validation_loss_nats=opened.origin.validation_loss_nats,
+        saved_at=saved_at,
     )
 
 

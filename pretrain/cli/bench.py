@@ -8,51 +8,28 @@ from typing import Annotated
 
 import typer
 
-from pretrain.config import ConfigError, EvaluationRequest, RunConfig, load_config, writing
-from pretrain.config.arguments import Commands, Config, Count, Numbers, OutFile, Overrides
+from pretrain.config import ConfigError, RunConfig, load_config, writing
+from pretrain.config.arguments import Commands, Config, Count, OutFile, Overrides
 from pretrain.rundir.files import replace_file
 
-# ---- Turn the options of a comparison into configs, before anything slow is imported ----
 
-
-def with_lengths(
-    file: Path, overrides: list[str], methods: str, lengths: str | None = None
-) -> list[RunConfig]:
-    """Return a config for each method and training length, alike in all else.
-
-    A step and a micro batch keep their tokens: their sequences become fewer as they become longer.
+def with_methods(file: Path, overrides: list[str], methods: str) -> list[RunConfig]:
+    """Return a config for each method, alike in all else.
 
     Args:
         file: The config file.
         overrides: `section.key=value` settings.
         methods: Values of position.method, separated by commas.
-        lengths: Training lengths in tokens, separated by commas; None for the config's own.
 
     Raises:
-        ConfigError: The config is wrong, or a length does not divide the tokens of a step or of a
-            micro batch.
+        ConfigError: The config is wrong.
     """
-    # First the config by itself, so that a wrong value is named as such.
-    given = load_config(file, overrides)
-    own = given.data.sequence_length
-    numbers = EvaluationRequest.parse(lengths, "nonoverlapping", None, None).lengths
     configs = []
     for method in methods.split(","):
-        for length in numbers or (own,):
-            settings = [f"position.method={method}", f"data.sequence_length={length}"]
-            for key in ("global_batch_size", "micro_batch_size"):
-                tokens = getattr(given.batch, key) * own
-                if tokens % length:
-                    raise ConfigError(
-                        f"--lengths {length}: does not divide the {tokens:,} tokens of "
-                        f"batch.{key} = {getattr(given.batch, key)} x {own}. Choose lengths that "
-                        f"do, or --set batch.{key}"
-                    )
-                settings.append(f"batch.{key}={tokens // length}")
-            configs.append(load_config(file, [*overrides, *settings]))
-            if configs[-1].position.method != method:
-                # An empty name would remove the key, and measure its default.
-                raise ConfigError(f"--methods {methods}: {method!r} is not a position method")
+        configs.append(load_config(file, [*overrides, f"position.method={method}"]))
+        if configs[-1].position.method != method:
+            # An empty name would remove the key, and measure its default.
+            raise ConfigError(f"--methods {methods}: {method!r} is not a position method")
     return configs
 
 
@@ -86,7 +63,6 @@ def bench_train(
 def bench_methods(
     config: Config,
     methods: Annotated[str, typer.Option(metavar="NAME,NAME,...")] = "alibi,sinusoidal,rotary,t5",
-    lengths: Numbers = None,
     rounds: Count = 5,
     nproc: Count = 1,
     out: OutFile = None,
@@ -100,17 +76,15 @@ def bench_methods(
 
     \b
     Example:
-      pretrain bench methods configs/demo.toml --methods alibi,sinusoidal --lengths 64,128
+      pretrain bench methods configs/demo.toml --methods alibi,sinusoidal
 
     Args:
         methods: Values of position.method to compare.
-        lengths: Training lengths in tokens, as in 64,128; batches are resized so that a step and a
-            micro batch keep their tokens. Default: data.sequence_length.
         rounds: How often each contestant takes its turn.
         nproc: Processes of each contestant, on this machine.
         out: Also write what was measured, as JSON.
     """
-    configs = with_lengths(config, overrides, methods, lengths)
+    configs = with_methods(config, overrides, methods)
     # Before minutes are spent on what goes there.
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(

@@ -658,7 +658,7 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
 
 @checkpoint.command("list")
 def list_(
-    run: Annotated[str, typer.Argument(metavar="RUN|URL")],
+    run: Run,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Show a run's checkpoints in a table.
@@ -672,13 +672,11 @@ def list_(
       pretrain checkpoint list runs/demo/alibi
 
     Args:
-        run: Directory of a run, or what its checkpoint.upload_to says.
         as_json: Print JSON, for programs.
     """
-    from pretrain.checkpoint.tools import format_rows, list_run, list_store
-    from pretrain.config.run import is_url
+    from pretrain.checkpoint.tools import format_rows, list_run
 
-    rows = list_store(run) if is_url(run) else list_run(Path(run))
+    rows = list_run(run)
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     else:

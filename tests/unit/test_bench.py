@@ -20,7 +20,6 @@ from pretrain.bench.timing import (
     random_batches,
     take_turn,
 )
-from pretrain.cli.bench import with_lengths
 from pretrain.cli.commands import app
 from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, load_config
 from pretrain.topology import Topology
@@ -102,22 +101,6 @@ def test_only_what_can_be_compared_is_measured() -> None:
         measure([alibi, longer], 1, 1)
     with pytest.raises(ConfigError, match="global_batch_size"):
         measure([alibi], 1, 3)
-
-
-def test_contestants_keep_the_tokens_of_a_step_and_of_a_micro_batch() -> None:
-    configs = with_lengths(DEMO, [], "alibi,t5", "64,128")
-    sizes = [
-        (c.position.method, c.data.sequence_length, c.batch.micro_batch_size, c.tokens_per_step)
-        for c in configs
-    ]
-    assert sizes == [
-        ("alibi", 64, 32, 4096),
-        ("alibi", 128, 16, 4096),
-        ("t5", 64, 32, 4096),
-        ("t5", 128, 16, 4096),
-    ]
-    with pytest.raises(ConfigError, match="--lengths 96: does not divide the 4,096 tokens"):
-        with_lengths(DEMO, [], "alibi", "96")
 
 
 def pid_and_ranks(config: RunConfig, topology: Topology) -> tuple[int, int, int]:
