@@ -70,7 +70,7 @@ def waits_of_named_arguments(config: RunConfig) -> int:
 
 
 def test_collectives_with_named_arguments_are_measured(pools, tiny_data, tmp_path):
-    config = run_config(tiny_data, tmp_path, ALL_LAYOUTS["dp2"][1], 1)
+    config = run_config(tiny_data, tmp_path, ALL_LAYOUTS["dp2"][1], LAST)
     assert pools(2).run(waits_of_named_arguments, config) == [1, 1]
 
 
