@@ -28,7 +28,7 @@ from tests.end_to_end.commands import LAUNCHER, PRETRAIN, ROOT, Done, forked
 GUIDE = ROOT / "docs" / "guide.md"
 APPS = {"pretrain": pretrain, "launcher": launcher}
 PROGRAMS = {"pretrain": PRETRAIN, "launcher": LAUNCHER}
-OTHERS = {"make", ".", "python", "python3.11", "pip", "hf", "cp", "torchrun"}
+OTHERS = {"make", ".", "python", "python3.11", "pip", "hf", "cp", "torchrun", "sbatch"}
 """Other programs that the guide starts."""
 KINDS = {"file", "run", "slurm", "read"}
 _BLOCK = re.compile(
