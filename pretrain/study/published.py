@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -21,8 +21,11 @@ from pretrain.evaluation.records import (
 )
 from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING
 
-MODELS = ("wikitext103", "cc100_roberta")
-"""Tables of the file that hold perplexities of one model family each."""
+MODELS = (
+    *("wikitext103", "wikitext103_test", "bookcorpus", "bookcorpus_test"),
+    *("cc100_roberta", "cc100_roberta_equal_time", "notes"),
+)
+"""Tables of the file that hold perplexities of one model family on one text each."""
 EFFICIENCY = "efficiency_v100"
 QUANTITIES = {"train_kwps": "training", "eval_kwps": "evaluation", "gb": "memory"}
 """Columns of the efficiency table -> what they measure."""
@@ -34,6 +37,8 @@ class Published(NamedTuple):
     value: float
     key: str
     """Where it stands in published.toml: "wikitext103.alibi_nonoverlapping.512.1024"."""
+    stride: int = 0
+    """Of a perplexity: tokens by which a window moves on."""
 
 
 class Ratio(NamedTuple):
@@ -71,27 +76,38 @@ def content() -> Mapping[str, Any]:
 
 @functools.cache
 def perplexities(model: str) -> Mapping[Perplexity, Published]:
-    """Return the published validation perplexities of a model family.
+    """Return the published perplexities of a model family.
 
     Args:
         model: One of MODELS.
     """
-    family, found = content()[model], {}
-    for name in ("alibi_nonoverlapping", "same_length_nonoverlapping", "sliding_stride1"):
-        for row, values in family.get(name, {}).items():
-            for length, value in values.items():
-                method, trained = {
-                    "alibi_nonoverlapping": ("alibi", row),
-                    "same_length_nonoverlapping": (row, length),
-                }.get(name) or _model(row)
-                protocol = SLIDING if name.startswith(SLIDING) else NONOVERLAPPING
-                of = Perplexity(method, int(trained), protocol, int(length))
-                found[of] = Published(value, f"{model}.{name}.{row}.{length}")
-    for row, values in family.get("equal_updates", {}).items():
-        for length, value in values["ppl"].items():
-            of = Perplexity(*_model(row), family["protocol"], int(length))
-            found[of] = Published(value, f"{model}.equal_updates.{row}.ppl.{length}")
+    found = {}
+    for name, row, values in _rows(model):
+        for length, value in values.get("ppl", values).items():
+            method, trained = {
+                "alibi_nonoverlapping": ("alibi", row),
+                "same_length_nonoverlapping": (row, length),
+            }.get(name) or _model(row)
+            stride = name.partition("sliding_stride")[2]
+            protocol = SLIDING if stride else NONOVERLAPPING
+            of = Perplexity(method, int(trained), protocol, int(length))
+            ppl = "ppl." if "ppl" in values else ""
+            key = f"{model}.{name}.{row}.{ppl}{length}"
+            found[of] = Published(value, key, int(stride or length))
     return found
+
+
+def _rows(model: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield (table, row, values) of a model family."""
+    for name, table in content()[model].items():
+        if isinstance(table, dict) and name != "model":
+            yield from ((name, row, values) for row, values in table.items())
+
+
+@functools.cache
+def _trainings(model: str) -> Mapping[tuple[str, int], Mapping[str, Any]]:
+    """Return (method, training length) -> what its training took, where it is published."""
+    return {_model(row): values for _, row, values in _rows(model) if "gpu_hours" in values}
 
 
 def _model(name: str) -> tuple[str, int]:
@@ -119,7 +135,7 @@ def records(model: str) -> list[dict[str, Any]]:
 
     The paper gives no intervals. Theirs have no width, so that the printed numbers are compared as
     they are. They are compared with each other alone, so what the paper does not say of a run is
-    the same for all.
+    the same for all. Updates are those printed, or 0.
 
     Args:
         model: One of MODELS.
@@ -127,12 +143,13 @@ def records(model: str) -> list[dict[str, Any]]:
     found = []
     for of, number in perplexities(model).items():
         loss, run = math.log(number.value), f"{model}/{of.method}-{of.train_length}"
-        known = of._asdict() | {"perplexity": number.value, "step": 0, "seed": 0}
+        step = _trainings(model).get((of.method, of.train_length), {}).get("updates", 0)
+        known = of._asdict() | {"perplexity": number.value, "step": step, "seed": 0}
         known |= dict.fromkeys(("run", "checkpoint"), run)
         known |= dict.fromkeys(("settings", "tokenizer", "validation", "precision"), model)
         known |= dict.fromkeys(("loss_nats", "loss_low", "loss_high"), loss)
         known |= dict.fromkeys(("bits_per_byte", "tokens", "bytes"))
-        known["stride"] = of.length if of.protocol == NONOVERLAPPING else 1
+        known["stride"] = number.stride
         found.append(fields_of(known))
     return found
 
@@ -142,20 +159,24 @@ def evidence(model: str) -> Evidence:
     """Return the published numbers as claims take them, to be judged like a study's own.
 
     Args:
-        model: One of MODELS. The speeds and the memory are those of the WikiText-103 model.
+        model: One of MODELS. The speeds and memory of "wikitext103" are those of the efficiency
+            table; where GPU hours are published, a training speed is updates an hour.
     """
     numbers = efficiency() if model == "wikitext103" else {}
+    # Twice, since a single round of a study is not judged: nothing says how it varies.
     rows = [
         Row(
             method,
             length,
-            # Twice, since a single round of a study is not judged: nothing says how it varies.
             {work: (numbers[method, length, work].value,) * 2 for work in SPEEDS},
             numbers[method, length, "memory"].value,
         )
         for method, length in dict.fromkeys((method, length) for method, length, _ in numbers)
+    ] + [
+        Row(*of, {"training": (took["updates"] / took["gpu_hours"],) * 2}, took["memory_gb"])
+        for of, took in _trainings(model).items()
     ]
-    return Evidence(make_curves(records(model)), rows, "one V100")
+    return Evidence(make_curves(records(model)), rows, "V100s")
 
 
 # ---- Put a study's numbers beside the published ones, each of which is shown with its key ----
