@@ -443,7 +443,7 @@ EQUAL_TIME = 0.03
 def alibi_falls_to_2L(evidence: Evidence, ratio: float) -> Iterator[Case]:
     """ALiBi trained at L has a lower perplexity at 2 L than at L (nonoverlapping).
 
-    Source: Figure 1; WikiText-103 tables of the appendix (wikitext103.alibi_nonoverlapping)
+    Source: Figure 1; table 5 (wikitext103.alibi_nonoverlapping)
 
     Threshold: Equality: any difference that the noise does not hide counts.
     """
@@ -471,7 +471,7 @@ def alibi_stays_near_best_to_16L(evidence: Evidence, ratio: float) -> Iterator[C
     """From 2 L to 16 L, the perplexity of ALiBi trained at L rises at most 3 % above its best at
     any shorter length (nonoverlapping).
 
-    Source: Figure 1; WikiText-103 tables of the appendix (wikitext103.alibi_nonoverlapping)
+    Source: Figure 1; table 5 (wikitext103.alibi_nonoverlapping)
 
     Threshold: The largest published rise above the best is 2.6 %, of the 1.3B model trained at 512
     (9.54 at 2048, 9.30 at 1024; cc100_roberta.equal_updates.alibi_512).
@@ -499,7 +499,7 @@ def alibi_is_flat_when_sliding(evidence: Evidence, ratio: float) -> Iterator[Cas
     """With sliding windows, ALiBi stays within 3 % of its perplexity at L at every longer length up
     to 16 L that was evaluated.
 
-    Source: WikiText-103 tables of the appendix (wikitext103.sliding_stride1)
+    Source: Figure 11; table 15 (wikitext103.sliding_stride1)
 
     Threshold: The largest published change is 2.6 %, trained at 1024 (17.92 at 3072, 17.46 at
     1024).
@@ -679,9 +679,8 @@ def alibi_of_a_sixth_beats_sinusoidal(evidence: Evidence, ratio: float) -> Itera
 def sinusoidal_degrades_at_once(evidence: Evidence, ratio: float) -> Iterator[Case]:
     """Sinusoidal positions get worse at once: perplexity at 2 L is at least 5 % above that at L.
 
-    Source: Figure 1; WikiText-103 tables of the appendix
-    (wikitext103.sliding_stride1.sinusoidal_512); cc100_roberta.equal_updates.sinusoidal_512 and
-    .sinusoidal_1024
+    Source: Figure 1; tables 12 and 13 (wikitext103.sliding_stride1.sinusoidal_512,
+    cc100_roberta.equal_updates.sinusoidal_512 and .sinusoidal_1024)
 
     Threshold: Chosen for small models, which have less to lose; the published perplexities are 3.8
     to 11 times those at L.
@@ -791,7 +790,7 @@ def t5_holds_for_500_tokens(evidence: Evidence, ratio: float) -> Iterator[Case]:
     """The T5 bias holds for some hundreds of tokens beyond L: perplexity at most 5 % above that at
     L, at the longest length up to L + 512.
 
-    Source: Figure 1; WikiText-103 tables of the appendix (wikitext103.sliding_stride1.t5_512)
+    Source: Figure 1; tables 2 to 4 and 14 (wikitext103.sliding_stride1.t5_512)
 
     Threshold: The published rise at L + 512 is 3.3 % (18.51 at 1024, 17.92 at 512).
     """
@@ -803,7 +802,7 @@ def order_of_extrapolation(evidence: Evidence, ratio: float) -> Iterator[Case]:
     """At the longest length from 4 L to 16 L, ALiBi has the lowest perplexity, then the T5 bias,
     then rotary and then sinusoidal positions, all trained at L.
 
-    Source: Figure 1; WikiText-103 tables of the appendix (wikitext103.sliding_stride1), which has
+    Source: Figure 1; tables 2 to 4 (wikitext103.extrapolation_nonoverlapping). Tables 13 to 15 have
     no rotary positions
 
     Threshold: Equality: any difference that the noise does not hide counts.
@@ -828,7 +827,7 @@ def trained_slopes_extrapolate_worse(evidence: Evidence, ratio: float) -> Iterat
     """At the longest length from 4 L to 16 L, ALiBi with fixed slopes has a lower perplexity than
     with trained ones.
 
-    Source: The text on trainable slopes; published.toml has no numbers of it
+    Source: Section 3, on trainable slopes; no table
 
     Threshold: Equality: any difference that the noise does not hide counts.
     """

@@ -75,7 +75,7 @@ class StudyFile(Section):
     evaluation/ and report/. ~ and $VARIABLE are expanded when the file is read. It begins with no
     "-", which commands would take for an option."""
 
-    published: Literal["wikitext103", "cc100_roberta"] | None = None
+    published: Literal["wikitext103", "cc100_roberta", "cc100_roberta_equal_time"] | None = None
     """Published numbers that the report puts beside those of the study. Default: none."""
 
     config: str | None = None

@@ -9,7 +9,10 @@ from pretrain.kernels.dispatch import attention
 from tests.conftest import tiny_config
 from tests.reference.content import CONTENT
 from tests.reference.dense_gpt import random_state
-from tests.reference.positions import ORACLES
+from tests.reference.positions import ORACLES, distances
+
+OF_THE_TEXT = {"slopes": {"first": 2 ** (-8 / 6), "last": 2.0**-8}}
+"""Slopes 2^(-8 (h + 1) / n) of 6 heads, as in the paper's section 3 and tutorials for any n."""
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -34,6 +37,8 @@ def test_buckets_that_do_not_fit_are_refused():
     [
         *((method, {}, "next_token") for method in CONTENT | ORACLES),
         ("kerple", {"kerple_kernel": "power"}, "next_token"),
+        ("alibi", OF_THE_TEXT, "next_token"),
+        ("alibi", OF_THE_TEXT, "masked"),
         ("shaw", {}, "masked"),
         ("transformer_xl", {}, "masked"),
     ],
@@ -43,7 +48,12 @@ def test_attention_is_that_of_the_methods_papers(method, keys, sides):
 
     The sequence reaches beyond the training length and the window.
     """
-    config = tiny_config(position={"method": method, **keys}, train={"objective": sides})
+    of_model = 6 if keys is OF_THE_TEXT else 8
+    config = tiny_config(
+        position={"method": method, **keys},
+        train={"objective": sides},
+        model={"num_attention_heads": of_model, "hidden_size": 12 * of_model},
+    )
     generator = torch.Generator().manual_seed(1)
     double = {"dtype": torch.float64, "generator": generator}
     if method in CONTENT:
@@ -52,10 +62,12 @@ def test_attention_is_that_of_the_methods_papers(method, keys, sides):
     else:
         state, names = random_state(config, seed=1), config.position.tensors(config)
         own = {name.removeprefix("position."): state[name].double() for name in names}
-    q, k, v = (torch.randn(300, 1, 8, 12, **double) for _ in range(3))
+    q, k, v = (torch.randn(300, 1, of_model, 12, **double) for _ in range(3))
     inputs = [x.requires_grad_() for x in (q, k, v, *own.values())]
-    position, heads, causal = config.position, slice(2, 8), sides == "next_token"
-    terms = position.score_terms(config, slice(0, 8), position.own_of_layer(2, own), q.device)
+    position, heads, causal = config.position, slice(2, of_model), sides == "next_token"
+    terms = position.score_terms(
+        config, slice(0, of_model), position.own_of_layer(2, own), q.device
+    )
     rows = slice(10, 300) if causal else slice(0, 300)
     turned = position.queries_and_keys(config, q[rows], k, 0, 300)
     ours = attention(
@@ -64,6 +76,10 @@ def test_attention_is_that_of_the_methods_papers(method, keys, sides):
     of_query, of_key, of_value = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     if method in CONTENT:
         scores = CONTENT[method].products(of_query, of_key, config, own, 2) / 12**0.5
+    elif method == "alibi":
+        slopes = 2.0 ** (-8 * torch.arange(1, of_model + 1, dtype=torch.float64) / of_model)
+        scores = of_query @ of_key.mT / 12**0.5
+        scores = scores - slopes[:, None, None] * distances(scores)
     else:
         scores = ORACLES[method](of_query @ of_key.mT / 12**0.5, config, own)
     if causal:

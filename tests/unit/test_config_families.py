@@ -5,6 +5,7 @@ import itertools
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -27,6 +28,7 @@ LENGTHS = (64, 128, 256, 512, 1024, 1536, 2048, 3072)
 FAMILIES = {
     "cc100_roberta": (("alibi", "sinusoidal"), (512, 1024, 2048)),
     "cc100_roberta/h100": (("alibi", "sinusoidal"), (512, 1024, 2048)),
+    "cc100_roberta/equal_time": (("sinusoidal",), (1024, 2048)),
     "wikitext103": (("alibi", "sinusoidal", "rotary", "t5"), LENGTHS),
     "bookcorpus": (("alibi", "sinusoidal"), (512, 3072)),
 }
@@ -44,6 +46,7 @@ RUNS = {
 FOLLOWS_LENGTH = {
     "cc100_roberta": {"batch.micro_batch_size", "evaluation.lengths"},
     "cc100_roberta/h100": {"batch.micro_batch_size", "evaluation.lengths"},
+    "cc100_roberta/equal_time": {"batch.micro_batch_size", "evaluation.lengths", "train.num_steps"},
     "wikitext103": {"batch.micro_batch_size"},
     "bookcorpus": {"batch.micro_batch_size"},
 }
@@ -103,6 +106,8 @@ BOOKCORPUS = {"model.tie_word_embeddings": True, "position.trainable_slopes": Fa
 PAPER = {
     "cc100_roberta": CC100,
     "cc100_roberta/h100": CC100,
+    # Table 11 stops them earlier.
+    "cc100_roberta/equal_time": CC100 | {"schedule.lr_end_step": 50_000, "train.num_steps": ANY},
     "wikitext103": WIKITEXT103,
     "bookcorpus": BOOKCORPUS,
 }
@@ -216,7 +221,7 @@ def test_micro_batches_hold_equally_many_tokens():
     for run, (family, _, length) in RUNS.items():
         config = config_of(run)
         tokens = config.batch.micro_batch_size * length
-        most = {"cc100_roberta": 2048, "cc100_roberta/h100": 8192}.get(family, 3072)
+        most = {"cc100_roberta/h100": 8192}.get(family, 2048 if "cc100" in family else 3072)
         # 3072 is no multiple of 2048.
         assert tokens == (2048 if (most, length) == (3072, 2048) else most), run
 
@@ -228,7 +233,8 @@ def test_tokens_and_epochs_are_the_papers():
         if "cc100" in family:
             # One epoch of 461 GB in 50,000 updates at 2.1M tokens (BASE Layers): 105B tokens.
             assert config.tokens_per_step == pytest.approx(2.1e6, rel=0.01)
-            assert config.planned_tokens == pytest.approx(105e9, rel=0.01)
+            whole = config.schedule.lr_end_step or config.train.num_steps
+            assert whole * config.tokens_per_step == pytest.approx(105e9, rel=0.01)
         else:
             # --max-tokens 9216 on 8 GPUs; for 3072, --max-tokens 3072 --update-freq 3 on 8 GPUs.
             assert config.tokens_per_step == 8 * 9216 == 8 * 3072 * 3
@@ -256,6 +262,15 @@ def test_the_books_models_are_the_word_level_ones_with_one_embedding(run):
     config = config_of(run)
     assert num_parameters(config) == layers + config.padded_vocab_size * 1024
     assert 28_500 <= config.data.vocab_size < 29_500
+
+
+def test_runs_of_equal_time_are_stopped_where_the_paper_stopped_them():
+    """And the study of them is ALiBi at half of their lengths, and they."""
+    path = CONFIGS / "studies/cc100_roberta_equal_time.toml"
+    runs = resolve(path, load_study_file(path)).runs
+    assert [run.config.train.num_steps for run in runs] == [50_000, 50_000, 46_700, 44_200]
+    lengths = [("alibi", 512), ("alibi", 1024), ("sinusoidal", 1024), ("sinusoidal", 2048)]
+    assert [(run.method, run.train_length) for run in runs] == lengths
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.hooks import claims
+from pretrain.study import published
 from tests.changed import ROOT
 from tests.guide import GUIDE, KINDS, Block, blocks, check_words
 
@@ -96,6 +98,13 @@ def test_every_link_and_every_name_on_a_page_exists(page: str) -> None:
 def test_every_file_that_the_recipes_name_exists() -> None:
     named = set(re.findall(r"`([\w./]+/[\w./]+)`", (ROOT / "CONTRIBUTING.md").read_text()))
     assert [file for file in sorted(named) if not (ROOT / file).exists()] == []
+
+
+def test_the_page_of_claims_says_what_the_code_and_the_results_say() -> None:
+    """Else: python -m docs.hooks.claims. Each family of published numbers says what repeats it."""
+    text = claims.PAGE.read_text()
+    assert claims.page(text) == text
+    assert set(re.findall(r"`(\w+)`", text.split(claims.BEGIN)[0])) >= set(published.MODELS)
 
 
 # ---- the guide's commands ------------------------------------------------------------------------

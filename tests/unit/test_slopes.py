@@ -9,6 +9,7 @@ import pytest
 
 from pretrain.config import ConfigError, dump_config, parse_config
 from pretrain.config.trajectory import differences, settings_hash
+from pretrain.positions.alibi import SlopeRange, _values, published_slopes
 from tests.conftest import TINY, tiny_config
 
 RANGE = {"first": 0.5, "last": 2.0**-8}
@@ -75,3 +76,14 @@ def test_other_slopes_are_another_model():
     for form in ({"factor": 1.0}, {"bias_max": 8}, RANGE, [2.0**-k for k in range(1, 9)]):
         assert differences(published, slopes(form)) == []
     assert settings_hash(other, "data") == settings_hash(same, "data")
+
+
+def test_the_formula_of_the_papers_text_is_a_range():
+    """The authors' code, which "published" follows, has other slopes where n is no power of two."""
+    differ = []
+    for n in range(2, 67):
+        formula = [2 ** (-8 * (h + 1) / n) for h in range(n)]
+        assert _values(SlopeRange(first=2 ** (-8 / n), last=2.0**-8), n) == pytest.approx(formula)
+        if published_slopes(n) != pytest.approx(formula):
+            differ.append(n)
+    assert differ == [n for n in range(2, 67) if n & (n - 1)]

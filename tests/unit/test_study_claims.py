@@ -73,15 +73,15 @@ def test_curves_of_the_published_shape_pass_every_claim():
 
 
 # ---- a broken curve ------------------------------------------------------------------------------
-def where(factor, method, trained=(64, 128), protocol=None, lengths=None):
-    """Return perplexities of which some are multiplied by a factor."""
+def where(factor, method, trained=(64, 128), protocol=None, lengths=1):
+    """Return perplexities of which some are multiplied by a factor; lengths may be one, in L."""
 
     def perplexity(of, at, under, length):
         is_changed = (
             of == method
             and at in trained
             and under == (protocol or under)
-            and (lengths is None or lengths(length, at))
+            and (length == lengths * at if isinstance(lengths, int) else lengths(length, at))
         )
         return published_shape(of, at, under, length) * (factor if is_changed else 1)
 
@@ -89,54 +89,32 @@ def where(factor, method, trained=(64, 128), protocol=None, lengths=None):
 
 
 BROKEN = {
-    "alibi_falls_to_2L": where(
-        1.01 / 0.94, "alibi", (128,), "nonoverlapping", lambda n, L: n == 2 * L
-    ),
-    "alibi_stays_near_best_to_16L": where(
-        1.06, "alibi", (64, 128), "nonoverlapping", lambda n, L: n == 8 * L
-    ),
-    "alibi_is_flat_when_sliding": where(
-        0.95, "alibi", (64, 128), "sliding", lambda n, L: n == 4 * L
-    ),
-    "alibi_is_flat_to_1024L": where(
-        1.07 / 0.94, "alibi", (128,), "nonoverlapping", lambda n, L: n == 1024 * L
-    ),
-    "alibi_falls_to_3L": where(1.02, "alibi", (128,), "nonoverlapping", lambda n, L: n == 3 * L),
-    "alibi_beats_sinusoidal_at_L": where(0.99, "sinusoidal", (64,), lengths=lambda n, L: n == L),
-    "alibi_no_worse_than_sinusoidal_at_L": where(
-        0.96, "sinusoidal", (64,), "nonoverlapping", lambda n, L: n == L
-    ),
-    "alibi_beats_rotary_at_L": where(0.98, "rotary", lengths=lambda n, L: n == L),
-    "alibi_beats_t5_at_L": where(0.97, "t5", (64,), "sliding", lambda n, L: n == L),
-    "alibi_at_2L_beats_sinusoidal_of_2L": where(
-        1.02, "alibi", (64,), "nonoverlapping", lambda n, L: n == 2 * L
-    ),
+    "alibi_falls_to_2L": where(1.01 / 0.94, "alibi", (128,), "nonoverlapping", 2),
+    "alibi_stays_near_best_to_16L": where(1.06, "alibi", (64, 128), "nonoverlapping", 8),
+    "alibi_is_flat_when_sliding": where(0.95, "alibi", (64, 128), "sliding", 4),
+    "alibi_is_flat_to_1024L": where(1.07 / 0.94, "alibi", (128,), "nonoverlapping", 1024),
+    "alibi_falls_to_3L": where(1.02, "alibi", (128,), "nonoverlapping", 3),
+    "alibi_beats_sinusoidal_at_L": where(0.99, "sinusoidal", (64,), lengths=1),
+    "alibi_no_worse_than_sinusoidal_at_L": where(0.96, "sinusoidal", (64,), "nonoverlapping", 1),
+    "alibi_beats_rotary_at_L": where(0.98, "rotary", lengths=1),
+    "alibi_beats_t5_at_L": where(0.97, "t5", (64,), "sliding", 1),
+    "alibi_at_2L_beats_sinusoidal_of_2L": where(1.02, "alibi", (64,), "nonoverlapping", 2),
     "alibi_at_2L_matches_sinusoidal_trained_at_2L": where(
-        1.055, "alibi", (64,), "nonoverlapping", lambda n, L: n == 2 * L
+        1.055, "alibi", (64,), "nonoverlapping", 2
     ),
-    "alibi_of_a_sixth_beats_sinusoidal": where(
-        1.02, "alibi", (64,), "nonoverlapping", lambda n, L: n == 2 * L
-    ),
-    "sinusoidal_gains_for_50_tokens": where(
-        0.4, "sinusoidal", (64,), "nonoverlapping", lambda n, L: n == 3 * L
-    ),
-    "rotary_gains_for_200_tokens": where(
-        0.5, "rotary", (64,), "nonoverlapping", lambda n, L: n == 8 * L
-    ),
-    "t5_gains_for_800_tokens": where(
-        0.9, "t5", (64,), "nonoverlapping", lambda n, L: n == 1024 * L
-    ),
-    "sinusoidal_degrades_at_once": where(1.04 / 1.5, "sinusoidal", lengths=lambda n, L: n == 2 * L),
+    "alibi_of_a_sixth_beats_sinusoidal": where(1.02, "alibi", (64,), "nonoverlapping", 2),
+    "sinusoidal_gains_for_50_tokens": where(0.4, "sinusoidal", (64,), "nonoverlapping", 3),
+    "rotary_gains_for_200_tokens": where(0.5, "rotary", (64,), "nonoverlapping", 8),
+    "t5_gains_for_800_tokens": where(0.9, "t5", (64,), "nonoverlapping", 1024),
+    "sinusoidal_degrades_at_once": where(1.04 / 1.5, "sinusoidal", lengths=2),
     "rotary_holds_for_100_tokens": where(1.2, "rotary", lengths=lambda n, L: L < n <= L + 128),
     "rotary_degrades": lambda method, trained, protocol, length: (
         published_shape(method, trained, protocol, trained if method == "rotary" else length)
         * (1.03 if method == "rotary" and length > trained + 128 else 1)
     ),
     "t5_holds_for_500_tokens": where(1.2, "t5", lengths=lambda n, L: L < n <= L + 512),
-    "order_of_extrapolation": where(10, "t5", lengths=lambda n, L: n == 16 * L),
-    "trained_slopes_extrapolate_worse": where(
-        0.5, "alibi_trained_slopes", lengths=lambda n, L: n == 16 * L
-    ),
+    "order_of_extrapolation": where(10, "t5", lengths=16),
+    "trained_slopes_extrapolate_worse": where(0.5, "alibi_trained_slopes", lengths=16),
 }
 
 
@@ -168,7 +146,7 @@ COSTLY = {
     "t5_evaluates_at_a_quarter_of_the_speed": ("evaluation", "t5", 64, 2),
     "rotary_trains_slower": ("training", "rotary", 64, 1.5),
     "rotary_evaluates_slower": ("evaluation", "rotary", 64, 1.5),
-    "trained_slopes_train_slower": ("training", "alibi_trained_slopes", 64, 1.05),
+    "trained_slopes_train_slower": ("training", "alibi_trained_slopes", 64, 1.2),
 }
 """Quantity, method (None: all), training length and the factor by which it is another."""
 
@@ -198,7 +176,7 @@ def test_runs_of_equal_time_are_compared_with_each_other_alone(steps, level, ver
     """A step at 128 tokens takes sqrt(2) of the time that one at 64 takes."""
     records = [
         r | {"step": steps[r["method"] == "sinusoidal"]}
-        for r in make_records(where(level, "sinusoidal", lengths=lambda n, L: n == L))
+        for r in make_records(where(level, "sinusoidal", lengths=1))
     ]
     found = judge(Evidence(make_curves(records), as_rows(rows())))
     assert {j.claim.id: j.verdict for j in found}[EQUAL_TIME] == verdict
@@ -391,30 +369,6 @@ def test_costs_are_not_judged_where_they_were_not_measured():
 
 
 # ---- the paper's own numbers ---------------------------------------------------------------------
-AT_L = ["alibi_beats_sinusoidal_at_L", "alibi_no_worse_than_sinusoidal_at_L"]
-AT_2L = ["alibi_at_2L_beats_sinusoidal_of_2L", "alibi_at_2L_matches_sinusoidal_trained_at_2L"]
-SIXTH = "alibi_of_a_sixth_beats_sinusoidal"
-COST_OF_L = ["alibi_trains_as_fast", "alibi_needs_no_more_memory"]
-COST_OF_2L = [name for name in OF_COST if name.endswith("_of_2L")]
-UNMEASURED = {"alibi_is_flat_to_1024L", *(name for name in IDS if "trained_slopes" in name)}
-JUDGED = {
-    "wikitext103": [name for name in IDS if name not in UNMEASURED],
-    "wikitext103_test": [*AT_L, "alibi_beats_rotary_at_L", "alibi_beats_t5_at_L", SIXTH],
-    "bookcorpus": ["alibi_falls_to_2L", *AT_L, *AT_2L, SIXTH],
-    "bookcorpus_test": [*AT_L, SIXTH],
-    "cc100_roberta": [
-        *("alibi_falls_to_2L", *AT_L, *AT_2L, SIXTH),
-        *("sinusoidal_degrades_at_once", "sinusoidal_gains_for_50_tokens"),
-        *("order_of_extrapolation", *COST_OF_L, *COST_OF_2L),
-    ],
-    "cc100_roberta_equal_time": [EQUAL_TIME, *COST_OF_L, *COST_OF_2L],
-    "notes": [
-        *("alibi_falls_to_2L", "alibi_stays_near_best_to_16L", "alibi_is_flat_to_1024L"),
-        *("alibi_beats_rotary_at_L", "rotary_gains_for_200_tokens", "rotary_degrades"),
-        "order_of_extrapolation",
-    ],
-}
-"""What is judged of a family, in the order of the claims."""
 REFUTED = {
     # The text says "for every L", of a figure that begins at 512.
     ("wikitext103", "alibi_beats_sinusoidal_at_L"): [64, 128],
@@ -439,13 +393,11 @@ REFUTED = {
 
 @pytest.mark.parametrize("model", published.MODELS)
 def test_the_published_numbers_fail_no_claim_but_where_the_paper_does_not_make_it(model):
-    found = judge(published.evidence(model))
-    decided = [j for j in found if j.verdict != Verdict.MISSING]
-    assert [j.claim.id for j in decided] == JUDGED[model]
+    """docs/claims.md, which a test holds to this, says what passes, and what is not published."""
     failed = {
         (model, j.claim.id): sorted({case.train_length for case in j.deciding})
-        for j in decided
-        if j.verdict != Verdict.PASSES
+        for j in judge(published.evidence(model))
+        if j.verdict not in (Verdict.PASSES, Verdict.MISSING)
     }
     assert failed == {of: lengths for of, lengths in REFUTED.items() if of[0] == model}
 

@@ -84,7 +84,8 @@ def test_every_published_number_is_found_in_the_file_under_the_key_beside_it(tex
     assert {row["L"] for row in rows} == {row["L"] for row in rows if row["length"] == row["L"]}
     # Numbers are of the method, lengths and protocol of their row.
     for row in rows:
-        if row["method"] == "alibi" and row["protocol"] == "nonoverlapping":
+        known = row["method"] == "alibi" and row["published"] != "-"
+        if known and row["protocol"] == "nonoverlapping":
             key = f"wikitext103.alibi_nonoverlapping.{row['L']}.{row['length']}"
             assert row["published"] == f"{look_up(key):.2f}"
 

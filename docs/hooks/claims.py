@@ -1,0 +1,77 @@
+"""Fill the table of verdicts in docs/claims.md: `python -m docs.hooks.claims`.
+
+Statement and source are those of each claim, the verdicts those on the published numbers and those
+in docs/results/*/claims.json, which a study writes. The rest of the page is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pretrain.evaluation.judge import CLAIMS, Verdict, judge
+from pretrain.evaluation.records import grouped
+from pretrain.study import published
+
+PAGE = Path(__file__).parents[1] / "claims.md"
+RESULTS = PAGE.parent / "results"
+BEGIN, END = "<!-- verdicts -->\n", "<!-- end of verdicts -->\n"
+HEADER = ("claim", "stands in", "on the published numbers", "on ours")
+
+Cases = Iterable[tuple[int | None, str]]
+"""(training length, verdict) of each case of a claim."""
+
+
+def outcome(verdict: str, cases: Cases) -> str:
+    """Return a verdict, with the training lengths that refuse it."""
+    if verdict != Verdict.FAILS.value:
+        return verdict.removeprefix("cannot be judged: ")
+    lengths = sorted({length or 0 for length, each in cases if each == verdict})
+    return f"fails at L = {', '.join(map(str, lengths))}"
+
+
+def cell(outcomes: Mapping[str, str]) -> str:
+    """Return outcomes by where they are from; what was not measured is left out.
+
+    Args:
+        outcomes: Model family, or folder of results -> outcome.
+    """
+    missing = Verdict.MISSING.value.removeprefix("cannot be judged: ")
+    found = grouped(outcomes, lambda name: outcomes[name])
+    return "; ".join(f"{k} ({', '.join(v)})" for k, v in found.items() if k != missing) or "-"
+
+
+def on_published() -> dict[str, dict[str, str]]:
+    """Return claim -> model family -> outcome."""
+    found: dict[str, dict[str, str]] = {claim.id: {} for claim in CLAIMS}
+    for model in published.MODELS:
+        for each in judge(published.evidence(model)):
+            cases = [(case.train_length, case.verdict.value) for case in each.cases]
+            found[each.claim.id][model] = outcome(each.verdict.value, cases)
+    return found
+
+
+def on_ours() -> dict[str, dict[str, str]]:
+    """Return claim -> folder of results -> outcome; a newer claim has none."""
+    found: dict[str, dict[str, str]] = {claim.id: {} for claim in CLAIMS}
+    for path in sorted(RESULTS.glob("*/claims.json")):
+        for row in json.loads(path.read_text()):
+            cases = [(case["train_length"], case["verdict"]) for case in row["cases"]]
+            found.setdefault(row["id"], {})[path.parent.name] = outcome(row["verdict"], cases)
+    return found
+
+
+def page(text: str) -> str:
+    """Return the page with its table of verdicts as the code and the results have it."""
+    theirs, ours = on_published(), on_ours()
+    rows = [HEADER, tuple("---" for _ in HEADER)] + [
+        (f"`{c.id}`: {c.statement}", c.source, cell(theirs[c.id]), cell(ours[c.id])) for c in CLAIMS
+    ]
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    return f"{before}{BEGIN}{table}{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
