@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pretrain.cli.bench import bench
+from pretrain.cli.groups import bench, leaderboard
 from pretrain.config import (
     ConfigError,
     EvaluationRequest,
@@ -55,6 +55,7 @@ data = Commands(help="Build, verify and look at a data set.")
 checkpoint = Commands(help="List, check, prune and upload checkpoints.")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
+app.add_typer(leaderboard, name="leaderboard")
 app.add_typer(checkpoint, name="checkpoint")
 
 

@@ -372,7 +372,7 @@ def combine(sources: Sequence[Path], out: Path | None) -> str:
         ConfigError: A source has no results, some predict masked tokens and some next ones, or the
             report cannot be written to `out`.
     """
-    found = [(source, record) for source in sources for record in _records(source)]
+    found = [(source, record) for source in sources for record in records_of(source)]
     check_objectives((str(source), record["protocol"]) for source, record in found)
     records = [record for _, record in found]
     if out is not None:
@@ -381,8 +381,12 @@ def combine(sources: Sequence[Path], out: Path | None) -> str:
     return format_table(records)
 
 
-def _records(source: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's newest evaluated checkpoint, or of a curve.json."""
+def records_of(source: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's newest evaluated checkpoint, or of a curve.json.
+
+    Raises:
+        ConfigError: The source is neither, or none of the run's checkpoints has been evaluated.
+    """
     if source.is_dir():
         check_version(source)
         evaluated = read_evaluations(source / "evaluations")

@@ -1,15 +1,15 @@
-"""Define `pretrain bench ...`: one short function per subcommand."""
+"""Define `pretrain bench ...` and `pretrain leaderboard ...`: one short function per subcommand."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from pretrain.config import ConfigError, RunConfig, load_config, writing
-from pretrain.config.arguments import Commands, Config, Count, OutFile, Overrides
+from pretrain.config.arguments import Commands, Config, Count, OutFile, Overrides, Source
 from pretrain.rundir.files import replace_file
 
 
@@ -124,3 +124,70 @@ def bench_step(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
     from pretrain.plan.simulation import bench_step_counts
 
     print(bench_step_counts(run))
+
+
+leaderboard = Commands(help="Rank evaluations by several people on one page, and verify them.")
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The leaderboard's directory.")]
+
+
+@leaderboard.command("add")
+def leaderboard_add(
+    directory: Directory,
+    curve: Annotated[Path, typer.Argument(metavar="CURVE.json")],
+    name: Annotated[str, typer.Option(metavar="NAME")],
+    authors: str | None = None,
+    link: Annotated[str | None, typer.Option(metavar="URL")] = None,
+    equal: Literal["tokens", "FLOP", "time"] | None = None,
+) -> None:
+    """Make an entry, DIR/NAME.json, of an evaluation of one checkpoint.
+
+    \b
+    Example:
+      pretrain evaluate runs/demo/alibi --max-tokens 16384 --out runs/demo/alibi.json
+      pretrain leaderboard add board runs/demo/alibi.json --name 'ALiBi, 1.3M' --equal tokens
+      pretrain leaderboard build board
+
+    Args:
+        curve: What `pretrain evaluate --out` wrote.
+        name: What the page calls it.
+        authors: Who trained it.
+        link: Where to find more about it.
+        equal: What its training took as much of as that of the entries that it compares itself
+            with. Entries are ranked against those that say the same.
+    """
+    from pretrain.evaluation.leaderboard import add
+
+    print(add(directory, curve, name=name, authors=authors, link=link, equal=equal))
+
+
+@leaderboard.command("build")
+def leaderboard_build(directory: Directory) -> None:
+    """Write DIR/index.html, one page that ranks all entries and needs no network."""
+    from pretrain.evaluation.leaderboard import build
+
+    print(build(directory))
+
+
+@leaderboard.command("verify")
+def leaderboard_verify(
+    directory: Directory,
+    entry: Annotated[str, typer.Argument(metavar="ENTRY")],
+    source: Source,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Evaluate the checkpoint of an entry again, and mark the entry as verified.
+
+    Every number has to be what the entry says, to 1e-6 of it, or 1e-3 where one of the two was
+    measured on a GPU. The exit code is 1 if one is not.
+
+    \b
+    Example:
+      pretrain leaderboard verify board alibi-1-3m runs/demo/alibi
+
+    Args:
+        entry: Name of its file, without .json.
+    """
+    from pretrain.evaluation.leaderboard import verify
+
+    difference = verify(directory, entry, source, overrides)
+    print(f"{entry}: verified, to {difference:.1e} of each number")
