@@ -301,6 +301,7 @@ def evaluate(
     longppl: Annotated[int | None, typer.Option(metavar="K", min=1)] = None,
     out: JsonFile = None,
     text: Annotated[list[str], typer.Option(metavar="FILE|PATTERN")] = [],  # noqa: B006
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Measure perplexity at several window lengths.
@@ -311,11 +312,16 @@ def evaluate(
     confidence interval over blocks of text. Under torchrun or srun all processes share the work.
     --set position.KEY=VALUE evaluates with other positions than those of the training, and says so.
 
+    A Hugging Face folder is computed by transformers, whole on each process, and reads the text by
+    its own tokenizer: --text, or the validation split that --set data.directory=DIR names. Bits per
+    byte compare models of different tokenizers.
+
     \b
     Example:
       pretrain evaluate runs/demo/alibi runs/demo/sinusoidal --lengths 128,512,2048 \\
           --out runs/demo/report/curve.json
       pretrain evaluate runs/demo/alibi --text 'papers/*.txt' --stream
+      pretrain evaluate runs/demo/alibi downloads/gpt2 --text book.txt --lengths 128,1024
 
     Args:
         lengths: Window lengths in tokens, as in 128,512,2048. Default: evaluation.lengths of the
@@ -333,16 +339,13 @@ def evaluate(
         out: Write the results to this file, and plots and report.md beside it.
         text: Score this text in place of the validation split; can be repeated. Each file is one
             document. Needs the run alone, and no data set.
+        trust_remote_code: Run the Python code that a Hugging Face folder brings along. Needed for
+            classes that are neither of transformers nor of this project's exports.
     """
-    from pretrain.evaluation.command import evaluate_sources, text_data_set
+    from pretrain.evaluation.command import evaluate_sources
 
     request = EvaluationRequest.parse(lengths, STREAM if stream else protocols, stride, max_tokens)
-    if not text:
-        evaluate_sources(sources, request, overrides, out, longppl)
-        return
-    with text_data_set(sources, text) as folder:
-        settings = [*overrides, f"data.directory={folder}"]
-        evaluate_sources(sources, request, settings, out, longppl)
+    evaluate_sources(sources, request, overrides, out, longppl, text, trust_remote_code)
 
 
 @app.command("evaluate-tasks")
@@ -429,15 +432,15 @@ def reach(
         plot: Write the distances as a figure, .png or .svg.
         out: Write everything to this file.
     """
-    from pretrain.evaluation.command import text_data_set
+    from pretrain.evaluation.command import temporary_texts, tokenizer_of_source
     from pretrain.evaluation.reach import reach_of_source
     from pretrain.huggingface.import_model import as_run
 
     with contextlib.ExitStack() as stack:
         is_run, run = stack.enter_context(as_run(source))
         if text:
-            folder = stack.enter_context(text_data_set([run], text))
-            overrides = [*overrides, f"data.directory={folder}"]
+            texts = stack.enter_context(temporary_texts(text))
+            overrides = [*overrides, texts.of_files(tokenizer_of_source(run))]
         shown = is_run or bool(text)
         reach_of_source(
             run, overrides, name=source, with_text=shown, length=length, plot=plot, out=out

@@ -138,11 +138,12 @@ Source = Annotated[
 Sources = Annotated[
     list[Path],
     typer.Argument(
-        metavar="RUN|CHECKPOINT",
-        help="Directories of runs, which mean their newest checkpoints, or of checkpoints.",
+        metavar="RUN|CHECKPOINT|HF_FOLDER",
+        help="Directories of runs, which mean their newest checkpoints, of checkpoints, or of "
+        "Hugging Face models, which have a config.json.",
     ),
 ]
-"""The first argument of commands that evaluate several checkpoints together."""
+"""The first argument of commands that evaluate several models together."""
 
 
 def expand_home(words: Sequence[str]) -> list[str]:

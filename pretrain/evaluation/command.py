@@ -6,18 +6,24 @@ The command runs on as many processes as it is started with, alone or under torc
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron.core.models.gpt import GPTModel
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import pretrain.topology
+from pretrain import platform
 from pretrain.checkpoint.format import CONFIG
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import (
@@ -30,19 +36,29 @@ from pretrain.checkpoint.manifest import (
     with_data_set,
 )
 from pretrain.checkpoint.save import tokenizer_of
-from pretrain.config import ConfigError, EvaluationRequest, RunConfig, num_parameters, writing
+from pretrain.config import (
+    ConfigError,
+    EvaluationRequest,
+    RunConfig,
+    in_bytes,
+    num_parameters,
+    parse_config,
+    writing,
+)
 from pretrain.config.run import MASKED, PROTOCOLS, STREAM
 from pretrain.config.trajectory import TRAINING, changed_function, settings_hash
 from pretrain.data.files import find
-from pretrain.data.shards import ShardWriter, finish_split
+from pretrain.data.shards import Manifest, ShardWriter, finish_split
 from pretrain.data.sources import Corpus, Piece, Task, read
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.evaluation.perplexity import (
     Evaluation,
     Evaluator,
+    StockChunk,
     check_memory,
     find_keys,
+    free_memory,
     longppl,
     short_protocol,
 )
@@ -65,7 +81,15 @@ from pretrain.evaluation.report import (
     read_evaluations,
     write_report,
 )
-from pretrain.evaluation.windows import NONOVERLAPPING, Protocol, ScoredText, choose_protocols
+from pretrain.evaluation.windows import (
+    NONOVERLAPPING,
+    Protocol,
+    ScoredText,
+    Tokens,
+    choose_protocols,
+    documents,
+)
+from pretrain.huggingface import import_model
 from pretrain.model.attention import check_positions
 from pretrain.model.forward import Decoder, check_stream
 from pretrain.model.gpt import build_model
@@ -83,7 +107,7 @@ from pretrain.topology import Topology
 
 
 def evaluation_config(
-    checkpoint: Checkpoint, request: EvaluationRequest, overrides: list[str]
+    checkpoint: Checkpoint, request: EvaluationRequest, overrides: Sequence[str]
 ) -> RunConfig:
     """Return a checkpoint's config with the layout of an evaluation, and what was asked for.
 
@@ -100,14 +124,7 @@ def evaluation_config(
             training length.
     """
     world_size = pretrain.topology.Process.from_environment().world_size
-    # The run's own are for the evaluations in its training loop. A --set of them is for this one.
-    not_own = ["evaluation.max_tokens=", "evaluation.protocols="]
-    config = checkpoint.load_config([*not_own, *overrides], world_size)
-    if request.max_tokens is None:
-        request = replace(request, max_tokens=config.evaluation.max_tokens)
-    # Both is the default of --protocols.
-    if request.protocols == PROTOCOLS and "protocols" in config.evaluation.model_fields_set:
-        request = replace(request, protocols=config.evaluation.protocols)
+    config = checkpoint.load_config([*_NOT_OWN, *overrides], world_size)
     check_model(config, checkpoint)
     trained = checkpoint.config.data.sequence_length
     # data.sequence_length is the training length L of every table; lengths are chosen separately.
@@ -116,7 +133,21 @@ def evaluation_config(
             f"data.sequence_length = {config.data.sequence_length}: {checkpoint.path} was "
             f"trained at {trained} tokens. Use --lengths to choose the lengths to evaluate at"
         )
-    config = request.applied_to(config, str(checkpoint.path / CONFIG))
+    return _as_asked(config, request, checkpoint.path / CONFIG)
+
+
+_NOT_OWN = ("evaluation.max_tokens=", "evaluation.protocols=")
+"""The run's own are for the evaluations in its training loop. A --set of them is for this one."""
+
+
+def _as_asked(config: RunConfig, request: EvaluationRequest, origin: Path) -> RunConfig:
+    """Return a config with what was asked for, on the command line or by --set."""
+    if request.max_tokens is None:
+        request = replace(request, max_tokens=config.evaluation.max_tokens)
+    # Both is the default of --protocols.
+    if request.protocols == PROTOCOLS and "protocols" in config.evaluation.model_fields_set:
+        request = replace(request, protocols=config.evaluation.protocols)
+    config = request.applied_to(config, str(origin))
     # Not in `applied_to`: of a masked model, both stand for its own protocol.
     evaluation = config.evaluation.model_copy(update={"protocols": request.protocols})
     return config.model_copy(update={"evaluation": evaluation})
@@ -150,27 +181,41 @@ def evaluate_sources(
     overrides: list[str],
     out: Path | None,
     short_context: int | None = None,
+    text: Sequence[str] = (),
+    trust_remote_code: bool = False,
 ) -> list[dict[str, Any]]:
-    """Evaluate runs or checkpoints, print one table of all, and write a report if asked to.
+    """Evaluate models, print one table of all, and write a report if asked to.
 
     Args:
-        sources: Run directories (their newest checkpoint is evaluated) or checkpoint directories.
+        sources: Run directories (their newest checkpoint is evaluated), checkpoint directories, or
+            Hugging Face folders.
         request: Lengths, protocols, stride and token limit from the command line.
         overrides: `section.key=value` settings for every checkpoint.
         out: FILE.json of the report, whose other files are written beside it; None for no report.
         short_context: Tokens of LongPPL's short context; None for no LongPPL. The first source
             finds the key tokens, for all sources.
+        text: Names of text files, or glob patterns, to score in place of validation splits.
+        trust_remote_code: Run the code that a Hugging Face folder brings along.
 
     Returns:
-        One record for each checkpoint, protocol and length (`records.Record`).
+        One record for each model, protocol and length (`records.Record`).
 
     Raises:
-        ConfigError: A source is not a run or checkpoint, the data has another tokenizer, the text
-            is shorter than a length, there is not enough memory for one, or the report cannot be
-            written to `out`.
+        ConfigError: A source is none of these, the data has another tokenizer, the text is shorter
+            than a length, there is not enough memory for one, or the report cannot be written.
     """
-    # The input is checked before the process group starts, which takes seconds.
-    jobs = [_prepare(source, request, overrides) for source in sources]
+    with temporary_texts(text) as texts:
+        # The input is checked before the process group starts, which takes seconds.
+        opened = [
+            open_source(source, request, overrides, texts, trust_remote_code) for source in sources
+        ]
+        return _evaluate([_prepare(each) for each in opened], out, short_context)
+
+
+def _evaluate(
+    jobs: Sequence[Opened], out: Path | None, short_context: int | None
+) -> list[dict[str, Any]]:
+    """Evaluate what was opened; see `evaluate_sources`."""
     check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:
         check_overwrites(out)
@@ -185,7 +230,7 @@ def evaluate_sources(
         )
     keys: dict[tuple[str, int, int], Any] = {}
 
-    def score(job: Job) -> Iterator[dict[str, Any]]:
+    def score(job: Opened) -> Iterator[dict[str, Any]]:
         """Yield the records of one model."""
         text, config = ScoredText(job.stream, job.config.evaluation.max_tokens), job.config
         if is_main():
@@ -203,7 +248,7 @@ def evaluate_sources(
         of_short = evaluator.evaluate(short, progress=True) if short and not keys else None
         for protocol in job.protocols:
             result = evaluator.evaluate(protocol, progress=True)
-            record = job.record(result, text)
+            record = job.record(result, text, chunks)
             if short_context and of_short:
                 keys[protocol.key] = find_keys(of_short, result, short_context)
             if short_context and protocol.key in keys:
@@ -217,21 +262,64 @@ def evaluate_sources(
                     print(_against(record, own), flush=True)
             yield from [record] if own is None else [own, record]
 
-    return measure_all(jobs, score, format_table, write_report, out)
+    records = (record for job in jobs for record in score(job))
+    return measure_all(jobs, records, format_table, write_report, out)
+
+
+def evaluate_stock(
+    model: Any, token_ids: Sequence[int] | Tensor, request: EvaluationRequest
+) -> list[dict[str, Any]]:
+    """Measure perplexity at several lengths with a transformers model that predicts next tokens.
+
+    Args:
+        model: As of StockChunk.
+        token_ids: The text, [T + 1]. The first token is context and is not scored.
+        request: Lengths, protocols, stride and token limit. The lengths are needed.
+
+    Returns:
+        Records with the keys of `records.FIELDS` that say what was measured.
+
+    Raises:
+        ConfigError: The text is shorter than a length.
+    """
+    assert request.lengths
+    where, count = "evaluate(model)", request.max_tokens and request.max_tokens + 1
+    ids = torch.as_tensor(token_ids, dtype=torch.long).flatten()[:count]
+    world_size = pretrain.topology.Process.from_environment().world_size
+    values = import_model.stand_in(model.config) | {
+        "run": {"directory": where},
+        "batch": {"micro_batch_size": 1, "global_batch_size": world_size},
+        "data": {"directory": where, "sequence_length": min(request.lengths)},
+    }
+    config = request.applied_to(parse_config(values, where), where)
+    # Blocks for the interval prefer to end where documents do.
+    eos = getattr(model.config, "eos_token_id", None)
+    # A list of several ends, as some configs have, chooses none of them for the blocks.
+    text = Tokens(ids.numpy(), eos if isinstance(eos, int) else -1)
+    chosen, _ = choose_protocols(config, request.protocols, text.tokens, text.tokens)
+    # A caller's own process group stays.
+    is_joined = dist.is_initialized()
+    topology = pretrain.topology.initialize(config)
+    batch = config.evaluation.tokens_per_batch
+    evaluator = Evaluator([StockChunk(model, config)], topology, text, tokens_per_batch=batch)
+    results = [evaluator.evaluate(protocol) for protocol in chosen]
+    if not is_joined:
+        pretrain.topology.finish()
+    return [{**result.record(), **result.cost} for result in results]
 
 
 def measure_all(
-    jobs: Sequence[Any],
-    measure: Callable[[Any], Iterable[dict[str, Any]]],
+    opened: Sequence[Opened],
+    measured: Iterable[dict[str, Any]],
     show: Callable[[list[dict[str, Any]]], str],
     write: Callable[[Path, list[dict[str, Any]]], object],
     out: Path | None,
 ) -> list[dict[str, Any]]:
-    """Measure checkpoints, print tables of all records, and write the report. Collective.
+    """Measure models, print tables of all records, and write the report. Collective.
 
     Args:
-        jobs: The checkpoints, each Opened.
-        measure: Yields the records of one.
+        opened: The models.
+        measured: Measures them one by one, and yields their records.
         show: Makes the tables.
         write: Writes the report.
         out: FILE.json of the report; None for no report.
@@ -245,9 +333,9 @@ def measure_all(
             make_directory(out.parent)
     with contextlib.ExitStack() as held:
         # All from now on: while one is measured, its run may go on and delete the next one.
-        for job in jobs:
-            held.enter_context(hold(job.checkpoint.path))
-        records = [record for job in jobs for record in measure(job)]
+        for each in opened:
+            held.enter_context(each.held())
+        records = list(measured)
     if is_main():
         # The table is printed first: its numbers are not lost if the report cannot be written.
         print("\n" + show(records))
@@ -260,48 +348,62 @@ def measure_all(
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A checkpoint and the text that it is measured on."""
+class Opened(ABC):
+    """A model and the text that it is measured on."""
 
-    checkpoint: Checkpoint
+    path: Path
+    """The checkpoint, or the Hugging Face folder."""
     run: str
-    """The run's directory as the user gave it, or the checkpoint's path if it stands alone."""
+    """The run's directory as the user gave it, or the path if it stands alone."""
     config: RunConfig
-    """Its config, with the layout to evaluate on (see `evaluation_config`)."""
+    """Its config, with the layout to evaluate on, and what is asked for."""
     stream: TokenStream
     """The validation split."""
+    protocols: tuple[Protocol, ...] = field(default=(), kw_only=True)
+    """What is measured."""
 
     def common(self) -> dict[str, Any]:
-        """Return what all records of the checkpoint say, under the keys of `records.FIELDS`."""
-        # What the checkpoint was trained with, whatever the command line has set.
-        trained = self.checkpoint.config
-        changed = changed_function(trained, self.config)
-        method = trained.position.method
+        """Return what all records of the model say, under the keys of `records.FIELDS`."""
         return {
             "run": self.run,
-            "step": self.checkpoint.trainer_state.step,
-            "method": f"{method}{EVALUATED_WITH}{changed}" if changed else method,
-            "seed": trained.run.seed,
-            "train_length": trained.data.sequence_length,
+            **self.facts(),
             "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
             "validation": self.stream.identity[:HASH_DIGITS],
             "precision": self.config.train.precision,
-            "checkpoint": str(self.checkpoint.path),
-            "code": running_code(),
-            "parameters": num_parameters(trained),
-            "trained_tokens": self.trained_tokens,
+            "checkpoint": str(self.path),
         }
 
-    @property
-    def trained_tokens(self) -> int | None:
-        """Return the tokens that the run trained on; None of a model that it did not train."""
-        found = self.checkpoint
-        if found.origin.provenance is None:
-            return None
-        return trained_tokens(found.config, found.trainer_state, found.origin.changes)
+    def record(
+        self, result: Evaluation, text: ScoredText, chunks: Sequence[nn.Module]
+    ) -> dict[str, Any]:
+        """Return the record of one of its evaluations, on a text by the model's chunks."""
+        origin = {
+            "text": text.sha256 and text.sha256[:HASH_DIGITS],
+            "code": running_code(),
+            "parameters": self.parameters(chunks),
+        }
+        record = fields_of({**self.common(), **origin, **result.record(), **result.cost})
+        record[BLOCKS] = Losses(result.block_losses, result.block_tokens)
+        # Sliding windows score few positions: loss by position is that without overlap.
+        if result.protocol.name == NONOVERLAPPING:
+            record[POSITIONS] = Binned.of(result.by_position)
+        return record
 
-    def load(self, protocols: Iterable[Protocol]) -> tuple[list[GPTModel], Topology]:
-        """Build the model with the checkpoint's weights. Collective.
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return what records say of the training."""
+
+    @abstractmethod
+    def outlook(self) -> str:
+        """Return the line that says what is evaluated."""
+
+    @abstractmethod
+    def parameters(self, chunks: Sequence[nn.Module]) -> int:
+        """Return the number of the whole model's parameters."""
+
+    @abstractmethod
+    def load(self, protocols: Collection[Protocol]) -> tuple[list[Any], Topology]:
+        """Build the model, as the chunks that `run_schedule` takes. Collective.
 
         Args:
             protocols: What is to be measured.
@@ -309,6 +411,55 @@ class Opened:
         Raises:
             ConfigError: There is not enough memory for one of the lengths.
         """
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keep the model from being deleted while the block runs."""
+        return contextlib.nullcontext()
+
+    def unchanged(self, record: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the run's own record of what was measured with other positions, if there is one.
+
+        None where the positions are its own, or the run has not measured the same.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint(Opened):
+    """A checkpoint of a run."""
+
+    checkpoint: Checkpoint
+
+    def facts(self) -> dict[str, Any]:
+        # What the checkpoint was trained with, whatever the command line has set.
+        found, trained = self.checkpoint, self.checkpoint.config
+        origin, state = found.origin, found.trainer_state
+        changed = changed_function(trained, self.config)
+        method = trained.position.method
+        changes = [(c.step, c.key, c.before, c.after) for c in origin.changes]
+        settings = settings_hash(trained, origin.data.get(TRAINING), changes)
+        # No attempt has saved what was imported: what it was trained on is not known here.
+        is_own = origin.provenance is not None
+        return {
+            "step": state.step,
+            "method": f"{method}{EVALUATED_WITH}{changed}" if changed else method,
+            "seed": trained.run.seed,
+            "train_length": trained.data.sequence_length,
+            "settings": settings[:HASH_DIGITS],
+            "trained_tokens": trained_tokens(trained, state, origin.changes) if is_own else None,
+        }
+
+    def outlook(self) -> str:
+        step = self.checkpoint.trainer_state.step
+        line = f"{self.run}: step {step} of {self.checkpoint.config.train.num_steps}"
+        run = _run_of(self.path)
+        newest = newest_checkpoint_step(run) if run else None
+        return line if newest in (None, step) else f"{line}; the run's newest is step {newest}"
+
+    def parameters(self, chunks: Sequence[nn.Module]) -> int:
+        return num_parameters(self.checkpoint.config)
+
+    def load(self, protocols: Collection[Protocol]) -> tuple[list[Any], Topology]:
         topology = pretrain.topology.initialize(self.config)
         chunks = build_model(self.config)
         check_positions(self.config, chunks)
@@ -316,44 +467,14 @@ class Opened:
         check_memory(self.config, topology, protocols)
         return chunks, topology
 
-
-@dataclass(frozen=True)
-class Job(Opened):
-    """A checkpoint and what is measured of it."""
-
-    protocols: tuple[Protocol, ...]
-
-    def outlook(self) -> str:
-        """Return the line that says which checkpoint is evaluated."""
-        path, step = self.checkpoint.path, self.checkpoint.trainer_state.step
-        line = f"{self.run}: step {step} of {self.checkpoint.config.train.num_steps}"
-        run = _run_of(path)
-        newest = newest_checkpoint_step(run) if run else None
-        return line if newest in (None, step) else f"{line}; the run's newest is step {newest}"
-
-    def record(self, result: Evaluation, text: ScoredText) -> dict[str, Any]:
-        """Return the record of one of its evaluations, on a text."""
-        training = self.checkpoint.origin.data.get(TRAINING)
-        changes = [(c.step, c.key, c.before, c.after) for c in self.checkpoint.origin.changes]
-        settings = settings_hash(self.checkpoint.config, training, changes)[:HASH_DIGITS]
-        of_text = {"text": text.sha256 and text.sha256[:HASH_DIGITS]}
-        record = fields_of(
-            {**self.common(), "settings": settings, **of_text, **result.record(), **result.cost}
-        )
-        record[BLOCKS] = Losses(result.block_losses, result.block_tokens)
-        # Sliding windows score few positions: loss by position is that without overlap.
-        if result.protocol.name == NONOVERLAPPING:
-            record[POSITIONS] = Binned.of(result.by_position)
-        return record
+    def held(self) -> AbstractContextManager[None]:
+        return hold(self.path)
 
     def unchanged(self, record: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the run's own record of what was measured with other positions.
-
-        None where the positions are its own, or the run has not measured the same. A record of its
-        evaluation jobs has losses by block, and is preferred to one of its training loop.
-        """
+        # A record of its evaluation jobs has losses by block, and is preferred to one of its
+        # training loop.
         method, has_changed, _ = record["method"].partition(EVALUATED_WITH)
-        run = _run_of(self.checkpoint.path)
+        run = _run_of(self.path)
         if not has_changed or run is None:
             return None
         of_jobs = read_evaluations(run / "evaluations").records
@@ -366,26 +487,116 @@ class Job(Opened):
         return None
 
 
-def open_source(source: Path, request: EvaluationRequest, overrides: list[str]) -> Opened:
-    """Open what a source names, a run's directory or a checkpoint's.
+@dataclass(frozen=True)
+class OpenedFolder(Opened):
+    """A Hugging Face folder, whose model transformers computes."""
+
+    source: import_model.Source
+    method: str
+    """Its position method."""
+
+    def facts(self) -> dict[str, Any]:
+        content = (self.path / import_model.CONFIG).read_bytes()
+        return {
+            "step": 0,
+            "method": self.method,
+            "seed": self.config.run.seed if self.source.is_export else 0,
+            "train_length": self.config.data.sequence_length,
+            "settings": hashlib.sha256(content).hexdigest()[:HASH_DIGITS],
+        }
+
+    def outlook(self) -> str:
+        return f"{self.run}: {self.source.settings.model_type} of transformers, {self.method}"
+
+    def parameters(self, chunks: Sequence[nn.Module]) -> int:
+        return sum(each.numel() for each in chunks[0].parameters())
+
+    def load(self, protocols: Collection[Protocol]) -> tuple[list[Any], Topology]:
+        topology = pretrain.topology.initialize(self.config)
+        dtype = platform.DTYPES[self.config.train.precision]
+        files = [*self.path.glob("*.safetensors"), *self.path.glob("pytorch_model*.bin")]
+        stored = getattr(self.source.settings, "dtype", None) or torch.float32
+        needed = sum(file.stat().st_size for file in files) * dtype.itemsize // stored.itemsize
+        if needed > (free := free_memory()):
+            raise ConfigError(
+                f"{self.path}: its weights take about {in_bytes(needed)} in "
+                f"{self.config.train.precision} on each process, which holds them whole, and "
+                f"{in_bytes(free)} are free. Use a larger machine, fewer processes on it, or --set "
+                "train.precision=bf16"
+            )
+        model = import_model.load_model(self.source, dtype).to(platform.device())
+        check_memory(self.config, topology, protocols)
+        longest = max(protocol.pass_length for protocol in protocols)
+        ids = torch.zeros(1, longest, dtype=torch.long, device=platform.device())
+        try:
+            with torch.no_grad():
+                model(input_ids=ids, use_cache=False)
+        # Each class has an error of its own behind its last position.
+        except Exception as error:
+            raise ConfigError(
+                f"length {longest}: {self.path} does not compute so many tokens at once "
+                f"({import_model.in_a_line(error)}). Choose shorter --lengths"
+            ) from None
+        return [StockChunk(model, self.config)], topology
+
+
+def open_source(
+    source: Path,
+    request: EvaluationRequest,
+    overrides: Sequence[str],
+    texts: Texts,
+    trust_remote_code: bool = False,
+) -> Opened:
+    """Open what a source names: a run's directory, a checkpoint's, or a Hugging Face folder.
 
     Raises:
-        ConfigError: It is neither, or it cannot be evaluated as asked.
+        ConfigError: It is none of them, or it cannot be evaluated as asked.
     """
-    checkpoint = open_checkpoint(find_checkpoint(source))
-    run = _run_of(checkpoint.path)
+    if (source / import_model.CONFIG).is_file():
+        return _open_folder(source, request, overrides, texts, trust_remote_code)
+    path = find_checkpoint(source)
+    checkpoint, run = open_checkpoint(path), _run_of(path)
+    if texts.patterns:
+        overrides = [*overrides, texts.of_files(tokenizer_of_source(path))]
     config = evaluation_config(checkpoint, request, overrides)
     stream = open_validation(checkpoint, config)
-    return Opened(checkpoint, str(run or checkpoint.path), config, stream)
+    return OpenedCheckpoint(path, str(run or path), config, stream, checkpoint)
 
 
-def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> Job:
-    """Open a source, and choose what is measured of it.
+def _open_folder(
+    path: Path,
+    request: EvaluationRequest,
+    overrides: Sequence[str],
+    texts: Texts,
+    trust_remote_code: bool,
+) -> Opened:
+    """Open a Hugging Face folder; see `open_source`."""
+    source = import_model.read_source(path, import_model.OtherClass(trust_remote_code))
+    tokenizer = import_model.tokenizer_of_folder(source)
+    if texts.patterns:
+        overrides = [*overrides, texts.of_files(tokenizer)]
+    world_size = pretrain.topology.Process.from_environment().world_size
+    config, method = import_model.stock_config(source, [*_NOT_OWN, *overrides], world_size)
+    config = _as_asked(config, request, path / import_model.CONFIG)
+    if STREAM in config.evaluation.protocols:
+        raise ConfigError(
+            f"--stream: {path} is computed by transformers, in windows. `pretrain import {path} "
+            "RUN` makes a run of it, which can read a stream"
+        )
+    # Not by `open_stream`, since a data set of another vocabulary will do.
+    stream = TokenStream(Path(config.data.directory) / "validation")
+    if stream.tokenizer_sha256 != tokenizer.fingerprint:
+        stream = texts.again(stream, tokenizer)
+        say(f"{path}: reads the same text by its own tokenizer, in {len(stream):,} tokens")
+    return OpenedFolder(path, str(path), config, stream, source, method)
+
+
+def _prepare(found: Opened) -> Opened:
+    """Choose what is measured of a model.
 
     Raises:
         ConfigError: As `evaluate_sources`.
     """
-    found = open_source(source, request, overrides)
     total = len(found.stream)
     if STREAM in found.config.evaluation.protocols:
         check_stream(found.config, pretrain.topology.Process.from_environment().world_size)
@@ -396,8 +607,8 @@ def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> 
         total,
     )
     for note in notes:
-        say(f"{found.checkpoint.path}: {note}")
-    return Job(**vars(found), protocols=protocols)
+        say(f"{found.path}: {note}")
+    return replace(found, protocols=protocols)
 
 
 def _run_of(checkpoint: Path) -> Path | None:
@@ -412,7 +623,7 @@ def _run_of(checkpoint: Path) -> Path | None:
     return written if written.absolute() == run else run
 
 
-def _text_line(job: Job, text: ScoredText) -> str:
+def _text_line(job: Opened, text: ScoredText) -> str:
     """Return the line that says what is scored."""
     share = "all" if text.tokens == text.total else f"{text.tokens:,} of the"
     if job.config.is_masked:
@@ -467,64 +678,87 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-# ---- a user's own text ---------------------------------------------------------------------------
+# ---- the text in a tokenizer's ids ---------------------------------------------------------------
 TOKENS_PER_BLOCK = 2**16
 
 
-@contextlib.contextmanager
-def text_data_set(sources: Sequence[Path], patterns: Sequence[str]) -> Iterator[str]:
-    """Yield the directory of a data set of text files, which is removed at the end.
-
-    Each file is a document, and ends with the end-of-document token.
+class Texts:
+    """What is scored: the files of --text, each of which is a document, or validation splits.
 
     Args:
-        sources: Run or checkpoint directories, whose own tokenizer makes the tokens.
-        patterns: Names of text files, or glob patterns.
-
-    Raises:
-        ConfigError: A file cannot be read or is no text, or the sources have several tokenizers.
+        folder: Where data sets of a text are written, one for each tokenizer.
+        patterns: Names of text files, or glob patterns; none for validation splits.
     """
-    tokenizer = _tokenizer_of(sources)
+
+    def __init__(self, folder: Path, patterns: Sequence[str]) -> None:
+        self.folder, self.patterns = folder, patterns
+
+    def of_files(self, tokenizer: Tokenizer) -> str:
+        """Return the setting data.directory of the files in a tokenizer's ids.
+
+        Raises:
+            ConfigError: A file cannot be read or is no text.
+        """
+        folder = self.folder / tokenizer.fingerprint
+        if not folder.exists():
+            manifest = _write_split(folder, tokenizer, _documents_of(self.patterns))
+            if is_main():
+                print(
+                    f"--text: {manifest.documents} documents, {manifest.text_bytes:,} bytes, "
+                    f"{manifest.tokens:,} tokens with an end-of-document token after each",
+                    flush=True,
+                )
+        return f"data.directory={folder}"
+
+    def again(self, stream: TokenStream, tokenizer: Tokenizer) -> TokenStream:
+        """Return a validation split's documents in the ids of another tokenizer."""
+        folder = self.folder / f"{tokenizer.fingerprint}-{stream.identity[:HASH_DIGITS]}"
+        if not folder.exists():
+            own = load_tokenizer(stream.tokenizer_path)
+            *whole, last = documents(own, stream.read(0, len(stream)))
+            found = [*whole, last] if len(last) else whole
+            _write_split(folder, tokenizer, (own.decode(ids.tolist()) for ids in found))
+        return TokenStream(folder / "validation")
+
+
+@contextlib.contextmanager
+def temporary_texts(patterns: Sequence[str] = ()) -> Iterator[Texts]:
+    """Yield Texts, whose data sets are removed at the end."""
     with tempfile.TemporaryDirectory(prefix="pretrain-text-") as folder:
-        _write_text(Path(folder), tokenizer, patterns)
-        yield folder
+        yield Texts(Path(folder), patterns)
 
 
-def _tokenizer_of(sources: Sequence[Path]) -> Tokenizer:
-    """Return the tokenizer of all sources."""
-    found: dict[str, tuple[Path, Tokenizer]] = {}
-    for source in sources:
-        opened = open_checkpoint(find_checkpoint(source))
-        config = opened.config
-        if opened.tokenizer_file is None:
-            # An imported model came without one; its data set has the tokenizer.
-            config = with_data_set(config, opened)
-        tokenizer = tokenizer_of(opened, Path(config.data.directory))
-        found.setdefault(tokenizer.fingerprint, (source, tokenizer))
-    (first, tokenizer), *others = found.values()
-    if others:
-        raise ConfigError(
-            f"--text: {first} and {others[0][0]} have different tokenizers. Evaluate them one by "
-            "one, and compare their bits per byte"
-        )
-    return tokenizer
+def tokenizer_of_source(source: Path) -> Tokenizer:
+    """Return the tokenizer of a run or a checkpoint."""
+    opened = open_checkpoint(find_checkpoint(source))
+    config = opened.config
+    if opened.tokenizer_file is None:
+        # An imported model came without one; its data set has the tokenizer.
+        config = with_data_set(config, opened)
+    return tokenizer_of(opened, Path(config.data.directory))
 
 
-def _write_text(folder: Path, tokenizer: Tokenizer, patterns: Sequence[str]) -> None:
-    """Write the validation split of a data set into an empty folder, and say what is in it."""
-    (folder / tokenizer.file_name).write_bytes(tokenizer.content)
-    directory = folder / "validation"
-    directory.mkdir()
+def _documents_of(patterns: Sequence[str]) -> Iterator[str]:
+    """Yield the texts of files."""
     files = find("--text", tuple(patterns))
     corpus = Corpus("text", "text", tuple(patterns), "")
     task = Task(0, corpus.name, tuple(Piece(file.path, 0, file.size) for file in files))
+    for document in read(task, corpus, skip=None):
+        yield document.text
+
+
+def _write_split(folder: Path, tokenizer: Tokenizer, texts: Iterable[str]) -> Manifest:
+    """Write the validation split of a data set into a new folder."""
+    directory = folder / "validation"
+    directory.mkdir(parents=True)
+    (folder / tokenizer.file_name).write_bytes(tokenizer.content)
     sizes = {"vocab_size": tokenizer.vocab_size, "tokens_per_block": TOKENS_PER_BLOCK}
     sizes["tokens_per_shard"] = 64 * TOKENS_PER_BLOCK
-    writer = ShardWriter(directory, split="validation", corpus=corpus.name, task=0, **sizes)
-    for document in read(task, corpus, skip=None):
-        ids = [*tokenizer.encode(document.text).tolist(), tokenizer.eos_id]
-        writer.add(np.array(ids), len(document.text.encode()))
-    manifest = finish_split(
+    writer = ShardWriter(directory, split="validation", corpus="text", task=0, **sizes)
+    for text in texts:
+        ids = [*tokenizer.encode(text).tolist(), tokenizer.eos_id]
+        writer.add(np.array(ids), len(text.encode()))
+    return finish_split(
         directory,
         [writer.close()],
         split="validation",
@@ -533,9 +767,3 @@ def _write_text(folder: Path, tokenizer: Tokenizer, patterns: Sequence[str]) -> 
         eos_id=tokenizer.eos_id,
         **sizes,
     )
-    if is_main():
-        print(
-            f"--text: {len(files)} documents, {manifest.text_bytes:,} bytes, "
-            f"{manifest.tokens:,} tokens with an end-of-document token after each",
-            flush=True,
-        )

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
+from megatron.core.enums import ModelType
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
@@ -37,8 +37,9 @@ from pretrain.evaluation.records import (
     bounded_exp,
     confidence_interval,
 )
-from pretrain.evaluation.windows import SLIDING, Protocol, ScoredText, Window, block_ends
+from pretrain.evaluation.windows import SLIDING, Protocol, Tokens, Window
 from pretrain.model.forward import Batch, Decoder, MaskedBatch, is_reporting_rank, run_schedule
+from pretrain.model.gpt import transformer_config
 from pretrain.topology import Topology, gather, own_part, ranks_here
 
 # ---- Estimate the memory of an evaluation's forward pass, and refuse lengths that cannot fit ----
@@ -65,10 +66,7 @@ def check_memory(config: RunConfig, topology: Topology, protocols: Iterable[Prot
     Raises:
         ConfigError: A length does not fit.
     """
-    free = platform.free_memory()
-    if not platform.has_cuda():
-        free //= ranks_here()
-    free = min(gather(free, int))
+    free = free_memory()
     for length in sorted({protocol.pass_length for protocol in protocols}):
         needed = forward_bytes(config, topology.layout, length)
         if needed > free:
@@ -78,6 +76,14 @@ def check_memory(config: RunConfig, topology: Topology, protocols: Iterable[Prot
                 "evaluation.tokens_per_batch down to it, or split the model over more processes "
                 "(parallel.tensor_model_parallel_size)"
             )
+
+
+def free_memory() -> int:
+    """Return the bytes that are free for each process, the same on all of them. Collective."""
+    free = platform.free_memory()
+    if not platform.has_cuda():
+        free //= ranks_here()
+    return min(gather(free, int))
 
 
 def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
@@ -288,9 +294,9 @@ class Evaluator:
 
     def __init__(
         self,
-        chunks: list[GPTModel],
+        chunks: list[Any],
         topology: Topology,
-        text: ScoredText,
+        text: Tokens,
         *,
         tokens_per_batch: int,
         schedule_module: nn.Module | None = None,
@@ -544,87 +550,45 @@ class _Totals:
         return totals[:, :length], totals[:, length:]
 
 
-# ---- Score a text with a Hugging Face model, in the windows that our own models are scored in ----
-STOCK_TOKENS_PER_BATCH = 8192
-"""Tokens that a forward pass reads, rounded down to whole windows (at least one)."""
+# ---- Score a text with a model that transformers computes ---------------------------------------
+class StockChunk(nn.Module):
+    """A transformers model that predicts next tokens, as a chunk that `run_schedule` calls.
 
-
-def evaluate_stock(
-    model: Any,
-    token_ids: Sequence[int] | Tensor,
-    lengths: Sequence[int],
-    protocols: Sequence[str],
-    stride: int | None = None,
-    max_tokens: int | None = None,
-) -> list[dict[str, Any]]:
-    """Measure perplexity at several lengths with a transformers model that predicts next tokens.
+    So it is scored by what scores our models: the same windows, batches, ranks and sums.
 
     Args:
-        model: Called as model(input_ids=[B, T]).logits, [B, T, vocabulary].
-        token_ids: The text, [T + 1]. The first token is context and is not scored.
-        lengths: Window lengths in tokens.
-        protocols: "nonoverlapping" and "sliding".
-        stride: Tokens from one sliding window to the next; None for the shortest length.
-        max_tokens: Score at most so many tokens.
-
-    Returns:
-        Records with the keys of `records.FIELDS` that say what was measured.
-
-    Raises:
-        ConfigError: The text is shorter than a length, or a protocol is not one of the two.
+        model: Called as model(input_ids=[B, S]).logits, [B, S, vocabulary].
+        config: What Megatron's schedule is to know; its model is another one.
     """
-    ids = torch.as_tensor(token_ids, dtype=torch.long).flatten()
-    tokens = min(len(ids) - 1, max_tokens or len(ids))
-    if wrong := [n for n in lengths if not 0 < n <= tokens]:
-        raise ConfigError(f"lengths = {wrong}: the text has {tokens} tokens to score")
-    if set(protocols) - {"nonoverlapping", "sliding"}:
-        raise ConfigError(f"protocols = {list(protocols)}: there are nonoverlapping and sliding")
-    # Blocks for the interval prefer to end where documents do.
-    eos = getattr(model.config, "eos_token_id", None)
-    # A list of several ends, as some configs have, chooses none of them for the blocks.
-    ends = block_ends(ids[1 : tokens + 1].numpy(), eos if isinstance(eos, int) else -1)
-    step = stride or min(lengths)
-    records = []
-    for name in protocols:
-        for length in sorted(set(lengths)):
-            protocol = Protocol(name, length, min(step, length))
-            if name == "sliding" and protocol.stride == length and "nonoverlapping" in protocols:
-                # The same windows.
-                continue
-            found = _evaluate_stock(model, ids, tokens, protocol, ends)
-            records.append({**found.record(), **found.cost})
-    return records
+
+    post_process, model_type = True, ModelType.encoder_or_decoder
+
+    def __init__(self, model: Any, config: RunConfig) -> None:
+        super().__init__()
+        self.model, self.config = model, transformer_config(config)
+        self.output_layer = _Logits()
+
+    def set_input_tensor(self, _: Any) -> None:
+        """Do nothing: there is no pipeline stage before this one."""
+
+    def forward(self, inputs: Tensor, _positions: Any, _starts: Any, labels: Tensor) -> Tensor:
+        """Return the losses of the labels [B, n], which are the last ones, in nats."""
+        inputs = inputs.to(next(self.model.parameters()).device)
+        logits = self.model(input_ids=inputs, use_cache=False).logits
+        # [n, B, V], of which a hook leaves those that are wanted.
+        logits, _ = self.output_layer(logits.transpose(0, 1))
+        labels = labels.to(logits.device)
+        rows = max(1, LOSS_PIECE_BYTES // 4 // logits[0].numel())
+        pieces = zip(torch.split(logits, rows), torch.split(labels.t(), rows))
+        of_pieces = [
+            functional.cross_entropy(x.float().flatten(0, 1), y.flatten(), reduction="none")
+            for x, y in pieces
+        ]
+        return torch.cat(of_pieces).view(labels.t().shape).t()
 
 
-def _evaluate_stock(
-    model: Any, ids: Tensor, tokens: int, protocol: Protocol, ends: Any
-) -> Evaluation:
-    """Score every token once under one protocol."""
-    (kind, begin), losses = clock(), np.zeros(tokens)
-    sums, counts = np.zeros(protocol.length), np.zeros(protocol.length, dtype=np.int64)
-    rows = max(1, STOCK_TOKENS_PER_BATCH // protocol.length)
-    with _eval_mode([model]):
-        for _, alike in itertools.groupby(protocol.windows(tokens), lambda window: window.size):
-            while batch := list(itertools.islice(alike, rows)):
-                for each, row in zip(batch, _stock_losses(model, ids, batch)):
-                    first = each.size - each.scored
-                    losses[each.start + first : each.start + each.size] = row[first:]
-                    sums[first : each.size] += row[first:]
-                    counts[first : each.size] += 1
-    block_losses = np.add.reduceat(losses, [0, *ends[:-1]])
-    with np.errstate(invalid="ignore"):
-        by_position = Losses(sums / counts, counts)
-    block_tokens = np.diff([0, *ends]).astype(np.float64)
-    mean, cost = float(losses.sum() / tokens), {kind: clock()[1] - begin}
-    of_blocks = block_losses, block_tokens
-    return Evaluation(protocol, mean, tokens, 0, by_position, *of_blocks, cost=cost)
+class _Logits(nn.Module):
+    """Stands where a chunk of ours has its output layer, on which hooks look at logits."""
 
-
-@torch.no_grad()
-def _stock_losses(model: Any, ids: Tensor, windows: Sequence[Window]) -> Any:
-    """Return the losses of windows of one size in nats, [windows, size], fp64."""
-    rows = torch.stack([ids[w.start : w.start + w.size + 1] for w in windows])
-    rows = rows.to(next(model.parameters()).device)
-    logits = model(input_ids=rows[:, :-1]).logits.float()
-    flat = functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
-    return flat.double().view(len(windows), -1).cpu().numpy()
+    def forward(self, logits: Tensor) -> tuple[Tensor, None]:
+        return logits, None

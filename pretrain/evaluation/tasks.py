@@ -32,7 +32,14 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config import ConfigError, EvaluationRequest
-from pretrain.evaluation.command import Opened, is_main, measure_all, open_source, say
+from pretrain.evaluation.command import (
+    Opened,
+    is_main,
+    measure_all,
+    open_source,
+    say,
+    temporary_texts,
+)
 from pretrain.evaluation.figures import FORMATS, Frame, Line
 from pretrain.evaluation.perplexity import deal
 from pretrain.evaluation.records import (
@@ -105,9 +112,10 @@ def interval(samples: NDArray[np.float64], clusters: Sequence[int]) -> tuple[flo
 
 # ---- the command ---------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Plan(Opened):
-    """The measurements of one checkpoint."""
+class Plan:
+    """The measurements of one model."""
 
+    opened: Opened
     cells: tuple[tuple[Task, int], ...]
     """Tasks with their lengths."""
     text: Text
@@ -121,10 +129,10 @@ def evaluate_tasks(
     overrides: list[str],
     out: Path | None,
 ) -> list[dict[str, Any]]:
-    """Measure runs or checkpoints, print tables of all, and write a report if asked to.
+    """Measure models, print tables of all, and write a report if asked to.
 
     Args:
-        sources: Run directories (their newest checkpoint is measured) or checkpoint directories.
+        sources: As of `evaluate_sources`.
         tasks: Names out of TASKS, separated by commas.
         lengths: Context lengths in tokens, separated by commas; None for the config's.
         samples: Samples of each task at each length and depth.
@@ -135,8 +143,8 @@ def evaluate_tasks(
         The records: what Opened.common and `measure` say.
 
     Raises:
-        ConfigError: An option is not valid, a source is not a run or checkpoint, a length cannot be
-            measured, the sources have several texts, or the report cannot be written to `out`.
+        ConfigError: An option is not valid, a source is no model, a length cannot be measured,
+            the sources have several texts, or the report cannot be written to `out`.
     """
     # All of it is checked before the process group starts, which takes seconds.
     names = tasks.split(",")
@@ -145,31 +153,28 @@ def evaluate_tasks(
         raise ConfigError(f"--tasks {','.join(unknown)}: unknown task. Choose out of {known}")
     request = EvaluationRequest.parse(lengths, NONOVERLAPPING, None, None)
     chosen = [task for name, task in TASKS.items() if name in names]
-    plans = [_plan(source, chosen, request, samples, overrides) for source in sources]
-    if len({(plan.stream.tokenizer_sha256, plan.stream.identity) for plan in plans}) > 1:
-        raise ConfigError(
-            f"{sources[0]} and others have several tokenizers or validation texts, whose nats per "
-            "token do not compare. Measure them one by one"
-        )
-    if out is not None:
-        check_out(out, {"task", "measure"}, [f"{out.stem}.{end}" for end in ("md", *FORMATS)])
-    return measure_all(plans, partial(_measure, samples), format_tables, write_report, out)
-
-
-def _plan(
-    source: Path,
-    tasks: Sequence[Task],
-    request: EvaluationRequest,
-    samples: int,
-    overrides: list[str],
-) -> Plan:
-    """Return what is measured of a source; nothing of the model is read yet."""
     # A fused loss has no logits, and accuracy needs them. Last, so that nothing overrides it.
-    opened = open_source(source, request, [*overrides, "train.fusion=off"])
+    overrides = [*overrides, "train.fusion=off"]
+    with temporary_texts() as texts:
+        opened = [open_source(source, request, overrides, texts) for source in sources]
+        if len({(each.stream.tokenizer_sha256, each.stream.identity) for each in opened}) > 1:
+            raise ConfigError(
+                f"{sources[0]} and others have several tokenizers or validation texts, whose nats "
+                "per token do not compare. Measure them one by one"
+            )
+        plans = [_plan(each, chosen, request, samples) for each in opened]
+        if out is not None:
+            check_out(out, {"task", "measure"}, [f"{out.stem}.{end}" for end in ("md", *FORMATS)])
+        records = (record for plan in plans for record in _measure(samples, plan))
+        return measure_all(opened, records, format_tables, write_report, out)
+
+
+def _plan(opened: Opened, tasks: Sequence[Task], request: EvaluationRequest, samples: int) -> Plan:
+    """Return what is measured of a model; nothing of its weights is read yet."""
     config, available = opened.config, len(opened.stream)
     if config.is_masked:
         raise ConfigError(
-            f"{opened.checkpoint.path}: was trained with train.objective = masked, and the tasks "
+            f"{opened.path}: was trained with train.objective = masked, and the tasks "
             "ask for the token that follows. `pretrain evaluate` scores its masked tokens"
         )
     cells, text = [], Text(opened.stream)
@@ -185,18 +190,19 @@ def _plan(
             )
             if request.lengths is not None:
                 raise ConfigError(f"--lengths: {why}")
-            say(f"{source}: left out: {why}")
-    return Plan(**vars(opened), cells=tuple(cells), text=text)
+            say(f"{opened.run}: left out: {why}")
+    return Plan(opened, tuple(cells), text)
 
 
 def _measure(samples: int, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield the records of a checkpoint, and print each task and length when it is done."""
+    """Yield the records of a model, and print each task and length when it is done."""
     lengths = dict.fromkeys(length for _, length in plan.cells)
-    chunks, topology = plan.load([Protocol(NONOVERLAPPING, n, n) for n in lengths])
-    scorer = Scorer(chunks, topology, plan.stream.eos_id, plan.config.evaluation.tokens_per_batch)
-    common = plan.common()
+    opened = plan.opened
+    chunks, topology = opened.load([Protocol(NONOVERLAPPING, n, n) for n in lengths])
+    batch = opened.config.evaluation.tokens_per_batch
+    scorer, common = Scorer(chunks, topology, opened.stream.eos_id, batch), opened.common()
     if is_main():
-        print(f"{plan.run}, step {common['step']} ({common['method']})", flush=True)
+        print(f"{opened.run}, step {common['step']} ({common['method']})", flush=True)
     for task, length in plan.cells:
         found = list(measure(task, plan.text, length, samples, scorer))
         if is_main():

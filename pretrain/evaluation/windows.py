@@ -37,7 +37,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -259,7 +259,26 @@ def block_ends(ids: NDArray[np.generic], eos_id: int) -> NDArray[np.int64]:
     return np.array(ends, dtype=np.int64)
 
 
-class ScoredText:
+class Tokens:
+    """Tokens to score.
+
+    Args:
+        ids: [T + 1]. The first is context and is not scored.
+        eos_id: The token that ends every document.
+        size: Bytes of their text in UTF-8; 0 where they are not known.
+    """
+
+    def __init__(self, ids: NDArray[Any], eos_id: int, size: int = 0) -> None:
+        self._ids, self.tokens, self.bytes = ids, len(ids) - 1, size
+        self.block_ends = block_ends(ids[1:], eos_id)
+        """Where the blocks end of which `pretrain.evaluation.records` makes an interval."""
+
+    def inputs(self, start: int, size: int) -> NDArray[Any]:
+        """Return inputs [start, start + size) and the target after the last, [size + 1]."""
+        return self._ids[start : start + size + 1]
+
+
+class ScoredText(Tokens):
     """The first tokens of a validation split.
 
     Args:
@@ -270,22 +289,18 @@ class ScoredText:
     def __init__(self, stream: TokenStream, max_tokens: int | None = None) -> None:
         self.total = len(stream)
         """Tokens of the whole split."""
-        self.tokens = min(self.total, max_tokens or self.total)
-        """Tokens that are scored."""
+        tokens = min(self.total, max_tokens or self.total)
         self.tokenizer, self.validation = stream.tokenizer_sha256, stream.identity
         """The SHA-256 of the tokenizer and of the split."""
         # A damaged byte anywhere in the text is found here, on every rank alike, and not by one of
         # them in the middle of an evaluation.
-        self._ids = np.empty(self.tokens + 1, np.min_scalar_type(stream.vocab_size))
+        ids = np.empty(tokens + 1, np.min_scalar_type(stream.vocab_size))
         # An end-of-document token in front gives the first token a context as well.
-        self._ids[0] = stream.eos_id
-        for start in range(0, self.tokens, READ_TOKENS):
-            count = min(READ_TOKENS, self.tokens - start)
-            self._ids[start + 1 : start + 1 + count] = stream.read(start, count)
-        self.block_ends = block_ends(self._ids[1:], stream.eos_id)
-        """Where the blocks end of which `pretrain.evaluation.records` makes an interval."""
-        self.bytes = stream.text_bytes
-        """Bytes of the scored text in UTF-8; 0 where they are not known."""
+        ids[0] = stream.eos_id
+        for start in range(0, tokens, READ_TOKENS):
+            count = min(READ_TOKENS, tokens - start)
+            ids[start + 1 : start + 1 + count] = stream.read(start, count)
+        super().__init__(ids, stream.eos_id, stream.text_bytes)
         self._stream = stream
         if stream.manifest.tokenizer == DICTIONARY or self.tokens < self.total:
             tokenizer = load_tokenizer(stream.tokenizer_path)
@@ -306,10 +321,6 @@ class ScoredText:
         for ids in documents(tokenizer, self._ids[1:]):
             digest.update(tokenizer.decode(ids.tolist()).encode())
         return digest.hexdigest()
-
-    def inputs(self, start: int, size: int) -> NDArray[np.generic]:
-        """Return inputs [start, start + size) and the target after the last, [size + 1]."""
-        return self._ids[start : start + size + 1]
 
 
 def text_bytes(tokenizer: Tokenizer, ids: NDArray[np.generic]) -> int:

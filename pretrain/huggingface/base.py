@@ -474,6 +474,8 @@ class HuggingFaceClass(TensorTable):
     stock: ClassVar[str] = ""
     """Of a class of `modeling_slopes`, which the folder brings along: name of the stock class that
     it is otherwise. Stock loaders refuse it."""
+    trust_remote_code: bool = False
+    """Run the code that a folder brings along."""
     settings_tensors: ClassVar[Mapping[str, str]] = {}
     """Our tensors that stand in config.json -> their keys."""
 
@@ -619,10 +621,12 @@ class HuggingFaceClass(TensorTable):
 
     def read_config(self, folder: Path) -> Any:
         """Return the transformers config of a folder."""
-        return self.config_class.from_pretrained(folder, local_files_only=True)
+        return self.config_class.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=self.trust_remote_code
+        )
 
     def load(self, folder: Path, **options: Any) -> Any:
-        """Return what from_pretrained does for a folder, with no code of the folder's run.
+        """Return what from_pretrained does for a folder; its code runs by trust_remote_code alone.
 
         Args:
             folder: The folder.
@@ -636,7 +640,7 @@ class HuggingFaceClass(TensorTable):
         kind = self.code_class if self.stock else AutoModelForCausalLM
         options.setdefault("config", self.read_config(folder))
         return kind.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, **options
+            folder, local_files_only=True, trust_remote_code=self.trust_remote_code, **options
         )
 
     # -- tensors, backwards --

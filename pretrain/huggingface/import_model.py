@@ -33,6 +33,7 @@ from pretrain.config import (
     parse_config,
     writing,
 )
+from pretrain.config.errors import Refusal
 from pretrain.config.load import key_of
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import TOKENIZER, allow_options, changed_function, differences
@@ -73,9 +74,19 @@ class Source:
     """The transformers config."""
 
     @property
+    def stated_length(self) -> int | None:
+        """Return the longest sequence in tokens that the folder states; None if it states none."""
+        return getattr(self.settings.get_text_config(), self.target.length_key, None)
+
+    @property
     def max_length(self) -> int:
-        """Return the longest sequence in tokens that the folder states."""
-        return getattr(self.settings, self.target.length_key, None) or DEFAULT_LENGTH
+        """Return it, or DEFAULT_LENGTH."""
+        return self.stated_length or DEFAULT_LENGTH
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the rows of the embedding."""
+        return int(self.settings.get_text_config().vocab_size)
 
     @property
     def is_export(self) -> bool:
@@ -103,12 +114,20 @@ def import_folder(
     check_new(out)
     check_apart(out)
     source = read_source(folder)
-    tokenizer, lacking = _tokenizer(source)
+    tokenizer, lacking = None, ""
+    try:
+        tokenizer = tokenizer_of_folder(source)
+    except ConfigError as error:
+        lacking = (
+            f"{error}.\nSo the run has no tokenizer, and is evaluated on text and exported only "
+            "with a data set that the model's own tokenizer made"
+        )
     config = run_config(source, out, overrides, tokenizer)
     # The checkpoint computes what the folder does; other positions begin with the training.
     kept = [each for each in overrides if not key_of(each).startswith("position.")]
     own = run_config(source, out, kept, tokenizer)
-    weights = _read_weights(source)
+    # In fp32, by the names of the class's state_dict.
+    weights = load_model(source, torch.float32).state_dict()
     tensors = dict(_tensors(source, own, weights))
     del weights
     with new_run(out, config, own, tensors, tokenizer) as checkpoint:
@@ -175,8 +194,32 @@ def as_run(source: Path) -> Iterator[tuple[bool, Path]]:
 
 
 # ---- The folder's model --------------------------------------------------------------------------
-def read_source(folder: Path) -> Source:
+class OtherClass(HuggingFaceClass):
+    """A class without a table: transformers loads it, to be evaluated, and nothing is translated.
+
+    Args:
+        trust_remote_code: Run the code that the folder brings along.
+    """
+
+    def __init__(self, trust_remote_code: bool) -> None:
+        self.trust_remote_code = trust_remote_code
+
+    def sections(self, settings: Any) -> tuple[dict[str, dict[str, Any]], list[Refusal]]:
+        return {}, [Refusal("model_type", settings.model_type, "it has no table", "Evaluate it")]
+
+    @property
+    def config_class(self) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig
+
+
+def read_source(folder: Path, other: OtherClass | None = None) -> Source:
     """Read and check config.json, without the weights.
+
+    Args:
+        folder: The folder.
+        other: Stands for every class that cannot be imported; None refuses them.
 
     Raises:
         ConfigError: There is none, it is damaged, or it describes a model of another class.
@@ -189,25 +232,26 @@ def read_source(folder: Path) -> Source:
             f"{path}: cannot be read ({error}). Give the folder of a downloaded or exported model"
         ) from None
     model_type = values.get("model_type") if isinstance(values, dict) else None
-    if not isinstance(model_type, str) or model_type not in CLASSES:
+    target = CLASSES.get(model_type, other) if isinstance(model_type, str) else None
+    if target is None:
         raise ConfigError(
             f"{path}: model_type = {model_type!r}: cannot be imported. {', '.join(CLASSES)} can"
         )
-    target = CLASSES[model_type]
     try:
         settings = target.read_config(folder)
     # transformers validates a config with errors of many kinds.
     except Exception as error:
-        raise ConfigError(f"{path}: transformers cannot read it: {_in_a_line(error)}") from None
+        raise ConfigError(f"{path}: transformers cannot read it: {in_a_line(error)}") from None
     return Source(folder, target, settings)
 
 
-def _in_a_line(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
+    """Return the class and the message of another library's error."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _read_weights(source: Source) -> Mapping[str, Tensor]:
-    """Return the weights that transformers loads, in fp32 by the names of the class's state_dict.
+def load_model(source: Source, dtype: torch.dtype) -> Any:
+    """Return the model that transformers loads.
 
     Raises:
         ConfigError: They cannot be loaded, or are not those of the model that config.json
@@ -217,11 +261,11 @@ def _read_weights(source: Source) -> Mapping[str, Tensor]:
     options = {"config": source.settings, "output_loading_info": True}
     try:
         # torch's files are loaded as weights alone.
-        model, found = source.target.load(folder, dtype=torch.float32, **options)
+        model, found = source.target.load(folder, dtype=dtype, **options)
     # Of the file system, safetensors, pickle and transformers.
     except Exception as error:
         raise ConfigError(
-            f"{folder}: transformers cannot load the weights: {_in_a_line(error)}"
+            f"{folder}: transformers cannot load the weights: {in_a_line(error)}"
         ) from None
     # transformers gives missing ones random values, leaves out unexpected ones, and warns.
     for kind in ("missing", "unexpected"):
@@ -229,11 +273,10 @@ def _read_weights(source: Source) -> Mapping[str, Tensor]:
             raise ConfigError(
                 f"{folder}: {kind} for the model that {CONFIG} describes: {', '.join(names[:5])}"
             )
-    weights: dict[str, Tensor] = model.state_dict()
-    for name, tensor in weights.items():
+    for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
             raise ConfigError(f"{folder}: {name} holds a NaN or an infinity. Get a sound copy")
-    return weights
+    return model
 
 
 def _tensors(
@@ -287,6 +330,61 @@ def run_config(
                 f"{d.key} = {d.after}: an import makes it {d.before}. Remove the --set"
             )
     return config
+
+
+def stock_config(
+    source: Source, overrides: Sequence[str], world_size: int
+) -> tuple[RunConfig, str]:
+    """Return the config with which transformers' own model of a folder is evaluated.
+
+    Its model is the folder's where our model can hold it. Else it has the width of the model and
+    its vocabulary, which the estimate of memory needs, and positions that are not known.
+
+    Args:
+        source: The folder's model.
+        overrides: `section.key=value` settings of the user.
+        world_size: Number of processes, of which each has the whole model.
+
+    Returns:
+        The config, and the position method: "unknown (MODEL_TYPE)" where our model cannot hold it.
+
+    Raises:
+        ConfigError: An override changes the model, or the folder does not say a length or a text.
+    """
+    method = ""
+    if source.is_export:
+        values = _exported_values(source) | {"parallel": {}}
+    else:
+        sections, refusals = source.target.sections(source.settings)
+        if refusals:
+            sections = stand_in(source.settings)
+            method = f"unknown ({source.settings.model_type})"
+        length = source.stated_length
+        data = {"vocab_size": source.vocab_size, **({"sequence_length": length} if length else {})}
+        values = {**_DEFAULTS, **sections, "data": data}
+    values["run"] = values.get("run", {}) | {"directory": str(source.folder)}
+    values |= {"batch": {"micro_batch_size": 1, "global_batch_size": world_size}}
+    config = parse_config(values, f"{source.folder}, completed by --text and --set", overrides)
+    for key in map(key_of, overrides):
+        if key.startswith(("model.", "position.", "parallel.")):
+            raise ConfigError(
+                f"--set {key}: {source.folder} is evaluated as transformers loads it, whole on "
+                f"each process. `pretrain import {source.folder} RUN` makes a run of it, which "
+                "takes such settings"
+            )
+    return config, method or config.position.method
+
+
+def stand_in(settings: Any) -> dict[str, dict[str, Any]]:
+    """Return sections of a config for a model that ours cannot hold, with its width alone.
+
+    Args:
+        settings: Its transformers config.
+    """
+    text = settings.get_text_config()
+    sizes = {"hidden_size": text.hidden_size, "num_layers": 1, "num_attention_heads": 1}
+    sizes["make_vocab_size_divisible_by"] = text.vocab_size
+    return {"model": sizes, "position": {"method": "none"}, **_DEFAULTS}
 
 
 def _exported_values(source: Source) -> dict[str, Any]:
@@ -363,29 +461,30 @@ def _check_parity(source: Source, out: Path, checkpoint: Path) -> None:
 
 
 # ---- The tokenizer -------------------------------------------------------------------------------
-def _tokenizer(source: Source) -> tuple[Tokenizer | None, str]:
-    """Return the folder's tokenizer, or None and a line that says why the run has none."""
+def tokenizer_of_folder(source: Source) -> Tokenizer:
+    """Return the folder's tokenizer.
+
+    Raises:
+        ConfigError: It has none that is known here, or one with more pieces than embeddings.
+    """
     if source.is_export:
         original = find_original(source.folder)
         path = original[1] if original is not None else None
     else:
         paths = [source.folder / name for name in (JSON, MODEL)]
         path = next((path for path in paths if path.is_file()), None)
-    try:
-        if path is None:
-            reason = f"{source.folder}: has no {JSON} and no {MODEL}"
-        elif (found := load_tokenizer(path)).vocab_size <= source.settings.vocab_size:
-            return found, ""
-        else:
-            reason = f"{path}: has {found.vocab_size} pieces, the model has fewer embeddings"
-    except ConfigError as error:
-        reason = str(error)
-    return None, (
-        f"{reason}.\nSo the run has no tokenizer, and is evaluated on text and exported only with "
-        "a data set that the model's own tokenizer made. Where the folder has one of another form, "
-        f"transformers' AutoTokenizer.from_pretrained(F).save_pretrained(F) writes a {JSON} into "
-        "it; then import it again"
-    )
+    if path is None:
+        raise ConfigError(
+            f"{source.folder}: has no {JSON} and no {MODEL}. Of a tokenizer of another form, "
+            f"transformers' AutoTokenizer.from_pretrained(F).save_pretrained(F) writes a {JSON}"
+        )
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > source.vocab_size:
+        raise ConfigError(
+            f"{path}: has {tokenizer.vocab_size} pieces, the model {source.vocab_size} embeddings. "
+            "Give the tokenizer that the model was trained with"
+        )
+    return tokenizer
 
 
 def _advice(source: Source, config: RunConfig, out: Path, tokenizer: Tokenizer) -> str:

@@ -31,7 +31,7 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, load_config, num_parameters
 from pretrain.data.shards import MODEL
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.evaluation.command import evaluate_sources, text_data_set
+from pretrain.evaluation.command import evaluate_sources
 from pretrain.huggingface import export
 from pretrain.huggingface.base import StackQkv, same_bits
 from pretrain.huggingface.export import export_source
@@ -384,8 +384,8 @@ def test_the_folders_tokenizer_goes_with_the_run(make, tmp_path, capsys):
     assert "--text FILE" in capsys.readouterr().out
     (tmp_path / "text").write_text(text := "a b c w1 w2 other w69 h g")
     request = EvaluationRequest.parse("10", "nonoverlapping", None, None)
-    with text_data_set([tmp_path / "run"], [str(tmp_path / "text")]) as data:
-        [record] = evaluate_sources([tmp_path / "run"], request, [f"data.directory={data}"], None)
+    given_text = {"text": [str(tmp_path / "text")]}
+    [record] = evaluate_sources([tmp_path / "run"], request, [], None, **given_text)
     ids = torch.tensor([[1, *given.encode(text).ids, 1]])
     with torch.no_grad():
         expected = F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).item()

@@ -91,8 +91,8 @@ def test_a_hugging_face_model_is_scored_as_transformers_scores_it(stock):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"lengths": [100]}, r"lengths = \[100\]: the text has 80"),
-        ({"lengths": [16], "protocols": ["masked"]}, "nonoverlapping and sliding"),
+        ({"lengths": [100]}, "length 100: the 80 tokens"),
+        ({"lengths": [16], "protocols": ["masked"]}, "nonoverlapping or sliding"),
         ({}, "needs token_ids and lengths"),
     ],
 )
