@@ -567,6 +567,8 @@ class StockChunk(nn.Module):
         super().__init__()
         self.model, self.config = model, transformer_config(config)
         self.output_layer = _Logits()
+        # The mode of the model, to which the end of an evaluation returns.
+        self.train(model.training)
 
     def set_input_tensor(self, _: Any) -> None:
         """Do nothing: there is no pipeline stage before this one."""
