@@ -31,6 +31,7 @@ BESIDE = {
     "pretrain.config": {"pretrain.positions"},  # [position] is an instance of the method's class
     "pretrain.checkpoint": {"pretrain.optim"},  # saves and loads what the optimizer holds
     "pretrain.training": {"pretrain.evaluation"},  # evaluates in the loop
+    "pretrain.evaluation": {"pretrain.huggingface"},  # a folder of transformers is evaluated too
     "pretrain.huggingface": {"pretrain.evaluation"},  # puts the length curve on the model card
 }
 APART = {
