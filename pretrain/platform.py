@@ -19,6 +19,7 @@ import re
 import resource
 import shutil
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -34,6 +35,11 @@ from numpy.typing import NDArray
 from pretrain.config import ConfigError, writing
 from pretrain.config.errors import is_supported, not_supported
 from pretrain.rundir.trust import check_own_directory, check_place
+
+# One hardware queue, so that kernels start in the order in which they were launched. Megatron
+# relies on it to overlap communication and computation (megatron/core/tensor_parallel/layers.py).
+# Set when this module is imported: whatever asks for a GPU may start CUDA, which reads it once.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def device_index(local_rank: int, num_visible: int) -> int:
@@ -176,11 +182,12 @@ def check_precision(precision: str) -> None:
 def check_build() -> None:
     """Check that torch was built for this process's GPU, and can use GPUs where there are any.
 
-    A build without code for the GPU fails at the first kernel, minutes into a start. A build
-    without CUDA, or one for a newer driver, would train on the CPU of a machine with GPUs.
+    A build without code for the GPU fails at the first kernel, minutes into a start, and so does
+    Triton without a compiler. A build without CUDA, or one for a newer driver, would train on the
+    CPU of a machine with GPUs.
 
     Raises:
-        ConfigError: It was not, or cannot.
+        ConfigError: It was not, or cannot, or Triton lacks something.
     """
     remedy = "Install the build of torch for this GPU (docs/v100.md for V100s)"
     if has_cuda():
@@ -188,6 +195,11 @@ def check_build() -> None:
         if not is_supported(built, capability):
             gpu = not_supported(device_name(), capability, built)
             raise ConfigError(f"torch {torch.__version__}: {gpu}. {remedy}")
+        if can_compile() and (lacking := lacking_for_triton()):
+            raise ConfigError(
+                f"Triton needs {lacking} to launch its kernels. Install gcc and Python's headers "
+                "(Debian's python3-dev), or set CC to a C compiler"
+            )
     elif _shows_gpus():
         cuda = torch.version.cuda
         why = f"CUDA {cuda} does not start, run nvidia-smi" if cuda else "built without CUDA"
@@ -215,6 +227,19 @@ def can_compile() -> bool:
         capable = torch.cuda.get_device_capability() >= (8, 0)
         return capable and importlib.util.find_spec("triton") is not None
     return shutil.which("g++") is not None or shutil.which("clang++") is not None
+
+
+def lacking_for_triton() -> str | None:
+    """Return what Triton would not find when it launches a first kernel; None if nothing.
+
+    It builds the code that launches a kernel in C against Python's headers
+    (triton/runtime/build.py).
+    """
+    compilers = [given] if (given := os.environ.get("CC")) else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"a C compiler ({' or '.join(compilers)})"
+    header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
+    return None if header.exists() else str(header)
 
 
 def can_accumulate_products() -> bool:
@@ -389,12 +414,7 @@ def prepare(local_rank: int) -> None:
     """
     make_caches_private()
     _select_device(local_rank)
-    if has_cuda():
-        # One hardware queue, so that kernels start in the order in which they were launched.
-        # Megatron relies on it to overlap communication and computation
-        # (megatron/core/tensor_parallel/layers.py).
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    else:
+    if not has_cuda():
         os.environ["DS_ACCELERATOR"] = "cpu"
     # Imported here because DeepSpeed chooses its accelerator from the environment on import.
     import deepspeed.ops

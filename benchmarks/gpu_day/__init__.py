@@ -5,6 +5,7 @@
 
 Every part takes less than nine minutes and writes what it has found as it goes, so that a machine
 lent for ten minutes at a time is enough: call the command again, and it goes on where it stopped.
+The parts stand in the order of their importance, and one is begun where there is time for it.
 RESULTS/summary.md holds everything. Without a GPU the same parts run in tiny sizes on the CPU, and
 say so; such numbers show that a part works and nothing else.
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,30 +31,59 @@ def main() -> None:
     """Run the parts, in order; exit with 1 if one that ran is not complete or found a fault."""
     arguments = parse_arguments(sys.argv[1:])
     if arguments.list:
+        print("expected  at most")
         for part in PARTS:
-            print(f"{part.name:<23}{part.seconds:>4} s  {part.question}")
+            print(f"{part.expected:>6} s {part.seconds:>6} s  {part.name:<21}  {part.question}")
         return
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     print(f"{sizes_name()}; {device_name()}; torch {torch.__version__}; results: {out}")
-    deadline = time.monotonic() + arguments.budget_seconds
-    failed = False
-    for part in PARTS:
-        if arguments.part and part.name not in arguments.part:
-            continue
+    chosen = [part for part in PARTS if not arguments.part or part.name in arguments.part]
+
+    def run(part: Part, seconds: float) -> bool:
+        good = run_part(out, part, seconds)
+        (out / "summary.md").write_text(summary(out))
+        return good
+
+    sys.exit(not run_parts(out, chosen, arguments.budget_seconds, run, time.monotonic))
+
+
+def run_parts(
+    out: Path,
+    parts: Sequence[Part],
+    budget: float,
+    run: Callable[[Part, float], bool],
+    clock: Callable[[], float],
+) -> bool:
+    """Run each part that is not complete and for which there should be time.
+
+    A part that takes longer than expected is cut off at the end of the budget, and goes on in the
+    next call, which begins with it.
+
+    Args:
+        out: Directory of the results.
+        parts: In the order in which they are tried.
+        budget: Seconds for all of them.
+        run: Runs a part for so many seconds at most; False if it is not complete or found a fault.
+        clock: Seconds since any moment.
+
+    Returns:
+        True if `run` never returned False.
+    """
+    deadline, good = clock() + budget, True
+    for part in parts:
+        last, left = state(out, part.name), deadline - clock()
         if is_complete(out, part):
-            known = state(out, part.name)
             print(
-                f"{part.name}: complete at commit {known['commit']}, {known['ending']}; to repeat "
+                f"{part.name}: complete at commit {last['commit']}, {last['ending']}; to repeat "
                 f"it, remove {out / part.name}.*"
             )
             continue
-        if time.monotonic() + part.seconds > deadline:
-            print(f"{part.name}: may take {part.seconds} s, which the budget does not allow")
+        if part.expected > left:
+            print(f"{part.name}: should take {part.expected} s, and {left:.0f} s are left")
             continue
-        failed |= not run_part(out, part)
-        (out / "summary.md").write_text(summary(out))
-    sys.exit(failed)
+        good &= run(part, min(part.seconds, left))
+    return good
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -74,7 +104,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--budget-seconds",
         type=float,
         default=float("inf"),
-        help="Start no part whose limit exceeds what is left of this.",
+        help="Start no part that should take more than what is left of this, and end by then.",
     )
     return parser.parse_args(arguments)
 
@@ -85,17 +115,18 @@ def is_complete(out: Path, part: Part) -> bool:
     return last.get("complete") is True and last.get("device") == device_name()
 
 
-def run_part(out: Path, part: Part) -> bool:
+def run_part(out: Path, part: Part, seconds: float) -> bool:
     """Run a part in a process of its own, which may crash or hang without harm to the others.
 
     Args:
         out: Directory of the results.
         part: What to run. Its output is appended to OUT/NAME.log.
+        seconds: After so many its process is ended.
 
     Returns:
         True if the part is complete and its process found no fault.
     """
-    print(f"{part.name}: {part.question} (up to {part.seconds} s)", flush=True)
+    print(f"{part.name}: {part.question} (up to {seconds:.0f} s)", flush=True)
     begin = time.monotonic()
     log = out / f"{part.name}.log"
     with log.open("a") as file:
@@ -104,7 +135,7 @@ def run_part(out: Path, part: Part) -> bool:
             part.command(out), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code: int | None = process.wait(timeout=part.seconds)
+            code: int | None = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             code = None
         finally:
@@ -112,7 +143,7 @@ def run_part(out: Path, part: Part) -> bool:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     complete = code in part.complete_codes
-    ending = f"cut off after {part.seconds} s" if code is None else f"exit code {code}"
+    ending = f"cut off after {seconds:.0f} s" if code is None else f"exit code {code}"
     replace_json(
         out / f"{part.name}.json",
         {

@@ -1,4 +1,4 @@
-"""The parts: what each runs, and how long it may take."""
+"""The parts, most important first: what each runs, how long it should take and how long it may."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ class Part:
 
     name: str
     question: str
+    expected: int
+    """Seconds that it should take: it is begun where so many are left. No GPU has been timed yet,
+    so these are estimates for an H100."""
     seconds: int
     """Limit, after which the process is ended. Rows that it has written remain."""
     arguments: tuple[str, ...]
@@ -37,101 +40,99 @@ def _module(name: str) -> str:
     return f"benchmarks.gpu_day.{name}"
 
 
-def _step(kind: str, module: str, question: str, seconds: int) -> list[Part]:
-    """Return a part for each step size.
+def _step(size: str) -> list[Part]:
+    """Return the parts of a step size: its time, and what that is made of."""
+    tokens = str(STEP_SIZES[size])
 
-    Args:
-        kind: Begins the parts' names.
-        module: What runs.
-        question: What it answers.
-        seconds: Limit of the largest size, and of the others.
-    """
+    def part(kind: str, module: str, question: str, expected: int) -> Part:
+        name = f"{kind}-{size}"
+        words = (_module(module), "--out", "OUT", "--part", name, "--tokens", tokens)
+        return Part(name, f"{question}, {size} tokens a step", expected, 240, words)
+
     return [
-        Part(
-            f"{kind}-{size}",
-            f"{question}, {size} tokens a step",
-            seconds,
-            (_module(module), "--out", "OUT", "--part", f"{kind}-{size}", "--tokens", str(tokens)),
-        )
-        for size, tokens in STEP_SIZES.items()
+        part("train", "training", "How long is a training step, and what MFU is that?", 120),
+        part("split", "step_split", "Which kernels does the time of a step go to?", 110),
     ]
 
 
+def _product(name: str, question: str, expected: int, seconds: int) -> Part:
+    """Return the part of one of `benchmarks.gpu_day.product.RUNS`."""
+    return Part(
+        name, question, expected, seconds, (_module("product"), "--out", "OUT", "--part", name)
+    )
+
+
+def _tests(name: str, question: str, expected: int, seconds: int, *chosen: str) -> Part:
+    """Return a part that runs tests."""
+    arguments = (*PYTEST, "--rows", "OUT", name, *chosen)
+    # pytest: 0 all passed, 1 some failed.
+    return Part(name, question, expected, seconds, arguments, complete_codes=(0, 1))
+
+
 PARTS = (
-    Part(
+    *_step("16k"),
+    _product(
+        "product-demo",
+        "Does the demo train, save, get killed, resume, evaluate and export?",
+        *(110, 240),
+    ),
+    _product(
+        "product-1.3B",
+        "Does the 1.3B model, for 30 steps, with checkpoints of 18 GB?",
+        *(220, 480),
+    ),
+    _tests(
         "cuda-tests",
         "Do the tests pass that need a GPU?",
-        480,
-        (
-            *PYTEST,
-            "--rows",
-            "OUT",
-            "cuda-tests",
-            "-m",
-            "cuda",
-            "tests/kernels",
-            "tests/distributed/test_cuda.py",
-        ),
-        # pytest: 0 all passed, 1 some failed.
-        complete_codes=(0, 1),
+        *(240, 480),
+        *("-m", "cuda", "tests/kernels", "tests/distributed/test_cuda.py"),
     ),
-    Part(
+    _tests(
         "kernel-tests",
         "Do the kernel's own tests pass when it is compiled, not interpreted?",
-        520,
-        (
-            *PYTEST,
-            "--rows",
-            "OUT",
-            "kernel-tests",
-            "-m",
-            "not cuda",
-            # Without a GPU `make test` has run them in Triton's interpreter.
-            *(
-                ("tests/kernels/test_flash.py", "tests/kernels/test_skipping.py")
-                if CUDA
-                else ("tests/kernels/test_bias.py",)
-            ),
+        *(260, 520),
+        *("-m", "not cuda"),
+        # Without a GPU `make test` has run them in Triton's interpreter.
+        *(
+            ("tests/kernels/test_flash.py", "tests/kernels/test_skipping.py")
+            if CUDA
+            else ("tests/kernels/test_bias.py",)
         ),
-        complete_codes=(0, 1),
     ),
     Part(
         "attention-correctness",
         "Is every attention backend right at the sizes of training?",
-        420,
+        *(210, 420),
         (_module("attention_correctness"), "--out", "OUT"),
         complete_codes=(0, WRONG_CODE),
     ),
     Part(
         "attention-speed",
         "How fast is every attention kernel?",
-        530,
+        *(270, 530),
         (_module("attention_speed"), "--out", "OUT"),
     ),
     Part(
         "fused",
         "What do the operations beside attention cost, plain and fused?",
-        400,
+        *(200, 400),
         ("benchmarks.fused_gpu", "--out", "OUT/fused.md", *(() if CUDA else ("--tokens", "16"))),
     ),
-    *_step("train", "training", "How long is a training step, and what MFU is that?", 300),
-    *_step("split", "step_split", "Which kernels does the time of a step go to?", 300),
+    *_step("65k"),
+    *_step("262k"),
     Part(
         "positions",
         "What does ALiBi cost over sinusoidal and over the best kernel without a bias?",
-        500,
+        *(250, 500),
         (_module("positions"), "--out", "OUT"),
     ),
-    Part(
-        "memory-none",
-        "How much memory does a micro batch take?",
-        240,
-        (_module("memory"), "--out", "OUT", "--recompute", "none"),
-    ),
-    Part(
-        "memory-full",
-        "How much memory does a micro batch take with recomputation?",
-        240,
-        (_module("memory"), "--out", "OUT", "--recompute", "full"),
+    *(
+        Part(
+            f"memory-{recompute}",
+            f"How much memory does a micro batch take, recomputation {recompute}?",
+            *(120, 240),
+            (_module("memory"), "--out", "OUT", "--recompute", recompute),
+        )
+        for recompute in ("none", "full")
     ),
 )

@@ -1,5 +1,6 @@
 """Test the driver of benchmarks/gpu_day: parts that end, fail, hang or are cut off."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -7,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_day import __main__ as gpu_day
-from benchmarks.gpu_day.parts import Part
+from benchmarks.gpu_day.parts import PARTS, Part
 from benchmarks.gpu_day.results import state
-from benchmarks.gpu_day.sizes import CONFIG
+from benchmarks.gpu_day.sizes import CONFIG, device_name
 from benchmarks.gpu_day.step_split import CLASSES, LINES, OTHER
 from pretrain.config import load_config
 from pretrain.plan.command import read_target
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def part(tmp_path, name: str, code: str, seconds: int = 60, codes=(0,)) -> Part:
     """Return a part that runs `code`, found as a module of that name."""
     (tmp_path / f"{name}.py").write_text(f"import sys\nout = sys.argv[1]\n{code}")
-    return Part(name, f"Does {name} work?", seconds, (name, "OUT"), codes)
+    return Part(name, f"Does {name} work?", seconds, seconds, (name, "OUT"), codes)
 
 
 @pytest.fixture
@@ -77,6 +78,38 @@ time.sleep(600)
     stat = Path("/proc", (tmp_path / "out/child").read_text(), "stat")
     # One that has ended may wait for its parent as a zombie.
     assert not stat.exists() or ") Z " in stat.read_text()
+
+
+@pytest.mark.parametrize(("share", "first"), [(0.3, 5), (0.5, 4), (0.7, 3)])
+def test_fifteen_minutes_show_the_step_and_the_product_and_no_call_is_wasted(
+    tmp_path, share, first
+):
+    """Each part takes this share of its limit; what is cut off keeps half of what it did.
+
+    A machine is lent for 15 minutes in all, of which starting it takes some, and then again.
+    """
+    now, left = [0.0], {each.name: share * each.seconds for each in PARTS}
+
+    def run(part: Part, seconds: float) -> bool:
+        took = min(seconds, left[part.name])
+        now[0] += took
+        left[part.name] -= took if took == left[part.name] else took / 2
+        known = {"complete": not left[part.name], "device": device_name()}
+        (tmp_path / f"{part.name}.json").write_text(
+            json.dumps({**known, "commit": "", "ending": ""})
+        )
+        return not left[part.name]
+
+    calls = 0
+    while any(left.values()):
+        begin, budget = now[0], 240 if calls == 1 else 560
+        gpu_day.run_parts(tmp_path, PARTS, budget, run, lambda: now[0])
+        calls += 1
+        assert begin < now[0] <= begin + budget
+        if calls == 2:
+            assert not any([left[each.name] for each in PARTS[:first]])
+    total = share * sum(each.seconds for each in PARTS)
+    assert now[0] <= 1.2 * total and calls <= 1.3 * total / 560 + 1
 
 
 def test_every_line_of_the_model_belongs_to_one_class():

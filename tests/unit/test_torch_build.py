@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from pretrain import platform
@@ -43,3 +47,39 @@ def test_a_machine_with_gpus_that_torch_cannot_use_does_not_train_on_its_cpu(tmp
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (tmp_path / "nvidia0").rename(tmp_path / "nvidiactl")
     platform.check_build()
+
+
+def test_what_triton_builds_its_launches_with(tmp_path, monkeypatch):
+    """Triton itself, which builds the same way on a machine without a GPU, is the judge."""
+    build = pytest.importorskip("triton.runtime.build")._build
+    source = tmp_path / "launch.c"
+    source.write_text("#include <Python.h>\n")
+
+    def builds() -> bool:
+        try:
+            return Path(build("launch", str(source), str(tmp_path), [], [], [], [])).exists()
+        except (RuntimeError, OSError, subprocess.CalledProcessError):
+            return False
+
+    assert (platform.lacking_for_triton() is None) == builds()
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    assert platform.lacking_for_triton() == f"a C compiler ({tmp_path / 'cc'})" and not builds()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert platform.lacking_for_triton() == "a C compiler (gcc or clang)" and not builds()
+
+
+def test_the_number_of_hardware_queues_is_set_before_anything_can_start_cuda():
+    code = """
+import os, torch
+asked = torch.cuda.is_available
+def is_available():
+    print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+    return asked()
+torch.cuda.is_available = is_available
+from pretrain import platform
+platform.check_build()
+platform.prepare(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {"1"}
