@@ -112,6 +112,14 @@ def test_fifteen_minutes_show_the_step_and_the_product_and_no_call_is_wasted(
     assert now[0] <= 1.2 * total and calls <= 1.3 * total / 560 + 1
 
 
+def test_every_test_that_needs_a_gpu_is_run():
+    [arguments] = [each.arguments for each in PARTS if each.name == "cuda-tests"]
+    chosen = [ROOT / word for word in arguments if word.startswith("tests/")]
+    marked = [p for p in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in p.read_text()]
+    assert len(marked) > 2
+    assert [p for p in marked if not {p, *p.parents} & {*chosen} and p != Path(__file__)] == []
+
+
 def test_every_line_of_the_model_belongs_to_one_class():
     config = load_config(CONFIG, ["parallel.world_size=1"])
     layout = config.layout(1)
