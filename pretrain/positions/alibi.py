@@ -117,7 +117,8 @@ class Alibi(PositionMethod):
     """The slopes of the heads. published: those of the paper, 2^(-8 (h + 1) / n) for n heads where
     n is a power of two, and those of the authors' code for other n. A list has one slope for each
     head of the model, from 0, which adds nothing to a head's scores, to 100. A table such as
-    {first = 0.5, last = 0.00390625} is a geometric sequence from the first head to the last. The
+    {first = 0.5, last = 0.00390625} is a geometric sequence from the first head to the last: with
+    first = 2^(-8 / n), the formula above for any n, as in the paper's text and in tutorials. The
     table {bias_max = 16} has 16 in place of the 8 of the published slopes, as alibi_bias_max of
     MPT's models. {factor = 0.5} are the published slopes times 0.5, as if every distance were half
     as long; {factor = 0.5, by_head = true} leaves the steepest slope, multiplies the flattest, and
