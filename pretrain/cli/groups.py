@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from pretrain.config import ConfigError, RunConfig, load_config, writing
-from pretrain.config.arguments import Commands, Config, Count, OutFile, Overrides, Source
+from pretrain.config.arguments import Commands, Config, Count, OutFile, Overrides
 from pretrain.rundir.files import replace_file
 
 
@@ -172,7 +172,9 @@ def leaderboard_build(directory: Directory) -> None:
 def leaderboard_verify(
     directory: Directory,
     entry: Annotated[str, typer.Argument(metavar="ENTRY")],
-    source: Source,
+    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT|HF_FOLDER")],
+    text: Annotated[list[str], typer.Option(metavar="FILE|PATTERN")] = [],  # noqa: B006
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Evaluate the checkpoint of an entry again, and mark the entry as verified.
@@ -186,8 +188,11 @@ def leaderboard_verify(
 
     Args:
         entry: Name of its file, without .json.
+        source: What the entry is of.
+        text: The text that it was evaluated on, as of `pretrain evaluate`.
+        trust_remote_code: As of `pretrain evaluate`.
     """
     from pretrain.evaluation.leaderboard import verify
 
-    difference = verify(directory, entry, source, overrides)
+    difference = verify(directory, entry, source, overrides, text, trust_remote_code)
     print(f"{entry}: verified, to {difference:.1e} of each number")

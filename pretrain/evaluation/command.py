@@ -90,6 +90,7 @@ from pretrain.evaluation.windows import (
     documents,
 )
 from pretrain.huggingface import import_model
+from pretrain.model import flops_per_token
 from pretrain.model.attention import check_positions
 from pretrain.model.forward import Decoder, check_stream
 from pretrain.model.gpt import build_model
@@ -440,13 +441,16 @@ class OpenedCheckpoint(Opened):
         settings = settings_hash(trained, origin.data.get(TRAINING), changes)
         # No attempt has saved what was imported: what it was trained on is not known here.
         is_own = origin.provenance is not None
+        tokens = trained_tokens(trained, state, origin.changes) if is_own else None
+        flop = flops_per_token(trained, trained.data.sequence_length, causal=False)
         return {
             "step": state.step,
             "method": f"{method}{EVALUATED_WITH}{changed}" if changed else method,
             "seed": trained.run.seed,
             "train_length": trained.data.sequence_length,
             "settings": settings[:HASH_DIGITS],
-            "trained_tokens": trained_tokens(trained, state, origin.changes) if is_own else None,
+            "trained_tokens": tokens,
+            "training_flop": tokens and tokens * flop,
         }
 
     def outlook(self) -> str:

@@ -55,7 +55,7 @@ class Measured(Checked, extra="allow"):
     length: Count
     stride: Count
     tokens: Count
-    train_length: Count | None
+    train_length: Count
     bytes: Count | None
     perplexity: float | None
     loss_nats: float | None
@@ -226,14 +226,21 @@ TOLERANCE, OF_OTHER_DEVICE = 1e-6, 1e-3
 a CPU or a GPU, and on the other kind."""
 
 
-def verify(directory: Path, name: str, source: Path, overrides: list[str]) -> float:
+def verify(
+    directory: Path,
+    name: str,
+    source: Path,
+    overrides: list[str],
+    text: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> float:
     """Evaluate the checkpoint of an entry again, and mark the entry as verified. Collective.
 
     Args:
         directory: The leaderboard.
         name: Of the entry's file, without .json.
         source: The run, checkpoint or Hugging Face folder that the entry is of.
-        overrides: `section.key=value` settings, as of `pretrain evaluate`.
+        overrides, text, trust_remote_code: As of `evaluation.command.evaluate_sources`.
 
     Returns:
         The largest relative difference between a number of the entry and what was found.
@@ -247,7 +254,8 @@ def verify(directory: Path, name: str, source: Path, overrides: list[str]) -> fl
 
     path = directory / f"{name}.json"
     entry, claimed, digest = read_entry(path)
-    found = evaluate_sources([source], entry.request(), overrides, None)
+    request = entry.request()
+    found = evaluate_sources([source], request, overrides, None, None, text, trust_remote_code)
     again = {(rec.protocol_name(r), r["length"]): r for r in found}
     largest = 0.0
     for record in claimed:

@@ -68,6 +68,7 @@ FIELDS = (
 | code | str | commit of pretrain that evaluated, and whether it was changed; else its version |
 | parameters | int | parameters of the model, embeddings among them |
 | trained_tokens | int | tokens that the run trained on; not known of a model that was imported |
+| training_flop | float | trained_tokens x (6 N + 12 n d L) of `pretrain.model.flops_per_token` |
 | processor_seconds | float | on CPUs: processor time of all processes together |
 | device_seconds | float | on GPUs: time that it took, times the GPUs |
 | longppl | float | exp(mean loss) of the key tokens (`pretrain.evaluation.perplexity.find_keys`) |
@@ -93,7 +94,7 @@ COSTS = PROCESSOR_SECONDS, DEVICE_SECONDS = "processor_seconds", "device_seconds
 LONGPPL = "longppl"
 LONGPPL_FIELDS = LONGPPL, "longppl_low", "longppl_high", "key_tokens", "short_context"
 """What `pretrain evaluate --longppl` adds to a record."""
-ORIGIN = "text", "code", "parameters", "trained_tokens"
+ORIGIN = "text", "code", "parameters", "trained_tokens", "training_flop"
 """Further keys of a record, where they are known, by which a stranger can repeat it. They tell no
 two curves apart: another commit that scores the same has scored the same."""
 HASH_DIGITS = 12

@@ -102,12 +102,17 @@ def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
     succeeds("evaluate", run, "--lengths", "32,64", "--max-tokens", "1000", "--out", out)
     stream = TokenStream(tiny_data / "validation")
     documents = load_tokenizer(stream.tokenizer_path).decode(stream.read(0, 1000)).encode()
-    tensors = open_checkpoint(run / STEP_8).shapes.values()
+    checkpoint = open_checkpoint(run / STEP_8)
+    tensors, model = checkpoint.shapes.values(), checkpoint.config.model
+    # Forward and backward: 6 for each weight of a matrix, and attention's two products.
+    flop = 6 * sum(math.prod(shape) for shape in tensors if len(shape) == 2)
+    flop += 12 * model.num_layers * model.hidden_size * 32
     for record in curve(out):
         assert record["text"] == hashlib.sha256(documents).hexdigest()[:12]
         assert record["parameters"] == sum(map(math.prod, tensors))
         # 8 steps of 8 sequences of 32 tokens.
         assert record["trained_tokens"] == 8 * 8 * 32 and record["code"] == running_code()
+        assert record["training_flop"] == 8 * 8 * 32 * flop
         assert tuple(record)[: len(FIELDS)] == FIELDS
         assert record["run"] == str(run) and record["checkpoint"] == str(run / STEP_8)
         assert (record["step"], record["seed"], record["train_length"]) == (8, 1234, 32)
