@@ -451,6 +451,7 @@ def reach(
 def report(
     sources: Annotated[list[Path], typer.Argument(metavar="RUN|FILE.json")],
     out: JsonFile = None,
+    style: Literal["paper", "slides"] = "paper",
 ) -> None:
     """Combine evaluations: of one run's checkpoints, or of several runs.
 
@@ -472,6 +473,8 @@ def report(
             reports.
         out: Write one report of all sources to this file, and plots and report.md beside it.
             Of a run the newest evaluated checkpoint is taken.
+        style: Of the plots that --out writes: paper (a column or a page wide, in 8 point type), or
+            slides.
     """
     from pretrain.evaluation.report import combine, report_run
 
@@ -481,7 +484,7 @@ def report(
             print(report_run(run))
     else:
         with writing(out or sources[0]):
-            print(combine(sources, out))
+            print(combine(sources, out, style))
 
 
 @app.command()

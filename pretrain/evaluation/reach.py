@@ -201,9 +201,8 @@ class Reach:
             kinds |= {RUNNING: self.seen.farthest, MEASURED: self.seen.measured}
         lines = [
             Line(
-                name,
-                f"layer {layer}",
-                name,
+                name[:1].upper() + name[1:],
+                f"{self.config.position.method}, layer {layer}",
                 [2.0**x for x in steep],
                 [Value(max(1.0, float(row[h])), math.nan, math.nan) for h in heads],
             )
@@ -212,8 +211,8 @@ class Reach:
         ]
         ends = math.floor(min(steep, default=0)), math.ceil(max(steep, default=0))
         ticks = {2.0**n: f"1/{2**n}" if n > 0 else str(2**-n) for n in range(ends[0], ends[1] + 1)}
-        title = "Distance beyond which keys weigh less than 2^-24"
-        return draw(lines, Frame("Slope of the head", "Tokens", title, ticks))
+        labels = "Slope of the head", "Reach: keys beyond weigh less than 2^-24 (tokens)"
+        return draw(lines, Frame(*labels, ticks, columns=len(kinds)))
 
 
 def _tokens(distance: float) -> str:

@@ -298,6 +298,18 @@ class Binned(NamedTuple):
         losses = [loss / n if n else math.nan for loss, n in zip(total, tokens)]
         return Binned(edges, losses, tokens)
 
+    def merged(self, tokens: int) -> Binned:
+        """Return wider ranges, of so many scored tokens each, but for one alone with fewer."""
+        starts, last = [0], len(self.counts)
+        for i in range(1, last):
+            if min(sum(self.counts[starts[-1] : i]), sum(self.counts[i:])) >= tokens:
+                starts.append(i)
+        ranges = [slice(*ends) for ends in itertools.pairwise([*starts, last])]
+        counts = [sum(self.counts[each]) for each in ranges]
+        sums = [n * loss if n else 0.0 for n, loss in zip(self.counts, self.losses)]
+        losses = [sum(sums[each]) / n if n else math.nan for each, n in zip(ranges, counts)]
+        return Binned(self.edges[[*starts, last]], losses, counts)
+
     def centres(self) -> list[float]:
         """Return the geometric mean of each range, with positions counted from 1 for a log axis."""
         return [math.sqrt((first + 1) * end) for first, end in itertools.pairwise(self.edges)]
@@ -817,11 +829,6 @@ def length_in_words(length: int, train_length: int | None) -> str:
     """Return a length as in "256 tokens (2 L)"."""
     relative = f" ({relative_length(length / train_length)})" if train_length else ""
     return f"{length} tokens{relative}"
-
-
-def tokens_in_words(curves: Iterable[Curve]) -> str:
-    """Return how many tokens were scored: "50,000", or "1,000 to 50,000" where it differs."""
-    return _range(sorted({count for curve in curves for count in curve.counts("tokens")}))
 
 
 def _range(counts: Sequence[int]) -> str:

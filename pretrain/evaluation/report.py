@@ -16,7 +16,9 @@ from typing import Any
 from pretrain.config import ConfigError
 from pretrain.config.run import MASKED, STREAM
 from pretrain.evaluation.figures import (
+    BARS,
     FORMATS,
+    TOKENS_OF_A_VALUE,
     Frame,
     Line,
     draw,
@@ -77,8 +79,9 @@ INTERVALS_EXPLAINED = (
 """What stands beside a value in report.md."""
 POSITIONS_EXPLAINED = (
     "Mean loss at each position of the longest nonoverlapping window of each curve, over ranges of "
-    "positions that widen with the position; the JSON has the numbers of all runs and lengths, and "
-    "the tokens of each range. Tokens at early positions are predicted from little context."
+    f"positions that widen with the position and have {TOKENS_OF_A_VALUE} scored tokens or more; "
+    "the JSON has narrower ranges, the tokens of each, and all runs and lengths. Tokens at early "
+    "positions are predicted from little context."
 )
 LONGPPL_EXPLAINED = (
     "LongPPL (arXiv 2410.23771) is the perplexity of key tokens: those that the model which was "
@@ -97,8 +100,8 @@ PARTS_EXPLAINED = (
 class Page:
     """A report in Markdown, and the figures that it shows."""
 
-    def __init__(self, *parts: str) -> None:
-        self.parts = list(parts)
+    def __init__(self, *parts: str, style: str = "paper") -> None:
+        self.parts, self.style = list(parts), style
         self.files: dict[str, bytes] = {}
         """Path as in the text -> content of each figure in each format."""
 
@@ -115,7 +118,8 @@ class Page:
             lines: What to draw.
             frame: What to write around it.
         """
-        self.files |= {f"{name}.{kind}": found for kind, found in draw(lines, frame).items()}
+        drawn = draw(lines, frame, self.style)
+        self.files |= {f"{name}.{kind}": content for kind, content in drawn.items()}
         self.add(f"![{caption}]({name}.png)", f"{caption} [SVG]({name}.svg)")
 
     def text(self) -> str:
@@ -175,13 +179,14 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         replace_file(folder / name, content)
 
 
-def write_report(out: Path, records: Sequence[Record]) -> None:
+def write_report(out: Path, records: Sequence[Record], style: str = "paper") -> None:
     """Write a report to `out` (FILE.json) and, beside it, figures and report.md.
 
     Args:
         out: Path of the JSON file; its directory is created.
         records: Evaluations in the order in which they should be listed. They may be of several
             runs, training lengths, seeds, tokenizers and validation sets.
+        style: Of its figures; one of `figures.STYLES`.
 
     Raises:
         ConfigError: There are no records.
@@ -190,9 +195,9 @@ def write_report(out: Path, records: Sequence[Record]) -> None:
         raise ConfigError(
             f"--out {out}: nothing was evaluated. Name at least one run and at least one length"
         )
-    page = Page("# Perplexity by length", protocols_explained(records))
+    page = Page("# Perplexity by length", style=style)
     _add_by_length(page, records, out.stem)
-    page.add("## How to read it", INTERVALS_EXPLAINED)
+    page.add("## How to read it", protocols_explained(records), INTERVALS_EXPLAINED)
     page.add(LONGPPL_EXPLAINED if any(record.get(LONGPPL) for record in records) else "")
     page.add(source_table(make_curves(records)).markdown())
     _save(out, records, page)
@@ -237,18 +242,18 @@ def _add_by_length(page: Page, records: Sequence[Record], stem: str) -> None:
     if len(parts) > 1:
         page.add(PARTS_EXPLAINED)
     for part in parts:
-        curves, subject = part.curves, part.subject
-        page.add(f"## {subject.capitalize()}" if subject else "")
-        drawn = lines_by_length(curves, subject)
-        page.show(f"{stem}{part.end}", "Perplexity by length.", *drawn)
+        curves = part.curves
+        page.add(f"## {part.subject.capitalize()}" if part.subject else "")
+        caption = f"Perplexity by length. {BARS}"
+        page.show(f"{stem}{part.end}", caption, *lines_by_length(curves))
         page.add(*(table.markdown() for table in tables_of(part)))
         for cost in filter(COSTS.__contains__, quantities(curves)):
-            drawn = lines_by_length(curves, subject, cost)
-            page.show(f"{stem}_{cost}{part.end}", f"{TITLES[cost]}, by length.", *drawn)
+            name = f"{stem}_{cost}{part.end}"
+            page.show(name, f"{TITLES[cost]}, by length.", *lines_by_length(curves, cost))
         if found := position_curves(curves):
             page.add("## Loss by position", POSITIONS_EXPLAINED)
-            drawn = lines_by_position(found, subject)
-            page.show(f"{stem}_positions{part.end}", "Loss by position.", *drawn)
+            name = f"{stem}_positions{part.end}"
+            page.show(name, "Loss by position.", *lines_by_position(found))
 
 
 # ---- Report how perplexity at each length develops over a run's checkpoints ----
@@ -340,10 +345,10 @@ def _write(directory: Path, evaluated: Evaluated) -> None:
     records = evaluated.records
     changes = filter(is_change, read_metrics(RunPaths(directory.parent).metrics))
     borders = sorted({float(record["step"]) for record in changes})
-    page = Page("# Perplexity by training step", protocols_explained(records))
+    page = Page("# Perplexity by training step")
     for part in parts_of(make_curves(records)):
         page.add(f"## {part.subject.capitalize()}" if part.subject else "")
-        drawn = lines_by_step(part.curves, part.subject, borders)
+        drawn = lines_by_step(part.curves, borders)
         page.show(f"steps{part.end}", "Perplexity by training step.", *drawn)
         page.add(*(table.markdown() for table in tables_of(part)))
     if evaluated.missing:
@@ -352,7 +357,7 @@ def _write(directory: Path, evaluated: Evaluated) -> None:
     newest = records[-1]["step"]
     page.add(f"# Step {newest} by length")
     _add_by_length(page, [r for r in records if r["step"] == newest], "curve")
-    page.add("## How to read it", INTERVALS_EXPLAINED)
+    page.add("## How to read it", protocols_explained(records), INTERVALS_EXPLAINED)
     # Losses by block and by position stay in the folders of the steps.
     _save(directory / "curve.json", [fields_of(record) for record in records], page)
 
@@ -361,12 +366,13 @@ def _write(directory: Path, evaluated: Evaluated) -> None:
 # Make one report of several: of runs that were evaluated, and of reports that were written.
 
 
-def combine(sources: Sequence[Path], out: Path | None) -> str:
+def combine(sources: Sequence[Path], out: Path | None, style: str = "paper") -> str:
     """Write one report of the results of several sources; return its tables for the terminal.
 
     Args:
         sources: Runs, of which the newest evaluated checkpoint is taken, or curve.json files.
         out: FILE.json of the report, whose other files are written beside it; None for no report.
+        style: Of its figures; one of `figures.STYLES`.
 
     Raises:
         ConfigError: A source has no results, some predict masked tokens and some next ones, or the
@@ -377,7 +383,7 @@ def combine(sources: Sequence[Path], out: Path | None) -> str:
     records = [record for _, record in found]
     if out is not None:
         check_overwrites(out)
-        write_report(out, records)
+        write_report(out, records, style)
     return format_table(records)
 
 

@@ -277,7 +277,6 @@ def _lines(records: Sequence[Record]) -> tuple[list[Line], Frame]:
         Line(
             task,
             label,
-            label,
             list(means),
             [Value(float(np.mean(x)), math.nan, math.nan) for x in means.values()],
         )
@@ -285,7 +284,8 @@ def _lines(records: Sequence[Record]) -> tuple[list[Line], Frame]:
     ]
     ticks = {float(x): str(x) for x in sorted({x for line in lines for x in line.xs})}
     trained = sorted({float(r["train_length"]) for r in records})
-    return lines, Frame("Context (tokens)", "Accuracy", ticks=ticks, marked=trained)
+    marked = {line.panel: trained for line in lines}
+    return lines, Frame("Context (tokens)", "Accuracy", ticks, marked)
 
 
 def format_tables(records: Sequence[Record]) -> str:

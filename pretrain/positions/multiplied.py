@@ -30,6 +30,7 @@ class Multiplied(PositionMethod):
 
     method: Literal["multiplied"] = "multiplied"
 
+    title = "DA-Transformer"
     bias = "scores"
 
     def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:

@@ -12,6 +12,8 @@ class NoPositions(PositionMethod):
 
     method: Literal["none"] = "none"
 
+    title = "NoPE"
+
     @property
     def no_class(self) -> str:
         return "no stock transformers decoder goes without positions"

@@ -35,7 +35,7 @@ class Shaw(PositionMethod):
     max_relative_position: Fixed[int] = Field(default=16, ge=1)
     """Distance in tokens from which on all keys have the same vector: the paper's k."""
 
-    title = "relative position representations"
+    title = "relative (Shaw et al.)"
     bias = "scores"
     score_blocks = 0.5
     of_each_layer = ("shaw_keys",)

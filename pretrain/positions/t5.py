@@ -34,6 +34,7 @@ class T5(PositionMethod):
     relative_attention_max_distance: int = Field(default=128, gt=1)
     """Distance in tokens from which on all keys share the last bucket."""
 
+    title = "T5 bias"
     bias = "table"
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:

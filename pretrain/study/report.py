@@ -16,11 +16,13 @@ from markdown_it import MarkdownIt
 
 from pretrain.config import writing
 from pretrain.evaluation.figures import (
+    BARS,
+    TOKENS_OF_A_VALUE,
     Frame,
     Line,
+    in_panels,
     lines_by_length,
     lines_by_position,
-    words_of,
 )
 from pretrain.evaluation.judge import Gap, Judgement, Verdict, gap, judge
 from pretrain.evaluation.records import (
@@ -37,6 +39,7 @@ from pretrain.evaluation.records import (
     quantities,
     relative_length,
     source_table,
+    train_lengths,
 )
 from pretrain.evaluation.report import (
     INTERVALS_EXPLAINED,
@@ -140,7 +143,7 @@ def report(results: Results, judged: Sequence[Judgement]) -> Page:
     page = Page(f"# {plain(study.asked.title)}", _in_short(results, judged), *_warnings(results))
     page.add(_verdicts(judged, study.asked.published or RATIOS_FROM))
     if curves:
-        caption = "Perplexity by the length of validation windows. Dotted lines: training lengths."
+        caption = f"Perplexity by the length of validation windows. {BARS}"
         page.show("figures/extrapolation", caption, *lines_by_length(curves))
     page.add("## What each verdict stands on", *_claims(judged), "## Perplexity by length")
     if curves:
@@ -151,7 +154,7 @@ def report(results: Results, judged: Sequence[Judgement]) -> Page:
     if positions := position_curves(curves):
         caption = (
             "Loss by position in the longest window of each curve, over ranges that widen with the "
-            "position."
+            f"position and have {TOKENS_OF_A_VALUE} scored tokens or more."
         )
         page.show("figures/position", caption, *lines_by_position(positions))
     page.add(*_early(results))
@@ -270,8 +273,9 @@ def _add_perplexity(page: Page, results: Results) -> None:
     lines, frame = _ratios(curves, model or RATIOS_FROM)
     if lines:
         caption = (
-            "Perplexity as a ratio to that at the training length, by length in training lengths; "
-            "below, the same of the published numbers."
+            "Perplexity as a ratio to that at the training length, by length in training lengths, "
+            "with the range in which noise puts it; beside it the same of the published numbers. "
+            f"Lines are cut off at {RATIO_TOP:g}: the tables have the values."
         )
         page.show("figures/ratio", caption, lines, frame)
     if model:
@@ -404,55 +408,49 @@ def claims_json(judged: Sequence[Judgement]) -> bytes:
 
 
 # ---- figures -----------------------------------------------------------------------------------
+RATIO_TOP = 2.0
+"""Where the figure of ratios ends. A published one of 20 would leave no height to those near 1."""
+
+
 def _ratios(mine: Sequence[Curve], model: str) -> tuple[list[Line], Frame]:
     """Return the lines of perplexities as ratios to those at L, this study's and the paper's."""
-    groups = {"this study": mine, f"published ({model})": _nearest(mine, model)}
-    lines = []
-    # In the order of the training lengths, since marks are given in the order of the lines.
-    everything = [(whose, curve) for whose, curves in groups.items() for curve in curves]
-    for whose, curve in sorted(everything, key=lambda each: each[1].train_length):
-        trained = curve.train_length
-        lengths = [n for n in curve.records if n >= trained]
-        if trained not in curve.records or len(lengths) < 2:
-            continue
-        xs = [n / trained for n in lengths]
-        values = [_ratio(curve, n, trained) for n in lengths]
-        words = words_of(curve.method if curve not in mine else curve.name, trained, True)
-        lines.append(Line(f"{curve.kind}, {whose}", *words, xs, values))
-    drawn = {line.panel for line in lines}
-    panels = [panel for whose in groups for panel in sorted(drawn) if panel.endswith(whose)]
-    powers = sorted({2 ** round(math.log2(x)) for line in lines for x in line.xs})
+    lines: dict[tuple[str, str], Line] = {}
+    for panel, curves in in_panels(mine).items():
+        for curve in curves:
+            both = {curve.name: curve, f"{curve.method}, published": _nearest(curve, model)}
+            for name, each in both.items():
+                if each is not None and len(values := _ratios_of(each)) > 1:
+                    lines[panel, name] = Line(panel, name, list(values), list(values.values()))
+    xs = {x for line in lines.values() for x in line.xs}
     frame = Frame(
         "Evaluation length (in training lengths L)",
         "Perplexity / perplexity at L",
-        ticks={float(x): relative_length(x) for x in powers},
-        bars="range in which\nnoise puts it",
-        panels=panels,
+        {float(x): relative_length(x) for x in {2 ** round(math.log2(x)) for x in xs}},
+        columns=len(train_lengths(mine)),
+        top=RATIO_TOP,
     )
-    return lines, frame
+    return list(lines.values()), frame
 
 
-def _nearest(mine: Sequence[Curve], model: str) -> list[Curve]:
-    """Return the published curves that reach beyond L, of the training lengths nearest to ours."""
-    found: dict[Curve, None] = {}
-    for curve in mine:
-        alike = [
-            other
-            for other in published.evidence(model).curves
-            if (other.method, other.kind) == (curve.method, curve.kind)
-            and max(other.records) > other.train_length
-        ]
-        if alike:
-            trained = curve.train_length
-            nearest = min(alike, key=lambda c: abs(math.log(c.train_length / trained)))
-            found[nearest] = None
-    return list(found)
+def _nearest(curve: Curve, model: str) -> Curve | None:
+    """Return the published curve that reaches beyond L, of the training length nearest to ours."""
+    alike = [
+        other
+        for other in published.evidence(model).curves
+        if (other.method, other.kind) == (curve.method, curve.kind)
+        and max(other.records) > other.train_length
+    ]
+    trained = curve.train_length
+    return min(alike, key=lambda c: abs(math.log(c.train_length / trained)), default=None)
 
 
-def _ratio(curve: Curve, length: int, trained: int) -> Value:
-    """Return the ratio of a perplexity to that at L, with its range."""
-    low, value, high = gap(curve, length, curve, trained).ratios()
-    return Value(value, math.nan, math.nan) if low == high else Value(value, low, high)
+def _ratios_of(curve: Curve) -> dict[float, Value]:
+    """Return length in training lengths -> ratio of the perplexity to that at L, from L on."""
+    trained, found = curve.train_length, {}
+    for length in (n for n in curve.records if n >= trained and trained in curve.records):
+        low, value, high = gap(curve, length, curve, trained).ratios()
+        found[length / trained] = Value(value, low, high)
+    return found
 
 
 # ---- growth --------------------------------------------------------------------------------------
@@ -466,19 +464,14 @@ def _growth(results: Results) -> tuple[str, list[Line], Frame] | None:
         for key, runs in groups.items()
     }
     multiple = _longest_multiple(lengths)
-    panels = {"At the training length L": 1} | (
-        {f"At {relative_length(multiple)}": multiple} if multiple > 1 else {}
-    )
-    several = len({length for _, length in groups}) > 1
     lines = []
-    for (method, trained), runs in sorted(groups.items(), key=lambda item: item[0][1]):
-        words = words_of(method, trained, several)
-        for panel, times in panels.items():
-            length = times * trained
+    for times in dict.fromkeys([1, multiple]):
+        for (method, trained), runs in sorted(groups.items(), key=lambda item: item[0][1]):
+            length, panel = times * trained, f"L = {trained}, evaluated at {relative_length(times)}"
             if length in lengths[method, trained]:
                 values = _mean([growth[run.name][length] for run in runs])
                 xs = [float(step) for step in values]
-                lines.append(Line(panel, *words, xs, list(values.values()), len(runs) > 1))
+                lines.append(Line(panel, method, xs, list(values.values()), len(runs) > 1))
     if not lines:
         return None
     caption = "Validation perplexity over training, at the training length L"
@@ -489,9 +482,8 @@ def _growth(results: Results) -> tuple[str, list[Line], Frame] | None:
         )
     else:
         caption += ". There is no longer multiple of L at which all of these runs were evaluated."
-    drawn = {line.panel for line in lines}
-    panels_drawn = [panel for panel in panels if panel in drawn]
-    return caption, lines, Frame("Training step", "Perplexity", panels=panels_drawn)
+    columns = len({trained for _, trained in groups})
+    return caption, lines, Frame("Training step", "Perplexity", columns=columns)
 
 
 def _longest_multiple(lengths: Mapping[tuple[str, int], set[int]]) -> int:

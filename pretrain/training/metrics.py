@@ -405,8 +405,7 @@ class MetricsWriter:
             self._open("wandb", lambda: Wandb(config, run_directory))
         if config.logging.tensorboard:
             self._open("TensorBoard", lambda: TensorBoard(run_directory, resume_step))
-        num_steps, interval = config.train.num_steps, config.logging.interval_steps
-        self.destinations["console"] = Console(num_steps, interval)
+        self.destinations["console"] = Console(config)
 
     def step(self, record: Record) -> None:
         """Write the record of one training step."""
@@ -498,10 +497,13 @@ class TensorBoard(Destination):
 
 
 class Console(Destination):
-    """A line on stderr for the first step, every `interval` steps, and each evaluation."""
+    """A line on stderr for the first step, every interval_steps, and each evaluation."""
 
-    def __init__(self, num_steps: int, interval: int) -> None:
-        self._num_steps, self._interval = num_steps, interval
+    def __init__(self, config: RunConfig) -> None:
+        self._num_steps, self._interval = config.train.num_steps, config.logging.interval_steps
+        self._even = math.log(config.data.vocab_size)
+        """Loss in nats where every token is as probable."""
+        self._scale = config.embedding_scale if config.model.tie_word_embeddings else 1.0
         self._seconds: deque[float] = deque(maxlen=RATE_WINDOW_STEPS)
 
     def step(self, record: Record) -> None:
@@ -514,6 +516,11 @@ class Console(Destination):
         elif is_first:
             # No estimate: it allocates, and may compile, what later steps use again.
             say(f"step {step}/{self._num_steps}  {_numbers(record)}  (the first is the slowest)")
+        if step == 1 and self._scale > 1 and record["loss_nats"] > self._even:
+            say(
+                f"the loss begins above the {self._even:.1f} of a guess, ln(vocabulary): tied "
+                f"embeddings times {self._scale:.1f} first predict the token that was read"
+            )
 
     def evaluation(self, records: list[Record]) -> None:
         for line in _evaluation_lines(records):

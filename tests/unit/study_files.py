@@ -131,7 +131,7 @@ def with_positions(records):
         length = record["length"]
         shape = 1 / np.sqrt(np.arange(1, length + 1))
         losses = record["loss_nats"] + shape - shape.mean()
-        counts = np.full(length, record["tokens"] // length)
+        counts = np.full(length, -(-record["tokens"] // length))
         binned = Binned.of(Losses(losses, counts))
         is_whole = record["protocol"] == "nonoverlapping"
         found.append(record | ({POSITIONS: binned} if is_whole else {}))

@@ -101,6 +101,12 @@ def test_every_tag_is_in_a_group():
     assert len(set(TAGS.values())) == len(TAGS) and tags["data/begun_pass_of_books"] == 2
 
 
+def test_a_first_loss_above_that_of_a_guess_is_explained(capsys):
+    for loss in (11.0, 5.0):
+        Console(make_config()).step(step_record(1, loss_nats=loss))
+    assert capsys.readouterr().err.count("first predict the token that was read") == 1
+
+
 # ---- wandb ---------------------------------------------------------------------------------------
 def log_records(data: bytes) -> Iterator[bytes]:
     """The records of a .wandb file: 7 bytes, then LevelDB's log format (its doc/log_format.md)."""
@@ -175,7 +181,7 @@ def test_a_destination_that_fails_later_is_left_alone(tmp_path, capsys):
             Closed.closed += 1
 
     writer = MetricsWriter(make_config(), tmp_path, 0)
-    writer.destinations = {"disk": Closed(1, 1)}
+    writer.destinations = {"disk": Closed(make_config())}
     writer.step(step_record(1))
     writer.step(step_record(2))
     writer.close()

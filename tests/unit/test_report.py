@@ -26,12 +26,7 @@ from pretrain.evaluation.records import (
     read_records,
 )
 from pretrain.evaluation.report import combine, format_table, write_report
-from tests.unit.report_records import (
-    curve_of,
-    make_record,
-    position_losses,
-    read_png,
-)
+from tests.unit.report_records import curve_of, make_record, position_losses, read_png
 from tests.unit.study_files import with_blocks
 
 # Of the shape that a real run shows.
@@ -85,7 +80,8 @@ def test_records_read_back(tmp_path):
         assert not any(word in files[name] for word in (b"dc:creator", b"dc:date"))
         if name.endswith(".png"):
             width, height = read_png(files[name]).size
-            assert 800 <= width <= 1600 and 400 <= height <= 1000
+            # A column or a page of a paper wide, 3.3 or 6.75 inches.
+            assert width == 200 * (3.3 if "positions" in name else 6.75) and 400 <= height <= 600
         else:
             tag = ElementTree.fromstring(files[name]).tag
             assert tag == "{http://www.w3.org/2000/svg}svg"
@@ -269,18 +265,28 @@ def test_a_users_matplotlibrc_changes_no_picture():
         assert by_length(curves) == drawn
 
 
-def test_a_method_has_one_colour_in_every_figure_and_a_training_length_one_mark():
+def test_a_method_has_one_colour_in_every_figure_and_a_training_length_one_panel():
     def looks(*records):
-        return figures._looks(figures.lines_by_length(make_curves(records))[0])
+        lines, _ = figures.lines_by_length(make_curves(records))
+        return figures._looks(lines), {(line.panel, line.name) for line in lines}
 
     methods = ("alibi", "rotary", "sinusoidal")
-    colours, marks = looks(*(make_record(m, train_length=n) for m in methods for n in (64, 128)))
+    found, lines = looks(*(make_record(m, train_length=n) for m in methods for n in (64, 128)))
+    panels = [f"L = {n}, nonoverlapping windows" for n in (64, 128)]
+    assert lines == set(itertools.product(panels, methods))
     alone, _ = looks(make_record("sinusoidal"), make_record("alibi"))
-    assert alone.items() <= colours.items() and colours.keys() == set(methods)
-    assert marks.keys() == {"L = 64", "L = 128"}
-    # Two runs of one method are told apart by colour too.
-    for found in (colours, looks(make_record(step=1), make_record(step=2))[0]):
-        assert len({look["color"] for look in found.values()}) == len(found)
+    assert all(alone[name]["color"] == found[name]["color"] for name in alone)
+    every = [figures._looks([figures.Line("", m, [], [])])[m]["color"] for m in figures.METHODS]
+    assert len(set(every)) == len(every)
+    # Two runs of one method are told apart by shade, marker and dashes.
+    two, _ = looks(make_record(step=1), make_record(step=2))
+    assert all(len({str(look[key]) for look in two.values()}) == 2 for key in found["alibi"])
+
+
+def test_methods_have_the_names_that_people_know():
+    names = ("t5", "alibi, 3 seeds", "alibi_trained_slopes", "transformer_xl", "runs/alibi")
+    titles = "T5 bias; ALiBi, 3 seeds; ALiBi, trained slopes; Transformer-XL; Runs/alibi"
+    assert "; ".join(map(figures.titled, names)) == titles
 
 
 # ---- several tokenizers and texts ----------------------------------------------------------------
@@ -289,7 +295,7 @@ def test_tokenizers_and_validation_sets_stand_apart_and_are_named(tmp_path, monk
     drawn = []
     draw = figures.draw
     monkeypatch.setattr(
-        report, "draw", lambda lines, frame: drawn.append((lines, frame)) or draw(lines, frame)
+        report, "draw", lambda lines, *frame: drawn.append(lines) or draw(lines, *frame)
     )
     records = [
         make_record("alibi", perplexity=20.25),
@@ -302,8 +308,7 @@ def test_tokenizers_and_validation_sets_stand_apart_and_are_named(tmp_path, monk
         for values in (("20.25", "33.75"), bits):
             assert values[own] in table and values[other] not in table
     write_report(tmp_path / "curve.json", records)
-    assert [[line.values[0].value for line in lines] for lines, _ in drawn] == [[20.25], [33.75]]
-    assert [frame.title.startswith(f"validation set {n}") for n, (_, frame) in zip(names, drawn)]
+    assert [[line.values[0].value for line in lines] for lines in drawn] == [[20.25], [33.75]]
     text = (tmp_path / "report.md").read_text()
     assert "Their perplexities are not comparable" in text and "1. " not in text
     assert all(f"## Validation set {name}\n" in text for name in names)
@@ -374,6 +379,11 @@ def test_values_of_one_text_are_compared_block_by_block():
     found = gap(a, 128, b, 128)
     assert found.value == pytest.approx(0.02) and found.is_shown
     assert "no difference from" not in stands_out(pair)
+    # So the figure's bar does not reach the other line, and the other line has none.
+    first, second = (line.values[0] for line in figures.lines_by_length([a, b])[0])
+    assert math.isnan(first.low) and first.value == pytest.approx(20.0)
+    ends = (math.exp(-end) for end in (found.value, found.high, found.low))
+    assert np.array(second) / 20 == pytest.approx([*ends]) and second.high < 20
     # The paired t-interval, from another library.
     of_a, of_b = (r[BLOCKS] for r in pair)
     differences = (of_a.losses - of_b.losses) / of_a.counts
@@ -403,6 +413,11 @@ def test_positions_are_averaged_over_every_token_once():
         # The mean of small integers is rounded once.
         np.testing.assert_allclose(loss, expected, rtol=1e-15)
     assert sum(binned.counts) == counts.sum()
+    # A figure has wider ranges, of the same tokens.
+    wide = binned.merged(50)
+    assert min(wide.counts) >= 50 and sum(wide.counts) == counts.sum()
+    assert len(wide.counts) > 5 and {*wide.edges} <= {*binned.edges}
+    assert np.dot(wide.losses, wide.counts) == pytest.approx(np.nansum(losses * counts))
 
 
 # ---- several sources -----------------------------------------------------------------------------

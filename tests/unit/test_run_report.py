@@ -78,13 +78,13 @@ def test_a_line_of_the_figure_is_a_length_over_the_steps():
     )
     lines, _ = lines_by_step(curves)
     found = {
-        (line.panel, line.mark): dict(zip(line.xs, (value.value for value in line.values)))
+        (line.panel, line.name): dict(zip(line.xs, (value.value for value in line.values)))
         for line in lines
     }
     assert found == {
-        ("nonoverlapping", "128 = L"): {100: 90.0, 300: 24.0, 400: 20.0},
-        ("nonoverlapping", "512 = 4 L"): {100: 99.0, 300: 21.0, 400: 22.0},
-        ("sliding by 64", "512 = 4 L"): {100: 88.25, 300: 25.0, 400: 19.5},
+        ("L = 128, nonoverlapping windows", "alibi, 128 = L"): {100: 90.0, 300: 24.0, 400: 20.0},
+        ("L = 128, nonoverlapping windows", "alibi, 512 = 4 L"): {100: 99.0, 300: 21.0, 400: 22.0},
+        ("L = 128, sliding by 64 tokens", "alibi, 512 = 4 L"): {100: 88.25, 300: 25.0, 400: 19.5},
     }
     assert [list(line.xs) for line in lines] == [[100, 300, 400]] * 3
 

@@ -13,15 +13,8 @@ from pretrain.evaluation.judge import CLAIMS, judge
 from pretrain.evaluation.report import Page, plain
 from pretrain.study import published
 from pretrain.study.reading import read_results
-from pretrain.study.report import (
-    _growth,
-    as_code,
-    to_html,
-    write_study_report,
-)
-from tests.unit.study_files import (
-    make_study,
-)
+from pretrain.study.report import _growth, as_code, to_html, write_study_report
+from tests.unit.study_files import make_study
 from tests.unit.test_study_published import look_up
 
 TITLE = 'A *study* of <script>alert("x")</script> & [links](javascript:x)'
@@ -116,11 +109,11 @@ def test_verdicts_are_those_of_the_claims_with_the_numbers_they_stand_on(study, 
 def test_early_tokens_and_growth_are_there(study, text):
     assert "| alibi, L = 64 | 128 tokens (2 L) | windows of L that slide by 32 | 50,000 |" in text
     _, lines, _ = _growth(study)
-    alibi = [line for line in lines if (line.mark, line.colour) == ("L = 64", "alibi")]
+    alibi = [line for line in lines if line.name == "alibi" and "L = 64" in line.panel]
     assert {line.panel: {x: v.value for x, v in zip(line.xs, line.values)} for line in alibi} == {
-        "At the training length L": pytest.approx({200: 30, 400: 20}),
+        "L = 64, evaluated at L": pytest.approx({200: 30, 400: 20}),
         # 65,536 tokens are 1,024 L of one and 512 L of the other; 131,072 are 2,048 and 1,024.
-        "At 1,024 L": pytest.approx({200: 28.2, 400: 18.8}),
+        "L = 64, evaluated at 1,024 L": pytest.approx({200: 28.2, 400: 18.8}),
     }
     assert "at 1,024 L, the longest multiple of L at which all of these runs" in text
 
