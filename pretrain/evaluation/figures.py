@@ -140,11 +140,11 @@ def draw(lines: Sequence[Line], frame: Frame, style: str = "paper") -> dict[str,
     # A user's matplotlibrc changes sizes and fonts, and equal lines would not give equal bytes.
     matplotlib.rcdefaults()
     width = STYLES[style].line
-    sizes = {"lines.linewidth": width, "lines.markersize": 2.8 * width}
-    sizes |= {"errorbar.capsize": 1.5 * width, "axes.linewidth": 0.5 * width}
-    words = {"font.size": STYLES[style].type, "axes.titlesize": "medium"}
+    settings: dict[Any, Any] = {"font.size": STYLES[style].type, "axes.titlesize": "medium"}
+    settings |= {"lines.linewidth": width, "lines.markersize": 2.8 * width}
+    settings |= {"errorbar.capsize": 1.5 * width, "axes.linewidth": 0.5 * width}
     # Not random, which the ids in an SVG are otherwise.
-    matplotlib.rcParams.update({**words, **sizes, "svg.hashsalt": "pretrain"})
+    matplotlib.rcParams.update(settings | {"svg.hashsalt": "pretrain"})
     by_panel = grouped(lines, lambda line: line.panel)
     looks = _looks(lines)
     handles = [Line2D([], [], label=_plain(titled(name)), **look) for name, look in looks.items()]
@@ -237,7 +237,7 @@ def _looks(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
         colour = COLOURS[[*METHODS].index(method) % len(COLOURS)] if method else NEUTRAL
         white = 0.6 * alike[method].index(name) / max(1, len(alike[method]) - 1)
         looks[name] = {
-            "color": to_hex([part + (1 - part) * white for part in to_rgb(colour)]),
+            "color": to_hex(tuple(np.array(to_rgb(colour)) * (1 - white) + white)),
             "marker": MARKERS[i % len(MARKERS)],
             "linestyle": DASHES[i % len(DASHES)],
         }
