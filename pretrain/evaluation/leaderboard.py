@@ -337,5 +337,5 @@ def _figures(rows: Sequence[Row]) -> Iterable[tuple[str, str]]:
             {**row.record, "method": f"{row.record['method']}, {row.entry.name}", "run": row.file}
             for row in members
         ]
-        lines, frame = lines_by_length(rec.make_curves(named), f"text {text}", rec.BITS_PER_BYTE)
+        lines, frame = lines_by_length(rec.make_curves(named), rec.BITS_PER_BYTE)
         yield text, base64.b64encode(draw(lines, frame)["svg"]).decode()
