@@ -622,6 +622,8 @@ def study(
     site: Annotated[Path | None, typer.Option(metavar="SITE.toml")] = None,
     dry_run: bool = False,
     report_only: bool = False,
+    only: Annotated[str, typer.Option(metavar="PATTERN")] = "*",
+    again: bool = False,
 ) -> None:
     """Train methods at several lengths, evaluate them together, and report on the claims.
 
@@ -639,6 +641,7 @@ def study(
     Examples:
       pretrain study configs/studies/demo.toml --nproc 2
       pretrain study configs/studies/wikitext103.toml --site slurm/site.toml
+      pretrain study configs/studies/debian_text/decide.toml --only "*-s1"
 
     Args:
         file: The study: methods, lengths, seeds, settings.
@@ -646,6 +649,8 @@ def study(
         site: Submit the runs to this Slurm cluster, as one job array, and train none here.
         dry_run: Print the runs and what is left of each; do nothing.
         report_only: Train and measure nothing; evaluate and report what is finished.
+        only: Of the missing runs train those whose names match, such as "alibi-*-s1".
+        again: Train these again though STUDY/records has them, and compare their losses with it.
     """
     if report_only and site is not None:
         raise ConfigError(
@@ -656,7 +661,7 @@ def study(
     if dry_run:
         print_plan(file, nproc)
         return
-    raise typer.Exit(run_study(file, Request(nproc or 1, site, report_only)))
+    raise typer.Exit(run_study(file, Request(nproc or 1, site, report_only, only, again)))
 
 
 # ---- pretrain checkpoint ----

@@ -5,29 +5,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import fnmatch
 import hashlib
-import json
 import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, dump_config, writing
 from pretrain.config.errors import say
-from pretrain.config.trajectory import VALIDATION
 from pretrain.data.stream import open_stream
-from pretrain.evaluation.records import read_records
+from pretrain.evaluation.records import grouped, read_records, records_json
 from pretrain.processes import Processes, Stopped
-from pretrain.rundir.checkpoints import find_checkpoint
 from pretrain.rundir.files import make_directory, read_json, replace_json
 from pretrain.rundir.paths import ExitCode
 from pretrain.study.reading import count_unigram, read_results
 from pretrain.study.runs import (
+    CURVE,
     FAILED,
     FINISHED,
     LOCK,
@@ -36,68 +34,46 @@ from pretrain.study.runs import (
     StudyRun,
     check_directory,
     check_runs,
+    compare_losses,
     data_sets,
     dump_study,
+    is_recorded,
     load_study_file,
     other_differences,
+    records_of,
     request_of,
     resolve,
+    state_of,
     states_of,
     table,
     write_changed,
+    write_record,
     write_study,
 )
 
-# ---- Evaluate all finished runs of a study together, unless that is done already ----
-
-
-CURVE = "curve.json"
-DONE = "evaluated.json"
-"""What was evaluated, and the SHA-256 of CURVE that came of it; written last."""
+# ---- Evaluate finished runs that have no record of it yet ----
 
 
 def evaluate(work: Work, runs: Sequence[StudyRun]) -> None:
-    """Evaluate finished runs with one `pretrain evaluate`.
+    """Evaluate finished runs with one `pretrain evaluate`, and write their records.
 
     Raises:
         ConfigError: The text is shorter than a length that the study file names.
         RunFailed: The evaluation failed, as it has printed.
     """
     study = work.study
-    folder = study.directory / "evaluation"
-    asked = _asked(study, runs)
-    make_directory(folder)
-    (folder / DONE).unlink(missing_ok=True)
-    command = [
-        *(sys.executable, "-m", "pretrain", "evaluate"),
-        *(run.config.run.directory for run in runs),
-        *_request(study, runs[0]).options(),
-        *("--out", str(folder / CURVE)),
-    ]
-    with tempfile.TemporaryDirectory(prefix="pretrain-study-") as rendezvous:
-        work.run("pretrain evaluate", *ranks(command, work.request.nproc, rendezvous))
-    replace_json(folder / DONE, {"asked": asked, "curve": _digest(folder / CURVE)}, indent=1)
-
-
-def is_done(study: Study, runs: Sequence[StudyRun]) -> bool:
-    """Return True if the evaluation that is there is of these runs, as the study file asks now.
-
-    It is known by its content: the ids of the checkpoints, what was asked for, and the digest of
-    the records. Without runs there is nothing to evaluate, and what is there is no longer current.
-    """
-    folder = study.directory / "evaluation"
-    if not runs:
-        (folder / DONE).unlink(missing_ok=True)
-        (folder / CURVE).unlink(missing_ok=True)
-        return True
-    done = read_json(folder / DONE)
-    return done == {"asked": _asked(study, runs), "curve": _digest(folder / CURVE)}
-
-
-def records_of(study: Study) -> list[dict[str, Any]]:
-    """Return the records of the evaluation that is there; none without one."""
-    path = study.directory / "evaluation" / CURVE
-    return read_records(path) if path.with_name(DONE).is_file() else []
+    with tempfile.TemporaryDirectory(prefix="pretrain-study-") as folder:
+        curve = Path(folder) / CURVE
+        command = [
+            *(sys.executable, "-m", "pretrain", "evaluate"),
+            *(run.config.run.directory for run in runs),
+            *_request(study, runs[0]).options(),
+            *("--out", str(curve)),
+        ]
+        work.run("pretrain evaluate", *ranks(command, work.request.nproc, folder))
+        found = grouped(read_records(curve), lambda record: PurePath(record["run"]).name)
+    for run in runs:
+        write_record(study, run, found[run.name])
 
 
 def ranks(command: Sequence[str], nproc: int, rendezvous: str) -> list[list[str]]:
@@ -124,20 +100,6 @@ def ranks(command: Sequence[str], nproc: int, rendezvous: str) -> list[list[str]
     ]
 
 
-def _asked(study: Study, runs: Sequence[StudyRun]) -> dict[str, Any]:
-    """Return what decides the result of an evaluation, as JSON has it."""
-    evaluation = study.asked.evaluation
-    checkpoints = {run.name: open_checkpoint(find_checkpoint(run.config.directory)) for run in runs}
-    return {
-        "runs": {
-            name: {"checkpoint": each.lineage.id, "validation": each.origin.data.get(VALIDATION)}
-            for name, each in checkpoints.items()
-        },
-        **json.loads(evaluation.model_dump_json()),
-        "lengths": list(study.lengths),
-    }
-
-
 def _request(study: Study, run: StudyRun) -> EvaluationRequest:
     """Return what `pretrain evaluate` is asked for: the default lengths as far as the text reaches.
 
@@ -159,11 +121,6 @@ def _request(study: Study, run: StudyRun) -> EvaluationRequest:
     for length in study.lengths[len(reached) :]:
         print(f"length {length:,} left out: the text that is scored has {tokens:,} tokens")
     return dataclasses.replace(request, lengths=reached)
-
-
-def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file; "" without one."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 COSTS: Any = {
@@ -188,12 +145,18 @@ class Request:
     """The site file of a Slurm cluster to which the runs are submitted; None trains here."""
     report_only: bool = False
     """Train nothing."""
+    only: str = "*"
+    """A pattern: of the missing runs, train those whose names match."""
+    again: bool = False
+    """Train these where their weights are not here, though they are recorded, and compare."""
 
     def options(self) -> list[str]:
         """Return the command-line arguments that ask for this."""
         options = [f"--nproc={self.nproc}"] if self.nproc > 1 else []
         options += ["--site", str(self.site)] if self.site is not None else []
-        return [*options, "--report-only"] if self.report_only else options
+        options += ["--report-only"] if self.report_only else []
+        options += ["--only", self.only] if self.only != "*" else []
+        return [*options, "--again"] if self.again else options
 
 
 @dataclass
@@ -310,17 +273,27 @@ def _work(work: Work) -> int:
             # `launcher sweep STUDY/configs/*.toml` may take all that are there.
             (study.directory / "configs" / f"{Path(row['name']).name}.toml").unlink(missing_ok=True)
     states = work.record()
-    left = [run for run, state in states if state.state != FINISHED]
-    finished = [run for run, state in states if state.state == FINISHED]
+    chosen = [each for each in states if fnmatch.fnmatchcase(each[0].name, work.request.only)]
+    if not chosen:
+        names = ", ".join(run.name for run in study.runs)
+        raise ConfigError(f"--only {work.request.only}: matches no run. The runs are {names}")
+    again = [run for run, _ in chosen if work.request.again and is_recorded(study, run)]
+    left = [
+        run for run, state in chosen if (state_of(run) if run in again else state).state != FINISHED
+    ]
     if left and not work.request.report_only:
         _build_data(work, left)
         # Data that was built just now has to be that of the runs that were trained before.
         check_runs(study, None)
         if work.request.site is not None:
             return _submit(work, left)
-        _train(work, left, len(finished))
+        _train(work, left)
         states = work.record()
-    return _report(work, states)
+    compared = [compare_losses(run) for run in again if state_of(run).state == FINISHED]
+    for _, line in compared:
+        say(line)
+    code = _report(work, states)
+    return code if all(same for same, _ in compared) else ExitCode.FAILED
 
 
 # ---- data and training ---------------------------------------------------------------------------
@@ -339,19 +312,18 @@ def _build_data(work: Work, left: list[StudyRun]) -> None:
         work.run(f"{run.config.data.directory}: the build", command)
 
 
-def _train(work: Work, left: list[StudyRun], finished: int) -> None:
+def _train(work: Work, left: list[StudyRun]) -> None:
     """Train runs one after the other, as `launcher local` does; a failure does not stop the rest.
 
     Args:
         work: The study at work.
         left: The runs that are not finished.
-        finished: How many are.
 
     Raises:
         Stopped: The user asked to end.
     """
-    for number, run in enumerate(left, finished + 1):
-        say(f"{run.name}: run {number} of {len(work.study.runs)}")
+    for number, run in enumerate(left, 1):
+        say(f"{run.name}: run {number} of the {len(left)} that are left")
         words = ["local", str(work.study.config_file(run)), f"--nproc={work.request.nproc}"]
         code = work.processes.run([_launcher(*words)])
         _stop_if_asked(work)
@@ -395,9 +367,10 @@ def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
         RunFailed: The evaluation failed, as it has printed.
     """
     study, runs = work.study, [run for run, state in states if state.state == FINISHED]
-    if not is_done(study, runs):
-        say(f"evaluating {len(runs)} of {len(study.runs)} runs")
-        evaluate(work, runs)
+    if fresh := [run for run in runs if not is_recorded(study, run)]:
+        say(f"evaluating {len(fresh)} of {len(study.runs)} runs")
+        evaluate(work, fresh)
+    write_changed(study.curve, records_json(records_of(study)).decode())
     if runs:
         _count_unigram(study, runs[0])
     measured = _measure(work)

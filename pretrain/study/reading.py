@@ -61,7 +61,7 @@ def read_results(study: Study, states: Sequence[tuple[StudyRun, State]]) -> Resu
         ConfigError: The evaluation is of several validation sets or tokenizers.
     """
     directory = study.directory
-    records = _evaluation(directory / "evaluation" / "curve.json", study.runs)
+    records = _evaluation(study.curve, study.runs)
     measured = read_json(directory / "efficiency.json")
     unigram = parse_unigram(read_json(directory / UNIGRAM), records[0]) if records else None
     rows = [
@@ -77,7 +77,7 @@ def read_results(study: Study, states: Sequence[tuple[StudyRun, State]]) -> Resu
         study,
         states,
         Evidence(make_curves(records), rows, measured.get("device", ""), unigram),
-        {run.name: _growth(run.config.directory) for run in study.runs},
+        {run.name: _growth(run.metrics) for run in study.runs},
         [
             f"{row['method']} at L = {row['train_length']}: {row['reason']}"
             for row in measured.get("failed", [])
@@ -106,10 +106,10 @@ def _evaluation(path: Path, runs: Sequence[StudyRun]) -> list[dict[str, Any]]:
     return records
 
 
-def _growth(run: Path) -> dict[int, dict[int, float]]:
-    """Return window length -> step -> perplexity of RUN/metrics.jsonl; nothing without a file."""
+def _growth(metrics: Path) -> dict[int, dict[int, float]]:
+    """Return window length -> step -> perplexity of a metrics.jsonl; nothing without a file."""
     found: dict[int, dict[int, float]] = {}
-    for record in filter(is_evaluation, read_metrics(run / "metrics.jsonl")):
+    for record in filter(is_evaluation, read_metrics(metrics)):
         if record["protocol"] in (NONOVERLAPPING, MASKED):
             value = number(record["perplexity"])
             found.setdefault(record["length"], {})[record["step"]] = value

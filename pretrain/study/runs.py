@@ -21,20 +21,25 @@ import tomli_w
 from pydantic import Field, PositiveInt, ValidationError
 
 from pretrain.checkpoint.format import DamagedCheckpoint
-from pretrain.checkpoint.manifest import data_hashes, open_checkpoint
-from pretrain.config import ConfigError, EvaluationRequest, RunConfig, load_config
+from pretrain.checkpoint.manifest import Change, data_hashes, open_checkpoint
+from pretrain.config import ConfigError, EvaluationRequest, RunConfig, dump_config, load_config
 from pretrain.config.load import expand_path, explain, read_toml
 from pretrain.config.schema import Effect, Section
 from pretrain.config.trajectory import data_differences, differences, scheduled_changes
 from pretrain.data.stream import open_stream
-from pretrain.evaluation.records import Table, grouped
+from pretrain.evaluation.records import Table, grouped, read_records, records_json
 from pretrain.rundir.attempts import read_attempts
-from pretrain.rundir.checkpoints import complete_checkpoints, newest_checkpoint_step
-from pretrain.rundir.files import make_directory, read_text, replace_file
+from pretrain.rundir.checkpoints import (
+    complete_checkpoints,
+    find_checkpoint,
+    newest_checkpoint_step,
+)
+from pretrain.rundir.files import make_directory, read_json, read_text, replace_file, replace_json
 from pretrain.rundir.jobs import check_goes_on, is_done, missing_data
+from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import ENDED_WELL, Outcome, in_words
 
-FIELDS = ("config", "methods", "training_lengths", "tokens_per_step")
+FIELDS = ("config", "methods", "training_lengths", "tokens_per_step", "settings_of")
 """Keys that make runs of one config, and have no meaning beside `configs`."""
 
 
@@ -104,6 +109,10 @@ class StudyFile(Section):
     settings: tuple[str, ...] = Field(default=(), strict=False)
     """Settings of all runs, each as --set takes it, such as "train.num_steps=320". The study's own
     keys, such as methods and seeds, come after them."""
+
+    settings_of: dict[str, list[str]] = Field(default={})
+    """Method -> settings of its runs alone, after those of all, such as the learning rate that was
+    found best for it."""
 
     evaluation: StudyEvaluation = StudyEvaluation()
     efficiency: StudyEfficiency = StudyEfficiency()
@@ -181,6 +190,8 @@ def _problem(study: StudyFile) -> str:
                 f"{missing[0]}: missing. Name a config, methods and training_lengths, or list "
                 "config files in configs"
             )
+    if unknown := study.settings_of.keys() - set(study.methods):
+        return f"settings_of: {min(unknown)}: not one of methods"
     return ""
 
 
@@ -195,7 +206,7 @@ COMPARED = ("run.seed", "data.sequence_length")
 batch, which holds fewer sequences as they become longer."""
 MARKS = (LOCK, "study.json")
 """Files that say that a directory is a study's; the first is written before all others."""
-OWN_NAMES = ("study.toml", "configs", "runs", "evaluation", "efficiency.json", "report")
+OWN_NAMES = ("study.toml", "configs", "runs", "records", "evaluation", "efficiency.json", "report")
 """What a study writes in its directory beside MARKS."""
 
 
@@ -229,6 +240,17 @@ class StudyRun:
         """Return the seed."""
         return self.config.run.seed
 
+    @property
+    def record(self) -> Path:
+        """Return the folder of its record: all that a report needs of it once it is finished."""
+        return self.config.directory.parents[1] / "records" / self.name
+
+    @property
+    def metrics(self) -> Path:
+        """Return its metrics.jsonl: that of the record, and before there is one its own."""
+        recorded = self.record / METRICS
+        return recorded if recorded.exists() else self.config.directory / METRICS
+
 
 @dataclass(frozen=True)
 class Study:
@@ -246,6 +268,11 @@ class Study:
     def config_file(self, run: StudyRun) -> Path:
         """Return where the resolved config of a run is written, which its ranks read."""
         return self.directory / "configs" / f"{run.name}.toml"
+
+    @property
+    def curve(self) -> Path:
+        """Return the file with the evaluations of all records, of which the report is made."""
+        return self.directory / "evaluation" / CURVE
 
     @property
     def command(self) -> str:
@@ -408,7 +435,7 @@ def _of_fields(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]
         batch += [f"batch.micro_batch_size={max(1, micro_tokens // length)}"]
         for method in asked.methods:
             own = [f"position.method={method}", f"data.sequence_length={length}"]
-            yield source, [*own, *batch]
+            yield source, [*own, *batch, *asked.settings_of.get(method, ())]
 
 
 def _check_evaluation(study: Study) -> None:
@@ -429,46 +456,123 @@ def _check_evaluation(study: Study) -> None:
 
 
 def _other_experiment(run: StudyRun) -> Iterator[str]:
-    """Yield a line for all in which a run's newest checkpoint is not what the study file asks for.
+    """Yield a line for all in which a run that was trained is not what the study file asks for.
 
-    Stricter than a resume: more steps are another schedule, and a change that was allowed once is
-    no part of an experiment that names one value.
+    It is known by its newest checkpoint, and where its weights are gone by its record. Stricter
+    than a resume: more steps are another schedule, and a change that was allowed once is no part of
+    an experiment that names one value.
     """
     checkpoints = complete_checkpoints(run.config.directory)
-    if not checkpoints:
+    changes: Sequence[Change] = ()
+    if checkpoints:
+        try:
+            checkpoint = open_checkpoint(checkpoints[-1])
+        except DamagedCheckpoint:
+            # Training goes on from the one before it, and the evaluation of a finished run says so.
+            return
+        step = checkpoint.trainer_state.step
+        # The phase of the last step that it has taken.
+        part = run.config.phase_after(max(step - 1, 0)).config
+        found, of = differences(checkpoint.config, part), checkpoint.origin.data
+        path, changes, remove = checkpoint.path, checkpoint.origin.changes, run.config.directory
+    elif of := read_json(run.record / RECORD).get("data", {}):
+        recorded = load_config(run.record / CONFIG).parts[-1].config
+        found = differences(recorded, run.trained)
+        path = remove = run.record
+    else:
         return
-    try:
-        checkpoint = open_checkpoint(checkpoints[-1])
-    except DamagedCheckpoint:
-        # Training goes on from the one before it, and the evaluation of a finished run says so.
-        return
-    step = checkpoint.trainer_state.step
-    # The phase of the last step that it has taken.
-    part = run.config.phase_after(max(step - 1, 0)).config
-    found = differences(checkpoint.config, part)
     if missing_data(run.config) is None:
         streams = open_stream(run.config, "train"), open_stream(run.config, "validation")
-        data, directory = data_hashes(streams), run.config.data.directory
-        found += data_differences(checkpoint.origin.data, data, directory)
+        found += data_differences(of, data_hashes(streams), run.config.data.directory)
     remedy = (
         "A study does not mix experiments: put it back, name another directory for this study, or "
-        f"remove {run.config.run.directory}"
+        f"remove {remove}"
     )
     for each in found:
         # Another validation text: losses while training could not be compared.
         if each.effect is not Effect.FREE or each.data:
             what = f" ({each.data})" if each.data else ""
             yield (
-                f"{each.key}{what} = {each.after}: {checkpoint.path} was trained with "
-                f"{each.before}. {remedy}"
+                f"{each.key}{what} = {each.after}: {path} was trained with {each.before}. {remedy}"
             )
-    for change in checkpoint.origin.changes:
+    for change in changes:
         if change.key in scheduled_changes(run.config, change.step):
             continue
         yield (
             f"{change.key}: was changed from {change.before} to {change.after} after step "
-            f"{change.step} of {checkpoint.path}. {remedy}"
+            f"{change.step} of {path}. {remedy}"
         )
+
+
+# ---- Keep what a report needs of a finished run, without its weights ----
+# A clone that has the records of a study goes on with it on any machine: their runs are finished.
+
+
+CONFIG, CURVE, METRICS = "config.toml", "curve.json", "metrics.jsonl"
+"""Files of a record: the resolved config, the evaluation, and losses and evaluations by step."""
+LOSS = "loss_nats"
+RECORD = "record.json"
+"""What was asked of the evaluation, and the hashes of the data; removed first and written last."""
+
+
+def asked_of(study: Study) -> dict[str, Any]:
+    """Return what decides the result of an evaluation beside the run, as JSON has it."""
+    asked = json.loads(study.asked.evaluation.model_dump_json())
+    return {**asked, "lengths": list(study.lengths)}
+
+
+def is_recorded(study: Study, run: StudyRun) -> bool:
+    """Return True if a run's record is whole, and its evaluation is what the study asks for now."""
+    return bool(read_json(run.record / RECORD).get("asked") == asked_of(study))
+
+
+def write_record(study: Study, run: StudyRun, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write the record of a finished run.
+
+    Args:
+        study: The study.
+        run: The run, whose checkpoint is there.
+        records: Its evaluation.
+    """
+    folder = run.record
+    make_directory(folder)
+    (folder / RECORD).unlink(missing_ok=True)
+    lines = [
+        row if is_evaluation(row) else {"step": row["step"], LOSS: row[LOSS]}
+        for row in read_metrics(run.config.directory / METRICS)
+        if LOSS in row
+    ]
+    replace_file(folder / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+    replace_file(folder / CONFIG, dump_config(run.config))
+    replace_file(folder / CURVE, records_json(records))
+    data = open_checkpoint(find_checkpoint(run.config.directory)).origin.data
+    replace_json(folder / RECORD, {"asked": asked_of(study), "data": data}, indent=1)
+
+
+def records_of(study: Study) -> list[dict[str, Any]]:
+    """Return the records of the evaluations that are there, in the study's order."""
+    runs = [run for run in study.runs if is_recorded(study, run)]
+    return [record for run in runs for record in read_records(run.record / CURVE)]
+
+
+def compare_losses(run: StudyRun) -> tuple[bool, str]:
+    """Compare the losses of a run that was trained again with those of its record.
+
+    Returns:
+        Whether all are equal, and a line that says so or names the first that is not.
+    """
+    now, then = (
+        {row["step"]: row[LOSS] for row in read_metrics(path) if not is_evaluation(row)}
+        for path in (run.config.directory / METRICS, run.record / METRICS)
+    )
+    other = [step for step in sorted(now.keys() | then.keys()) if now.get(step) != then.get(step)]
+    if not other:
+        return True, f"{run.name}: all {len(then):,} losses are those recorded"
+    first = other[0]
+    return False, (
+        f"{run.name}: {len(other):,} of {len(then):,} losses are not those recorded; the first is "
+        f"at step {first}: {now.get(first)}, and {then.get(first)} was recorded"
+    )
 
 
 # ---- Tell how the runs of a study stand, from their directories, and record it in study.json ----
@@ -526,7 +630,15 @@ def states_of(
         study: The study.
         launched: Name -> how the launcher failed just now.
     """
-    return [(run, state_of(run, (launched or {}).get(run.name, ""))) for run in study.runs]
+    return [
+        (
+            run,
+            State(FINISHED, step=run.config.train.num_steps)
+            if is_recorded(study, run)
+            else state_of(run, (launched or {}).get(run.name, "")),
+        )
+        for run in study.runs
+    ]
 
 
 def write_study(study: Study, states: Sequence[tuple[StudyRun, State]]) -> None:

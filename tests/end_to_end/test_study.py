@@ -194,3 +194,35 @@ def test_an_edited_study_file_mixes_no_experiments(whole: Whole) -> None:
         assert line in done.err
     assert done.err.count("A study does not mix experiments") == 2
     assert (whole.desk.attempts(), whole.desk.evaluation()) == whole.after
+
+
+def test_a_clone_with_the_records_alone_has_finished_and_repeats_a_run_to_the_bit(
+    whole: Whole, tmp_path: Path
+) -> None:
+    shutil.copytree(whole.desk.folder / "s", tmp_path / "s", ignore=shutil.ignore_patterns("runs"))
+    for file in whole.desk.folder.glob("*.toml"):
+        shutil.copy(file, tmp_path)
+    desk, report = copy.copy(whole.desk), tmp_path / "s/report"
+    desk.folder = tmp_path
+    before = {path.name: path.read_bytes() for path in report.glob("*.[mj]*")}
+    assert "nothing to train or to evaluate" in succeeded(desk.study()).err
+    assert {path.name: path.read_bytes() for path in report.glob("*.[mj]*")} == before
+    assert desk.attempts() == {}
+    file = tmp_path / "study.toml"
+    text = file.read_text()
+    file.write_text(text.replace("recovery.max_restarts=0", "optimizer.learning_rate=0.5"))
+    refused = desk.study()
+    assert "optimizer.learning_rate = 0.5: s/records/alibi-32-s1234 was trained" in refused.err
+    file.write_text(text)
+    again = succeeded(desk.study("--only", "alibi-*", "--again"))
+    assert "alibi-32-s1234: all 8 losses are those recorded" in again.err
+    assert desk.attempts() == {"alibi-32-s1234": 1}
+    metrics = tmp_path / "s/records/alibi-32-s1234/metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text(
+        "\n".join(lines).replace('"step": 4, "loss_nats": ', '"step": 4, "loss_nats": 1')
+    )
+    other = desk.study("--only", "alibi-*", "--again")
+    assert other.code == 1, other.text
+    assert "1 of 8 losses are not those recorded; the first is at step 4: " in other.err
+    assert "--only none: matches no run" in desk.study("--only", "none").err
