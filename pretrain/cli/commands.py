@@ -641,7 +641,7 @@ def study(
     Examples:
       pretrain study configs/studies/demo.toml --nproc 2
       pretrain study configs/studies/wikitext103.toml --site slurm/site.toml
-      pretrain study configs/studies/debian_text/decide.toml --only "*-s1"
+      pretrain study configs/studies/debian_decide.toml --only "*-s1"
 
     Args:
         file: The study: methods, lengths, seeds, settings.
