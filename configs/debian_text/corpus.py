@@ -60,7 +60,7 @@ def main(folder: Path) -> None:
     found: list[tuple[str, str]] = []
     for line in (Path(__file__).parent / "packages.txt").read_text().splitlines():
         if line and not line.startswith("#"):
-            found += documents(*line.split(maxsplit=3), folder / "packages")
+            found += documents(folder / "packages", *line.split(maxsplit=3))
     long = [
         name
         for name, text in found
@@ -77,16 +77,16 @@ def main(folder: Path) -> None:
 
 
 def documents(
-    package: str, version: str, sha256: str, pages: str, folder: Path
+    folder: Path, package: str, version: str, sha256: str, pages: str
 ) -> Iterator[tuple[str, str]]:
     """Yield name and text of every document of a package.
 
     Args:
+        folder: Where the packages are.
         package: Its name.
         version: Its version.
         sha256: That of its file.
         pages: A regular expression: the names of its pages, from the package's root.
-        folder: Where the packages are.
     """
     manuals: dict[str, list[tuple[str, list[str]]]] = {}
     for name, text in sorted(read(fetch(package, version, sha256, folder), re.compile(pages))):
@@ -130,8 +130,9 @@ def read(package: Path, pages: re.Pattern[str]) -> Iterator[tuple[str, str]]:
     ):
         for member in archive:
             name = member.name.removeprefix("./")
-            if member.isfile() and pages.search(name) and not FOREIGN.search(name):
-                content = archive.extractfile(member).read()
+            page = archive.extractfile(member) if member.isfile() else None
+            if page and pages.search(name) and not FOREIGN.search(name):
+                content = page.read()
                 if name.endswith((".gz", ".dz")):
                     content = gzip.decompress(content)
                 text = content.decode("utf-8", "replace")
