@@ -47,11 +47,11 @@ def _step(size: str) -> list[Part]:
     def part(kind: str, module: str, question: str, expected: int) -> Part:
         name = f"{kind}-{size}"
         words = (_module(module), "--out", "OUT", "--part", name, "--tokens", tokens)
-        return Part(name, f"{question}, {size} tokens a step", expected, 240, words)
+        return Part(name, f"{size} tokens a step: {question}", expected, 240, words)
 
     return [
-        part("train", "training", "How long is a training step, and what MFU is that?", 120),
-        part("split", "step_split", "Which kernels does the time of a step go to?", 110),
+        part("train", "training", "how long does it take, and what MFU is that?", 120),
+        part("split", "step_split", "which kernels does the time go to?", 110),
     ]
 
 
