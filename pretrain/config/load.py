@@ -376,12 +376,12 @@ def _check_phases(config: RunConfig) -> None:
         ConfigError, ValidationError: A phase cannot work; a note names it.
     """
     for number, phase in enumerate(config.phases, 1):
-        if fixed := [key for key in phase.changes if not _may_change(key)]:
+        if fixed := [key for key in phase.changes if not _may_change(key, config)]:
             with in_phase(number):
                 raise ConfigError(
                     "\n".join(
                         f"{key} = {phase.changes[key]!r}: is the same in all phases of a run. Set "
-                        f"it in [{key.partition('.')[0]}]"
+                        f"it in [{key.rpartition('.')[0]}]"
                         for key in fixed
                     )
                 )
@@ -390,9 +390,12 @@ def _check_phases(config: RunConfig) -> None:
             rules.check(each.config)
 
 
-def _may_change(key: str) -> bool:
+def _may_change(key: str, config: RunConfig) -> bool:
     """Return False for a key that one phase of a run cannot change; True for an unknown one."""
-    section, name, *_ = (*key.split("."), "")
+    section, name, *inner = (*key.split("."), "")
+    if (section, name) == ("data", "corpora"):
+        # The data set is built of all corpora of the run, whose shares alone may change.
+        return inner[0] in config.data.corpora and inner[1] in ("epochs", "weight")
     if name not in section_keys().get(section, ()):
         # The config that results says what was probably meant; it has no phases.
         return section != "phases"

@@ -504,9 +504,9 @@ def _span(run: RunConfig, phase: PhaseSection, before: _Span | None, is_last: bo
         end = first + steps_of_samples(wanted, b.global_batch_size, ramp, samples)
     if not first < end <= last or (is_last and end < last):
         raise ConfigError(
-            f"steps = {end - first}: the phase would train steps {first + 1} to {end}, and the "
-            f"phases of a run end with step {last} = train.num_steps. Correct these, or leave out "
-            "the steps of the last phase"
+            f"the phase would begin after step {first} and end with step {end}, and the run ends "
+            f"with step {last} = train.num_steps, with its last phase. Change train.num_steps, or "
+            "steps or tokens of the phases"
         )
     train, schedule = dict(values["train"]), dict(values["schedule"])
     train["num_steps"] = end

@@ -229,6 +229,12 @@ def _evaluate(
             "--longppl: the key tokens of the first source are those of all, so that all need one "
             "tokenizer and one text, and predict next tokens. Evaluate them one by one"
         )
+    longest = max(protocol.length for job in jobs for protocol in job.protocols)
+    if short_context and short_context >= longest:
+        raise ConfigError(
+            f"--longppl {short_context}: no token of the longest window, of {longest} tokens, has "
+            "more context than that. Choose less"
+        )
     keys: dict[tuple[str, int, int], Any] = {}
 
     def score(job: Opened) -> Iterator[dict[str, Any]]:

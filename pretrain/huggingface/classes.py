@@ -581,6 +581,10 @@ def class_of(config: RunConfig) -> HuggingFaceClass:
         wanted = row.wanted(config)
         shown = wanted if isinstance(wanted, str) else json.dumps(wanted)
         refusals.append(refusal._replace(remedy=refusal.remedy or f"Train with {shown}"))
+    if refusals and chosen:
+        # An import has set it, and the positions may have changed since.
+        reason, remedy = "does not hold this model", "Remove it by --set export.model_type="
+        refusals.append(config.refusal("export.model_type", reason, remedy))
     if refusals:
         raise ConfigError("\n".join(str(refusal) for refusal in refusals))
     return found

@@ -188,7 +188,7 @@ class _Windowed(Llama):
     def read_config(self, folder: Path) -> Any:
         found = super().read_config(folder)
         # The list of layers decides, whatever the other key says.
-        found.use_sliding_window |= "sliding_attention" in (found.layer_types or ())
+        found.use_sliding_window = "sliding_attention" in (found.layer_types or ())
         return found
 
 

@@ -494,7 +494,7 @@ class Activations:
         if self.is_scored:
             block = min(QUERY_BLOCK, c.data.sequence_length // self.context)
             one = 4 * c.batch.micro_batch_size * heads * block * c.data.sequence_length
-            sums = int((BLOCKS_OF_SCORES + c.position.score_blocks) * one)
+            sums = int((BLOCKS_OF_SCORES + c.position.score_blocks(c)) * one)
         given_back = self.projected + self.inner + 2 * self.stream
         if self.context > 1:
             # Gradients of the keys and values of the other parts.

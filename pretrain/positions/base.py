@@ -81,10 +81,6 @@ class PositionMethod(ChosenSection):
     time follow from it. A method with slopes leaves queries and keys as they are:
     `pretrain.model.reach` bounds how far heads see."""
 
-    score_blocks: ClassVar[float] = 0.0
-    """Blocks of fp32 scores that its function holds beside those of a bias by distance, while
-    `pretrain.kernels.scored` differentiates one: counted at 256 keys, for `pretrain plan`."""
-
     shared_by_heads: ClassVar[tuple[str, ...]] = ()
     """Those of `tensors` that all heads share, without "position."."""
 
@@ -230,6 +226,14 @@ class PositionMethod(ChosenSection):
         where no score falls without end.
         """
         return None
+
+    def score_blocks(self, config: RunConfig) -> float:
+        """Return the fp32 blocks that its function holds beside those of a bias by distance.
+
+        A block has the scores of a micro batch and a rank's heads. They are counted while
+        `pretrain.kernels.scored` differentiates one, at 256 keys, for `pretrain plan`.
+        """
+        return 0.0
 
     def rotated_channels(self, config: RunConfig) -> int:
         """Return the channels of each head that are rotated, in new tensors of queries and keys."""

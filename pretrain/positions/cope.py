@@ -37,10 +37,12 @@ class Cope(PositionMethod):
 
     title = "CoPE"
     bias = "scores"
-    score_blocks = 13.6
     looks_back = "counts the gates from a key before the query up to it"
     shared_by_heads = ("cope_embeddings",)
     of_each_layer = ("cope_embeddings",)
+
+    def score_blocks(self, config: RunConfig) -> float:
+        return 13.6
 
     def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
         shape = (config.model.num_layers, self.cope_positions, config.head_dim)

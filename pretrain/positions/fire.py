@@ -72,6 +72,13 @@ class Fire(PositionMethod):
             "position.fire_output_bias": (heads,),
         }
 
+    def score_blocks(self, config: RunConfig) -> float:
+        # Three times the hidden layer, which sequences and heads share, while few blocks of scores
+        # are there; or else the peak is when as many are there as for a bias by distance.
+        heads = config.model.num_attention_heads // config.parallel.tensor_model_parallel_size
+        shared_by = config.batch.micro_batch_size * heads
+        return max(3 * self.fire_width / shared_by - 1.7, 0.55)
+
     def initial_values(self, config: RunConfig) -> dict[str, Tensor]:
         import torch
 

@@ -105,6 +105,10 @@ class Hybrid(PositionMethod):
     def of_layer(self, config: RunConfig, layer: int) -> PositionMethod:
         return self.layers[layer % len(self.layers)]
 
+    def table_end(self, config: RunConfig) -> int | None:
+        ends = (each.table_end(config) for each in self.layers)
+        return min((end for end in ends if end is not None), default=None)
+
     def own_of_layer(self, layer: int, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         number = layer % len(self.layers)
         begin = _prefix(number)

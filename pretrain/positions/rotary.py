@@ -120,8 +120,8 @@ def odd_head(config: RunConfig) -> Iterator[Refusal]:
     """Yield that the channels of a head do not make pairs."""
     if config.head_dim % 2:
         why = f"pairs of channels are rotated, and a head has {config.head_dim} channels"
-        remedy = "Choose a hidden_size that gives each head an even width"
-        yield config.refusal("model.hidden_size", why, remedy)
+        key = "model.hidden_size" if config.model.kv_channels is None else "model.kv_channels"
+        yield config.refusal(key, why, "Choose one that gives each head an even width")
 
 
 class Rotary(PositionMethod):

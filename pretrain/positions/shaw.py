@@ -37,7 +37,6 @@ class Shaw(PositionMethod):
 
     title = "relative (Shaw et al.)"
     bias = "scores"
-    score_blocks = 0.5
     of_each_layer = ("shaw_keys",)
 
     def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
@@ -52,6 +51,9 @@ class Shaw(PositionMethod):
 
         formula = partial(_scores, most=self.max_relative_position, causal=not config.is_masked)
         return {"scores": ScoreFunction(formula, (own["shaw_keys"],))}
+
+    def score_blocks(self, config: RunConfig) -> float:
+        return 0.5
 
     def reach(self, config: RunConfig) -> int:
         return min(config.data.sequence_length, self.max_relative_position)

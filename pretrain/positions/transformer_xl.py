@@ -36,11 +36,13 @@ class TransformerXL(PositionMethod):
 
     title = "Transformer-XL"
     bias = "scores"
-    score_blocks = 4.6
     of_each_layer = ("transformer_xl_projection",)
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         return odd_channels(config)
+
+    def score_blocks(self, config: RunConfig) -> float:
+        return 4.6
 
     def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
         m, width = config.model, config.head_dim

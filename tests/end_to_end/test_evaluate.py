@@ -35,6 +35,7 @@ def test_a_length_that_the_scored_text_cannot_fill_is_refused(refused, run, tiny
     whole = len(TokenStream(tiny_data / "validation"))
     words = "length 10000000", f"{whole:,} tokens that are scored", "up to", "hold out more text"
     refused(["evaluate", run, "--lengths", "32,10000000"], *words)
+    refused(["evaluate", run, "--longppl", 64], "--longppl 64: ", "Choose less")
 
 
 def test_default_lengths_stop_where_the_text_ends_and_say_so(workspace, run, tmp_path):

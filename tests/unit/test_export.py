@@ -553,6 +553,9 @@ def test_pretrain_config_says_that_a_class_of_that_name_does_not_hold_the_run():
         "none: export.model_type = gpt2: no class of that name holds position.method = alibi. "
         "Choose one of bloom, mpt, bloom_slopes, mpt_slopes, or leave it out"
     )
+    imported = ["export.model_type=mpt", "position.slopes={factor=0.5}"]
+    [*_, row] = describe_export(load_config("configs/demo.toml", imported))
+    assert row.endswith("Remove it by --set export.model_type=")
 
 
 def test_pretrain_config_says_that_a_tokenizer_cannot_be_exported(tmp_path):

@@ -40,6 +40,7 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "shaw": {"position": {"method": "shaw"}},
     "transformer_xl": {"position": {"method": "transformer_xl"}},
     "cope": {"position": {"method": "cope"}},
+    "fire": {"position": {"method": "fire"}},
     "hybrid": {"position": {"method": "hybrid"}},
     "trained slopes": {"position": {"trainable_slopes": True}},
     "learned": {"position": {"method": "learned", "max_position_embeddings": 512}},
@@ -101,6 +102,7 @@ CORE = {
     ("cp4", "rotary, a quarter of grouped queries"),
     ("cp4", "t5"),
     ("one rank", "cope"),
+    ("one rank", "fire"),
 }
 
 
