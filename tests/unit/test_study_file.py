@@ -95,12 +95,12 @@ def test_a_study_differs_from_its_config_in_what_it_says_and_in_nothing_else(
 
 
 def test_a_method_has_settings_of_its_own(tmp_path: Path) -> None:
-    sections = '[settings_of]\nt5 = ["optimizer.learning_rate=1e-3", "train.num_steps=7"]'
-    runs = study(tmp_path, FIELDS | {"settings": '["train.num_steps=9"]'}, sections).runs
+    sections = '[settings_of]\nt5 = ["optimizer.learning_rate=1e-3", "train.num_steps=70"]'
+    runs = study(tmp_path, FIELDS | {"settings": '["train.num_steps=90"]'}, sections).runs
     found = {
         (run.method, run.config.optimizer.learning_rate, run.config.train.num_steps) for run in runs
     }
-    assert found == {("alibi", 5e-3, 9), ("t5", 1e-3, 7)}
+    assert found == {("alibi", 5e-3, 90), ("t5", 1e-3, 70)}
     with pytest.raises(ConfigError, match="settings_of: t6: not one of methods"):
         study(tmp_path, FIELDS, sections.replace("t5", "t6"))
 
