@@ -2,23 +2,21 @@
 
     python examples/evaluate_a_model.py MODEL TEXT.txt [LENGTH ...]
 
-MODEL is a folder, or a name on the Hub. Windows, protocols and intervals are those by which
-`pretrain evaluate` measures our own runs, so the numbers compare.
+MODEL is a folder, or a name on the Hub, which is downloaded. Windows, protocols and intervals are
+those by which `pretrain evaluate` measures our own runs, so the numbers compare.
 """
 
 import sys
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from huggingface_hub import snapshot_download
 
 import pretrain
 
 
 def main(name: str, text: Path, lengths: list[int]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(name)
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    token_ids = tokenizer(text.read_text(), return_tensors="pt").input_ids[0]
-    for record in pretrain.evaluate(model, token_ids=token_ids, lengths=lengths):
+    folder = name if Path(name).is_dir() else snapshot_download(name)
+    for record in pretrain.evaluate(folder, text=[str(text)], lengths=lengths):
         low, high = record["loss_low"], record["loss_high"]
         print(
             f"{record['protocol']:15} {record['length']:6}  perplexity {record['perplexity']:10.3f}"

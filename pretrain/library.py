@@ -114,7 +114,7 @@ def train(config: RunConfig, resume: str = "auto", allowed: Collection[str] = ()
 
 
 def evaluate(
-    source: str | Path | Any,
+    source: str | Path,
     *,
     lengths: Sequence[int] | None = None,
     protocols: Sequence[str] = PROTOCOLS,
@@ -122,38 +122,31 @@ def evaluate(
     max_tokens: int | None = None,
     settings: Mapping[str, Any] | Sequence[str] = (),
     text: Sequence[str] = (),
-    token_ids: Sequence[int] | Tensor | None = None,
 ) -> list[dict[str, Any]]:
     """Measure perplexity at several lengths, of a run or of anyone's Hugging Face model.
 
     Args:
-        source: Directory of a run or checkpoint, a Hugging Face folder, or a transformers model
-            with a language-model head, for which `token_ids` and `lengths` are needed.
+        source: Directory of a run or checkpoint, or a Hugging Face folder, such as
+            `model.save_pretrained(folder)` and its tokenizer's make.
         lengths: Window lengths in tokens; None for those of the run's config.
         protocols: "nonoverlapping", "sliding" or both. Every token is scored once by each.
         stride: Tokens from one sliding window to the next; None for the shortest length.
         max_tokens: Score at most so many tokens; None for all.
         settings: Keys to set in a run's config for the evaluation, such as data.directory.
         text: Names of text files to score in place of the validation split.
-        token_ids: The text to score with a Hugging Face model, [T]. Its first token is context.
 
     Returns:
         One record for each protocol and length: protocol, stride, length, tokens, loss_nats,
-        perplexity and the ends loss_low, loss_high of a 95 % interval over blocks of text; of a
-        directory also what `pretrain evaluate --out` writes.
+        perplexity, the ends loss_low, loss_high of a 95 % interval over blocks of text, and
+        what else `pretrain evaluate --out` writes.
 
     Raises:
         ConfigError: The source is none of these, or the text is shorter than a length.
     """
-    from pretrain.evaluation.command import evaluate_sources, evaluate_stock
+    from pretrain.evaluation.command import evaluate_sources
 
-    is_path = isinstance(source, str | Path)
-    if not is_path and (token_ids is None or not lengths):
-        raise ConfigError("evaluate(model): a Hugging Face model needs token_ids and lengths")
     given = ",".join(map(str, lengths)) if lengths is not None else None
     request = EvaluationRequest.parse(given, ",".join(protocols), stride, max_tokens)
-    if token_ids is not None and not is_path:
-        return evaluate_stock(source, token_ids, request)
     return evaluate_sources([Path(source)], request, _overrides(settings), None, text=text)
 
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import pretrain.topology
 from pretrain import platform
@@ -42,7 +41,6 @@ from pretrain.config import (
     RunConfig,
     in_bytes,
     num_parameters,
-    parse_config,
     writing,
 )
 from pretrain.config.run import MASKED, PROTOCOLS, STREAM
@@ -85,7 +83,6 @@ from pretrain.evaluation.windows import (
     NONOVERLAPPING,
     Protocol,
     ScoredText,
-    Tokens,
     choose_protocols,
     documents,
 )
@@ -271,48 +268,6 @@ def _evaluate(
 
     records = (record for job in jobs for record in score(job))
     return measure_all(jobs, records, format_table, write_report, out)
-
-
-def evaluate_stock(
-    model: Any, token_ids: Sequence[int] | Tensor, request: EvaluationRequest
-) -> list[dict[str, Any]]:
-    """Measure perplexity at several lengths with a transformers model that predicts next tokens.
-
-    Args:
-        model: As of StockChunk.
-        token_ids: The text, [T + 1]. The first token is context and is not scored.
-        request: Lengths, protocols, stride and token limit. The lengths are needed.
-
-    Returns:
-        Records with the keys of `records.FIELDS` that say what was measured.
-
-    Raises:
-        ConfigError: The text is shorter than a length.
-    """
-    assert request.lengths
-    where, count = "evaluate(model)", request.max_tokens and request.max_tokens + 1
-    ids = torch.as_tensor(token_ids, dtype=torch.long).flatten()[:count]
-    world_size = pretrain.topology.Process.from_environment().world_size
-    values = import_model.stand_in(model.config) | {
-        "run": {"directory": where},
-        "batch": {"micro_batch_size": 1, "global_batch_size": world_size},
-        "data": {"directory": where, "sequence_length": min(request.lengths)},
-    }
-    config = request.applied_to(parse_config(values, where), where)
-    # Blocks for the interval prefer to end where documents do.
-    eos = getattr(model.config, "eos_token_id", None)
-    # A list of several ends, as some configs have, chooses none of them for the blocks.
-    text = Tokens(ids.numpy(), eos if isinstance(eos, int) else -1)
-    chosen, _ = choose_protocols(config, request.protocols, text.tokens, text.tokens)
-    # A caller's own process group stays.
-    is_joined = dist.is_initialized()
-    topology = pretrain.topology.initialize(config)
-    batch = config.evaluation.tokens_per_batch
-    evaluator = Evaluator([StockChunk(model, config)], topology, text, tokens_per_batch=batch)
-    results = [evaluator.evaluate(protocol) for protocol in chosen]
-    if not is_joined:
-        pretrain.topology.finish()
-    return [{**result.record(), **result.cost} for result in results]
 
 
 def measure_all(

@@ -37,7 +37,7 @@ from pretrain.evaluation.records import (
     bounded_exp,
     confidence_interval,
 )
-from pretrain.evaluation.windows import SLIDING, Protocol, Tokens, Window
+from pretrain.evaluation.windows import SLIDING, Protocol, ScoredText, Window
 from pretrain.model.forward import Batch, Decoder, MaskedBatch, is_reporting_rank, run_schedule
 from pretrain.model.gpt import transformer_config
 from pretrain.topology import Topology, gather, own_part, ranks_here
@@ -296,7 +296,7 @@ class Evaluator:
         self,
         chunks: list[Any],
         topology: Topology,
-        text: Tokens,
+        text: ScoredText,
         *,
         tokens_per_batch: int,
         schedule_module: nn.Module | None = None,

@@ -259,26 +259,7 @@ def block_ends(ids: NDArray[np.generic], eos_id: int) -> NDArray[np.int64]:
     return np.array(ends, dtype=np.int64)
 
 
-class Tokens:
-    """Tokens to score.
-
-    Args:
-        ids: [T + 1]. The first is context and is not scored.
-        eos_id: The token that ends every document.
-        size: Bytes of their text in UTF-8; 0 where they are not known.
-    """
-
-    def __init__(self, ids: NDArray[Any], eos_id: int, size: int = 0) -> None:
-        self._ids, self.tokens, self.bytes = ids, len(ids) - 1, size
-        self.block_ends = block_ends(ids[1:], eos_id)
-        """Where the blocks end of which `pretrain.evaluation.records` makes an interval."""
-
-    def inputs(self, start: int, size: int) -> NDArray[Any]:
-        """Return inputs [start, start + size) and the target after the last, [size + 1]."""
-        return self._ids[start : start + size + 1]
-
-
-class ScoredText(Tokens):
+class ScoredText:
     """The first tokens of a validation split.
 
     Args:
@@ -300,8 +281,9 @@ class ScoredText(Tokens):
         for start in range(0, tokens, READ_TOKENS):
             count = min(READ_TOKENS, tokens - start)
             ids[start + 1 : start + 1 + count] = stream.read(start, count)
-        super().__init__(ids, stream.eos_id, stream.text_bytes)
-        self._stream = stream
+        self._stream, self._ids, self.tokens, self.bytes = stream, ids, tokens, stream.text_bytes
+        self.block_ends = block_ends(ids[1:], stream.eos_id)
+        """Where the blocks end of which `pretrain.evaluation.records` makes an interval."""
         if stream.manifest.tokenizer == DICTIONARY or self.tokens < self.total:
             tokenizer = load_tokenizer(stream.tokenizer_path)
             if tokenizer.unk_id is not None and (self._ids[1:] == tokenizer.unk_id).any():
@@ -309,6 +291,10 @@ class ScoredText(Tokens):
                 self.bytes = 0
             else:
                 self.bytes = text_bytes(tokenizer, self._ids[1:])
+
+    def inputs(self, start: int, size: int) -> NDArray[Any]:
+        """Return inputs [start, start + size) and the target after the last, [size + 1]."""
+        return self._ids[start : start + size + 1]
 
     @cached_property
     def sha256(self) -> str | None:

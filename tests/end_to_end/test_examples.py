@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain
 from tests.end_to_end.commands import forked, sets, succeeded, succeeds
@@ -48,12 +47,7 @@ def test_an_export_is_measured_as_the_run_is(trained, tmp_path):
     words = ["--text", text, "--lengths", "64,256", "--stride", "64", "--out", out]
     succeeds("evaluate", folder / "alibi", *words)
     ours = json.loads(out.read_text())["records"]
-    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
-    # Our text begins after the end of another document, and ends with its own end.
-    end = tokenizer.eos_token_id
-    ids = [end, *tokenizer(text.read_text(), add_special_tokens=False).input_ids, end]
-    stock = pretrain.evaluate(model, token_ids=ids, lengths=[64, 256], stride=64)
+    stock = pretrain.evaluate(folder / "hf", text=[str(text)], lengths=[64, 256], stride=64)
     keys = ("protocol", "stride", "length", "tokens")
     assert [[r[k] for k in keys] for r in stock] == [[r[k] for k in keys] for r in ours]
     for name in ("loss_nats", "loss_low", "loss_high"):

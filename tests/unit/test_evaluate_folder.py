@@ -66,17 +66,23 @@ def test_a_class_without_a_table_reads_a_splits_text_by_its_own_tokenizer(folder
     [whole] = evaluated(folder, lengths="64", settings=[data])
     assert whole["bytes"] == stream.text_bytes and whole["tokens"] != len(stream)
     assert (whole["method"], whole["train_length"]) == ("unknown (gptj)", 64)
-    [found] = evaluated(folder, lengths="64", settings=[data, "evaluation.max_tokens=130"])
+    asked = {"protocols": "nonoverlapping,sliding", "settings": [data, "evaluation.max_tokens=128"]}
+    found, slid = evaluated(folder, lengths="64", **asked)
     model = GPTJForCausalLM.from_pretrained(folder)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     text = load_tokenizer(stream.tokenizer_path).decode(stream.read(0, 400))
-    ids = torch.tensor([tokenizer.eos_id, *tokenizer.encode(text)][:131])
+    ids = torch.tensor([tokenizer.eos_id, *tokenizer.encode(text)][:129])
+    windows = [ids[start : start + 65] for start in range(0, 65, 8)]
     with torch.no_grad():
         losses = [
-            F.cross_entropy(model(w[None, :-1]).logits[0], w[1:], reduction="sum").item()
-            for w in (ids[:65], ids[64:129], ids[128:])
+            F.cross_entropy(model(w[None, :-1]).logits[0], w[1:], reduction="none").double()
+            for w in windows
         ]
-    assert found["loss_nats"] == pytest.approx(sum(losses) / 130, rel=1e-6)
+    of_whole = (losses[0].sum() + losses[-1].sum()).item()
+    assert found["loss_nats"] == pytest.approx(of_whole / 128, rel=1e-6)
+    # The first window is scored whole, and of each further one the stride, 8 tokens.
+    by_stride = (losses[0].sum() + sum(each[-8:].sum() for each in losses[1:])).item()
+    assert slid["loss_nats"] == pytest.approx(by_stride / 128, rel=1e-6)
     with pytest.raises(ConfigError, match=r"length 128: .*hf does not compute .*out of bounds"):
         evaluated(folder, lengths="128", settings=[data])
 
