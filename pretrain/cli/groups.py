@@ -144,7 +144,7 @@ def leaderboard_add(
     \b
     Example:
       pretrain evaluate runs/demo/alibi --max-tokens 16384 --out runs/demo/alibi.json
-      pretrain leaderboard add board runs/demo/alibi.json --name 'ALiBi, 1.3M' --equal tokens
+      pretrain leaderboard add board runs/demo/alibi.json --name alibi-1.3M --equal tokens
       pretrain leaderboard build board
 
     Args:

@@ -135,7 +135,9 @@ def test_what_a_run_says_in_a_log(whole):
     directory, said = whole
     lines = said.splitlines()
     assert lines[0] == f"{directory}: from scratch, to step 200; tensor 1 x pipeline 1 x data 2"
-    assert sum(line.startswith("step ") for line in lines) == 5 and len(lines) == 2 + 5 + 2 + 2
+    assert sum(line.startswith("step ") for line in lines) == 5
+    assert lines[3].startswith("the loss begins above the ")
+    assert len(lines) == 2 + 5 + 1 + 2 + 2
     assert all(map(str.isprintable, lines))
 
 

@@ -42,7 +42,7 @@ def test_an_export_is_measured_as_the_run_is(trained, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "curve.json"
     text.write_text("To be, or not to be, that is the question.\n" * 60)
     said = run("evaluate_a_model.py", folder / "hf", text, 64, 256)
-    assert len(re.findall(r"perplexity +[\d.]+ ", said)) == 3
+    assert len(re.findall(r" nats$", said, re.MULTILINE)) == 3
 
     words = ["--text", text, "--lengths", "64,256", "--stride", "64", "--out", out]
     succeeds("evaluate", folder / "alibi", *words)

@@ -52,7 +52,7 @@ def test_every_command_and_option_is_in_the_reference(name: str):
     page = reference.commands_page(name)
     headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
     assert headings == [" ".join(words) for words, _ in reference.commands(name)]
-    assert len(headings) > 10
+    assert len(headings) > 8
     shown = subprocess.run(
         [sys.executable, "-m", "pretrain" if name == "pretrain" else "pretrain.launcher", "-h"],
         cwd=ROOT,
