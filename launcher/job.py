@@ -329,7 +329,6 @@ def attempt(run: Path) -> int:
     # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes
     # from Slurm to the ranks directly.
     with job_signals() as signals:
-        _wait_for(lambda: bool(signals.received), slurm.own_turn(), RETRY_SECONDS / 10)
         start = _Start(run, job_id, launch, config, signals)
         with guarded(run, start.nodes, launch.sbatch):
             return start.make_attempts()

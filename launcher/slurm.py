@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import shlex
 import signal as signals
@@ -224,13 +223,6 @@ def is_own_variable(name: str) -> bool:
 # ---- The job that this process runs in ----
 
 
-MANY_TASKS = 8
-"""An array of fewer tasks does not spread their starts."""
-TASKS_PER_SECOND = 4
-"""Tasks that start in a second, on average, until `MOST_TURN_SECONDS` are reached."""
-MOST_TURN_SECONDS = 30.0
-
-
 def own_job_id(command: str) -> str:
     """Return the id of the job that this process runs in.
 
@@ -251,18 +243,6 @@ def own_job_id(command: str) -> str:
 def own_restarts() -> int:
     """Return how often Slurm had requeued the job when this process started."""
     return int(os.environ.get("SLURM_RESTART_COUNT", 0))
-
-
-def own_turn() -> float:
-    """Return the seconds that this task of an array waits before it first asks Slurm anything.
-
-    A sweep that starts together would ask slurmctld all at once. A small array does not wait.
-    """
-    num_tasks = int(os.environ.get("SLURM_ARRAY_TASK_COUNT", 1))
-    if num_tasks < MANY_TASKS:
-        return 0.0
-    most = min(MOST_TURN_SECONDS, num_tasks / TASKS_PER_SECOND)
-    return random.Random(os.environ["SLURM_ARRAY_TASK_ID"]).uniform(0, most)
 
 
 def own_nodes() -> str:

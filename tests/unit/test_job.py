@@ -6,7 +6,6 @@ Tested are sbatch's arguments, the script as bash runs it, what is refused, and 
 import dataclasses
 import json
 import os
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import tomli_w
 from pretrain.config import ConfigError, RunFailed, dump_config, load_config
 from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.site import SlurmRequest, parse_site
-from pretrain.launcher.slurm import OUR_OPTIONS, Job, own_turn
+from pretrain.launcher.slurm import OUR_OPTIONS, Job
 from pretrain.launcher.submit import (
     TrainingRun,
     allocate,
@@ -279,14 +278,3 @@ def test_the_runs_of_a_sweep_have_directories_of_their_own():
     site = parse_site(CPU | {"tasks_per_node": 2}, "s")
     with pytest.raises(ConfigError, match="is another run's of this sweep"):
         submit_sweep([Path("configs/demo.toml")] * 2, site, [], SlurmRequest(), dry_run=True)
-
-
-@pytest.mark.parametrize(("tasks", "seconds", "at_once"), [(7, 0, 7), (40, 10, 8), (200, 30, 16)])
-def test_the_tasks_of_an_array_take_turns(monkeypatch, tasks, seconds, at_once):
-    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", str(tasks))
-    turns = []
-    for index in range(tasks):
-        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))
-        turns.append(own_turn())
-    assert min(turns) >= 0 and max(turns) <= seconds
-    assert max(Counter(map(int, turns)).values()) <= at_once
