@@ -648,7 +648,7 @@ TOKENS_PER_BLOCK = 2**16
 
 
 class Texts:
-    """What is scored: the files of --text, each of which is a document, or validation splits.
+    """The text that is scored: the files of --text, each a document, or validation splits.
 
     Args:
         folder: Where data sets of a text are written, one for each tokenizer.
