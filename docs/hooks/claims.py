@@ -1,7 +1,7 @@
 """Fill the table of verdicts in docs/claims.md: `python -m docs.hooks.claims`.
 
 Statement and source are those of each claim, the verdicts those on the published numbers and those
-in docs/results/*/claims.json, which a study writes. The rest of the page is written by hand.
+in the claims.json of docs/results, which a study writes. The rest of the page is written by hand.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ def on_published() -> dict[str, dict[str, str]]:
 def on_ours() -> dict[str, dict[str, str]]:
     """Return claim -> folder of results -> outcome; a newer claim has none."""
     found: dict[str, dict[str, str]] = {claim.id: {} for claim in CLAIMS}
-    for path in sorted(RESULTS.glob("*/claims.json")):
+    for path in sorted(RESULTS.rglob("claims.json")):
+        study = path.relative_to(RESULTS).parts[0]
         for row in json.loads(path.read_text()):
             cases = [(case["train_length"], case["verdict"]) for case in row["cases"]]
-            found.setdefault(row["id"], {})[path.parent.name] = outcome(row["verdict"], cases)
+            found.setdefault(row["id"], {})[study] = outcome(row["verdict"], cases)
     return found
 
 
