@@ -31,7 +31,7 @@ from pretrain.launcher.ranks import run_locally
 from pretrain.launcher.site import SlurmRequest, load_site
 from pretrain.launcher.status import print_end, show_status
 from pretrain.launcher.submit import submit as submit_run
-from pretrain.launcher.sweep import sweep as submit_sweep
+from pretrain.launcher.submit import sweep as submit_sweep
 from pretrain.rundir.jobs import already_done, check_data, is_done
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", readable=False, help="Directory of the run.")]

@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pretrain.evaluation.judge import CLAIMS, Verdict, judge
+from pretrain.evaluation.claims import CLAIMS, judge
+from pretrain.evaluation.judge import Verdict
 from pretrain.evaluation.records import grouped
 from pretrain.study import published
 

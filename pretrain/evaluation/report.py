@@ -7,14 +7,16 @@ a figure never holds perplexities of two tokenizers or two validation sets.
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError
 from pretrain.config.run import MASKED, STREAM
+from pretrain.evaluation.claims import judge
 from pretrain.evaluation.figures import (
     BARS,
     FORMATS,
@@ -26,14 +28,20 @@ from pretrain.evaluation.figures import (
     lines_by_position,
     lines_by_step,
 )
-from pretrain.evaluation.judge import what_stands_out
+from pretrain.evaluation.judge import Evidence, Verdict, gap
 from pretrain.evaluation.records import (
     COSTS,
     LONGPPL,
     TITLES,
+    Curve,
+    Part,
     Record,
+    cell,
     check_objectives,
     fields_of,
+    grouped,
+    length_in_words,
+    lengths_of,
     make_curves,
     parts_of,
     position_curves,
@@ -254,6 +262,82 @@ def _add_by_length(page: Page, records: Sequence[Record], stem: str) -> None:
             page.add("## Loss by position", POSITIONS_EXPLAINED)
             name = f"{stem}_positions{part.end}"
             page.show(name, "Loss by position.", *lines_by_position(found))
+
+
+# ---- Say what stands out ----
+EXPLAINED = (
+    "Two values of one text are compared block by block: the range behind a ratio is that in which "
+    "noise puts it, and of several seeds each of one is compared with each of the other. Where "
+    "losses by block are not known, it is made of the two 95 % intervals. A range that holds 1 "
+    "shows no difference."
+)
+CLAIMS_EXPLAINED = (
+    "The claims are those of `pretrain study`, most of them of the paper (Press, Smith and Lewis, "
+    "2022). Its report says where each comes from, and what it is compared with."
+)
+
+
+def what_stands_out(parts: Sequence[Part]) -> str:
+    """Return the rankings of the methods and what the claims say of them, in Markdown.
+
+    Curves of one training length are ranked among each other, in each part of a report.
+    """
+    blocks = [words for part in parts for words in (*_rankings(part), *_claims(part))]
+    curves = [curve for part in parts for curve in part.curves]
+    # The paper's models predict the next token.
+    is_masked = any(curve.kind == MASKED for curve in curves)
+    return "\n\n".join([*blocks, EXPLAINED if is_masked else f"{EXPLAINED} {CLAIMS_EXPLAINED}"])
+
+
+def _claims(part: Part) -> Iterator[str]:
+    """Yield what these curves say of the claims: those that fail, and which pass."""
+    judged = judge(Evidence(part.curves))
+    passed = [each.claim.id for each in judged if each.verdict == Verdict.PASSES]
+    failed = [each for each in judged if each.verdict == Verdict.FAILS]
+    noise = [each.claim.id for each in judged if each.verdict == Verdict.NOISE]
+    lines = [
+        f"**Fails, {each.claim.id}**: {each.claim.statement} Here {case.words}."
+        for each in failed
+        for case in each.deciding
+    ]
+    if passed and not failed:
+        lines.append("No claim fails.")
+    lines += [f"Pass: {', '.join(passed)}."] if passed else []
+    lines += [f"Inside the noise: {', '.join(noise)}."] if noise else []
+    if lines:
+        yield _listed(["The claims", part.subject], lines)
+
+
+def _rankings(part: Part) -> Iterator[str]:
+    """Yield rankings at L and at the longest length for each training length and protocol."""
+    groups = grouped(part.curves, lambda curve: (curve.train_length, curve.protocol))
+    for (trained, protocol), group in groups.items():
+        if len(group) > 1:
+            lengths = dict.fromkeys([trained, lengths_of(group)[-1]])
+            lines = [_ranking(group, length) for length in lengths]
+            yield _listed([f"Trained at L = {trained}", protocol, part.subject], lines)
+
+
+def _listed(opening: Iterable[str], lines: Iterable[str]) -> str:
+    return f"{', '.join(filter(None, opening))}:\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def _ranking(curves: Sequence[Curve], length: int) -> str:
+    """Return a ranking at one length, in which everything that was not measured is named too."""
+    present = [curve for curve in curves if length in curve.records]
+    values = {curve: curve.value(length).value for curve in present}
+    ranked = sorted((c for c in present if math.isfinite(values[c])), key=values.__getitem__)
+    words = []
+    for place, curve in enumerate(ranked, 1):
+        word = f"{place}. {curve.name} {cell(curve, length)}"
+        if place > 1:
+            found = gap(ranked[place - 2], length, curve, length).is_shown
+            said = {True: "", None: " (the noise is not known)"}
+            word += said.get(found, f" (no difference from {place - 1}. is shown)")
+        words.append(word)
+    words += [f"not finite: {c.name}" for c in present if c not in ranked]
+    words += [f"not evaluated: {c.name}" for c in curves if c not in present]
+    return f"At {length_in_words(length, curves[0].train_length)}: " + "; ".join(words) + "."
 
 
 # ---- Report how perplexity at each length develops over a run's checkpoints ----

@@ -15,6 +15,7 @@ from importlib import resources
 from markdown_it import MarkdownIt
 
 from pretrain.config import writing
+from pretrain.evaluation.claims import Judgement, judge
 from pretrain.evaluation.figures import (
     BARS,
     TOKENS_OF_A_VALUE,
@@ -24,7 +25,7 @@ from pretrain.evaluation.figures import (
     lines_by_length,
     lines_by_position,
 )
-from pretrain.evaluation.judge import Gap, Judgement, Verdict, gap, judge
+from pretrain.evaluation.judge import Gap, Verdict, gap
 from pretrain.evaluation.records import (
     BITS_PER_BYTE,
     Curve,
@@ -390,7 +391,7 @@ def claims_json(judged: Sequence[Judgement]) -> bytes:
     """
     rows = []
     for each in judged:
-        claim = {name: value for name, value in vars(each.claim).items() if name != "judge"}
+        claim = {k: v for k, v in vars(each.claim).items() if k not in ("rule", "form")}
         ends = ("low", "value", "high")
         cases = [
             {

@@ -49,7 +49,7 @@ LAUNCHER_FLOORS = [
         "supervise",
         "ranks status submit",
         "evaluations preflight",
-        "job control sweep",
+        "job control",
         "cli",
         "__main__",
     )

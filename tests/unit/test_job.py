@@ -22,8 +22,8 @@ from pretrain.launcher.submit import (
     check_time,
     signal_seconds,
     start_seconds,
+    sweep,
 )
-from pretrain.launcher.sweep import sweep as submit_sweep
 from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.jobs import is_done
@@ -277,4 +277,4 @@ def test_a_new_run_lies_in_no_other_run_s_directory(tmp_path):
 def test_the_runs_of_a_sweep_have_directories_of_their_own():
     site = parse_site(CPU | {"tasks_per_node": 2}, "s")
     with pytest.raises(ConfigError, match="is another run's of this sweep"):
-        submit_sweep([Path("configs/demo.toml")] * 2, site, [], SlurmRequest(), dry_run=True)
+        sweep([Path("configs/demo.toml")] * 2, site, [], SlurmRequest(), dry_run=True)

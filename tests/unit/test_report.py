@@ -14,7 +14,8 @@ from scipy import stats
 
 from pretrain.config import ConfigError
 from pretrain.evaluation import figures, report
-from pretrain.evaluation.judge import Evidence, Verdict, gap, judge, what_stands_out
+from pretrain.evaluation.claims import judge
+from pretrain.evaluation.judge import Evidence, Verdict, gap
 from pretrain.evaluation.records import (
     BLOCKS,
     POSITIONS,
@@ -25,7 +26,12 @@ from pretrain.evaluation.records import (
     parts_of,
     read_records,
 )
-from pretrain.evaluation.report import combine, format_table, write_report
+from pretrain.evaluation.report import (
+    combine,
+    format_table,
+    what_stands_out,
+    write_report,
+)
 from tests.unit.report_records import curve_of, make_record, position_losses, read_png
 from tests.unit.study_files import with_blocks
 

@@ -7,17 +7,8 @@ import re
 
 import pytest
 
-from pretrain.evaluation.judge import (
-    CLAIMS,
-    Evidence,
-    Gap,
-    Row,
-    Unigram,
-    Verdict,
-    combined,
-    gap,
-    judge,
-)
+from pretrain.evaluation.claims import CLAIMS, judge
+from pretrain.evaluation.judge import Evidence, Gap, Row, Unigram, Verdict, combined, gap
 from pretrain.evaluation.records import EVALUATED_WITH, make_curves
 from pretrain.study import published
 from tests.unit.report_records import curve_of, make_record

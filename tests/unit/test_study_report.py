@@ -9,7 +9,7 @@ import re
 import pytest
 
 from pretrain.config import ConfigError
-from pretrain.evaluation.judge import CLAIMS, judge
+from pretrain.evaluation.claims import CLAIMS, judge
 from pretrain.evaluation.report import Page, plain
 from pretrain.study import published
 from pretrain.study.reading import read_results
