@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
+from torch._guards import active_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pretrain.kernels.call import Call, ScoreBias
@@ -127,18 +128,11 @@ def _with_mask(
     equal = _with_equal_heads(q_SBHD, k_SBGD, v_SBGD, masked=True)
     q, k, v = (x.permute(1, 2, 0, 3) for x in equal)
     num_queries, num_keys = q.shape[2], k.shape[2]
-    # The bias depends on the distance only, so [H, distances] contains all of it. With the queries
-    # in reverse order, the mask row of query r is entries r .. r + num_keys - 1, so `unfold` gives
-    # the mask [H, queries, keys] as an overlapping view of it, without a copy.
-    distances = torch.arange(num_keys - 1, -num_queries, -1, device=q.device)
-    added = bias.at(distances)
-    if bias.causal:
-        added = added.masked_fill(distances < 0, -torch.inf)
-    if q.is_cuda or q.dtype == torch.float64:
-        # Without a bias the mask is made of 0 and -inf, which every dtype holds. Torch's CPU kernel
-        # takes an fp32 mask beside fp64 queries without an error and reads it as something else
-        # (torch 2.13: outputs differ by 3).
-        added = added.to(q.dtype)
+    # Without a bias the mask is made of 0 and -inf, which every dtype holds. Torch's CPU kernel
+    # takes an fp32 mask beside fp64 queries without an error and reads it as something else (torch
+    # 2.13: outputs differ by 3).
+    dtype = q.dtype if q.is_cuda or q.dtype == torch.float64 else torch.float32
+    size = num_queries, num_keys, dtype, q.device
     attend = partial(
         scaled_dot_product_attention,
         scale=scale,
@@ -146,15 +140,52 @@ def _with_mask(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     if num_queries <= QUERY_BLOCK:
-        # Reversing so small a mask, which copies it, is cheaper than reversing queries and output.
-        mask = added.unfold(-1, num_keys, 1).flip(-2)[None]
+        slopes = bias.slopes
+        varies = slopes is not None and (slopes.requires_grad or slopes.is_inference())
+        is_kept = num_queries == num_keys and bias.table is None and not varies
+        version = slopes._version if is_kept and slopes is not None else 0
+        mask = (_kept_mask if is_kept else _small_mask)(bias, size, version, active_fake_mode())
         mask = _within_documents(mask, document_starts)
         return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3)
+    added = _added(bias, size)
     windows = _windows(equal, bias, scale, dropout_p, document_starts, skip)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, added))
     starts = None if document_starts is None else document_starts.flip(1)
     out: Tensor = _Blocks.apply(q.flip(2), k, v, added, starts, windows, attend, wanted)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
     return out.flip(2).permute(2, 0, 1, 3)
+
+
+Size = tuple[int, int, torch.dtype, torch.device]
+"""Queries, keys, and what a mask is made in and on."""
+
+
+def _added(bias: ScoreBias, size: Size) -> Tensor:
+    """Return what is added to scores, [H or 1, queries + keys - 1], in the order of the keys.
+
+    The bias depends on the distance only, so this contains all of it. With the queries in reverse
+    order, the mask row of query r is entries r .. r + num_keys - 1, so `unfold` gives the mask
+    [H, queries, keys] as an overlapping view of it, without a copy.
+    """
+    num_queries, num_keys, dtype, device = size
+    distances = torch.arange(num_keys - 1, -num_queries, -1, device=device)
+    added = bias.at(distances)
+    if bias.causal:
+        added = added.masked_fill(distances < 0, -torch.inf)
+    return added.to(dtype)
+
+
+def _small_mask(bias: ScoreBias, size: Size, version: int, mode: FakeTensorMode | None) -> Tensor:
+    """Return the mask [1, H or 1, queries, keys] for a block of queries at most.
+
+    The version and the mode are keys of `_kept_mask`, which makes one for the slopes that all
+    layers and steps share, as `pretrain.kernels.folded` does its columns.
+    """
+    # Reversing so small a mask, which copies it, is cheaper than reversing queries and output.
+    return _added(bias, size).unfold(-1, size[1], 1).flip(-2)[None]
+
+
+# What is made in inference mode could not be kept for a backward pass.
+_kept_mask = lru_cache(maxsize=4)(torch.inference_mode(False)(_small_mask))
 
 
 class _Blocks(torch.autograd.Function):

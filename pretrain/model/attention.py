@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import attention as megatron_attention
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -128,60 +128,57 @@ class AddedPositions(nn.Module):
 class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # Megatron ships no types
     """Megatron's self-attention, with a split into queries, keys and values that saves a copy."""
 
-    def __init__(self, *args: Any, clip_qkv: float | None = None, **named: Any) -> None:
+    def __init__(
+        self, *args: Any, clip_qkv: float | None = None, is_gpu: bool = False, **named: Any
+    ) -> None:
         """Build what Megatron builds of its arguments.
 
         Args:
             *args: Megatron's.
             clip_qkv: model.clip_qkv.
+            is_gpu: A kernel may write the gradients of queries, keys and values to one buffer,
+                which none does on a CPU.
             **named: Megatron's.
         """
         super().__init__(*args, **named)
         self.clip_qkv = clip_qkv
+        self.split = _Split.apply if is_gpu else functools.partial(torch.split, dim=-1)
 
     def forward(
-        self, *args: Any, rotary_pos_emb: Tensor | None = None, **named: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return what Megatron's returns, without its rotation in a layer whose method has none.
-
-        Args:
-            *args: Megatron's.
-            rotary_pos_emb: Angles, which Megatron's block hands to every layer; the name is its.
-            **named: Megatron's.
-        """
-        if self.core_attention.method.rope() is None:
-            rotary_pos_emb = None
-        found: tuple[Tensor, Tensor | None]
-        found = super().forward(*args, rotary_pos_emb=rotary_pos_emb, **named)
-        return found
-
-    def get_query_key_value_tensors(
         self,
         hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        output_gate: bool = False,
-        split_qkv: bool = True,
-    ) -> tuple[Any, ...]:
-        """Return query [S, B, heads, D], key and value [S, B, groups, D].
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output [S, B, hidden] and the bias, which the layer adds.
 
         Args:
             hidden_states: Inputs of the layer, [S, B, hidden].
-            key_value_states: Not used: this is self-attention.
-            output_gate: Not used: there is no gate. The name is Megatron's.
-            split_qkv: False returns what is to be split, and the sizes. The name is Megatron's.
+            attention_mask: As in `CoreAttention.forward`.
+            rotary_pos_emb: Angles, which Megatron's block hands to every layer; the name is its. A
+                layer whose method has no rotation leaves them.
         """
-        mixed, sizes = super().get_query_key_value_tensors(
-            hidden_states, key_value_states, output_gate, split_qkv=False
-        )
+        mixed, _ = self.linear_qkv(hidden_states)
         if self.clip_qkv is not None:
             # Before a rotation, as in MPT and OLMo. Its backward pass keeps what was not clipped.
             mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv)
-        if not split_qkv:
-            return mixed, sizes
-        query, key, value = _Split.apply(mixed, sizes)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
-        # The heads of a group are next to each other.
-        query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
-        return self.q_layernorm(query), self.k_layernorm(key), value
+        groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        heads = self.num_attention_heads_per_partition
+        # [S, B, groups, heads of a group + 2, D]: the heads of a group are next to each other.
+        mixed = mixed.view(*mixed.shape[:2], groups, -1)
+        sizes = [heads // groups * width, width, width]
+        query, key, value = self.split(mixed, sizes)
+        query = self.q_layernorm(query.reshape(*query.shape[:2], heads, width))
+        key = self.k_layernorm(key)
+        if rotary_pos_emb is not None and self.core_attention.method.rope() is not None:
+            whose = {"config": self.config, "cp_group": self.pg_collection.cp}
+            query, key = (apply_rotary_pos_emb(x, rotary_pos_emb, **whose) for x in (query, key))
+        attend = self.core_attention
+        if self.checkpoint_core_attention and self.training:
+            attend = self._checkpointed_attention_forward
+        out: tuple[Tensor, Tensor | None]
+        out = self.linear_proj(attend(query, key, value, attention_mask))
+        return out
 
 
 class _Split(torch.autograd.Function):
@@ -240,8 +237,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
         position: Positions,
         backend: str,
         causal: bool = True,
@@ -254,15 +249,14 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         Args:
             config: Megatron's configuration.
             layer_number: Number of the layer in the whole model, from 1.
-            attn_mask_type: Not used: `causal` says it.
-            attention_type: Not used: there is only self-attention.
             position: The position method. One instance is shared by all layers of the rank.
             backend: The attention backend, as in `pretrain.kernels.dispatch.attention`.
             causal: Let a token see no later one; False lets it see all.
             attention_dropout: Dropout probability; None takes the one in `config`.
             softmax_scale: Factor on the scores; None means 1 / sqrt(head size).
-            **unused: Arguments for features that this model does not have, and cp_comm_type and
-                pg_collection, which say how Transformer Engine's attention splits sequences.
+            **unused: What `causal` says better, features that this model does not have, and
+                cp_comm_type and pg_collection, which say how Transformer Engine's attention splits
+                sequences.
         """
         super().__init__(config=config)
         # A module assigned to an attribute would be registered as a submodule, and the parameters
@@ -282,9 +276,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
         **unused: Any,
     ) -> Tensor:
         """Return the attention output of this rank's heads, [S, B, heads * D].
@@ -296,9 +287,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
             attention_mask: Where each token's document begins in the whole sequence, int32 [B, S],
                 or None: the document_starts of `pretrain.kernels.dispatch.attention`. Megatron
                 hands it to every layer as it is; the kernels apply the causal mask themselves.
-            attn_mask_type: Not used, as in `__init__`.
-            attention_bias: Not used: the position method provides the bias.
-            packed_seq_params: Not used: Megatron's way to part documents.
             **unused: Further arguments of Megatron's interface.
         """
         if self.cache is None:

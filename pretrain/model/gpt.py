@@ -46,7 +46,7 @@ from pretrain.config import RunConfig
 from pretrain.config.tensors import TIED
 from pretrain.model import adaptive
 from pretrain.model.attention import CoreAttention, Positions, SelfAttention
-from pretrain.model.loss import FusedLossLayer, FusedLossModel
+from pretrain.model.loss import AddingProduct, FusedLossLayer, FusedLossModel
 from pretrain.positions.base import generator
 from pretrain.topology import own_part
 
@@ -115,12 +115,47 @@ def _abilities() -> tuple[bool, bool, bool]:
     return platform.has_cuda(), platform.can_compile(), platform.can_accumulate_products()
 
 
-# ---- mlp ----
-# Dropout between the activation and the second linear layer of the MLP, which Megatron has not.
+# ---- layers ----
+# Megatron's layers with less work of the host. Its transformer layer asks in every forward pass for
+# what this model never has (inference, offloading, cross-attention, ranges for a profiler), and its
+# linear layers are autograd functions in Python, with collectives, also where one rank has all of a
+# weight. Both together took 1.6 times the processor time of all else in a micro batch
+# (benchmarks/train_step.py). The operations and their order are Megatron's, so that every bit is.
 
 
-class DropoutRowParallelLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron ships no types
-    """Megatron's row-parallel linear layer, which drops elements of its input while it trains.
+class _OwnProduct:
+    """A linear layer of Megatron's, but a plain product where one rank holds the whole weight."""
+
+    def forward(self: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output [S, B, out], and the bias if the layer leaves adding it to others.
+
+        Args:
+            input_: [S, B, in], or this tensor rank's part of either.
+        """
+        weight, bias = self.weight, self.bias
+        # What ZeRO 3 gathers it also frees, unless torch's own product has saved a view of it.
+        if self.tp_group.size() > 1 or hasattr(weight, "ds_id"):
+            found: tuple[Tensor, Tensor | None] = super().forward(input_)  # type: ignore[misc]  # Megatron's, by inheritance
+            return found
+        if self.gradient_accumulation_fusion:
+            out = AddingProduct.apply(input_, weight)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
+        else:
+            out = torch.matmul(input_, weight.t())
+        if self.skip_bias_add or bias is None:
+            return out, bias
+        return out + bias, None
+
+
+class ColumnLinear(_OwnProduct, ColumnParallelLinear):  # type: ignore[misc]  # Megatron ships no types
+    """The linear layer of which a tensor rank has some outputs."""
+
+
+class RowLinear(_OwnProduct, RowParallelLinear):  # type: ignore[misc]  # Megatron ships no types
+    """The linear layer of which a tensor rank has some inputs."""
+
+
+class DropoutRowLinear(RowLinear):
+    """A linear layer that drops elements of its input while it trains, which Megatron has not.
 
     As in fairseq's feed-forward block (modules/transformer_layer.py, `activation_dropout_module`).
     """
@@ -264,15 +299,15 @@ def _pipeline_layout(config: RunConfig) -> list[list[str]] | None:
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
-class LayerNorm(nn.LayerNorm):
-    """torch's LayerNorm, usable under sequence parallelism.
+class _Norm:
+    """One of torch's norms, usable under sequence parallelism.
 
     Megatron's own wrapper of torch's norms refuses sequence parallelism
     (megatron/core/transformer/torch_norm.py).
     """
 
     def __init__(
-        self,
+        self: Any,
         config: TransformerConfig,
         hidden_size: int,
         eps: float = 1e-5,
@@ -284,29 +319,22 @@ class LayerNorm(nn.LayerNorm):
         Args:
             config: Megatron's configuration.
             hidden_size: Size of the normalised dimension.
-            eps: Added to the variance.
+            eps: Added to the variance or the mean square.
             is_partial: Each tensor rank normalises another part of what there is; None: it does
                 so under sequence parallelism.
             **unused: Further arguments of Megatron's norms.
         """
-        super().__init__(hidden_size, eps=eps, bias=config.add_bias_linear)
+        options = {"bias": config.add_bias_linear} if isinstance(self, nn.LayerNorm) else {}
+        super().__init__(hidden_size, eps=eps, **options)  # type: ignore[call-arg]  # torch's norm
         mark_partial(self, config.sequence_parallel if is_partial is None else is_partial)
 
 
-class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm, as `LayerNorm`."""
+class LayerNorm(_Norm, nn.LayerNorm):
+    """torch's LayerNorm."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float = 1e-5,
-        is_partial: bool | None = None,
-        **unused: Any,
-    ) -> None:
-        """Initialize as `LayerNorm`, with `eps` added to the mean square."""
-        super().__init__(hidden_size, eps=eps)
-        mark_partial(self, config.sequence_parallel if is_partial is None else is_partial)
+
+class RMSNorm(_Norm, nn.RMSNorm):
+    """torch's RMSNorm."""
 
 
 NORMS: dict[str, type[LayerNorm | RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
@@ -324,22 +352,49 @@ def mark_partial(norm: nn.Module, is_partial: bool) -> None:
         parameter.sequence_parallel = is_partial  # type: ignore[attr-defined]
 
 
-class ParallelResidualLayer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
-    """Megatron's layer, except that the MLP reads the layer's input instead of attention's sum.
+class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
+    """Megatron's pre-LN layer, without the questions that this model answers with no.
 
-    It computes x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own.
+    With model.parallel_residual the MLP reads the layer's input instead of attention's sum:
+    x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own.
     """
 
-    def forward(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, Any]:
-        """Return the layer's output [S, B, hidden], and Megatron's context, which is not used.
+    # Megatron's asks for CUDA graphs of its own.
+    __call__ = nn.Module.__call__
+
+    def __init__(self, *args: Any, is_parallel: bool, **named: Any) -> None:
+        """Build what Megatron builds of its arguments.
+
+        Args:
+            *args: Megatron's.
+            is_parallel: model.parallel_residual.
+            **named: Megatron's.
+        """
+        super().__init__(*args, **named)
+        self.is_parallel = is_parallel
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, None]:
+        """Return the layer's output [S, B, hidden], and Megatron's context, which does not exist.
 
         Args:
             hidden_states: The layer's input, [S, B, hidden].
-            **arguments: What Megatron's block passes on to attention.
+            attention_mask: As in `CoreAttention.forward`.
+            rotary_pos_emb: As in `SelfAttention.forward`.
+            **unused: What else Megatron's block passes on.
         """
-        attended, context = self._forward_attention(hidden_states, **arguments)
-        out = self.mlp(self._forward_pre_mlp_layernorm(hidden_states))
-        return self._forward_post_mlp(out, residual=attended), context
+        add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
+        out = self.self_attention(
+            self.input_layernorm(hidden_states), attention_mask, rotary_pos_emb
+        )
+        attended = add(out, hidden_states, self.hidden_dropout)
+        read = hidden_states if self.is_parallel else attended
+        return add(self.mlp(self.pre_mlp_layernorm(read)), attended, self.hidden_dropout), None
 
 
 def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
@@ -358,23 +413,28 @@ def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
         },
     )
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
+        linear_qkv=ColumnLinear,
         core_attention=core,
-        linear_proj=RowParallelLinear,
+        linear_proj=RowLinear,
         q_layernorm=of_heads,
         k_layernorm=of_heads,
     )
-    second: type | ModuleSpec = RowParallelLinear
+    second: type | ModuleSpec = RowLinear
     if dropout := config.model.activation_dropout:
-        second = ModuleSpec(DropoutRowParallelLinear, params={"dropout": dropout})
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=second)
+        second = ModuleSpec(DropoutRowLinear, params={"dropout": dropout})
+    mlp = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=second)
     return ModuleSpec(
-        ParallelResidualLayer if config.model.parallel_residual else TransformerLayer,
+        Layer,
+        {"is_parallel": config.model.parallel_residual},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
                 SelfAttention,
-                {"attn_mask_type": AttnMaskType.causal, "clip_qkv": config.model.clip_qkv},
+                {
+                    "attn_mask_type": AttnMaskType.causal,
+                    "clip_qkv": config.model.clip_qkv,
+                    "is_gpu": _abilities()[0],
+                },
                 attention,
             ),
             self_attn_bda=get_bias_dropout_add,

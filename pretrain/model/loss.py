@@ -131,6 +131,22 @@ def add_weight_gradient(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) 
         main_grad.addmm_(left, inputs)
 
 
+class AddingProduct(torch.autograd.Function):
+    """inputs [..., in] times weight^T [in, out], whose backward pass adds to weight.main_grad."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return inputs @ weight.t()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        inputs, weight = ctx.saved_tensors
+        rows, d_rows = inputs.flatten(0, -2), gradient.flatten(0, -2)
+        return gradient @ weight, _weight_gradient(rows, d_rows, weight, weight.main_grad)
+
+
 def _install_stand_in() -> None:
     """Put `add_weight_gradient` where Megatron looks for APEX's extension, unless APEX is there."""
     if layers._grad_accum_fusion_available:

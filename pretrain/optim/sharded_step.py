@@ -212,16 +212,17 @@ class GradientReducer:
 
     def _accumulate(self, bucket: _FlatBucket, slot: _Slot, _: Tensor) -> None:
         """Add the gradient that the backward pass has just computed to the sum in fp32."""
-        gradient = slot.parameter.grad
+        parameter, total = slot.parameter, slot.gradient
+        gradient = parameter.grad
         assert gradient is not None
-        if getattr(slot.parameter, "grad_added_to_main_grad", False):
+        if getattr(parameter, "grad_added_to_main_grad", False):
             # The layer has added it, and what autograd got in its place was never filled.
-            slot.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # Megatron
-        elif take_stale(slot.gradient):
-            slot.gradient.copy_(gradient)
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # Megatron
+        elif take_stale(total):
+            total.copy_(gradient)
         else:
-            slot.gradient.add_(gradient)
-        slot.parameter.grad = None
+            total.add_(gradient)
+        parameter.grad = None
         slot.num_accumulated += 1
         if bucket.is_late or slot.num_accumulated < self._num_microbatches:
             return

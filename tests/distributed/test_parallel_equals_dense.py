@@ -6,8 +6,10 @@ tests.reference.dense_gpt from the same weights.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -205,6 +207,39 @@ def test_logits_and_gradients_equal_the_dense_reference(pools, variant, layout, 
     torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)
     assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2sp"])
+@pytest.mark.parametrize("variant", ["alibi", "rotary-modern"])
+def test_layers_compute_the_bits_of_megatrons_own(pools, variant, layout):
+    processes, parallel = ALL_LAYOUTS[layout]
+    state, tokens, *_ = _expected(variant, 8)
+    arguments = variant_config(variant, 8, parallel), state, tokens
+    ours = pools(processes).run(tasks.gradients, *arguments)[0]
+    theirs = pools(processes).run(with_megatrons_layers, *arguments)[0]
+    assert torch.equal(ours["logits"], theirs["logits"])
+    assert_close_by_name(ours["gradients"], theirs["gradients"], rtol=0.0, atol=0.0)
+
+
+def with_megatrons_layers(*arguments: Any) -> dict[str, Any] | None:
+    """Return `tasks.gradients` of the model whose layers run Megatron's code."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from pretrain.model import attention, gpt
+
+    with contextlib.ExitStack() as stack:
+        for ours, theirs in (
+            (gpt.ColumnLinear, ColumnParallelLinear),
+            (gpt.RowLinear, RowParallelLinear),
+            (gpt.Layer, TransformerLayer),
+            (attention.SelfAttention, SelfAttention),
+        ):
+            # Where ours only inherits a forward pass, the patch is taken away afterwards.
+            patched = mock.patch.object(ours, "forward", theirs.forward, create=True)
+            stack.enter_context(patched)
+        return tasks.gradients(*arguments)
 
 
 WORDS = "embedding.word_embeddings.weight"
