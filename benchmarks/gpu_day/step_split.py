@@ -49,7 +49,7 @@ LINES = {
     "no kernel at all": (
         "gaps between kernels",
         "waiting for the host",
-        "optimizer, host and log",
+        "optimizer, waiting for the host",
     ),
 }
 """Lines of the model that a class of kernels stands for."""

@@ -20,6 +20,7 @@ from pretrain.config import (
     rules,
     writing,
 )
+from pretrain.config.errors import columns
 from pretrain.config.load import merged
 from pretrain.config.schema import PhaseSection
 from pretrain.plan.memory import (
@@ -38,8 +39,8 @@ from pretrain.plan.timing import (
     GPUS_PER_NODE,
     PARTS,
     REACH,
-    USABLE,
     Device,
+    Inputs,
     Network,
     Target,
     Timing,
@@ -190,14 +191,10 @@ def check_target(config: RunConfig, target: Target) -> None:
     Raises:
         ConfigError: With the key and the remedy.
     """
-    gpu, is_modern, precision = target.gpu_type, target.device.is_modern, config.train.precision
+    gpu, is_modern, precision = target.device.name, target.device.is_modern, config.train.precision
     wanted, taken = config.model.attention_backend, attention_backend(config, is_modern)
     if target.gpus > GPUS_PER_NODE and target.gpus % GPUS_PER_NODE:
-        below = target.gpus // GPUS_PER_NODE * GPUS_PER_NODE
-        raise ConfigError(
-            f"--gpus {target.gpus}: not a multiple of the {GPUS_PER_NODE} GPUs of a node. Choose "
-            f"{below} or {below + GPUS_PER_NODE}"
-        )
+        raise ConfigError(f"--gpus {target.gpus}: choose a multiple of a node's {GPUS_PER_NODE}")
     if config.is_masked:
         raise ConfigError(
             'train.objective = "masked": attention looks both ways, and `pretrain plan` counts '
@@ -206,7 +203,7 @@ def check_target(config: RunConfig, target: Target) -> None:
     check_counted(config)
     if precision != "fp16" and not (is_modern and precision == "bf16"):
         raise ConfigError(
-            f"train.precision = {precision}: the speeds of `pretrain plan` on a {gpu} are those of "
+            f"train.precision = {precision}: the speeds of `pretrain plan` on {gpu} are those of "
             f"16-bit products. Plan with --set train.precision={'bf16' if is_modern else 'fp16'}"
         )
     masks = config.data.per_document_attention and taken == "sdpa"
@@ -215,7 +212,7 @@ def check_target(config: RunConfig, target: Target) -> None:
     if wanted not in ("auto", taken) or masks or is_wide:
         raise ConfigError(
             f"model.attention_backend = {wanted}: `pretrain plan` does not know memory and time of "
-            f"this attention on a {gpu}. Plan with model.attention_backend=auto, heads of a width "
+            f"this attention on {gpu}. Plan with model.attention_backend=auto, heads of a width "
             f"up to {WIDEST_HEAD}, and without data.per_document_attention where there is no Triton"
         )
 
@@ -291,7 +288,7 @@ def read_target(gpus: int, gpu_type: str, network: float | None = None) -> Targe
     device = GPU_TYPES.get(gpu_type.lower())
     if device is None:
         raise ConfigError(f"--gpu-type {gpu_type}: not known. Choose one of {', '.join(GPU_TYPES)}")
-    return Target(gpus, gpu_type.lower(), device, Network(network or device.network_gbit))
+    return Target(gpus, device, Network(network or device.network_gbit))
 
 
 # ---- Show a plan, and write its best layout ----
@@ -369,13 +366,12 @@ def _phases(common: Sequence[Sequence[Planned]]) -> Iterator[str]:
     if not common:
         yield "No layout fits in every phase"
         return
-    width = max(len(layout[0].name) for layout in common[:ROWS])
-    lines = [f"{'all phases':<{width}}  {'GPU-hours':>10}  of each phase"]
+    rows = [["all phases", "GPU-hours", "of each phase"]]
     for layout in common[:ROWS]:
         hours = [each.hours() for each in layout]
         each = ", ".join(f"{hour:,.0f}" for hour in hours)
-        lines.append(f"{layout[0].name:<{width}}  {sum(hours):>10,.0f}  {each}")
-    yield "\n".join(lines)
+        rows.append([layout[0].name, f"{sum(hours):,.0f}", each])
+    yield "\n".join(columns(rows, right=[1]))
 
 
 def to_table(config: RunConfig, target: Target, plan: Plan) -> str:
@@ -396,38 +392,37 @@ def to_table(config: RunConfig, target: Target, plan: Plan) -> str:
             f"usable; links of a node: {target.network.gbit_per_second:g} Gbit/s",
             *_layouts(target, plan),
             *_own(config, target, plan),
-            *_assumptions(config, target),
+            *_assumptions(config),
         ]
     )
+
+
+def _row(each: Planned, target: Target) -> dict[str, str]:
+    """Return a layout's row of the table, by column."""
+    timing = each.timing
+    mfu = [timing.mfu(each.config, target.device, causal) for causal in (False, True)]
+    return {
+        "layout": each.name,
+        "recompute": each.config.train.recompute_granularity,
+        "micro": str(each.config.batch.micro_batch_size),
+        "GB": f"{'<=' * each.memory_is_bound}{each.memory.total / 1e9:.1f}",
+        "step ms": f"{timing.milliseconds:.0f}",
+        **{part: f"{timing.part(part):.0f}" for part in PARTS},
+        "tokens/s": f"{timing.tokens_per_second:,.0f}",
+        "MFU all": f"{mfu[0]:.1%}",
+        "causal": f"{mfu[1]:.1%}",
+        "GPU-hours": f"{each.hours():,.0f}",
+    }
 
 
 def _layouts(target: Target, plan: Plan) -> Iterator[str]:
     """Yield the table of the best layouts, and how many others there are."""
     best = plan.best_of_layouts()
     if not best:
-        miss = plan.too_large[0]
-        yield (
-            f"\nNo layout fits. The nearest miss, {miss.name} in micro batches of "
-            f"{miss.config.batch.micro_batch_size}, is "
-            f"{(miss.memory.total - target.usable_bytes) / 1e9:.1f} GB too large"
-        )
-    else:
-        width = max(len(each.name) for each in best[:ROWS])
-        columns = "".join(f"{name:>{max(7, len(name) + 1)}}" for name in PARTS)
-        yield (
-            f"\n{'layout':<{width}}  micro  recompute     GB {'step ms':>8}{columns}"
-            f"{'tokens/s':>12}  MFU all  causal  GPU-hours"
-        )
-    for each in best[:ROWS]:
-        times = "".join(f"{each.timing.part(n):>{max(7, len(n) + 1)}.0f}" for n in PARTS)
-        mfu = [each.timing.mfu(each.config, target.device, causal) for causal in (False, True)]
-        size = f"{'<=' * each.memory_is_bound}{each.memory.total / 1e9:.1f}"
-        yield (
-            f"{each.name:<{width}}  {each.config.batch.micro_batch_size:>5}  "
-            f"{each.config.train.recompute_granularity:<9}{size:>7} "
-            f"{each.timing.milliseconds:>8.0f}{times}{each.timing.tokens_per_second:>12,.0f}  "
-            f"{mfu[0]:>7.1%}  {mfu[1]:>6.1%}  {each.hours():>9,.0f}"
-        )
+        yield "\nNo layout fits. The nearest miss:"
+    rows = [_row(each, target) for each in (best or plan.too_large[:1])[:ROWS]]
+    cells = [[*rows[0]], *([*row.values()] for row in rows)]
+    yield from ("", *columns(cells, right=range(2, len(cells[0]))))
     yield (
         f"\n{len(plan.fits):,} combinations fit in {len(best):,} layouts, "
         f"{len(plan.too_large):,} do not fit, {plan.refused.total():,} are not legal"
@@ -441,43 +436,50 @@ def _own(config: RunConfig, target: Target, plan: Plan) -> Iterator[str]:
     parallel = config.parallel.model_copy(update={"world_size": target.gpus})
     wanted = config.model_copy(update={"parallel": parallel})
     own = [each for each in (*plan.fits, *plan.too_large) if each.config == wanted]
-    columns = [field.name for field in fields(Memory)]
-    yield "\nGB of the fullest rank   " + "".join(f"{c:>13}" for c in columns) + "        total"
-    named = zip(["best", "as configured"][not plan.fits :], [*plan.fits[:1], *own])
+    named = list(zip(["best", "as configured"][not plan.fits :], [*plan.fits[:1], *own]))
+    parts = [field.name for field in fields(Memory)] + ["total"]
+    rows = [
+        [name + ", at most" * each.memory_is_bound]
+        + [f"{getattr(each.memory, part) / 1e9:.2f}" for part in parts]
+        for name, each in named
+    ]
+    header = ["GB of the fullest rank", *parts]
+    yield from ("", *columns([header, *rows], right=range(1, len(header))))
     for name, each in named:
-        values = [getattr(each.memory, column) for column in columns]
-        cells = "".join(f"{value / 1e9:>13.2f}" for value in (*values, each.memory.total))
-        yield f"{name + ', at most' * each.memory_is_bound:<25}{cells}"
-    for each in own:
-        mfu = each.timing.mfu(config, target.device, causal=False)
-        yield (
-            f"\nAs configured ({each.name}, micro batches of "
-            f"{config.batch.micro_batch_size}): {each.timing.milliseconds:.0f} ms a step, MFU "
-            f"{mfu:.1%}, {each.hours():,.0f} GPU-hours{'. Does not fit' * (each in plan.too_large)}"
-        )
+        yield from _interval(name, each, target)
 
 
-def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
-    """Yield what is taken for granted."""
-    device, network = target.device, target.network
-    attention = device.attention_tflops
+def _interval(name: str, each: Planned, target: Target) -> Iterator[str]:
+    """Yield the time of a step, and how far it moves with the speeds that it hangs on."""
+    stages = stages_of(each.config, each.layout)
+
+    def step(inputs: Inputs) -> list[str]:
+        timing = time_of_step(each.config, each.layout, stages, target.moved(inputs))
+        mfu = timing.mfu(each.config, target.device, causal=False)
+        return [f"{timing.milliseconds:,.0f}", f"{mfu:.1%}"]
+
+    def row(title: str, names: Sequence[str]) -> list[str]:
+        ends = [Inputs(**{n: getattr(end, n) for n in names}) for end in target.device.ends]
+        return [title, *(text for end in ends for text in step(end))]
+
+    planned = _row(each, target)
     yield (
-        f"\nAssumed ({Device.__module__} has the origin of every number):\n"
-        f"  {device.peak_tflops:g} TFLOP/s, of which matrix products reach "
-        f"{device.gemm_fraction:g}; attention {attention[0]:g} forward and {attention[1]:g} "
-        f"backward, of the causal half, without a mask in memory; memory "
-        f"{device.memory_tb_per_second:g} TB/s; {device.launch_gap_us:g} us between two kernels, "
-        f"{device.host_us:g} us of the host for each; NVLink {device.nvlink_gb_per_second:g} GB/s\n"
-        f"  links of a node {network.gbit_per_second / 8:g} GB/s each way, of which "
-        f"{network.efficiency:.0%} is achieved; a ring step takes {network.between_nodes_us:g} us "
-        f"between nodes and {network.within_node_us:g} us within one\n"
-        f"  {USABLE:.0%} of a GPU's {device.memory_bytes / 1e9:.1f} GB is usable; CUDA, NCCL and "
-        f"fragmentation take {Memory.overhead / 1e9:g} GB. GB with <=, of ZeRO 2 and 3, are "
-        "bounds: all of DeepSpeed's buffers at their full size at once\n"
-        f"  nodes of {GPUS_PER_NODE} GPUs, within which tensor-parallel ranks stay. Not counted: "
-        "ranks that wait for the slowest one, other jobs on the network, loading of data, "
-        "checkpoints. Communication hides behind the passes at ZeRO 1; at ZeRO 2 and 3 gradients "
-        "are reduced in every micro batch, and nothing hides them"
+        f"\n{name.capitalize()} ({each.name}, micro batches of {planned['micro']}): a step takes "
+        f"{planned['step ms']} ms, MFU {planned['MFU all']}, {planned['GPU-hours']} GPU-hours"
+        f"{'. Does not fit' * (each.memory.total > target.usable_bytes)}"
+    )
+    alone = [row(n.replace("_", " "), [n]) for n in Inputs._fields]
+    together = row("all of them together", Inputs._fields)
+    header = ["if these are slow, or fast", "ms, slow", "MFU", "ms, fast", "MFU"]
+    yield from columns([header, together, *alone], right=range(1, 5))
+
+
+def _assumptions(config: RunConfig) -> Iterator[str]:
+    """Yield what is taken for granted."""
+    yield (
+        "\nNot counted: waits for the slowest rank, other jobs on the network, data, evaluations, "
+        f"checkpoints.\n  {Device.__module__} has the origin of every speed, docs/performance.md "
+        "what they miss of published steps"
     )
     if config.position.head_slopes(config) is not None:
         yield (

@@ -2,7 +2,8 @@
 
 Every number says where it comes from. "counted": a tool counted it in a run. "closed form": it
 follows from the code that is named. "measured": on such a device. "published": a paper or a data
-sheet says so. "assumed": nobody has looked yet.
+sheet says so. "fitted": to the speed of published training (`benchmarks.published_steps`), so it
+also holds what that training spent beyond the lines below. "assumed": nobody has looked yet.
 """
 
 from __future__ import annotations
@@ -29,6 +30,27 @@ from pretrain.positions.base import PositionMethod, by_layer
 GPUS_PER_NODE = 8
 
 
+class Inputs(NamedTuple):
+    """The speeds that a step's time hangs on most, as factors of those that are stated below."""
+
+    matrix_products: float = 1
+    attention: float = 1
+    memory: float = 1
+    network: float = 1
+    """NVLink and the links between nodes."""
+
+
+LARGE_PRODUCT = 0.83
+"""Part of the peak that one large product reaches alone: at 8192 x 8192 x 8192 on an H200 it is 780
+TFLOP/s; measured: 769 to 798 on random data."""
+SLOW = Inputs(0.87, 0.87, 0.90, 0.62)
+"""Products and attention: so that published steps that fit well into memory are no slower. Network:
+200 of 400 GB/s, published for a gather over 256 H100s (NVIDIA/nccl, issue 1218)."""
+FAST = Inputs(attention=1.25, memory=1.08, network=1.1)
+"""Attention: FlashAttention-3's published rates on an H100. Memory: what a copy reaches. Network:
+assumed. Products: LARGE_PRODUCT."""
+
+
 @dataclass(frozen=True)
 class Device:
     """The speeds that one GPU achieves."""
@@ -36,7 +58,7 @@ class Device:
     name: str
     """As torch.cuda.get_device_name() reports it; `pretrain.model` knows its peak."""
     gemm_fraction: float
-    """Part of the peak that a product reaches with all multiprocessors busy and a large K."""
+    """Part of the peak that products reach in training, all multiprocessors busy and K large."""
     multiprocessors: int
     tile: tuple[int, int]
     """Rows and columns of the output that one thread block of a matrix product computes."""
@@ -46,8 +68,6 @@ class Device:
     """Bytes read and written per second by elementwise kernels."""
     attention_tflops: tuple[float, float]
     """Forward and backward; of the causal half alone, at 1,024 tokens."""
-    masked_tflops: tuple[float, float]
-    """The same with a mask in memory and products in fp32. Assumed."""
     launch_gap_us: float
     """Time between the end of one kernel and the start of the next one in the same stream."""
     host_us: float
@@ -58,6 +78,8 @@ class Device:
     """What CUDA reports as the memory of the device."""
     network_gbit: float
     """Gbit/s of the links that nodes with this GPU usually have, all together, in one direction."""
+    masked: float = 0.75
+    """Part of attention's rates with a mask in memory and products in fp32. Assumed."""
 
     @property
     def is_modern(self) -> bool:
@@ -70,6 +92,11 @@ class Device:
         peak = peak_tflops_per_second(self.name)
         assert peak is not None, self.name
         return peak
+
+    @property
+    def ends(self) -> tuple[Inputs, Inputs]:
+        """How much slower and how much faster than stated its speeds may be, at most."""
+        return SLOW, FAST._replace(matrix_products=LARGE_PRODUCT / self.gemm_fraction)
 
     def gemm_ms(self, rows: int, inner: int, columns: int) -> float:
         """Return the time of a product [rows, inner] x [inner, columns].
@@ -93,17 +120,17 @@ class Device:
 # Peaks and multiprocessors are published. What is not named below is assumed.
 H200 = Device(
     name="NVIDIA H200",
-    # So that 8192 x 8192 x 8192 comes to 780 TFLOP/s; measured: 769 to 798 on random data.
-    gemm_fraction=0.83,
+    # Fitted to runs on H100s.
+    gemm_fraction=0.58,
     multiprocessors=132,
     # That of cuBLAS's large kernels for Hopper.
     tile=(128, 256),
     tile_overhead=160,
     # Measured: a copy moves 4.3. Data sheet: 4.8.
     memory_tb_per_second=4.0,
-    # Published for FlashAttention-3 on an H100, D = 128.
-    attention_tflops=(423.0, 182.0),
-    masked_tflops=(200.0, 110.0),
+    # Forward: published for a Triton kernel on an H100, D = 128, which ours is too (figure 5 of
+    # FlashAttention-3's paper). Backward: fitted to runs on H100s with FlashAttention-2.
+    attention_tflops=(273.0, 148.0),
     launch_gap_us=1.5,
     host_us=6.0,
     # 0.80 of the data sheet's 450.
@@ -122,7 +149,6 @@ V100 = replace(
     memory_tb_per_second=0.78,
     # Memory-efficient attention in fp16 without a mask.
     attention_tflops=(40.0, 30.0),
-    masked_tflops=(6.0, 6.0),
     launch_gap_us=2.0,
     host_us=8.0,
     # 0.73 of the data sheet's 150.
@@ -131,6 +157,7 @@ V100 = replace(
     memory_bytes=int(31.7 * 2**30),
     # 4 x EDR.
     network_gbit=400,
+    masked=0.17,
 )
 H100 = replace(
     H200,
@@ -142,11 +169,12 @@ H100 = replace(
 A100 = replace(
     H200,
     name="NVIDIA A100-SXM4-80GB",
+    # Fitted, as attention's backward pass.
+    gemm_fraction=0.75,
     multiprocessors=108,
     # 0.83 of the data sheet's 2.04, as on an H200.
     memory_tb_per_second=1.7,
-    attention_tflops=(130.0, 100.0),
-    masked_tflops=(100.0, 70.0),
+    attention_tflops=(130.0, 85.0),
     # 0.80 of the data sheet's 300.
     nvlink_gb_per_second=240.0,
     memory_bytes=int(79.1 * 2**30),
@@ -172,6 +200,11 @@ class Network:
     within_node_us: float = 1.5
     """Latency of a step of a ring within a node."""
 
+    @property
+    def gb_per_second(self) -> float:
+        """What a node sends to the others in a collective, in one direction."""
+        return self.gbit_per_second / 8 * self.efficiency
+
     def ring_ms(
         self,
         num_bytes: float,
@@ -192,27 +225,10 @@ class Network:
         """
         if ranks == 1:
             return 0.0
-        nodes = ranks // ranks_per_node
-        steps_us = nodes * self.between_nodes_us + (ranks - 1 - nodes) * self.within_node_us
-        return self._links_ms(num_bytes * (ranks - 1) / ranks) + 1e-3 * collectives * steps_us
-
-    def all_to_all_ms(self, num_bytes: float, ranks: int, collectives: int = 1) -> float:
-        """Return the time in which every rank sends every other its part, unsummed.
-
-        Nothing is added up on the way: each of a node's ranks sends all that other nodes own.
-
-        Args:
-            num_bytes: Bytes of the whole tensor, which every rank holds.
-            ranks: Ranks of the group, GPUS_PER_NODE on each node.
-            collectives: Number of calls that it is split into.
-        """
-        sent = GPUS_PER_NODE * num_bytes * (ranks - GPUS_PER_NODE) / ranks
-        latency_us = ranks // GPUS_PER_NODE * self.between_nodes_us
-        return self._links_ms(sent) + 1e-3 * collectives * latency_us
-
-    def _links_ms(self, num_bytes: float) -> float:
-        """Return the time in which all links of a node together send `num_bytes`."""
-        return 1e3 * num_bytes / (self.gbit_per_second / 8 * 1e9 * self.efficiency)
+        between = min(ranks // ranks_per_node, ranks - 1)
+        steps_us = between * self.between_nodes_us + (ranks - 1 - between) * self.within_node_us
+        links_ms = 1e3 * num_bytes * (ranks - 1) / ranks / (self.gb_per_second * 1e9)
+        return links_ms + 1e-3 * collectives * steps_us
 
 
 # ---- What a step costs on every GPU of a kind: bytes, elements and launches ----
@@ -250,6 +266,9 @@ class Costs(NamedTuple):
     """Further ones with biases."""
     update: float = 10
     """Bytes per parameter of the shard in the optimizer step, beside the update: norm 4, cast 6."""
+    whole_model: float = 0
+    """Bytes per parameter of the whole model that it moves. DeepSpeed: flatten 8, divide 8, copy
+    back 8, norm 4, clip 8, zero twice 8."""
     host_ms: float = 0.5
     """Host time of the optimizer step. Assumed; measured of DeepSpeed's."""
 
@@ -275,16 +294,10 @@ OF_V100 = MODERN._replace(
     bias_launches=14,
 )
 """There torch.compile generates nothing and no product adds to fp32."""
-DEEPSPEED = {"update": 44.0, "host_ms": 13.0}
+DEEPSPEED = {"update": 44.0, "whole_model": 44.0, "host_ms": 13.0}
 DEEPSPEED_SUMS = {"first_sum": 18.0, "later_sum": 18.0}
 """At ZeRO 2 and 3, where DeepSpeed takes the step and sums gradients. On a V100 the sums are taken
 as at ZeRO 1."""
-DEEPSPEED_WHOLE_MODEL = 44.0
-"""Bytes per parameter of the whole model that its step moves: flatten 8, divide 8, copy back 8,
-norm 4, clip 8, zero twice 8."""
-LOG_MS = 0.1
-"""Host synchronisations and the log. Assumed, for one wait (counted), which the next step's queue
-hides."""
 BUCKETS = 39
 """Buckets of gradients. Counted (pretrain/optim/buckets.py)."""
 ROTATED, ROTATION, CUT = 20.4, 6, 2
@@ -374,7 +387,6 @@ class Target:
     """Say for which GPUs and links a run is planned."""
 
     gpus: int
-    gpu_type: str
     device: Device
     network: Network
 
@@ -383,32 +395,43 @@ class Target:
         """Memory of a GPU that may be planned for."""
         return int(USABLE * self.device.memory_bytes)
 
+    def moved(self, to: Inputs) -> Target:
+        """Return the same GPUs with other speeds."""
+        device, network = self.device, self.network
+        forward, backward = device.attention_tflops
+        device = replace(
+            device,
+            gemm_fraction=device.gemm_fraction * to.matrix_products,
+            attention_tflops=(forward * to.attention, backward * to.attention),
+            memory_tb_per_second=device.memory_tb_per_second * to.memory,
+            nvlink_gb_per_second=device.nvlink_gb_per_second * to.network,
+        )
+        network = replace(network, efficiency=network.efficiency * to.network)
+        return replace(self, device=device, network=network)
+
 
 Lines = dict[str, float]
 """Milliseconds by class of work that can be measured."""
 TENSOR, SENDS = "tensor-parallel communication, exposed", "sends between stages"
 CONTEXT = "exchange of keys and values"
 REDUCTION, GATHER = "reduction of gradients, exposed", "gather of weights, exposed"
-COLUMN = {
-    "matrix products": "GEMM",
-    "attention": "attention",
-    "elementwise in layers": "elementwise",
-    "cross-entropy": "elementwise",
-    "gradient accumulation": "elementwise",
-    "gaps between kernels": "elementwise",
-    "waiting for the host": "elementwise",
-    TENSOR: "communication",
-    CONTEXT: "communication",
-    SENDS: "communication",
-    REDUCTION: "communication",
-    GATHER: "communication",
-    "compute slowed by hidden communication": "communication",
-    "pipeline bubble": "bubble",
-    "optimizer": "optimizer",
-    "optimizer, host and log": "optimizer",
+HOST = "optimizer, waiting for the host"
+SLOWED = "compute slowed by hidden communication"
+PARTS = {
+    "GEMM": ("matrix products",),
+    "attention": ("attention",),
+    "elementwise": (
+        "elementwise in layers",
+        "cross-entropy",
+        "gradient accumulation",
+        "gaps between kernels",
+        "waiting for the host",
+    ),
+    "communication": (TENSOR, CONTEXT, SENDS, REDUCTION, GATHER, SLOWED),
+    "bubble": ("pipeline bubble",),
+    "optimizer": ("optimizer", HOST),
 }
-"""Every line, and its column in the plan's table."""
-PARTS = tuple(dict.fromkeys(COLUMN.values()))
+"""The columns of the plan's table, and the lines of each."""
 
 
 class Step:
@@ -482,7 +505,8 @@ class Step:
         flops = 4 * most * config.head_dim * self.num_layers * self.tokens
         kept = Activations(config, self.device.is_modern)
         is_slow = kept.uses_mask or kept.is_scored
-        rates = self.device.masked_tflops if is_slow else self.device.attention_tflops
+        flops /= self.device.masked if is_slow else 1
+        rates = self.device.attention_tflops
         forward, backward = 1e3 * flops / (rates[0] * 1e12), 1e3 * 2.5 * flops / (rates[1] * 1e12)
         if kept.is_scored:
             # Blocks of scores go through memory, and are computed again in the backward pass.
@@ -551,13 +575,10 @@ class Step:
     def optimizer_lines(self) -> Lines:
         """Return the lines of the optimizer step, without communication."""
         shard = self.costs.update + self.config.optimizer.update_bytes
-        moved = shard * self.stage.parameters / self.layout.replicas
-        if self.zero > 1:
-            moved += DEEPSPEED_WHOLE_MODEL * self.stage.parameters
-        update = self.device.memory_ms(moved)
+        each = shard / self.layout.replicas + self.costs.whole_model
+        update = self.device.memory_ms(each * self.stage.parameters)
         # The host runs ahead of the device and waits for it at the norm.
-        host = max(0.0, self.costs.host_ms - update) + LOG_MS
-        return {"optimizer": update, "optimizer, host and log": host}
+        return {"optimizer": update, HOST: max(0.0, self.costs.host_ms - update)}
 
     def communication_lines(self) -> Lines:
         """Return the lines of data-parallel communication: what shows, and what hiding costs."""
@@ -583,7 +604,7 @@ class Step:
         return {
             REDUCTION: exposed_reduce,
             GATHER: exposed_gather,
-            "compute slowed by hidden communication": LOST * hidden,
+            SLOWED: LOST * hidden,
         }
 
     def ring_ms(self, num_bytes: float) -> float:
@@ -618,20 +639,15 @@ class Step:
     def reduction_ms(self) -> float:
         """Return the time of a reduce-scatter of all gradients.
 
-        In 16 bit it has two stages: a ring in fp32 within nodes, then all-to-all between nodes.
+        In 16 bit it has two stages: a ring in fp32 within nodes, then all-to-all between nodes, in
+        which a node sends what a ring of the nodes would.
         """
-        parameters = self.stage.parameters
-        in_fp32 = self.config.parallel.gradient_reduce_dtype == "fp32"
-        if in_fp32 or self.layout.replicas * self.layout.tensor <= GPUS_PER_NODE:
+        parameters, tensor = self.stage.parameters, self.layout.tensor
+        nodes = self.layout.replicas * tensor // GPUS_PER_NODE
+        if self.config.parallel.gradient_reduce_dtype == "fp32" or nodes <= 1:
             return self.ring_ms(4 * parameters)
-        within = 4 * parameters * (GPUS_PER_NODE - 1) / GPUS_PER_NODE
-        within_ms = 1e3 * within / (self.device.nvlink_gb_per_second * 1e9)
-        # Each rank then has an eighth of its node's sums.
-        share = 2 * parameters / GPUS_PER_NODE
-        network = self.target.network
-        return within_ms + self.layout.tensor * network.all_to_all_ms(
-            share, self.layout.replicas, BUCKETS
-        )
+        within = self.nvlink_ms(4 * parameters, GPUS_PER_NODE // tensor, BUCKETS)
+        return within + self.target.network.ring_ms(2 * parameters * tensor, nodes, BUCKETS, 1)
 
     def passes_ms(self) -> tuple[float, float]:
         """Return the time of the forward and the backward pass of one micro batch.
@@ -660,7 +676,7 @@ class Step:
             needed = received * received_share(self.config, self.layout.context)
             network, rate = self.target.network, self.device.nvlink_gb_per_second
             if self.layout.tensor * self.layout.context > GPUS_PER_NODE:
-                rate = network.gbit_per_second / 8 * network.efficiency / GPUS_PER_NODE
+                rate = network.gb_per_second / GPUS_PER_NODE
             latency = calls * (self.layout.context - 1) * network.within_node_us
             lines[CONTEXT] = 1e3 * needed / (rate * 1e9) + 1e-3 * latency
         if self.layout.pipeline > 1:
@@ -668,7 +684,7 @@ class Step:
             latency = network.within_node_us
             if self.layout.world_size > GPUS_PER_NODE <= self.layout.tensor * self.layout.replicas:
                 # All GPUs of a node send at once.
-                rate = network.gbit_per_second / 8 * network.efficiency / GPUS_PER_NODE
+                rate = network.gb_per_second / GPUS_PER_NODE
                 latency = network.between_nodes_us
             sent, calls = sent_to_stages(self.config, self.layout, self.stage.number)
             lines[SENDS] = 1e3 * sent / (rate * 1e9) + 1e-3 * calls * latency
@@ -782,7 +798,7 @@ class Timing:
 
     def part(self, name: str) -> float:
         """Return the milliseconds of one of PARTS."""
-        return sum(ms for line, ms in self.lines.items() if COLUMN[line] == name)
+        return sum(self.lines.get(line, 0.0) for line in PARTS[name])
 
     def mfu(self, config: RunConfig, device: Device, causal: bool) -> float:
         """Return the model FLOPs utilization, in 0..1, of what is within the reach of the heads.
@@ -824,8 +840,7 @@ def time_of_step(
     lines = dict(slowest)
     if layout.pipeline > 1:
         # What every micro batch has a part of.
-        columns = ("GEMM", "attention", "elementwise")
-        repeated = {TENSOR, CONTEXT, *(name for name in COLUMN if COLUMN[name] in columns)}
+        repeated = {TENSOR, CONTEXT, "matrix products", "attention", *PARTS["elementwise"]}
         passes = [sum(ms for name, ms in each.items() if name in repeated) for each in times]
         others = sum(p * stage.count for p, stage in zip(passes, stages)) - max(passes)
         lines["pipeline bubble"] = others / layout.num_microbatches / layout.virtual

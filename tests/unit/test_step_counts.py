@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from pretrain.config import RunConfig, load_config, num_parameters
 from pretrain.model import num_matmul_parameters
 from pretrain.plan.command import read_target
-from pretrain.plan.memory import stages_of
+from pretrain.plan.memory import buckets_of_rank, stages_of
 from pretrain.plan.operators import (
     Collective,
     Counter,
@@ -24,7 +25,7 @@ from pretrain.plan.operators import (
     num_launches,
 )
 from pretrain.plan.simulation import PASSES, count_run
-from pretrain.plan.timing import MODERN, Step
+from pretrain.plan.timing import BUCKETS, MODERN, Step
 
 KB = 1024  # an fp32 matrix of 16 x 16
 
@@ -149,6 +150,7 @@ def test_what_a_rank_sends_and_what_shows():
 
 
 LARGE = "configs/cc100_roberta/alibi_1024.toml"
+PAGE = " ".join(Path("docs/performance.md").read_text().split())
 TOKENS = 4 * 1024
 """Tokens of the one micro batch that a rank of `large` passes."""
 
@@ -235,6 +237,7 @@ def test_the_model_of_a_step_takes_what_is_counted(model, launches):
     (_, one), (_, two) = large(1, model=model), large(2, model=model)
 
     assert cost(one).launches + 24 * (cost(two).launches - cost(one).launches) == launches
+    assert f"{launches:,} launches" in PAGE
     modelled = MODERN.launches + MODERN.bias_launches * bool(model)
     assert 25 * modelled == pytest.approx(launches, rel=2e-3)
     if not model:
@@ -242,11 +245,29 @@ def test_the_model_of_a_step_takes_what_is_counted(model, launches):
         # The first micro batch does not read the sums that the later ones add to.
         overwritten = 4 * num_matmul_parameters(load_config(LARGE)) / 1e9
         assert moved / 1e9 == pytest.approx(65.25 - overwritten, rel=1e-2)
+        assert f"{launches} launches and {moved / 1e9:.1f} GB a micro batch" in PAGE
     parts = [cost(each, *BETWEEN_PRODUCTS).bytes_moved for each in (one, two)]
     elements = (parts[1] - parts[0]) / (4096 * TOKENS)
     # Norms read their inputs twice in the backward pass, of which the counter knows nothing.
     known = MODERN.stream + MODERN.mlp + MODERN.biases * bool(model) - 4
     assert elements == pytest.approx(known, rel=2e-3)
+
+
+def test_the_page_says_what_is_counted_between_ranks():
+    """Buckets of 25 layers are those of the plan, which are counted of 1 and 2 layers."""
+    for layers in (1, 2):
+        config, counts = large(layers)
+        reduced = [c for c in counts.collectives if c.name.startswith("reduce_scatter")]
+        gathered = [c for c in counts.collectives if c.phase == Phase.WEIGHT_GATHER]
+        buckets = len(buckets_of_rank(config, config.layout(128), 0))
+        assert len(reduced) == len(gathered) == buckets
+        assert {c.phase for c in reduced} == {Phase.BACKWARD}
+        exposed, waits = sum(c.is_exposed for c in reduced), counts.synchronisations.total()
+        assert (exposed, waits, sum(c.is_exposed for c in gathered)) == (1, 1, 0)
+    whole = load_config(LARGE)
+    assert len(buckets_of_rank(whole, whole.layout(128), 0)) == BUCKETS
+    assert f"{BUCKETS} reductions begin within the backward pass, and {exposed} of them" in PAGE
+    assert f"{BUCKETS} gathers, and {waits} wait of the host" in PAGE
 
 
 @pytest.mark.parametrize("position", [("none", 1.0), ("rotary", 1.0), ("rotary", 0.25)])
@@ -273,6 +294,8 @@ def test_the_model_of_a_step_knows_what_positions_cost(position):
     # Two or three more where heads are rotated in part, or without our kernel.
     added = (gaps[0] / gaps[1] - 1) * MODERN.launches
     assert added == pytest.approx(launches - few, abs=3)
+    if position == ("rotary", 1.0):
+        assert f"{elements - usual:.0f} elements of width d more, and {launches - few} l" in PAGE
 
 
 def test_the_command_prints_a_table():
