@@ -178,6 +178,14 @@ def _tensor_parallel(c: RunConfig) -> Iterator[Refusal]:
             "there is one tensor-parallel rank, and nothing to split the sequence over",
             "Remove the key, or raise parallel.tensor_model_parallel_size",
         )
+    selective = c.train.recompute_granularity == "selective"
+    if c.train.fusion == "layers" and (tp > 1 or c.parallel.zero_stage == 3 or selective):
+        yield c.refusal(
+            "train.fusion",
+            "tensor ranks, ZeRO 3 and selective recomputation act within a layer, now one graph",
+            'Choose "on"; or set parallel.tensor_model_parallel_size = 1, parallel.zero_stage = 1 '
+            'or 2, and train.recompute_granularity = "none" or "full"',
+        )
 
 
 def _context_parallel(c: RunConfig) -> Iterator[Refusal]:

@@ -332,12 +332,14 @@ class TrainSection(Section):
     """What the backward pass computes again instead of keeping it: nothing, the attention core, or
     every layer. Saves memory and costs time, about a third more per step for full."""
 
-    fusion: Free[Literal["auto", "on", "off"]] = "auto"
+    fusion: Free[Literal["auto", "on", "layers", "off"]] = "auto"
     """Fused operations beside attention: bias with GELU and bias with dropout and residual in one
     kernel each (torch.compile), the loss without a second copy of the logits, weight gradients
     added in fp32 by the matrix product itself. auto: on a GPU. off: plain operations, to compare
     with or to rule them out; an adaptive softmax then computes the probabilities of all words. on:
-    on a CPU too, where compiling costs tens of seconds at every start and needs a C++ compiler."""
+    on a CPU too, where compiling costs tens of seconds at every start and needs a C++ compiler.
+    layers: each layer is compiled as a whole for training, with attention as one operation in it,
+    and returns its weights' gradients in the training precision; not measured on a GPU yet."""
 
     consistency_interval_steps: Free[int] = Field(default=500, ge=0)
     """Steps from one check of the ranks' health to the next: that masters and moments are finite,

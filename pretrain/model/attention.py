@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -20,6 +22,7 @@ from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch._C import _dispatch_tls_local_exclude_set, _dispatch_tls_local_include_set
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig, RunFailed
@@ -176,9 +179,7 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
         attend = self.core_attention
         if self.checkpoint_core_attention and self.training:
             attend = self._checkpointed_attention_forward
-        out: tuple[Tensor, Tensor | None]
-        out = self.linear_proj(attend(query, key, value, attention_mask))
-        return out
+        return self.linear_proj(attend(query, key, value, attention_mask))  # type: ignore[no-any-return]  # Megatron's
 
 
 class _Split(torch.autograd.Function):
@@ -240,8 +241,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         position: Positions,
         backend: str,
         causal: bool = True,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
         **unused: Any,
     ) -> None:
         """Initialize with the arguments that Megatron's SelfAttention passes, and three of our own.
@@ -252,8 +251,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
             position: The position method. One instance is shared by all layers of the rank.
             backend: The attention backend, as in `pretrain.kernels.dispatch.attention`.
             causal: Let a token see no later one; False lets it see all.
-            attention_dropout: Dropout probability; None takes the one in `config`.
-            softmax_scale: Factor on the scores; None means 1 / sqrt(head size).
             **unused: What `causal` says better, features that this model does not have, and
                 cp_comm_type and pg_collection, which say how Transformer Engine's attention splits
                 sequences.
@@ -265,10 +262,12 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         self.layer = layer_number - 1
         self.method = position.of_layer(self.layer)
         self.backend, self.causal = backend, causal
-        self.scale = softmax_scale
         self.cache: KeyCache | None = None
         """Keys and values of the text so far, while a text passes through piece by piece."""
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout = config.attention_dropout
+        # A tensor, because a number would be a constant of a compiled layer's graph.
+        self.number = torch.tensor(id(self))
+        _CORES[id(self)] = self
 
     def forward(
         self,
@@ -289,12 +288,16 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
                 hands it to every layer as it is; the kernels apply the causal mask themselves.
             **unused: Further arguments of Megatron's interface.
         """
+        if torch.compiler.is_compiling():
+            inputs = [query, key, value, *self.position[0]._parameters.values()]
+            wanted = torch.is_grad_enabled()
+            return core_attention(inputs, attention_mask, self.number, wanted)[0]  # type: ignore[no-any-return]  # torch's
         if self.cache is None:
             out = self._attend(query, key, value, attention_mask=attention_mask)
         else:
             slopes = self.slopes(query.device)
             assert slopes is not None
-            scale = self.scale or query.shape[3] ** -0.5
+            scale = query.shape[3] ** -0.5
             out = self.cache.attend(query, key, value, slopes, scale, self._attend)
         return out.reshape(*out.shape[:2], -1)
 
@@ -333,11 +336,68 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
                 value,
                 causal=self.causal,
                 document_starts=attention_mask,
-                scale=self.scale,
                 dropout_p=dropout,
                 backend=self.backend,
                 **terms,
             )
+
+
+# ---- Core attention as one operation of a compiled layer, whatever it does inside ----
+# The graph of its own forward pass is kept until its backward pass, under a number that travels as
+# a tensor: operations of a compiled layer exchange tensors alone.
+
+_CORES: WeakValueDictionary[int, CoreAttention] = WeakValueDictionary()
+_GRAPHS: dict[int, tuple[Tensor, list[Tensor]]] = {}
+"""Output and inputs of the forward passes whose backward passes are still to come."""
+_NUMBERS = itertools.count()
+_DISPATCH = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
+"""Of plain code. What an operation executes is below autograd (torch/_library/autograd.py)."""
+
+
+@torch.library.custom_op("pretrain::core_attention", mutates_args=())
+def core_attention(
+    inputs: list[Tensor], document_starts: Tensor | None, core: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the output of `CoreAttention.forward`, and the number of its graph, int64.
+
+    Args:
+        inputs: Query, key and value as there, and all parameters of the position method.
+        document_starts: The attention mask there.
+        core: The number of the core attention, int64.
+        wanted: There will be a backward pass.
+    """
+    leaves = [x.detach().requires_grad_(wanted) for x in inputs[:3]]
+    with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.set_grad_enabled(wanted):
+        out = _CORES[int(core)](*leaves, document_starts)
+    number = next(_NUMBERS)
+    if wanted:
+        _GRAPHS[number] = out, [*leaves, *inputs[3:]]
+    return out.detach().contiguous(), torch.tensor(number)
+
+
+@torch.library.custom_op("pretrain::core_attention_backward", mutates_args=())
+def _core_attention_backward(d_out: Tensor, number: Tensor, like: list[Tensor]) -> list[Tensor]:
+    out, inputs = _GRAPHS.pop(int(number))
+    found = torch.autograd.grad(out, inputs, d_out, materialize_grads=True)
+    return [x.contiguous() for x in found]
+
+
+def _fake(inputs: list[Tensor], *others: Any) -> tuple[Tensor, Tensor]:
+    out = inputs[0].new_empty(*inputs[0].shape[:2], inputs[0].shape[2:].numel())
+    return out, torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[list[Tensor], None, None, None]:
+    number, *like = ctx.saved_tensors
+    return _core_attention_backward(d_out, number, like), None, None, None
+
+
+core_attention.register_fake(_fake)
+core_attention.register_autograd(
+    _backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1], *inputs[0]),
+)
+_core_attention_backward.register_fake(lambda d, n, like: [x.new_empty(x.shape) for x in like])
 
 
 # ---- checks ----

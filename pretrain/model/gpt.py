@@ -48,6 +48,7 @@ from pretrain.model import adaptive
 from pretrain.model.attention import CoreAttention, Positions, SelfAttention
 from pretrain.model.loss import AddingProduct, FusedLossLayer, FusedLossModel
 from pretrain.positions.base import generator
+from pretrain.startup import compile_when_called
 from pretrain.topology import own_part
 
 # ---- Decide which operations of the model are fused, from `train.fusion` and the device ----
@@ -65,7 +66,10 @@ class Fusion:
     """The fused operations of a model."""
 
     compiled: bool
-    """Compile what torch.compile turns into one kernel."""
+    """Compile what torch.compile turns into one kernel, part by part."""
+
+    layers: bool
+    """Compile every layer as a whole in training, instead of its parts."""
 
     loss: bool
     """Compute the loss from the hidden states, without a second copy of the logits."""
@@ -99,11 +103,14 @@ def choose_fusion(config: RunConfig) -> Fusion:
     results of runs that were started before the fusions existed stay the same to the last bit.
     """
     is_gpu, can_compile, can_accumulate_products = _abilities()
-    wanted = config.train.fusion == "on" or (config.train.fusion == "auto" and is_gpu)
+    layers = config.train.fusion == "layers"
+    wanted = layers or config.train.fusion == "on" or (config.train.fusion == "auto" and is_gpu)
     return Fusion(
-        compiled=wanted and can_compile,
+        compiled=wanted and can_compile and not layers,
+        layers=layers,
         loss=wanted,
-        weight_gradients=wanted and can_accumulate_products,
+        # A compiled layer returns its weights' gradients.
+        weight_gradients=wanted and can_accumulate_products and not layers,
     )
 
 
@@ -178,16 +185,14 @@ class DropoutRowLinear(RowLinear):
             input_: The activation's output, [S, B, this tensor rank's part of ffn_hidden_size].
         """
         if not self.training:
-            plain: tuple[Tensor, Tensor | None] = super().forward(input_)
-            return plain
+            return super().forward(input_)
         # Tensor ranks hold different channels, and must draw different masks: see the core
         # attention's forward in `pretrain.model.attention`.
         fork = not self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
             # F.dropout calls it on a GPU. Elsewhere that one keeps a mask of the input's data type.
             dropped, _ = torch.native_dropout(input_, self.dropout, True)
-        out: tuple[Tensor, Tensor | None] = super().forward(dropped)
-        return out
+        return super().forward(dropped)
 
 
 ACTIVATIONS = {
@@ -362,16 +367,17 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
     # Megatron's asks for CUDA graphs of its own.
     __call__ = nn.Module.__call__
 
-    def __init__(self, *args: Any, is_parallel: bool, **named: Any) -> None:
+    def __init__(self, *args: Any, is_parallel: bool, is_compiled: bool, **named: Any) -> None:
         """Build what Megatron builds of its arguments.
 
         Args:
             *args: Megatron's.
             is_parallel: model.parallel_residual.
+            is_compiled: In training the layer is one graph.
             **named: Megatron's.
         """
         super().__init__(*args, **named)
-        self.is_parallel = is_parallel
+        self.is_parallel, self.is_compiled = is_parallel, is_compiled
 
     def forward(
         self,
@@ -388,13 +394,25 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
             rotary_pos_emb: As in `SelfAttention.forward`.
             **unused: What else Megatron's block passes on.
         """
+        # An evaluation has windows of many lengths, each of which would be compiled.
+        compute = _compiled_layer if self.is_compiled and self.training else Layer.compute
+        return compute(self, hidden_states, attention_mask, rotary_pos_emb), None
+
+    def compute(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None
+    ) -> Tensor:
+        """Return the output of `forward`."""
         add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
         out = self.self_attention(
             self.input_layernorm(hidden_states), attention_mask, rotary_pos_emb
         )
         attended = add(out, hidden_states, self.hidden_dropout)
         read = hidden_states if self.is_parallel else attended
-        return add(self.mlp(self.pre_mlp_layernorm(read)), attended, self.hidden_dropout), None
+        return add(self.mlp(self.pre_mlp_layernorm(read)), attended, self.hidden_dropout)  # type: ignore[no-any-return]  # Megatron's
+
+
+_compiled_layer = compile_when_called(Layer.compute, fullgraph=True)
+"""One for all layers: their weights are arguments of its graph."""
 
 
 def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
@@ -425,7 +443,10 @@ def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
     mlp = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=second)
     return ModuleSpec(
         Layer,
-        {"is_parallel": config.model.parallel_residual},
+        {
+            "is_parallel": config.model.parallel_residual,
+            "is_compiled": choose_fusion(config).layers,
+        },
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
@@ -493,7 +514,7 @@ def _build_chunk(
     if position.method.rope() is not None and config.parallel.context_parallel_size > 1:
         _rotate_own_part(model)
     if is_adaptive:
-        adaptive.install(config, model, fusion.compiled)
+        adaptive.install(config, model, fusion.compiled or fusion.layers)
     elif fusion.loss and last:
         _fuse_loss(model, fusion)
     _mark_sharded_weights(model)
@@ -534,22 +555,10 @@ def _normalise_embeddings(model: GPTModel, kind: type[LayerNorm | RMSNorm]) -> N
 
 
 def _fuse_loss(model: GPTModel, fusion: Fusion) -> None:
-    """Replace the output layer by one that computes the loss; GPTModel names the layer's class."""
-    plain = model.output_layer
-    layer = FusedLossLayer(
-        plain.input_size,
-        plain.output_size,
-        config=model.config,
-        init_method=model.config.init_method,
-        bias=False,
-        gather_output=plain.gather_output,
-        # The weight of the replaced layer is taken over, with the marks that Megatron gave it.
-        skip_weight_param_allocation=True,
-        tp_group=plain.tp_group,
-    )
-    layer.weight = plain.weight
-    layer.compiled = fusion.compiled
-    model.output_layer = layer
+    """Have the output layer compute the loss; GPTModel names the layer's class."""
+    # It keeps its weight, with the marks that Megatron gave it. Only its forward pass is another.
+    model.output_layer.__class__ = FusedLossLayer
+    model.output_layer.compiled = fusion.compiled or fusion.layers
 
 
 def _mark_sharded_weights(model: GPTModel) -> None:

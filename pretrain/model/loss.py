@@ -124,11 +124,7 @@ def add_weight_gradient(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) 
             torch.addmm(main_grad, left, inputs, out_dtype=torch.float32, out=main_grad)
         return
     # `out_dtype` exists on CUDA alone. Products of two 16-bit numbers are exact in fp32.
-    left, inputs = left.float(), inputs.float()
-    if is_stale:
-        torch.mm(left, inputs, out=main_grad)
-    else:
-        main_grad.addmm_(left, inputs)
+    main_grad.addmm_(left.float(), inputs.float(), beta=0 if is_stale else 1)
 
 
 class AddingProduct(torch.autograd.Function):

@@ -171,8 +171,8 @@ def seen(config: RunConfig, chunk: GPTModel, ids: Tensor, done: Callable[[], obj
 
     def look(core: Any, arguments: tuple[Any, ...]) -> None:
         query, key, value = arguments[:3]
-        scale = query.shape[3] ** -0.5 if core.scale is None else core.scale
         key, value = (x.repeat_interleave(len(slopes) // x.shape[2], 2) for x in (key, value))
+        scale = query.shape[3] ** -0.5
         found.append(_seen(query, key, value, slopes, scale, config.is_masked))
         done()
 
@@ -271,8 +271,7 @@ def _gaps(layer: Any, clip: float, tokens: Tensor | None) -> Tensor:
     )
     if not isinstance(norm, nn.LayerNorm | nn.RMSNorm):
         return torch.full((heads,), torch.inf, dtype=torch.float64)
-    scale = attention.core_attention.scale
-    scale = 1 / math.sqrt(width) if scale is None else abs(scale)
+    scale = 1 / math.sqrt(width)
     # The heads of a group, then its key and its value.
     groups = attention.num_query_groups_per_partition
     shape = (groups, heads // groups + 2, width)

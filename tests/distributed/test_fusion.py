@@ -129,6 +129,28 @@ def test_a_compiled_region_is_one_kernel_in_each_direction(pools):
     assert counts == {"bias-GELU": 2, "bias-residual": 1, "loss, backward": 1}
 
 
+@pytest.mark.parametrize(
+    ("variant", "layout", "graphs"), [("t5", "one", [4]), ("alibi", "pp2", [2, 5])]
+)
+def test_compiled_layers_are_one_graph_with_the_gradients_of_the_dense_reference(
+    pools, variant, layout, graphs
+):
+    """A learned table gets its gradient through attention's operation.
+
+    Four layers share a graph. The logits, without a gradient, take one more, or two where hidden
+    states of another stage come in; the loss takes two.
+    """
+    processes, parallel = ALL_LAYOUTS[layout]
+    state, tokens, _, loss, gradients = expected_gradients(variant, 8)
+    config = fused(variant_config(variant, 8, parallel), fusion="layers")
+    results = pools(processes).run(gradients_of_compiled_layers, config, state, tokens)
+    actual = results[0][0]
+    assert actual["loss"] == pytest.approx(loss, rel=1e-6)
+    assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
+    assert [found for _, found, _ in results] == graphs
+    assert all((breaks, kept) == ({}, {}) for _, _, (breaks, kept) in results)
+
+
 # ---- tasks of the ranks --------------------------------------------------------------------------
 def sum_of_weight_gradients(precision: str) -> tuple[Tensor, Tensor]:
     """Add two micro batches' weight gradients to a buffer, and compute the same sum in fp64.
@@ -151,6 +173,19 @@ def sum_of_weight_gradients(precision: str) -> tuple[Tensor, Tensor]:
         add_weight_gradient(inputs, grad_output, total)
         expected += grad_output.double().t() @ inputs.double()
     return total, expected
+
+
+def gradients_of_compiled_layers(*arguments: Any) -> tuple[Any, int, tuple[Any, Any]]:
+    """Return `tasks.gradients`, the number of graphs, their breaks, and what attention kept."""
+    from torch._dynamo.utils import counters
+
+    from pretrain.model import attention
+
+    torch._dynamo.reset()
+    counters.clear()
+    found = tasks.gradients(*arguments)
+    graphs = counters["stats"]["unique_graphs"]
+    return found, graphs, (dict(counters["graph_break"]), dict(attention._GRAPHS))
 
 
 def split_gradients(one_buffer: bool) -> dict[str, Any]:

@@ -87,6 +87,7 @@ REFUSALS = [
         "schedule.lr_warmup_steps=2 schedule.lr_warmup_init=5",
         "= 5.0: above the peak",
     ),
+    (f"train.fusion=layers {TP2}", "train.fusion = layers: tensor ranks"),
     ("train.spike_policy=skip parallel.zero_stage=2", "train.spike_policy = skip: at ZeRO 2"),
     ("model.num_query_groups=5", "= 5: does not divide model.num_attention_heads = 12"),
     (f"model.hidden_size=36 {ROTARY}", "model.hidden_size = 36: pairs of channels are rotated"),

@@ -6,8 +6,8 @@ import torch
 from pretrain.model.gpt import Fusion, choose_fusion
 from tests.conftest import tiny_config
 
-EVERYTHING = Fusion(compiled=True, loss=True, weight_gradients=True)
-NOTHING = Fusion(compiled=False, loss=False, weight_gradients=False)
+EVERYTHING = Fusion(compiled=True, layers=False, loss=True, weight_gradients=True)
+NOTHING = Fusion(compiled=False, layers=False, loss=False, weight_gradients=False)
 
 
 @pytest.fixture
@@ -28,6 +28,8 @@ def test_a_cpu_is_left_alone_unless_asked(monkeypatch):
     assert choose_fusion(tiny_config()) == NOTHING
     assert choose_fusion(tiny_config(train={"fusion": "off"})) == NOTHING
     assert choose_fusion(tiny_config(train={"fusion": "on"})) == EVERYTHING
+    layers = choose_fusion(tiny_config(train={"fusion": "layers"}))
+    assert layers == Fusion(compiled=False, layers=True, loss=True, weight_gradients=False)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
@@ -39,7 +41,9 @@ def test_a_gpu_gets_everything_unless_told_otherwise(gpu, capability):
 
 def test_an_old_gpu_gets_what_needs_no_compiler(gpu):
     gpu((7, 0))
-    assert choose_fusion(tiny_config()) == Fusion(compiled=False, loss=True, weight_gradients=False)
+    assert choose_fusion(tiny_config()) == Fusion(
+        compiled=False, layers=False, loss=True, weight_gradients=False
+    )
 
 
 @pytest.mark.parametrize(
