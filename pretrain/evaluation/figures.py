@@ -10,6 +10,7 @@ import io
 import itertools
 import math
 import re
+import statistics
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from matplotlib.lines import Line2D
 from pretrain.config.run import MASKED, STREAM
 from pretrain.evaluation.judge import gap
 from pretrain.evaluation.records import (
+    BITS_PER_BYTE,
     PERPLEXITY,
     TITLES,
     Curve,
@@ -357,8 +359,8 @@ def lines_by_length(
     for panel, own in panels.items():
         for curve in own:
             xs = known_lengths(curve, quantity)
-            if quantity == PERPLEXITY and len(own) > 1:
-                values = [_beside(curve, x, own[0]) for x in xs]
+            if quantity in (PERPLEXITY, BITS_PER_BYTE) and len(own) > 1:
+                values = [_beside(curve, x, own[0], quantity) for x in xs]
             else:
                 values = [curve.value(x, quantity) for x in xs]
             lines.append(Line(panel, curve.name, xs, values, curve.is_mean and len(own) == 1))
@@ -370,17 +372,24 @@ def lines_by_length(
     return lines, Frame(*labels, ticks, marked, columns=columns)
 
 
-def _beside(curve: Curve, length: int, first: Curve) -> Value:
-    """Return a perplexity with the interval of its difference to that of the first curve.
+def _beside(curve: Curve, length: int, first: Curve, quantity: str) -> Value:
+    """Return a value with the interval of its difference to that of the first curve.
 
     A bar that does not reach the first curve's line is a difference that noise does not explain.
+    Nats of two tokenizers have no difference; the interval is the value's own then.
     """
-    value = curve.value(length).value
-    if curve is first or length not in first.records:
-        return Value(value, math.nan, math.nan)
-    base = first.value(length).value
-    low, _, high = gap(curve, length, first, length).ratios()
-    return Value(value, base * low, base * high)
+    value = curve.value(length, quantity)
+    if curve is first or length not in known_lengths(first, quantity):
+        return Value(value.value, math.nan, math.nan)
+    base, found = first.value(length, quantity).value, gap(curve, length, first, length)
+    if quantity == PERPLEXITY:
+        low, _, high = found.ratios()
+        return Value(value.value, base * low, base * high)
+    if curve.sources[0].tokenizer != first.sources[0].tokenizer:
+        return value
+    # The text fixes the bits per byte that a nat per token makes.
+    bits = base / (statistics.fmean(r["loss_nats"] for r in first.records[length]) or math.nan)
+    return Value(value.value, base + bits * found.low, base + bits * found.high)
 
 
 def lines_by_step(

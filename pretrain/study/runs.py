@@ -41,6 +41,8 @@ from pretrain.rundir.paths import ENDED_WELL, Outcome, in_words
 
 FIELDS = ("config", "methods", "training_lengths", "tokens_per_step", "settings_of")
 """Keys that make runs of one config, and have no meaning beside `configs`."""
+OF_RUNS = RunConfig.model_fields.keys() - {"evaluation"}
+"""Sections of a run's config that a study file has not."""
 
 
 class StudyEvaluation(Section):
@@ -131,7 +133,13 @@ def load_study_file(path: Path) -> StudyFile:
             the file, the key, the value and the remedy.
     """
     try:
-        study = StudyFile.model_validate(read_toml(path))
+        content = read_toml(path)
+        if "title" not in content and (sections := content.keys() & OF_RUNS):
+            raise ConfigError(
+                f"is the config of a run: it has [{min(sections)}] and no title. A study file "
+                f"names it: config = {path.name!r}"
+            )
+        study = StudyFile.model_validate(content)
         if problem := _problem(study):
             raise ConfigError(problem)
         return study.model_copy(update={"directory": expand_path("directory", study.directory)})
@@ -204,8 +212,8 @@ LOCK = ".lock"
 COMPARED = ("run.seed", "data.sequence_length")
 """Keys in which the runs of a study may differ, beside those of the position methods and of the
 batch, which holds fewer sequences as they become longer."""
-MARKS = (LOCK, "study.json")
-"""Files that say that a directory is a study's; the first is written before all others."""
+MARKS = (LOCK, "study.json", "records/*/record.json")
+"""Any of these says that a directory is a study's; the first is written before all others."""
 OWN_NAMES = ("study.toml", "configs", "runs", "records", "evaluation", "efficiency.json", "report")
 """What a study writes in its directory beside MARKS."""
 
@@ -362,7 +370,7 @@ def check_directory(study: Study) -> None:
     for path in (study.directory / "study.toml", *map(study.config_file, study.runs)):
         if path.resolve() in read:
             raise ConfigError(f"{study.file}: the study would write over {path}, which it reads")
-    if any((study.directory / name).exists() for name in MARKS):
+    if any(any(study.directory.glob(mark)) for mark in MARKS):
         return
     for name in OWN_NAMES:
         if (study.directory / name).exists():

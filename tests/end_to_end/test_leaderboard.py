@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+from transformers import GPTJForCausalLM
+
 from tests.end_to_end.commands import pretrain, succeeds
+from tests.unit.test_evaluate_folder import GPTJ, folder
+
+__all__ = ["folder"]
 
 
 def test_an_entry_is_verified_and_a_changed_one_is_not(run, refused, tmp_path):
@@ -27,3 +33,23 @@ def test_an_entry_is_verified_and_a_changed_one_is_not(run, refused, tmp_path):
     succeeds("leaderboard", "build", board)
     assert mark["date"] not in (board / "index.html").read_text()
     refused(["leaderboard", "verify", board, "none", run], board / "none.json")
+
+
+@pytest.mark.parametrize("folder", [lambda: GPTJForCausalLM(GPTJ)], indirect=True)
+def test_a_hugging_face_folder_enters_and_is_verified(folder, tmp_path):
+    """Of a class that nothing here can export or import: transformers computes it."""
+    curve, board, text = tmp_path / "curve.json", tmp_path / "board", tmp_path / "text"
+    options = ("--lengths", "16,64", "--stride", "8", "--text", text)
+    succeeds("evaluate", folder, *options, "--out", curve)
+    succeeds("leaderboard", "add", board, curve, "--name", "GPT-J, random")
+    verify = ("leaderboard", "verify", board, "gpt-j-random", folder, "--text", text)
+    assert "perplexity" in succeeds(*verify).out
+    succeeds("leaderboard", "build", board)
+    page = (board / "index.html").read_text()
+    assert "GPT-J, random" in page and "unknown (gptj)" in page
+    mark = json.loads((board / "verified/gpt-j-random.json").read_text())
+    assert mark["difference"] < 1e-9 and mark["date"] in page
+    # Other weights under the same name are another model.
+    GPTJForCausalLM(GPTJ).save_pretrained(folder)
+    done = pretrain(*verify)
+    assert done.code == 1 and "The entry is not verified" in done.err

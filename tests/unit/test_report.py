@@ -390,6 +390,13 @@ def test_values_of_one_text_are_compared_block_by_block():
     assert math.isnan(first.low) and first.value == pytest.approx(20.0)
     ends = (math.exp(-end) for end in (found.value, found.high, found.low))
     assert np.array(second) / 20 == pytest.approx([*ends]) and second.high < 20
+    # Bits per byte are 0.5 a nat in these records, and their bars are of the same difference.
+    in_bits = make_curves([r | {"bits_per_byte": r["loss_nats"] / 2} for r in pair])
+    first, second = (
+        line.values[0] for line in figures.lines_by_length(in_bits, "bits_per_byte")[0]
+    )
+    ends = (first.value - end / 2 for end in (found.value, found.high, found.low))
+    assert [*second] == pytest.approx([*ends]) and math.isnan(first.low)
     # The paired t-interval, from another library.
     of_a, of_b = (r[BLOCKS] for r in pair)
     differences = (of_a.losses - of_b.losses) / of_a.counts

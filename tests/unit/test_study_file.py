@@ -155,6 +155,7 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
         ({"published": '"wikitext103"'}, "", "published = wikitext103: its perplexities are of w"),
         ({"metods": "[]"}, "", "metods: no such key"),
         ({}, "[model]\nnum_layers = 1", "model: no such key"),
+        ({"title": None}, "[model]\nnum_layers = 1", "is the config of a run: it has [model] and"),
         ({}, "[evaluation]\nlengths = [64]\nstride = 65", "--stride 65: longer than the shortest"),
         ({"methods": '["learned"]'}, "", "max_position_embeddings"),
     ],
@@ -209,6 +210,16 @@ def test_a_study_never_writes_over_files_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"configs is there and of no study"):
         check_directory(dataclasses.replace(here, file=other))
     assert {path.read_text() for path in tmp_path.rglob("*.toml")} == set(before.values())
+
+
+def test_a_clone_with_records_alone_is_a_studys(tmp_path: Path) -> None:
+    here = replaced(study(tmp_path, FIELDS), tmp_path / "s")
+    record = tmp_path / "s/records/alibi-64-s1234"
+    record.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="records is there and of no study"):
+        check_directory(here)
+    (record / "record.json").write_text("{}")
+    check_directory(here)
 
 
 def test_a_study_removes_no_config_but_those_that_it_wrote(tmp_path: Path) -> None:
