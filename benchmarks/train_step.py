@@ -1,6 +1,6 @@
 """Compare the framework's training step with a plain-torch loop over a model of the same sizes.
 
-    python -W ignore -m benchmarks.train_step [CONFIG [STEPS [KEY.PATH=VALUE ...]]]
+    python -W ignore -m benchmarks.train_step [--host] [CONFIG [STEPS [KEY.PATH=VALUE ...]]]
 
 This shows what Megatron, DeepSpeed and the code around them cost on one process. The plain loop is
 what one would write without a framework: `nn.Module`s, `scaled_dot_product_attention`, AdamW. Both
@@ -9,12 +9,23 @@ take turns, step by step, so that whatever else the machine does affects both al
 At bf16 both compute in bf16 and update fp32 weights: the framework updates its masters and copies
 them, the plain loop runs under torch.autocast, which is what one would write, and which casts every
 weight in every micro batch.
+
+With --host both forward and backward passes are timed alone, gradients added up, by the processor
+time of this process, in one thread. With tensors so small that arithmetic is free, that is what the
+host spends on a micro batch, which on a GPU hides behind the device or does not:
+
+    python -W ignore -m benchmarks.train_step --host configs/demo.toml 12 model.num_layers=25
+        model.hidden_size=32 model.num_attention_heads=4 data.sequence_length=16
+        data.vocab_size=512 evaluation.lengths=[16] evaluation.stride=8
+        batch.micro_batch_size=1 batch.global_batch_size=8
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -101,8 +112,8 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def plain_step(config: RunConfig) -> Step:
-    """Build the plain model and AdamW and return their training step."""
+def plain_step(config: RunConfig, updates: bool = True) -> Step:
+    """Build the plain model and AdamW and return their training step, or its passes alone."""
     model = PlainGPT(config).to(platform.device())
     # Weight decay on matrices only, as in the framework.
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -122,8 +133,9 @@ def plain_step(config: RunConfig) -> Step:
             with autocast:
                 loss = model.loss(batch) / len(batches)
             torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
-        adam.step()
+        if updates:
+            nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
+            adam.step()
         adam.zero_grad()
 
     return step
@@ -139,46 +151,53 @@ def check(config: RunConfig) -> None:
         raise ConfigError("train.precision = fp16: benchmarks.train_step takes fp32 and bf16")
 
 
-def measure(config: RunConfig, num_steps: int) -> dict[str, float]:
+def measure(config: RunConfig, num_steps: int, is_host: bool = False) -> dict[str, float]:
     """Let both steps take turns on random tokens.
 
     Args:
         config: The run.
         num_steps: Steps to count, after WARM_UP_STEPS.
+        is_host: Take the processor time of forward and backward passes.
 
     Returns:
         Tokens per second of each, from the median time of a step.
     """
     shape = (config.batch.global_batch_size, config.data.sequence_length + 1)
     tokens = torch.randint(0, config.data.vocab_size, shape)
-    framework, plain = TrainingStep(config, initialize(config)), plain_step(config)
+    framework, plain = TrainingStep(config, initialize(config)), plain_step(config, not is_host)
+    # Data, passes and reduction of five parts.
+    parts = 3 if is_host else None
+    clock = time.process_time if is_host else time.perf_counter
     ways = {
-        "framework": timed(lambda: framework.take(tokens)),
-        "plain torch": timed(lambda: plain(tokens)),
+        "framework": timed(lambda: list(itertools.islice(framework.parts(tokens), parts)), clock),
+        "plain torch": timed(lambda: plain(tokens), clock),
     }
     found = summary(list(rounds(ways, num_steps, WARM_UP_STEPS)))
     return {row["way"]: 1e3 * config.tokens_per_step / row["ms"] for row in found}
 
 
-def parse_arguments(arguments: list[str]) -> tuple[RunConfig, int]:
-    """Return the config and the number of steps that the command line asks for.
+def parse_arguments(arguments: list[str]) -> tuple[RunConfig, int, bool]:
+    """Return the config, the number of steps and --host, as the command line has them.
 
     Raises:
         ConfigError: The config or a setting is wrong.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step")
+    parser.add_argument("--host", action="store_true", help="Processor time of the passes alone.")
     parser.add_argument("config", nargs="?", default="configs/demo.toml")
     parser.add_argument("steps", nargs="?", type=int, default=30, help="Steps to count.")
     parser.add_argument("settings", nargs="*", metavar="KEY.PATH=VALUE", help="As in --set.")
     chosen = parser.parse_args(arguments)
-    return load_config(chosen.config, chosen.settings), chosen.steps
+    return load_config(chosen.config, chosen.settings), chosen.steps, chosen.host
 
 
 def main() -> None:
     """Run the comparison and print tokens per second."""
-    config, num_steps = parse_arguments(sys.argv[1:])
+    config, num_steps, is_host = parse_arguments(sys.argv[1:])
     check(config)
-    rates = measure(config, num_steps)
+    if is_host:
+        torch.set_num_threads(1)
+    rates = measure(config, num_steps, is_host)
     print(
         f"{num_parameters(config):,} parameters, L = {config.data.sequence_length}, "
         f"{config.train.precision}, {num_steps} steps, {torch.get_num_threads()} threads, "
@@ -186,6 +205,10 @@ def main() -> None:
     )
     for name, rate in rates.items():
         print(f"{name:<14}{rate:>12,.0f} tokens/s")
+    if is_host:
+        for name, rate in rates.items():
+            tokens = config.batch.micro_batch_size * config.data.sequence_length
+            print(f"{name:<14}{1e3 * tokens / rate:>12.2f} processor ms a micro batch")
     overhead = rates["plain torch"] / rates["framework"] - 1
     print(f"a step of the framework takes {overhead:+.1%} more time than one of plain torch")
 
