@@ -609,28 +609,31 @@ def _moments(
     """
     a = Activations(config, is_modern)
     kinds = [Activations(each, is_modern) for each in by_layer(config)]
-    # Of unlike layers the mean.
-    of_layer = sum(kind.layer() for kind in kinds) // len(kinds)
+    repeated = config.model.num_layers // len(kinds)
+    of_layer = [kind.layer() for kind in kinds] * repeated
+    in_layer = [kind.layer_buffers() for kind in kinds] * repeated
     chunks = chunk_layers(config, stage)
+    before = [sum(config.layers_per_chunk[:number]) for number, _ in chunks]
+    own = [slice(first, first + layers) for first, (_, layers) in zip(before, chunks)]
     last = len(config.layers_per_chunk) - 1
     size = [
-        layers * of_layer
+        sum(of_layer[layers])
         + (a.embedding() if number == 0 else 0)
         + (a.loss() if number == last else 0)
-        for number, layers in chunks
+        for (number, _), layers in zip(chunks, own)
     ]
     is_tied_here = config.model.tie_word_embeddings and last == 0
     received = _exchanged(layout, stage) * a.stream
     # The loss has given back what it kept when the layers begin. Without a loss, the gradient of
     # the output is the one received.
     logits_size, of_loss = a.logits(), a.loss()
-    of_layers = max(kind.layer_buffers() for kind in kinds)
     in_loss = a.loss_buffers(is_tied_here)
     in_embedding = a.embedding() + a.embedding_weight() + a.whole
     found: set[tuple[int, int, int]] = set()
     for waiting, chunk in states(layout.pipeline, layout.virtual, stage, layout.num_microbatches):
         number, _ = chunks[chunk]
         has_loss = number == last
+        of_layers = max(in_layer[own[chunk]])
         kept = received + sum(n * each for n, each in zip(waiting, size))
         # The last chunk is the only one with logits.
         logits = waiting[-1] * logits_size if chunks[-1][0] == last else 0

@@ -601,11 +601,7 @@ class Step:
         exposed_reduce = max(tail * reduce, reduce - backward)
         exposed_gather = max(tail * gather, gather - forward)
         hidden = reduce + gather - exposed_reduce - exposed_gather
-        return {
-            REDUCTION: exposed_reduce,
-            GATHER: exposed_gather,
-            SLOWED: LOST * hidden,
-        }
+        return {REDUCTION: exposed_reduce, GATHER: exposed_gather, SLOWED: LOST * hidden}
 
     def ring_ms(self, num_bytes: float) -> float:
         """Return the time of a reduce-scatter or an all-gather over the data-parallel ranks.

@@ -143,6 +143,7 @@ def test_the_planned_run_is_written(tmp_path):
         out, target = tmp_path / f"planned_{gpus}.toml", read_target(gpus, "a100-80")
         text = plan_run(source, settings, target, out)
         assert "As configured (TP 1 PP 2 VPP 2" in text
+        assert text.count("all of them together") == text.count("matrix products") == 2
         best = make_plan(load_config(source, settings), target).fits[0]
         loaded = load_config(out)
         assert loaded == best.config and loaded.layout(gpus) == best.layout
