@@ -497,8 +497,8 @@ class Activations:
             sums = int((BLOCKS_OF_SCORES + c.position.score_blocks(c)) * one)
         given_back = self.projected + self.inner + 2 * self.stream
         if self.context > 1:
-            # Gradients of the keys and values of the other parts.
-            pairs += (self.context - 1) * 2 * widths(c).key * self.item
+            # Gradients of the keys and values of the other parts, and with scores a copy in fp32.
+            pairs += (self.context - 1) * (2 * self.item + 4 * self.is_scored) * widths(c).key
         pairs += widths(c).query * self.item
         return 2 * self.stream + self.tokens * pairs + sums - given_back
 

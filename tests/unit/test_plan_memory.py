@@ -101,6 +101,7 @@ CORE = {
     ("tp2pp2sp", "recompute full"),
     ("cp4", "rotary, a quarter of grouped queries"),
     ("cp4", "t5"),
+    ("cp4", "shaw"),
     ("pp4", "hybrid"),
     ("one rank", "cope"),
     ("one rank", "fire"),
