@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
-from pretrain.evaluation.judge import SPEEDS, Evidence, Gap, Row, gap
+from pretrain.evaluation.judge import SPEEDS, Evidence, Row
 from pretrain.evaluation.records import (
     Curve,
     Table,
@@ -186,80 +186,25 @@ RATIOS_FROM = "wikitext103"
 """The model family whose ratios stand beside a study that names no published numbers."""
 
 
-class Beside(NamedTuple):
-    """A perplexity of a study beside the published ones."""
-
-    curve: Curve
-    length: int
-    ratio: Gap | None
-    """The loss above that at L, which is the ratio to it; None where L was not measured."""
-    same: Published | None
-    """The published perplexity of the same method, lengths and protocol."""
-    at_multiple: Ratio | None
-    """The published perplexity at this multiple of L to that at L; of this L, or the nearest."""
-
-    @property
-    def to_l(self) -> float | None:
-        """Return the study's ratio to the perplexity at L."""
-        return None if self.ratio is None else self.ratio.ratios()[1]
-
-
-def perplexities_beside(curves: Sequence[Curve], model: str | None) -> list[Beside]:
-    """Return every value of the curves from L on beside the published ones.
+def perplexity_table(curves: Sequence[Curve], model: str) -> Table:
+    """Return the study's perplexities beside the published ones of the same method and lengths.
 
     Args:
         curves: The study's curves.
-        model: Model family of the published numbers; None for their ratios alone, which say how
-            the perplexity goes with the length whatever the model and the text.
+        model: Model family of the published perplexities.
     """
-    numbers = perplexities(model or RATIOS_FROM)
-    found = []
+    header = ["method", "L", "protocol", "length", "in L", "perplexity", "published"]
+    numbers, cells = perplexities(model), []
     for curve in curves:
         trained = curve.train_length
-        protocol = curve.kind
-        for length in (n for n in curve.records if n >= trained):
-            of = Perplexity(curve.method, trained, protocol, length)
-            ratio = gap(curve, length, curve, trained) if trained in curve.records else None
-            same = numbers.get(of) if model else None
-            found.append(Beside(curve, length, ratio, same, _at_multiple(numbers, of)))
-    return found
-
-
-def _at_multiple(numbers: Mapping[Perplexity, Published], of: Perplexity) -> Ratio | None:
-    """Return the published values at a multiple of L and at L, of the nearest L that has them."""
-    found = []
-    for number in numbers:
-        if (number.method, number.protocol) != (of.method, of.protocol):
-            continue
-        is_multiple = number.length * of.train_length == of.length * number.train_length
-        # At L itself the ratio is 1 by definition.
-        is_multiple = is_multiple and number.length > number.train_length
-        at_l = numbers.get(number._replace(length=number.train_length))
-        if is_multiple and at_l is not None:
-            distance = abs(math.log(number.train_length / of.train_length))
-            found.append((distance, number.train_length, Ratio(numbers[number], at_l)))
-    return min(found)[2] if found else None
-
-
-def perplexity_table(rows: Sequence[Beside], model: str | None) -> Table:
-    """Return the table of perplexities beside the published ones.
-
-    Args:
-        rows: What stands beside each other.
-        model: Model family of the published perplexities, or None.
-    """
-    header = ["method", "L", "protocol", "length", "in L", "perplexity", "to L"]
-    header += ["published", "difference"] if model else []
-    header += ["published to L", "difference", "where in published.toml"]
-    cells = []
-    for row in rows:
-        curve, trained = row.curve, row.curve.train_length
-        value = curve.value(row.length).value
-        words = [curve.name, str(trained), curve.protocol, str(row.length)]
-        words += [relative_length(row.length / trained), cell(curve, row.length)]
-        words += [_shown(row.to_l, 3), *(_beside(value, row.same, 2) if model else ())]
-        keys = dict.fromkeys(each.key for each in (row.same, row.at_multiple) if each)
-        cells.append([*words, *_beside(row.to_l, row.at_multiple, 3), "; ".join(keys) or "-"])
+        for length in curve.records:
+            of = Perplexity(curve.method, trained, curve.kind, length)
+            if same := numbers.get(of):
+                words = [curve.name, str(trained), curve.protocol, str(length)]
+                words += [relative_length(length / trained), cell(curve, length)]
+                beside = _beside(curve.value(length).value, same, 2)
+                cells.append([*words, *beside, same.key])
+    header += ["difference", "where in published.toml"]
     return Table("Perplexity beside the published numbers", header, cells, names=3)
 
 
@@ -318,14 +263,10 @@ def cost_table(rows: Sequence[Cost], device: str) -> Table:
     return Table(title, [*header, "where in published.toml"], cells, names=3)
 
 
-def _beside(value: float | None, theirs: Published | Ratio | None, digits: int) -> list[str]:
+def _beside(value: float, theirs: Published | Ratio | None, digits: int) -> list[str]:
     """Return a published number and the relative difference from it, as in "+1.5 %"."""
     if theirs is None:
         return ["-", "-"]
-    share = math.nan if value is None else value / theirs.value - 1
+    share = value / theirs.value - 1
     percent = f"{100 * share:+.1f} %" if math.isfinite(share) else "-"
-    return [_shown(theirs.value, digits), percent]
-
-
-def _shown(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    return [f"{theirs.value:.{digits}f}", percent]

@@ -49,7 +49,6 @@ from pretrain.evaluation.report import (
     protocols_explained,
     write_files,
 )
-from pretrain.evaluation.windows import SLIDING
 from pretrain.study import published, reading
 from pretrain.study.published import RATIOS_FROM, cost_table, costs, perplexity_table
 from pretrain.study.reading import CONTEXT, EARLY, TOTAL, Results
@@ -279,27 +278,17 @@ def _add_perplexity(page: Page, results: Results) -> None:
             f"Lines are cut off at {RATIO_TOP:g}: the tables have the values."
         )
         page.show("figures/ratio", caption, lines, frame)
-    if model:
-        page.add(
-            f"Published perplexities are those of {model}. The ratio to the perplexity at L "
-            "carries over between models and texts; the published one is that of the same L, or of "
-            "the nearest one that has the same multiple."
-        )
-    else:
+    if not model:
         page.add(
             "The study names no published numbers: its text or its tokenizer is another, so that "
-            "perplexities are not comparable. The ratio to the perplexity at L is, and stands "
-            f"beside that of {RATIOS_FROM} at the same L, or at the nearest one that has the same "
-            "multiple."
+            f"perplexities are not comparable. The ratios to L stand beside those of {RATIOS_FROM}."
         )
-    rows = published.perplexities_beside(curves, model)
-    shown = [row for row in rows if row.same or row.at_multiple]
-    if any(row.curve.protocol.startswith(SLIDING) for row in shown):
+    elif (table := perplexity_table(curves, model)).rows:
         page.add(
-            "Published sliding windows move by one token. Longer strides, as in the protocol of a "
-            "row, leave less context and raise the perplexity."
+            f"Published perplexities are those of {model}. Their sliding windows move by one "
+            "token; longer strides leave less context and raise the perplexity.",
+            table.markdown(),
         )
-    page.add(perplexity_table(shown, model).markdown() if shown else "")
 
 
 def _unigram(results: Results) -> str:
