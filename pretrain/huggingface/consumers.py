@@ -255,21 +255,8 @@ class LlamaCpp(Consumer):
         from pretrain.data.tokenizer import PieceTokenizer
 
         if isinstance(tokenizer, PieceTokenizer):
-            # 4 is USER_DEFINED.
-            added: dict[str, Any] = {
-                piece.piece: () for piece in tokenizer.proto.pieces if piece.type == 4
-            }
-            odd: list[str] = []
-        else:
-            content = json.loads(tokenizer.to_hugging_face().to_str())
-            added = {t["content"]: (t["special"], t["normalized"]) for t in content["added_tokens"]}
-            odd = list(_unlike_gpt2(content))
-        # It looks for the longest name first and anywhere, the run's tokenizer from left to right.
-        if pair := _ambiguous(added):
-            odd.append(
-                "{!r} and {!r} can overlap in a text, where it chooses otherwise".format(*pair)
-            )
-        for reason in odd:
+            return
+        for reason in _unlike_gpt2(json.loads(tokenizer.to_hugging_face().to_str())):
             yield (
                 f"{tokenizer.path}: {reason}; it reads SentencePiece's BPE and GPT-2's byte-level "
                 "BPE only"
@@ -435,26 +422,6 @@ def _unlike_gpt2(content: Mapping[str, Any]) -> Iterator[str]:
     for token in content["added_tokens"]:
         flags = [flag for flag in ("lstrip", "rstrip", "single_word") if token[flag]]
         yield from (f"the added token {token['content']!r} has {flag}" for flag in flags)
-
-
-def _ambiguous(added: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return two names of tokens that a text can hold in more than one way; None without any.
-
-    Args:
-        added: Name -> what decides when it is looked for: of one kind, the longest is found first.
-    """
-    begins: dict[str, list[str]] = {}
-    for name in added:
-        for end in range(1, len(name)):
-            begins.setdefault(name[:end], []).append(name)
-    for name in added:
-        meeting = [other for i in range(1, len(name)) for other in begins.get(name[i:], ())]
-        inside = [other for other in added if other in name and added[other] != added[name]]
-        for other in (*meeting, *inside):
-            # Runs of one character, such as spaces, are cut alike from either end.
-            if other != name and (other in inside or len({*name, *other}) > 1):
-                return name, other
-    return None
 
 
 def _stock_tokenizer(export: Export) -> Any:

@@ -202,8 +202,7 @@ def perplexity_table(curves: Sequence[Curve], model: str) -> Table:
             if same := numbers.get(of):
                 words = [curve.name, str(trained), curve.protocol, str(length)]
                 words += [relative_length(length / trained), cell(curve, length)]
-                beside = _beside(curve.value(length).value, same, 2)
-                cells.append([*words, *beside, same.key])
+                cells.append([*words, *_beside(curve.value(length).value, same, 2), same.key])
     header += ["difference", "where in published.toml"]
     return Table("Perplexity beside the published numbers", header, cells, names=3)
 

@@ -464,14 +464,12 @@ def _growth(results: Results) -> tuple[str, list[Line], Frame] | None:
                 lines.append(Line(panel, method, xs, list(values.values()), len(runs) > 1))
     if not lines:
         return None
-    caption = "Validation perplexity over training, at the training length L"
+    caption = "Validation perplexity over training, at the training length L."
     if multiple > 1:
         caption += (
-            f" and at {relative_length(multiple)}, the longest multiple of L at which all of these "
-            "runs were evaluated while training. It is another length for each L."
+            f" It is also shown at {relative_length(multiple)}, the longest multiple of L at which "
+            "all of these runs were evaluated while training. It is another length for each L."
         )
-    else:
-        caption += ". There is no longer multiple of L at which all of these runs were evaluated."
     columns = len({trained for _, trained in groups})
     return caption, lines, Frame("Training step", "Perplexity", columns=columns)
 
