@@ -55,6 +55,9 @@ def restored(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if slurm is not None:
         slurm.restore()
+        # Killed first: a job that is asked to end may submit another one, such as an evaluation's
+        # next try, which the next test would find in the queue.
+        slurm.run("scancel", "--quiet", "--user=root", "--state=running", "--full", "--signal=KILL")
         slurm.run("scancel", "--quiet", "--user=root")
 
 

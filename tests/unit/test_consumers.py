@@ -223,8 +223,6 @@ def test_texts_have_the_ids_of_the_run(kind, written, tokenizer_path, tmp_path):
         ({"ignore_merges": True}, "model.ignore_merges is set"),
         ({"<mask>": {"lstrip": True}}, "'<mask>' has lstrip"),
         ({"king": {"single_word": True}}, "'king' has single_word"),
-        ({"abx": {}, "bxyz": {}}, "'abx' and 'bxyz' can overlap"),
-        ({"abx": {"normalized": True}, "b": {"normalized": False}}, "'abx' and 'b' can overlap"),
     ],
 )
 def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(changes, reason, tmp_path):
