@@ -95,7 +95,7 @@ class Device:
 
     @property
     def ends(self) -> tuple[Inputs, Inputs]:
-        """How much slower and how much faster than stated its speeds may be, at most."""
+        """Factors on its speeds at their slow end and at their fast end."""
         return SLOW, FAST._replace(matrix_products=LARGE_PRODUCT / self.gemm_fraction)
 
     def gemm_ms(self, rows: int, inner: int, columns: int) -> float:
@@ -202,7 +202,7 @@ class Network:
 
     @property
     def gb_per_second(self) -> float:
-        """What a node sends to the others in a collective, in one direction."""
+        """GB/s that a node sends to the others in a collective, in one direction."""
         return self.gbit_per_second / 8 * self.efficiency
 
     def ring_ms(

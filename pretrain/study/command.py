@@ -230,20 +230,21 @@ def run_study(path: Path, request: Request) -> int:
             return ExitCode.STOPPED
 
 
-def print_plan(path: Path, nproc: int | None) -> None:
+def print_plan(path: Path, nproc: int | None, only: str) -> None:
     """Print every run, in the order in which they would train, and what is left of it.
 
     Args:
         path: The study file.
         nproc: Processes of each run; None checks no layout.
+        only: Pattern of the names of runs to print.
 
     Raises:
-        ConfigError: The study cannot work.
+        ConfigError: The study cannot work, or no run matches.
     """
     study = resolve(path, load_study_file(path))
     check_directory(study)
     check_runs(study, nproc)
-    states = states_of(study)
+    states = _matching(states_of(study), only)
     for run, state in states:
         config, last = run.config, run.config.train.num_steps
         start = f"from step {state.step}" if state.step else "from scratch"
@@ -261,6 +262,14 @@ def print_plan(path: Path, nproc: int | None) -> None:
     print(f"{len(left)} of {len(states)} runs would train; all would be evaluated at {lengths}")
 
 
+def _matching(states: list[tuple[StudyRun, State]], only: str) -> list[tuple[StudyRun, State]]:
+    """Return the runs whose names match the pattern of --only."""
+    if chosen := [each for each in states if fnmatch.fnmatchcase(each[0].name, only)]:
+        return chosen
+    names = ", ".join(run.name for run, _ in states)
+    raise ConfigError(f"--only {only}: matches no run. The runs are {names}")
+
+
 def _work(work: Work) -> int:
     """Train, evaluate, measure and report, each where that is not done yet."""
     study = work.study
@@ -273,10 +282,7 @@ def _work(work: Work) -> int:
             # `launcher sweep STUDY/configs/*.toml` may take all that are there.
             (study.directory / "configs" / f"{Path(row['name']).name}.toml").unlink(missing_ok=True)
     states = work.record()
-    chosen = [each for each in states if fnmatch.fnmatchcase(each[0].name, work.request.only)]
-    if not chosen:
-        names = ", ".join(run.name for run in study.runs)
-        raise ConfigError(f"--only {work.request.only}: matches no run. The runs are {names}")
+    chosen = _matching(states, work.request.only)
     again = [run for run, _ in chosen if work.request.again and is_recorded(study, run)]
     left = [
         run for run, state in chosen if (state_of(run) if run in again else state).state != FINISHED

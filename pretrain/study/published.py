@@ -198,13 +198,12 @@ def perplexity_table(curves: Sequence[Curve], model: str) -> Table:
     for curve in curves:
         trained = curve.train_length
         for length in curve.records:
-            of = Perplexity(curve.method, trained, curve.kind, length)
-            if same := numbers.get(of):
+            if same := numbers.get(Perplexity(curve.method, trained, curve.kind, length)):
                 words = [curve.name, str(trained), curve.protocol, str(length)]
                 words += [relative_length(length / trained), cell(curve, length)]
                 cells.append([*words, *_beside(curve.value(length).value, same, 2), same.key])
-    header += ["difference", "where in published.toml"]
-    return Table("Perplexity beside the published numbers", header, cells, names=3)
+    title = "Perplexity beside the published numbers"
+    return Table(title, [*header, "difference", "where in published.toml"], cells, names=3)
 
 
 class Cost(NamedTuple):

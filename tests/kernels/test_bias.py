@@ -91,3 +91,13 @@ def test_attention_is_that_of_the_methods_papers(method, keys, sides):
     near = 1e-9 if method in CONTENT else 2e-6
     for a, b in zip(*found):
         torch.testing.assert_close(a, b, rtol=near, atol=near * b.abs().max().item() + 1e-9)
+
+
+def test_slopes_that_are_changed_in_place_change_a_mask_that_is_kept():
+    q, k, v = torch.randn(3, 16, 1, 2, 8).unbind()
+    slopes = torch.tensor([0.5, 0.25])
+    before = attention(q, k, v, slopes=slopes, backend="sdpa")
+    slopes.mul_(0.1)
+    after = attention(q, k, v, slopes=slopes, backend="sdpa")
+    assert not torch.allclose(before, after)
+    assert torch.equal(after, attention(q, k, v, slopes=slopes.clone(), backend="sdpa"))
