@@ -9,6 +9,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from pretrain.config import RunConfig, load_config, parse_config
+from pretrain.topology import finish
 
 warnings.simplefilter("ignore")
 # As many processes compute as there are cores.
@@ -42,6 +44,14 @@ def mark_torture(cases: list[tuple[Any, ...]], core: set[tuple[Any, ...]]) -> li
     assert core <= set(cases), core - set(cases)
     long = pytest.mark.torture
     return [case if case in core else pytest.param(*case, marks=long) for case in cases]
+
+
+@pytest.fixture(autouse=True)
+def closed_process_group() -> Iterator[None]:
+    """Close what a test leaves open; a command that ends in an error leaves it to its process."""
+    yield
+    if torch.distributed.is_initialized():
+        finish()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
