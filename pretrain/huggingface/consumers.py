@@ -424,12 +424,6 @@ def _unlike_gpt2(content: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"the added token {token['content']!r} has {flag}" for flag in flags)
 
 
-def _stock_tokenizer(export: Export) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(export.folder, local_files_only=True)
-
-
 CONSUMERS: dict[str, Consumer] = {each.name: each for each in (Vllm(), LlamaCpp())}
 
 
@@ -474,6 +468,8 @@ def prove(
         logits_fn: Token ids [1, T] -> our model's logits [1, T, V] in fp32.
         ids_by_length: Token ids [N, T] for each length T.
     """
+    from transformers import PreTrainedTokenizerFast
+
     from pretrain.data.tokenizer import PROBES
     from pretrain.huggingface.parity import compare
     from pretrain.platform import release_memory
@@ -486,7 +482,8 @@ def prove(
     loaded = program.load(export, export.folder / program.name)
     m, rounding = export.config.model, program.rounding(export.config)
     rows = [compare(logits_fn, loaded.logits, i, m.hidden_size, rounding) for i in ids_by_length]
-    eos, stock = export.names("")[export.special["eos_token_id"]], _stock_tokenizer(export)
+    eos = export.names("")[export.special["eos_token_id"]]
+    stock = PreTrainedTokenizerFast.from_pretrained(export.folder, local_files_only=True)
     names = [eos, *map(str, stock.get_added_vocab())]
     pairs = (f"{a}{b}  {a} {b}" for a, b in pairwise(names))
     texts = (*PROBES, *(f" a{each}b {each}\n" for each in names), *pairs, "".join(names))

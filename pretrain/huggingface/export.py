@@ -183,45 +183,33 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
 
 
 @contextmanager
-def trained_logits(
-    config: RunConfig, checkpoint: Checkpoint
+def recorded_logits(
+    config: RunConfig, checkpoint: Checkpoint, ids_by_length: Sequence[Tensor], folder: Path
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Build a checkpoint's model as in training, and hand out token ids [1, T] -> logits [1, T, V].
+    """Compute a checkpoint's logits with the model that trains, and yield them without the model.
+
+    Yielded is a function of token ids [1, T], whose logits [1, T, V] were kept.
 
     Args:
         config: The checkpoint's config, for one process in fp32.
         checkpoint: The checkpoint, opened.
-    """
-    topology.initialize(config)
-    try:
-        chunks = build_model(config)
-        load_weights(checkpoint, chunks)
-        chunks[0].eval()
-        yield lambda tokens: logits(chunks[0], tokens)
-    finally:
-        topology.finish()
-
-
-@contextmanager
-def recorded_logits(
-    config: RunConfig, checkpoint: Checkpoint, ids_by_length: Sequence[Tensor], folder: Path
-) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Compute a checkpoint's logits, and hand them out when the model is no longer in memory.
-
-    Args:
-        config: As for `trained_logits`.
-        checkpoint: As for `trained_logits`.
         ids_by_length: Token ids [N, T] for each length T; a row is what is asked for later.
         folder: Where they are kept meanwhile.
     """
     with tempfile.TemporaryDirectory(prefix=".logits-", dir=folder) as kept:
         files: dict[bytes, str] = {}
         release_memory()
-        with trained_logits(config, checkpoint) as ours:
+        topology.initialize(config)
+        try:
+            chunks = build_model(config)
+            load_weights(checkpoint, chunks)
+            chunks[0].eval()
             for row in (row for ids in ids_by_length for row in ids.long().unsqueeze(1)):
                 files[row.numpy().tobytes()] = name = f"{kept}/{len(files)}.npy"
-                np.save(name, ours(row).cpu().numpy())
-        del ours
+                np.save(name, logits(chunks[0], row).cpu().numpy())
+        finally:
+            topology.finish()
+        del chunks
         release_memory()
         yield lambda tokens: torch.from_numpy(np.load(files[tokens.cpu().numpy().tobytes()]))
 

@@ -173,7 +173,7 @@ def import_checkpoint(
     """
     check_new(out)
     check_apart(out)
-    tokenizer = WordTokenizer(dictionary, _bytes(dictionary))
+    tokenizer = WordTokenizer(dictionary, dictionary.read_bytes())
     config = load_config(config_file, [*overrides, f'run.directory="{out}"'])
     settings, weights = read_checkpoint(path)
     _check_settings(path, settings, config)
@@ -227,13 +227,6 @@ class _Shell:
 
     def __init__(self, *given: Any) -> None:
         """Take whatever the object was made of."""
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}. Give the dict.txt of the data") from None
 
 
 def _check_settings(path: Path, settings: argparse.Namespace, config: RunConfig) -> None:

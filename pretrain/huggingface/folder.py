@@ -20,7 +20,7 @@ from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, num_
 from pretrain.config.tensors import model_tensors
 from pretrain.data.shards import JSON, MODEL
 from pretrain.data.tokenizer import PROBES, Tokenizer, load_tokenizer
-from pretrain.evaluation.records import Table, bounded_exp, number
+from pretrain.evaluation.records import Table, bounded_exp, number, protocol_name
 from pretrain.huggingface.base import CODE, EMBEDDING, HuggingFaceClass, same_bits
 from pretrain.huggingface.classes import class_of
 from pretrain.huggingface.parity import ParityReport
@@ -489,7 +489,10 @@ def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:
         return ""
     # metrics.jsonl has null for what is not finite.
     cells = {
-        (_column(r), r["length"]): f"{number(r['perplexity']):.2f}{_interval(r)}" for r in curve
+        (f"{r['method']}, {protocol_name(r)}", r["length"]): (
+            f"{number(r['perplexity']):.2f}{_interval(r)}"
+        )
+        for r in curve
     }
     titles = list(dict.fromkeys(column for column, _ in cells))
     rows = []
@@ -508,14 +511,3 @@ def _interval(record: Mapping[str, Any]) -> str:
     """
     low, high = (bounded_exp(number(record.get(key))) for key in ("loss_low", "loss_high"))
     return f" ({low:.2f} to {high:.2f})" if math.isfinite(high) else ""
-
-
-def _column(record: Mapping[str, Any]) -> str:
-    """Return the title of a record's column: method, protocol and, if it slides, the stride.
-
-    A nonoverlapping window's stride is its length, so there it would give each row its own column.
-    """
-    title = f"{record['method']}, {record['protocol']}"
-    if record["protocol"] == "sliding":
-        return f"{title}, stride {record['stride']}"
-    return title

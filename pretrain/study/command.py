@@ -19,7 +19,7 @@ from typing import Any
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, dump_config, writing
 from pretrain.config.errors import say
 from pretrain.data.stream import open_stream
-from pretrain.evaluation.records import grouped, read_records, records_json
+from pretrain.evaluation.records import grouped, length_table, read_records, records_json
 from pretrain.processes import Processes, Stopped
 from pretrain.rundir.files import make_directory, read_json, replace_json
 from pretrain.rundir.paths import ExitCode
@@ -43,9 +43,9 @@ from pretrain.study.runs import (
     records_of,
     request_of,
     resolve,
+    runs_table,
     state_of,
     states_of,
-    table,
     write_changed,
     write_record,
     write_study,
@@ -150,14 +150,6 @@ class Request:
     again: bool = False
     """Train these where their weights are not here, though they are recorded, and compare."""
 
-    def options(self) -> list[str]:
-        """Return the command-line arguments that ask for this."""
-        options = [f"--nproc={self.nproc}"] if self.nproc > 1 else []
-        options += ["--site", str(self.site)] if self.site is not None else []
-        options += ["--report-only"] if self.report_only else []
-        options += ["--only", self.only] if self.only != "*" else []
-        return [*options, "--again"] if self.again else options
-
 
 @dataclass
 class Work:
@@ -171,8 +163,8 @@ class Work:
 
     @property
     def again(self) -> str:
-        """Return the command that goes on."""
-        return shlex.join(["pretrain", "study", str(self.study.file), *self.request.options()])
+        """Return the command that goes on: that which the user typed."""
+        return shlex.join(["pretrain", *sys.argv[1:]])
 
     def run(self, what: str, *commands: list[str]) -> None:
         """Run commands at the same time until all have ended.
@@ -200,6 +192,16 @@ class Work:
         return states
 
 
+def _open(path: Path, nproc: int | None) -> Study:
+    """Return the study of a file, checked by all of its runs, and say in what these differ."""
+    study = resolve(path, load_study_file(path))
+    check_directory(study)
+    check_runs(study, nproc)
+    for line in other_differences(study):
+        say(f"{path}: the runs differ in more than method, length and seed: {line}")
+    return study
+
+
 def run_study(path: Path, request: Request) -> int:
     """Do what a study still lacks.
 
@@ -214,11 +216,7 @@ def run_study(path: Path, request: Request) -> int:
         ConfigError: The study cannot work; no run was started.
         RunFailed: The data could not be built, or the runs not be submitted or evaluated.
     """
-    study = resolve(path, load_study_file(path))
-    check_directory(study)
-    check_runs(study, None if request.site else request.nproc)
-    for line in other_differences(study):
-        say(f"{path}: the runs differ in more than method, length and seed: {line}")
+    study = _open(path, None if request.site else request.nproc)
     work = Work(study, request)
     with writing(study.directory), _alone(study):
         try:
@@ -241,9 +239,7 @@ def print_plan(path: Path, nproc: int | None, only: str) -> None:
     Raises:
         ConfigError: The study cannot work, or no run matches.
     """
-    study = resolve(path, load_study_file(path))
-    check_directory(study)
-    check_runs(study, nproc)
+    study = _open(path, nproc)
     states = _matching(states_of(study), only)
     for run, state in states:
         config, last = run.config, run.config.train.num_steps
@@ -254,8 +250,6 @@ def print_plan(path: Path, nproc: int | None, only: str) -> None:
             f"{run.name}: {config.tokens_per_step:,} tokens a step, seed {run.seed}, {to_do}{why}"
         )
     left = [run for run, state in states if state.state != FINISHED]
-    for line in other_differences(study):
-        print(f"the runs differ in more than method, length and seed: {line}")
     for run in data_sets(left):
         print(f"{run.config.data.directory}: not built yet; it would be built first")
     lengths = ", ".join(f"{length:,}" for length in study.lengths)
@@ -351,7 +345,7 @@ def _submit(work: Work, left: list[StudyRun]) -> int:
     study = work.study
     files = [str(study.config_file(run)) for run in left]
     work.run("launcher sweep", _launcher("sweep", *files, "--site", str(work.request.site)))
-    print(table(work.record(), records_of(study)))
+    print(runs_table(work.record()).plain())
     print(f"next: {work.again}")
     print("      sends what failed again, and reports when all runs are finished.")
     print(f"      To report on those that are:\n      {study.command} --report-only")
@@ -381,14 +375,18 @@ def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
         _count_unigram(study, runs[0])
     measured = _measure(work)
     # It draws figures, whose libraries take a while to import.
-    from pretrain.study.report import write_study_report
+    from pretrain.study.report import write_reports
 
-    write_study_report(read_results(study, states))
+    results = [read_results(part, states) for part in study.parts]
+    write_reports(study, results)
     _stop_if_asked(work)
     if len(runs) == len(study.runs) and not (work.processes.launches or measured):
         say(f"{study.directory}: finished already; nothing to train or to evaluate")
-    print(table(states, records_of(study)))
-    print(f"report: {study.directory / 'report' / 'report.md'}")
+    print(runs_table(states).plain())
+    for part in results:
+        if part.curves:
+            print(f"\n{part.study.title}. {length_table(part.curves).plain()}")
+    print(f"\nreport: {study.report / 'report.md'}")
     return ExitCode.FAILED if any(s.state == FAILED for _, s in states) else ExitCode.FINISHED
 
 

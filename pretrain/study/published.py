@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
+from statistics import median
 from typing import Any, NamedTuple
 
 from pretrain.evaluation.judge import SPEEDS, Evidence, Row
@@ -206,33 +206,30 @@ def perplexity_table(curves: Sequence[Curve], model: str) -> Table:
     return Table(title, [*header, "difference", "where in published.toml"], cells, names=3)
 
 
-class Cost(NamedTuple):
-    """Costs of a method, as ratios to sinusoidal positions."""
+def cost_table(evidence: Evidence, device: str) -> Table:
+    """Return what each method costs beside sinusoidal positions, and the published ratios.
 
-    method: str
-    train_length: int
-    quantity: str
-    """ "training", "evaluation" or "memory"."""
-    value: float
-    low: float
-    high: float
-    """Least and largest of the rounds."""
-    rounds: int
-    theirs: Ratio | None
-    """The published number of the method to that of sinusoidal positions, at the nearest L."""
-
-
-def costs(evidence: Evidence) -> list[Cost]:
-    """Return what each method costs beside sinusoidal positions, by training length."""
-    found = []
+    Args:
+        evidence: The study's.
+        device: What the costs were measured on, as it is shown.
+    """
+    header = ["method", "L", "what", "to sinusoidal", "rounds", "published", "difference"]
+    cells = []
     for row, base in evidence.timed():
         for quantity in (*SPEEDS, "memory"):
-            if shares := row.shares(base, quantity):
-                theirs = _nearest(row.method, row.train_length, quantity)
-                value, low, high = statistics.median(shares), min(shares), max(shares)
-                of = row.method, row.train_length, quantity
-                found.append(Cost(*of, value, low, high, len(shares), theirs))
-    return found
+            if not (shares := row.shares(base, quantity)):
+                continue
+            theirs, value = _nearest(row.method, row.train_length, quantity), median(shares)
+            shown = f"{value:.3f}"
+            shown += f" ({min(shares):.3f} to {max(shares):.3f})" if len(shares) > 1 else ""
+            what, rounds = f"{quantity}, tokens/s", str(len(shares))
+            if quantity == "memory":
+                what, rounds = quantity, "-"
+            words = [row.method, str(row.train_length), what, shown, rounds]
+            words += _beside(value, theirs, 3)
+            cells.append([*words, theirs.key if theirs else "-"])
+    title = f"Speed and memory beside sinusoidal positions, measured in turns on {device}"
+    return Table(title, [*header, "where in published.toml"], cells, names=3)
 
 
 def _nearest(method: str, train_length: int, quantity: str) -> Ratio | None:
@@ -243,22 +240,6 @@ def _nearest(method: str, train_length: int, quantity: str) -> Ratio | None:
         return None
     nearest = min(sorted(lengths), key=lambda n: abs(math.log(n / train_length)))
     return Ratio(numbers[method, nearest, quantity], numbers["sinusoidal", nearest, quantity])
-
-
-def cost_table(rows: Sequence[Cost], device: str) -> Table:
-    """Return the table of ratios to sinusoidal positions beside the published ones."""
-    header = ["method", "L", "what", "to sinusoidal", "rounds", "published", "difference"]
-    cells = []
-    for row in rows:
-        shown = f"{row.value:.3f}"
-        shown += f" ({row.low:.3f} to {row.high:.3f})" if row.rounds > 1 else ""
-        what = row.quantity if row.quantity == "memory" else f"{row.quantity}, tokens/s"
-        rounds = str(row.rounds) if row.quantity != "memory" else "-"
-        words = [row.method, str(row.train_length), what, shown, rounds]
-        words += _beside(row.value, row.theirs, 3)
-        cells.append([*words, row.theirs.key if row.theirs else "-"])
-    title = f"Speed and memory beside sinusoidal positions, measured in turns on {device}"
-    return Table(title, [*header, "where in published.toml"], cells, names=3)
 
 
 def _beside(value: float, theirs: Published | Ratio | None, digits: int) -> list[str]:

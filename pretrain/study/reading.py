@@ -55,7 +55,7 @@ def read_results(study: Study, states: Sequence[tuple[StudyRun, State]]) -> Resu
 
     Args:
         study: The study.
-        states: Every run with how it stands.
+        states: Every run with how it stands; those of other sizes are left out.
 
     Raises:
         ConfigError: The evaluation is of several validation sets or tokenizers.
@@ -75,7 +75,7 @@ def read_results(study: Study, states: Sequence[tuple[StudyRun, State]]) -> Resu
     ]
     return Results(
         study,
-        states,
+        [(run, state) for run, state in states if run in study.runs],
         Evidence(make_curves(records), rows, measured.get("device", ""), unigram),
         {run.name: _growth(run.metrics) for run in study.runs},
         [
@@ -91,13 +91,14 @@ WORK = {"training": "train", "evaluation": "evaluation"}
 
 def _evaluation(path: Path, runs: Sequence[StudyRun]) -> list[dict[str, Any]]:
     """Return the records of the evaluation, which name runs and methods as the study does."""
-    records = read_records(path) if path.exists() else []
-    if len(found := {(record["validation"], record["tokenizer"]) for record in records}) > 1:
+    methods = {run.name: run.method for run in runs}
+    found = read_records(path) if path.exists() else []
+    records = [record for record in found if PurePath(record["run"]).name in methods]
+    if len(texts := {(record["validation"], record["tokenizer"]) for record in records}) > 1:
         raise ConfigError(
-            f"{path}: holds results of {len(found)} validation sets or tokenizers, whose "
+            f"{path}: holds results of {len(texts)} validation sets or tokenizers, whose "
             "perplexities cannot be compared. Make a study of each"
         )
-    methods = {run.name: run.method for run in runs}
     for record in records:
         # Without the folder, so that a report does not depend on where the study is.
         name = PurePath(record["run"]).name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import itertools
 import json
 import math
 import re
@@ -36,6 +37,7 @@ from pretrain.evaluation.records import (
     grouped,
     length_in_words,
     length_table,
+    number,
     position_curves,
     quantities,
     relative_length,
@@ -50,28 +52,46 @@ from pretrain.evaluation.report import (
     write_files,
 )
 from pretrain.study import published, reading
-from pretrain.study.published import RATIOS_FROM, cost_table, costs, perplexity_table
+from pretrain.study.published import RATIOS_FROM, cost_table, perplexity_table
 from pretrain.study.reading import CONTEXT, EARLY, TOTAL, Results
-from pretrain.study.runs import FINISHED, dump_study, other_differences
+from pretrain.study.runs import (
+    FINISHED,
+    LENGTH_FACTORS,
+    Study,
+    dump_study,
+    other_differences,
+    runs_table,
+)
 
 
-def write_study_report(results: Results) -> None:
+def write_reports(study: Study, parts: Sequence[Results]) -> None:
     """Write STUDY/report/: report.md, report.html, claims.json and figures.
 
-    Equal results give an equal report, byte for byte.
+    Of several sizes each has these in a folder of its own, and there is a report of their gap by
+    compute beside them. Equal results give an equal report, byte for byte.
+
+    Args:
+        study: The study.
+        parts: What it has so far, of each of `Study.parts`.
 
     Raises:
-        RunFailed: The report cannot be written.
+        RunFailed: A report cannot be written.
     """
-    judged = judge(results.evidence)
-    page = report(results, judged)
-    text, title = page.text(), results.study.asked.title
-    files = {**page.files, "claims.json": claims_json(judged)}
+    for results in parts:
+        judged = judge(results.evidence)
+        page = report(results, judged)
+        page.files["claims.json"] = claims_json(judged)
+        _write(results.study, page)
+    if study.asked.sizes:
+        _write(study, by_compute(study, parts))
+
+
+def _write(study: Study, page: Page) -> None:
+    """Write a report and the files that it shows."""
     # The text comes last: where it exists, the files that it shows do.
-    files |= {"report.html": to_html(title, page).encode(), "report.md": text.encode()}
-    folder = results.study.directory / "report"
-    with writing(folder):
-        write_files(folder, files)
+    html_page, text = to_html(study.title, page).encode(), page.text().encode()
+    with writing(study.report):
+        write_files(study.report, {**page.files, "report.html": html_page, "report.md": text})
 
 
 def to_html(title: str, page: Page) -> str:
@@ -140,7 +160,7 @@ def report(results: Results, judged: Sequence[Judgement]) -> Page:
         judged: The verdicts.
     """
     study, curves = results.study, results.curves
-    page = Page(f"# {plain(study.asked.title)}", _in_short(results, judged), *_warnings(results))
+    page = Page(f"# {plain(study.title)}", _in_short(results, judged), *_warnings(results))
     page.add(_verdicts(judged, study.asked.published or RATIOS_FROM))
     if curves:
         caption = f"Perplexity by the length of validation windows. {BARS}"
@@ -166,7 +186,8 @@ def report(results: Results, judged: Sequence[Judgement]) -> Page:
         page.add("No run has evaluated while it trained.")
     records = [record for c in curves for each in c.records.values() for record in each]
     page.add("## How to read it", protocols_explained(records), INTERVALS_EXPLAINED, _source())
-    page.add("## Runs", _runs(results), source_table(curves).markdown() if curves else "")
+    page.add("## Runs", runs_table(results.states, plain).markdown())
+    page.add(source_table(curves).markdown() if curves else "")
     page.add("## What was asked", as_code(study.command))
     page.add("Every key of the study file with its value:", as_code(dump_study(study.asked)))
     return page
@@ -182,16 +203,6 @@ def _in_short(results: Results, judged: Sequence[Judgement]) -> str:
         f"{counts[Verdict.FAILS.short]} fail and {counts[Verdict.NOISE.short]} cannot be judged "
         f"from these runs. Runs: {runs}."
     )
-
-
-def _runs(results: Results) -> str:
-    """Return the table of runs."""
-    rows = [
-        [r.name, r.method, str(r.train_length), str(r.seed), s.state, plain(s.reason) or "-"]
-        for r, s in results.states
-    ]
-    header = ["run", "method", "L", "seed", "state", "reason"]
-    return Table("Runs of the study", header, rows, names=len(header)).markdown()
 
 
 def _warnings(results: Results) -> Iterable[str]:
@@ -337,14 +348,14 @@ def _costs(results: Results) -> Iterable[str]:
     """Yield the table of speed and memory."""
     for line in results.unmeasured:
         yield f"**Not measured: {plain(line)}.** Remove efficiency.json to measure all again."
-    found = costs(results.evidence)
-    if not found:
+    table = cost_table(results.evidence, plain(results.evidence.device))
+    if not table.rows:
         yield (
             "Not measured: there is no efficiency.json, or it has no sinusoidal positions to "
             "compare with."
         )
         return
-    yield cost_table(found, plain(results.evidence.device)).markdown()
+    yield table.markdown()
     yield (
         "In brackets are the least and the largest ratio of the rounds, each of one method's speed "
         "to sinusoidal positions' in the same round. The published numbers are of one V100."
@@ -495,3 +506,50 @@ def _mean(by_seed: Sequence[Mapping[int, float]]) -> dict[int, Value]:
     steps = sorted(set.intersection(*(set(each) for each in by_seed)))
     of_step = {step: [each[step] for each in by_seed] for step in steps}
     return {step: Value.of_seeds(values, geometric=True) for step, values in of_step.items()}
+
+
+# ---- several sizes -------------------------------------------------------------------------------
+SIZES_EXPLAINED = (
+    "A ratio is the perplexity of a method divided by that of the first method of the same size, "
+    "training length, evaluated length and protocol: above 1 the method is worse. Behind it is the "
+    "range in which noise of the text and of the seeds puts it. A ratio that keeps moving one way "
+    "as models grow may be another one at larger sizes."
+)
+
+
+def by_compute(study: Study, parts: Sequence[Results]) -> Page:
+    """Return the report of several sizes: how far methods are apart, by the FLOP of a training.
+
+    Args:
+        study: The study.
+        parts: What it has so far, of each of its sizes.
+    """
+    found: dict[tuple[str, str], dict[float, tuple[str, Gap]]] = {}
+    for part in parts:
+        for panel, (first, *others) in in_panels(part.curves).items():
+            for multiple, curve in itertools.product(LENGTH_FACTORS, others):
+                length = multiple * curve.train_length
+                if length in curve.records and length in first.records:
+                    flop = number(curve.records[length][0].get("training_flop"))
+                    place = f"{panel}, at {relative_length(multiple)}", curve.method
+                    of = part.study.size, gap(curve, length, first, length)
+                    found.setdefault(place, {})[flop] = of
+    page = Page(f"# {plain(study.title)}", SIZES_EXPLAINED)
+    title, lines, rows = "Perplexity as a ratio to that of the first method", [], []
+    for place, by_flop in found.items():
+        ranges = ((flop, each.ratios()) for flop, (_, each) in by_flop.items())
+        points = {flop: Value(ratio, low, high) for flop, (low, ratio, high) in ranges}
+        lines.append(Line(*place, list(points), list(points.values())))
+        for flop, (size, each) in by_flop.items():
+            rows.append([*place, size, f"{flop:.2e}", each.ratio_in_words()])
+    if lines:
+        ticks = {
+            flop: f"{flop:.1e}\n{of[0]}" for each in found.values() for flop, of in each.items()
+        }
+        frame = Frame("FLOP of the training", "Perplexity / that of the first method", ticks)
+        page.show("figures/compute", f"{title}, by the FLOP of the training.", lines, frame)
+    page.add(Table(title, ["where", "method", "size", "FLOP", "ratio"], rows, names=3).markdown())
+    links = (f"[{part.study.size}]({part.study.size}/report.md)" for part in parts)
+    page.add(f"The report of each size: {', '.join(links)}.", "## What was asked")
+    page.add(as_code(study.command), as_code(dump_study(study.asked)))
+    return page

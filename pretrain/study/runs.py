@@ -1,7 +1,7 @@
 """Define every key of a study file, resolve one into runs, and tell how they stand.
 
-A study is methods x lengths x seeds: each is a run, which is refused where it is not the study's
-experiment.
+A study is sizes x methods x lengths x seeds: each is a run, which is refused where it is not the
+study's experiment.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import math
 import operator
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePath
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -23,7 +23,7 @@ from pydantic import Field, PositiveInt, ValidationError
 from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.manifest import Change, data_hashes, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, dump_config, load_config
-from pretrain.config.load import expand_path, explain, read_toml
+from pretrain.config.load import expand_path, explain, read_values
 from pretrain.config.schema import Effect, Section
 from pretrain.config.trajectory import data_differences, differences, scheduled_changes
 from pretrain.data.stream import open_stream
@@ -39,10 +39,8 @@ from pretrain.rundir.jobs import check_goes_on, is_done, missing_data
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import ENDED_WELL, Outcome, in_words
 
-FIELDS = ("config", "methods", "training_lengths", "tokens_per_step", "settings_of")
+FIELDS = ("config", "methods", "training_lengths", "tokens_per_step")
 """Keys that make runs of one config, and have no meaning beside `configs`."""
-OF_RUNS = RunConfig.model_fields.keys() - {"evaluation"}
-"""Sections of a run's config that a study file has not."""
 
 
 class StudyEvaluation(Section):
@@ -112,45 +110,30 @@ class StudyFile(Section):
     """Settings of all runs, each as --set takes it, such as "train.num_steps=320". The study's own
     keys, such as methods and seeds, come after them."""
 
-    settings_of: dict[str, list[str]] = Field(default={})
-    """Method -> settings of its runs alone, after those of all, such as the learning rate that was
-    found best for it."""
+    sizes: dict[Annotated[str, Field(pattern=r"^\d[\w.]*$")], list[str]] = Field(default={})
+    """Size, such as "3m" -> settings of its runs, after those of all: those of the model and of its
+    steps. Methods are compared within a size, each of which has a report, and STUDY/report shows
+    how their gap goes with the compute of a training."""
 
     evaluation: StudyEvaluation = StudyEvaluation()
     efficiency: StudyEfficiency = StudyEfficiency()
 
-    @property
-    def root(self) -> Path:
-        """Return the study's directory."""
-        return Path(self.directory)
-
 
 def load_study_file(path: Path) -> StudyFile:
-    """Read a study file and check what can be checked without its configs.
+    """Read a study file, which may have a base as a config has, and check it without its configs.
 
     Raises:
         ConfigError: The file cannot be read, or its values cannot work together; the message names
             the file, the key, the value and the remedy.
     """
     try:
-        content = read_toml(path)
-        if "title" not in content and (sections := content.keys() & OF_RUNS):
-            raise ConfigError(
-                f"is the config of a run: it has [{min(sections)}] and no title. A study file "
-                f"names it: config = {path.name!r}"
-            )
-        study = StudyFile.model_validate(content)
-        if problem := _problem(study):
-            raise ConfigError(problem)
-        return study.model_copy(update={"directory": expand_path("directory", study.directory)})
+        study = StudyFile.model_validate(read_values(path))
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {_explain(e)}" for e in error.errors())) from None
-    except ConfigError as error:
-        raise ConfigError(
-            "\n".join(f"{path}: {line}" for line in str(error).splitlines())
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a readable study file: {error}") from None
+    if problem := _problem(study):
+        raise ConfigError(f"{path}: {problem}")
+    directory = expand_path(f"{path}: directory", study.directory)
+    return study.model_copy(update={"directory": directory})
 
 
 def _explain(error: Any) -> str:
@@ -198,8 +181,8 @@ def _problem(study: StudyFile) -> str:
                 f"{missing[0]}: missing. Name a config, methods and training_lengths, or list "
                 "config files in configs"
             )
-    if unknown := study.settings_of.keys() - set(study.methods):
-        return f"settings_of: {min(unknown)}: not one of methods"
+    if study.sizes and study.efficiency.rounds:
+        return "sizes and efficiency.rounds: choose one. Speeds are measured of models of one size"
     return ""
 
 
@@ -223,10 +206,13 @@ class StudyRun:
     """One run of a study."""
 
     name: str
-    """METHOD-L-sSEED, with METHOD as in `method`: a study that grows keeps the runs that it has."""
+    """METHOD-L-sSEED, with METHOD as in `method`: a study that grows keeps the runs that it has. Of
+    several sizes SIZE-METHOD-L-sSEED."""
     config: RunConfig
     source: Path
     """The config file that it comes from."""
+    size: str = ""
+    """Its size of `StudyFile.sizes`."""
 
     @property
     def method(self) -> str:
@@ -267,11 +253,29 @@ class Study:
     file: Path
     asked: StudyFile
     runs: tuple[StudyRun, ...]
+    size: str = ""
+    """The size of all runs, where these are those of one."""
+
+    @property
+    def parts(self) -> list[Study]:
+        """Return the study of each size: this one alone where its file names none."""
+        groups = grouped(self.runs, lambda run: run.size)
+        return [replace(self, runs=tuple(runs), size=size) for size, runs in groups.items()]
+
+    @property
+    def title(self) -> str:
+        """Return the title of its report."""
+        return f"{self.asked.title}: {self.size}" if self.size else self.asked.title
 
     @property
     def directory(self) -> Path:
         """Return the study's directory."""
-        return self.asked.root
+        return Path(self.asked.directory)
+
+    @property
+    def report(self) -> Path:
+        """Return the folder of its report."""
+        return self.directory / "report" / self.size
 
     def config_file(self, run: StudyRun) -> Path:
         """Return where the resolved config of a run is written, which its ranks read."""
@@ -299,7 +303,7 @@ class Study:
 
 
 def resolve(path: Path, asked: StudyFile) -> Study:
-    """Return a study's runs: all methods at one length and seed, then the next length and seed.
+    """Return a study's runs: all methods at one length, then the next length, size and seed.
 
     Args:
         path: The study file.
@@ -309,22 +313,28 @@ def resolve(path: Path, asked: StudyFile) -> Study:
         ConfigError: A run cannot work, two have one method, length and seed, or a pattern finds no
             file.
     """
-    asked_for = list(_of_files(path, asked) if asked.configs else _of_fields(path, asked))
+    runs_of = _of_files if asked.configs else _of_fields
+    asked_for = [
+        (size, *each)
+        for size, of_size in (asked.sizes or {"": []}).items()
+        for each in runs_of(path, asked, [*asked.settings, *of_size])
+    ]
     seeds = [[f"run.seed={seed}"] for seed in asked.seeds or ()] or [[]]
     runs: dict[str, StudyRun] = {}
-    for seed_set, (source, own) in itertools.product(seeds, asked_for):
-        settings = [*asked.settings, *own, *seed_set]
+    for seed_set, (size, source, of_run) in itertools.product(seeds, asked_for):
+        settings = [*of_run, *seed_set]
         config = load_config(source, settings)
         trained, seed = config.parts[-1].config, config.run.seed
         name = f"{trained.position_name}-{trained.data.sequence_length}-s{seed}"
+        name = f"{size}-{name}" if size else name
         if twice := runs.get(name):
             raise ConfigError(
                 f"{path}: {source} and {twice.source} are both {name}: one method, training length "
                 "and seed. Leave one of the two out"
             )
-        directory = json.dumps(str(asked.root / "runs" / name), ensure_ascii=False)
+        directory = json.dumps(str(Path(asked.directory, "runs", name)), ensure_ascii=False)
         config = load_config(source, [*settings, f"run.directory={directory}"])
-        runs[name] = StudyRun(name, config, source)
+        runs[name] = StudyRun(name, config, source, size)
     study = Study(path, asked, tuple(runs.values()))
     _check_evaluation(study)
     return study
@@ -363,13 +373,8 @@ def check_directory(study: Study) -> None:
     """Check that a study would write over nothing that is not its own.
 
     Raises:
-        ConfigError: It would write over a file that it reads, or its directory has files of these
-            names already that no study has written.
+        ConfigError: Its directory has files of these names already that no study has written.
     """
-    read = {path.resolve() for path in (study.file, *(run.source for run in study.runs))}
-    for path in (study.directory / "study.toml", *map(study.config_file, study.runs)):
-        if path.resolve() in read:
-            raise ConfigError(f"{study.file}: the study would write over {path}, which it reads")
     if any(any(study.directory.glob(mark)) for mark in MARKS):
         return
     for name in OWN_NAMES:
@@ -381,23 +386,25 @@ def check_directory(study: Study) -> None:
 
 
 def other_differences(study: Study) -> list[str]:
-    """Return in what the runs differ beside method, training length and seed, a line for each key.
+    """Return in what runs of a size differ beside method, length and seed, a line for each key.
 
     Config files of a study may differ in anything. A comparison of methods is then one of that too.
     """
-    first = study.runs[0].config
-    keys = {"data.directory": None} | {
-        each.key: None
-        for run in study.runs
-        for each in differences(first, run.config)
-        if each.effect is not Effect.FREE
-    }
     lines = []
-    for key in keys:
-        if key in COMPARED or key.partition(".")[0] in ("position", "batch"):
-            continue
-        lines += _values(study, key, operator.attrgetter(key))
-    return lines + _values(study, "tokens a step", lambda config: config.tokens_per_step)
+    for part in study.parts:
+        first = part.runs[0].config
+        keys = {"data.directory": None} | {
+            each.key: None
+            for run in part.runs
+            for each in differences(first, run.config)
+            if each.effect is not Effect.FREE
+        }
+        for key in keys:
+            if key in COMPARED or key.partition(".")[0] in ("position", "batch"):
+                continue
+            lines += _values(part, key, operator.attrgetter(key))
+        lines += _values(part, "tokens a step", lambda config: config.tokens_per_step)
+    return lines
 
 
 def _values(study: Study, what: str, value: Callable[[RunConfig], Any]) -> list[str]:
@@ -413,23 +420,27 @@ def data_sets(runs: Sequence[StudyRun]) -> list[StudyRun]:
     return [run for run in by_directory.values() if missing_data(run.config) is not None]
 
 
-def _of_files(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]:
-    """Yield each config file of a study that lists them, without settings of its own."""
+def _of_files(
+    path: Path, asked: StudyFile, settings: list[str]
+) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each config file of a study that lists them, with the settings."""
     sources: dict[Path, RunConfig] = {}
     for pattern in asked.configs:
         names = glob.glob(pattern, root_dir=path.parent, recursive=True)
         if not (files := sorted(path.parent / name for name in names)):
             raise ConfigError(f"{path}: configs = {pattern!r}: no such file in {path.parent}")
-        sources |= {file: load_config(file, asked.settings) for file in files}
+        sources |= {file: load_config(file, settings) for file in files}
     # The shortest length first, and the methods of one length beside each other.
     for file in sorted(sources, key=lambda file: sources[file].data.sequence_length):
-        yield file, []
+        yield file, settings
 
 
-def _of_fields(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the config file and own settings of each run of a study of methods and lengths."""
+def _of_fields(
+    path: Path, asked: StudyFile, settings: list[str]
+) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the config file of a study of methods and lengths, with the settings of each run."""
     source = path.parent / str(asked.config)
-    base = load_config(source, asked.settings)
+    base = load_config(source, settings)
     tokens = asked.tokens_per_step or base.tokens_per_step
     micro_tokens = base.batch.micro_batch_size * base.data.sequence_length
     for length in asked.training_lengths:
@@ -443,7 +454,7 @@ def _of_fields(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]
         batch += [f"batch.micro_batch_size={max(1, micro_tokens // length)}"]
         for method in asked.methods:
             own = [f"position.method={method}", f"data.sequence_length={length}"]
-            yield source, [*own, *batch, *asked.settings_of.get(method, ())]
+            yield source, [*settings, *own, *batch]
 
 
 def _check_evaluation(study: Study) -> None:
@@ -673,37 +684,18 @@ def write_changed(path: Path, text: str) -> None:
         replace_file(path, text)
 
 
-def table(states: Sequence[tuple[StudyRun, State]], records: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of the runs: state, step, and perplexity at L and at the longest length.
+def runs_table(
+    states: Sequence[tuple[StudyRun, State]], shown: Callable[[str], str] = str
+) -> Table:
+    """Return a table of the runs and how they stand.
 
     Args:
         states: Every run with how it stands.
-        records: The evaluation's; of two protocols the first one's are shown.
+        shown: Makes of a reason what a cell can show.
     """
-    rows = []
-    for run, state in states:
-        own = [
-            record
-            for record in records
-            # A study that was moved keeps its evaluation, whose records name where it was then.
-            if PurePath(record["run"]).name == run.name
-            and record["protocol"] == records[0]["protocol"]
-        ]
-        at_length = [record for record in own if record["length"] == run.train_length]
-        longest = [max(own, key=lambda record: record["length"])] if own else []
-        step = f"{state.step}/{run.config.train.num_steps}"
-        shown = map(_perplexities_shown, (at_length, longest))
-        rows.append([run.name, state.state, step, *shown])
-    header = ["run", "state", "step", "perplexity at L", "at the longest length"]
-    failed = [f"{run.name}: {state.reason}" for run, state in states if state.state == FAILED]
-    return "\n".join([Table("Runs", header, rows, names=len(header)).plain(), *failed])
-
-
-def _perplexities_shown(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return a perplexity with its length and the tokens that it stands on."""
-    if not records:
-        return "-"
-    [record] = records
-    value = record["perplexity"]
-    number = f"{value:.2f}" if value is not None and math.isfinite(value) else "not finite"
-    return f"{number} at {record['length']:,} ({record['tokens']:,} tokens)"
+    header = ["run", "method", "L", "seed", "state", "reason"]
+    rows = [
+        [r.name, r.method, str(r.train_length), str(r.seed), s.state, shown(s.reason) or "-"]
+        for r, s in states
+    ]
+    return Table("Runs of the study", header, rows, names=len(header))

@@ -23,11 +23,8 @@ from pretrain.study.runs import (
     load_study_file,
     other_differences,
     resolve,
-    states_of,
-    table,
 )
 from tests.end_to_end.commands import wait_for
-from tests.unit.report_records import make_record
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"
@@ -94,15 +91,25 @@ def test_a_study_differs_from_its_config_in_what_it_says_and_in_nothing_else(
             assert changed <= said.get(section, set()), section
 
 
-def test_a_method_has_settings_of_its_own(tmp_path: Path) -> None:
-    sections = '[settings_of]\nt5 = ["optimizer.learning_rate=1e-3", "train.num_steps=70"]'
-    runs = study(tmp_path, FIELDS | {"settings": '["train.num_steps=90"]'}, sections).runs
-    found = {
-        (run.method, run.config.optimizer.learning_rate, run.config.train.num_steps) for run in runs
-    }
-    assert found == {("alibi", 5e-3, 90), ("t5", 1e-3, 70)}
-    with pytest.raises(ConfigError, match="settings_of: t6: not one of methods"):
-        study(tmp_path, FIELDS, sections.replace("t5", "t6"))
+def test_each_size_has_settings_of_its_own_and_is_compared_with_itself_alone(
+    tmp_path: Path,
+) -> None:
+    sizes = '[sizes]\n1m = ["model.hidden_size=64"]\n3m = ["model.hidden_size=96"]'
+    keys = FIELDS | {"training_lengths": "[64]", "seeds": "[1, 2]"}
+    found = study(tmp_path, keys, sizes)
+    names = [f"{n}-{m}-64-s{s}" for s in (1, 2) for n in ("1m", "3m") for m in ("alibi", "t5")]
+    assert [run.name for run in found.runs] == names
+    widths = {"1m": 64, "3m": 96}
+    assert all(run.config.model.hidden_size == widths[run.size] for run in found.runs)
+    assert [(part.title, part.report) for part in found.parts] == [
+        (f"T: {size}", Path("s/report", size)) for size in widths
+    ]
+    assert [run.name for run in found.parts[1].runs] == [n for n in names if n.startswith("3m")]
+    assert other_differences(found) == []
+    with pytest.raises(ConfigError, match=r"sizes\.report"):
+        study(tmp_path, FIELDS, "[sizes]\nreport = []")
+    with pytest.raises(ConfigError, match=r"sizes and efficiency\.rounds: choose one"):
+        study(tmp_path, FIELDS, f"{sizes}\n[efficiency]\nrounds = 1")
 
 
 def test_config_files_are_a_run_each_the_shortest_first(tmp_path: Path) -> None:
@@ -155,7 +162,8 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
         ({"published": '"wikitext103"'}, "", "published = wikitext103: its perplexities are of w"),
         ({"metods": "[]"}, "", "metods: no such key"),
         ({}, "[model]\nnum_layers = 1", "model: no such key"),
-        ({"title": None}, "[model]\nnum_layers = 1", "is the config of a run: it has [model] and"),
+        ({"title": None}, "", "title: missing, and it has no default"),
+        ({"base": '"none.toml"'}, "", "none.toml: no such config file, the base of"),
         ({}, "[evaluation]\nlengths = [64]\nstride = 65", "--stride 65: longer than the shortest"),
         ({"methods": '["learned"]'}, "", "max_position_embeddings"),
     ],
@@ -203,7 +211,7 @@ def test_a_study_never_writes_over_files_of_the_user(tmp_path: Path) -> None:
     found = study(tmp_path, CONFIGS | {"configs": '["configs/*.toml"]', "directory": '"."'})
     here = replaced(found, tmp_path)
     before = {path: path.read_text() for path in tmp_path.rglob("*.toml")}
-    with pytest.raises(ConfigError, match=r"write over .*study\.toml, which it reads"):
+    with pytest.raises(ConfigError, match=r"study\.toml is there and of no study"):
         check_directory(here)
     other = tmp_path / "other.toml"
     (tmp_path / "study.toml").rename(other)
@@ -237,17 +245,6 @@ def replaced(found: Study, folder: Path) -> Study:
     """Return a study with another directory."""
     asked = found.asked.model_copy(update={"directory": str(folder)})
     return dataclasses.replace(found, asked=asked)
-
-
-def test_a_study_that_was_moved_still_shows_its_numbers(tmp_path: Path) -> None:
-    found = study(tmp_path, FIELDS | {"training_lengths": "[64]"})
-    records = [
-        make_record("alibi", length=length, train_length=64, run="elsewhere/s/runs/alibi-64-s1234")
-        for length in (64, 128)
-    ]
-    shown = table(states_of(found), records).splitlines()
-    assert shown[3].endswith("20.00 at 64 (50,000 tokens)  20.00 at 128 (50,000 tokens)")
-    assert shown[4].split()[-2:] == ["-", "-"]
 
 
 # ---- processes -----------------------------------------------------------------------------------

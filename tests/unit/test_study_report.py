@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import json
 import re
@@ -12,8 +13,9 @@ from pretrain.config import ConfigError
 from pretrain.evaluation.claims import CLAIMS, judge
 from pretrain.evaluation.report import Page, plain
 from pretrain.study.reading import read_results
-from pretrain.study.report import _growth, as_code, report, to_html, write_study_report
-from tests.unit.study_files import make_study
+from pretrain.study.report import _growth, as_code, by_compute, report, to_html, write_reports
+from pretrain.study.runs import StudyFile
+from tests.unit.study_files import make_study, published_shape
 from tests.unit.test_study_published import look_up
 
 TITLE = 'A *study* of <script>alert("x")</script> & [links](javascript:x)'
@@ -28,7 +30,7 @@ def study(tmp_path_factory):
         TITLE,
         {"t5-128": ("failed", REASON), "rotary-128": ("waiting", "")},
     )
-    write_study_report(results)
+    write_reports(results.study, [results])
     return results
 
 
@@ -172,3 +174,30 @@ def test_text_of_the_user_is_shown_as_it_is(name):
     assert body == f"<p>x {html.escape(' '.join(name.split()))} y"
     block = to_html("t", Page(as_code(f"{name}\n```\nmore")))
     assert html.escape(f"{name}\n```\nmore\n", quote=False) in block
+
+
+# ---- several sizes -------------------------------------------------------------------------------
+def test_the_gap_of_the_methods_is_shown_by_the_compute_of_each_size(tmp_path):
+    """Sinusoidal positions are 0.5 % worse at L, and 2 % more at the second size."""
+    parts, flop = [], {"1m": 1e13, "3m": 8e13}
+    for size, worse in (("1m", 1.0), ("3m", 1.02)):
+
+        def shape(method, *place, worse=worse):
+            return published_shape(method, *place) * (worse if method == "sinusoidal" else 1)
+
+        methods = {"methods": ("alibi", "sinusoidal"), "trained": (64,)}
+        each = make_study(tmp_path / size, perplexity=shape, **methods)
+        for record in (r for c in each.curves for rs in c.records.values() for r in rs):
+            record["training_flop"] = flop[size]
+        parts.append(dataclasses.replace(each, study=dataclasses.replace(each.study, size=size)))
+    asked = StudyFile(title="Sizes", directory=str(tmp_path / "s"), sizes={"1m": [], "3m": []})
+    whole = dataclasses.replace(parts[0].study, asked=asked, size="")
+    page = by_compute(whole, parts)
+    rows = rows_of(page.text(), "Perplexity as a ratio to that of the first method:")
+    found = {(r["where"], r["size"]): (r["FLOP"], float(r["ratio"].split()[0])) for r in rows}
+    at_l = "L = 64, nonoverlapping windows, at L"
+    assert found[at_l, "1m"] == ("1.00e+13", pytest.approx(20.1 / 20, abs=1e-3))
+    assert found[at_l, "3m"] == ("8.00e+13", pytest.approx(1.02 * 20.1 / 20, abs=1e-3))
+    assert {r["method"] for r in rows} == {"sinusoidal"} and len(rows) == 2 * 2 * 5
+    assert {"figures/compute.png", "figures/compute.svg"} == page.files.keys()
+    assert "[3m](3m/report.md)" in page.text()
