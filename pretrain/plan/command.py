@@ -369,8 +369,8 @@ def _phases(common: Sequence[Sequence[Planned]]) -> Iterator[str]:
     rows = [["all phases", "GPU-hours", "of each phase"]]
     for layout in common[:ROWS]:
         hours = [each.hours() for each in layout]
-        each = ", ".join(f"{hour:,.0f}" for hour in hours)
-        rows.append([layout[0].name, f"{sum(hours):,.0f}", each])
+        each = ", ".join(f"{hour:,.1f}" for hour in hours)
+        rows.append([layout[0].name, f"{sum(hours):,.1f}", each])
     yield "\n".join(columns(rows, right=[1]))
 
 
@@ -411,7 +411,7 @@ def _row(each: Planned, target: Target) -> dict[str, str]:
         "tokens/s": f"{timing.tokens_per_second:,.0f}",
         "MFU all": f"{mfu[0]:.1%}",
         "causal": f"{mfu[1]:.1%}",
-        "GPU-hours": f"{each.hours():,.0f}",
+        "GPU-hours": f"{each.hours():,.1f}",
     }
 
 
