@@ -192,11 +192,12 @@ class Work:
         return states
 
 
-def _open(path: Path, nproc: int | None) -> Study:
-    """Return the study of a file, checked by all of its runs, and say in what these differ."""
+def _open(path: Path, nproc: int | None, only: str) -> Study:
+    """Return the study of a file, checked before anything is written, and say what is unlike."""
     study = resolve(path, load_study_file(path))
     check_directory(study)
     check_runs(study, nproc)
+    _matching(states_of(study), only)
     for line in other_differences(study):
         say(f"{path}: the runs differ in more than method, length and seed: {line}")
     return study
@@ -216,7 +217,7 @@ def run_study(path: Path, request: Request) -> int:
         ConfigError: The study cannot work; no run was started.
         RunFailed: The data could not be built, or the runs not be submitted or evaluated.
     """
-    study = _open(path, None if request.site else request.nproc)
+    study = _open(path, None if request.site else request.nproc, request.only)
     work = Work(study, request)
     with writing(study.directory), _alone(study):
         try:
@@ -239,7 +240,7 @@ def print_plan(path: Path, nproc: int | None, only: str) -> None:
     Raises:
         ConfigError: The study cannot work, or no run matches.
     """
-    study = _open(path, nproc)
+    study = _open(path, nproc, only)
     states = _matching(states_of(study), only)
     for run, state in states:
         config, last = run.config, run.config.train.num_steps

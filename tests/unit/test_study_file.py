@@ -200,6 +200,8 @@ def test_a_second_command_on_a_study_is_refused(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another `pretrain study` works on it"):
             run_study(found.file, Request())
+    with pytest.raises(ConfigError, match=r"--only t6: matches no run\. The runs are alibi-64-s1"):
+        run_study(found.file, Request(only="t6"))
     assert [path.name for path in (tmp_path / "s").iterdir()] == [".lock"]
 
 
