@@ -342,13 +342,15 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a curve.json. Perplexities and losses that are null are nan.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It is not a curve.json.
+        ConfigError: It cannot be read, or is not a curve.json.
     """
     try:
         return [_record(row) for row in json.loads(path.read_bytes())["records"]]
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: not a curve.json that `pretrain evaluate --out` wrote, or damaged "
+            f"({type(error).__name__}: {error})"
+        ) from None
 
 
 def _record(row: Mapping[str, Any]) -> dict[str, Any]:

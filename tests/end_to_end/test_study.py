@@ -227,3 +227,7 @@ def test_a_clone_with_the_records_alone_has_finished_and_repeats_a_run_to_the_bi
     assert other.code == 1, other.text
     assert "1 of 8 losses are not those recorded; the first is at step 4: " in other.err
     assert "--only none: matches no run" in desk.study("--only", "none").err
+    curve = metrics.with_name("curve.json")
+    curve.write_text(curve.read_text()[:500])
+    damaged = desk.study()
+    assert damaged.code == 2 and "alibi-32-s1234/curve.json: not a curve.json that" in damaged.err
