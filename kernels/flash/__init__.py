@@ -107,7 +107,8 @@ times an infinity or a NaN among their values is NaN, as in every backend.) The 
 `need` are those at the position of the tile's first query, which all its queries see. Floor and |q|
 of the tile decide which tiles are loaded; within a loaded tile, a query that could skip it by its
 own logsumexp and its own norm gives it no weight. As the tile decides with twice the slack, it
-skips only what each of its queries skips.
+skips only what each of its queries skips. The gradients of keys and values, to which later queries
+contribute in any case, do have these weights, which are below the bound.
 
 That holds where the slack covers the rounding of the two comparisons in fp32. Terms of the size of
 the floor are covered everywhere, by RELATIVE_SLACK. What else is rounded errs by at most 7 * 2^-24

@@ -32,10 +32,11 @@ from pretrain.kernels.flash.device import (
 def delta_kernel(
     Out,  # [queries, B, H, D], dense
     DOut,  # [queries, B, H, D], dense
-    Delta,  # output, [B, H, queries], fp32
+    Delta,  # output, [B, H, padded queries], fp32
     batches,
     heads,
     num_queries,
+    padded_queries,  # a multiple of BLOCK_M
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -44,9 +45,10 @@ def delta_kernel(
 
     It equals the sum over keys of weights * d_weights, which the gradient of the softmax subtracts
     from every d_weight of a row (FlashAttention-2, algorithm 2, line 4). It holds with dropout,
-    too, because out was made of the weights that dropout kept.
+    too, because out was made of the weights that dropout kept. For queries past the last one it is
+    zero.
     """
-    tiles = tl.cdiv(num_queries, BLOCK_M)
+    tiles = padded_queries // BLOCK_M
     batch_head = tl.program_id(0) // tiles
     start = tl.program_id(0) % tiles * BLOCK_M
     # Dense [S, B, H, D]: batch_head numbers the vectors of one position.
@@ -54,10 +56,9 @@ def delta_kernel(
     stride = batches * heads * D
     out = load_tile(Out + offset, start, stride, num_queries, BLOCK_M, D, BLOCK_D, True)
     d_out = load_tile(DOut + offset, start, stride, num_queries, BLOCK_M, D, BLOCK_D, True)
-    queries = start + tl.arange(0, BLOCK_M)
-    pointers = Delta + tl.cast(batch_head, tl.int64) * num_queries + queries
+    pointers = Delta + tl.cast(batch_head, tl.int64) * padded_queries + start
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), axis=1)
-    tl.store(pointers, delta, mask=queries < num_queries)
+    tl.store(pointers + tl.arange(0, BLOCK_M), delta)
 
 
 @triton.jit
@@ -66,19 +67,19 @@ def dq_kernel(
     K,  # [keys, B, G, D], likewise
     V,  # [keys, B, G, D], likewise
     DOut,  # [queries, B, H, D], dense
-    Lse,  # [B, H, queries], fp32, base 2
-    Delta,  # [B, H, queries], fp32, from delta_kernel
+    Lse,  # [B, H, padded queries], fp32, base 2, from forward_kernel
+    Delta,  # [B, H, padded queries], fp32, from delta_kernel
     Slopes,  # [H], fp32; read if BIAS is SLOPES
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
     Seed,  # [1], int64; read if DROPOUT
     DocumentStarts,  # [B, queries], int32; read if DOCUMENTS
     HeadOrder,  # [H + G], int32; this and the next four are read if SKIP
     KeyNorms,  # [B, G, key tiles], fp32
-    RowBounds,  # [2, B, H, queries], fp32, from the forward kernel
+    RowBounds,  # [2, B, H, padded queries], fp32, from the forward kernel
     Thresholds,  # [B, H, query tiles, key tiles], fp32, likewise
     KeyTiles,  # [B, H, query tiles, key tiles + 1], int32, likewise
     DQ,  # output, [queries, B, H, D], any strides but a dense D
-    BiasSums,  # output if BIAS_GRAD, [2, B, H, queries], fp32: see accumulate_over_keys;
+    BiasSums,  # output if BIAS_GRAD, [2, B, H, padded queries], fp32: see accumulate_over_keys;
     # with slopes, the first half is the sum of d_score * |distance|, which the host negates
     dq_stride_s,
     dq_stride_b,
@@ -98,6 +99,7 @@ def dq_kernel(
     heads,
     num_queries,
     num_keys,
+    padded_queries,  # a multiple of the block sizes
     row_reach,  # distance at which the bias row ends
     HEADS_PER_GROUP: tl.constexpr,  # query heads that share a key head
     BLOCK_M: tl.constexpr,  # queries of the program
@@ -109,6 +111,7 @@ def dq_kernel(
     BLOCK_D: tl.constexpr,  # D padded to a power of two
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,  # NO_BIAS, SLOPES or ROW
+    COLUMN_BIAS: tl.constexpr,  # see attend_to_keys
     SKIP: tl.constexpr,
     DROPOUT: tl.constexpr,
     DOCUMENTS: tl.constexpr,  # queries see no key before DocumentStarts
@@ -127,8 +130,10 @@ def dq_kernel(
     if SKIP:
         head = tl.load(HeadOrder + head)
     batch_head = batch * heads + head
-    lse_offset = tl.cast(batch_head, tl.int64) * num_queries
     query = start + tl.arange(0, BLOCK_M)
+    # This block's numbers in tensors [B, H, padded queries].
+    numbers = tl.cast(batch_head, tl.int64) * padded_queries + query
+    all_numbers = tl.cast(batches * heads, tl.int64) * padded_queries
     group = head // HEADS_PER_GROUP
     Q += tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h
     K += tl.cast(batch, tl.int64) * k_stride_b + tl.cast(group, tl.int64) * k_stride_h
@@ -138,9 +143,8 @@ def dq_kernel(
         DOut + tl.cast(batch_head, tl.int64) * D, start,
         batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True,
     )  # fmt: skip
-    # An infinite logsumexp makes every weight of a query past the last one zero.
-    lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
-    delta = tl.load(Delta + lse_offset + query, mask=query < num_queries, other=0.0)
+    lse = tl.load(Lse + numbers)
+    delta = tl.load(Delta + numbers)
     slope = 0.0
     if BIAS == SLOPES:
         slope = tl.load(Slopes + head) * LOG2E
@@ -149,6 +153,8 @@ def dq_kernel(
     # The first loop has keys that no query needs a mask for: begin .. stop_whole, or those in the
     # list if SKIP. The second has stop_whole .. stop.
     first_position = start + num_keys - num_queries
+    query_tile = start // QUERY_TILE
+    tile_position = query_tile * QUERY_TILE + num_keys - num_queries
     stop = num_keys
     stop_whole = stop // BLOCK_N * BLOCK_N
     if CAUSAL:
@@ -169,8 +175,6 @@ def dq_kernel(
     norm_reach = lse
     if SKIP:
         # The own tiles of the query tile that this block belongs to: see forward_kernel.
-        query_tile = start // QUERY_TILE
-        tile_position = query_tile * QUERY_TILE + num_keys - num_queries
         tile_end = tl.minimum((query_tile + 1) * QUERY_TILE, num_queries) - 1
         own_end = tl.maximum(tile_end + num_keys - num_queries, 0) // KEY_TILE + 1
         stop_whole = tl.maximum(tile_position, 0) // KEY_TILE * KEY_TILE
@@ -182,10 +186,8 @@ def dq_kernel(
         KeyTiles += pair * (key_tiles + 1)
         count = tl.load(KeyTiles) * KEY_TILE
         if CAUSAL:
-            bounds = RowBounds + lse_offset + query
-            reaches = tl.cast(batches * heads, tl.int64) * num_queries
-            row_floor = tl.load(bounds, mask=query < num_queries, other=0.0)
-            norm_reach = tl.load(bounds + reaches, mask=query < num_queries, other=0.0)
+            row_floor = tl.load(RowBounds + numbers)
+            norm_reach = tl.load(RowBounds + all_numbers + numbers)
     begin_masked = stop_whole
     if DOCUMENTS:
         # As in forward_kernel.
@@ -200,20 +202,22 @@ def dq_kernel(
     dq, sums, sums_after, mean_distance = accumulate_over_keys(
         dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
         begin, count,
-        query, doc_starts, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
+        query, tile_position, doc_starts, batch_head, slope, BiasRow, row_reach, Seed,
+        scale * LOG2E, dropout_p,
         num_queries, num_keys, KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
         SKIP and not CAUSAL, BLOCK_N, KEY_TILE, BIAS_GRAD, D, BLOCK_D,
-        CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, DOCUMENTS, UPCAST,
+        CAUSAL, WHOLE_BIAS, COLUMN_BIAS, SKIP, DROPOUT, DOCUMENTS, UPCAST,
     )  # fmt: skip
     # stop_whole is never below 0. The maximum keeps ptxas from merging the counters of the loops,
     # after which it would serialise every wgmma (C7515).
     dq, sums, sums_after, mean_distance = accumulate_over_keys(
         dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
         tl.maximum(begin_masked, 0), stop,
-        query, doc_starts, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
+        query, tile_position, doc_starts, batch_head, slope, BiasRow, row_reach, Seed,
+        scale * LOG2E, dropout_p,
         num_queries, num_keys, KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
         True, BLOCK_N, KEY_TILE, BIAS_GRAD, D, BLOCK_D,
-        CAUSAL, BIAS, False, DROPOUT, DOCUMENTS, UPCAST,
+        CAUSAL, BIAS, COLUMN_BIAS, False, DROPOUT, DOCUMENTS, UPCAST,
     )  # fmt: skip
 
     DQ += tl.cast(batch, tl.int64) * dq_stride_b + tl.cast(head, tl.int64) * dq_stride_h
@@ -224,9 +228,8 @@ def dq_kernel(
             # of an output rounded to the dtype of q: every d_score is off by weight * error. Times
             # the distance, that would exceed the rounding of everything else, so it is taken out.
             sums -= sums_after * mean_distance
-        tl.store(BiasSums + lse_offset + query, sums, mask=query < num_queries)
-        second = tl.cast(batches * heads, tl.int64) * num_queries
-        tl.store(BiasSums + second + lse_offset + query, sums_after, mask=query < num_queries)
+        tl.store(BiasSums + numbers, sums)
+        tl.store(BiasSums + all_numbers + numbers, sums_after)
 
 
 @triton.jit
@@ -246,6 +249,7 @@ def accumulate_over_keys(
     begin,  # first key, a multiple of BLOCK_N; if LISTED, counted along the list of tiles
     stop,
     query,  # [BLOCK_M]
+    tile_position,  # position of the first query of the tile that these belong to
     doc_starts,  # [BLOCK_M], int32: position of the first token of each query's document
     batch_head,
     slope,  # times log2(e)
@@ -269,6 +273,7 @@ def accumulate_over_keys(
     BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
+    COLUMN_BIAS: tl.constexpr,
     LISTED: tl.constexpr,  # go through the tiles in KeyTiles
     DROPOUT: tl.constexpr,
     DOCUMENTS: tl.constexpr,
@@ -295,13 +300,17 @@ def accumulate_over_keys(
                     tl.load(KeyNorms + key_tile), tl.load(Thresholds + key_tile),
                 )  # fmt: skip
                 row_lse = tl.where(skips, float("inf"), lse)
+        if COLUMN_BIAS and BIAS == SLOPES:
+            # From here on relative to the first key, so that the bias of the keys is the same
+            # vector in every step.
+            row_lse -= slope * (key_start - tile_position).to(tl.float32)
         key = (key_start + tl.arange(0, BLOCK_N))[None, :]
         k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
         v = load_tile(V, key_start, v_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
         d_scores, weights = score_gradients(
             q, k, v, d_out, row_lse, delta, position, key, query[:, None], doc_starts[:, None],
-            batch_head, slope, BiasRow, row_reach, Seed, score_scale, dropout_p, num_keys,
-            MASKED, CAUSAL, BIAS, DROPOUT, DOCUMENTS, UPCAST,
+            key_start, batch_head, slope, BiasRow, row_reach, Seed, score_scale, dropout_p,
+            num_keys, MASKED, CAUSAL, BIAS, COLUMN_BIAS, DROPOUT, DOCUMENTS, UPCAST,
         )  # fmt: skip
         dq += dot(d_scores.to(k.dtype), k, UPCAST)
         if BIAS_GRAD:
@@ -330,6 +339,7 @@ def score_gradients(
     key,  # [1, keys]
     query,  # [queries, 1]
     doc_starts,  # [queries, 1]
+    key_start,
     batch_head,
     slope,
     BiasRow,
@@ -341,6 +351,7 @@ def score_gradients(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
+    COLUMN_BIAS: tl.constexpr,
     DROPOUT: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -349,14 +360,16 @@ def score_gradients(
 
     The weights are recomputed from lse, and are those before dropout.
     """
-    scores = dot(q, tl.trans(k), UPCAST) * score_scale
-    scores = add_bias(scores, position, key, slope, BiasRow, row_reach, CAUSAL, BIAS)
-    weights = tl.math.exp2(scores - lse[:, None])
+    weights = tl.math.exp2(
+        log_weights(
+            dot(q, tl.trans(k), UPCAST), lse[:, None], position, key, key_start, slope, BiasRow,
+            row_reach, score_scale, CAUSAL, BIAS, COLUMN_BIAS,
+        )
+    )  # fmt: skip
     if MASKED:
-        seen = (key >= 0) & (key < num_keys)
-        if CAUSAL:
-            seen &= position >= key
-        weights = tl.where(seen, weights, 0.0)
+        # No query stands past the last key. Counted from the step's first key, keys are constants.
+        causal = position - key_start >= key - key_start
+        weights = tl.where(causal if CAUSAL else key < num_keys, weights, 0.0)
     if DOCUMENTS:
         weights = tl.where(key >= doc_starts, weights, 0.0)
     d_weights = dot(d_out, tl.trans(v), UPCAST)
@@ -364,6 +377,31 @@ def score_gradients(
         keep = dropout_keeps(Seed, batch_head, query, key, dropout_p)
         d_weights = tl.where(keep, d_weights * (1 / (1 - dropout_p)), 0.0)
     return weights * (d_weights - delta[:, None]), weights
+
+
+@triton.jit
+def log_weights(
+    products,  # of queries and keys, in either orientation, against which all below broadcast
+    lse,  # fp32, base 2; infinite for queries whose weights are to be zero
+    position,
+    key,
+    origin,  # read with COLUMN_BIAS: the position that lse is relative to
+    slope,  # times log2(e)
+    BiasRow,  # of this head
+    row_reach,
+    score_scale,  # scale * log2(e)
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    COLUMN_BIAS: tl.constexpr,
+):
+    """Return scores - lse, the logarithms of the weights to base 2.
+
+    With COLUMN_BIAS, scores and lse lack the same number in each row: see attend_to_keys.
+    """
+    if COLUMN_BIAS and BIAS == SLOPES:
+        return products * score_scale + slope * (key - origin).to(tl.float32) - lse
+    scores = products * score_scale
+    return add_bias(scores, position, key, slope, BiasRow, row_reach, CAUSAL, BIAS) - lse
 
 
 # ---- backward dkdv ----
@@ -376,17 +414,14 @@ def dkdv_kernel(
     K,  # [keys, B, G, D], likewise
     V,  # [keys, B, G, D], likewise
     DOut,  # [queries, B, H, D], dense
-    Lse,  # [B, H, queries], fp32, base 2
-    Delta,  # [B, H, queries], fp32, from delta_kernel
+    Lse,  # [B, H, padded queries], fp32, base 2, from forward_kernel
+    Delta,  # [B, H, padded queries], fp32, from delta_kernel
     Slopes,  # [H], fp32; read if BIAS is SLOPES
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
     Seed,  # [1], int64; read if DROPOUT
     DocumentStarts,  # [B, queries], int32; read if DOCUMENTS
-    HeadOrder,  # [H + G], int32; this and the next four are read if SKIP
-    KeyNorms,  # [B, G, key tiles], fp32
-    RowBounds,  # [2, B, H, queries], fp32, from the forward kernel
-    Thresholds,  # [B, H, query tiles, key tiles], fp32, likewise
-    KeyTiles,  # [B, H, query tiles, key tiles + 1], int32, likewise
+    HeadOrder,  # [H + G], int32; read if SKIP, as the next one
+    Thresholds,  # [B, H, query tiles, key tiles], fp32, from the forward kernel
     DK,  # output, [keys, B, G, D], any strides but a dense D
     DV,  # output, [keys, B, G, D], the strides of DK
     QueryTiles,  # scratch if SKIP, [B, H, key blocks, query tiles], int32: see list_query_tiles
@@ -408,6 +443,7 @@ def dkdv_kernel(
     heads,
     num_queries,
     num_keys,
+    padded_queries,  # a multiple of the block sizes
     row_reach,  # distance at which the bias row ends
     HEADS_PER_GROUP: tl.constexpr,  # query heads that share a key head
     BLOCK_M: tl.constexpr,  # queries of one step of the loop
@@ -418,6 +454,7 @@ def dkdv_kernel(
     BLOCK_D: tl.constexpr,  # D padded to a power of two
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,  # NO_BIAS, SLOPES or ROW
+    COLUMN_BIAS: tl.constexpr,  # see attend_to_keys
     SKIP: tl.constexpr,
     DROPOUT: tl.constexpr,
     DOCUMENTS: tl.constexpr,  # queries see no key before DocumentStarts
@@ -433,7 +470,6 @@ def dkdv_kernel(
     key_start = tl.program_id(0) % key_blocks * BLOCK_N
     batch = tl.program_id(0) // key_blocks % batches
     group = tl.program_id(0) // key_blocks // batches
-    groups = heads // HEADS_PER_GROUP
     if SKIP:
         # The order of the key heads stands behind that of the query heads.
         group = tl.load(HeadOrder + heads + group)
@@ -476,6 +512,7 @@ def dkdv_kernel(
             begin_whole = tl.cdiv(tl.maximum(last_key - earlier_keys, 0), BLOCK_M) * BLOCK_M
             begin_whole = tl.minimum(tl.maximum(begin_whole, begin), stop)
         begin_listed = begin_whole
+        lists_at = QueryTiles
         if SKIP:
             first = 0
             key_tile = key_start // KEY_TILE
@@ -485,39 +522,32 @@ def dkdv_kernel(
                 first = tl.cdiv(tl.maximum((key_tile + 1) * KEY_TILE - earlier_keys, 0), QUERY_TILE)
                 begin_whole = tl.minimum(first * QUERY_TILE, last_query)
             thresholds = tl.cast(batch_head, tl.int64) * query_tiles * key_tiles
-            lists = tl.cast(batch_head * key_blocks + key_start // BLOCK_N, tl.int64)
+            lists_at += (
+                tl.cast(batch_head * key_blocks + key_start // BLOCK_N, tl.int64) * query_tiles
+            )
             stop = QUERY_TILE * list_query_tiles(
-                QueryTiles + lists * query_tiles, Thresholds + thresholds,
-                key_tile, first, query_tiles, key_tiles,
-            )  # fmt: skip
+                lists_at, Thresholds + thresholds, key_tile, first, query_tiles, key_tiles
+            )
             begin_listed = 0
         QHead = Q + tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h
         DOutHead = DOut + tl.cast(batch_head, tl.int64) * D
         d_out_stride_s = batches * heads * D
+        numbers = tl.cast(batch_head, tl.int64) * padded_queries
         BiasRowHead = BiasRow + head * (2 * row_reach + 1)
-        lists_at = QueryTiles
-        thresholds_at = Thresholds
-        key_norm = 0.0
-        if SKIP:
-            lists_at += lists * query_tiles
-            thresholds_at += thresholds + key_tile
-            key_norm = tl.load(KeyNorms + (batch * groups + group) * key_tiles + key_tile)
         if CAUSAL:
             dk, dv = accumulate_over_queries(
-                dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
-                DocumentStarts, RowBounds, thresholds_at, lists_at, key_norm,
-                begin, begin_whole, key_start, batch_head, slope, BiasRowHead,
-                row_reach, Seed, scale * LOG2E, dropout_p, batches * heads, num_queries, num_keys,
-                True, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
-                CAUSAL, BIAS, False, DROPOUT, DOCUMENTS, UPCAST,
+                dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse + numbers,
+                Delta + numbers, DocumentStarts, lists_at, begin, begin_whole, key_start,
+                batch_head, slope, BiasRowHead, row_reach, Seed, scale * LOG2E, dropout_p,
+                num_queries, num_keys, True, BLOCK_M, BLOCK_N, QUERY_TILE, D, BLOCK_D,
+                CAUSAL, BIAS, COLUMN_BIAS, False, DROPOUT, DOCUMENTS, UPCAST,
             )  # fmt: skip
         dk, dv = accumulate_over_queries(
-            dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
-            DocumentStarts, RowBounds, thresholds_at, lists_at, key_norm,
-            begin_listed, stop, key_start, batch_head, slope, BiasRowHead,
-            row_reach, Seed, scale * LOG2E, dropout_p, batches * heads, num_queries, num_keys,
-            False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
-            CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, DOCUMENTS, UPCAST,
+            dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse + numbers,
+            Delta + numbers, DocumentStarts, lists_at, tl.maximum(begin_listed, 0), stop, key_start,
+            batch_head, slope, BiasRowHead, row_reach, Seed, scale * LOG2E, dropout_p,
+            num_queries, num_keys, False, BLOCK_M, BLOCK_N, QUERY_TILE, D, BLOCK_D,
+            CAUSAL, WHOLE_BIAS, COLUMN_BIAS, SKIP, DROPOUT, DOCUMENTS, UPCAST,
         )  # fmt: skip
 
     # d score / d k is scale * q: the scale is applied once, to the sum.
@@ -551,13 +581,10 @@ def accumulate_over_queries(
     q_stride_s,
     DOut,  # gradient of the output of this batch and head
     d_out_stride_s,
-    Lse,
+    Lse,  # of this batch and head, as Delta
     Delta,
     DocumentStarts,  # [queries], of this batch; read if DOCUMENTS
-    RowBounds,  # this and the next three are read if LISTED
-    Thresholds,  # those of this tile of keys: one for every key_tiles elements
-    QueryTiles,
-    key_norm,  # the largest norm of the keys of this tile
+    QueryTiles,  # read if LISTED
     begin,  # first query, a multiple of BLOCK_M; if LISTED, counted along the list of tiles
     stop,
     key_start,
@@ -568,18 +595,17 @@ def accumulate_over_queries(
     Seed,
     score_scale,  # scale * log2(e)
     dropout_p,
-    batch_heads,
     num_queries,
     num_keys,
     MASKED: tl.constexpr,  # the causal mask hides some keys of the block from some of the queries
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     QUERY_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
+    COLUMN_BIAS: tl.constexpr,
     LISTED: tl.constexpr,  # go through the tiles in QueryTiles
     DROPOUT: tl.constexpr,
     DOCUMENTS: tl.constexpr,
@@ -591,35 +617,29 @@ def accumulate_over_queries(
     the keys as rows and need no transposition of their own.
     """
     key = key_start + tl.arange(0, BLOCK_N)
-    lse_offset = tl.cast(batch_head, tl.int64) * num_queries
     for step in range(begin, stop, BLOCK_M):
         start = step
         if LISTED:
-            query_tile = tl.load(QueryTiles + step // QUERY_TILE)
-            start = query_tile * QUERY_TILE + step % QUERY_TILE
+            start = tl.load(QueryTiles + step // QUERY_TILE) * QUERY_TILE + step % QUERY_TILE
         query = start + tl.arange(0, BLOCK_M)
         position = query + num_keys - num_queries
+        tile_position = start // QUERY_TILE * QUERY_TILE + num_keys - num_queries
         q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
-        # An infinite logsumexp makes every weight of a query zero. That is the mask for queries
-        # past the last one, and for queries that skip these keys.
-        lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
-        if LISTED and CAUSAL:
-            bounds = RowBounds + lse_offset + query
-            reaches = tl.cast(batch_heads, tl.int64) * num_queries
-            row_floor = tl.load(bounds, mask=query < num_queries, other=0.0)
-            norm_reach = tl.load(bounds + reaches, mask=query < num_queries, other=0.0)
-            threshold = tl.load(
-                Thresholds + tl.cast(query_tile, tl.int64) * tl.cdiv(num_keys, KEY_TILE)
+        # A query that skips these keys by itself (row_skips) gives them a weight here, as without
+        # skipping. That each query decides alone keeps later tokens out of outputs and dq; the
+        # gradients of keys are sums over later tokens anyway.
+        weights = tl.math.exp2(
+            log_weights(
+                dot(k, tl.trans(q), UPCAST), tl.load(Lse + query)[None, :], position[None, :],
+                key[:, None], tile_position, slope, BiasRow, row_reach, score_scale,
+                CAUSAL, BIAS, COLUMN_BIAS,
             )
-            skips = row_skips(row_floor, norm_reach, key_norm, threshold)
-            lse = tl.where(skips, float("inf"), lse)
-        scores = dot(k, tl.trans(q), UPCAST) * score_scale
-        scores = add_bias(
-            scores, position[None, :], key[:, None], slope, BiasRow, row_reach, CAUSAL, BIAS
-        )
-        weights = tl.math.exp2(scores - lse[None, :])
+        )  # fmt: skip
         if MASKED:
-            weights = tl.where(position[None, :] >= key[:, None], weights, 0.0)
+            # Counted from the step's first query, queries are constants, which take no registers.
+            first = start + num_keys - num_queries
+            sees = (position - first)[None, :] >= (key - first)[:, None]
+            weights = tl.where(sees, weights, 0.0)
         if DOCUMENTS:
             doc_starts = load_starts(DocumentStarts, 0, query, num_queries, DOCUMENTS)
             weights = tl.where(key[:, None] >= doc_starts[None, :], weights, 0.0)
@@ -632,8 +652,7 @@ def accumulate_over_queries(
             d_weights = tl.where(keep, d_weights * (1 / (1 - dropout_p)), 0.0)
         dv += dot(kept.to(d_out.dtype), d_out, UPCAST)
         # The gradient of the softmax. Delta is the sum over keys of weights * d_weights.
-        delta = tl.load(Delta + lse_offset + query, mask=query < num_queries, other=0.0)
-        d_scores = weights * (d_weights - delta[None, :])
+        d_scores = weights * (d_weights - tl.load(Delta + query)[None, :])
         dk += dot(d_scores.to(q.dtype), q, UPCAST)
     return dk, dv
 
@@ -648,17 +667,12 @@ def row_gradient_kernel(
     K,  # [keys, B, G, D], likewise
     V,  # [keys, B, G, D], likewise
     DOut,  # [queries, B, H, D], dense
-    Lse,  # [B, H, queries], fp32, base 2
-    Delta,  # [B, H, queries], fp32, from delta_kernel
-    Slopes,  # not read: the first fifteen arguments are those of all backward kernels
+    Lse,  # [B, H, padded queries], fp32, base 2, from forward_kernel
+    Delta,  # [B, H, padded queries], fp32, from delta_kernel
+    Slopes,  # not read: the first ten arguments are those of all backward kernels
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e)
     Seed,  # [1], int64; read if DROPOUT
     DocumentStarts,  # [B, queries], int32; read if DOCUMENTS
-    HeadOrder,  # not read
-    KeyNorms,  # not read
-    RowBounds,  # not read
-    Thresholds,  # not read
-    KeyTiles,  # not read
     Sheared,  # output, [H, diagonals, splits, BLOCK_M, 2 * BLOCK_N], fp32, zeroed by the host
     scale,
     dropout_p,
@@ -675,6 +689,7 @@ def row_gradient_kernel(
     heads,
     num_queries,
     num_keys,
+    padded_queries,  # a multiple of the block sizes
     row_reach,  # distance at which the bias row ends
     first_diagonal,
     diagonals,
@@ -686,7 +701,8 @@ def row_gradient_kernel(
     BLOCK_D: tl.constexpr,  # D padded to a power of two
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
-    SKIP: tl.constexpr,  # not read: only slopes skip
+    COLUMN_BIAS: tl.constexpr,  # not read, as SKIP: both are for slopes
+    SKIP: tl.constexpr,
     DROPOUT: tl.constexpr,
     DOCUMENTS: tl.constexpr,  # queries see no key before DocumentStarts
     UPCAST: tl.constexpr,  # see dot
@@ -719,7 +735,7 @@ def row_gradient_kernel(
         # This may begin before the first key or end after the last: load_tile and MASKED check.
         key_start = start + num_keys - num_queries - diagonal * BLOCK_N
         key = key_start + columns
-        lse_offset = tl.cast(batch_head, tl.int64) * num_queries
+        numbers = tl.cast(batch_head, tl.int64) * padded_queries + query
         q = load_tile(
             Q + batch * q_stride_b + head * q_stride_h, start,
             q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True,
@@ -736,15 +752,14 @@ def row_gradient_kernel(
             DOut + tl.cast(batch_head, tl.int64) * D, start,
             batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True,
         )  # fmt: skip
-        lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
-        delta = tl.load(Delta + lse_offset + query, mask=query < num_queries, other=0.0)
         doc_starts = load_starts(DocumentStarts, batch, query, num_queries, DOCUMENTS)
         d_scores, _ = score_gradients(
-            q, k, v, d_out, lse, delta, position[:, None], key[None, :], query[:, None],
-            doc_starts[:, None], batch_head, 0.0, BiasRow, row_reach, Seed, scale * LOG2E,
-            dropout_p, num_keys, True, CAUSAL, BIAS, DROPOUT, DOCUMENTS, UPCAST,
+            q, k, v, d_out, tl.load(Lse + numbers), tl.load(Delta + numbers), position[:, None],
+            key[None, :], query[:, None], doc_starts[:, None], key_start, batch_head, 0.0, BiasRow,
+            row_reach, Seed, scale * LOG2E, dropout_p,
+            num_keys, True, CAUSAL, BIAS, False, DROPOUT, DOCUMENTS, UPCAST,
         )  # fmt: skip
-        acc += d_scores
+        acc += tl.where(key[None, :] >= 0, d_scores, 0.0)
 
     distance = diagonal * BLOCK_N + rows[:, None] - columns[None, :]
     block = (head * diagonals + diagonal - first_diagonal) * splits + split

@@ -70,8 +70,9 @@ def load_tile(
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
     # The start is computed in 64 bits: tokens * heads * width can exceed 2^31. Offsets within the
-    # tile fit in 32 bits.
-    pointers = X + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
+    # tile fit in 32 bits, without a sign, whose extension to 64 bits would take registers.
+    pointers = X + tl.cast(start, tl.int64) * stride
+    pointers += (rows.to(tl.uint32) * stride)[:, None] + columns[None, :].to(tl.uint32)
     if BOUNDED:
         inside = ((start + rows >= 0) & (start + rows < limit))[:, None] & (columns < D)[None, :]
         return tl.load(pointers, mask=inside, other=0.0)

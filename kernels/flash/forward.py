@@ -32,7 +32,8 @@ def forward_kernel(
     K,  # [keys, B, G, D], likewise
     V,  # [keys, B, G, D], likewise
     Out,  # output, [queries, B, H, D], dense
-    Lse,  # output, [B, H, queries], fp32: logsumexp of each row of scores, base 2
+    Lse,  # output, [B, H, padded queries], fp32, base 2: logsumexp of each row of scores, which are
+    # those of attend_to_keys
     Slopes,  # [H], fp32; read if BIAS is SLOPES
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
     Seed,  # [1], int64; read if DROPOUT
@@ -40,7 +41,7 @@ def forward_kernel(
     KeyNorms,  # [B, G, key tiles], fp32; this and all below are read or written if SKIP
     ValueNorms,  # [B, G, key tiles], fp32
     HeadOrder,  # [H + G], int32: query heads by ascending slope, then key heads
-    RowBounds,  # output if causal, [2, B, H, queries], fp32: floors, reaches (see row_skips)
+    RowBounds,  # output if causal, [2, B, H, padded queries], fp32: floors, reaches (see row_skips)
     Thresholds,  # output, [B, H, query tiles, key tiles], fp32: see list_key_tiles
     KeyTiles,  # output, [B, H, query tiles, key tiles + 1], int32: likewise
     score_scale,  # scale * log2(e)
@@ -63,12 +64,12 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,  # queries of the program
     BLOCK_N: tl.constexpr,  # keys of one step of the loop
     KEY_TILE: tl.constexpr,  # keys that are skipped together, a multiple of BLOCK_N
-    COLUMN_BIAS: tl.constexpr,  # see attend_to_keys
     TRAINED_SLOPES: tl.constexpr,  # slopes want a gradient
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,  # D padded to a power of two
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,  # NO_BIAS, SLOPES or ROW
+    COLUMN_BIAS: tl.constexpr,  # see attend_to_keys
     SKIP: tl.constexpr,  # skip tiles of keys that cannot matter
     DROPOUT: tl.constexpr,
     DOCUMENTS: tl.constexpr,  # queries see no key before DocumentStarts
@@ -100,6 +101,8 @@ def forward_kernel(
 
     start = tile * BLOCK_M
     queries = start + tl.arange(0, BLOCK_M)
+    # This tile's numbers in tensors [B, H, padded queries], whose last tile is whole.
+    numbers = tl.cast(batch_head * query_tiles + tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_position = start + num_keys - num_queries
     last_position = tl.minimum(start + BLOCK_M, num_queries) - 1 + num_keys - num_queries
     # The queries' own tiles hold the keys at their positions. Without a causal mask there may be
@@ -153,13 +156,14 @@ def forward_kernel(
     row_floor = row_max
     norm_reach = row_max
     if SKIP:
-        row_lse = true_lse(row_max + tl.log2(row_sum), slope, BLOCK_M, COLUMN_BIAS)
+        row_lse = row_max + tl.log2(row_sum)
+        if COLUMN_BIAS:
+            row_lse -= slope * tl.arange(0, BLOCK_M).to(tl.float32)
         row_floor, norm_reach = row_bounds(q, row_lse, slope, score_scale, BLOCK_M)
         if CAUSAL:
-            bounds = tl.cast(batch_head, tl.int64) * num_queries + queries
-            reaches = tl.cast(batches * heads, tl.int64) * num_queries
-            tl.store(RowBounds + bounds, row_floor, mask=queries < num_queries)
-            tl.store(RowBounds + reaches + bounds, norm_reach, mask=queries < num_queries)
+            reaches = tl.cast(batches * heads, tl.int64) * query_tiles * BLOCK_M
+            tl.store(RowBounds + numbers, row_floor)
+            tl.store(RowBounds + reaches + numbers, norm_reach)
         # The floor must hold for every query of the tile, so it is the lowest of their logsumexps.
         # A NaN becomes -inf, which skips nothing; rows past the last query do not count.
         row_lse = tl.where(row_lse == row_lse, row_lse, float("-inf"))
@@ -207,9 +211,9 @@ def forward_kernel(
         Out + out_offset, acc * weight[:, None], start,
         batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D,
     )  # fmt: skip
-    lse = true_lse(row_max + tl.log2(row_sum), slope, BLOCK_M, COLUMN_BIAS)
-    lse_offset = tl.cast(batch_head, tl.int64) * num_queries
-    tl.store(Lse + lse_offset + queries, lse, mask=queries < num_queries)
+    lse = row_max + tl.log2(row_sum)
+    # An infinite logsumexp makes every weight of a query past the last one zero.
+    tl.store(Lse + numbers, tl.where(queries < num_queries, lse, float("inf")))
 
 
 @triton.jit
@@ -258,10 +262,11 @@ def attend_to_keys(
 
     With COLUMN_BIAS (causal, half precision) the bias of a score is slope * (key - first_position),
     which is -slope * distance plus slope * (row of the query). The second term is the same for all
-    keys of a row, so the softmax cancels it; only the logsumexp must be corrected, by `true_lse`.
-    The bias is then a vector over the keys, and an element costs one addition. It makes scores near
-    the diagonal larger by up to slope * BLOCK_M, whose rounding would show in fp32 results, so for
-    fp32 the bias is computed for each element.
+    keys of a row, so the softmax cancels it. The logsumexp keeps it, and the backward kernels read
+    that beside scores of the same form (`log_weights`). The bias is then a vector over the keys,
+    and an element costs one addition. It makes scores near the diagonal larger by up to
+    slope * BLOCK_M, whose rounding would show in fp32 results, so for fp32 the bias is computed for
+    each element.
     """
     rows = tl.arange(0, BLOCK_M)
     for step in range(begin, stop, BLOCK_N):
@@ -281,9 +286,9 @@ def attend_to_keys(
             )  # fmt: skip
         if MASKED:
             if CAUSAL:
-                scores = tl.where(
-                    (first_position + rows)[:, None] >= key[None, :], scores, float("-inf")
-                )
+                # Counted from the step's first key, keys are constants.
+                sees = (first_position - key_start + rows)[:, None] >= (key - key_start)[None, :]
+                scores = tl.where(sees, scores, float("-inf"))
             else:
                 scores = tl.where(key[None, :] < num_keys, scores, float("-inf"))
         if DOCUMENTS:
@@ -311,11 +316,3 @@ def attend_to_keys(
         acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v, UPCAST)
         row_max = new_max
     return acc, row_sum, row_max
-
-
-@triton.jit
-def true_lse(lse, slope, BLOCK_M: tl.constexpr, COLUMN_BIAS: tl.constexpr):
-    """Return the logsumexp of the true scores: undo what COLUMN_BIAS adds to each row."""
-    if COLUMN_BIAS:
-        lse = lse - slope * tl.arange(0, BLOCK_M).to(tl.float32)
-    return lse

@@ -57,18 +57,17 @@ class Schedule(NamedTuple):
 # 99 KiB (compute capability 8.6, 8.9 and 12.0).
 #
 # The sizes were chosen from what ptxas reports, before any was timed on a GPU: the largest blocks
-# whose registers do not spill, or by no more than a few dozen bytes (dkdv with 128 keys at width
-# 128). fp32 blocks are smaller because each element takes twice the space.
+# whose registers do not spill, or by no more than a few bytes (dkdv with 128 keys at width 128).
+# fp32 blocks are smaller because each element takes twice the space.
 SCHEDULES_90 = {
     (2, 64): Schedule(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 3), 64),
-    (2, 128): Schedule(Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3), 128),
+    (2, 128): Schedule(Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 3), Blocks(128, 64, 8, 3), 128),
     (2, 256): Schedule(Blocks(128, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(64, 32, 8, 2), 64),
     (4, 64): Schedule(Blocks(64, 32, 8, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 2), 64),
     (4, 128): Schedule(Blocks(32, 32, 8, 2), Blocks(16, 32, 4, 2), Blocks(32, 16, 4, 2), 64),
     (4, 256): Schedule(Blocks(32, 16, 8, 2), Blocks(16, 16, 8, 2), Blocks(16, 16, 8, 2), 64),
 }
 SCHEDULES_80 = SCHEDULES_90 | {
-    (2, 64): Schedule(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 3), 64),
     (2, 128): Schedule(Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 2), 64),
     (2, 256): Schedule(Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 4, 2), 64),
 }
@@ -133,7 +132,7 @@ class TilePlan(NamedTuple):
     key_norms: Tensor
     """[B, G, key tiles], fp32: the largest norm of the keys of each tile."""
     row_bounds: Tensor
-    """[2, B, H, S], fp32: what decides for a single query (`device.row_skips`)."""
+    """[2, B, H, padded S], fp32: what decides for a single query (`device.row_skips`)."""
     thresholds: Tensor
     """[B, H, query tiles, key tiles], fp32: likewise; -inf where no query visits the tile. Under a
     causal mask the entries from the own tiles on are not written."""
@@ -150,8 +149,9 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
         options: Settings of the call.
 
     Returns:
-        The output [S, B, H, D] in the dtype of q, the logsumexp of each row of scores in base 2
-        [B, H, S] in fp32, and the tiles that were visited.
+        The output [S, B, H, D] in the dtype of q, what forward_kernel stores as Lse
+        [B, H, padded S] in fp32, and the tiles that were visited. S is padded to whole tiles of
+        queries, so that the backward kernels read such numbers without a mask.
     """
     q, k, v, slopes, bias_row, *_ = inputs
     (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
@@ -164,16 +164,16 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
         blocks = blocks._replace(warps=max(blocks.warps, 8))
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
     # Without skipping, the kernels get empty tensors that they do not read.
     exists = int(options.skip)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     int32: dict[str, Any] = {"dtype": torch.int32, "device": q.device}
+    lse = torch.empty(batch, heads, query_tiles * blocks.queries, **fp32)
     value_norms = torch.empty(exists * batch, groups, key_tiles, **fp32)
     plan = TilePlan(
         head_order=torch.empty(exists * (heads + groups), **int32),
         key_norms=torch.empty_like(value_norms),
-        row_bounds=torch.empty(exists * options.causal * 2, batch, heads, num_queries, **fp32),
+        row_bounds=torch.empty(exists * options.causal * 2, *lse.shape, **fp32),
         thresholds=torch.empty(exists * batch, heads, query_tiles, key_tiles, **fp32),
         key_tiles=torch.empty(exists * batch, heads, query_tiles, key_tiles + 1, **int32),
     )
@@ -196,8 +196,7 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
         *_strides(q), *_strides(k), *_strides(v),
         batch, heads, num_queries, num_keys, _row_reach(bias_row),
         HEADS_PER_GROUP=heads // groups, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
-        KEY_TILE=key_tile, COLUMN_BIAS=q.dtype != torch.float32 and options.causal,
-        TRAINED_SLOPES=options.trained_slopes,
+        KEY_TILE=key_tile, TRAINED_SLOPES=options.trained_slopes,
         **_variant(inputs, options), **_resources(blocks, bias_row),
     )  # fmt: skip
     return out, lse, plan
@@ -218,7 +217,7 @@ def run_backward(
         inputs: Inputs of the forward pass.
         options: Options of the forward pass.
         out: Output of the forward pass, [S, B, H, D].
-        lse: Logsumexp of the forward pass, [B, H, S].
+        lse: The second result of the forward pass, [B, H, padded S].
         plan: Tiles that the forward pass visited.
         d_out: Gradient of the output, [S, B, H, D].
         row_wants_grad: Compute the gradient of the bias rows.
@@ -231,16 +230,17 @@ def run_backward(
     (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
     d_out = d_out.contiguous()
     delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(num_queries, 64) * batch * heads,)](
-        out, d_out, delta, batch, heads, num_queries,
-        D=head_dim, BLOCK_D=padded_width(head_dim), BLOCK_M=64, num_warps=4,
+    block = min(options.schedule.forward.queries, 64)
+    delta_kernel[(delta.numel() // block,)](
+        out, d_out, delta, batch, heads, num_queries, delta.shape[2],
+        D=head_dim, BLOCK_D=padded_width(head_dim), BLOCK_M=block, num_warps=4,
     )  # fmt: skip
 
     dq, dk, dv = _allocate_gradients(q, k, v)
     # The arguments that all backward kernels take, before and after their own outputs.
-    tensors = (q, k, v, d_out, lse, delta, *_bias_arguments(inputs), *plan)
+    tensors = (q, k, v, d_out, lse, delta, *_bias_arguments(inputs))
     strides = (*_strides(q), *_strides(k), *_strides(v))
-    counts = (batch, heads, num_queries, num_keys, _row_reach(bias_row))
+    counts = (batch, heads, num_queries, num_keys, delta.shape[2], _row_reach(bias_row))
     scalars = (options.scale, options.dropout_p, *strides, *counts)
     constants = _variant(inputs, options) | {"HEADS_PER_GROUP": heads // groups}
     tiles = {"QUERY_TILE": options.schedule.forward.queries, "KEY_TILE": options.schedule.key_tile}
@@ -251,7 +251,7 @@ def run_backward(
     lists_shape = (batch if options.skip else 0, heads, key_blocks, query_tiles)
     query_lists = torch.empty(lists_shape, dtype=torch.int32, device=q.device)
     dkdv_kernel[(batch * groups * key_blocks,)](
-        *tensors, dk, dv, query_lists, *_strides(dk), *scalars,
+        *tensors, plan.head_order, plan.thresholds, dk, dv, query_lists, *_strides(dk), *scalars,
         BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
         **tiles, **constants, **_resources(blocks, bias_row),
     )  # fmt: skip
@@ -261,11 +261,12 @@ def run_backward(
     # Each query's share of the gradient of the bias: see accumulate_over_keys in backward.py.
     sums = torch.empty(2 if bias_grad else 0, *lse.shape, dtype=torch.float32, device=q.device)
     dq_kernel[(batch * heads * triton.cdiv(num_queries, blocks.queries),)](
-        *tensors, dq, sums, *_strides(dq), *scalars,
+        *tensors, *plan, dq, sums, *_strides(dq), *scalars,
         BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, BIAS_GRAD=bias_grad,
         **tiles, **constants, **_resources(blocks, bias_row),
     )  # fmt: skip
 
+    sums = sums[..., :num_queries]
     d_slopes = d_row = None
     if options.trained_slopes:
         # A score falls by the slope times the distance.
@@ -403,6 +404,7 @@ def _variant(inputs: Inputs, options: Options) -> dict[str, Any]:
         "BLOCK_D": padded_width(q.shape[3]),
         "CAUSAL": options.causal,
         "BIAS": bias.value,
+        "COLUMN_BIAS": q.dtype != torch.float32 and options.causal,
         "SKIP": options.skip,
         "DROPOUT": options.dropout_p > 0,
         "DOCUMENTS": inputs.document_starts is not None,
