@@ -524,7 +524,7 @@ def by_compute(study: Study, parts: Sequence[Results]) -> Page:
         study: The study.
         parts: What it has so far, of each of its sizes.
     """
-    found: dict[tuple[str, str], dict[float, tuple[str, Gap]]] = {}
+    found: dict[tuple[str, str], dict[str, tuple[float, Gap]]] = {}
     for part in parts:
         for panel, (first, *others) in in_panels(part.curves).items():
             for multiple, curve in itertools.product(LENGTH_FACTORS, others):
@@ -532,20 +532,19 @@ def by_compute(study: Study, parts: Sequence[Results]) -> Page:
                 if length in curve.records and length in first.records:
                     flop = number(curve.records[length][0].get("training_flop"))
                     place = f"{panel}, at {relative_length(multiple)}", curve.method
-                    of = part.study.size, gap(curve, length, first, length)
-                    found.setdefault(place, {})[flop] = of
+                    of = flop, gap(curve, length, first, length)
+                    found.setdefault(place, {})[part.study.size] = of
     page = Page(f"# {plain(study.title)}", SIZES_EXPLAINED)
     title, lines, rows = "Perplexity as a ratio to that of the first method", [], []
-    for place, by_flop in found.items():
-        ranges = ((flop, each.ratios()) for flop, (_, each) in by_flop.items())
-        points = {flop: Value(ratio, low, high) for flop, (low, ratio, high) in ranges}
-        lines.append(Line(*place, list(points), list(points.values())))
-        for flop, (size, each) in by_flop.items():
+    for place, of_size in found.items():
+        ratios = [each.ratios() for _, each in of_size.values()]
+        values = [Value(ratio, low, high) for low, ratio, high in ratios]
+        lines.append(Line(*place, [flop for flop, _ in of_size.values()], values))
+        for size, (flop, each) in of_size.items():
             rows.append([*place, size, f"{flop:.2e}", each.ratio_in_words()])
     if lines:
-        ticks = {
-            flop: f"{flop:.1e}\n{of[0]}" for each in found.values() for flop, of in each.items()
-        }
+        sized = (each for of_size in found.values() for each in of_size.items())
+        ticks = {flop: f"{flop:.1e}\n{size}" for size, (flop, _) in sized}
         frame = Frame("FLOP of the training", "Perplexity / that of the first method", ticks)
         page.show("figures/compute", f"{title}, by the FLOP of the training.", lines, frame)
     page.add(Table(title, ["where", "method", "size", "FLOP", "ratio"], rows, names=3).markdown())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import shutil
@@ -141,6 +142,31 @@ def test_a_finished_study_does_nothing_and_says_so(whole: Whole) -> None:
     assert whole.after == whole.before
     assert "s: finished already; nothing to train or to evaluate" in whole.finished.err
     assert list(whole.desk.runs()) == ["alibi-32-s1234", "sinusoidal-32-s1234"]
+
+
+def test_each_size_has_a_report_and_all_have_one_of_their_gap(whole: Whole, tmp_path: Path) -> None:
+    """The records of one study stand for those of two sizes, which are equal."""
+    for file in whole.desk.folder.glob("*.toml"):
+        shutil.copy(file, tmp_path)
+    sizes = ("1m", "3m")
+    for size, run in itertools.product(sizes, ("alibi-32-s1234", "sinusoidal-32-s1234")):
+        record = tmp_path / f"s/records/{size}-{run}"
+        shutil.copytree(whole.desk.folder / "s/records" / run, record)
+        curve = record / "curve.json"
+        curve.write_text(curve.read_text().replace(f"/{run}", f"/{size}-{run}"))
+    desk = copy.copy(whole.desk)
+    desk.folder = tmp_path
+    with (tmp_path / "study.toml").open("a") as file:
+        file.write("\n[sizes]\n1m = []\n3m = []\n")
+    assert "nothing to train or to evaluate" in succeeded(desk.study()).err
+    report = tmp_path / "s/report"
+    first, second = (json.loads((report / size / "claims.json").read_text()) for size in sizes)
+    alone = json.loads((whole.desk.folder / "s/report/claims.json").read_text())
+    assert first == second == alone
+    rows = [line for line in (report / "report.md").read_text().splitlines() if "m |" in line]
+    # At L and 2 L, under both protocols.
+    assert len(rows) == 2 * 4 and rows[0].replace(" 1m |", " 3m |") == rows[1]
+    assert (report / "figures/compute.svg").exists() and desk.attempts() == {}
 
 
 def test_runs_of_eight_steps_decide_no_claim(whole: Whole) -> None:
