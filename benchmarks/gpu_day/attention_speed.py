@@ -28,7 +28,9 @@ from benchmarks.gpu_day.candidates import attend_by
 from benchmarks.gpu_day.results import Rows
 from benchmarks.gpu_day.sizes import CUDA
 from benchmarks.turns import Way, rounds, summary
+from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import attention
+from pretrain.kernels.flash.launch import Blocks, attention_triton, choose_schedule
 from pretrain.positions.alibi import alibi_slopes
 
 PART = "attention-speed"
@@ -60,6 +62,21 @@ class Case(NamedTuple):
 CASES = [
     Case(*case) for case in product(LENGTHS, ("gaussian", "peaked"), ("both", "forward"), (128, 64))
 ]
+BLOCKS = {
+    # Two blocks of four warps share a multiprocessor, so that one's softmax runs beside the other's
+    # products; each reads keys and values by itself, which is twice the traffic with the L2 cache.
+    128: {
+        "forward and dq in 64 rows": {
+            "forward": Blocks(64, 64, 4, 3),
+            "dq": Blocks(64, 64, 4, 2),
+        },
+        "dq in 64 rows": {"dq": Blocks(64, 64, 4, 2)},
+        # No spills, but products of 32 columns read shared memory faster than it delivers.
+        "dkdv by 32 queries": {"dkdv": Blocks(32, 128, 8, 3)},
+    },
+    64: {"dq in 64 rows": {"dq": Blocks(64, 64, 4, 3)}},
+}
+"""Head width -> block sizes of which only a GPU can say whether they beat those of the product."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention over q, k and v, all [S, B, H, D]."""
 
@@ -88,7 +105,18 @@ def flash_attention(package: str, **options: Any) -> Attend:
     return attend
 
 
-def kernels(slopes: Tensor) -> dict[str, Attend]:
+def other_blocks(slopes: Tensor, changed: dict[str, Blocks]) -> Attend:
+    """Return our kernel with other block sizes than the product's."""
+
+    def attend(*qkv: Tensor) -> Tensor:
+        schedule = choose_schedule(qkv[0])._replace(**changed)
+        bias = ScoreBias(slopes, None, 128, True)
+        return attention_triton(*qkv, bias, None, 0.0, skip=False, schedule=schedule)
+
+    return attend
+
+
+def kernels(slopes: Tensor, head_dim: int) -> dict[str, Attend]:
     """Return every kernel by its name; those with "skips" depend on what q and k hold."""
     ours = partial(attention, slopes=slopes)
     flash4 = partial(attend_by("flash4"), slopes=slopes)
@@ -96,6 +124,10 @@ def kernels(slopes: Tensor) -> dict[str, Attend]:
     return {
         "Triton, ALiBi, skips": partial(ours, backend="triton"),
         "Triton, ALiBi": partial(ours, backend="triton", skip=False),
+        **{
+            f"Triton, ALiBi, {name}": other_blocks(slopes, changed)
+            for name, changed in BLOCKS[head_dim].items()
+        },
         "Triton, zero slopes": partial(attention, slopes=no_slopes, backend="triton"),
         "Triton, no bias": partial(attention, backend="triton"),
         "folded, ALiBi": partial(ours, backend="folded"),
@@ -161,7 +193,7 @@ def measure(case: Case) -> list[dict[str, Any]]:
 
     ways = {
         name: device_time(partial(call, attend))
-        for name, attend in kernels(alibi_slopes(HEADS).to(DEVICE)).items()
+        for name, attend in kernels(alibi_slopes(HEADS).to(DEVICE), case.head_dim).items()
         if case.inputs == "gaussian" or "skips" in name
     }
     found = summary(list(rounds(ways, CALLS, seconds=SECONDS if CUDA else 0)))

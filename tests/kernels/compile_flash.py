@@ -16,7 +16,9 @@ import contextlib
 import io
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +67,42 @@ class NoDevice:
         return 0
 
 
+def read_loops(cubin: bytes, warps: int) -> list[dict[str, int]]:
+    """Return what one step of each loop around matrix products costs, in machine code (sm_90).
+
+    "tensor" are the cycles in which a multiprocessor's tensor cores compute the step's products (an
+    instruction of 64 x N x 16 takes N / 2), "issue" those in which each of its four schedulers
+    issues the step's instructions, without stalls. Where a block is alone on its multiprocessor and
+    its warps keep step, the two times add up; where blocks or warps overlap, the longer one counts.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = re.findall(r"/\*([0-9a-f]{4,5})\*/ +(?:@!?U?P\w+ )?([^;]*);", sass)
+    lines = [(int(address, 16), text) for address, text in code]
+    jumps = [(re.search(r"^BRA\b.*?0x([0-9a-f]+)", text), address) for address, text in lines]
+    spans = [(int(to[1], 16), address) for to, address in jumps if to and int(to[1], 16) < address]
+    found, end = [], -1
+    for first, last in sorted(spans, key=lambda span: span[1]):
+        body = [text for address, text in lines if first <= address <= last]
+        widths = [int(n) for n in re.findall(r"HGMMA\.64x(\d+)x16", "\n".join(body))]
+        # Of nested loops the inner one; what lies behind all loops only jumps back into them.
+        if not widths or first <= end:
+            continue
+        end = last
+        found.append(
+            {
+                "instructions": len(body),
+                "tensor": sum(widths) // 2 * warps // 4,
+                "issue": len(body) * warps // 4,
+                "spilled": sum(text.startswith(("LDL", "STL")) for text in body),
+            }
+        )
+    return found
+
+
 def read_report(name: str, compiled: Any, log: str) -> dict[str, Any]:
     """Return what matters of a compiled kernel.
 
@@ -90,6 +128,7 @@ def read_report(name: str, compiled: Any, log: str) -> dict[str, Any]:
         ),
         "products": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.(\S+)", ptx))),
         "wgmma": ptx.count("wgmma.mma_async"),
+        "loops": read_loops(compiled.asm["cubin"], compiled.metadata.num_warps),
         "atomics": ptx.count("atom."),
     }
 

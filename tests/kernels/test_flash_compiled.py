@@ -43,6 +43,10 @@ VARIANTS = {
     "documents, sm_80": (Variant(80, 128, documents=True), {"forward_kernel": 64}),
 }
 
+# Cycles in which a step of each kernel's loops is issued at width 128, of which its products on the
+# tensor cores take 1,024, 2,048 and 1,536; rounded up likewise.
+ISSUE = {"forward_kernel": 1088, "dkdv_kernel": 1088, "dq_kernel": 896}
+
 CORE = {
     ("default, width 128",),
     ("default, sm_80",),
@@ -95,6 +99,9 @@ def test_kernels_compile_to_what_the_gpu_is_good_at(case, tmp_path):
         assert all(f"f32.{short}.{short}" in x for x in kernels[name]["products"]), kernels[name]
         if variant.capability == 90 and name != "row_gradient_kernel":
             assert kernels[name]["wgmma"] > 0, f"{name} makes no use of wgmma"
+        if variant == Variant(90, 128):
+            steps = [loop["issue"] for loop in kernels[name]["loops"]]
+            assert len(steps) == 2 and max(steps) <= ISSUE[name], (name, steps)
 
 
 def test_one_key_compiles_with_skipping(tmp_path):
