@@ -119,7 +119,10 @@ def parse(content: bytes, path: Path) -> Entry:
 
 def read_entry(path: Path) -> tuple[Entry, list[dict[str, Any]], str]:
     """Return an entry, its records, and the SHA-256 of its file. Raises ConfigError."""
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     return parse(content, path), rec.read_records(path), hashlib.sha256(content).hexdigest()
 
 
