@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import active_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -144,7 +143,8 @@ def _with_mask(
         varies = slopes is not None and (slopes.requires_grad or slopes.is_inference())
         is_kept = num_queries == num_keys and bias.table is None and not varies
         version = slopes._version if is_kept and slopes is not None else 0
-        mask = (_kept_mask if is_kept else _small_mask)(bias, size, version, active_fake_mode())
+        mode = q.fake_mode if isinstance(q, FakeTensor) else None
+        mask = (_kept_mask if is_kept else _small_mask)(bias, size, version, mode)
         mask = _within_documents(mask, document_starts)
         return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3)
     added = _added(bias, size)

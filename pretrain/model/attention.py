@@ -31,6 +31,7 @@ from pretrain.kernels.context import context_attention
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
 from pretrain.model.cache import KeyCache
+from pretrain.model.loss import product
 from pretrain.positions.base import OWN, PositionMethod, Rope
 from pretrain.topology import context_group, own_part
 
@@ -145,7 +146,7 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
         """
         super().__init__(*args, **named)
         self.clip_qkv = clip_qkv
-        self.split = _Split.apply if is_gpu else functools.partial(torch.split, dim=-1)
+        self.split = _Split.apply if is_gpu else functools.partial(torch.split_with_sizes, dim=-1)
 
     def forward(
         self,
@@ -161,25 +162,26 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
             rotary_pos_emb: Angles, which Megatron's block hands to every layer; the name is its. A
                 layer whose method has no rotation leaves them.
         """
-        mixed, _ = self.linear_qkv(hidden_states)
+        mixed, _ = product(self.linear_qkv, hidden_states)
         if self.clip_qkv is not None:
             # Before a rotation, as in MPT and OLMo. Its backward pass keeps what was not clipped.
             mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv)
+        length, batch, _ = mixed.shape
         groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         heads = self.num_attention_heads_per_partition
         # [S, B, groups, heads of a group + 2, D]: the heads of a group are next to each other.
-        mixed = mixed.view(*mixed.shape[:2], groups, -1)
-        sizes = [heads // groups * width, width, width]
-        query, key, value = self.split(mixed, sizes)
-        query = self.q_layernorm(query.reshape(*query.shape[:2], heads, width))
-        key = self.k_layernorm(key)
+        mixed = mixed.view(length, batch, groups, -1)
+        query, key, value = self.split(mixed, [heads // groups * width, width, width])
+        query = query.reshape(length, batch, heads, width)
+        if self.config.qk_layernorm:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary_pos_emb is not None and self.core_attention.method.rope() is not None:
             whose = {"config": self.config, "cp_group": self.pg_collection.cp}
             query, key = (apply_rotary_pos_emb(x, rotary_pos_emb, **whose) for x in (query, key))
         attend = self.core_attention
         if self.checkpoint_core_attention and self.training:
             attend = self._checkpointed_attention_forward
-        return self.linear_proj(attend(query, key, value, attention_mask))  # type: ignore[no-any-return]  # Megatron's
+        return product(self.linear_proj, attend(query, key, value, attention_mask))
 
 
 class _Split(torch.autograd.Function):
@@ -316,7 +318,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         """Return the output [S, B, heads, D] of the queries, those of `heads` if not of all."""
         dropout = self.dropout if self.training else 0.0
         position, group = self.position[0], context_group()
-        first, length = group.rank() * len(key), group.size() * len(key)
+        own, parts = key.shape[0], group.size()
+        first, length = group.rank() * own, parts * own
         query, key = self.method.queries_and_keys(position.config, query, key, first, length)
         terms = position.score_terms(query.device, self.layer)
         if heads is not None:

@@ -96,8 +96,9 @@ def run_schedule(
         # common loss (megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`). Ours
         # is a mean over this rank's tokens, as of any replica, and the optimizer averages them.
         loss, kept = loss_function(losses)
-        return loss if parts == 1 else loss / parts, kept
+        return loss / parts if has_stages and parts > 1 else loss, kept
 
+    has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
     is_masked = isinstance(batches[0], MaskedBatch)
     shape = batches[0].inputs.shape if isinstance(batches[0], MaskedBatch) else batches[0].shape
     micro_batch_size, length = shape[0], shape[1] - (0 if is_masked else 1)
@@ -107,6 +108,17 @@ def run_schedule(
     is_split = chunks[0].config.sequence_parallel or parts > 1
     if scored is None or is_split:
         scored = [length] * len(batches)
+    if not has_stages:
+        # Megatron's schedule of one stage is this loop, with questions to every layer.
+        of_batches, found = iter(zip(batches, scored)), []
+        for _ in batches:
+            out, function = forward_step(of_batches, chunks[0])
+            loss, result = function(out)
+            found.append(result)
+            if not forward_only:
+                loss, scaled = loss / len(batches), chunks[0].config.grad_scale_func
+                torch.autograd.backward(loss if scaled is None else scaled(loss))
+        return found
     iterators = [iter(zip(batches, scored)) for _ in chunks]
     # Megatron takes lists for the interleaved schedule and single objects for the others.
     kept: list[Any] = get_forward_backward_func()(

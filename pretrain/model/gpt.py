@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -30,6 +32,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
@@ -46,7 +49,7 @@ from pretrain.config import RunConfig
 from pretrain.config.tensors import TIED
 from pretrain.model import adaptive
 from pretrain.model.attention import CoreAttention, Positions, SelfAttention
-from pretrain.model.loss import AddingProduct, FusedLossLayer, FusedLossModel
+from pretrain.model.loss import FusedLossLayer, FusedLossModel, LossModel, product
 from pretrain.positions.base import generator
 from pretrain.startup import compile_when_called
 from pretrain.topology import own_part
@@ -120,79 +123,6 @@ def _abilities() -> tuple[bool, bool, bool]:
     A counted step answers for the GPU that it simulates (`pretrain.plan.simulation`).
     """
     return platform.has_cuda(), platform.can_compile(), platform.can_accumulate_products()
-
-
-# ---- layers ----
-# Megatron's layers with less work of the host. Its transformer layer asks in every forward pass for
-# what this model never has (inference, offloading, cross-attention, ranges for a profiler), and its
-# linear layers are autograd functions in Python, with collectives, also where one rank has all of a
-# weight. Both together took 1.6 times the processor time of all else in a micro batch
-# (benchmarks/train_step.py). The operations and their order are Megatron's, so that every bit is.
-
-
-class _OwnProduct:
-    """A linear layer of Megatron's, but a plain product where one rank holds the whole weight."""
-
-    def forward(self: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output [S, B, out], and the bias if the layer leaves adding it to others.
-
-        Args:
-            input_: [S, B, in], or this tensor rank's part of either.
-        """
-        weight, bias = self.weight, self.bias
-        # What ZeRO 3 gathers it also frees, unless torch's own product has saved a view of it.
-        if self.tp_group.size() > 1 or hasattr(weight, "ds_id"):
-            found: tuple[Tensor, Tensor | None] = super().forward(input_)  # type: ignore[misc]  # Megatron's, by inheritance
-            return found
-        if self.gradient_accumulation_fusion:
-            out = AddingProduct.apply(input_, weight)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
-        else:
-            out = torch.matmul(input_, weight.t())
-        if self.skip_bias_add or bias is None:
-            return out, bias
-        return out + bias, None
-
-
-class ColumnLinear(_OwnProduct, ColumnParallelLinear):  # type: ignore[misc]  # Megatron ships no types
-    """The linear layer of which a tensor rank has some outputs."""
-
-
-class RowLinear(_OwnProduct, RowParallelLinear):  # type: ignore[misc]  # Megatron ships no types
-    """The linear layer of which a tensor rank has some inputs."""
-
-
-class DropoutRowLinear(RowLinear):
-    """A linear layer that drops elements of its input while it trains, which Megatron has not.
-
-    As in fairseq's feed-forward block (modules/transformer_layer.py, `activation_dropout_module`).
-    """
-
-    def __init__(self, *args: Any, dropout: float, **named: Any) -> None:
-        """Initialize Megatron's layer.
-
-        Args:
-            *args: Arguments of Megatron's layer.
-            dropout: Dropout probability of the input.
-            **named: Further arguments of Megatron's layer.
-        """
-        super().__init__(*args, **named)
-        self.dropout = dropout
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output [S, B, hidden] and the bias, which the layer does not add.
-
-        Args:
-            input_: The activation's output, [S, B, this tensor rank's part of ffn_hidden_size].
-        """
-        if not self.training:
-            return super().forward(input_)
-        # Tensor ranks hold different channels, and must draw different masks: see the core
-        # attention's forward in `pretrain.model.attention`.
-        fork = not self.config.sequence_parallel
-        with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
-            # F.dropout calls it on a GPU. Elsewhere that one keeps a mask of the input's data type.
-            dropped, _ = torch.native_dropout(input_, self.dropout, True)
-        return super().forward(dropped)
 
 
 ACTIVATIONS = {
@@ -357,6 +287,38 @@ def mark_partial(norm: nn.Module, is_partial: bool) -> None:
         parameter.sequence_parallel = is_partial  # type: ignore[attr-defined]
 
 
+# ---- layers ----
+# Megatron's layers with less work of the host: they ask in every forward pass for what this model
+# never has (inference, offloading, cross-attention, ranges for a profiler). The operations and
+# their order are Megatron's, so that every bit is.
+
+
+class Block(TransformerBlock):  # type: ignore[misc]  # Megatron ships no types
+    """Megatron's stack of layers."""
+
+    # Megatron's asks for CUDA graphs of its own.
+    __call__ = nn.Module.__call__
+
+    def forward(self, hidden_states: Tensor | None, **given: Any) -> Tensor:
+        """Return the output of all layers, and of the norm behind them, [S, B, hidden].
+
+        Args:
+            hidden_states: The embeddings, [S, B, hidden]; None behind the first stage.
+            **given: What GPTModel passes on. Layers take attention_mask and rotary_pos_emb.
+        """
+        hidden = hidden_states if self.pre_process else self.input_tensor
+        of_layers = given["attention_mask"], given["rotary_pos_emb"]
+        recomputes = self.config.recompute_granularity == "full" and self.training
+        fork = self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
+            for layer in self.layers:
+                if recomputes:
+                    hidden = tensor_parallel.checkpoint(layer, False, hidden, *of_layers)
+                else:
+                    hidden = layer(hidden, *of_layers)
+        return hidden if self.final_layernorm is None else self.final_layernorm(hidden)  # type: ignore[no-any-return]  # Megatron's
+
+
 class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
     """Megatron's pre-LN layer, without the questions that this model answers with no.
 
@@ -367,48 +329,88 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
     # Megatron's asks for CUDA graphs of its own.
     __call__ = nn.Module.__call__
 
-    def __init__(self, *args: Any, is_parallel: bool, is_compiled: bool, **named: Any) -> None:
+    def __init__(self, *args: Any, run: RunConfig, **named: Any) -> None:
         """Build what Megatron builds of its arguments.
 
         Args:
             *args: Megatron's.
-            is_parallel: model.parallel_residual.
-            is_compiled: In training the layer is one graph.
+            run: The run's config.
             **named: Megatron's.
         """
         super().__init__(*args, **named)
-        self.is_parallel, self.is_compiled = is_parallel, is_compiled
+        self.is_parallel = run.model.parallel_residual
+        self.activation_dropout = run.model.activation_dropout
+        # In training the layer is one graph.
+        self.is_compiled = choose_fusion(run).layers
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         rotary_pos_emb: Tensor | None = None,
-        **unused: Any,
-    ) -> tuple[Tensor, None]:
-        """Return the layer's output [S, B, hidden], and Megatron's context, which does not exist.
+    ) -> Tensor:
+        """Return the layer's output, [S, B, hidden].
 
         Args:
             hidden_states: The layer's input, [S, B, hidden].
             attention_mask: As in `CoreAttention.forward`.
             rotary_pos_emb: As in `SelfAttention.forward`.
-            **unused: What else Megatron's block passes on.
         """
         # An evaluation has windows of many lengths, each of which would be compiled.
         compute = _compiled_layer if self.is_compiled and self.training else Layer.compute
-        return compute(self, hidden_states, attention_mask, rotary_pos_emb), None
+        return compute(self, hidden_states, attention_mask, rotary_pos_emb)  # type: ignore[no-any-return]  # torch's
 
     def compute(
         self, hidden_states: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None
     ) -> Tensor:
         """Return the output of `forward`."""
-        add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
-        out = self.self_attention(
-            self.input_layernorm(hidden_states), attention_mask, rotary_pos_emb
-        )
-        attended = add(out, hidden_states, self.hidden_dropout)
+        normalised = self.input_layernorm(hidden_states)
+        out = self.self_attention(normalised, attention_mask, rotary_pos_emb)
+        attended = self._added(*out, hidden_states)
         read = hidden_states if self.is_parallel else attended
-        return add(self.mlp(self.pre_mlp_layernorm(read)), attended, self.hidden_dropout)  # type: ignore[no-any-return]  # Megatron's
+        return self._added(*self._mlp(self.pre_mlp_layernorm(read)), attended)
+
+    def _mlp(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what Megatron's MLP returns: the output [S, B, hidden] and the bias."""
+        config, mlp = self.config, self.mlp
+        inner, bias = product(mlp.linear_fc1, hidden_states)
+        if config.bias_activation_fusion:
+            fused = bias_swiglu_impl if config.gated_linear_unit else bias_gelu_impl
+            inner = fused(inner, bias)
+        else:
+            if bias is not None:
+                inner = inner + bias
+            if config.gated_linear_unit:
+                gate, inner = inner.chunk(2, dim=-1)
+                inner = config.activation_func(gate) * inner
+            else:
+                inner = config.activation_func(inner)
+        if self.activation_dropout and self.training:
+            inner = self._dropped(inner)
+        return product(mlp.linear_fc2, inner)
+
+    def _dropped(self, activations: Tensor) -> Tensor:
+        """Drop elements of fc2's input, which Megatron does not.
+
+        As in fairseq's feed-forward block (modules/transformer_layer.py,
+        `activation_dropout_module`). Tensor ranks hold different channels, and must draw different
+        masks: see the core attention's forward in `pretrain.model.attention`.
+        """
+        fork = not self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
+            # F.dropout calls it on a GPU. Elsewhere that one keeps a mask of the input's data type.
+            return torch.native_dropout(activations, self.activation_dropout, True)[0]
+
+    def _added(self, out: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """Return the sum of a part's output, with dropout, and what goes around the part."""
+        if self.config.bias_dropout_fusion:
+            add = get_bias_dropout_add(self.training, True)
+            return add((out, bias), residual, self.hidden_dropout)  # type: ignore[no-any-return]  # Megatron's
+        if bias is not None:
+            out = out + bias
+        if self.hidden_dropout and self.training:
+            out = F.dropout(out, self.hidden_dropout)
+        return residual + out
 
 
 _compiled_layer = compile_when_called(Layer.compute, fullgraph=True)
@@ -431,22 +433,16 @@ def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
         },
     )
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnLinear,
+        linear_qkv=ColumnParallelLinear,
         core_attention=core,
-        linear_proj=RowLinear,
+        linear_proj=RowParallelLinear,
         q_layernorm=of_heads,
         k_layernorm=of_heads,
     )
-    second: type | ModuleSpec = RowLinear
-    if dropout := config.model.activation_dropout:
-        second = ModuleSpec(DropoutRowLinear, params={"dropout": dropout})
-    mlp = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=second)
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         Layer,
-        {
-            "is_parallel": config.model.parallel_residual,
-            "is_compiled": choose_fusion(config).layers,
-        },
+        {"run": config},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
@@ -491,7 +487,7 @@ def _build_chunk(
     # The losses of an adaptive softmax need few logits, its probabilities of all words need all:
     # they are plain operations, to compare with.
     fuses_loss = fusion.loss or (is_adaptive and config.train.fusion != "off")
-    model_class = FusedLossModel if fuses_loss else GPTModel
+    model_class = FusedLossModel if fuses_loss else LossModel
     model = model_class(
         transformer,
         spec,
@@ -506,6 +502,8 @@ def _build_chunk(
         rotary_base=position.rope.base,
         vp_stage=virtual_stage,
     )
+    # GPTModel names the class of its layers' stack.
+    model.decoder.__class__ = Block
     # Registered as a submodule, so its parameters are trained and have names ("position.*").
     model.position = position
     if position.rope.inverse_frequencies is not None:

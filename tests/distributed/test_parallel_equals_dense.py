@@ -217,28 +217,33 @@ def test_layers_compute_the_bits_of_megatrons_own(pools, variant, layout):
     arguments = variant_config(variant, 8, parallel), state, tokens
     ours = pools(processes).run(tasks.gradients, *arguments)[0]
     theirs = pools(processes).run(with_megatrons_layers, *arguments)[0]
-    assert torch.equal(ours["logits"], theirs["logits"])
+    assert torch.equal(ours["logits"], theirs["logits"]) and ours["loss"] == theirs["loss"]
     assert_close_by_name(ours["gradients"], theirs["gradients"], rtol=0.0, atol=0.0)
 
 
 def with_megatrons_layers(*arguments: Any) -> dict[str, Any] | None:
-    """Return `tasks.gradients` of the model whose layers run Megatron's code."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    """Return `tasks.gradients` of the model whose layers and loss are Megatron's code."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from pretrain.model import attention, gpt
+    from pretrain.model import attention, gpt, loss
 
     with contextlib.ExitStack() as stack:
         for ours, theirs in (
-            (gpt.ColumnLinear, ColumnParallelLinear),
-            (gpt.RowLinear, RowParallelLinear),
+            (gpt.Block, TransformerBlock),
             (gpt.Layer, TransformerLayer),
             (attention.SelfAttention, SelfAttention),
         ):
             # Where ours only inherits a forward pass, the patch is taken away afterwards.
             patched = mock.patch.object(ours, "forward", theirs.forward, create=True)
             stack.enter_context(patched)
+        theirs = GPTModel.compute_language_model_loss
+        stack.enter_context(
+            mock.patch.object(loss.LossModel, "compute_language_model_loss", theirs)
+        )
         return tasks.gradients(*arguments)
 
 
