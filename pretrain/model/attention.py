@@ -132,27 +132,21 @@ class AddedPositions(nn.Module):
 class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # Megatron ships no types
     """Megatron's self-attention, with a split into queries, keys and values that saves a copy."""
 
-    def __init__(
-        self, *args: Any, clip_qkv: float | None = None, is_gpu: bool = False, **named: Any
-    ) -> None:
+    def __init__(self, *args: Any, is_gpu: bool, **named: Any) -> None:
         """Build what Megatron builds of its arguments.
 
         Args:
             *args: Megatron's.
-            clip_qkv: model.clip_qkv.
             is_gpu: A kernel may write the gradients of queries, keys and values to one buffer,
                 which none does on a CPU.
             **named: Megatron's.
         """
         super().__init__(*args, **named)
-        self.clip_qkv = clip_qkv
+        self.clip_qkv = self.core_attention.position[0].config.model.clip_qkv
         self.split = _Split.apply if is_gpu else functools.partial(torch.split_with_sizes, dim=-1)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        rotary_pos_emb: Tensor | None = None,
+        self, hidden_states: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [S, B, hidden] and the bias, which the layer adds.
 
@@ -241,21 +235,17 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         config: TransformerConfig,
         layer_number: int,
         position: Positions,
-        backend: str,
-        causal: bool = True,
         **unused: Any,
     ) -> None:
-        """Initialize with the arguments that Megatron's SelfAttention passes, and three of our own.
+        """Initialize with the arguments that Megatron's SelfAttention passes, and one of our own.
 
         Args:
             config: Megatron's configuration.
             layer_number: Number of the layer in the whole model, from 1.
             position: The position method. One instance is shared by all layers of the rank.
-            backend: The attention backend, as in `pretrain.kernels.dispatch.attention`.
-            causal: Let a token see no later one; False lets it see all.
-            **unused: What `causal` says better, features that this model does not have, and
-                cp_comm_type and pg_collection, which say how Transformer Engine's attention splits
-                sequences.
+            **unused: What the run's config says better, features that this model does not have,
+                and cp_comm_type and pg_collection, which say how Transformer Engine's attention
+                splits sequences.
         """
         super().__init__(config=config)
         # A module assigned to an attribute would be registered as a submodule, and the parameters
@@ -263,7 +253,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         self.position = (position,)
         self.layer = layer_number - 1
         self.method = position.of_layer(self.layer)
-        self.backend, self.causal = backend, causal
+        self.backend = position.config.model.attention_backend
+        # A model of masked tokens lets a token see all others.
+        self.causal = not position.config.is_masked
         self.cache: KeyCache | None = None
         """Keys and values of the text so far, while a text passes through piece by piece."""
         self.dropout = config.attention_dropout
@@ -318,8 +310,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         """Return the output [S, B, heads, D] of the queries, those of `heads` if not of all."""
         dropout = self.dropout if self.training else 0.0
         position, group = self.position[0], context_group()
-        own, parts = key.shape[0], group.size()
-        first, length = group.rank() * own, parts * own
+        first, length = group.rank() * key.shape[0], group.size() * key.shape[0]
         query, key = self.method.queries_and_keys(position.config, query, key, first, length)
         terms = position.score_terms(query.device, self.layer)
         if heads is not None:

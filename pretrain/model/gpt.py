@@ -27,7 +27,6 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -49,7 +48,7 @@ from pretrain.config import RunConfig
 from pretrain.config.tensors import TIED
 from pretrain.model import adaptive
 from pretrain.model.attention import CoreAttention, Positions, SelfAttention
-from pretrain.model.loss import FusedLossLayer, FusedLossModel, LossModel, product
+from pretrain.model.loss import FusedLossLayer, FusedLossModel, product
 from pretrain.positions.base import generator
 from pretrain.startup import compile_when_called
 from pretrain.topology import own_part
@@ -80,23 +79,16 @@ class Fusion:
     weight_gradients: bool
     """Add weight gradients to fp32 buffers in the matrix product."""
 
-    def bias_gelu(self, config: RunConfig) -> bool:
-        """Return True if bias and GELU are one kernel.
+    def activation(self, config: RunConfig) -> bool:
+        """Return True if the activation and what is added or multiplied before it are one kernel.
 
-        Megatron's fused function is the tanh approximation, whatever activation its configuration
-        names (megatron/core/fusions/fused_bias_gelu.py), and it needs a bias.
+        Megatron has two such functions. That of GELU is the tanh approximation, whatever activation
+        its configuration names (megatron/core/fusions/fused_bias_gelu.py), and it needs a bias.
+        That of SwiGLU takes one (megatron/core/fusions/fused_bias_swiglu.py).
         """
         m = config.model
-        has_function = m.use_bias and not m.gated_linear_unit
-        return self.compiled and has_function and m.hidden_act == "gelu_pytorch_tanh"
-
-    def swiglu(self, config: RunConfig) -> bool:
-        """Return True if SiLU, the product with what it gates and a bias are one kernel.
-
-        Megatron's function is in megatron/core/fusions/fused_bias_swiglu.py.
-        """
-        m = config.model
-        return self.compiled and m.gated_linear_unit and m.hidden_act == "silu"
+        has_function = m.use_bias and m.hidden_act == "gelu_pytorch_tanh"
+        return self.compiled and (m.hidden_act == "silu" if m.gated_linear_unit else has_function)
 
 
 def choose_fusion(config: RunConfig) -> Fusion:
@@ -166,7 +158,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     m, p, dtype = config.model, config.parallel, platform.DTYPES[config.train.precision]
     recompute = config.train.recompute_granularity
     fusion = choose_fusion(config)
-    bias_gelu = fusion.bias_gelu(config)
+    fuses_activation = fusion.activation(config)
+    fuses_gelu = fuses_activation and not m.gated_linear_unit
     return TransformerConfig(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
@@ -177,7 +170,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         ffn_hidden_size=config.ffn_hidden_size,
         gated_linear_unit=m.gated_linear_unit,
         # Megatron's fused bias-GELU is the tanh approximation, and is chosen by torch's exact GELU.
-        activation_func=F.gelu if bias_gelu else ACTIVATIONS[m.hidden_act],
+        activation_func=F.gelu if fuses_gelu else ACTIVATIONS[m.hidden_act],
         add_bias_linear=m.use_bias,
         add_qkv_bias=m.add_qkv_bias,
         layernorm_epsilon=m.layernorm_epsilon,
@@ -206,14 +199,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # plain torch.compile (megatron/core/jit.py and megatron/core/fusions). Its native fusion of
         # the cross-entropy is, too, but rounds the logits' gradient to bf16 in every precision
         # (fused_cross_entropy.py), and keeps logits in fp32; `pretrain.model.loss` takes its place.
-        bias_activation_fusion=bias_gelu or fusion.swiglu(config),
+        bias_activation_fusion=fuses_activation,
         bias_dropout_fusion=fusion.compiled,
-        # Switched on by `pretrain.model.loss` once the parameters have fp32 buffers.
-        gradient_accumulation_fusion=False,
-        # These belong to Megatron's DotProductAttention and FusedLayerNorm, which `_layer_spec`
-        # does not use.
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
         # NCCL turns a batch of sends and receives into one call; gloo runs them one by one anyway.
         # The synchronisation after a batch works around a bug of older PyTorch versions
         # (megatron/core/model_parallel_config.py).
@@ -299,14 +286,14 @@ class Block(TransformerBlock):  # type: ignore[misc]  # Megatron ships no types
     # Megatron's asks for CUDA graphs of its own.
     __call__ = nn.Module.__call__
 
-    def forward(self, hidden_states: Tensor | None, **given: Any) -> Tensor:
+    def forward(self, hidden_states: Any, **given: Any) -> Tensor:
         """Return the output of all layers, and of the norm behind them, [S, B, hidden].
 
         Args:
             hidden_states: The embeddings, [S, B, hidden]; None behind the first stage.
             **given: What GPTModel passes on. Layers take attention_mask and rotary_pos_emb.
         """
-        hidden = hidden_states if self.pre_process else self.input_tensor
+        hidden: Tensor = hidden_states if self.pre_process else self.input_tensor
         of_layers = given["attention_mask"], given["rotary_pos_emb"]
         recomputes = self.config.recompute_granularity == "full" and self.training
         fork = self.config.sequence_parallel
@@ -316,7 +303,7 @@ class Block(TransformerBlock):  # type: ignore[misc]  # Megatron ships no types
                     hidden = tensor_parallel.checkpoint(layer, False, hidden, *of_layers)
                 else:
                     hidden = layer(hidden, *of_layers)
-        return hidden if self.final_layernorm is None else self.final_layernorm(hidden)  # type: ignore[no-any-return]  # Megatron's
+        return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
 
 class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
@@ -343,11 +330,14 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
         # In training the layer is one graph.
         self.is_compiled = choose_fusion(run).layers
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        rotary_pos_emb: Tensor | None = None,
+    def forward(self, *inputs: Any) -> Tensor:
+        """Return the layer's output, [S, B, hidden], of what `compute` takes."""
+        # An evaluation has windows of many lengths, each of which would be compiled.
+        compute = _compiled_layer if self.is_compiled and self.training else Layer.compute
+        return compute(self, *inputs)
+
+    def compute(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None
     ) -> Tensor:
         """Return the layer's output, [S, B, hidden].
 
@@ -356,27 +346,19 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
             attention_mask: As in `CoreAttention.forward`.
             rotary_pos_emb: As in `SelfAttention.forward`.
         """
-        # An evaluation has windows of many lengths, each of which would be compiled.
-        compute = _compiled_layer if self.is_compiled and self.training else Layer.compute
-        return compute(self, hidden_states, attention_mask, rotary_pos_emb)  # type: ignore[no-any-return]  # torch's
-
-    def compute(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None
-    ) -> Tensor:
-        """Return the output of `forward`."""
         normalised = self.input_layernorm(hidden_states)
         out = self.self_attention(normalised, attention_mask, rotary_pos_emb)
-        attended = self._added(*out, hidden_states)
+        attended = self._added(out, hidden_states)
         read = hidden_states if self.is_parallel else attended
-        return self._added(*self._mlp(self.pre_mlp_layernorm(read)), attended)
+        return self._added(self._mlp(self.pre_mlp_layernorm(read)), attended)
 
     def _mlp(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what Megatron's MLP returns: the output [S, B, hidden] and the bias."""
         config, mlp = self.config, self.mlp
         inner, bias = product(mlp.linear_fc1, hidden_states)
         if config.bias_activation_fusion:
-            fused = bias_swiglu_impl if config.gated_linear_unit else bias_gelu_impl
-            inner = fused(inner, bias)
+            is_gated = config.gated_linear_unit
+            inner = (bias_swiglu_impl if is_gated else bias_gelu_impl)(inner, bias)
         else:
             if bias is not None:
                 inner = inner + bias
@@ -401,11 +383,12 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
             # F.dropout calls it on a GPU. Elsewhere that one keeps a mask of the input's data type.
             return torch.native_dropout(activations, self.activation_dropout, True)[0]
 
-    def _added(self, out: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Return the sum of a part's output, with dropout, and what goes around the part."""
+    def _added(self, part: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
+        """Return the sum of a part's output and bias, with dropout, and what goes around it."""
         if self.config.bias_dropout_fusion:
             add = get_bias_dropout_add(self.training, True)
-            return add((out, bias), residual, self.hidden_dropout)  # type: ignore[no-any-return]  # Megatron's
+            return add(part, residual, self.hidden_dropout)  # type: ignore[no-any-return]  # Megatron's
+        out, bias = part
         if bias is not None:
             out = out + bias
         if self.hidden_dropout and self.training:
@@ -424,14 +407,7 @@ def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
     of_heads = IdentityOp
     if config.model.qk_layernorm:
         of_heads = ModuleSpec(norm, params={"is_partial": True})
-    core = ModuleSpec(
-        CoreAttention,
-        params={
-            "position": position,
-            "backend": config.model.attention_backend,
-            "causal": not config.is_masked,
-        },
-    )
+    core = ModuleSpec(CoreAttention, {"position": position})
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=core,
@@ -445,15 +421,7 @@ def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
         {"run": config},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=ModuleSpec(
-                SelfAttention,
-                {
-                    "attn_mask_type": AttnMaskType.causal,
-                    "clip_qkv": config.model.clip_qkv,
-                    "is_gpu": _abilities()[0],
-                },
-                attention,
-            ),
+            self_attention=ModuleSpec(SelfAttention, {"is_gpu": _abilities()[0]}, attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(MLP, submodules=mlp),
@@ -487,7 +455,7 @@ def _build_chunk(
     # The losses of an adaptive softmax need few logits, its probabilities of all words need all:
     # they are plain operations, to compare with.
     fuses_loss = fusion.loss or (is_adaptive and config.train.fusion != "off")
-    model_class = FusedLossModel if fuses_loss else LossModel
+    model_class = FusedLossModel if fuses_loss else GPTModel
     model = model_class(
         transformer,
         spec,
@@ -514,7 +482,10 @@ def _build_chunk(
     if is_adaptive:
         adaptive.install(config, model, fusion.compiled or fusion.layers)
     elif fusion.loss and last:
-        _fuse_loss(model, fusion)
+        # GPTModel names the layer's class. It keeps its weight, with the marks that Megatron gave
+        # it; only its forward pass is another.
+        model.output_layer.__class__ = FusedLossLayer
+        model.output_layer.compiled = fusion.compiled or fusion.layers
     _mark_sharded_weights(model)
     if first:
         table = position.embedding_table()
@@ -550,13 +521,6 @@ def _normalise_embeddings(model: GPTModel, kind: type[LayerNorm | RMSNorm]) -> N
     norm = kind(config, config.hidden_size, config.layernorm_epsilon, is_partial=is_partial)
     embedding.word_embeddings_layernorm = norm
     embedding.word_embeddings.register_forward_hook(lambda _m, _i, out: norm(out))
-
-
-def _fuse_loss(model: GPTModel, fusion: Fusion) -> None:
-    """Have the output layer compute the loss; GPTModel names the layer's class."""
-    # It keeps its weight, with the marks that Megatron gave it. Only its forward pass is another.
-    model.output_layer.__class__ = FusedLossLayer
-    model.output_layer.compiled = fusion.compiled or fusion.layers
 
 
 def _mark_sharded_weights(model: GPTModel) -> None:

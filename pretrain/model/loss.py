@@ -54,7 +54,7 @@ from pretrain.startup import compile_when_called
 #     then drop `parameter.grad`, and set the mark to False for the next micro batch.
 
 
-def accumulate_in_layers(chunks: list[GPTModel]) -> list[nn.Parameter]:
+def accumulate_in_layers(chunks: list[GPTModel]) -> None:
     """Let every linear layer whose weight has a `main_grad` add its gradient to it.
 
     Called by the optimizer once it has given the parameters their buffers, and only where
@@ -65,12 +65,8 @@ def accumulate_in_layers(chunks: list[GPTModel]) -> list[nn.Parameter]:
 
     Args:
         chunks: This rank's model chunks.
-
-    Returns:
-        All parameters whose `main_grad` a layer adds to, marked or not.
     """
     _install_stand_in()
-    weights = []
     for chunk in chunks:
         for module in chunk.modules():
             if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
@@ -85,8 +81,6 @@ def accumulate_in_layers(chunks: list[GPTModel]) -> list[nn.Parameter]:
             module.gradient_accumulation_fusion = True
             if not is_tied:
                 weight.grad_added_to_main_grad = False
-            weights.append(weight)
-    return weights
 
 
 def mark_stale(main_grad: Tensor) -> None:
@@ -143,16 +137,14 @@ class AddingProduct(torch.autograd.Function):
         return gradient @ weight, _weight_gradient(rows, d_rows, weight, weight.main_grad)
 
 
-def product(
-    linear: ColumnParallelLinear | RowParallelLinear, inputs: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def product(linear: Any, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return what a linear layer returns: the output, and the bias if the layer does not add it.
 
     Megatron's layers are autograd functions in Python, with collectives. Where one rank holds the
     whole weight, this is torch's own product, of the same bits.
 
     Args:
-        linear: Megatron's layer.
+        linear: Megatron's ColumnParallelLinear or RowParallelLinear.
         inputs: [S, B, in], or this tensor rank's part of either.
     """
     # DeepSpeed numbers the modules whose weights ZeRO 3 gathers and frees around their calls.
@@ -176,41 +168,6 @@ def _install_stand_in() -> None:
     extension.wgrad_gemm_accum_fp32 = add_weight_gradient  # type: ignore[attr-defined]  # a stand-in
     layers.fused_weight_gradient_mlp_cuda = extension
     layers._grad_accum_fusion_available = True
-
-
-class LossModel(GPTModel):  # type: ignore[misc]  # Megatron ships no types
-    """Megatron's GPTModel, whose loss takes no collectives where one rank has all logits."""
-
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the losses, fp32 [B, S], of logits [S, B, V], which are overwritten."""
-        if self.pg_collection.tp.size() > 1:
-            return super().compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]  # Megatron's
-        losses: Tensor = _CrossEntropy.apply(logits, labels.t())  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
-        return losses.t().contiguous()
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Megatron's cross-entropy of one rank, operation by operation, so that every bit is.
-
-    The file is megatron/core/tensor_parallel/cross_entropy.py.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        x = logits.float()
-        x -= x.amax(dim=-1, keepdim=True)
-        label_logit = x.gather(-1, labels[..., None])[..., 0]
-        total = x.exp_().sum(dim=-1)
-        ctx.save_for_backward(x.div_(total[..., None]), labels)
-        return total.log() - label_logit
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None]:
-        softmax, labels = ctx.saved_tensors
-        minus_one = softmax.new_full((), -1.0).expand(*labels.shape, 1)
-        softmax.scatter_add_(-1, labels[..., None], minus_one)
-        return softmax.mul_(d_loss[..., None]), None
 
 
 ELEMENTS_AT_ONCE = 2**24

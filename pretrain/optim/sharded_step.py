@@ -152,10 +152,10 @@ class GradientReducer:
         self._group, self._is_alone = group, group.size() == 1
         if not self._is_alone:
             self._wire = make_wire(group, wire_dtype)
-        self._buckets = [_FlatBucket(b, weights) for b, weights in zip(buckets, flat_weights)]
+        self.buckets = [_FlatBucket(b, weights) for b, weights in zip(buckets, flat_weights)]
         self._num_microbatches = 0
         self._num_sent = 0
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.parameter.main_grad = slot.gradient  # type: ignore[attr-defined]  # Megatron
                 hook = functools.partial(self._accumulate, bucket, slot)
@@ -168,12 +168,7 @@ class GradientReducer:
 
         After `finish`, they are the sums (not the means) over the ranks.
         """
-        return [own_part(bucket.gradients, self._group) for bucket in self._buckets]
-
-    @property
-    def sums(self) -> list[Tensor]:
-        """Return every bucket's gradients as this rank has summed them; sending changes them."""
-        return [bucket.gradients for bucket in self._buckets]
+        return [own_part(bucket.gradients, self._group) for bucket in self.buckets]
 
     def begin_step(self, num_microbatches: int) -> None:
         """Forget the gradients of the last step.
@@ -183,7 +178,7 @@ class GradientReducer:
         """
         self._num_microbatches = num_microbatches
         self._num_sent = 0
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.num_complete = 0
             for slot in bucket.slots:
                 slot.num_accumulated = 0
@@ -193,7 +188,7 @@ class GradientReducer:
 
     def clear_unused(self) -> None:
         """Set the gradients to zero that no backward pass has reached in this step."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for slot in bucket.slots:
                 if take_stale(slot.gradient):
                     slot.gradient.zero_()
@@ -202,10 +197,10 @@ class GradientReducer:
         """Send what has not been sent yet, and wait until the sums in `shards` are complete."""
         if self._is_alone:
             return
-        for bucket in self._buckets[self._num_sent :]:
+        for bucket in self.buckets[self._num_sent :]:
             self._send(bucket)
-        self._num_sent = len(self._buckets)
-        for bucket in self._buckets:
+        self._num_sent = len(self.buckets)
+        for bucket in self.buckets:
             assert bucket.wait is not None
             bucket.wait()
             bucket.wait = None
@@ -238,7 +233,7 @@ class GradientReducer:
 
     def _send_complete(self) -> None:
         """Send the buckets that are complete, in the order that all ranks keep."""
-        for bucket in self._buckets[self._num_sent :]:
+        for bucket in self.buckets[self._num_sent :]:
             if bucket.is_late or bucket.num_complete < len(bucket.slots):
                 return
             self._send(bucket)
@@ -326,8 +321,11 @@ class ShardedStep:
 
     @property
     def own_sums(self) -> list[Tensor]:
-        """Return the gradients of this rank's samples, if they are held back; fp32, by bucket."""
-        return self._reducer.sums
+        """Return the gradients of this rank's samples, if they are held back; fp32, by bucket.
+
+        Sending changes them.
+        """
+        return [bucket.gradients for bucket in self._reducer.buckets]
 
     def reduce(self) -> None:
         """Complete the gradients that model-parallel ranks share, and all sums over the ranks."""

@@ -222,14 +222,12 @@ def test_layers_compute_the_bits_of_megatrons_own(pools, variant, layout):
 
 
 def with_megatrons_layers(*arguments: Any) -> dict[str, Any] | None:
-    """Return `tasks.gradients` of the model whose layers and loss are Megatron's code."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
+    """Return `tasks.gradients` of the model whose layers are Megatron's code."""
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from pretrain.model import attention, gpt, loss
+    from pretrain.model import attention, gpt
 
     with contextlib.ExitStack() as stack:
         for ours, theirs in (
@@ -240,10 +238,6 @@ def with_megatrons_layers(*arguments: Any) -> dict[str, Any] | None:
             # Where ours only inherits a forward pass, the patch is taken away afterwards.
             patched = mock.patch.object(ours, "forward", theirs.forward, create=True)
             stack.enter_context(patched)
-        theirs = GPTModel.compute_language_model_loss
-        stack.enter_context(
-            mock.patch.object(loss.LossModel, "compute_language_model_loss", theirs)
-        )
         return tasks.gradients(*arguments)
 
 

@@ -53,9 +53,11 @@ def test_an_old_gpu_gets_what_needs_no_compiler(gpu):
         ({"hidden_act": "gelu"}, False),
         ({"hidden_act": "relu"}, False),
         ({"use_bias": False}, False),
+        ({"gated_linear_unit": True}, False),
+        ({"gated_linear_unit": True, "hidden_act": "silu", "use_bias": False}, True),
     ],
 )
 def test_only_the_tanh_approximation_with_a_bias_is_fused(model, fused):
     """Megatron's fused function computes nothing else, whatever its configuration names."""
-    assert EVERYTHING.bias_gelu(tiny_config(model=model)) == fused
-    assert not NOTHING.bias_gelu(tiny_config(model=model))
+    assert EVERYTHING.activation(tiny_config(model=model)) == fused
+    assert not NOTHING.activation(tiny_config(model=model))
