@@ -214,6 +214,6 @@ def projected(layer: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
         lambda _, arguments: seen.append(arguments[:2])
     )
     with torch.no_grad():
-        layer(inputs, attention_mask=None)
+        layer(inputs, None, None)
     hook.remove()
     return seen[0]
