@@ -142,11 +142,11 @@ def train_flipped(config: RunConfig, flips: list[Flip]) -> dict[str, Any]:
             if done or not torch.is_grad_enabled():
                 return None
             # The output may be a view that torch lets nobody write to.
-            damaged = output.clone()
+            damaged = output[0].clone()
             once(damaged)
-            return damaged
+            return (damaged, *output[1:])
 
-        layer = next(m for m in run.chunks[0].modules() if type(m).__name__ == "Layer")
+        layer = next(m for m in run.chunks[0].modules() if type(m).__name__ == "SelfAttention")
         return layer.register_forward_hook(damage)
 
     def with_flips(run: Any, *args: Any) -> Any:
