@@ -7,6 +7,7 @@ tokens, V padded vocabulary.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -109,16 +110,8 @@ def run_schedule(
     if scored is None or is_split:
         scored = [length] * len(batches)
     if not has_stages:
-        # Megatron's schedule of one stage is this loop, with questions to every layer.
-        of_batches, found = iter(zip(batches, scored)), []
-        for _ in batches:
-            out, function = forward_step(of_batches, chunks[0])
-            loss, result = function(out)
-            found.append(result)
-            if not forward_only:
-                loss, scaled = loss / len(batches), chunks[0].config.grad_scale_func
-                torch.autograd.backward(loss if scaled is None else scaled(loss))
-        return found
+        step = functools.partial(forward_step, iter(zip(batches, scored)), chunks[0])
+        return [_run_alone(step, chunks[0], forward_only, len(batches)) for _ in batches]
     iterators = [iter(zip(batches, scored)) for _ in chunks]
     # Megatron takes lists for the interleaved schedule and single objects for the others.
     kept: list[Any] = get_forward_backward_func()(
@@ -131,6 +124,18 @@ def run_schedule(
         decoder_seq_length=length,
         forward_only=forward_only,
     )
+    return kept
+
+
+def _run_alone(
+    step: Callable[[], tuple[Tensor, LossFunction]], chunk: GPTModel, forward_only: bool, count: int
+) -> Any:
+    """Run one of `count` micro batches as Megatron's schedule does, in fewer calls."""
+    out, loss_function = step()
+    loss, kept = loss_function(out)
+    if not forward_only:
+        loss, scaled = loss / count, chunk.config.grad_scale_func
+        torch.autograd.backward(loss if scaled is None else scaled(loss))
     return kept
 
 
