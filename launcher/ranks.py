@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
-from pretrain.config.errors import say
+from pretrain.config.errors import moment, say
 from pretrain.launcher import agent, slurm
 from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor, signals_blocked
 from pretrain.processes import dies_with_parent
@@ -485,6 +485,7 @@ class LocalRanks:
         self._asked_to_end, self._deadline = False, 0.0
         self._failed_rank: int | None = None
         bind = dies_with_parent()
+        head = f"--- attempt {attempt}, {moment(time.time())} ---\n"
         try:
             with signals_blocked():
                 for rank in range(nproc):
@@ -492,7 +493,7 @@ class LocalRanks:
                     with open_own(paths.rank_log(rank), "ab", buffering=0) as log:
                         # A full disk is found by what the run needs.
                         with contextlib.suppress(OSError):
-                            log.write(_head(attempt))
+                            log.write(head.encode())
                         # A process group of its own, for two reasons. Ctrl-C on the terminal then
                         # reaches the launcher alone, which passes it on once; and a rank can be
                         # killed together with the processes that it has started.
@@ -612,11 +613,6 @@ def _tee(source: IO[bytes], stream: int, path: Path) -> None:
             with contextlib.suppress(OSError):
                 while chunk:
                     chunk = chunk[os.write(stream, chunk) :]
-
-
-def _head(number: int) -> bytes:
-    """Return the line with which an attempt begins in a rank's log."""
-    return f"--- attempt {number}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode()
 
 
 def _rank_environment(rank: int, nproc: int) -> dict[str, str]:

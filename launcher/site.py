@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from typer import Option
 
 from pretrain.config import ConfigError
-from pretrain.config.load import read_toml
+from pretrain.config.load import explain, read_toml
 from pretrain.config.schema import Section
 from pretrain.config.secrets import credential_among, credential_in, is_credential, refusal
 from pretrain.launcher.slurm import (
@@ -149,7 +149,8 @@ def parse_site(values: dict[str, Any], origin: str) -> Site:
     try:
         site = Site.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{origin}: {_explain(e)}" for e in error.errors())) from None
+        lines = [explain(e, Site.model_fields, hides_value=True) for e in error.errors()]
+        raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
     # Secrets alone, because the others repeat the value.
     refusals = list(_refused_secrets(site)) or [
         *_refused_text(site),
@@ -223,17 +224,6 @@ def _refused_arguments(site: Site) -> Iterator[str]:
         for argument in getattr(site, key):
             if why := why_refused(argument, ours):
                 yield f"{key}: {argument!r}: {why}. Leave it out"
-
-
-def _explain(error: Any) -> str:
-    """Turn one error of pydantic into a line that says what to change."""
-    key, message = ".".join(map(str, error["loc"])), error["msg"]
-    if error["type"] == "extra_forbidden":
-        return f"{key}: no such key; keys are {', '.join(Site.model_fields)}"
-    if error["type"] == "missing":
-        return f"{key}: missing; it has no default"
-    # Without the value, which may hold a secret.
-    return f"{key}: {message[:1].lower()}{message[1:]} (got {type(error['input']).__name__})"
 
 
 @dataclass(frozen=True)

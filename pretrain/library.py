@@ -7,30 +7,19 @@ when a function is first called, or `attention` first named.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.config import ConfigError, EvaluationRequest, RunConfig, RunFailed
+from pretrain.config import ConfigError as ConfigError
+from pretrain.config import EvaluationRequest, RunConfig
+from pretrain.config import RunFailed as RunFailed
 from pretrain.config import load_config as _load_config
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = [
-    "ConfigError",
-    "RunConfig",
-    "RunFailed",
-    "TrainResult",
-    "attention",
-    "build_data",
-    "evaluate",
-    "export_model",
-    "import_model",
-    "load_config",
-    "train",
-]
 
 PROTOCOLS = ("nonoverlapping", "sliding")
 
@@ -265,13 +254,8 @@ def _overrides(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
     """Return settings as the words of --set."""
     if not isinstance(settings, Mapping):
         return list(settings)
-    return [f"{key}={_toml(value)}" for key, value in settings.items()]
-
-
-def _toml(value: Any) -> str:
-    """Return a value as --set takes it: a string as it is, the others as TOML writes them."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(f'"{v}"' if isinstance(v, str) else _toml(v) for v in value) + "]"
-    return str(value)
+    # JSON of numbers, truth values and lists is TOML, too.
+    return [
+        f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+        for key, value in settings.items()
+    ]

@@ -70,12 +70,14 @@ def load_checkpoint(
     """
     optimizer.before_change()
     # The state's tensors are views of the optimizer's buffers: filling them loads it.
-    fragments = optimizer.state().fragments
     anew = begins_anew(checkpoint.config.position, config)
-    for fragment in fragments:
-        if fragment.named.name in anew:
-            set_initial(config, fragment)
-    targets = _state_targets(each for each in fragments if each.named.name not in anew)
+    targets: list[Target] = []
+    for each in optimizer.state().fragments:
+        if each.named.name in anew:
+            set_initial(config, each)
+            continue
+        for kind, flat in each.tensors.items():
+            targets += _targets(kind, each.named, each.start, flat)
     _load(checkpoint, (p for p in optimizer.parameters if p.name not in anew), targets)
     optimizer.load_state(checkpoint.adam_steps, checkpoint.loss_scaler_state)
     return checkpoint.trainer_state
@@ -213,13 +215,6 @@ def _check_shapes(checkpoint: Checkpoint, parameters: Iterable[Named]) -> None:
                 f"the config's is {list(named.global_shape)}. [model], [position] and "
                 "data.vocab_size must be those of the run that saved it"
             )
-
-
-def _state_targets(fragments: Iterable[Fragment]) -> Iterator[Target]:
-    """Yield the boxes of the optimizer's state on this rank."""
-    for fragment in fragments:
-        for kind, flat in fragment.tensors.items():
-            yield from _targets(kind, fragment.named, fragment.start, flat)
 
 
 def _targets(kind: str, named: Named, start: int, flat: Tensor) -> Iterator[Target]:

@@ -12,7 +12,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -425,19 +425,27 @@ def dump_config(config: RunConfig) -> str:
     return tomli_w.dumps({_VERSION: CONFIG_VERSION, **sections})
 
 
-def explain(error: Any) -> str:
-    """Return a pydantic error (`ErrorDetails`) as a line: the key, its value, what is expected."""
+def explain(error: Any, keys: Collection[str] | None = None, *, hides_value: bool = False) -> str:
+    """Return a pydantic error (`ErrorDetails`) as a line: the key, its value, what is expected.
+
+    Args:
+        error: The error.
+        keys: The keys of the file, if they are not those of a run's config.
+        hides_value: Leave out the value, which may be a secret.
+    """
     location = [str(part) for part in error["loc"]]
     # lengths[1] is the second element of a list.
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
     key, text = "".join(parts).removeprefix("."), error["msg"]
     if error["type"] == "extra_forbidden":
-        return f"{key}: no such key{suggestion(*location)}"
+        known = f"; keys are {', '.join(keys)}" if keys and len(location) == 1 else ""
+        return f"{key}: no such key{suggestion(*location) if keys is None else known}"
     if error["type"] == "missing":
         return f"{key}: missing, and it has no default. Set it"
     got = error["input"]
-    kind = f" (got {type(got).__name__})" if "valid" in text else ""
-    return f"{key} = {got!r}: {text[:1].lower()}{text[1:]}{kind}"
+    kind = f" (got {type(got).__name__})" if "valid" in text or hides_value else ""
+    shown = key if hides_value else f"{key} = {got!r}"
+    return f"{shown}: {text[:1].lower()}{text[1:]}{kind}"
 
 
 # ---- What an evaluation shall measure ------------------------------------------------------------

@@ -186,6 +186,9 @@ def _tensor_parallel(c: RunConfig) -> Iterator[Refusal]:
             'Choose "on"; or set parallel.tensor_model_parallel_size = 1, parallel.zero_stage = 1 '
             'or 2, and train.recompute_granularity = "none" or "full"',
         )
+    if c.train.fp8 and c.train.fusion != "layers":
+        reason = f'with train.fusion = "{c.train.fusion}" its casts would cost more than they save'
+        yield c.refusal("train.fp8", reason, 'Set train.fusion = "layers", or train.fp8 = false')
 
 
 def _context_parallel(c: RunConfig) -> Iterator[Refusal]:

@@ -331,11 +331,6 @@ def parse_manifest(content: bytes, path: str | Path) -> Manifest:
     return manifest
 
 
-def shard_name(corpus: str, number: int) -> str:
-    """Return the file name of a finished shard, numbered through over the corpus."""
-    return f"{corpus}-{number:06d}.tar"
-
-
 def missing_data_set(path: str | Path) -> ConfigError:
     """Return the error for a data set whose manifest `path` is not there."""
     return ConfigError(
@@ -555,7 +550,7 @@ def finish_split(
         for task in tasks:
             source = written_to(task) if written_to else directory
             for shard in task.shards:
-                name = shard_name(shard.corpus, numbers[shard.corpus])
+                name = f"{shard.corpus}-{numbers[shard.corpus]:06d}.tar"
                 numbers[shard.corpus] += 1
                 (place if written_to else Path.rename)(source / shard.name, directory / name)
                 shards.append(shard.model_copy(update={"name": name}))

@@ -636,7 +636,8 @@ class WordTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, int64 [words and line ends], without the last line's end."""
-        text = _with_newlines(text)
+        # As Python reads files.
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
         ids, look_up = array("i"), self._ids.__getitem__
         for chunk in chunks(text):
             for number, line in enumerate(chunk.split("\n")):
@@ -736,8 +737,3 @@ def _words(path: Path, content: bytes) -> list[str]:
             )
         found[word] = None
     return list(found)[len(SPECIAL) :]
-
-
-def _with_newlines(text: str) -> str:
-    """Return a text in which every line ends with a newline, as Python reads files."""
-    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text

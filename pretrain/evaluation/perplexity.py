@@ -388,7 +388,8 @@ class Evaluator:
         """
         # With a short stride most of a window is context. The output layer is then applied to the
         # last positions alone, since logits are the widest tensors of the model.
-        scored = [length - _first_scored(batch_windows) for batch_windows in windows]
+        # A batch without windows only fills up the pass. Its losses are dropped, so any will do.
+        scored = [length - min((w.size - w.scored for w in each), default=0) for each in windows]
         losses = run_schedule(
             self.chunks,
             batches,
@@ -483,14 +484,6 @@ def _eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
 def _token_losses(losses: Tensor) -> tuple[Tensor, Tensor]:
     """Return (the scalar that a schedule expects, the losses in nats that are kept)."""
     return losses.sum(), losses.float()
-
-
-def _first_scored(windows: list[Window]) -> int:
-    """Return the first position that any of the windows scores.
-
-    A batch without windows only fills up the pass. Its losses are dropped, so any position will do.
-    """
-    return min((w.size - w.scored for w in windows), default=0)
 
 
 class _Totals:

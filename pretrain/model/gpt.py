@@ -327,6 +327,10 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
         super().__init__(*args, **named)
         self.is_parallel = run.model.parallel_residual
         self.activation_dropout = run.model.activation_dropout
+        if run.train.fp8:
+            for part in (self.self_attention, self.mlp):
+                for module in part.children():
+                    module.is_float8 = True
         # In training the layer is one graph.
         self.is_compiled = choose_fusion(run).layers
 

@@ -137,6 +137,42 @@ class AddingProduct(torch.autograd.Function):
         return gradient @ weight, _weight_gradient(rows, d_rows, weight, weight.main_grad)
 
 
+class Float8Product(torch.autograd.Function):
+    """inputs [..., in] times weight^T [in, out], both in 8 bits: e4m3, and e5m2 for its gradient.
+
+    The gradient of the weight, a sum over all tokens, is a product in the training precision, as in
+    torchao's recipe "rowwise_with_gw_hp" (torchao/float8/config.py).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return _in_float8(inputs, weight, torch.float8_e4m3fn)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, weight = ctx.saved_tensors
+        # e5m2 has the range that gradients need.
+        d_inputs = _in_float8(gradient, weight.t(), torch.float8_e5m2)
+        return d_inputs, gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
+
+
+def _in_float8(left: Tensor, right: Tensor, kind: torch.dtype) -> Tensor:
+    """Return left [..., K] times right^T [K, N], cast to `kind` and to e4m3, in left's dtype."""
+    (a, scale_a), (b, scale_b) = _cast(left.flatten(0, -2), kind), _cast(right, torch.float8_e4m3fn)
+    # cuBLAS takes the left factor row by row and the right one column by column.
+    a, b = a.contiguous(), b.contiguous().t()
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=left.dtype).view(*left.shape[:-1], -1)
+
+
+def _cast(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x in 8 bits, divided so that it fills their range, and the divisor, fp32."""
+    low, high = x.aminmax()
+    scale = torch.maximum(high, -low).float().clamp(min=1e-30) / torch.finfo(kind).max
+    # A bf16 tensor divided by a number of fp32 would be rounded to bf16 first.
+    return (x.float() / scale).to(kind), scale
+
+
 def product(linear: Any, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return what a linear layer returns: the output, and the bias if the layer does not add it.
 
@@ -152,7 +188,9 @@ def product(linear: Any, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         return linear(inputs)  # type: ignore[no-any-return]  # Megatron's
     # By the dictionary: as an attribute, a parameter takes torch half a microsecond to find.
     weight, bias = linear._parameters["weight"], linear._parameters["bias"]
-    if linear.gradient_accumulation_fusion:
+    if linear.training and "is_float8" in linear.__dict__:
+        out = Float8Product.apply(inputs, weight)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
+    elif linear.gradient_accumulation_fusion:
         out = AddingProduct.apply(inputs, weight)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
     else:
         out = nn.functional.linear(inputs, weight)

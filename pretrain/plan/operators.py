@@ -139,11 +139,6 @@ def op_class(function: OpOverload) -> OpClass:
     return OpClass.OTHER
 
 
-def launches_kernel(function: OpOverload) -> bool:
-    """Return False for views and for operators that allocate or change metadata only."""
-    return not function.is_view and op_name(function) not in NO_KERNEL
-
-
 def num_launches(function: OpOverload, args: tuple[Any, ...]) -> int:
     """Return how many kernels an operator launches on CUDA.
 
@@ -488,7 +483,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
             return result
         if name in SYNCHRONISES:
             self.synchronised(name)
-        if launches_kernel(func) and any(t.numel() for t in (*outputs, *inputs)):
+        # Views, and operators that allocate or change metadata, launch no kernel.
+        is_kernel = not func.is_view and op_name(func) not in NO_KERNEL
+        if is_kernel and any(t.numel() for t in (*outputs, *inputs)):
             moved = bytes_moved(func, args, kwargs, result)
             self._add(op_class(func), name, num_launches(func, args), moved)
         return result

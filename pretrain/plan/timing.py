@@ -308,6 +308,9 @@ SCORE_PASSES = 10, 12
 backward pass beside the second forward. Counted in `pretrain.kernels.scored`; timed on no GPU."""
 ROTATION_LAUNCHES = 38
 """Kernel launches per layer of a rotation."""
+CAST = 2.5
+"""Elements moved per number that train.fp8 casts to 8 bits: read for the largest one, read again
+and written. Counted where nothing is compiled."""
 JOINED = 2
 """Elements moved per channel of queries, keys and values without a bias: their gradients are put
 together, which our kernels need not."""
@@ -464,25 +467,31 @@ class Step:
     def gemm_ms(self) -> tuple[float, float]:
         """The time of all matrix products of a micro batch: forward, backward."""
         tokens, gemm = self.tokens, self.device.gemm_ms
-        m, tensor = self.config.model, self.layout.tensor
-        width, hidden = widths(self.config), m.hidden_size
-        # Inner dimension and columns of a token's products, and how many there are of each.
+        width, hidden = widths(self.config), self.config.model.hidden_size
+        # Inner dimension and columns of a token's products, how many there are of each, and the
+        # time of those that may have 8 bits in that of 16.
+        many, part = self.num_layers, 0.5 if self.config.train.fp8 else 1.0
         layers = [
-            (hidden, width.query + 2 * width.key, self.num_layers),
-            (width.query, hidden, self.num_layers),
-            (hidden, width.projected, self.num_layers),
-            (width.ffn, hidden, self.num_layers),
+            (hidden, width.query + 2 * width.key, many, part),
+            (width.query, hidden, many, part),
+            (hidden, width.projected, many, part),
+            (width.ffn, hidden, many, part),
         ]
-        output = [(hidden, self.config.padded_vocab_size // tensor, 1)] * self.has_output
-        forward = sum(count * gemm(tokens, k, n) for k, n, count in layers + output)
+        output = [(hidden, width.vocabulary, 1, 1.0)] * self.has_output
+        forward = sum(count * part * gemm(tokens, k, n) for k, n, count, part in layers + output)
         # The gradients of the input [tokens, n] x [n, k] and of the weight [n, tokens] x
         # [tokens, k].
         backward = sum(
-            count * (gemm(tokens, n, k) + gemm(n, tokens, k)) for k, n, count in layers + output
+            count * (part * gemm(tokens, n, k) + gemm(n, tokens, k))
+            for k, n, count, part in layers + output
         )
         if self.config.train.recompute_granularity == "full":
-            backward += sum(count * gemm(tokens, k, n) for k, n, count in layers)
-        return forward, backward
+            backward += sum(count * part * gemm(tokens, k, n) for k, n, count, part in layers)
+        # Weights are cast in both passes.
+        cast = 2 * CAST * self.config.train.fp8 * sum(k * n * count for k, n, count, _ in layers)
+        cast_ms = self.device.memory_ms(cast)
+        # The transpose of a weight is copied, 2 bytes beside 5.
+        return forward + cast_ms, backward + 1.4 * cast_ms
 
     @cached_property
     def attention_ms(self) -> tuple[float, float]:
@@ -533,6 +542,9 @@ class Step:
         if m.qk_layernorm:
             # As the norms of the stream: forward 2 and backward 5.
             channels += 7 * pair
+        if self.config.train.fp8:
+            # Inputs of four products, and gradients of their outputs.
+            channels += CAST * (2 * pair + 4 * m.hidden_size + width.ffn + width.projected)
         if share := position.rotated_channels(self.config) / self.config.head_dim:
             channels += (ROTATED * share + ROTATION + CUT * (share < 1)) * pair
         total += divided / self.layout.tensor + channels / m.hidden_size

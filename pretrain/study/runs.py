@@ -129,18 +129,12 @@ def load_study_file(path: Path) -> StudyFile:
     try:
         study = StudyFile.model_validate(read_values(path))
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {_explain(e)}" for e in error.errors())) from None
+        lines = [explain(e, StudyFile.model_fields) for e in error.errors()]
+        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
     if problem := _problem(study):
         raise ConfigError(f"{path}: {problem}")
     directory = expand_path(f"{path}: directory", study.directory)
     return study.model_copy(update={"directory": directory})
-
-
-def _explain(error: Any) -> str:
-    """Return a pydantic error as a line."""
-    if error["type"] == "extra_forbidden":
-        return f"{'.'.join(map(str, error['loc']))}: no such key"
-    return explain(error)
 
 
 def dump_study(study: StudyFile) -> str:

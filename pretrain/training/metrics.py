@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -144,9 +144,9 @@ def _reduced(values: dict[str, list[float | Tensor]], names: dict[str, Reduction
     """Reduce values over all ranks: sums and their counts, then maxima; fp64, on the device."""
     added = [name for name, how in names.items() if how != "max"]
     largest = [name for name, how in names.items() if how == "max"]
-    sums = [_total(values.get(name, [])) for name in added]
+    sums = [_own(values.get(name, []), "sum") for name in added]
     counts = [float(len(values.get(name, []))) for name in added]
-    maxima = [_largest(values.get(name, [])) for name in largest]
+    maxima = [_own(values.get(name, []), "max") for name in largest]
     packed = []
     for cells, operation in (([*sums, *counts], dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
         if cells:
@@ -180,16 +180,11 @@ def _packed(cells: Iterable[float | Tensor]) -> Tensor:
     return packed
 
 
-def _total(values: list[float | Tensor]) -> float | Tensor:
-    return _packed(values).sum() if _on_device(values) else float(sum(values))
-
-
-def _largest(values: list[float | Tensor]) -> float | Tensor:
-    return _packed(values).max() if _on_device(values) else float(max(values, default=-math.inf))
-
-
-def _on_device(values: list[float | Tensor]) -> bool:
-    return any(isinstance(value, Tensor) for value in values)
+def _own(values: list[float | Tensor], how: Literal["sum", "max"]) -> float | Tensor:
+    """Return this rank's sum or maximum, without waiting for the device."""
+    if any(isinstance(value, Tensor) for value in values):
+        return getattr(_packed(values), how)()  # type: ignore[no-any-return]  # a method by name
+    return float(sum(values) if how == "sum" else max(values, default=-math.inf))
 
 
 # ---- tags ----

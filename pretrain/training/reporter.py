@@ -89,7 +89,7 @@ class Requests:
         if callable(self._leave):
             signal.signal(signal.SIGINT, self._interrupt)
         for number in EXIT_CODES:
-            signal.signal(number, self._note)
+            signal.signal(number, lambda n, _: self._noted.add(n))
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*EXIT_CODES, signal.SIGUSR2])
 
@@ -118,9 +118,6 @@ class Requests:
         if answer := self.on_interrupt():
             # Not print, which the signal may have interrupted.
             os.write(STDERR, f"{answer}\n".encode())
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted.add(number)
 
 
 def no_problem() -> bool:

@@ -151,6 +151,58 @@ def test_compiled_layers_are_one_graph_with_the_gradients_of_the_dense_reference
     assert all((breaks, kept) == ({}, {}) for _, _, (breaks, kept) in results)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_products_of_8_bits_are_those_of_the_cast_factors(precision):
+    """Output and gradients against fp64, rounded once to the training precision."""
+    from pretrain import platform
+    from pretrain.model.loss import Float8Product
+
+    dtype, generator = platform.DTYPES[precision], torch.Generator().manual_seed(8)
+    x, w, g = (
+        (torch.randn(*shape, generator=generator) * size).to(dtype)
+        for shape, size in (((5, 3, 64), 3.0), ((48, 64), 0.02), ((5, 3, 48), 1e-6))
+    )
+    x.requires_grad_(), w.requires_grad_()
+    out = Float8Product.apply(x, w)
+    out.backward(g)
+
+    def cast(tensor, kind):
+        scale = tensor.detach().float().abs().max() / torch.finfo(kind).max
+        return (tensor.detach().float() / scale).to(kind).double() * scale.double()
+
+    eight, wide = cast(w, torch.float8_e4m3fn), cast(g, torch.float8_e5m2)
+    rows = x.detach().double().flatten(0, 1)
+    epsilon = torch.finfo(dtype).eps
+    for actual, expected in (
+        (out, cast(x, torch.float8_e4m3fn) @ eight.t()),
+        (x.grad, wide @ eight),
+        (w.grad, g.double().flatten(0, 1).t() @ rows),
+    ):
+        assert actual.dtype == dtype
+        error = (actual.detach().double() - expected).abs().max()
+        assert error < 2 * epsilon * expected.abs().max()
+    # Four significant bits: the products differ from those of whole numbers, but by little.
+    exact = rows @ w.detach().double().t()
+    assert 0.01 < (out.detach().double().flatten(0, 1) - exact).norm() / exact.norm() < 0.06
+
+
+def test_a_model_trains_with_products_of_8_bits_and_scores_without(pools):
+    """Layers stay one graph. Losses follow those of AdamW in fp32 as far as four bits allow."""
+    state, batches, losses, *_ = expected_steps("alibi")
+    config = tiny_config(train={"fusion": "layers", "fp8": True})
+    actual = pools(1).run(tasks.train_steps, config, state, batches[:4])[0]["losses"]
+    assert actual == pytest.approx(losses[:4], rel=0.02)
+    assert actual != pytest.approx(losses[:4], rel=1e-5)
+    state, tokens, _, loss, _ = expected_gradients("alibi", 8)
+    config = fused(variant_config("alibi", 8, {}), fusion="layers", fp8=True)
+    actual, graphs, (breaks, _) = pools(1).run(gradients_of_compiled_layers, config, state, tokens)[
+        0
+    ]
+    assert (graphs, breaks) == (4, {})
+    assert actual["loss"] != pytest.approx(loss, rel=1e-5)
+    assert pools(1).run(evaluated_loss, config, state, tokens)[0] == pytest.approx(loss, rel=1e-6)
+
+
 # ---- tasks of the ranks --------------------------------------------------------------------------
 def sum_of_weight_gradients(precision: str) -> tuple[Tensor, Tensor]:
     """Add two micro batches' weight gradients to a buffer, and compute the same sum in fp64.
@@ -186,6 +238,18 @@ def gradients_of_compiled_layers(*arguments: Any) -> tuple[Any, int, tuple[Any, 
     found = tasks.gradients(*arguments)
     graphs = counters["stats"]["unique_graphs"]
     return found, graphs, (dict(counters["graph_break"]), dict(attention._GRAPHS))
+
+
+def evaluated_loss(config: Any, state: dict[str, Tensor], tokens: Tensor) -> float:
+    """Return the mean loss of a model that is switched to evaluation."""
+    from pretrain.model.forward import run_schedule
+
+    _, chunks = tasks._build_model_with(config, state)
+    batches = [tokens]
+    with torch.no_grad():
+        chunks[0].eval()
+        kept = run_schedule(chunks, batches, lambda x: (x.sum(), x.mean()), forward_only=True)
+    return float(kept[0])
 
 
 def split_gradients(one_buffer: bool) -> dict[str, Any]:

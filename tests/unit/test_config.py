@@ -88,6 +88,7 @@ REFUSALS = [
         "= 5.0: above the peak",
     ),
     (f"train.fusion=layers {TP2}", "train.fusion = layers: tensor ranks"),
+    ("train.fp8=true", 'train.fp8 = true: with train.fusion = "auto" its casts'),
     ("train.spike_policy=skip parallel.zero_stage=2", "train.spike_policy = skip: at ZeRO 2"),
     ("model.num_query_groups=5", "= 5: does not divide model.num_attention_heads = 12"),
     (f"model.hidden_size=36 {ROTARY}", "model.hidden_size = 36: pairs of channels are rotated"),

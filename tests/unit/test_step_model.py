@@ -87,6 +87,20 @@ def test_a_perfect_device_needs_the_time_of_its_operations():
     assert sum(lines.values()) == pytest.approx(lines["matrix products"] + lines["attention"])
 
 
+def test_products_of_8_bits_take_half_the_time_of_two_in_three():
+    """But those of the output layer. Casts of a weight move 5 bytes, and 7 when transposed."""
+    device = replace(PERFECT, memory_tb_per_second=4.0)
+    plain, eight = (
+        step(1, device, FAST, "train.fusion=layers", f"train.fp8={on}") for on in ("false", "true")
+    )
+    weights, tokens = 25 * 12 * 2048**2, 8 * 1024
+    products, casts = 2 * tokens * weights / H200.peak_tflops / 1e9, 12 * weights / 4e9
+    assert sum(plain.gemm_ms) - sum(eight.gemm_ms) == pytest.approx(products - casts)
+    # Of width d 16 numbers are cast: the inputs of four products, and gradients of their outputs.
+    moved = [each.elements(each.config.position) for each in (plain, eight)]
+    assert moved[1] - moved[0] == pytest.approx(16 * 5 / 2)
+
+
 def seen_pairs(length, near):
     """Pairs of query and key at a distance below `near`, counted query by query."""
     return sum(min(i, near) for i in range(1, length + 1))
