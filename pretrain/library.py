@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.config import ConfigError as ConfigError
-from pretrain.config import EvaluationRequest, RunConfig
-from pretrain.config import RunFailed as RunFailed
+# RunFailed is for `import pretrain`.
+from pretrain.config import ConfigError, EvaluationRequest, RunConfig, RunFailed  # noqa: F401
 from pretrain.config import load_config as _load_config
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-PROTOCOLS = ("nonoverlapping", "sliding")
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ def evaluate(
     source: str | Path,
     *,
     lengths: Sequence[int] | None = None,
-    protocols: Sequence[str] = PROTOCOLS,
+    protocols: Sequence[str] = ("nonoverlapping", "sliding"),
     stride: int | None = None,
     max_tokens: int | None = None,
     settings: Mapping[str, Any] | Sequence[str] = (),

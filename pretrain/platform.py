@@ -615,7 +615,13 @@ def pin(memory: torch.Tensor) -> bool:
     if not has_cuda():
         return False
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+        return True
+    # A refusal, as by a container's limit, stays CUDA's last error, which torch takes for that of
+    # its next kernel.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device())
+    return False
 
 
 def unpin(memory: torch.Tensor) -> None:

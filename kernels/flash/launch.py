@@ -47,7 +47,8 @@ class Schedule(NamedTuple):
     dq: Blocks
     key_tile: int
     """Granularity of skipping in keys. Skipping is decided for `forward.queries` queries and
-    `key_tile` keys at once, so both must be multiples of the block sizes of every kernel."""
+    `key_tile` keys at once, so both must be multiples of the block sizes of every kernel, the first
+    also of the 32 queries of the table's gradient."""
 
 
 # Keys are (bytes of an element, head width padded to a power of two).

@@ -32,7 +32,7 @@ from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
 from pretrain.model.cache import KeyCache
 from pretrain.model.loss import product
-from pretrain.positions.base import OWN, PositionMethod, Rope
+from pretrain.positions.base import OWN, Rope, layers
 from pretrain.topology import context_group, own_part
 
 
@@ -45,6 +45,8 @@ class Positions(nn.Module):
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
         self.config, self.method = config, config.position
+        # Each is asked for once, so what is kept of it by its id is never another one's.
+        self.methods = layers(config)
         tensor_size = parallel_state.get_tensor_model_parallel_world_size()
         count = config.model.num_attention_heads // tensor_size
         first = parallel_state.get_tensor_model_parallel_rank() * count
@@ -86,10 +88,6 @@ class Positions(nn.Module):
         added = self.method.embedded(self.config, torch.zeros(1, 1, dtype=torch.int64))
         return None if added is None else AddedPositions(self.config)
 
-    def of_layer(self, layer: int) -> PositionMethod:
-        """Return the method of a layer, from 0 in the whole model."""
-        return self.method.of_layer(self.config, layer)
-
     def score_terms(self, device: torch.device, layer: int) -> dict[str, Any]:
         """Return what is added to the attention scores of this rank's heads.
 
@@ -100,12 +98,11 @@ class Positions(nn.Module):
         Returns:
             Keyword arguments of `pretrain.kernels.dispatch.attention`.
         """
-        method = self.of_layer(layer)
+        method = self.methods[layer]
         # By attribute, because that is when ZeRO 3 gathers a parameter which it has divided.
         all_own = {name: getattr(self, name) for name in self._parameters}
         if own := self.method.own_of_layer(layer, all_own):
             return method.score_terms(self.config, self.heads, own, device)
-        # The config holds the method, so no other has its id.
         key = device, id(method)
         if key not in self._fixed:
             self._fixed[key] = method.score_terms(self.config, self.heads, {}, device)
@@ -143,6 +140,8 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
         """
         super().__init__(*args, **named)
         self.clip_qkv = self.core_attention.position[0].config.model.clip_qkv
+        # Asked here, since a compiled layer must not depend on the class of a method.
+        self.rotates = self.core_attention.method.rope() is not None
         self.split = _Split.apply if is_gpu else functools.partial(torch.split_with_sizes, dim=-1)
 
     def forward(
@@ -169,7 +168,7 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
         query = query.reshape(length, batch, heads, width)
         if self.config.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if rotary_pos_emb is not None and self.core_attention.method.rope() is not None:
+        if rotary_pos_emb is not None and self.rotates:
             whose = {"config": self.config, "cp_group": self.pg_collection.cp}
             query, key = (apply_rotary_pos_emb(x, rotary_pos_emb, **whose) for x in (query, key))
         attend = self.core_attention
@@ -252,7 +251,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         # of the shared method would appear once per layer. The tuple hides it from torch.
         self.position = (position,)
         self.layer = layer_number - 1
-        self.method = position.of_layer(self.layer)
+        self.method = position.methods[self.layer]
         self.backend = position.config.model.attention_backend
         # A model of masked tokens lets a token see all others.
         self.causal = not position.config.is_masked
@@ -372,7 +371,9 @@ def core_attention(
 @torch.library.custom_op("pretrain::core_attention_backward", mutates_args=())
 def _core_attention_backward(d_out: Tensor, number: Tensor, like: list[Tensor]) -> list[Tensor]:
     out, inputs = _GRAPHS.pop(int(number))
-    found = torch.autograd.grad(out, inputs, d_out, materialize_grads=True)
+    # A checkpoint within attention computes again, and needs autograd for it.
+    with torch._C._ForceDispatchKeyGuard(*_DISPATCH):
+        found = torch.autograd.grad(out, inputs, d_out, materialize_grads=True)
     return [x.contiguous() for x in found]
 
 

@@ -98,8 +98,8 @@ def choose_fusion(config: RunConfig) -> Fusion:
     results of runs that were started before the fusions existed stay the same to the last bit.
     """
     is_gpu, can_compile, can_accumulate_products = _abilities()
-    layers = config.train.fusion == "layers"
-    wanted = layers or config.train.fusion == "on" or (config.train.fusion == "auto" and is_gpu)
+    layers = config.train.fusion == "layers" and can_compile
+    wanted = config.train.fusion in ("layers", "on") or (config.train.fusion == "auto" and is_gpu)
     return Fusion(
         compiled=wanted and can_compile and not layers,
         layers=layers,
@@ -328,9 +328,8 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
         self.is_parallel = run.model.parallel_residual
         self.activation_dropout = run.model.activation_dropout
         if run.train.fp8:
-            for part in (self.self_attention, self.mlp):
-                for module in part.children():
-                    module.is_float8 = True
+            for module in (*self.self_attention.children(), *self.mlp.children()):
+                module.is_float8 = True
         # In training the layer is one graph.
         self.is_compiled = choose_fusion(run).layers
 
@@ -340,19 +339,17 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
         compute = _compiled_layer if self.is_compiled and self.training else Layer.compute
         return compute(self, *inputs)
 
-    def compute(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None
-    ) -> Tensor:
+    def compute(self, hidden_states: Tensor, *of_attention: Tensor | None) -> Tensor:
         """Return the layer's output, [S, B, hidden].
 
         Args:
             hidden_states: The layer's input, [S, B, hidden].
-            attention_mask: As in `CoreAttention.forward`.
-            rotary_pos_emb: As in `SelfAttention.forward`.
+            *of_attention: attention_mask and rotary_pos_emb of `SelfAttention.forward`.
         """
-        normalised = self.input_layernorm(hidden_states)
-        out = self.self_attention(normalised, attention_mask, rotary_pos_emb)
-        attended = self._added(out, hidden_states)
+        # Nested, so that no name keeps a tensor that the MLP does not need.
+        attended = self._added(
+            self.self_attention(self.input_layernorm(hidden_states), *of_attention), hidden_states
+        )
         read = hidden_states if self.is_parallel else attended
         return self._added(self._mlp(self.pre_mlp_layernorm(read)), attended)
 
@@ -382,7 +379,8 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
         `activation_dropout_module`). Tensor ranks hold different channels, and must draw different
         masks: see the core attention's forward in `pretrain.model.attention`.
         """
-        fork = not self.config.sequence_parallel
+        # A compiled layer is whole on its rank.
+        fork = not (self.config.sequence_parallel or torch.compiler.is_compiling())
         with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
             # F.dropout calls it on a GPU. Elsewhere that one keeps a mask of the input's data type.
             return torch.native_dropout(activations, self.activation_dropout, True)[0]

@@ -130,10 +130,16 @@ def test_a_compiled_region_is_one_kernel_in_each_direction(pools):
 
 
 @pytest.mark.parametrize(
-    ("variant", "layout", "graphs"), [("t5", "one", [4]), ("alibi", "pp2", [2, 5])]
+    ("variant", "layout", "recomputed", "graphs"),
+    [
+        ("t5", "one", "none", [4]),
+        ("alibi", "pp2", "none", [2, 5]),
+        # The scores of one layer are a function, which autograd computes again by itself.
+        ("hybrid", "one", "full", [8]),
+    ],
 )
 def test_compiled_layers_are_one_graph_with_the_gradients_of_the_dense_reference(
-    pools, variant, layout, graphs
+    pools, variant, layout, recomputed, graphs
 ):
     """A learned table gets its gradient through attention's operation.
 
@@ -142,7 +148,8 @@ def test_compiled_layers_are_one_graph_with_the_gradients_of_the_dense_reference
     """
     processes, parallel = ALL_LAYOUTS[layout]
     state, tokens, _, loss, gradients = expected_gradients(variant, 8)
-    config = fused(variant_config(variant, 8, parallel), fusion="layers")
+    config = variant_config(variant, 8, parallel)
+    config = fused(config, fusion="layers", recompute_granularity=recomputed)
     results = pools(processes).run(gradients_of_compiled_layers, config, state, tokens)
     actual = results[0][0]
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)

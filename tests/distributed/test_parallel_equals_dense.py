@@ -327,3 +327,25 @@ def test_trainable_slopes_start_from_the_chosen_ones(pools):
     found = pools(2).run(tasks.initial_weights, config)[0]["position.slopes"]
     expected = [0.9 * (0.01 / 0.9) ** (head / 7) for head in range(8)]
     torch.testing.assert_close(found.tolist(), expected, rtol=1e-7, atol=0)
+
+
+def test_a_method_may_make_those_of_its_layers_anew_each_time_it_is_asked(pools):
+    """What is kept of a layer's method must not be found by an object that has its place."""
+    assert pools(1).run(slopes_of_fresh_methods)[0] == [1.0, 0.5, 0.25, 0.125]
+
+
+def slopes_of_fresh_methods() -> list[float]:
+    """Return the first head's slope in each layer of a method whose layers are objects anew."""
+    from pretrain.model.attention import Positions
+    from pretrain.positions.alibi import Alibi
+    from pretrain.topology import initialize
+
+    def of_layer(_: Any, config: RunConfig, layer: int) -> Alibi:
+        return Alibi(slopes=[0.5**layer] * config.model.num_attention_heads)
+
+    config = tiny_config()
+    initialize(config)
+    with mock.patch.object(Alibi, "of_layer", of_layer):
+        positions = Positions(config)
+        terms = [positions.score_terms(torch.device("cpu"), n) for n in range(4)]
+    return [float(each["slopes"][0]) for each in terms]
