@@ -59,7 +59,8 @@ while True:
             os.remove(run + '/checkpoint')
             save_slowly()
             phase('training')
-        if asked or exists('finish'):
+        # A save takes every rank, so one that Slurm ends before the others came saves nothing.
+        if (asked or exists('finish')) and all(map(os.path.exists, others)):
             step = step if asked else LAST
             save_slowly()
             phase('ending')
