@@ -37,6 +37,12 @@ def save_slowly():
         time.sleep(0.05)
     save()
 print('rank', rank, 'on', node, 'at step', step, flush=True)
+others = [attempt + f'/beat-{other}' for other in range(ranks)]
+if not exists('bad-' + node):
+    open(others[rank], 'w').close()
+    # As at their rendezvous. One that Slurm ends before the others came saves nothing.
+    while not all(map(os.path.exists, others)):
+        time.sleep(0.05)
 if rank == 0:
     # Of lost steps, as training drops them.
     write(run + '/metrics.jsonl', '')
@@ -44,9 +50,8 @@ if rank == 0:
 while True:
     if exists('bad-' + node):
         sys.exit(1)
-    open(attempt + f'/beat-{rank}', 'w').close()
+    open(others[rank], 'w').close()
     time.sleep(0.05)
-    others = [attempt + f'/beat-{other}' for other in range(ranks)]
     if all(os.path.exists(o) and time.time() - os.stat(o).st_mtime < 1 for o in others):
         step = min(step + 1, LAST - 1)
         print(f'{name}, attempt {number}: rank {rank} took step {step}', flush=True)
@@ -59,8 +64,7 @@ while True:
             os.remove(run + '/checkpoint')
             save_slowly()
             phase('training')
-        # A save takes every rank, so one that Slurm ends before the others came saves nothing.
-        if (asked or exists('finish')) and all(map(os.path.exists, others)):
+        if asked or exists('finish'):
             step = step if asked else LAST
             save_slowly()
             phase('ending')
