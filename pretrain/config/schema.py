@@ -332,7 +332,8 @@ class TrainSection(Section):
     """Train with 8-bit products of linear layers: e4m3 forward, e5m2 for gradients of inputs, and
     a scale for each tensor. Gradients of weights, attention, embeddings and logits stay in
     train.precision, and so do evaluation and export. It needs train.fusion = "layers" and a GPU of
-    compute capability 8.9 or more; a CPU gains nothing. Not measured on a GPU yet."""
+    compute capability 8.9 or more, whose products take widths that 16 divides; a CPU gains nothing.
+    Not measured on a GPU yet."""
 
     recompute_granularity: Free[Literal["none", "selective", "full"]] = "none"
     """What the backward pass computes again instead of keeping it: nothing, the attention core, or

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -55,6 +56,11 @@ def test_attention_is_torchs_with_a_bias_by_distance(layout):
 
 def test_settings_are_values_or_words():
     path = "configs/demo.toml"
-    given = {"train.num_steps": 700, "evaluation.lengths": [128, 256], "model.hidden_dropout": 0.1}
+    lengths = [np.int64(128), 256]
+    given = {
+        "train.num_steps": np.int32(700),
+        "evaluation.lengths": lengths,
+        "model.hidden_dropout": 0.1,
+    }
     words = ["train.num_steps=700", "evaluation.lengths=[128, 256]", "model.hidden_dropout=0.1"]
     assert pretrain.load_config(path, given) == pretrain.load_config(path, words)
