@@ -20,7 +20,6 @@ from pretrain.launcher.slurm import (
     OUR_OPTIONS,
     SRUN_OPTIONS,
     is_own_variable,
-    is_plain,
     option_name,
     seconds_of,
     share_of_memory,
@@ -167,14 +166,14 @@ def _refused_text(site: Site) -> Iterator[str]:
     """Refuse empty and unprintable text, which could not be passed to Slurm as it is."""
     for key, value in site.model_dump(exclude={"environment"}).items():
         for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and not (text and is_plain(text)):
+            if isinstance(text, str) and not (text and text.isprintable()):
                 yield f"{key} = {text!r}: is empty or has control characters. Use printable text"
 
 
 def _refused_variables(site: Site) -> Iterator[str]:
     """Refuse environment variables that bash or the ranks would not get as they are written."""
     for name, value in site.environment.items():
-        key = f"environment.{name}" if is_plain(name) else f"environment.{name!r}"
+        key = f"environment.{name}" if name.isprintable() else f"environment.{name!r}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
             yield f"{key}: not a variable's name. Use letters, digits and underscores"
         elif is_own_variable(name):
@@ -187,7 +186,7 @@ def _refused_secrets(site: Site) -> Iterator[str]:
     """Refuse secrets in any value, such as --env WANDB_API_KEY=... of a container."""
     for name, value in site.environment.items():
         if what := name if is_credential(name) else credential_in(value):
-            yield refusal(f"environment.{name}" if is_plain(name) else "environment", what)
+            yield refusal(f"environment.{name}" if name.isprintable() else "environment", what)
     for key, value in site.model_dump(exclude={"environment"}).items():
         words = value if isinstance(value, tuple) else (value,)
         if what := credential_among(word for word in words if isinstance(word, str)):

@@ -985,11 +985,6 @@ def share_of_memory(memory_per_node: str, tasks: int, of_tasks: int) -> str:
     return f"{max(1, kibibytes // 1024)}M"
 
 
-def is_plain(text: str) -> bool:
-    """Return True for text without control characters that can be written as UTF-8."""
-    return text.isprintable()
-
-
 if TYPE_CHECKING:
     from pretrain.launcher.site import Site
 
@@ -1275,7 +1270,7 @@ def _quoted(word: str) -> str:
     Raises:
         ConfigError: The word has a line break, or is longer than sbatch's buffer.
     """
-    if not is_plain(word) or len(word.encode()) > OPTION_LENGTH:
+    if not word.isprintable() or len(word.encode()) > OPTION_LENGTH:
         raise ConfigError(
             f"option {word[:80]!r} of sbatch: has control characters, or more than "
             f"{OPTION_LENGTH} bytes. Choose another value"
@@ -1312,7 +1307,7 @@ def check_path(key: str, path: Path) -> None:
         ConfigError: Slurm could not take the name.
     """
     text = str(path)
-    if not is_plain(text):
+    if not text.isprintable():
         raise ConfigError(
             f"{key} = {text!r}: has control characters, or is not UTF-8. Choose another name"
         )

@@ -41,7 +41,7 @@ from pretrain.config.schema import (
 from pretrain.config.tensors import num_parameters, num_parameters_of_rank
 from pretrain.optim.optimizers import AnyOptimizer
 from pretrain.positions.alibi import Alibi
-from pretrain.positions.base import Position
+from pretrain.positions.base import OWN, Position
 
 PROTOCOLS = ("nonoverlapping", "sliding")
 MASKED = "masked"
@@ -375,6 +375,12 @@ class RunConfig(Section):
     def planned_tokens(self) -> int:
         """Return the tokens that a run of train.num_steps steps trains on, from its first step."""
         return sum(phase.tokens for phase in self.parts)
+
+    @property
+    def position_learning_rate_mult(self) -> float:
+        """Return the factor on the learning rate of "position.*" parameters; 1 without any."""
+        has_own = any(name.startswith(OWN) for name in self.position.tensors(self))
+        return self.optimizer.position_learning_rate_mult if has_own else 1.0
 
     @property
     def lr_end_step(self) -> int:

@@ -35,8 +35,9 @@ _DERIVED = {
     "model.embedding_scale",
     "model.embedding_init_method_std",
     "schedule.lr_end_step",
+    "optimizer.position_learning_rate_mult",
 }
-"""Keys whose default is derived from other keys, by a property of RunConfig of the same name."""
+"""Keys whose value is derived from other keys, by a property of RunConfig of the same name."""
 
 TRAINING, VALIDATION, TOKENIZER = "training", "validation", "tokenizer"
 """The names of the hashes that a checkpoint records of its data."""

@@ -212,7 +212,7 @@ def _settings(config: RunConfig, named: Named) -> Settings:
     Matrices are decayed; biases, norms and what the position method learns per head are not.
     """
     if named.name.startswith("position."):
-        return 0.0, config.position.learning_rate_mult(config)
+        return 0.0, config.position_learning_rate_mult
     return config.optimizer.weight_decay if len(named.global_shape) == 2 else 0.0, 1.0
 
 

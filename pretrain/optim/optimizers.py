@@ -74,9 +74,9 @@ class Optimizer(ChosenSection):
 
     position_learning_rate_mult: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Factor on the learning rate of the position method's own parameters: T5's table of biases, or
-    trainable slopes. A learned position table is an embedding and is trained as one. T5's own
-    optimizer and some libraries move the table several times as fast as AdamW does; in short
-    trainings of ours a factor of 10 made its entries larger and the model no better."""
+    trainable slopes. A learned position table is an embedding and is trained as one. AdamW moves an
+    entry by about the learning rate in a step, so in a short training T5's table can need a factor:
+    see configs/studies/debian_decide.toml."""
 
     # The scale at step 0; the present one is in the checkpoint.
     initial_loss_scale_power: Free[int] = Field(default=16, ge=0)

@@ -203,7 +203,7 @@ def _piece(c: RunConfig, weight: ModelTensor) -> Piece:
 def _settings(c: RunConfig, weight: ModelTensor) -> Settings:
     """Return weight decay and learning-rate factor, as `pretrain.optim.buckets` sets them."""
     if weight.name.startswith(OWN):
-        return 0.0, c.position.learning_rate_mult(c)
+        return 0.0, c.position_learning_rate_mult
     return c.optimizer.weight_decay if len(weight.shape) == 2 else 0.0, 1.0
 
 

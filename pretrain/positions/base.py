@@ -130,10 +130,6 @@ class PositionMethod(ChosenSection):
         """Return the initial fp32 values of parameters that are not drawn as the model's, whole."""
         return {}
 
-    def learning_rate_mult(self, config: RunConfig) -> float:
-        """Return the factor on the learning rate of the "position.*" parameters."""
-        return config.optimizer.position_learning_rate_mult
-
     # ---- model ----
 
     def embedded(self, config: RunConfig, positions: Tensor) -> Tensor | None:

@@ -329,7 +329,7 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
         "consumed_samples": run.state.consumed_samples,
         "data_wait_seconds": data_wait,
     }
-    if (mult := run.config.position.learning_rate_mult(run.config)) != 1:
+    if (mult := run.config.position_learning_rate_mult) != 1:
         record["position_learning_rate"] = rate * mult
     if run.whole.phases:
         record[PHASE] = run.start_point.phase

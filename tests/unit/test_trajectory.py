@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
 from pretrain.config import load_config
 from pretrain.config.load import section_keys
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import (
     data_differences,
+    differences,
     effect_of,
     settings_hash,
 )
@@ -84,3 +87,23 @@ def test_settings_are_one_for_runs_that_differ_in_their_seed_alone():
         "position.method=rotary",
     )
     assert len({own, found(training="b"), *map(found, others)}) == 2 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("keys", "counts"),
+    [
+        (["position.method=t5"], True),
+        (["position.method=alibi", "position.trainable_slopes=true"], True),
+        (["position.method=alibi"], False),
+        # Its table is an embedding, and is trained as one.
+        (["position.method=learned", "position.max_position_embeddings=2048"], False),
+    ],
+)
+def test_a_rate_of_what_a_method_does_not_learn_is_none(keys, counts):
+    plain, fast = (
+        load_config(DEMO, [*keys, f"optimizer.position_learning_rate_mult={mult}"])
+        for mult in (1, 10)
+    )
+    assert fast.position_learning_rate_mult == (10 if counts else 1)
+    assert bool(differences(plain, fast)) == counts
+    assert (settings_hash(plain, None) != settings_hash(fast, None)) == counts
