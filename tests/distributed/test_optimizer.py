@@ -69,12 +69,10 @@ CASES += [("fire", "zero2-tp2sp-dp2"), ("fire", "zero3-tp2sp-dp2"), ("fire", "ze
 CORE = {
     ("alibi", "tp2-dp2"),
     ("alibi-trainable", "tp2pp2sp"),
-    ("alibi-trainable", "pp2-dp2"),
     ("t5", "zero2-tp2sp-dp2"),
     ("learned-untied", "pp2vpp2"),
     ("alibi-trainable", "cp2-dp2"),
     ("t5", "zero3-cp2-dp2"),
-    ("fire", "tp2pp2sp"),
     ("fire", "zero3-tp2sp-dp2"),
 }
 

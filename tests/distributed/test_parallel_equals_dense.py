@@ -109,8 +109,6 @@ VARIANTS = {
     "windowed": {"position": {"window": 7}},
 }
 VARIANTS |= {method: {} for method in METHODS if method not in VARIANTS}
-# Their whole path is torch's, whichever the method. A split sequence is checked once.
-OF_SCORES = {v for v in VARIANTS if METHODS[v.split("-")[0]].bias == "scores"}
 
 
 def variant_config(variant: str, heads: int, parallel: dict[str, Any]) -> RunConfig:
@@ -155,30 +153,17 @@ def assert_close_by_name(
 CASES = [
     (variant, layout, heads) for variant in VARIANTS for layout in LAYOUTS for heads in (8, 12)
 ]
-CORE = {case for case in CASES if case[2] == 8}
+# Two stages and two tensor ranks in one layout; the others of what ranks share or have parts of.
+CORE = {(variant, "tp2pp2sp", 8) for variant in VARIANTS}
 CORE |= {(variant, "tp2pp2sp", 12) for variant in ("alibi", "alibi-trainable")}
 CORE |= {("alibi", "tp2", 12)}
-CORE -= {
+CORE |= {
     (variant, layout, 8)
-    for variant in (
-        "t5-unscaled",
-        "sinusoidal-vaswani",
-        "alibi-range",
-        "alibi-list",
-        "alibi-clipped",
-        "rotary-yarn",
-    )
-    for layout in LAYOUTS
-    if layout != "tp2pp2sp"
+    for variant in ("alibi", "alibi-trainable", "t5")
+    for layout in ("tp2", "pp2", "dp2", "pp2vpp2")
 }
-CORE -= {(method, layout, 8) for method in ("xpos", "hybrid") for layout in ("tp2", "pp2vpp2")}
-# Two stages are in tp2pp2sp and pp2vpp2, too, and data-parallel ranks average whatever there is.
-CORE -= {
-    (variant, layout, 8)
-    for variant in VARIANTS.keys() - {"alibi", "alibi-trainable", "t5"}
-    for layout in ("pp2", "dp2")
-}
-CORE -= {(variant, layout, 8) for variant in OF_SCORES for layout in LAYOUTS.keys() - {"tp2pp2sp"}}
+CORE |= {(variant, "tp2", 8) for variant in ("sinusoidal-embedding-norm", "rotary-modern")}
+CORE |= {(variant, "pp2vpp2", 8) for variant in ("alibi-uneven", "alibi-no-final-norm", "learned")}
 # Where a sequence is split: what a method adds by position, by distance or per head; and what is
 # learned, of which each rank has a part of the gradient.
 SPLIT = {
@@ -195,7 +180,7 @@ SPLIT = {
     ("cope", "cp2", 8),
     ("fire", "tp2cp2sp", 8),
 }
-CORE = {case for case in CORE if "cp" not in case[1]} | SPLIT
+CORE |= SPLIT
 
 
 @pytest.mark.parametrize(("variant", "layout", "heads"), mark_torture(CASES, CORE))

@@ -75,7 +75,7 @@ def _assert_same_end(one, other):
         pytest.param("tp2pp2sp", tasks.Flip(2, 3, "gradient", 30), marks=pytest.mark.torture),
         ("dp2", tasks.Flip(8, 1, "host copy", 3)),
         pytest.param("tp2", tasks.Flip(5, 1, "weight", 22), marks=pytest.mark.torture),
-        ("tp2", tasks.Flip(5, 1, "gradient", 8)),
+        ("dp2", tasks.Flip(5, 1, "gradient", 8)),
     ],
 )
 def test_a_bit_that_flips_once_is_transient_and_the_run_ends_as_if_nothing_had_been(

@@ -18,8 +18,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from pretrain.config import RunConfig, num_parameters_of_rank
+from pretrain.plan.memory import stage_of
 from pretrain.plan.operators import Collective, OpClass, StepCounts
 from pretrain.plan.simulation import PASSES, count_run
+from pretrain.plan.timing import (
+    exchanged_in_context_group,
+    exposed_in_tensor_group,
+    sent_to_stages,
+)
 from pretrain.training import stragglers
 from tests.conftest import tiny_config
 
@@ -237,6 +243,37 @@ def test_the_collectives_of_a_step(case, precision):
     _, stages = counted(case, precision)
     expected = [line.format(dtype=PRECISIONS[precision]) for line in COLLECTIVES[case]]
     assert lines(stages.values()) == sorted(expected)
+
+
+def compare(config: RunConfig, counts: dict[int, Any]) -> None:
+    """Compare bytes and rings of each stage with those that the plan's time is made of."""
+    assert config.parallel.world_size is not None
+    layout = config.layout(config.parallel.world_size)
+    for stage, of_stage in counts.items():
+        found = {"tensor": [0, 0], "pipeline": [0, 0], "context": [0, 0]}
+        for each in of_stage.collectives:
+            rings = 2 if each.name == "allreduce" else 1
+            # Megatron's sends name their group in one direction only.
+            is_sent = each.name == "send"
+            of_ranks = each.group in ("tensor", "context") and each.is_exposed
+            if each.group_size > 1 and (is_sent or of_ranks):
+                totals = found["pipeline" if is_sent else each.group]
+                totals[0] += rings * each.num_bytes
+                totals[1] += rings
+        if layout.tensor > 1:
+            of_rank = stage_of(config, layout, stage)
+            planned = exposed_in_tensor_group(config, layout, of_rank, is_modern=True)
+            assert [*planned] == found["tensor"]
+        if layout.context > 1:
+            of_rank = stage_of(config, layout, stage)
+            assert [*exchanged_in_context_group(config, layout, of_rank)] == found["context"]
+        if layout.pipeline > 1:
+            assert [*sent_to_stages(config, layout, stage)] == found["pipeline"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("zero")])
+def test_the_planned_collectives_are_those_that_are_counted(case):
+    compare(*counted(case, "bf16"))
 
 
 @pytest.mark.parametrize("case", ["dp4", "tp2dp2", "pp2dp2"])

@@ -346,7 +346,7 @@ def test_every_launcher_gives_the_same_run(workspace, config, whole):
         return ["train", str(config), *sets(f"run.directory={workspace}/runs/{name}")]
 
     on_two = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pretrain"]
-    succeeded(fresh([*on_two, *arguments("torchrun")]))
+    succeeded(forked([*on_two, *arguments("torchrun")]))
     assert losses(workspace / "runs/torchrun") == expected
 
     job = {

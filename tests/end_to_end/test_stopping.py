@@ -46,7 +46,6 @@ LONG = [
     "evaluation.max_tokens=4000",
     "model.hidden_dropout=0.1",
     "model.attention_dropout=0.1",
-    "parallel.tensor_model_parallel_size=2",
     "parallel.pipeline_model_parallel_size=2",
 ]
 
@@ -102,23 +101,23 @@ def weights(checkpoint: Path) -> dict[str, bytes]:
 
 
 def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace, train):
-    """A run on tensor 2 x pipeline 2 is stopped twice and equals the undisturbed run.
+    """A run on pipeline 2 is stopped twice and equals the undisturbed run.
 
     The signal goes to one rank only: in an evaluation, and in the last evaluation.
     """
     whole, parts = workspace / "runs/undisturbed", workspace / "runs/disturbed"
-    with running_ranks(train("undisturbed", *LONG), 4) as group:
-        assert [done.code for done in group.done()] == [0] * 4
+    with running_ranks(train("undisturbed", *LONG), 2) as group:
+        assert [done.code for done in group.done()] == [0] * 2
     stops = [
         (signal.SIGUSR1, 1, ExitCode.RESTART, lambda: phase(parts) == ("evaluating", 12)),
         (signal.SIGTERM, 0, ExitCode.STOPPED, lambda: phase(parts) == ("evaluating", STEPS)),
     ]
     for number, (name, rank, code, moment) in enumerate(stops, start=1):
-        with running_ranks(train("disturbed", *LONG), 4) as group:
+        with running_ranks(train("disturbed", *LONG), 2) as group:
             wait_for_running(group, lambda: len(read_attempts(parts)) == number and moment())  # noqa: B023  called here
             os.kill(group.process_ids[rank], name)
             done = group.done()
-        assert [each.code for each in done] == [code] * 4, done
+        assert [each.code for each in done] == [code] * 2, done
         newest = complete_checkpoints(parts)[-1]
         step = int(newest.name.removeprefix("step-"))
         line = f"{parts}: {name.name}: step {step} is saved; the same command goes on from there"
@@ -133,9 +132,9 @@ def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace,
     assert step == STEPS and untimed(parts)[-1]["step"] == STEPS
     assert "evaluation" not in untimed(parts)[-1]
 
-    with running_ranks(train("disturbed", *LONG), 4) as group:
+    with running_ranks(train("disturbed", *LONG), 2) as group:
         done = group.done()
-    assert [each.code for each in done] == [0] * 4, done
+    assert [each.code for each in done] == [0] * 2, done
     assert f"{parts}: at step {STEPS} of {STEPS}, whose evaluation is left" in done[0].err
     assert untimed(parts) == untimed(whole)
     assert weights(complete_checkpoints(parts)[-1]) == weights(complete_checkpoints(whole)[-1])
@@ -145,7 +144,7 @@ def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace,
 
     # On any layout, here one process, a finished run is left as it is.
     before = contents(parts)
-    assert "nothing to train" in pretrain(*train("disturbed", *LONG[:-2])).err
+    assert "nothing to train" in pretrain(*train("disturbed", *LONG[:-1])).err
     assert contents(parts) == before
 
 
