@@ -38,6 +38,7 @@ from pretrain.huggingface.export import export_source
 from pretrain.huggingface.folder import MARKER, ORIGINALS, to_huggingface
 from pretrain.huggingface.import_model import import_folder
 from pretrain.rundir.checkpoints import find_checkpoint
+from tests.conftest import mark_torture
 from tests.reference.dense_gpt import make_config, random_state
 from tests.unit.test_export import MODELS, SLOPES, state_of, tokenizer_path
 
@@ -371,7 +372,13 @@ WORDS = ["<unk>", "</s>", *"abcdefgh", *(f"w{i}" for i in range(70))]
 """A vocabulary of fewer tokens than a SentencePiece model has at least."""
 
 
-@pytest.mark.parametrize("make", [bloom, mpt, opt, gpt2, gpt_neox, llama, mistral, qwen3])
+@pytest.mark.parametrize(
+    ("make",),
+    mark_torture(
+        [(make,) for make in (bloom, mpt, opt, gpt2, gpt_neox, llama, mistral, qwen3)],
+        {(bloom,), (opt,), (llama,)},
+    ),
+)
 def test_the_folders_tokenizer_goes_with_the_run(make, tmp_path, capsys):
     """Import, evaluation of a text, export and import again, with no data set anywhere."""
     model = randomise(make(vocab_size=96, eos_token_id=1))
