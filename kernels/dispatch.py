@@ -153,9 +153,10 @@ def attention(
             cannot serve them.
     """
     _check_arguments(q_SBHD, k_SBGD, v_SBGD, slopes, relative_attention_bias, causal, dropout_p)
-    if scores is not None and (slopes is not None or relative_attention_bias is not None):
-        raise ValueError("scores beside slopes or relative_attention_bias: choose one of them")
-    _check_documents(q_SBHD, document_starts, causal)
+    if (slopes is not None) + (relative_attention_bias is not None) + (scores is not None) > 1:
+        raise ValueError("slopes, relative_attention_bias, scores: a model has one of them")
+    if document_starts is not None:
+        _check_documents(q_SBHD, document_starts, causal)
     bias = ScoreBias(
         slopes, relative_attention_bias, relative_attention_max_distance, causal, scores
     )
@@ -196,16 +197,18 @@ def _check_arguments(
     dropout_p: float,
 ) -> None:
     """Raise ValueError if the arguments of `attention` do not fit each other."""
-    q, k, v = (tuple(x.shape) for x in (q_SBHD, k_SBGD, v_SBGD))
-    kinds = {(x.dtype, x.device) for x in (q_SBHD, k_SBGD, v_SBGD)}
+    q, k, v = tuple(q_SBHD.shape), tuple(k_SBGD.shape), tuple(v_SBGD.shape)
     if (
         not len(q) == len(k) == 4
         or k != v
         or (q[1], q[3]) != (k[1], k[3])
-        or q_SBHD.numel() * k_SBGD.numel() == 0
+        or 0 in q
+        or 0 in k
         or q[2] % k[2]
-        or len(kinds) > 1
+        or not q_SBHD.dtype == k_SBGD.dtype == v_SBGD.dtype
+        or not q_SBHD.device == k_SBGD.device == v_SBGD.device
     ):
+        kinds = {(x.dtype, x.device) for x in (q_SBHD, k_SBGD, v_SBGD)}
         raise ValueError(
             f"q {q}, k {k}, v {v} of {kinds}: expected [S, B, H, D] of one dtype on one device, "
             "none empty, k and v alike, B and D those of q, query heads a multiple of key heads"
@@ -216,9 +219,7 @@ def _check_arguments(
         )
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p = {dropout_p}: expected 0 <= dropout_p < 1")
-    if slopes is not None and table is not None:
-        raise ValueError("both slopes and relative_attention_bias: a model has one or the other")
-    if slopes is not None and (tuple(slopes.shape) != (q[2],) or slopes.dtype != torch.float32):
+    if slopes is not None and (slopes.shape != (q[2],) or slopes.dtype != torch.float32):
         raise ValueError(
             f"slopes {tuple(slopes.shape)} {slopes.dtype}: expected fp32, one for each of "
             f"the {q[2]} heads"
@@ -229,10 +230,8 @@ def _check_arguments(
         )
 
 
-def _check_documents(q_SBHD: Tensor, document_starts: Tensor | None, causal: bool) -> None:
+def _check_documents(q_SBHD: Tensor, document_starts: Tensor, causal: bool) -> None:
     """Raise ValueError if document_starts does not fit the other arguments of `attention`."""
-    if document_starts is None:
-        return
     queries, batch = q_SBHD.shape[:2]
     if not causal:
         raise ValueError("document_starts with causal = False: it needs a causal mask")

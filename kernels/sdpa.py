@@ -124,8 +124,8 @@ def _with_mask(
     Returns:
         The output, [queries, B, H, D].
     """
-    equal = _with_equal_heads(q_SBHD, k_SBGD, v_SBGD, masked=True)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in equal)
+    q, k, v = equal = _with_equal_heads(q_SBHD, k_SBGD, v_SBGD, masked=True)
+    q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
     num_queries, num_keys = q.shape[2], k.shape[2]
     # Without a bias the mask is made of 0 and -inf, which every dtype holds. Torch's CPU kernel
     # takes an fp32 mask beside fp64 queries without an error and reads it as something else (torch

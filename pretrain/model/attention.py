@@ -101,7 +101,7 @@ class Positions(nn.Module):
         method = self.methods[layer]
         # By attribute, because that is when ZeRO 3 gathers a parameter which it has divided.
         all_own = {name: getattr(self, name) for name in self._parameters}
-        if own := self.method.own_of_layer(layer, all_own):
+        if all_own and (own := self.method.own_of_layer(layer, all_own)):
             return method.score_terms(self.config, self.heads, own, device)
         key = device, id(method)
         if key not in self._fixed:
@@ -165,7 +165,8 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
         # [S, B, groups, heads of a group + 2, D]: the heads of a group are next to each other.
         mixed = mixed.view(length, batch, groups, -1)
         query, key, value = self.split(mixed, [heads // groups * width, width, width])
-        query = query.reshape(length, batch, heads, width)
+        if heads != groups:
+            query = query.reshape(length, batch, heads, width)
         if self.config.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary_pos_emb is not None and self.rotates:
@@ -255,6 +256,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         self.backend = position.config.model.attention_backend
         # A model of masked tokens lets a token see all others.
         self.causal = not position.config.is_masked
+        self.part, self.parts = context_group().rank(), context_group().size()
         self.cache: KeyCache | None = None
         """Keys and values of the text so far, while a text passes through piece by piece."""
         self.dropout = config.attention_dropout
@@ -292,7 +294,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
             assert slopes is not None
             scale = query.shape[3] ** -0.5
             out = self.cache.attend(query, key, value, slopes, scale, self._attend)
-        return out.reshape(*out.shape[:2], -1)
+        return out.flatten(2)
 
     def slopes(self, device: torch.device) -> Tensor | None:
         """Return the slopes of this rank's heads, fp32 [heads], or None if the layer has none."""
@@ -308,8 +310,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
     ) -> Tensor:
         """Return the output [S, B, heads, D] of the queries, those of `heads` if not of all."""
         dropout = self.dropout if self.training else 0.0
-        position, group = self.position[0], context_group()
-        first, length = group.rank() * key.shape[0], group.size() * key.shape[0]
+        position, part, parts = self.position[0], self.part, self.parts
+        first, length = part * key.shape[0], parts * key.shape[0]
         query, key = self.method.queries_and_keys(position.config, query, key, first, length)
         terms = position.score_terms(query.device, self.layer)
         if heads is not None:
@@ -320,8 +322,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         fork = dropout > 0 and not self.config.sequence_parallel
         # One rank of several holds a part of the sequence.
         compute = attention
-        if group.size() > 1:
-            compute = functools.partial(context_attention, group=group)
+        if parts > 1:
+            compute = functools.partial(context_attention, group=context_group())
         with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
             return compute(
                 query,

@@ -205,23 +205,20 @@ class GradientReducer:
             bucket.wait()
             bucket.wait = None
 
-    def _accumulate(self, bucket: _FlatBucket, slot: _Slot, _: Tensor) -> None:
+    def _accumulate(self, bucket: _FlatBucket, slot: _Slot, parameter: Any) -> None:
         """Add the gradient that the backward pass has just computed to the sum in fp32."""
-        parameter, total = slot.parameter, slot.gradient
-        gradient = parameter.grad
-        assert gradient is not None
         if getattr(parameter, "grad_added_to_main_grad", False):
             # The layer has added it, and what autograd got in its place was never filled.
-            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # Megatron
-        elif take_stale(total):
-            total.copy_(gradient)
+            parameter.grad_added_to_main_grad = False
+        elif take_stale(slot.gradient):
+            slot.gradient.copy_(parameter.grad)
         else:
-            total.add_(gradient)
+            slot.gradient.add_(parameter.grad)
         parameter.grad = None
-        slot.num_accumulated += 1
-        if bucket.is_late or slot.num_accumulated < self._num_microbatches:
+        count = slot.num_accumulated = slot.num_accumulated + 1
+        if count < self._num_microbatches or bucket.is_late:
             return
-        if slot.num_accumulated > self._num_microbatches:
+        if count > self._num_microbatches:
             raise RuntimeError(
                 f"a parameter of shape {tuple(slot.parameter.shape)} received more than one "
                 f"gradient for each of the {self._num_microbatches} micro batches, after its "
