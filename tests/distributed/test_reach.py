@@ -195,12 +195,12 @@ def worst_rows(q: Any, k: Any, start: Tensor) -> Tensor:
     """The same of all rows that there are, by ascent from several."""
     x = [start.clone().requires_grad_(), start.flip(0).clone().requires_grad_()]
     ascent = torch.optim.Adam(x, lr=0.1)
-    for step in range(400):
+    for step in range(200):
         gap = (q(x[0]) * (k(x[1]) - k(x[0]))).sum(1)
         ascent.zero_grad()
         (-gap.sum()).backward()
         ascent.step()
-        ascent.param_groups[0]["lr"] = 0.1 * (1 - step / 400)
+        ascent.param_groups[0]["lr"] = 0.1 * (1 - step / 200)
     best = int(gap.argmax())
     worst = x[1].detach()[best]
     return torch.stack([x[0].detach()[best], -worst, worst])
