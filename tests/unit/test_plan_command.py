@@ -139,13 +139,14 @@ def test_the_planned_run_is_written(tmp_path):
         "pipeline_model_parallel_size = 2\nvirtual_pipeline_model_parallel_size = 2\n"
     )
     settings = ["train.precision=bf16", "evaluation.max_tokens="]
-    out, target = tmp_path / "planned.toml", read_target(16, "a100-80")
-    text = plan_run(source, settings, target, out)
-    assert "As configured (TP 1 PP 2 VPP 2" in text
-    assert text.count("all of them together") == text.count("matrix products") == 2
-    best = make_plan(load_config(source, settings), target).fits[0]
-    loaded = load_config(out)
-    assert loaded == best.config and loaded.layout(16) == best.layout
+    for gpus in (8, 16):
+        out, target = tmp_path / f"planned_{gpus}.toml", read_target(gpus, "a100-80")
+        text = plan_run(source, settings, target, out)
+        assert "As configured (TP 1 PP 2 VPP 2" in text
+        assert text.count("all of them together") == text.count("matrix products") == 2
+        best = make_plan(load_config(source, settings), target).fits[0]
+        loaded = load_config(out)
+        assert loaded == best.config and loaded.layout(gpus) == best.layout
     link.symlink_to(tmp_path / "nothing")
     shape = ["hidden_size=262144", "num_attention_heads=2048", "num_layers=8"]
     huge = ["train.precision=bf16", *(f"model.{key}" for key in shape)]
