@@ -115,7 +115,7 @@ def fp16_allowed_on_cpu() -> Iterator[None]:
 
     accelerator = type(get_accelerator())
     with (
-        patch.object(sys.modules[__name__], "check_precision", lambda precision: None),
+        patch.object(sys.modules[__name__], "check_precision", lambda *wanted: None),
         patch.object(accelerator, "is_fp16_supported", lambda self: True),
     ):
         yield
@@ -165,13 +165,15 @@ def versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version}
 
 
-def check_precision(precision: str) -> None:
-    """Raise ConfigError if this device cannot train in `precision` (a key of DTYPES)."""
+def check_precision(precision: str, fp8: bool) -> None:
+    """Raise ConfigError if this device cannot train in `precision` (a key of DTYPES), or in fp8."""
     if has_cuda():
-        if precision == "bf16" and torch.cuda.get_device_capability() < (8, 0):
+        needed = (8, 9) if fp8 else (8, 0) if precision == "bf16" else (0, 0)
+        if torch.cuda.get_device_capability() < needed:
+            what = "fp8 = true" if fp8 else "precision = bf16"
             raise ConfigError(
-                f"train.precision = bf16: {device_name()} does not support it (compute capability "
-                "8.0 is needed). Use fp16"
+                f"train.{what}: {device_name()} does not support it (compute capability "
+                f"{needed[0]}.{needed[1]} is needed). {'Leave it out' if fp8 else 'Use fp16'}"
             )
     elif precision == "fp16":
         raise ConfigError(

@@ -531,7 +531,7 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
     layout = config.layout(process.world_size)
     platform.check_build()
     for phase in config.parts:
-        platform.check_precision(phase.config.train.precision)
+        platform.check_precision(phase.config.train.precision, phase.config.train.fp8)
     platform.prepare(process.local_rank)
     # After `prepare`, which must precede the first import of Megatron.
     from megatron.core import parallel_state

@@ -331,9 +331,10 @@ class TrainSection(Section):
     fp8: Trajectory[bool] = False
     """Train with 8-bit products of linear layers: e4m3 forward, e5m2 for gradients of inputs, and
     a scale for each tensor. Gradients of weights, attention, embeddings and logits stay in
-    train.precision, and so do evaluation and export. It needs train.fusion = "layers" and a GPU of
-    compute capability 8.9 or more, whose products take widths that 16 divides; a CPU gains nothing.
-    Not measured on a GPU yet."""
+    train.precision, and so do evaluation and export. The scale is that of a micro batch on a rank,
+    so the losses depend on batch.micro_batch_size and on context ranks. It needs train.fusion =
+    "layers" and a GPU of compute capability 8.9 or more, whose products take widths that 16
+    divides; a CPU gains nothing. Not measured on a GPU yet."""
 
     recompute_granularity: Free[Literal["none", "selective", "full"]] = "none"
     """What the backward pass computes again instead of keeping it: nothing, the attention core, or

@@ -87,7 +87,7 @@ def run_schedule(
         model = schedule_module or chunk
         if isinstance(batch, MaskedBatch):
             batch = MaskedBatch(*map(platform.to_device, batch))
-            return call_model(model, batch, length), _of_chosen(own_loss, batch.chosen)
+            return call_model(model, batch, length), lambda losses: own_loss(losses[batch.chosen])
         with _logits_of_last(chunk, last) if last < length else contextlib.nullcontext():
             tokens = platform.to_device(batch)
             return call_model(model, tokens, last, eos_id), own_loss
@@ -137,11 +137,6 @@ def _run_alone(
         loss, scaled = loss / count, chunk.config.grad_scale_func
         torch.autograd.backward(loss if scaled is None else scaled(loss))
     return kept
-
-
-def _of_chosen(loss_function: LossFunction, chosen: Tensor) -> LossFunction:
-    """Return the function that applies another one to the losses of the chosen tokens."""
-    return lambda losses: loss_function(losses[chosen])
 
 
 def call_model(model: nn.Module, batch: Batch, last: int, eos_id: int | None = None) -> Tensor:

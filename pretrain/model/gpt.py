@@ -327,9 +327,9 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
         super().__init__(*args, **named)
         self.is_parallel = run.model.parallel_residual
         self.activation_dropout = run.model.activation_dropout
-        if run.train.fp8:
-            for module in (*self.self_attention.children(), *self.mlp.children()):
-                module.is_float8 = True
+        # Set in any case: what is compiled does not see that an attribute comes later.
+        for module in (*self.self_attention.children(), *self.mlp.children()):
+            module.is_float8 = run.train.fp8
         # In training the layer is one graph.
         self.is_compiled = choose_fusion(run).layers
 

@@ -188,7 +188,7 @@ def product(linear: Any, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         return linear(inputs)  # type: ignore[no-any-return]  # Megatron's
     # By the dictionary: as an attribute, a parameter takes torch half a microsecond to find.
     weight, bias = linear._parameters["weight"], linear._parameters["bias"]
-    if linear.training and "is_float8" in linear.__dict__:
+    if linear.training and linear.is_float8:
         out = Float8Product.apply(inputs, weight)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
     elif linear.gradient_accumulation_fusion:
         out = AddingProduct.apply(inputs, weight)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped

@@ -206,6 +206,8 @@ def check_target(config: RunConfig, target: Target) -> None:
             f"train.precision = {precision}: the speeds of `pretrain plan` on {gpu} are those of "
             f"16-bit products. Plan with --set train.precision={'bf16' if is_modern else 'fp16'}"
         )
+    if config.train.fp8 and "H100" not in gpu and "H200" not in gpu:
+        raise ConfigError(f"train.fp8 = true: {gpu} has no 8-bit products. Leave it out")
     masks = config.data.per_document_attention and taken == "sdpa"
     is_biased = config.position.bias not in ("none", "scores")
     is_wide = is_modern and config.head_dim > WIDEST_HEAD and is_biased
@@ -385,7 +387,8 @@ def to_table(config: RunConfig, target: Target, plan: Plan) -> str:
     return "\n".join(
         [
             f"{num_parameters(config):,} parameters, {config.position.method}, "
-            f"L = {config.data.sequence_length}, {config.train.precision}; "
+            f"L = {config.data.sequence_length}, {config.train.precision}"
+            f"{' with 8-bit products' * config.train.fp8}; "
             f"{config.tokens_per_step:,} tokens a step, {config.train.num_steps:,} steps, "
             f"{config.planned_tokens:,} tokens",
             f"{target.gpus} x {target.device.name}, {target.usable_bytes / 1e9:.1f} GB of each "

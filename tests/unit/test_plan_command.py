@@ -91,6 +91,7 @@ def test_a_pipeline_pays_for_its_bubble():
 
 HEADS = "model.num_attention_heads=4"
 NO_LAYOUT = "parallel.world_size= batch.global_batch_size=2047 model.num_layers=2"
+EIGHT_BITS = "train.precision=bf16 train.fusion=layers train.fp8=true"
 DOCUMENTS, MASKED = "data.per_document_attention=true", 'train.objective="masked"'
 
 
@@ -102,6 +103,7 @@ DOCUMENTS, MASKED = "data.per_document_attention=true", 'train.objective="masked
         (128, "v100-32", None, NO_LAYOUT, "no layout is legal, because\nbatch.global_batch_size"),
         (128, "v100-32", None, "train.precision=bf16", "Plan with --set train.precision=fp16"),
         (128, "h100", None, "train.precision=fp32", "H100 80GB HBM3 are those of 16-bit products."),
+        (128, "a100-80", None, EIGHT_BITS, "A100-SXM4-80GB has no 8-bit products"),
         (128, "v100-32", None, MASKED, "attention looks both ways"),
         (128, "v100-32", None, "model.adaptive_cutoffs=[9,99]", "a tail computes is up to"),
         (128, "v100-32", None, "model.attention_backend=triton", "not know memory and time"),
