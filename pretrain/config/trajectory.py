@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from pretrain.config.errors import ConfigError
-from pretrain.config.load import effect_of, section_keys, suggestion
+from pretrain.config.load import effect_of, section_fields, section_keys, suggestion
 from pretrain.config.run import RunConfig
 from pretrain.config.schema import Effect, Section
 from pretrain.positions.base import all_keys
@@ -142,12 +142,13 @@ def settings_hash(
     values: dict[str, Any] = {TRAINING: training}
     if changes:
         values["changes"] = list(changes)
-    for section, keys in section_keys().items():
-        for name, key in ((name, f"{section}.{name}") for name in keys):
-            counts = effect_of(key) in (FIXED, *BY_NAME, Effect.OUTCOME)
-            value = _value(config, section, name)
+    for section in section_keys():
+        for name, field in section_fields(section).items():
+            key, value = f"{section}.{name}", _value(config, section, name)
+            counts = effect_of(key) in (FIXED, *BY_NAME, Effect.OUTCOME) and key != "run.seed"
             exists = name in type(getattr(config, section)).model_fields
-            if counts and exists and key != "run.seed":
+            # So a key that is new, with a default that trains as before, changes no older hash.
+            if counts and exists and value != _as_json(field.default):
                 values[key] = value
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

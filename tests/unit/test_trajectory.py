@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
@@ -16,9 +14,13 @@ from pretrain.config.trajectory import (
     effect_of,
     settings_hash,
 )
+from pretrain.evaluation.records import read_records
+from pretrain.rundir.files import read_json
+from tests.changed import ROOT
 from tests.conftest import tiny_config
 
-DEMO = Path(__file__).parents[2] / "configs/demo.toml"
+DEMO = ROOT / "configs/demo.toml"
+RECORDS = sorted(ROOT.glob("docs/results/**/records/*/record.json"))
 KEYS = [f"{section}.{name}" for section, names in section_keys().items() for name in names]
 
 
@@ -107,3 +109,13 @@ def test_a_rate_of_what_a_method_does_not_learn_is_none(keys, counts):
     assert fast.position_learning_rate_mult == (10 if counts else 1)
     assert bool(differences(plain, fast)) == counts
     assert (settings_hash(plain, None) != settings_hash(fast, None)) == counts
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.parent.name)
+def test_committed_results_have_the_hash_of_their_settings(record):
+    """It fails where a new key has another default than what trained before, or a default changed:
+    rename the key then, or older runs would count as runs of other settings.
+    """
+    config = load_config(record.with_name("config.toml"))
+    settings = settings_hash(config, read_json(record)["data"]["training"])
+    assert {r["settings"] for r in read_records(record.with_name("curve.json"))} == {settings[:12]}
