@@ -251,9 +251,9 @@ def _overrides(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
     """Return settings as the words of --set."""
     if not isinstance(settings, Mapping):
         return list(settings)
-    # JSON of numbers, truth values and lists is TOML, too. NumPy's numbers give Python's by `item`.
-    words = json.JSONEncoder(ensure_ascii=False, default=lambda x: getattr(x, "item", x.__str__)())
+    # JSON of numbers, truth values and lists is TOML, too. `tolist` gives Python's of NumPy's.
+    form = json.JSONEncoder(ensure_ascii=False, default=lambda x: getattr(x, "tolist", x.__str__)())
     return [
-        f"{key}={value if isinstance(value, str) else words.encode(value)}"
+        f"{key}={value if isinstance(value, str) else form.encode(value)}"
         for key, value in settings.items()
     ]

@@ -56,7 +56,7 @@ def test_attention_is_torchs_with_a_bias_by_distance(layout):
 
 def test_settings_are_values_or_words():
     path = "configs/demo.toml"
-    lengths = [np.int64(128), 256]
+    lengths = np.array([128, 256])
     given = {
         "train.num_steps": np.int32(700),
         "evaluation.lengths": lengths,
