@@ -37,25 +37,20 @@ class Row:
     timing: Timing
     ends: tuple[Timing, Timing]
     """With all speeds slow, and with all fast, as `pretrain plan` prints them."""
-    measured_us: float
-    """Microseconds a GPU takes for a token."""
+    tokens_per_second: float
+    """Published, of one GPU."""
     is_fitted: bool
-
-    @property
-    def scale(self) -> float:
-        """Microseconds a token for each millisecond of the model's step."""
-        return 1e3 * self.timing.gpus / self.timing.tokens
 
     @property
     def error(self) -> float:
         """Modelled time over measured time, minus 1."""
-        return self.timing.milliseconds * self.scale / self.measured_us - 1
+        return self.tokens_per_second * self.timing.gpus / self.timing.tokens_per_second - 1
 
     @property
     def is_within(self) -> bool:
         """True if the measured time lies between those of the ends."""
-        slow, fast = (each.milliseconds * self.scale for each in self.ends)
-        return fast <= self.measured_us <= slow
+        slow, fast = (each.tokens_per_second / each.gpus for each in self.ends)
+        return slow <= self.tokens_per_second <= fast
 
 
 def rows() -> Iterator[Row]:
@@ -95,7 +90,7 @@ def rows() -> Iterator[Row]:
                 target,
                 time_of_step(config, layout, stages, target),
                 (slow, fast),
-                1e6 / row["tokens_per_second_per_gpu"],
+                row["tokens_per_second_per_gpu"],
                 fitted is not None
                 and row["model"] in fitted["models"]
                 and gpus == fitted["gpus"]
@@ -115,7 +110,7 @@ def fit(found: Sequence[Row]) -> tuple[float, float]:
         forward, backward = device.attention_tflops
         # Without recomputation: two products forward and five backward.
         part = 2.5 / backward / (1 / forward + 2.5 / backward)
-        to_relative = row.scale / row.measured_us
+        to_relative = (1 + row.error) / row.timing.milliseconds
         products = lines["matrix products"] * to_relative
         attention = lines["attention"] * part * to_relative
         rest = (1 + row.error) - products - attention
@@ -143,7 +138,8 @@ def main() -> None:
     found = list(rows())
     for row in found:
         part = "fitted" if row.is_fitted else "held out"
-        times = f"{row.measured_us:>8.1f} us {(1 + row.error) * row.measured_us:>8.1f}"
+        measured_us = 1e6 / row.tokens_per_second
+        times = f"{measured_us:>8.1f} us {(1 + row.error) * measured_us:>8.1f}"
         outside = "" if row.is_within else "  outside the interval"
         print(f"{row.name:<60} {part:<9}{times} {row.error:>+7.1%}{outside}")
     for name in dict.fromkeys(row.target.device.name for row in found):

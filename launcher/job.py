@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from pretrain.launcher.supervise import (
     NotStarted,
     Signals,
     Supervisor,
-    choose_nodes,
+    Verdict,
     count_failures,
     failing_nodes,
     job_is_over,
@@ -201,6 +202,26 @@ class Allocation:
         """Return the attempts that it has made since Slurm started it for the last time."""
         start = self._job_id, slurm.own_restarts()
         return [each for each in read_attempts(self._run) if each.owner.is_of_start(*start)]
+
+
+def choose_nodes(
+    nodes: Sequence[str], count: int, unusable: Collection[str], failures: Counter[str]
+) -> list[str]:
+    """Return the nodes for the ranks, in Slurm's order; fewer than `count` if too few can be used.
+
+    Those that failed less often come first, so that a spare node takes the place of one that failed
+    once.
+
+    Args:
+        nodes: All nodes of the job, in Slurm's order.
+        count: How many the ranks need.
+        unusable: Nodes that must not be chosen.
+        failures: How often each node failed.
+    """
+    usable = [node for node in nodes if node not in unusable]
+    # A stable sort: of equals, the nodes that come first.
+    chosen = sorted(usable, key=lambda node: failures[node])[:count]
+    return [node for node in nodes if node in chosen]
 
 
 # ---- Requeue a job whose batch host has died: `launcher guard`, a job step on other nodes ----
@@ -370,13 +391,13 @@ class _Start(Allocation):
             attempt = Attempt.begin(self._run, whose, job_is_over)
             end = supervisor.make_attempt(attempt, self._start, PendingEvaluations(self._run))
             if not end.again:
-                return _exit_code(end)
+                return _exit_code(end.verdict)
             if why := self._why_requeue(end):
-                if end.outcome != Outcome.RESTART:
+                if end.verdict.outcome != Outcome.RESTART:
                     say(f"job {self._job_id}: goes back to the queue: {why}")
                 if not _requeue(self._job_id, self._signals, self.without()):
                     supervisor.give_up(end, NOT_REQUEUED.format(run=self._run))
-                return _exit_code(end)
+                return _exit_code(end.verdict)
             self._check_nodes = True
             self._wait_for_slurm(attempt.directory)
             if self._ranks and not self._ranks.has_started:
@@ -467,7 +488,7 @@ class _Start(Allocation):
         Args:
             end: The end of the last attempt, which another one follows.
         """
-        if end.outcome == Outcome.RESTART:
+        if end.verdict.outcome == Outcome.RESTART:
             return "as asked"
         if read_attempt(end.attempt.directory).ended is None:
             # As on a full disk. Without the record this process still holds the run.
@@ -510,7 +531,7 @@ def _wait_for(look: Callable[[], T], seconds: float, pause: float = RETRY_SECOND
     return found
 
 
-def _exit_code(end: End | Ended) -> int:
+def _exit_code(end: Verdict | Ended) -> int:
     """Return the exit code of the job: 0 after it has saved and stopped, as its user asked.
 
     So Slurm calls the job COMPLETED, sends no mail of a failure, and starts jobs that depend on it

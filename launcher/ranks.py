@@ -429,7 +429,7 @@ def run_locally(
         supervisor = Supervisor(config, signals, lambda record: record.number >= first, local=True)
         while (end := supervisor.make_attempt(attempt, start)).again:
             attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
-        return end.code
+        return end.verdict.code
 
 
 def _make_logs(run: Path) -> None:

@@ -37,7 +37,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -514,31 +514,6 @@ def failing_nodes(records: Sequence[AttemptRecord]) -> dict[str, str]:
     return failed | {node: cause for check in checks for node, cause in check.faults.items()}
 
 
-def choose_nodes(
-    nodes: Sequence[str],
-    count: int,
-    unusable: Collection[str] = (),
-    failures: Counter[str] | None = None,
-) -> list[str]:
-    """Choose the nodes for the ranks from those that a job holds.
-
-    Args:
-        nodes: All nodes of the job, in Slurm's order.
-        count: How many the ranks need.
-        unusable: Nodes that must not be chosen.
-        failures: How often each node failed; those that failed less often come first, so that a
-            spare node takes the place of one that failed once.
-
-    Returns:
-        The chosen nodes in Slurm's order; fewer than `count` when too few can be used.
-    """
-    failed = failures or Counter()
-    usable = [node for node in nodes if node not in unusable]
-    # A stable sort: of equals, the nodes that come first.
-    chosen = sorted(usable, key=lambda node: failed[node])[:count]
-    return [node for node in nodes if node in chosen]
-
-
 def job_is_over(other: Owner) -> bool | None:
     """Return True if the job of another owner is over, None where Slurm does not say."""
     return slurm.is_over(other.slurm_job_id) if other.slurm_job_id else None
@@ -556,18 +531,12 @@ STOP_SECONDS = 2.0
 """The time that the end of an attempt gives a thread beside it; a file server may be slow."""
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """The end of an attempt, and if another one follows."""
 
     attempt: Attempt
-    outcome: Outcome
-    code: int
-    """The exit code of the ranks, which the caller exits with when no attempt follows."""
-    reason: str
-    """One line for the user."""
-    nodes: tuple[str, ...]
-    """The nodes that a failure came from."""
+    verdict: Verdict
+    """Its code is what the caller exits with when no attempt follows."""
     again: bool
     """True when the caller must make another attempt."""
 
@@ -637,7 +606,7 @@ class Supervisor:
             # While the heartbeat goes on: Slurm may take a while to answer.
             if verdict.outcome == Outcome.STOPPED and self._ask_if_preempted(attempt, verdict):
                 reason = f"preempted; {verdict.reason}"
-                verdict = Verdict(Outcome.RESTART, verdict.code, reason)
+                verdict = verdict._replace(outcome=Outcome.RESTART, reason=reason)
         except NotStarted as error:
             verdict = Verdict(Outcome.FAILED, ExitCode.FAILED, str(error), error.nodes)
         except BaseException as error:
@@ -667,8 +636,9 @@ class Supervisor:
             end: An end with `again` set.
             why: The obstacle, in a few words.
         """
-        reason = f"{end.reason}; {why}"
-        self._record(end.attempt, Verdict(Outcome.GAVE_UP, end.code, reason, end.nodes))
+        reason = f"{end.verdict.reason}; {why}"
+        verdict = end.verdict._replace(outcome=Outcome.GAVE_UP, reason=reason)
+        self._record(end.attempt, verdict)
         say(f"attempt {end.attempt.number}: {why}")
 
     def _ask_if_preempted(self, attempt: Attempt, verdict: Verdict) -> bool:
@@ -795,11 +765,8 @@ class Supervisor:
             if why := why_permanent(
                 records, verdict.code, count, recovery.max_restarts, self.local, bool(passed_over)
             ):
-                reason = f"{verdict.reason}; given up: {why}"
-                verdict, again = (
-                    Verdict(Outcome.GAVE_UP, verdict.code, reason, verdict.nodes),
-                    False,
-                )
+                reason, again = f"{verdict.reason}; given up: {why}", False
+                verdict = verdict._replace(outcome=Outcome.GAVE_UP, reason=reason)
             else:
                 left = [p for p in complete_checkpoints(attempt.run) if p not in passed_over]
                 saved = checkpoint_step(left[-1].name) if left else None
@@ -809,15 +776,10 @@ class Supervisor:
                 say(f"{message} ({limit})" if count else message)
         self._record(attempt, verdict)
         # On a single machine the ranks print how they ended, except for what the launcher decides.
-        decided_here = verdict.outcome in (
-            Outcome.HUNG,
-            Outcome.GAVE_UP,
-            Outcome.NO_SPACE,
-            Outcome.SUPERSEDED,
-        )
-        if not again and (decided_here or not self.local):
+        ours = (Outcome.HUNG, Outcome.GAVE_UP, Outcome.NO_SPACE, Outcome.SUPERSEDED)
+        if not again and (verdict.outcome in ours or not self.local):
             say(f"attempt {attempt.number}: {in_words(verdict.outcome)}: {verdict.reason}")
-        return End(attempt, *verdict, again)
+        return End(attempt, verdict, again)
 
     def _record(self, attempt: Attempt, verdict: Verdict) -> None:
         """Write the attempt's ended.json, which also gives the run back."""

@@ -83,6 +83,22 @@ def load_checkpoint(
     return checkpoint.trainer_state
 
 
+def load_initial(
+    config: RunConfig, optimizer: ZeroOptimizer, loss_scaler: dict[str, float] | None
+) -> None:
+    """Set the optimizer to what a run from scratch begins with. All ranks together.
+
+    Args:
+        config: The run.
+        optimizer: The optimizer; its model is set with it.
+        loss_scaler: fp16: the fields of the loss scaler at the start.
+    """
+    optimizer.before_change()
+    for fragment in optimizer.state().fragments:
+        set_initial(config, fragment)
+    optimizer.load_state(0, loss_scaler)
+
+
 def load_weights(checkpoint: Checkpoint, chunks: list[GPTModel]) -> None:
     """Load a newly built model's weights alone, cast to its dtype. All ranks together.
 

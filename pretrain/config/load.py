@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from pretrain.config import rules
 from pretrain.config.errors import ConfigError
-from pretrain.config.run import PROTOCOLS, STREAM, RunConfig, in_phase
+from pretrain.config.run import PROTOCOLS, STREAM, RunConfig, changed_keys, in_phase
 from pretrain.config.schema import Effect, Section
 
 CONFIG_VERSION = 1
@@ -376,11 +376,12 @@ def _check_phases(config: RunConfig) -> None:
         ConfigError, ValidationError: A phase cannot work; a note names it.
     """
     for number, phase in enumerate(config.phases, 1):
-        if fixed := [key for key in phase.changes if not _may_change(key, config)]:
+        changes = changed_keys(phase)
+        if fixed := [key for key in changes if not _may_change(key, config)]:
             with in_phase(number):
                 raise ConfigError(
                     "\n".join(
-                        f"{key} = {phase.changes[key]!r}: is the same in all phases of a run. Set "
+                        f"{key} = {changes[key]!r}: is the same in all phases of a run. Set "
                         f"it in [{key.rpartition('.')[0]}]"
                         for key in fixed
                     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.config.errors import ConfigError, Refusal
-from pretrain.config.schema import LEAST_PIECES, WORDS
+from pretrain.config.schema import WORDS
 from pretrain.config.secrets import credential_in_url
 
 if TYPE_CHECKING:
@@ -400,6 +400,11 @@ def _evaluation(c: RunConfig) -> Iterator[Refusal]:
             "tokens out",
             f"Choose {shortest} or less",
         )
+
+
+LEAST_PIECES: dict[str | None, int] = {WORDS: 5, None: 260}
+"""Least `data.vocab_size` of "words", which begin with fairseq's four, and of a SentencePiece BPE
+that is trained on the text: 256 byte pieces, three control pieces and the text's characters."""
 
 
 def _data(c: RunConfig) -> Iterator[Refusal]:

@@ -483,8 +483,24 @@ def _parts(run: RunConfig) -> tuple[RunPhase, ...]:
         config = RunConfig.model_validate(span.values)
         samples = _samples(config, span.first, span.end, span.samples)
         tokens = samples * config.data.sequence_length
-        found.append(RunPhase(number, count, span.first, config, phase.changes, tokens))
+        found.append(RunPhase(number, count, span.first, config, changed_keys(phase), tokens))
     return tuple(found)
+
+
+def changed_keys(phase: PhaseSection) -> dict[str, Any]:
+    """Return what a phase changes: "section.key" or "data.corpora.NAME.key", with its value."""
+    return dict(_flat(phase.model_extra or {}))
+
+
+def _flat(table: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of nested tables, down to where a table is the value of a key."""
+    for name, value in table.items():
+        path = (*above, name)
+        depth = 4 if path[:2] == ("data", "corpora") else 2
+        if isinstance(value, dict) and len(path) < depth:
+            yield from _flat(value, path)
+        else:
+            yield ".".join(path), value
 
 
 def _span(run: RunConfig, phase: PhaseSection, before: _Span | None, is_last: bool) -> _Span:
@@ -495,7 +511,8 @@ def _span(run: RunConfig, phase: PhaseSection, before: _Span | None, is_last: bo
         config = RunConfig.model_validate(before.values)
         first, values = before.end, before.values
         samples = before.samples + _samples(config, before.first, first, before.samples)
-    values = _changed(values, phase.changes)
+    changes = changed_keys(phase)
+    values = _changed(values, changes)
     config = RunConfig.model_validate(values)
     given = [each for each in (phase.steps, phase.tokens) if each is not None]
     if len(given) > 1 or not (given or is_last):
@@ -521,10 +538,10 @@ def _span(run: RunConfig, phase: PhaseSection, before: _Span | None, is_last: bo
         train["profile_steps"] = [profiled[0], min(profiled[1], end)]
         if not first < profiled[0] <= end:
             del train["profile_steps"]
-    begins = any(key.startswith("schedule.") for key in phase.changes)
-    if begins and "schedule.lr_begin_step" not in phase.changes:
+    begins = any(key.startswith("schedule.") for key in changes)
+    if begins and "schedule.lr_begin_step" not in changes:
         schedule["lr_begin_step"] = first
-    if begins and "schedule.lr_end_step" not in phase.changes:
+    if begins and "schedule.lr_end_step" not in changes:
         schedule.pop("lr_end_step", None)
     return _Span(first, end, samples, {**values, "train": train, "schedule": schedule}, begins)
 

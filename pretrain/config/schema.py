@@ -2,13 +2,12 @@
 
 This file is the reference of the keys. The docstring below a field says what the key does, its
 unit, what its default means and when to change it. Names are Megatron's and Hugging Face's.
-Other sections stand beside this file: the model's in `model_schema`, the data's in `data_schema`,
-[export] in `export_schema`. `pretrain.config.run` puts them together.
+The keys of [position] and [optimizer] stand with the methods and the optimizers that have them.
+`pretrain.config.run` puts all sections together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -289,22 +288,6 @@ class PhaseSection(Section):
     tokens: int | None = Field(default=None, gt=0)
     """The length in tokens, in place of steps: the fewest steps that train on so many."""
 
-    @property
-    def changes(self) -> dict[str, Any]:
-        """Return the changed keys, "section.key" or "data.corpora.NAME.key", with their values."""
-        return dict(_flat(self.model_extra or {}))
-
-
-def _flat(table: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of nested tables, down to where a table is the value of a key."""
-    for name, value in table.items():
-        path = (*above, name)
-        depth = 4 if path[:2] == ("data", "corpora") else 2
-        if isinstance(value, dict) and len(path) < depth:
-            yield from _flat(value, path)
-        else:
-            yield ".".join(path), value
-
 
 class TrainSection(Section):
     """[train]: length, precision, recomputation, fused operations, and checks of its health."""
@@ -506,19 +489,8 @@ class LoggingSection(Section):
     """Write TensorBoard event files to RUN/tensorboard, which `tensorboard --logdir` shows."""
 
 
-# ---- data schema ----
-# Define the keys of [data], [data.corpora.NAME] and [cleaning], as `schema` does all others.
-
-
 WORDS = "words"
 """The value of `data.tokenizer` that stands for a vocabulary of the training text's words."""
-
-
-LEAST_PIECES: dict[str | None, int] = {WORDS: 5, None: 260}
-"""Least `data.vocab_size` of "words", which begin with fairseq's four, and of a SentencePiece BPE
-that is trained on the text: 256 byte pieces, three control pieces and the text's characters."""
-
-
 _CorpusName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]{0,63}$")]
 """It is part of file names."""
 
@@ -663,9 +635,6 @@ class CleaningSection(Section):
     up to this number in each corpus; one more ends the build. Default: the first one ends it."""
 
 
-# ---- Define the keys of [export], as `schema` does most others ----
-
-
 _Language = Annotated[
     str, StringConstraints(pattern=r"^([a-z]{2,3}(-[A-Za-z]+)?|multilingual|code)$")
 ]
@@ -691,9 +660,6 @@ class ExportSection(Section):
     datasets: tuple[_Dataset, ...] = Field(default=(), strict=False)
     """Data sets that the model was trained on, by their names on the Hub: ["org/name"]. The first
     also names the text that perplexities were measured on; a part of it was held out."""
-
-
-# ---- Define the config's keys about the model: [model] and [position]. See `schema` ----
 
 
 class ModelSection(Section):

@@ -516,10 +516,10 @@ def finish_split(
     tokens_per_block: int,
     tokens_per_shard: int,
 ) -> Manifest:
-    """Give the shards of all tasks their final names, join the checksums and write the manifest.
+    """Give the shards of all tasks their final names, join the checksums, and write the manifest.
 
-    The manifest is written last: a split with a manifest is complete. The shards are not read:
-    their digests are those that the writers made of what they wrote.
+    The manifest is returned, and written last: a split with a manifest is complete. The shards are
+    not read: their digests are those that the writers made of what they wrote.
 
     Args:
         directory: The directory of the split.
@@ -530,16 +530,10 @@ def finish_split(
         split: train or validation.
         tokenizer: File name of the tokenizer.
         tokenizer_sha256: Hex digest of that file.
-        vocab_size: As given to the writers.
+        vocab_size, tokens_per_block, tokens_per_shard: As given to the writers.
         eos_id: The id that ends every document.
-        tokens_per_block: As given to the writers.
-        tokens_per_shard: As given to the writers.
-
-    Returns:
-        The manifest of the split.
 
     Raises:
-        ConfigError: if the split has no tokens.
         RunFailed: if the checksums of a task are damaged.
         OSError: if a task's files are missing.
     """
@@ -583,8 +577,7 @@ def finish_split(
     flush_directory(directory)
     replace_file(directory / MANIFEST, manifest.text(), durable=True)
     flush_directory(directory)
-    # What a reader would refuse is refused here.
-    return parse_manifest(manifest.text().encode(), directory / MANIFEST)
+    return manifest
 
 
 def place(source: Path, target: Path) -> None:

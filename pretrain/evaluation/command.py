@@ -70,10 +70,10 @@ from pretrain.evaluation.records import (
     Binned,
     Losses,
     bounded_exp,
-    check_objectives,
     fields_of,
 )
 from pretrain.evaluation.report import (
+    check_objectives,
     check_overwrites,
     format_table,
     read_evaluations,

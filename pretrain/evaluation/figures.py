@@ -427,7 +427,7 @@ def lines_by_position(curves: Sequence[PositionCurve]) -> tuple[list[Line], Fram
         panel = f"L = {curve.train_length}, windows of {length:,} tokens"
         marked[panel] = [curve.train_length]
         wide = [each.merged(TOKENS_OF_A_VALUE) for each in binned]
-        values = PositionCurve(curve, length, wide).values()
+        values = [Value.of_seeds(losses) for losses in zip(*(each.losses for each in wide))]
         lines.append(Line(panel, curve.name, wide[0].centres(), values, len(wide) > 1))
     longest = max(each.length for each in curves)
     powers = range(0, math.ceil(math.log2(longest + 1)) + 1, 2)

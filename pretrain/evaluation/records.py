@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from pretrain.config import ConfigError
 from pretrain.config.errors import columns
-from pretrain.config.run import MASKED
 
 Record = Mapping[str, Any]
 """One evaluation of one checkpoint, with the keys of FIELDS and, where they are known, BLOCKS,
@@ -138,28 +137,6 @@ class Losses:
     """[n]"""
     counts: NDArray[Any]
     """[n] tokens scored."""
-
-
-def check_objectives(found: Iterable[tuple[str, str]]) -> None:
-    """Check that a report is of language models alone, or of models of masked tokens alone.
-
-    A masked token is predicted from both sides, so that its perplexity is lower whatever the model
-    is worth.
-
-    Args:
-        found: The source and the protocol of each record.
-
-    Raises:
-        ConfigError: There are both.
-    """
-    sources: dict[bool, str] = {}
-    for source, protocol in found:
-        sources.setdefault(protocol == MASKED, source)
-    if len(sources) > 1:
-        raise ConfigError(
-            f"{sources[True]}: predicts masked tokens, and {sources[False]} next ones "
-            "(train.objective). Their perplexities do not compare. Make a report of each"
-        )
 
 
 # ---- Estimate how far a mean loss would move if other text of the same kind were scored ----
@@ -401,7 +378,7 @@ class Source(NamedTuple):
     step: int
     run: str
     checkpoint: str
-    evaluation: int
+    evaluation: int = 1
     """1, or more where one checkpoint has several records at the same length and protocol."""
 
 
@@ -520,7 +497,8 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
     found: dict[tuple[Source, str], dict[int, Record]] = {}
     seen: Counter[tuple[Source, str, int]] = Counter()
     for record in _distinct(records):
-        source, protocol = _source(record), protocol_name(record)
+        source = Source(*(record[key] for key in Source._fields if key != "evaluation"))
+        protocol = protocol_name(record)
         place = (source, protocol, record["length"])
         seen[place] += 1
         key = source._replace(evaluation=seen[place]), protocol
@@ -566,27 +544,22 @@ def train_lengths(curves: Iterable[Curve]) -> list[int]:
     return sorted({curve.train_length for curve in curves})
 
 
-def precisions(curves: Iterable[Curve]) -> list[str]:
-    """Return the different precisions of the evaluations."""
-    return sorted({curve.sources[0].precision for curve in curves})
-
-
 def lengths_of(curves: Iterable[Curve]) -> list[int]:
     """Return the different window lengths at which there are values, ascending."""
     return sorted({x for curve in curves for x in curve.records})
 
 
-def is_known(curve: Curve, x: int, quantity: str) -> bool:
-    """Return False where a record does not have the quantity, such as bytes of `<unk>`.
-
-    A perplexity is always known: None stands for one that is not finite.
-    """
-    return quantity == PERPLEXITY or all(r.get(quantity) is not None for r in curve.records[x])
-
-
 def known_lengths(curve: Curve, quantity: str) -> list[int]:
-    """Return the window lengths at which a curve has a quantity, ascending."""
-    return [x for x in curve.records if is_known(curve, x, quantity)]
+    """Return the window lengths at which a curve has a quantity, ascending.
+
+    A record may lack one, such as bytes of `<unk>`. A perplexity is always known: None stands for
+    one that is not finite.
+    """
+    return [
+        x
+        for x, records in curve.records.items()
+        if quantity == PERPLEXITY or all(r.get(quantity) is not None for r in records)
+    ]
 
 
 def quantities(curves: Iterable[Curve]) -> list[str]:
@@ -606,12 +579,6 @@ def length_label(length: int, train_length: int | None, separator: str = " = ") 
     if train_length is None:
         return str(length)
     return f"{length}{separator}{relative_length(length / train_length)}"
-
-
-def _source(record: Record) -> Source:
-    """Return what a record evaluates."""
-    fields = {key: record[key] for key in Source._fields if key != "evaluation"}
-    return Source(**fields, evaluation=1)
 
 
 def _amount(record: Record, quantity: str) -> float:
@@ -681,10 +648,6 @@ class PositionCurve(NamedTuple):
     binned: list[Binned]
     """One for each seed that has losses by position."""
 
-    def values(self) -> list[Value]:
-        """Return the mean loss of each range of positions, with the range of the seeds."""
-        return [Value.of_seeds(losses) for losses in zip(*(b.losses for b in self.binned))]
-
 
 def position_curves(curves: Iterable[Curve]) -> list[PositionCurve]:
     """Return loss by position in the longest window of each curve that has it."""
@@ -752,23 +715,20 @@ def length_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
     lengths = lengths_of(curves)
     # Checkpoints of different steps are no fair comparison of methods, and a model in bf16 is none
     # beside one in fp32, which rounds less: the table shows both where they differ.
-    steps = {curve.sources[0].step for curve in curves}
-    columns: dict[str, tuple[bool, Callable[[Curve], object]]] = {
-        "method": (True, lambda c: c.name),
-        "L": (len(trained) > 1, lambda c: c.train_length),
-        "step": (len(steps) > 1, lambda c: c.sources[0].step),
-        "precision": (len(precisions(curves)) > 1, lambda c: c.sources[0].precision),
-        "protocol": (True, lambda c: c.protocol),
+    words = {
+        "method": [curve.name for curve in curves],
+        "L": [str(curve.train_length) for curve in curves],
+        "step": [str(curve.sources[0].step) for curve in curves],
+        "precision": [curve.sources[0].precision for curve in curves],
+        "protocol": [curve.protocol for curve in curves],
     }
-    words = {name: value for name, (is_shown, value) in columns.items() if is_shown}
+    for name in ("L", "step", "precision"):
+        if len(set(words[name])) < 2:
+            del words[name]
     unit = {BITS_PER_BYTE: "bytes", LONGPPL: "key_tokens"}.get(quantity, "tokens")
     rows = [
-        [
-            *(str(value(curve)) for value in words.values()),
-            _range(curve.counts(unit)),
-            *(cell(curve, n, quantity) for n in lengths),
-        ]
-        for curve in curves
+        [*row, _range(curve.counts(unit)), *(cell(curve, n, quantity) for n in lengths)]
+        for row, curve in zip(zip(*words.values()), curves)
     ]
     header = [*words, f"{unit.replace('_', ' ')} scored", *(length_label(n, only) for n in lengths)]
     return Table(title, header, rows, names=len(words))
@@ -781,7 +741,7 @@ def source_table(curves: Iterable[Curve]) -> Table:
         for source in curve.sources:
             words = [full_name(curve), source.run, str(source.step), str(source.seed)]
             words += [str(source.train_length), source.tokenizer, source.validation]
-            words.append(source.precision)
+            words += [source.precision]
             rows.setdefault("\0".join(words), words)
     header = ["curve", "run", "step", "seed", "L", "tokenizer", "validation set", "precision"]
     return Table("What was evaluated", header, list(rows.values()), names=len(header))
@@ -799,7 +759,7 @@ def cell(curve: Curve, x: int, quantity: str = PERPLEXITY) -> str:
     The number after +- is the longer half of the 95 % interval; without one it is left out. A
     length at which there is no value is "-".
     """
-    if x not in curve.records or not is_known(curve, x, quantity):
+    if x not in known_lengths(curve, quantity):
         return "-"
     value, low, high = curve.value(x, quantity)
     shown = format_value(value, quantity)

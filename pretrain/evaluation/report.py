@@ -37,7 +37,6 @@ from pretrain.evaluation.records import (
     Part,
     Record,
     cell,
-    check_objectives,
     fields_of,
     grouped,
     length_in_words,
@@ -140,6 +139,28 @@ def plain(text: str) -> str:
     return "".join(
         f"\\{each}" if each in r"\`*_[]<>#&" else each for each in " ".join(text.split())
     )
+
+
+def check_objectives(found: Iterable[tuple[str, str]]) -> None:
+    """Check that a report is of language models alone, or of models of masked tokens alone.
+
+    A masked token is predicted from both sides, so that its perplexity is lower whatever the model
+    is worth.
+
+    Args:
+        found: The source and the protocol of each record.
+
+    Raises:
+        ConfigError: There are both.
+    """
+    sources: dict[bool, str] = {}
+    for source, protocol in found:
+        sources.setdefault(protocol == MASKED, source)
+    if len(sources) > 1:
+        raise ConfigError(
+            f"{sources[True]}: predicts masked tokens, and {sources[False]} next ones "
+            "(train.objective). Their perplexities do not compare. Make a report of each"
+        )
 
 
 def check_out(out: Path, keys: Collection[str], beside: Iterable[str]) -> None:

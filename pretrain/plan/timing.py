@@ -16,11 +16,7 @@ from typing import NamedTuple
 
 from pretrain.config import Layout, RunConfig
 from pretrain.config.tensors import widths
-from pretrain.model import (
-    flops_per_token,
-    model_flops_utilization,
-    peak_tflops_per_second,
-)
+from pretrain.model import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.plan.memory import ZERO_LIVE, Activations, Stage, chunk_layers, zero_stage
 from pretrain.positions.base import PositionMethod, by_layer
 
@@ -205,31 +201,6 @@ class Network:
         """GB/s that a node sends to the others in a collective, in one direction."""
         return self.gbit_per_second / 8 * self.efficiency
 
-    def ring_ms(
-        self,
-        num_bytes: float,
-        ranks: int,
-        collectives: int = 1,
-        ranks_per_node: int = GPUS_PER_NODE,
-    ) -> float:
-        """Return the time of a reduce-scatter or an all-gather; an all-reduce takes twice that.
-
-        Each chunk passes through every node once, so a node sends and receives num_bytes x
-        (ranks - 1) / ranks. The ring's latency comes on top for each collective.
-
-        Args:
-            num_bytes: Bytes of the whole tensor.
-            ranks: Ranks of the group.
-            collectives: Number of calls that it is split into.
-            ranks_per_node: Ranks of the group on each node.
-        """
-        if ranks == 1:
-            return 0.0
-        between = min(ranks // ranks_per_node, ranks - 1)
-        steps_us = between * self.between_nodes_us + (ranks - 1 - between) * self.within_node_us
-        links_ms = 1e3 * num_bytes * (ranks - 1) / ranks / (self.gb_per_second * 1e9)
-        return links_ms + 1e-3 * collectives * steps_us
-
 
 # ---- What a step costs on every GPU of a kind: bytes, elements and launches ----
 
@@ -398,6 +369,38 @@ class Target:
         """Memory of a GPU that may be planned for."""
         return int(USABLE * self.device.memory_bytes)
 
+    def ring_ms(self, num_bytes: float, ranks: int, collectives: int = 1, groups: int = 1) -> float:
+        """Return the time of a reduce-scatter or an all-gather; an all-reduce takes twice that.
+
+        Each chunk passes through every rank once, so a rank sends and receives num_bytes x
+        (ranks - 1) / ranks: over NVLink if a node holds the ranks, else over its links. The ring's
+        latency comes on top for each collective.
+
+        Args:
+            num_bytes: Bytes of the whole tensor of a group.
+            ranks: Ranks of a group.
+            collectives: Number of calls that it is split into.
+            groups: Groups that share a node and its links, and do the same at once.
+        """
+        ranks_per_node = GPUS_PER_NODE // groups
+        between = min(ranks // ranks_per_node, ranks - 1) if ranks > ranks_per_node else 0
+        within = ranks - 1 - between
+        sent = num_bytes * (ranks - 1) / ranks
+        return self.send_ms(sent, collectives * within, collectives * between, groups)
+
+    def send_ms(
+        self, num_bytes: float, within: int, between: int, senders: int = GPUS_PER_NODE
+    ) -> float:
+        """Return the time in which a GPU sends so many bytes, in steps within and between nodes.
+
+        If any are between nodes, so many senders of a node do the same at once and share its links.
+        """
+        network, rate = self.network, self.device.nvlink_gb_per_second
+        if between:
+            rate = network.gb_per_second / senders
+        latency_us = within * network.within_node_us + between * network.between_nodes_us
+        return 1e3 * num_bytes / (rate * 1e9) + 1e-3 * latency_us
+
     def moved(self, to: Inputs) -> Target:
         """Return the same GPUs with other speeds."""
         device, network = self.device, self.network
@@ -441,17 +444,11 @@ class Step:
     """One training step of one pipeline stage, on all ranks of a data-parallel group."""
 
     def __init__(self, config: RunConfig, layout: Layout, stage: Stage, target: Target) -> None:
-        """Describe a step.
-
-        Args:
-            config: The run, with the layout's keys.
-            layout: Its layout.
-            stage: The pipeline stage.
-            target: The GPUs and their links.
-        """
+        """Describe a step, of one of the stages of `time_of_step`."""
         self.config, self.layout, self.stage, self.target = config, layout, stage, target
         self.device = target.device
-        self.tokens = Activations(config, target.device.is_modern).tokens
+        self.activations = Activations(config, target.device.is_modern)
+        self.tokens = self.activations.tokens
         """Tokens of a micro batch on a rank."""
         self.num_layers = sum(layers for _, layers in chunk_layers(config, stage.number))
         self.has_output = stage.number == layout.pipeline - 1
@@ -619,30 +616,8 @@ class Step:
         """Return the time of a reduce-scatter or an all-gather over the data-parallel ranks.
 
         The tensor-parallel ranks of a node have a group each, and share its links.
-
-        Args:
-            num_bytes: Bytes of the whole tensor of each group.
         """
-        if self.layout.replicas * self.layout.tensor <= GPUS_PER_NODE:
-            return self.nvlink_ms(num_bytes, self.layout.replicas, BUCKETS)
-        return self.target.network.ring_ms(
-            num_bytes * self.layout.tensor,
-            self.layout.replicas,
-            BUCKETS,
-            GPUS_PER_NODE // self.layout.tensor,
-        )
-
-    def nvlink_ms(self, num_bytes: float, ranks: int, collectives: int) -> float:
-        """Return the time of a ring within a node.
-
-        Args:
-            num_bytes: Bytes of the whole tensor.
-            ranks: Ranks of the ring.
-            collectives: Number of calls.
-        """
-        sent = num_bytes * (ranks - 1) / ranks
-        latency = 1e-3 * collectives * (ranks - 1) * self.target.network.within_node_us
-        return 1e3 * sent / (self.device.nvlink_gb_per_second * 1e9) + latency
+        return self.target.ring_ms(num_bytes, self.layout.replicas, BUCKETS, self.layout.tensor)
 
     def reduction_ms(self) -> float:
         """Return the time of a reduce-scatter of all gradients.
@@ -654,8 +629,11 @@ class Step:
         nodes = self.layout.replicas * tensor // GPUS_PER_NODE
         if self.config.parallel.gradient_reduce_dtype == "fp32" or nodes <= 1:
             return self.ring_ms(4 * parameters)
-        within = self.nvlink_ms(4 * parameters, GPUS_PER_NODE // tensor, BUCKETS)
-        return within + self.target.network.ring_ms(2 * parameters * tensor, nodes, BUCKETS, 1)
+        within = GPUS_PER_NODE // tensor
+        within_ms = self.target.ring_ms(4 * parameters, within, BUCKETS, tensor)
+        # Each GPU of a node sends its part of the sums.
+        sums = 2 * parameters / within
+        return within_ms + self.target.ring_ms(sums, nodes, BUCKETS, GPUS_PER_NODE)
 
     def passes_ms(self) -> tuple[float, float]:
         """Return the time of the forward and the backward pass of one micro batch.
@@ -675,28 +653,74 @@ class Step:
         """
         lines: Lines = {}
         if self.layout.tensor > 1:
-            sent, rings = exposed_in_tensor_group(
-                self.config, self.layout, self.stage, self.device.is_modern
-            )
-            lines[TENSOR] = self.nvlink_ms(sent, self.layout.tensor, rings)
+            sent, rings = self.exposed_in_tensor_group()
+            lines[TENSOR] = self.target.ring_ms(sent, self.layout.tensor, rings)
         if self.layout.context > 1:
-            received, calls = exchanged_in_context_group(self.config, self.layout, self.stage)
+            received, calls = self.exchanged_in_context_group()
             needed = received * received_share(self.config, self.layout.context)
-            network, rate = self.target.network, self.device.nvlink_gb_per_second
-            if self.layout.tensor * self.layout.context > GPUS_PER_NODE:
-                rate = network.gb_per_second / GPUS_PER_NODE
-            latency = calls * (self.layout.context - 1) * network.within_node_us
-            lines[CONTEXT] = 1e3 * needed / (rate * 1e9) + 1e-3 * latency
+            calls *= self.layout.context - 1
+            leaves_node = self.layout.tensor * self.layout.context > GPUS_PER_NODE
+            steps = (0, calls) if leaves_node else (calls, 0)
+            lines[CONTEXT] = self.target.send_ms(needed, *steps)
         if self.layout.pipeline > 1:
-            network, rate = self.target.network, self.device.nvlink_gb_per_second
-            latency = network.within_node_us
-            if self.layout.world_size > GPUS_PER_NODE <= self.layout.tensor * self.layout.replicas:
-                # All GPUs of a node send at once.
-                rate = network.gb_per_second / GPUS_PER_NODE
-                latency = network.between_nodes_us
-            sent, calls = sent_to_stages(self.config, self.layout, self.stage.number)
-            lines[SENDS] = 1e3 * sent / (rate * 1e9) + 1e-3 * calls * latency
+            sent, calls = self.sent_to_stages()
+            fills_nodes = self.layout.tensor * self.layout.replicas >= GPUS_PER_NODE
+            leaves_node = self.layout.world_size > GPUS_PER_NODE and fills_nodes
+            steps = (0, calls) if leaves_node else (calls, 0)
+            lines[SENDS] = self.target.send_ms(sent, *steps)
         return lines
+
+    # ---- What ranks of the same data-parallel number send each other ----
+    # A test compares it with what `pretrain bench step` counts.
+    def exposed_in_tensor_group(self) -> tuple[int, int]:
+        """Return the bytes that tensor-parallel ranks exchange while nothing else runs, and rings.
+
+        Bytes are those of whole tensors. A gather or a scatter is a ring, and an all-reduce is two.
+        What is exchanged while matrix products run costs nothing.
+        """
+        config, a, layers = self.config, self.activations, self.num_layers
+        has_embedding = self.stage.number == 0
+        forward = 2 if config.train.recompute_granularity == "full" else 1
+        if config.parallel.sequence_parallel:
+            # Megatron adds positions before it splits the sequence.
+            summed = has_embedding * config.position.adds_to_embeddings
+            # Forward: inputs are gathered and outputs scattered. Backward: gradients of outputs,
+            # which the products wait for.
+            rings = 4 * layers * forward + has_embedding * (not summed) + self.has_output
+            rings += 2 * layers + has_embedding
+        else:
+            summed, rings = 2 * layers * forward + has_embedding, 0
+        rings += 2 * summed
+        sent = rings * a.whole
+        if self.has_output:
+            # Maximum, sum of exponentials and the label's logit of each token; Megatron's loss
+            # sends the last two apart.
+            sent += 2 * 3 * 4 * a.tokens
+            rings += 2 * (2 if a.has_fused_loss else 3)
+        count, partial = self.layout.num_microbatches, self.stage.partial
+        # Once a step the gradients of which each rank has its part of the sequence's.
+        return sent * count + 2 * 4 * partial, rings * count + 2 * (partial > 0)
+
+    def exchanged_in_context_group(self) -> tuple[int, int]:
+        """Return the bytes of keys and values that the last context rank receives, and the calls.
+
+        The gradients that it sends back count like what it receives. These are all keys, of which a
+        method with a reach needs a part (`Reach.received`).
+        """
+        a = self.activations
+        passes = 2 if self.config.train.recompute_granularity == "none" else 3
+        calls = passes * self.num_layers * self.layout.num_microbatches
+        received = (self.layout.context - 1) * a.tokens * 2 * widths(self.config).key * a.item
+        return calls * received, calls
+
+    def sent_to_stages(self) -> tuple[int, int]:
+        """Return the bytes and calls in which the stage sends activations and gradients on."""
+        last = len(self.config.layers_per_chunk) - 1
+        # A chunk sends to the next one and to the one before.
+        chunks = chunk_layers(self.config, self.stage.number)
+        times = sum((n > 0) + (n < last) for n, _ in chunks)
+        calls = times * self.layout.num_microbatches
+        return calls * self.activations.stream, calls
 
     def lines(self) -> Lines:
         """Return all lines of the step but the bubble."""
@@ -706,82 +730,6 @@ class Step:
             **self.communication_lines(),
             **self.model_parallel_lines(),
         }
-
-
-# ---- What ranks of the same data-parallel number send each other ----
-# A test compares both with what `pretrain bench step` counts.
-
-
-def exposed_in_tensor_group(
-    config: RunConfig, layout: Layout, stage: Stage, is_modern: bool
-) -> tuple[int, int]:
-    """Return the bytes that tensor-parallel ranks exchange while nothing else runs, and the rings.
-
-    Bytes are those of whole tensors. A gather or a scatter is a ring, and an all-reduce is two.
-    What is exchanged while matrix products run costs nothing.
-
-    Args:
-        config: The run.
-        layout: Its layout.
-        stage: The pipeline stage.
-        is_modern: As in `Activations`.
-    """
-    a = Activations(config, is_modern)
-    layers = sum(each for _, each in chunk_layers(config, stage.number))
-    has_embedding, has_output = stage.number == 0, stage.number == layout.pipeline - 1
-    forward = 2 if config.train.recompute_granularity == "full" else 1
-    if config.parallel.sequence_parallel:
-        # Megatron adds positions before it splits the sequence.
-        summed = has_embedding * config.position.adds_to_embeddings
-        # Forward: inputs are gathered and outputs scattered. Backward: gradients of outputs, which
-        # the products wait for.
-        rings = 4 * layers * forward + has_embedding * (not summed) + has_output
-        rings += 2 * layers + has_embedding
-    else:
-        summed, rings = 2 * layers * forward + has_embedding, 0
-    rings += 2 * summed
-    sent = rings * a.whole
-    if has_output:
-        # Maximum, sum of exponentials and the label's logit of each token; Megatron's loss sends
-        # the last two apart.
-        sent += 2 * 3 * 4 * a.tokens
-        rings += 2 * (2 if a.has_fused_loss else 3)
-    sent, rings = sent * layout.num_microbatches, rings * layout.num_microbatches
-    # Once a step the gradients of which each rank has its part of the sequence's.
-    return sent + 2 * 4 * stage.partial, rings + 2 * (stage.partial > 0)
-
-
-def exchanged_in_context_group(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int]:
-    """Return the bytes of keys and values that the last context rank receives, and the calls.
-
-    The gradients that it sends back count like what it receives. These are all keys, of which a
-    method with a reach needs a part (`Reach.received`).
-
-    Args:
-        config: The run.
-        layout: Its layout.
-        stage: The pipeline stage.
-    """
-    a = Activations(config, True)
-    layers = sum(each for _, each in chunk_layers(config, stage.number))
-    passes = 2 if config.train.recompute_granularity == "none" else 3
-    calls = passes * layers * layout.num_microbatches
-    return calls * (layout.context - 1) * a.tokens * 2 * widths(config).key * a.item, calls
-
-
-def sent_to_stages(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
-    """Return the bytes and calls in which a stage sends activations and gradients on.
-
-    Args:
-        config: The run.
-        layout: Its layout.
-        stage: The pipeline stage.
-    """
-    last = len(config.layers_per_chunk) - 1
-    # A chunk sends to the next one and to the one before.
-    times = sum((n > 0) + (n < last) for n, _ in chunk_layers(config, stage))
-    calls = times * layout.num_microbatches
-    return calls * Activations(config, True).stream, calls
 
 
 @dataclass(frozen=True)

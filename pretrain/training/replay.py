@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.checkpoint.load import load_checkpoint
+from pretrain.checkpoint.load import load_checkpoint, load_initial
 from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
 from pretrain.config import (
     ConfigError,
@@ -51,7 +51,7 @@ from pretrain.rundir.attempts import Cause, Diagnosis
 from pretrain.rundir.checkpoints import Branch, Lineage, new_id, read_lineage, saved_checkpoints
 from pretrain.rundir.history import settle
 from pretrain.topology import Topology, gather, host_name, on_main
-from pretrain.training.start import Run, load_initial
+from pretrain.training.start import Run
 from pretrain.training.step import Hook, Spike
 
 NAMES = ("norm", "loss", "own loss", "own gradient", "own memory")

@@ -15,6 +15,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -25,7 +26,7 @@ from megatron.core.models.gpt import GPTModel
 
 from pretrain import platform
 from pretrain.checkpoint.format import DamagedCheckpoint
-from pretrain.checkpoint.load import load_checkpoint, set_initial
+from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import (
     Checkpoint,
     Origin,
@@ -70,11 +71,7 @@ from pretrain.rundir.checkpoints import (
 )
 from pretrain.rundir.files import make_directory, publish_directory
 from pretrain.rundir.history import begins_branch, keeps_lines_of, recover, settle
-from pretrain.rundir.jobs import (
-    PROVENANCE,
-    Provenance,
-    write_provenance,
-)
+from pretrain.rundir.jobs import PROVENANCE, Provenance, write_provenance
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
 from pretrain.topology import (
@@ -139,9 +136,8 @@ def choose_checkpoint(
         return None, ()
     if resume != "auto":
         return _open(find_checkpoint(Path(resume)), opened), ()
-    found = checkpoints_to_resume(run)
     left_out = poisoned(run, read_attempts(run)) | dict(passed_over)
-    for path in found:
+    for path in checkpoints_to_resume(run):
         if path in left_out:
             continue
         try:
@@ -638,41 +634,14 @@ def _load(
             if not start_point.is_automatic:
                 raise
             left_out = (*start_point.passed_over, (start_point.checkpoint.path, str(damage)))
-            fall_back = partial(_fall_back, config, start_point, left_out)
-            start_point = on_main(topology, fall_back, StartPoint)
+            known = dataclasses.replace(start_point, checkpoint=None, passed_over=left_out)
+            find = partial(find_start_point, config, "auto", known)
+            start_point = on_main(topology, find, StartPoint)
+            if topology.is_main:
+                _say_passed_over(start_point)
     if start_point.phase != phase:
         return None, start_point
     return TrainerState(step=0, consumed_samples=0), start_point
-
-
-def load_initial(
-    config: RunConfig, optimizer: ZeroOptimizer, loss_scaler: dict[str, float] | None
-) -> None:
-    """Set the optimizer to what a run from scratch begins with. All ranks together.
-
-    Args:
-        config: The run.
-        optimizer: The optimizer; its model is set with it.
-        loss_scaler: fp16: the fields of the loss scaler at the start.
-    """
-    optimizer.before_change()
-    for fragment in optimizer.state().fragments:
-        set_initial(config, fragment)
-    optimizer.load_state(0, loss_scaler)
-
-
-def _fall_back(config: RunConfig, before: StartPoint, passed_over: PassedOver) -> StartPoint:
-    """Find where the run starts from when these checkpoints are passed over, and say so.
-
-    Args:
-        config: The run.
-        before: Where it was to start from.
-        passed_over: The checkpoints to pass over, and why.
-    """
-    known = dataclasses.replace(before, checkpoint=None, passed_over=passed_over)
-    start_point = find_start_point(config, "auto", known)
-    _say_passed_over(start_point)
-    return start_point
 
 
 def _say_passed_over(start_point: StartPoint) -> None:
@@ -737,44 +706,23 @@ def bring(config: RunConfig, topology: Topology, resume: str) -> str:
         ConfigError: The store holds no such checkpoint, or another run's.
         RunFailed: It cannot be read, or the disk refused.
     """
-    url = config.checkpoint.upload_to
-    if not is_url(resume) and url is None:
+    is_stored = config.checkpoint.upload_to is not None and resume in ("auto", "none")
+    if not is_url(resume) and not is_stored:
         return resume
-    if not is_url(resume) and resume not in ("auto", "none"):
-        return resume
-    work = _Download(config, resume)
-    while not on_main(topology, work.go_on, bool):
-        pass
-    return on_main(topology, lambda: work.resume, str)
+    download: Future[str] = Future()
 
-
-class _Download:
-    """The download on rank 0, while the other ranks wait in short collectives."""
-
-    def __init__(self, config: RunConfig, resume: str) -> None:
-        self.resume = resume
-        self._config = config
-        self._problem: Exception | None = None
-        self._thread: threading.Thread | None = None
-
-    def go_on(self) -> bool:
-        """Begin or go on for at most POLL_SECONDS; return True when it is done."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True)
-            self._thread.start()
-        self._thread.join(POLL_SECONDS)
-        if self._thread.is_alive():
-            return False
-        if self._problem is not None:
-            raise self._problem
-        return True
-
-    def _work(self) -> None:
+    def work() -> None:
         try:
-            with writing(self._config.directory):
-                self.resume = fetch(self._config, self.resume)
+            with writing(config.directory):
+                download.set_result(fetch(config, resume))
         except Exception as error:
-            self._problem = error
+            download.set_exception(error)
+
+    if topology.is_main:
+        threading.Thread(target=work, daemon=True).start()
+    while not on_main(topology, lambda: bool(wait([download], POLL_SECONDS).done), bool):
+        pass
+    return on_main(topology, download.result, str)
 
 
 def fetch(config: RunConfig, resume: str) -> str:

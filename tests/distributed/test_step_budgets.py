@@ -21,11 +21,7 @@ from pretrain.config import RunConfig, num_parameters_of_rank
 from pretrain.plan.memory import stage_of
 from pretrain.plan.operators import Collective, OpClass, StepCounts
 from pretrain.plan.simulation import PASSES, count_run
-from pretrain.plan.timing import (
-    exchanged_in_context_group,
-    exposed_in_tensor_group,
-    sent_to_stages,
-)
+from pretrain.plan.timing import H200, Network, Step, Target
 from pretrain.training import stragglers
 from tests.conftest import tiny_config
 
@@ -260,15 +256,14 @@ def compare(config: RunConfig, counts: dict[int, Any]) -> None:
                 totals = found["pipeline" if is_sent else each.group]
                 totals[0] += rings * each.num_bytes
                 totals[1] += rings
+        target = Target(layout.world_size, H200, Network(H200.network_gbit))
+        planned = Step(config, layout, stage_of(config, layout, stage), target)
         if layout.tensor > 1:
-            of_rank = stage_of(config, layout, stage)
-            planned = exposed_in_tensor_group(config, layout, of_rank, is_modern=True)
-            assert [*planned] == found["tensor"]
+            assert [*planned.exposed_in_tensor_group()] == found["tensor"]
         if layout.context > 1:
-            of_rank = stage_of(config, layout, stage)
-            assert [*exchanged_in_context_group(config, layout, of_rank)] == found["context"]
+            assert [*planned.exchanged_in_context_group()] == found["context"]
         if layout.pipeline > 1:
-            assert [*sent_to_stages(config, layout, stage)] == found["pipeline"]
+            assert [*planned.sent_to_stages()] == found["pipeline"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("zero")])

@@ -78,7 +78,7 @@ def test_a_rank_that_has_failed_is_the_cause_although_slurm_is_slow_to_end_the_o
         return SrunRanks(step, ["python"], "1", "a", {}, log, ["n1", "n2"])
 
     config = load_config("configs/demo.toml", settings)
-    end = Supervisor(config, Signals(), lambda record: True).make_attempt(attempt, start)
+    end = Supervisor(config, Signals(), lambda record: True).make_attempt(attempt, start).verdict
     assert (end.outcome, end.code, end.nodes) == ("failed", 9, ("n2",))
     assert end.reason == f"rank 1 on n2 ended with exit code 9; see {tmp_path / 'log'}, at step 7"
     assert read_attempts(tmp_path / "run")[0].ended is not None

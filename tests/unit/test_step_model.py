@@ -162,12 +162,12 @@ def test_tiles_that_fill_the_device_once_waste_nothing_and_one_more_costs_a_wave
 
 def test_bytes_between_nodes_are_those_of_a_simulated_exchange():
     """Count what leaves a node, for two nodes of eight ranks that own one element each."""
-    ideal = Network(8, 1.0, between_nodes_us=0.0, within_node_us=0.0)
+    ideal = Target(16, H200, Network(8, 1.0, between_nodes_us=0.0, within_node_us=0.0))
     ranks, elements = 16, 16
     crossing = [(a, b) for a in range(8) for b in range(8, ranks)]
     # Two stages: each rank has its node's sums of two elements, and sends one of them in 16 bit.
     sent = 2 * len(crossing) / 8
-    assert ideal.ring_ms(2 * elements, 2, 1, 1) == pytest.approx(1e3 * sent / 1e9)
+    assert ideal.ring_ms(2 * elements / 8, 2, groups=8) == pytest.approx(1e3 * sent / 1e9)
     # A ring crosses the border between the nodes once in each of its 15 steps.
     assert ideal.ring_ms(4 * elements, ranks) == pytest.approx(1e3 * 4 * 15 / 1e9)
 
