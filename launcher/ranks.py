@@ -24,7 +24,14 @@ from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor, signal
 from pretrain.processes import dies_with_parent
 from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
-from pretrain.rundir.files import Json, make_directory, open_own, parse_json, replace_file
+from pretrain.rundir.files import (
+    Json,
+    make_directory,
+    open_own,
+    parse_json,
+    read_text,
+    replace_file,
+)
 from pretrain.rundir.paths import ExitCode, RunPaths, check_apart
 from pretrain.rundir.trust import check_trusted
 
@@ -154,15 +161,6 @@ class SrunRanks:
             return ()
         return _stuck_nodes(stacks, self._where)
 
-    def end(self) -> int:
-        """Kill the ranks: an order to end has no grace period.
-
-        Returns:
-            The exit code.
-        """
-        self.kill()
-        return self.poll() or 0
-
     def kill(self) -> None:
         """Have the agents kill the ranks and end, and Slurm what has no agent."""
         self._ordered_end = True
@@ -222,7 +220,8 @@ class SrunRanks:
             return ExitCode.FINISHED
         else:
             code = _exit_code(self._srun.returncode)
-            self.failure, self.nodes = slurm.first_failure(_lines(self._log), code)
+            lines = read_text(self._log, None).splitlines()
+            self.failure, self.nodes = slurm.first_failure(lines, code)
             # Our own codes mean something only where a rank ended with them.
             code = ExitCode.FAILED if code in list(ExitCode) else code
         self.failure += f"; see {self._log}"
@@ -317,14 +316,6 @@ def start_srun(
         raise ConfigError(
             f"{words[0]}: cannot be started on this node ({error.strerror})"
         ) from None
-
-
-def _lines(log: Path) -> list[str]:
-    """Return the lines of a log; none when it cannot be read."""
-    try:
-        return log.read_bytes().decode(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def _stuck_nodes(stacks: bytes, where: Sequence[str]) -> tuple[str, ...]:

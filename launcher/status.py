@@ -22,7 +22,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from pretrain.config import ConfigError
-from pretrain.config.errors import columns, say
+from pretrain.config.errors import columns, moment, say
 from pretrain.launcher import slurm
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.supervise import failing_nodes
@@ -469,12 +469,13 @@ def _state_without_a_job(
             f"while attempt {newest.number} was made in the directory it is copied from",
         )
     job = f"job {last.job_id}: {last.state}, " if last else ""
-    return "died", f"{job}no sign of life since {moment(newest.last_heartbeat)}"
+    return "died", f"{job}no sign of life since {moment(newest.last_heartbeat, MINUTES)}"
 
 
 # ---- what is printed -----------------------------------------------------------------------------
 HEAD = "RUN STATE STEP LOSS TOKENS/S GOODPUT ENDS CHECKPOINT RESTARTS JOB NODES REASON"
 """The columns of the table, the most important ones first: a terminal cuts off what is too long."""
+MINUTES = "%Y-%m-%d %H:%M"
 NUMBERS = {"STEP", "LOSS", "TOKENS/S", "GOODPUT", "CHECKPOINT", "RESTARTS", "ATTEMPT"}
 """Columns that are aligned to the right."""
 
@@ -511,8 +512,8 @@ def detail(status: RunStatus) -> str:
     limit = job.ends_at if job and job.is_running else None
     fields = {
         **dict(zip(HEAD.lower().split(), _row(status))),
-        "starts": moment(starts) if starts else "",
-        "time limit": moment(limit) if limit else "",
+        "starts": moment(starts, MINUTES) if starts else "",
+        "time limit": moment(limit, MINUTES) if limit else "",
     }
     lines = columns([(name, _one_line(value)) for name, value in fields.items() if value], ())
     if status.attempts:
@@ -569,7 +570,7 @@ def _row(status: RunStatus) -> Sequence[str]:
         f"{rates.loss_nats:.3f}" if rates else "",
         tqdm.format_sizeof(rates.tokens_per_second) if rates else "",
         percent(status.goodput) if status.attempts else "",
-        moment(status.ends_at) if status.ends_at else "",
+        moment(status.ends_at, MINUTES) if status.ends_at else "",
         "" if status.checkpoint is None else str(status.checkpoint),
         str(status.restarts),
         status.job.job_id if status.job else "",
@@ -586,7 +587,7 @@ def _attempts(status: RunStatus) -> list[str]:
         rows.append(
             (
                 str(attempt.number),
-                moment(attempt.owner.began_at) if attempt.owner.began_at else "",
+                moment(attempt.owner.began_at, MINUTES) if attempt.owner.began_at else "",
                 str(ended.step if ended else attempt.step),
                 in_words(ended.outcome) if ended else "",
                 ended.reason if ended and ended.outcome not in ENDED_WELL else "",
@@ -595,14 +596,6 @@ def _attempts(status: RunStatus) -> list[str]:
     found = [(each.number, each.diagnosis.what) for each in status.attempts if each.diagnosis]
     replays = [f"attempt {number} replayed: {_one_line(what)}" for number, what in found]
     return [*_lines(["ATTEMPT", "BEGAN", "STEP", "END", "REASON"], rows), *replays]
-
-
-def moment(at: float) -> str:
-    """Return a local time; "never" for one that no calendar has, as in a damaged file."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
-    except (OverflowError, ValueError, OSError):
-        return "never"
 
 
 def percent(share: float | None, digits: int = 0) -> str:

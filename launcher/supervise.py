@@ -38,6 +38,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.errors import remedy, say
 from pretrain.launcher import slurm
 from pretrain.launcher.agent import BLOCKED_AT_START
+from pretrain.processes import in_background
 from pretrain.rundir.attempts import (
     HEARTBEAT_SECONDS,
     LOOKS,
@@ -296,13 +298,6 @@ class Ranks(Protocol):
 
         The ranks that only wait for them in a collective operation are left out. Nothing is
         returned where that cannot be told.
-        """
-
-    def end(self) -> int:
-        """End every rank, after a short grace period where there is one, and wait for that.
-
-        Returns:
-            The exit code.
         """
 
     def kill(self) -> None:
@@ -646,14 +641,10 @@ class Supervisor:
 
         After `scancel` Slurm kills this process within KillWait, and then the end must be written.
         """
-        answer: list[bool] = []
-        asking = threading.Thread(target=lambda: answer.append(self.is_preempted()), daemon=True)
-        asking.start()
-        asking.join(ANSWER_SECONDS)
-        if asking.is_alive():
+        answer = in_background(self.is_preempted)
+        if not wait([answer], ANSWER_SECONDS).done:
             self._record(attempt, verdict)
-            asking.join()
-        return answer == [True]
+        return answer.result()
 
     # ---- while the ranks run ---------------------------------------------------------------------
     def _watch(self, attempt: Attempt, ranks: Ranks, lost: threading.Event) -> Verdict:

@@ -13,10 +13,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from pretrain.startup import leave_on_ctrl_c, raise_on_ctrl_c
 
@@ -157,6 +160,27 @@ def dies_with_parent(number: int = signal.SIGKILL) -> Callable[[], None] | None:
             os._exit(1)
 
     return die_with_parent
+
+
+T = TypeVar("T")
+
+
+def in_background(function: Callable[[], T]) -> Future[T]:
+    """Call a function in a thread, which does not keep this process from ending.
+
+    Returns:
+        What it will return, or raise.
+    """
+    answer: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return answer
 
 
 # ---- A process beside training -------------------------------------------------------------------

@@ -39,10 +39,10 @@ import itertools
 import json
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -64,6 +64,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from pretrain import platform
 from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, Unsound, writing
+from pretrain.processes import in_background
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.files import from_json, parse_json, replace_file
 from pretrain.rundir.jobs import job_id_of
@@ -399,26 +400,13 @@ def _within(seconds: float, function: Callable[[], T], complaint: str) -> T:
     Raises:
         RunFailed: With the complaint.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if results:
-        return results[0]
-    if not errors:
+    answer = in_background(function)
+    if not wait([answer], seconds).done:
         raise RunFailed(f"{complaint} (nothing for {seconds:.0f} s)")
-    [error] = errors
-    if isinstance(error, DistError):
+    try:
+        return answer.result()
+    except DistError as error:
         raise RunFailed(f"{complaint} ({str(error).splitlines()[0]})") from None
-    raise error
 
 
 # Long enough for a slow file system at a barrier. The launcher's watchdog handles processes that

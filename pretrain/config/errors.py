@@ -228,9 +228,13 @@ def size(count: float) -> str:
     return in_bytes(int(count)).partition(" (")[0]
 
 
-def moment(at: float) -> str:
-    """Return Unix seconds as local date and time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+def moment(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Return Unix seconds as local date and time; "never" where no calendar has them."""
+    try:
+        return time.strftime(form, time.localtime(at))
+    except (OverflowError, ValueError, OSError):
+        # As of a damaged file.
+        return "never"
 
 
 # ---- Messages as text that steers no terminal ----------------------------------------------------

@@ -46,6 +46,7 @@ from pretrain.evaluation.records import (
     Table,
     Value,
     cluster_interval,
+    grouped,
     length_label,
     records_json,
     wilson_interval,
@@ -247,41 +248,34 @@ def make_tables(records: Sequence[Record]) -> list[Table]:
     for task in dict.fromkeys(record["task"] for record in records):
         for name in TASKS[task].shown:
             own = [r for r in records if (r["task"], r["measure"]) == (task, name)]
-            cells: dict[tuple[str, float | None], dict[int, str]] = {}
-            for r in own:
-                row = cells.setdefault((labels[r["run"], r["step"]], r["depth"]), {})
-                ends = "" if math.isnan(r["low"]) else f" [{r['low']:.3f}, {r['high']:.3f}]"
-                row[r["length"]] = f"{r['value']:.3f}{ends}"
-            rows = [
-                [
-                    label,
-                    "any" if depth is None else f"{depth:g}",
-                    *(found.get(n, "-") for n in lengths),
-                ]
-                for (label, depth), found in cells.items()
-            ]
+            of_row = grouped(own, lambda r: (labels[r["run"], r["step"]], r["depth"]))
+            rows = []
+            for (label, depth), of in of_row.items():
+                found = {r["length"]: _cell(r) for r in of}
+                where = "any" if depth is None else f"{depth:g}"
+                rows.append([label, where, *(found.get(n, "-") for n in lengths)])
             header = ["method", "depth", *(length_label(n, only) for n in lengths)]
             tables.append(Table(f"{task}: {TABLES[name]}, n = {own[0]['n']}", header, rows, 2))
     return tables
 
 
+def _cell(record: Record) -> str:
+    """Return a value with its interval, where there is one."""
+    low, high = record["low"], record["high"]
+    return f"{record['value']:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")
+
+
 def _lines(records: Sequence[Record]) -> tuple[list[Line], Frame]:
     """Return the share of right tokens by length, with a panel for each task."""
     labels = _labels(records)
-    found: dict[tuple[str, str], dict[float, list[float]]] = {}
-    for r in records:
-        if r["measure"] == "accuracy":
-            by_length = found.setdefault((r["task"], labels[r["run"], r["step"]]), {})
-            by_length.setdefault(r["length"], []).append(r["value"])
-    lines = [
-        Line(
-            task,
-            label,
-            list(means),
-            [Value(float(np.mean(x)), math.nan, math.nan) for x in means.values()],
-        )
-        for (task, label), means in found.items()
-    ]
+    right = [r for r in records if r["measure"] == "accuracy"]
+    of_line = grouped(right, lambda r: (r["task"], labels[r["run"], r["step"]]))
+    lines = []
+    for (task, label), of in of_line.items():
+        by_length = grouped(of, lambda r: r["length"]).items()
+        means = {n: float(np.mean([r["value"] for r in found])) for n, found in by_length}
+        values = [Value(mean, math.nan, math.nan) for mean in means.values()]
+        lines.append(Line(task, label, list(means), values))
     ticks = {float(x): str(x) for x in sorted({x for line in lines for x in line.xs})}
     trained = sorted({float(r["train_length"]) for r in records})
     marked = {line.panel: trained for line in lines}

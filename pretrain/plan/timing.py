@@ -22,7 +22,6 @@ from pretrain.positions.base import PositionMethod, by_layer
 
 # ---- GPUs ----
 
-
 GPUS_PER_NODE = 8
 
 
@@ -291,11 +290,9 @@ LOST = 0.12
 
 # ---- What is planned for, and the time of a step ----
 
-
 USABLE = 0.95
 """Part of a GPU's memory that may be planned for. Assumed: a start with other lengths of text, or
 another version of a library, should not fail at the last gigabyte."""
-
 
 REACH = 32.0
 """How far back an ALiBi head sees, as tokens x slope. Assumed: a model of 1.3M parameters that was

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, load_config, writing
-from pretrain.config.errors import say
+from pretrain.config.errors import moment, say
 from pretrain.rundir.checkpoints import (
     checkpoint_step,
     complete_checkpoints,
@@ -150,7 +150,7 @@ class Owner:
 
     def __str__(self) -> str:
         job = f"job {self.slurm_job_id}, " if self.slurm_job_id else ""
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began_at))
+        since = moment(self.began_at)
         return f"{job}process {self.pid} of {self.user} on {self.host}, since {since}"
 
 

@@ -13,7 +13,6 @@ import gc
 import logging
 import shutil
 import sys
-import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -57,6 +56,7 @@ from pretrain.model.gpt import build_model
 from pretrain.optim.health import SpikeDetector
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.platform import device_name, versions
+from pretrain.processes import in_background
 from pretrain.rundir.attempts import Owner, check_free, poisoned, read_attempts
 from pretrain.rundir.checkpoints import (
     Branch,
@@ -709,17 +709,13 @@ def bring(config: RunConfig, topology: Topology, resume: str) -> str:
     is_stored = config.checkpoint.upload_to is not None and resume in ("auto", "none")
     if not is_url(resume) and not is_stored:
         return resume
-    download: Future[str] = Future()
 
-    def work() -> None:
-        try:
-            with writing(config.directory):
-                download.set_result(fetch(config, resume))
-        except Exception as error:
-            download.set_exception(error)
+    def work() -> str:
+        with writing(config.directory):
+            return fetch(config, resume)
 
-    if topology.is_main:
-        threading.Thread(target=work, daemon=True).start()
+    # The other ranks never ask for theirs.
+    download = in_background(work) if topology.is_main else Future[str]()
     while not on_main(topology, lambda: bool(wait([download], POLL_SECONDS).done), bool):
         pass
     return on_main(topology, download.result, str)
