@@ -644,7 +644,7 @@ class Supervisor:
         answer = in_background(self.is_preempted)
         if not wait([answer], ANSWER_SECONDS).done:
             self._record(attempt, verdict)
-        return answer.result()
+        return answer.exception() is None and answer.result()
 
     # ---- while the ranks run ---------------------------------------------------------------------
     def _watch(self, attempt: Attempt, ranks: Ranks, lost: threading.Event) -> Verdict:
