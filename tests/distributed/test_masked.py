@@ -35,7 +35,10 @@ def masked_config(method: str, parallel: dict[str, Any], **sections: Any) -> Run
     return tiny_config(position=position, parallel=parallel, train=train, **sections)
 
 
-CASES = [*((method, "tp2pp2sp") for method in VARIANTS), ("alibi", "dp2"), ("alibi", "pp2vpp2")]
+# What differs with the objective is the bias of a rank's heads.
+# test_parallel_equals_dense.py has each method on two stages.
+CASES = [*((method, "tp2") for method in VARIANTS), ("alibi", "dp2"), ("alibi", "pp2vpp2")]
+CASES += [(method, "tp2pp2sp") for method in ("alibi", "alibi-two-trainable", "hybrid")]
 
 
 @pytest.mark.parametrize(("method", "layout"), CASES)

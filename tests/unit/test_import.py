@@ -376,7 +376,7 @@ WORDS = ["<unk>", "</s>", *"abcdefgh", *(f"w{i}" for i in range(70))]
     ("make",),
     mark_torture(
         [(make,) for make in (bloom, mpt, opt, gpt2, gpt_neox, llama, mistral, qwen3)],
-        {(bloom,), (opt,), (llama,)},
+        {(bloom,), (llama,)},
     ),
 )
 def test_the_folders_tokenizer_goes_with_the_run(make, tmp_path, capsys):

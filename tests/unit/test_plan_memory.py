@@ -94,7 +94,6 @@ CORE = {
     ("dp4", "t5"),
     # Eight slopes are no multiple of what a bucket is padded to.
     ("dp4", "trained slopes"),
-    ("dp4", "rotary, a quarter of grouped queries"),
     ("tp2dp2sp", "as MPT, untied"),
     ("tp2dp2sp", "SwiGLU, RMSNorm, normalised heads"),
     ("pp2vpp2", "alibi"),
