@@ -23,8 +23,8 @@ from tests.distributed.test_parallel_equals_dense import (
 )
 from tests.distributed.test_parallel_equals_dense import _expected as expected_gradients
 
-# Every layout, and beside the default model: erf GELU, an untied output layer, SwiGLU.
-CASES = [("alibi", layout) for layout in ("one", "tp2sp", "tp2pp2sp", "pp2vpp2")] + [
+# Beside the default model: erf GELU, an untied output layer, SwiGLU.
+CASES = [("alibi", layout) for layout in ("tp2sp", "pp2vpp2")] + [
     (variant, layout)
     for variant in ("alibi-trainable", "alibi-grouped", "rotary-modern")
     for layout in ("one", "tp2sp")
@@ -51,18 +51,17 @@ def test_fused_losses_and_gradients_equal_the_dense_reference(pools, variant, la
 
 @pytest.mark.parametrize("layout", ["pp2vpp2", "tp2pp2sp"])
 def test_a_fused_model_trains_as_adamw_does(pools, layout):
-    """Losses and norms of six steps, each of which follows from the weights of the one before.
+    """Losses and norms of four steps, each of which follows from the weights of the one before.
 
     The layers add their weights' gradients to the optimizer's sums, which are not overwritten then.
     """
     processes, parallel = ALL_LAYOUTS[layout]
     state, batches, losses, norms, _ = expected_steps("alibi")
     config = fused(tiny_config(parallel=parallel))
-    actual = pools(processes).run(tasks.uncompiled, tasks.train_steps, config, state, batches[:6])[
-        0
-    ]
-    assert actual["losses"] == pytest.approx(losses[:6], **LOSS)
-    assert actual["norms"] == pytest.approx(norms[:6], **NORM)
+    task = tasks.uncompiled, tasks.train_steps
+    actual = pools(processes).run(*task, config, state, batches[:4])[0]
+    assert actual["losses"] == pytest.approx(losses[:4], **LOSS)
+    assert actual["norms"] == pytest.approx(norms[:4], **NORM)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -6,10 +6,12 @@ The reference is a dense model, clipping by the global norm and torch.optim.Adam
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 
+from pretrain.config import RunConfig
 from pretrain.optim.optimizers import learning_rate
 from tests.conftest import ALL_LAYOUTS, LAYOUTS, mark_torture, tiny_config
 from tests.distributed import tasks
@@ -77,9 +79,15 @@ CORE = {
 }
 
 
+def _config(method: str, layers: int, parallel: dict[str, Any]) -> RunConfig:
+    sections = METHODS[method]
+    model = {"num_layers": layers, **sections.get("model", {})}
+    return tiny_config(parallel=parallel, **{**sections, "model": model})
+
+
 @functools.cache
-def _expected(method: str):
-    config = tiny_config(**METHODS[method])
+def _expected(method: str, layers: int = 4):
+    config = _config(method, layers, {})
     state = random_state(config, seed=11)
     batches = learnable_batches(STEPS)
     rates = [learning_rate(config, step) for step in range(STEPS)]
@@ -89,8 +97,10 @@ def _expected(method: str):
 @pytest.mark.parametrize(("method", "layout"), mark_torture(CASES, CORE))
 def test_steps_equal_adamw(pools, method, layout):
     processes, parallel = ALL_LAYOUTS[layout]
-    state, batches, losses, norms, weights = _expected(method)
-    config = tiny_config(parallel=parallel, **METHODS[method])
+    # Two stages of two chunks have a layer in each.
+    layers = 4 if "vpp" in layout else 2
+    state, batches, losses, norms, weights = _expected(method, layers)
+    config = _config(method, layers, parallel)
     actual = pools(processes).run(tasks.train_steps, config, state, batches)[0]
     assert actual["losses"] == pytest.approx(losses, **LOSS)
     assert actual["norms"] == pytest.approx(norms, **NORM)
@@ -102,21 +112,17 @@ def test_steps_equal_adamw(pools, method, layout):
 def test_recomputing_replays_the_same_dropout(pools):
     """Recomputed activations give the same bits, so the same dropout masks were drawn again."""
     processes, parallel = ALL_LAYOUTS["tp2sp"]
-    state, batches, *_ = _expected("alibi")
+    state, batches, losses, *_ = _expected("alibi")
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2}
     results = {}
     for granularity in ("none", "selective", "full"):
         config = tiny_config(
             parallel=parallel, model=dropout, train={"recompute_granularity": granularity}
         )
-        results[granularity] = pools(processes).run(tasks.train_steps, config, state, batches[:2])[
-            0
-        ]["losses"]
+        found, *_ = pools(processes).run(tasks.train_steps, config, state, batches[:2])
+        results[granularity] = found["losses"]
     assert results["none"] == results["selective"] == results["full"]
-    without = pools(processes).run(
-        tasks.train_steps, tiny_config(parallel=parallel), state, batches[:2]
-    )[0]["losses"]
-    assert results["none"] != without
+    assert results["none"] != pytest.approx(losses[:2], rel=1e-3), "nothing was dropped"
 
 
 def test_fp16_scales_its_loss(pools):
@@ -137,7 +143,7 @@ def test_fp16_scales_its_loss(pools):
         task = tasks.in_fp16_on_cpu, tasks.train_steps
         return pools(processes).run(*task, config, state, batches[:num_steps])[0]
 
-    assert run(12)["losses"] == pytest.approx(losses, rel=1e-2)
+    assert run(12, num_steps=4)["losses"] == pytest.approx(losses[:4], rel=1e-2)
     skipped = [norm == float("inf") for norm in run(24)["norms"]]
     assert skipped[0] and not skipped[-1] and skipped == sorted(skipped, reverse=True)
     rounded = {name: weight.half().float() for name, weight in state.items()}
