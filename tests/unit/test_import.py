@@ -368,17 +368,12 @@ def refused(folder: Path, out: Path, *overrides: str) -> None:
     assert not out.exists()
 
 
+MAKERS = [(make,) for make in (bloom, mpt, opt, gpt2, gpt_neox, llama, mistral, qwen3)]
 WORDS = ["<unk>", "</s>", *"abcdefgh", *(f"w{i}" for i in range(70))]
 """A vocabulary of fewer tokens than a SentencePiece model has at least."""
 
 
-@pytest.mark.parametrize(
-    ("make",),
-    mark_torture(
-        [(make,) for make in (bloom, mpt, opt, gpt2, gpt_neox, llama, mistral, qwen3)],
-        {(bloom,), (llama,)},
-    ),
-)
+@pytest.mark.parametrize(("make",), mark_torture(MAKERS, {(bloom,), (llama,)}))
 def test_the_folders_tokenizer_goes_with_the_run(make, tmp_path, capsys):
     """Import, evaluation of a text, export and import again, with no data set anywhere."""
     model = randomise(make(vocab_size=96, eos_token_id=1))
