@@ -1,7 +1,7 @@
 """Fill the table of verdicts in docs/claims.md: `python -m docs.hooks.claims`.
 
-Statement and source are those of each claim, the verdicts those on the published numbers and those
-in the claims.json of docs/results, which a study writes. The rest of the page is written by hand.
+Statement and source come from each claim's docstring. Verdicts are those on the published numbers,
+and those that studies wrote to claims.json in docs/results. The rest of the page is written by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pretrain.study import published
 PAGE = Path(__file__).parents[1] / "claims.md"
 RESULTS = PAGE.parent / "results"
 BEGIN, END = "<!-- verdicts -->\n", "<!-- end of verdicts -->\n"
-HEADER = ("claim", "stands in", "on the published numbers", "on ours")
+HEADER = ("claim", "source", "on the published numbers", "on our results")
 
 Cases = Iterable[tuple[int | None, str]]
 """(training length, verdict) of each case of a claim."""

@@ -369,7 +369,7 @@ def alibi_falls_to_2L() -> None:
 def alibi_falls_to_3L() -> None:
     """ALiBi trained at L has a lower perplexity at 3 L than at 2 L (nonoverlapping).
 
-    Source: Section 4.1, of WikiText-103; table 5 (wikitext103.alibi_nonoverlapping). The 1.3B
+    Source: Section 4.1, on WikiText-103; table 5 (wikitext103.alibi_nonoverlapping). The 1.3B
     models are best at about 2 L (figure 6)
     """
 
@@ -388,8 +388,8 @@ def alibi_stays_near_best_to_16L() -> None:
 
 @claim(Gap.within, 1.03, sliding_alibi)
 def alibi_is_flat_when_sliding() -> None:
-    """With sliding windows, ALiBi stays within 3 % of its perplexity at L at every longer length up
-    to 16 L that was evaluated.
+    """With sliding windows, the perplexity of ALiBi at every evaluated length from L to 16 L is
+    within 3 % of that at L.
 
     Source: Figure 11; table 15 (wikitext103.sliding_stride1)
 
@@ -400,8 +400,8 @@ def alibi_is_flat_when_sliding() -> None:
 
 @claim(Gap.at_most, HELD, at_worst(1, 1024))
 def alibi_is_flat_to_1024L() -> None:
-    """At every length up to 1,024 L that was evaluated, the perplexity of ALiBi trained at L is at
-    most 5 % above that at L.
+    """At every evaluated length up to 1,024 L, the perplexity of ALiBi trained at L is at most 5 %
+    above that at L.
 
     Source: This project; the paper's tables end at 48 L (wikitext103.alibi_nonoverlapping.64)
     """
@@ -412,7 +412,7 @@ def alibi_beats_sinusoidal_at_L() -> None:
     """At the training length, ALiBi has a lower perplexity than sinusoidal positions.
 
     Source: Section 4.1, "for every L"; tables 5 to 10 (wikitext103, wikitext103_test, bookcorpus
-    and bookcorpus_test). Of the 1.3B models it says "similarly" (table 12)
+    and bookcorpus_test). For the 1.3B models the paper says "similarly" (table 12)
     """
 
 
@@ -435,7 +435,7 @@ def alibi_no_worse_than_sinusoidal_at_L() -> None:
 def alibi_beats_rotary_at_L() -> None:
     """At the training length, ALiBi has a lower perplexity than rotary positions.
 
-    Source: Section 4.1, of L = 1024 and 3072; tables 5 to 7 (wikitext103 and wikitext103_test)
+    Source: Section 4.1, for L = 1024 and 3072; tables 5 to 7 (wikitext103 and wikitext103_test)
     """
 
 
@@ -443,7 +443,7 @@ def alibi_beats_rotary_at_L() -> None:
 def alibi_beats_t5_at_L() -> None:
     """At the training length, ALiBi has a lower perplexity than the T5 bias.
 
-    Source: Section 4.1, of L = 1024 and 3072; tables 5 to 7, 14 and 15 (wikitext103 and
+    Source: Section 4.1, for L = 1024 and 3072; tables 5 to 7, 14 and 15 (wikitext103 and
     wikitext103_test)
     """
 
@@ -453,7 +453,7 @@ def alibi_at_2L_beats_sinusoidal_of_2L() -> None:
     """At 2 L, ALiBi trained at L has a lower perplexity than sinusoidal positions trained at 2 L
     for as many steps (nonoverlapping).
 
-    Source: Caption of figure 4, of L = 512 and longer; tables 5 and 8
+    Source: Caption of figure 4, for L = 512 and longer; tables 5 and 8
     (wikitext103.alibi_nonoverlapping and bookcorpus.alibi_nonoverlapping)
     """
 
@@ -474,26 +474,26 @@ def alibi_at_2L_matches_sinusoidal_trained_at_2L() -> None:
 @claim(Gap.at_most, 1.0, in_equal_time)
 def alibi_at_2L_beats_sinusoidal_in_equal_time() -> None:
     """At 2 L, ALiBi trained at L has a lower perplexity than sinusoidal positions trained at 2 L
-    for the same time, which is steps by the measured speed and equal up to 3 % (nonoverlapping).
+    for the same time: steps divided by measured speed, equal within 3 % (nonoverlapping).
 
-    Source: Section 4.2 of L = 1024, which says of L = 512 that it is 0.06 behind; figure 5, table
-    11 (cc100_roberta_equal_time.equal_time)
+    Source: Section 4.2 for L = 1024, which says that L = 512 is 0.06 behind; figure 5, table 11
+    (cc100_roberta_equal_time.equal_time)
     """
 
 
 @claim(Gap.at_most, 1.0, from_a_sixth)
 def alibi_of_a_sixth_beats_sinusoidal() -> None:
-    """At T, the longest training length of sinusoidal positions, ALiBi trained at a sixth of T or
-    more, and below T, has a lower perplexity than they have (nonoverlapping).
+    """At T, the longest training length of sinusoidal positions, ALiBi trained at any length from
+    T / 6 to below T has a lower perplexity than sinusoidal positions (nonoverlapping).
 
-    Source: Section 4.1: L = 512 to 2048, at 3072; figure 8, tables 5, 6, 8 and 9 (18.40 against
+    Source: Section 4.1, for L = 512 to 2048 at 3072; figure 8, tables 5, 6, 8 and 9 (18.40 against
     18.67, wikitext103.alibi_nonoverlapping.512.3072)
     """
 
 
 @claim(Gap.at_least, HELD, at_multiples("sinusoidal", 2, 1))
 def sinusoidal_degrades_at_once() -> None:
-    """Sinusoidal positions get worse at once: perplexity at 2 L is at least 5 % above that at L.
+    """Sinusoidal positions degrade at once: perplexity at 2 L is at least 5 % above that at L.
 
     Source: Figure 1; tables 12 and 13 (wikitext103.sliding_stride1.sinusoidal_512,
     cc100_roberta.equal_updates.sinusoidal_512 and .sinusoidal_1024)
@@ -505,8 +505,8 @@ def sinusoidal_degrades_at_once() -> None:
 
 @claim(Gap.at_least, 1.0, gains("sinusoidal", 50))
 def sinusoidal_gains_for_50_tokens() -> None:
-    """Sinusoidal positions gain from 50 tokens beyond L at most: no length beyond L + 50 has a
-    lower perplexity than the best one up to there (nonoverlapping).
+    """Sinusoidal positions gain from at most 50 tokens beyond L: no length beyond L + 50 has a
+    lower perplexity than the best one from L to L + 50 (nonoverlapping).
 
     Source: Section 2.2, "20 to 50 tokens"; tables 2 to 4
     (wikitext103.extrapolation_nonoverlapping)
@@ -515,20 +515,20 @@ def sinusoidal_gains_for_50_tokens() -> None:
 
 @claim(Gap.at_least, 1.0, gains("rotary", 200))
 def rotary_gains_for_200_tokens() -> None:
-    """Rotary positions gain from 200 tokens beyond L at most: no length beyond L + 200 has a lower
-    perplexity than the best one up to there (nonoverlapping).
+    """Rotary positions gain from at most 200 tokens beyond L: no length beyond L + 200 has a lower
+    perplexity than the best one from L to L + 200 (nonoverlapping).
 
-    Source: Section 2.2, of L = 512 (200 tokens) and 1024 (100); tables 2 to 4
+    Source: Section 2.2, for L = 512 (200 tokens) and 1024 (100); tables 2 to 4
     (wikitext103.extrapolation_nonoverlapping)
     """
 
 
 @claim(Gap.at_least, 1.0, gains("t5", 800))
 def t5_gains_for_800_tokens() -> None:
-    """The T5 bias gains from 800 tokens beyond L at most: no length beyond L + 800 has a lower
-    perplexity than the best one up to there (nonoverlapping).
+    """The T5 bias gains from at most 800 tokens beyond L: no length beyond L + 800 has a lower
+    perplexity than the best one from L to L + 800 (nonoverlapping).
 
-    Source: Section 2.2, of L = 512 (600 tokens) and 1024 (800); tables 2 to 4
+    Source: Section 2.2, for L = 512 (600 tokens) and 1024 (800); tables 2 to 4
     (wikitext103.extrapolation_nonoverlapping)
     """
 
@@ -544,7 +544,7 @@ def rotary_holds_for_100_tokens() -> None:
 
 @claim(Gap.at_least, HELD, at_longest("rotary", 400))
 def rotary_degrades() -> None:
-    """Rotary positions degrade beyond that: perplexity at the longest length from L + 400 on is at
+    """Rotary positions degrade far beyond L: perplexity at the longest length from L + 400 on is at
     least 5 % above that at L.
 
     Source: Figure 1; tables 2 to 4 (wikitext103.extrapolation_nonoverlapping)
@@ -553,7 +553,7 @@ def rotary_degrades() -> None:
 
 @claim(Gap.at_most, HELD, at_longest("t5", 1, 512))
 def t5_holds_for_500_tokens() -> None:
-    """The T5 bias holds for some hundreds of tokens beyond L: perplexity at most 5 % above that at
+    """The T5 bias holds for several hundred tokens beyond L: perplexity at most 5 % above that at
     L, at the longest length up to L + 512.
 
     Source: Figure 1; tables 2 to 4 and 14 (wikitext103.sliding_stride1.t5_512)
@@ -575,7 +575,7 @@ def order_of_extrapolation() -> None:
 @claim(Gap.at_most, 1.0, in_order("alibi", TRAINED_SLOPES))
 def trained_slopes_extrapolate_worse() -> None:
     """At the longest length from 4 L to 16 L, ALiBi with fixed slopes has a lower perplexity than
-    with trained ones.
+    with trained slopes.
 
     Source: Section 3, on trainable slopes; no table
     """
@@ -583,18 +583,18 @@ def trained_slopes_extrapolate_worse() -> None:
 
 @claim(Gap.at_most, 1.0, with_smaller_slopes)
 def smaller_slopes_extrapolate_better() -> None:
-    """At the longest evaluated length beyond L, ALiBi has a lower perplexity if that evaluation
-    multiplies its slopes by a factor below 1.
+    """At the longest evaluated length beyond L, ALiBi has a lower perplexity if its slopes are
+    multiplied by a factor below 1 for that evaluation.
 
     Source: "Position Interpolation Improves ALiBi Extrapolation" (Al-Khateeb and others, 2023,
-    arXiv 2310.13017), abstract; published.toml has no numbers of it
+    arXiv 2310.13017), abstract; published.toml has none of its numbers
     """
 
 
 # ---- claims: speed and memory --------------------------------------------------------------------
 @claim(Gap.at_least, 0.97, costs("alibi", "training"))
 def alibi_trains_as_fast() -> None:
-    """ALiBi trains at 97 % of the tokens per second of sinusoidal positions or more.
+    """ALiBi trains at 97 % or more of the tokens per second of sinusoidal positions.
 
     Source: Table 1 (efficiency_v100)
 
@@ -604,7 +604,7 @@ def alibi_trains_as_fast() -> None:
 
 @claim(Gap.at_least, 0.97, costs("alibi", "evaluation"))
 def alibi_evaluates_as_fast() -> None:
-    """ALiBi evaluates at 97 % of the tokens per second of sinusoidal positions or more.
+    """ALiBi evaluates at 97 % or more of the tokens per second of sinusoidal positions.
 
     Source: Table 1 (efficiency_v100)
 
@@ -624,10 +624,10 @@ def alibi_needs_no_more_memory() -> None:
 
 @claim(Gap.at_least, 1.84, costs("alibi", "training", multiple=6))
 def alibi_of_a_sixth_trains_faster() -> None:
-    """ALiBi trained at L trains at 1.84 times the tokens per second of sinusoidal positions trained
-    at 6 L or more.
+    """ALiBi trained at L trains at 1.84 or more times the tokens per second of sinusoidal positions
+    trained at 6 L.
 
-    Source: Section 4.1, of L = 512 and 3072; table 1 (efficiency_v100)
+    Source: Section 4.1, for L = 512 and 3072; table 1 (efficiency_v100)
 
     Threshold: The text's number; the table's speeds make 1.85.
     """
@@ -635,8 +635,8 @@ def alibi_of_a_sixth_trains_faster() -> None:
 
 @claim(Gap.at_least, 1.07, costs("alibi", "training", multiple=2))
 def alibi_trains_faster_than_sinusoidal_of_2L() -> None:
-    """ALiBi trained at L trains at 1.07 times the tokens per second of sinusoidal positions trained
-    at 2 L or more.
+    """ALiBi trained at L trains at 1.07 or more times the tokens per second of sinusoidal positions
+    trained at 2 L.
 
     Source: Section 4.2: 7 % at L = 512, and 11 % at 1024, which is the time to a given perplexity;
     table 12 (cc100_roberta.equal_updates)
@@ -659,7 +659,7 @@ def alibi_needs_less_memory_than_sinusoidal_of_2L() -> None:
 
 @claim(Gap.at_most, 0.51, costs("t5", "training"))
 def t5_trains_at_half_the_speed() -> None:
-    """The T5 bias trains at 51 % of the tokens per second of sinusoidal positions or less.
+    """The T5 bias trains at 51 % or less of the tokens per second of sinusoidal positions.
 
     Source: Section 2.2, "at least twice as slow to train"; table 1 (efficiency_v100)
 
@@ -669,7 +669,7 @@ def t5_trains_at_half_the_speed() -> None:
 
 @claim(Gap.at_most, 0.27, costs("t5", "evaluation"))
 def t5_evaluates_at_a_quarter_of_the_speed() -> None:
-    """The T5 bias evaluates at 27 % of the tokens per second of sinusoidal positions or less.
+    """The T5 bias evaluates at 27 % or less of the tokens per second of sinusoidal positions.
 
     Source: Table 1 (efficiency_v100)
 
@@ -679,7 +679,7 @@ def t5_evaluates_at_a_quarter_of_the_speed() -> None:
 
 @claim(Gap.at_most, 0.76, costs("rotary", "training"))
 def rotary_trains_slower() -> None:
-    """Rotary positions train at 76 % of the tokens per second of sinusoidal positions or less.
+    """Rotary positions train at 76 % or less of the tokens per second of sinusoidal positions.
 
     Source: Table 1 (efficiency_v100)
 
@@ -689,7 +689,7 @@ def rotary_trains_slower() -> None:
 
 @claim(Gap.at_most, 0.7, costs("rotary", "evaluation"))
 def rotary_evaluates_slower() -> None:
-    """Rotary positions evaluate at 70 % of the tokens per second of sinusoidal positions or less.
+    """Rotary positions evaluate at 70 % or less of the tokens per second of sinusoidal positions.
 
     Source: Table 1 (efficiency_v100)
 
@@ -699,7 +699,7 @@ def rotary_evaluates_slower() -> None:
 
 @claim(Gap.at_most, 1.0, costs(TRAINED_SLOPES, "training", base="alibi"))
 def trained_slopes_train_slower() -> None:
-    """ALiBi with trained slopes trains at fewer tokens per second than with fixed ones.
+    """ALiBi with trained slopes trains at fewer tokens per second than with fixed slopes.
 
     Source: Section 3, "3 %"; no table
 
