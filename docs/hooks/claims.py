@@ -1,7 +1,7 @@
 """Fill the table of verdicts in docs/claims.md: `python -m docs.hooks.claims`.
 
-Statement and source come from each claim's docstring. Verdicts are those on the published numbers,
-and those that studies wrote to claims.json in docs/results. The rest of the page is written by hand.
+Statement and source come from each claim's docstring. Verdicts are those on the published numbers
+and those that studies wrote to claims.json in docs/results. The rest of the page is hand-written.
 """
 
 from __future__ import annotations
