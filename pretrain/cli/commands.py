@@ -63,7 +63,7 @@ app.add_typer(checkpoint, name="checkpoint")
 def pretrain(
     version: Annotated[bool, version_flag("pretrain")] = False,
 ) -> None:
-    """Pretrain GPTs with ALiBi attention at a short length, and test them at longer ones.
+    """Pretrain GPTs with ALiBi attention at a short length, and test them at longer lengths.
 
     The `launcher` command starts `pretrain train` on several GPUs or on a Slurm cluster.
 
@@ -87,13 +87,13 @@ def config(
 ) -> None:
     """Check a config and print it in full.
 
-    Prints every key with its value, then the parameter count, the layout, and what the trained
-    model will export as and in which precisions, or why it cannot be exported.
+    Prints every key with its value, then the parameter count, the layout, and the class and
+    precisions in which the trained model can be exported, or why it cannot be exported.
 
-    A config may build on another one: base = "other.toml" at its top, relative to its own folder.
+    A config may build on another config: base = "other.toml" at its top, relative to its folder.
 
-    A config that cannot work is refused with the key to change. The output is itself a valid config
-    file.
+    A config that cannot work is refused, and the message names the key to change. The output is
+    itself a valid config file.
 
     \b
     Examples:
@@ -140,10 +140,10 @@ def data_build(
 ) -> None:
     """Train the tokenizer and write the token shards.
 
-    Both splits, train and validation, go to data.directory, which appears complete or not at all.
-    Until then the build is in a hidden folder beside it, .building-NAME. When it is interrupted,
-    the same command goes on with what is not done. Does nothing when the data set is there already
-    and the corpus has not changed.
+    Writes the train and validation splits to data.directory, which appears only when it is
+    complete. Until then the build is in a hidden folder beside it, .building-NAME. If the build is
+    interrupted, the same command continues it. Does nothing if the data set already exists and the
+    corpus has not changed.
 
     \b
     Examples:
@@ -152,9 +152,9 @@ def data_build(
       sbatch --nodes 1 --exclusive --wrap "pretrain data build mine.toml"
 
     Args:
-        workers: Processes. Default: as many as this process may use cores. Does not change what is
-            built.
-        dry_run: Print what would be read and where it would be written; write nothing.
+        workers: Number of processes. Default: the number of cores that this process may use. The
+            result does not depend on it.
+        dry_run: Print the files to read and the place to write to; write nothing.
     """
     run = load_config(config, overrides)
     from pretrain.data.build import build, show_plan
@@ -167,9 +167,9 @@ def data_build(
 
 @data.command("verify")
 def data_verify(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
-    """Read every byte of a data set and name every file that is damaged.
+    """Read every byte of a data set and name every damaged file.
 
-    `pretrain data build` records the digests when it writes the files.
+    Compares with the digests that `pretrain data build` records when it writes the files.
 
     \b
     Example:
@@ -187,7 +187,7 @@ def data_stats(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
-    """Show the size of each corpus, what was left out of it, and its share of training.
+    """Show the size of each corpus, what was removed from it, and its share of training.
 
     \b
     Example:
@@ -212,18 +212,18 @@ def data_show(
 ) -> None:
     """Print samples as text, with the corpus, file and offset of every document in them.
 
-    A sample is what the model sees at once: data.sequence_length tokens and one more.
+    A sample is data.sequence_length + 1 tokens: the inputs, and the targets shifted by one.
 
     \b
     Example:
       pretrain data show configs/demo.toml --num 5 --corpus shakespeare
 
     Args:
-        split: The split.
-        corpus: Draw from this corpus alone.
+        split: The split to draw from.
+        corpus: Draw only from this corpus.
         num: Number of samples.
-        seed: Other seeds draw other samples.
-        characters: Longest text that is printed of a document.
+        seed: Seed of the drawing.
+        characters: The most characters to print of a document.
     """
     run = load_config(config, overrides)
     from pretrain.data.view import shown_samples
@@ -243,21 +243,20 @@ def train(
 ) -> None:
     """Train a run, or resume it from its newest checkpoint.
 
-    By itself this command is one process. `launcher local`, torchrun and srun start one process per
-    GPU.
+    This command is a single process. `launcher local`, torchrun and srun start one process per GPU.
 
-    A resume prints every key that differs from the checkpoint's config, and what differs in the
-    data. Layout, logging, evaluation, saving and the number of steps may change. What changes
+    A resume prints every key that differs from the checkpoint's config, and differences in the
+    data. Layout, logging, evaluation, saving and the number of steps may change. A change to
     training (data, seed, batch, optimizer, schedule, dropout, precision) or positions is refused
-    unless --allow-changed names the key, and the rest of the model cannot change.
+    unless --allow-changed names the key. The rest of the model cannot change.
 
     \b
     Signals, to any of the processes:
-      SIGINT    (Ctrl-C) the same as SIGTERM while the run trains; a second one leaves at once, with
-                code 130
+      SIGINT    (Ctrl-C) the same as SIGTERM during training; a second SIGINT exits immediately,
+                with code 130
       SIGTERM   save, then exit with code 80
-      SIGUSR1   save, then exit with code 75, which asks to be started again
-      SIGUSR2   write the stacks of the process's threads to stderr and go on
+      SIGUSR1   save, then exit with code 75, which asks for a restart
+      SIGUSR2   write the stack traces of all threads to stderr and continue
 
     \b
     Example:
@@ -306,15 +305,16 @@ def evaluate(
 ) -> None:
     """Measure perplexity at several window lengths.
 
-    The lengths may go far beyond the training length, up to the length of the text. Every token is
-    scored exactly once by either protocol. Sliding windows that do not overlap (stride = length)
-    are measured once, as nonoverlapping. Each number has its tokens, its bits per byte and a 95 %
-    confidence interval over blocks of text. Under torchrun or srun all processes share the work.
-    --set position.KEY=VALUE evaluates with other positions than those of the training, and says so.
+    The lengths may go far beyond the training length, up to the length of the text. Both protocols
+    score every token exactly once. Sliding windows that do not overlap (stride = length) are
+    measured once, as nonoverlapping. Each result has its number of tokens, bits per byte, and a
+    95 % confidence interval over blocks of text. Under torchrun or srun, all processes share the
+    work. --set position.KEY=VALUE evaluates with positions other than those of training; the
+    results say so.
 
-    A Hugging Face folder is computed by transformers, whole on each process, and reads the text by
-    its own tokenizer: --text, or the validation split that --set data.directory=DIR names. Bits per
-    byte compare models of different tokenizers.
+    A Hugging Face model runs in transformers, complete on each process, with its own tokenizer. It
+    needs --text, or the validation split of a data set: --set data.directory=DIR. Use bits per byte
+    to compare models with different tokenizers.
 
     \b
     Example:
@@ -325,22 +325,22 @@ def evaluate(
 
     Args:
         lengths: Window lengths in tokens, as in 128,512,2048. Default: evaluation.lengths of the
-            config, else 1, 2, 4, 8 and 16 times the training length as far as the text reaches.
+            config, or 1, 2, 4, 8 and 16 times the training length, up to the length of the text.
         protocols: nonoverlapping, sliding, or both separated by a comma.
-        stride: Tokens from one sliding window to the next. Default: evaluation.stride of the config
-            where no length is shorter, else the shortest length.
+        stride: Tokens from one sliding window to the next. Default: evaluation.stride of the
+            config, or the shortest length if that is shorter.
         max_tokens: Score at most this many validation tokens. Default: all; evaluation.max_tokens
-            bounds the evaluations while training.
-        stream: Read the whole text in one pass in place of windows: every token has all tokens
-            before it as context, and memory does not grow with the text. For ALiBi, whose heads
-            see no farther than their weights allow (pretrain reach).
-        longppl: Also measure LongPPL (arXiv 2410.23771) against a short context of so many tokens:
-            the perplexity of the tokens that the first source predicts much better with more.
+            limits the evaluations during training.
+        stream: Read the whole text in one pass instead of in windows: the context of a token is
+            every token before it, and memory does not grow with the text. Only for ALiBi, whose
+            heads see no farther than their weights allow (pretrain reach).
+        longppl: Also measure LongPPL (arXiv 2410.23771) against a short context of N tokens: the
+            perplexity of the tokens that the first source predicts much better with more context.
         out: Write the results to this file, and plots and report.md beside it.
-        text: Score this text in place of the validation split; can be repeated. Each file is one
-            document. Needs the run alone, and no data set.
-        trust_remote_code: Run the Python code that a Hugging Face folder brings along. Needed for
-            classes that are neither of transformers nor of this project's exports.
+        text: Score this text instead of the validation split; can be repeated. Each file is one
+            document. Needs only the run, not its data set.
+        trust_remote_code: Run the Python code in a Hugging Face folder. Needed for classes that
+            belong neither to transformers nor to this project's exports.
     """
     from pretrain.evaluation.command import evaluate_sources
 
@@ -357,23 +357,23 @@ def evaluate_tasks(
     out: JsonFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
-    """Measure what a model makes of a long context, beyond perplexity.
+    """Measure how well a model uses a long context, beyond perplexity.
 
     \b
-    needle           32 tokens of text stand somewhere in a long context and are repeated at its end
-    induction        the same with random tokens: nothing but copying helps
-    niah_single      a sentence says the magic number of a word, which is asked for at the end
-    niah_multikey    the same beside the numbers of 3 other words
-    niah_multivalue  4 numbers of one word
-    vt               variables that have a value through a chain of 5 assignments
-    cwe              the 10 words that a list has more often than others
-    fwe              the 3 most frequent words of a list after '...'
+    needle           32 tokens of text appear in a long context and are repeated at its end
+    induction        the same with random tokens, which can only be copied
+    niah_single      a sentence states the magic number of a word; the end asks for the number
+    niah_multikey    the same, with the numbers of 3 other words in the context
+    niah_multivalue  one word has 4 numbers
+    vt               which variables have a value, through a chain of 5 assignments
+    cwe              the 10 most common words of a list
+    fwe              the 3 most frequent words of a list, apart from '...'
 
     The last six are the synthetic tasks of RULER (arXiv 2404.06654), as text that a model without
-    instruction tuning can go on with. All say the gain: how much lower the loss of the answer is
-    with the context that can help than without it, in nats per token; 0 means that the model makes
-    no use of it. An answer is exact if greedy decoding gives all of its tokens. The training length
-    is L. Under torchrun or srun all processes share the work.
+    instruction tuning can continue. Each reports a gain: how much lower the loss of the answer is
+    with the helpful context than without it, in nats per token; 0 means that the model does not use
+    the context. An answer is exact if greedy decoding gives all of its tokens. L is the training
+    length. Under torchrun or srun, all processes share the work.
 
     \b
     Example:
@@ -382,11 +382,11 @@ def evaluate_tasks(
       pretrain evaluate-tasks runs/demo/alibi --tasks niah_single,vt,cwe --lengths 256,1024
 
     Args:
-        tasks: Which to measure.
-        lengths: Lengths of the context in tokens. Default: evaluation.lengths of the config, else
-            1, 2, 4, 8 and 16 times the training length, as far as the text reaches.
-        samples: Samples of each task at each length and depth. More make intervals narrower: half
-            as wide with four times as many.
+        tasks: The tasks to measure.
+        lengths: Lengths of the context in tokens. Default: evaluation.lengths of the config, or 1,
+            2, 4, 8 and 16 times the training length, up to the length of the text.
+        samples: Samples of each task at each length and depth. Four times as many halve the width
+            of the intervals.
         out: Write the results to this file, and Markdown and a figure beside it.
     """
     from pretrain.evaluation.tasks import evaluate_tasks as run
@@ -405,18 +405,19 @@ def reach(
 ) -> None:
     """Show how far back each attention head can see.
 
-    ALiBi lowers the score of a key by slope x distance, and no query and key can make up for more
-    than their weights allow. So each head has a distance beyond which all keys of a row together
-    weigh less than 2^-24, half a unit in the last place of fp32:
+    ALiBi lowers the score of a key by slope x distance, and products of queries and keys can make
+    up for only as much as the weights allow. So each head has a distance beyond which all keys of a
+    row together weigh less than 2^-24, half a unit in the last place of fp32:
 
     \b
     certificate    for every text: from the weights alone
-    running bound  for this text: from the lengths of its queries and keys, as attention finds it,
-                   of the worst query and on average
+    running bound  for this text: from the norms of its queries and keys, as attention computes it,
+                   for the worst query and on average
     measured       on this text: dense attention in fp64, the worst row
 
-    Then follows which share of attention's work remains at 2, 16 and 128 times the training length,
-    and from which length on a further token costs the same. docs/reach.md has the proof.
+    Also shows the share of attention's work that remains at 2, 16 and 128 times the training
+    length, and the length from which each further token costs the same. docs/reach.md has the
+    proof.
 
     \b
     Example:
@@ -424,11 +425,10 @@ def reach(
       pretrain reach downloads/bloom-560m --text 'papers/*.txt'
 
     Args:
-        source: A run, which means its newest checkpoint, a checkpoint, or a Hugging Face model that
-            `pretrain import` takes. Of the last only the certificate is shown without --text.
-        text: Look at this text in place of the validation split; can be repeated. Needs no data
-            set.
-        length: Tokens of a window of text at most. Time and memory grow with its square.
+        source: A run (its newest checkpoint), a checkpoint, or a Hugging Face model that `pretrain
+            import` accepts. For a Hugging Face model without --text, shows only the certificate.
+        text: Read this text instead of the validation split; can be repeated. Needs no data set.
+        length: The most tokens in a window of text. Time and memory grow with its square.
         plot: Write the distances as a figure, .png or .svg.
         out: Write everything to this file.
     """
@@ -453,14 +453,14 @@ def report(
     out: JsonFile = None,
     style: Literal["paper", "slides"] = "paper",
 ) -> None:
-    """Combine evaluations: of one run's checkpoints, or of several runs.
+    """Combine the evaluations of one run's checkpoints, or of several runs.
 
-    Of one run, shows perplexity at each length over training steps. Writes curve.json, plots and
-    report.md to RUN/evaluations. The launcher's evaluation jobs do this after each checkpoint;
-    running it by hand is safe.
+    For one run, shows perplexity at each length over training steps. Writes curve.json, plots and
+    report.md to RUN/evaluations. The launcher's evaluation jobs do this after each checkpoint; you
+    may run it at any time.
 
-    Of several runs or reports, shows them in one table. They may differ in method, training length,
-    seed, tokenizer and validation set. --out writes the report.
+    For several runs or reports, shows one table. They may differ in method, training length, seed,
+    tokenizer and validation set. --out writes the report.
 
     \b
     Example:
@@ -472,9 +472,9 @@ def report(
         sources: Directories of runs whose checkpoints were evaluated, or curve.json files of
             reports.
         out: Write one report of all sources to this file, and plots and report.md beside it.
-            Of a run the newest evaluated checkpoint is taken.
-        style: Of the plots that --out writes: paper (a column or a page wide, in 8 point type), or
-            slides.
+            A run is represented by its newest evaluated checkpoint.
+        style: Style of the plots that --out writes: paper (a column or a page wide, in 8 point
+            type), or slides.
     """
     from pretrain.evaluation.report import combine, report_run
 
@@ -498,17 +498,17 @@ def export(
     """Write a Hugging Face model, and files for other programs, and verify them.
 
     Loads the written model with stock transformers and compares its logits in fp32. The comparison
-    runs on validation text, at the training length and 16 times that or as far as memory allows.
-    When it fails, OUT is not made and the exit code is 1. Its perplexity in bf16 and fp16 is
-    measured too, printed and written on the model card.
+    runs on validation text, at the training length and 16 times that or as far as memory allows. If
+    it fails, OUT is not created and the exit code is 1. The perplexity of the written model in bf16
+    and fp16 is measured too, printed and written on the model card.
 
-    --for llama.cpp also writes what it reads, into OUT/llama.cpp, loads it there and compares
-    logits and token ids. vllm reads the same files as transformers: --for vllm says whether it
-    computes the model. What a program would compute otherwise is refused; what is not installed
-    here is written, and not compared.
+    --for llama.cpp also writes the files of llama.cpp into OUT/llama.cpp, loads them there and
+    compares logits and token ids. vllm reads the same files as transformers: --for vllm says
+    whether it computes the model. A model that a program would compute differently is refused. For
+    a program that is not installed here, the files are written but not compared.
 
-    The folder also gets a model card, with the run's own evaluation of this checkpoint, which names
-    license, languages and data sets as [export] of the run's config or --set says.
+    The folder also gets a model card with the run's own evaluation of this checkpoint. License,
+    languages and data sets on it come from [export] in the run's config, or from --set.
 
     \b
     Example:
@@ -520,7 +520,7 @@ def export(
         programs: transformers (always written), vllm or llama.cpp.
         out: Directory to write the Hugging Face model to.
         max_length: Longest sequence that the export accepts; MPT and OPT fail beyond it. Default:
-            16 training lengths, or the longest that the run evaluates.
+            16 training lengths, or the longest evaluated length if that is longer.
     """
     from pretrain.huggingface.export import export_source
 
@@ -535,22 +535,22 @@ def import_(
     dictionary: Annotated[Path | None, typer.Option("--dictionary", metavar="dict.txt")] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
-    """Make a run from a Hugging Face model, or from a checkpoint of fairseq's, and verify it.
+    """Create a run from a Hugging Face model or a fairseq checkpoint, and verify it.
 
-    Takes Bloom, MPT, OPT and GPT-NeoX (Pythia), exported by this program or published elsewhere.
-    What our model cannot compute is refused. The weights become the checkpoint of step 0 of a run
-    that can be evaluated, trained on and exported. Its logits are compared with those of stock
-    transformers, on random tokens at up to four times the model's length (data.sequence_length, for
-    OPT and MPT as far as their positions reach). When they differ, OUT is not made and the exit
-    code is 1.
+    Imports models exported by this program or published elsewhere: Bloom, MPT, OPT, GPT-NeoX
+    (Pythia), GPT-2, Llama, Mistral and Qwen. Settings that our model cannot compute are refused.
+    The weights become the step-0 checkpoint of a run that can be evaluated, trained further and
+    exported. Its logits are compared with those of stock transformers, on random tokens at up to
+    four times the model's length (data.sequence_length, for OPT and MPT as far as their positions
+    reach). If they differ, OUT is not created and the exit code is 1.
 
-    The folder's tokenizer.json or tokenizer.model goes with the run: `pretrain evaluate --text` and
-    `pretrain export` then need no data set. Data to train on has to be made with that tokenizer,
-    which data.tokenizer of the run names.
+    The folder's tokenizer.json or tokenizer.model is copied into the run, so `pretrain evaluate
+    --text` and `pretrain export` need no data set. Build data for further training with that
+    tokenizer, which the run's data.tokenizer names.
 
-    A checkpoint of fairseq's language models does not say its position method. --config does, and
-    is the config of the run, which stands at its last step; the checkpoint's options, tensors and
-    log probabilities are compared with it. Nothing of the file is executed.
+    The checkpoint of a fairseq language model does not state its position method. --config states
+    it: the config of the run, which the checkpoint has at its last step. The checkpoint's options,
+    tensors and log probabilities are compared with it. Nothing in the file is executed.
 
     \b
     Example:
@@ -562,9 +562,9 @@ def import_(
 
     Args:
         folder: Directory of a Hugging Face model (config.json and safetensors), or a checkpoint.
-        out: Directory of the run to make.
-        config: Of a checkpoint: config of the run.
-        dictionary: Of a checkpoint: the dict.txt of its data.
+        out: Directory of the run to create.
+        config: For a checkpoint: the config of the run.
+        dictionary: For a checkpoint: the dict.txt of its data.
     """
     if folder.is_dir():
         from pretrain.huggingface.import_model import import_folder
@@ -591,10 +591,10 @@ def plan(
 ) -> None:
     """Predict memory, time and cost of a run in every layout, and name the best.
 
-    Computes, for each legal layout (tensor, pipeline and virtual pipeline size, sequence
-    parallelism, ZeRO stage, recomputation, micro-batch size), the memory of a GPU and the time of a
-    step by part, tokens/s, MFU and GPU-hours. Prints the fastest that fit, why others are not
-    legal, and the speeds that it assumes. Needs no GPU and runs nothing.
+    For each legal layout (tensor, pipeline and virtual pipeline size, sequence parallelism, ZeRO
+    stage, recomputation, micro-batch size), computes the memory of a GPU, the time of each part of
+    a step, tokens/s, MFU and GPU-hours. Prints the fastest layouts that fit, why others are not
+    legal, and the assumed speeds. Needs no GPU and trains nothing.
 
     \b
     Example:
@@ -603,11 +603,11 @@ def plan(
           --out demo_h100.toml
 
     Args:
-        gpus: GPUs of the whole job.
+        gpus: Number of GPUs of the job.
         gpu_type: v100-32, a100-80, h100 or h200.
-        network: Gbit/s of all links of a node together in one direction, as 3200 for 8 x 400.
-            Default: what nodes with such GPUs usually have.
-        out: Write the run in the best layout as a config of its own.
+        network: Gbit/s of all links of a node together in one direction, such as 3200 for 8 x 400.
+            Default: the usual speed of nodes with such GPUs.
+        out: Write a config of the run in the best layout.
     """
     from pretrain.plan.command import plan_run, read_target
 
@@ -628,14 +628,15 @@ def study(
     """Train methods at several lengths, evaluate them together, and report on the claims.
 
     Builds the data if it is missing, checks every run before the first one starts, and trains one
-    after the other as `launcher local` does. Finished runs are left out, so the same command goes
-    on after Ctrl-C, which saves. A run that fails does not stop the others, and the exit code is 1
-    then. All finished runs are evaluated together, and STUDY/report has the result.
+    after another as `launcher local` does. Ctrl-C saves. Finished runs are skipped, so the same
+    command continues the study. If a run fails, the others still run, and the exit code is 1. All
+    finished runs are evaluated together, and STUDY/report has the result.
 
-    With --site the missing runs are submitted instead; the same command reports when they are done.
+    With --site the missing runs are submitted instead. Repeat the command when they are done to
+    write the report.
 
-    The runs of a study differ in what its file says and in nothing else: a study file that was
-    edited beyond what leaves the trained runs as they are is refused.
+    The runs of a study differ only in what its file says. If the file was edited so that runs that
+    are already trained no longer match it, it is refused.
 
     \b
     Examples:
@@ -645,12 +646,12 @@ def study(
 
     Args:
         file: The study: methods, lengths, seeds, settings.
-        nproc: Processes of each run, of the evaluation and of what is measured. Default: 1.
+        nproc: Processes for each run, the evaluation and the measurements. Default: 1.
         site: Submit the runs to this Slurm cluster, as one job array, and train none here.
-        dry_run: Print the runs and what is left of each; do nothing.
-        report_only: Train and measure nothing; evaluate and report what is finished.
-        only: Of the missing runs train those whose names match, such as "alibi-*-s1".
-        again: Train these again though STUDY/records has them, and compare their losses with it.
+        dry_run: Print the runs and what remains of each; do nothing else.
+        report_only: Train and measure nothing; evaluate and report the finished runs.
+        only: Train only the missing runs whose names match, such as "alibi-*-s1".
+        again: Train the runs of --only even if STUDY/records has them, and compare the losses.
     """
     if report_only and site is not None:
         raise ConfigError(
@@ -675,9 +676,9 @@ def list_(
 ) -> None:
     """Show a run's checkpoints in a table.
 
-    Shows step, id, branch, time, size and validation loss of each, and if it is damaged. What the
-    run has turned away from is listed apart. Only small files are read; `pretrain checkpoint
-    verify` reads everything.
+    Shows the step, id, branch, time, size and validation loss of each checkpoint, and whether it is
+    damaged. Abandoned checkpoints are listed separately. Reads only small files; `pretrain
+    checkpoint verify` reads everything.
 
     \b
     Example:
@@ -699,8 +700,8 @@ def list_(
 def show(source: Source) -> None:
     """Describe one checkpoint.
 
-    Prints its id and ancestry, the changes that were allowed on the way, the hashes of its data,
-    what it was made with, the config in a few lines, and its parameters with their shapes.
+    Prints its id and ancestry, the allowed changes, the hashes of its data, the code and versions
+    that saved it, a summary of its config, and its parameters with their shapes.
 
     \b
     Example:
@@ -715,7 +716,7 @@ def show(source: Source) -> None:
 def verify(
     sources: Annotated[list[str], typer.Argument(metavar="RUN|CHECKPOINT|URL")],
 ) -> None:
-    """Read every byte and compare it with what was written.
+    """Read every byte of checkpoints and compare the digests.
 
     Names each damaged file. The exit code is 1 if there is one.
 
@@ -724,7 +725,7 @@ def verify(
       pretrain checkpoint verify runs/demo/alibi
 
     Args:
-        sources: Runs, which mean all of their checkpoints, single checkpoints, or URLs as in
+        sources: Runs (all of their checkpoints), single checkpoints, or URLs as in
             checkpoint.upload_to.
     """
     from pretrain.checkpoint.tools import verify_sources
@@ -741,11 +742,11 @@ def prune(
     keep_best: Annotated[int | None, typer.Option(min=0, metavar="K")] = None,
     yes: bool = False,
 ) -> None:
-    """Delete old checkpoints by the rules that also hold while training.
+    """Delete old checkpoints by the same rules as during training.
 
-    The newest one always stays, and so does one that a reader holds or that waits for an
-    evaluation. Before anything is deleted every byte of the newest is read: if it is damaged,
-    nothing is. A run that is being trained is refused.
+    Never deletes the newest checkpoint, or one that a reader holds or that waits for an evaluation.
+    First reads every byte of the newest checkpoint; if it is damaged, deletes nothing. A run that
+    is training is refused.
 
     \b
     Example:
@@ -755,7 +756,7 @@ def prune(
         keep: Newest checkpoints to keep. Default: the run's config.
         keep_every: Also keep those whose step is a multiple of this.
         keep_best: Also keep those with the lowest validation loss.
-        yes: Delete. Without it the command shows what it would do.
+        yes: Delete. Without this option, the command only shows what it would delete.
     """
     from pretrain.checkpoint.tools import policy_of, prunable
     from pretrain.checkpoint.tools import prune as delete
@@ -776,15 +777,15 @@ def upload(
 ) -> None:
     """Upload the checkpoints of a run that are not in its object store yet.
 
-    Training uploads by itself when checkpoint.upload_to is set. This command makes up for what
-    could not be uploaded when the run ended. The exit code is 1 if one is still missing.
+    Training uploads automatically if checkpoint.upload_to is set. This command uploads checkpoints
+    whose upload failed. The exit code is 1 if one is still missing.
 
     \b
     Example:
       pretrain checkpoint upload runs/demo/alibi --to s3://bucket/alibi
 
     Args:
-        to: Where to. Default: checkpoint.upload_to of the run's config.
+        to: URL of the store. Default: checkpoint.upload_to of the run's config.
     """
     from pretrain.checkpoint.tools import upload_run
 
