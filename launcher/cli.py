@@ -47,13 +47,13 @@ class Evaluations:
 
     Args:
         lengths: Window lengths of evaluations in tokens, as in 128,512,2048. Default:
-            evaluation.lengths of the config, else 1, 2, 4, 8 and 16 times the training length as
-            far as the text reaches.
+            evaluation.lengths of the config, or 1, 2, 4, 8 and 16 times the training length, up to
+            the length of the text.
         protocols: Protocols of evaluations: nonoverlapping, sliding, or both separated by a comma.
-        stride: Tokens from one sliding window to the next. Default: evaluation.stride of the config
-            where no length is shorter, else the shortest length.
+        stride: Tokens from one sliding window to the next. Default: evaluation.stride of the
+            config, or the shortest length if that is shorter.
         max_tokens: Score at most this many validation tokens. Default: all; evaluation.max_tokens
-            bounds the evaluations while training.
+            limits the evaluations during training.
     """
 
     lengths: Numbers = None
@@ -73,10 +73,10 @@ app = Commands()
 def launcher(
     version: Annotated[bool, version_flag("launcher")] = False,
 ) -> None:
-    """Start runs of `pretrain train` on this machine or on a Slurm cluster, and look after them.
+    """Start and manage runs of `pretrain train` on this machine or on a Slurm cluster.
 
-    Each command first checks that the processes can work together, and starts or submits nothing if
-    they cannot.
+    Each command first checks that the processes can work together. If they cannot, it starts or
+    submits nothing.
 
     \b
     Example, on a machine without a GPU:
@@ -101,19 +101,19 @@ def local(
 ) -> None:
     """Train on this machine.
 
-    Rank 0 writes to this terminal. What every rank writes is kept in RUN/logs/rank-<rank>.log.
+    Rank 0 writes to this terminal. The output of every rank is kept in RUN/logs/rank-<rank>.log.
 
-    When a rank fails or hangs, all ranks are ended and started again from the newest checkpoint.
-    [recovery] in the config sets how often, and after what time without progress.
+    If a rank fails or hangs, all ranks are stopped and restarted from the newest checkpoint.
+    [recovery] in the config sets how often, and after how long without progress.
 
     \b
     Signals, to this command:
-      SIGINT    (Ctrl-C) save a checkpoint, then exit with code 80; a second one leaves at once,
-                with code 130, and so does the first one before training has begun
+      SIGINT    (Ctrl-C) save a checkpoint, then exit with code 80; a second SIGINT exits
+                immediately, with code 130, and so does the first one before training has begun
       SIGTERM   (kill PID) save a checkpoint, then exit with code 80
       SIGHUP    the same, when the terminal is closed
-      SIGUSR1   save a checkpoint and start the ranks again
-    A second SIGTERM or SIGHUP changes nothing: the save goes on.
+      SIGUSR1   save a checkpoint and restart the ranks
+    A second SIGTERM or SIGHUP changes nothing: the save continues.
 
     \b
     Examples:
@@ -158,15 +158,15 @@ def submit(
 ) -> None:
     """Train on a Slurm cluster.
 
-    Submits one job. Before its time limit the job saves a checkpoint, goes back to the queue and
-    continues from there when Slurm starts it again, until all steps are done.
+    Submits one job. Before its time limit the job saves a checkpoint and goes back to the queue.
+    When Slurm starts it again, it continues from the checkpoint, until all steps are done.
 
-    What cannot work is refused here, before the job waits in the queue. The resolved config is kept
-    in RUN/launch, so edits of the config file do not change a job that waits.
+    A job that cannot work is refused now, before it waits in the queue. The resolved config is kept
+    in RUN/launch, so edits of the config file do not change a waiting job.
 
     With --evaluate-checkpoints, RUN/evaluations/ collects the perplexity at each length over the
-    training steps: curve.json, plots and report.md. Training never waits for evaluations.
-    checkpoint.keep spares checkpoints that have not been evaluated yet.
+    training steps: curve.json, plots and report.md. Training does not wait for evaluations.
+    checkpoint.keep does not delete checkpoints that have not been evaluated yet.
 
     \b
     Examples:
@@ -177,7 +177,7 @@ def submit(
 
     Args:
         dry_run: Print the job and when it could start, and submit nothing.
-        evaluate_checkpoints: Evaluate each checkpoint when it is complete, in a job of its own.
+        evaluate_checkpoints: Evaluate each checkpoint when it is complete, in a separate job.
     """
     run = load_config(config, overrides)
     check_allowed(allow_changed)
@@ -201,9 +201,8 @@ def sweep(
 ) -> None:
     """Train several runs.
 
-    Submits one job array to a Slurm cluster, with a task for each config. Runs that are finished
-    are left out and others go on from their newest checkpoint, so the same command does what is
-    missing.
+    Submits one job array to a Slurm cluster, with a task for each config. Finished runs are skipped
+    and interrupted runs resume from their newest checkpoint, so the same command continues a sweep.
 
     \b
     Example:
@@ -211,7 +210,7 @@ def sweep(
 
     Args:
         configs: TOML files of the runs, each with a run.directory of its own.
-        concurrent: The most runs that train at the same time. Default: all.
+        concurrent: The maximum number of runs that train at the same time. Default: all.
         dry_run: Print the job and when it could start, and submit nothing.
     """
     check_allowed(allow_changed)
@@ -236,12 +235,12 @@ def evaluate_checkpoints(
 ) -> None:
     """Evaluate the checkpoints of a run.
 
-    Submits a Slurm job for each. This does afterwards what `launcher submit
-    --evaluate-checkpoints` does from the start. The run may be finished or still train:
-    checkpoints that it saves later are evaluated too, until `launcher cancel`. Checkpoints with a
-    result are left out, and those that were given up are tried again.
+    Submits a Slurm job for each checkpoint, as `launcher submit --evaluate-checkpoints` does from
+    the start of a run. The run may be finished or still training: checkpoints that it saves later
+    are evaluated too, until `launcher cancel`. Checkpoints with a result are skipped, and failed
+    evaluations are tried again.
 
-    Run this in the directory in which you started training: the config's relative paths start
+    Run this in the directory where you started training, because the config's relative paths start
     there.
 
     \b
@@ -249,7 +248,7 @@ def evaluate_checkpoints(
       launcher evaluate-checkpoints runs/demo/alibi --site slurm/site.toml --lengths 128,512,2048
 
     Args:
-        nproc: Processes of an evaluation, one per GPU, on one node. Default: all of the node.
+        nproc: Processes of an evaluation, one per GPU, on one node. Default: all GPUs of the node.
         time: Time limit of an evaluation. Default: the site's time_limit.
     """
     evaluate_run(Path.cwd() / run, load_site(site), evaluations.request(), nproc, time)
@@ -262,8 +261,8 @@ def status(
 ) -> None:
     """Show the state of runs.
 
-    Prints a table of all runs. For a single RUN also prints its attempts, how each ended, and the
-    nodes that are not used any more.
+    Prints a table of all runs. For a single RUN, also prints its attempts, how each ended, and the
+    nodes that the run no longer uses.
 
     Goodput is the time spent on training steps that the run kept, as a share of the time it held
     its nodes. Attempts that were refused or found every step done do not count.
@@ -285,19 +284,19 @@ def logs(
     follow: bool = False,
     rank: Annotated[int | None, typer.Option(min=0, metavar="N")] = None,
 ) -> None:
-    """Print what the ranks of a run have printed, in the newest attempt.
+    """Print the output of a run's ranks in the newest attempt.
 
-    Under `launcher local` each rank has a log of its own, of all attempts; without --rank, rank 0's
-    is printed. Logs of earlier attempts on a cluster are RUN/logs/attempt-####.log.
+    With `launcher local`, each rank has its own log of all attempts; without --rank, prints that of
+    rank 0. On a cluster, logs of earlier attempts are RUN/logs/attempt-####.log.
 
     \b
     Example:
       launcher logs runs/demo/alibi --follow --rank 0
 
     Args:
-        follow: Go on printing new lines, across restarts, until the run ends. Ctrl-C ends only the
+        follow: Keep printing new lines, across restarts, until the run ends. Ctrl-C stops only the
             printing.
-        rank: Print this rank only. Default: all.
+        rank: Print only this rank. Default: all.
     """
     control.print_log(run, rank, follow)
 
@@ -309,26 +308,26 @@ def cancel(
 ) -> None:
     """End the Slurm jobs of a run.
 
-    These are its training and the evaluations of its checkpoints. `launcher requeue` starts the
-    run again from its newest checkpoint.
+    Ends its training job and the evaluation jobs of its checkpoints. `launcher requeue` resumes the
+    run from its newest checkpoint.
 
     \b
     Example:
       launcher cancel runs/demo/alibi --save
 
     Args:
-        save: Save a checkpoint first, and wait until training has ended. Evaluations go on. Ctrl-C
-            ends only the waiting.
+        save: Save a checkpoint first, and wait until training has ended. Evaluations continue.
+            Ctrl-C stops only the waiting.
     """
     control.cancel(run, save)
 
 
 @app.command()
 def requeue(run: Run) -> None:
-    """Start a run again on Slurm.
+    """Restart a run on Slurm.
 
-    A job that runs saves a checkpoint, goes back to the queue and continues from there. If the run
-    has no job any more, a new one is submitted with the options of the last.
+    A running job saves a checkpoint, goes back to the queue and continues from the checkpoint. If
+    the run no longer has a job, a new one is submitted with the options of the last job.
 
     \b
     Example:
@@ -340,7 +339,7 @@ def requeue(run: Run) -> None:
 # ---- what batch scripts run ----------------------------------------------------------------------
 @app.command(hidden=True)
 def attempt(run: Run) -> None:
-    """Make attempts at a run, inside its Slurm job.
+    """Run the attempts of a run, inside its Slurm job.
 
     The batch script of `launcher submit` runs this command.
     """

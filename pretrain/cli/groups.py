@@ -44,14 +44,14 @@ def bench_train(
 ) -> None:
     """Time training steps on random tokens.
 
-    Prints tokens/s, the time that each part of a step takes, and peak memory.
+    Prints tokens/s, the time of each part of a step, and peak memory.
 
     \b
     Example:
       pretrain bench train configs/demo.toml --steps 20
 
     Args:
-        steps: Steps to time, after a few that warm up.
+        steps: Number of steps to time, after a few warm-up steps.
     """
     run = load_config(config, overrides)
     from pretrain.bench.timing import bench_training
@@ -68,11 +68,11 @@ def bench_methods(
     out: OutFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
-    """Time training and evaluation of position methods in turns, with their memory.
+    """Measure speed and memory of position methods, one after another in several rounds.
 
-    Each turn has processes of its own, in which a model is built and random tokens pass through
-    training steps and an evaluation. Prints a table with ratios to sinusoidal positions of the same
-    length, and their range over the rounds.
+    Each turn starts new processes, which build a model and run training steps and an evaluation on
+    random tokens. Prints a table with ratios to sinusoidal positions of the same length, and their
+    range over the rounds.
 
     \b
     Example:
@@ -80,9 +80,9 @@ def bench_methods(
 
     Args:
         methods: Values of position.method to compare.
-        rounds: How often each contestant takes its turn.
-        nproc: Processes of each contestant, on this machine.
-        out: Also write what was measured, as JSON.
+        rounds: Number of times that each method is measured.
+        nproc: Processes for each method, on this machine.
+        out: Also write the measurements to this file, as JSON.
     """
     configs = with_methods(config, overrides, methods)
     # Before minutes are spent on what goes there.
@@ -105,16 +105,16 @@ def bench_step(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
 
     Prints kernel launches, bytes read and written, every collective and every time the host waits
     for the device, by phase of the step, for one rank of each pipeline stage. The command is a
-    single process whatever the layout: it simulates a rank of parallel.world_size ranks (default:
-    the fewest that the layout allows).
+    single process for every layout: it simulates one of parallel.world_size ranks (default: the
+    fewest that the layout allows).
 
-    What is counted is the code that trains, run on tensors without data, with the attention and the
-    fusions that auto takes on a GPU of compute capability 9.0. An operator of torch is taken to
-    launch one kernel, the backward pass of a layer norm two, and an operator on lists of tensors as
-    many as ATen needs. Bytes are those of the tensors that a kernel reads and writes, each once. A
-    region under torch.compile is one kernel; its backward pass has one more for the gradient of a
-    bias. A collective is exposed if no kernel is launched between its start and the wait for it,
-    those of the gradient reduction itself apart.
+    The counted code is the training code, run on tensors without data, with the attention and the
+    fusions that auto chooses on a GPU of compute capability 9.0. A torch operator counts as one
+    kernel, the backward pass of a layer norm as two, and an operator on lists of tensors as the
+    number that ATen needs. The bytes are those of the tensors that a kernel reads and writes, each
+    counted once. A region under torch.compile is one kernel; its backward pass has one more for the
+    gradient of a bias. A collective is exposed if no kernel is launched between its start and the
+    wait for it, except kernels of the gradient reduction itself.
 
     \b
     Example:
@@ -139,7 +139,7 @@ def leaderboard_add(
     link: Annotated[str | None, typer.Option(metavar="URL")] = None,
     equal: Literal["tokens", "FLOP", "time"] | None = None,
 ) -> None:
-    """Make an entry, DIR/NAME.json, of an evaluation of one checkpoint.
+    """Create an entry, DIR/NAME.json, from an evaluation of one checkpoint.
 
     \b
     Example:
@@ -148,12 +148,12 @@ def leaderboard_add(
       pretrain leaderboard build board
 
     Args:
-        curve: What `pretrain evaluate --out` wrote.
-        name: What the page calls it.
-        authors: Who trained it.
-        link: Where to find more about it.
-        equal: What its training took as much of as that of the entries that it compares itself
-            with. Entries are ranked against those that say the same.
+        curve: The file that `pretrain evaluate --out` wrote.
+        name: The name of the model on the page.
+        authors: Who trained the model.
+        link: A page about the model.
+        equal: The quantity that is equal in its training and in that of the entries it is compared
+            with. Entries are ranked only against entries that name the same quantity.
     """
     from pretrain.evaluation.leaderboard import add
 
@@ -162,7 +162,7 @@ def leaderboard_add(
 
 @leaderboard.command("build")
 def leaderboard_build(directory: Directory) -> None:
-    """Write DIR/index.html, one page that ranks all entries and needs no network."""
+    """Write DIR/index.html, a single page that ranks all entries and needs no network."""
     from pretrain.evaluation.leaderboard import build
 
     print(build(directory))
@@ -179,18 +179,18 @@ def leaderboard_verify(
 ) -> None:
     """Evaluate the checkpoint of an entry again, and mark the entry as verified.
 
-    Every number has to be what the entry says, to 1e-6 of it, or 1e-3 where one of the two was
-    measured on a GPU. The exit code is 1 if one is not.
+    Every number must equal that of the entry within a relative difference of 1e-6, or of 1e-3 if
+    one of the two was measured on a GPU. The exit code is 1 if one does not.
 
     \b
     Example:
       pretrain leaderboard verify board alibi-1-3m runs/demo/alibi
 
     Args:
-        entry: Name of its file, without .json.
-        source: What the entry is of.
-        text: The text that it was evaluated on, as of `pretrain evaluate`.
-        trust_remote_code: As of `pretrain evaluate`.
+        entry: Name of the entry's file, without .json.
+        source: The model of the entry.
+        text: The text on which it was evaluated, as for `pretrain evaluate`.
+        trust_remote_code: As for `pretrain evaluate`.
     """
     from pretrain.evaluation.leaderboard import verify
 

@@ -113,8 +113,8 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUE",
-        help="Override a value of the config, as in --set train.num_steps=100; with nothing after "
-        "the =, remove the key, which brings its default back. Can be repeated.",
+        help="Override a value of the config, as in --set train.num_steps=100. With nothing after "
+        "the =, remove the key, which restores its default. Can be repeated.",
     ),
 ]
 AllowChanged = Annotated[
@@ -122,16 +122,16 @@ AllowChanged = Annotated[
     typer.Option(
         "--allow-changed",
         metavar="SECTION.KEY",
-        help="Go on from a checkpoint although this key, which changes training, is not as it was "
-        "then. data.directory stands for the training tokens, data.tokenizer for the tokenizer. "
-        "Recorded in later checkpoints and metrics.jsonl. Can be repeated.",
+        help="Resume although this key, which changes training, differs from the checkpoint's. "
+        "data.directory means the training tokens, data.tokenizer the tokenizer. The change is "
+        "recorded in later checkpoints and metrics.jsonl. Can be repeated.",
     ),
 ]
 Source = Annotated[
     Path,
     typer.Argument(
         metavar="RUN|CHECKPOINT",
-        help="Directory of a run, which means its newest checkpoint, or of one checkpoint.",
+        help="Directory of a run (its newest checkpoint), or of one checkpoint.",
     ),
 ]
 """The first argument of commands that read a checkpoint."""
@@ -139,8 +139,8 @@ Sources = Annotated[
     list[Path],
     typer.Argument(
         metavar="RUN|CHECKPOINT|HF_FOLDER",
-        help="Directories of runs, which mean their newest checkpoints, of checkpoints, or of "
-        "Hugging Face models, which have a config.json.",
+        help="Directories of runs (their newest checkpoints), of checkpoints, or of Hugging Face "
+        "models (with a config.json).",
     ),
 ]
 """The first argument of commands that evaluate several models together."""
