@@ -238,8 +238,8 @@ class SlurmRequest:
         partition: Partition of the job. Default: the site's.
         account: Account that pays. Default: the site's.
         qos: Quality of service. Default: the site's.
-        sbatch: Another option of sbatch, as in exclude=node07. Can be repeated; comes before the
-            site's sbatch_arguments.
+        sbatch: Another option of sbatch, as in exclude=node07. Can be repeated; overrides the same
+            option in the site's sbatch_arguments.
         dependency: Jobs to wait for, as sbatch --dependency takes them: afterok:123.
     """
 
