@@ -13,7 +13,7 @@ STUDY := runs/study_demo
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(SETUP)  ## make .venv for the demo and the tests, pinned; does nothing the second time
+setup: $(SETUP)  ## create .venv with pinned dependencies; does nothing if it is up to date
 
 demo: $(SETUP)  ## train short, test long on Shakespeare (6 minutes on 2 cores)
 	$(BIN)/pretrain data build configs/demo.toml
@@ -29,11 +29,11 @@ study: $(SETUP)  ## train four methods at 64 and 128 tokens and judge the claims
 	$(BIN)/pretrain study configs/studies/demo.toml --nproc 2
 
 # One test builds the site.
-test: $(SETUP)-docs  ## run all tests; installs Slurm for its tests where it can (root on Debian)
+test: $(SETUP)-docs  ## run all tests; as root on Debian, also installs Slurm for its tests
 	tests/slurm/install.sh
 	tests/all.sh $(BIN)/python
 
-test-changed: $(SETUP)  ## run the tests that import what is not on main, the nearest first; SINCE=COMMIT
+test-changed: $(SETUP)  ## run the tests that import code changed since main, or since SINCE=COMMIT
 	$(BIN)/python tests/changed.py $(SINCE)
 
 torture: $(SETUP)  ## run the further cases that `make test` leaves out; takes hours
@@ -44,7 +44,7 @@ lint: $(SETUP)-lint  ## check style and format (ruff) and types (mypy --strict)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-docs: $(SETUP)-docs  ## write the documentation as a site to site/ (mkdocs-material)
+docs: $(SETUP)-docs  ## build the documentation site in site/ (mkdocs-material)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'open site/index.html, or with search: $(BIN)/python -m http.server --directory site'
 

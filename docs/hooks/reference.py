@@ -238,7 +238,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 # ---- commands ------------------------------------------------------------------------------------
 def commands_page(name: str) -> str:
     """Return the page of a command, `pretrain` or `launcher`, and of all its subcommands."""
-    parts = [f"# {name}", "What `-h` says of every command. Generated from the code."]
+    parts = [f"# {name}", "The output of `-h` for every command. Generated from the code."]
     for words, command in commands(name):
         parts += [f"## {' '.join(words)}", *_command(words, command)]
     return "\n\n".join(parts) + "\n"
