@@ -1,8 +1,8 @@
-"""Position methods: how the model knows the order of tokens. One file a method, over `base`.
+"""Position methods: how the model knows the order of tokens. One file per method, over `base`.
 
-A file here is all that the other rooms know of a method: they ask `config.position`, which is an
-instance of the class that position.method names, and compare no names. A method of your own is one
-subclass of PositionMethod; once its module is imported, every command knows it.
+All knowledge about a method is in its file. Other packages ask `config.position`, an instance of
+the class that position.method names, and never compare names. To add a method, write a subclass of
+PositionMethod; every command knows it once its module is imported.
 
 Nothing here imports torch before a model is built: the launcher reads configs too.
 """
@@ -11,7 +11,8 @@ Nothing here imports torch before a model is built: the launcher reads configs t
 # imported first, this line makes pretrain.config the outer one.
 import pretrain.config  # noqa: F401  # isort: skip
 
-# The first ones have colours of their own in figures: ALiBi and what it is compared with most.
+# Registered first, because figures give the first methods colors of their own: ALiBi, and those it
+# is compared with most.
 from pretrain.positions import alibi, learned, none, rotary, sinusoidal, t5  # noqa: F401
 
 # isort: split

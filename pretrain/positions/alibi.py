@@ -1,7 +1,7 @@
 """ALiBi: add -m_h (i - j) to the score of query i and key j in head h.
 
-Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, arXiv 2108.12409. Model, kernels,
-export and benchmarks all take their slopes from here.
+Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, arXiv 2108.12409. Model,
+kernels, export and benchmarks all take their slopes from this file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pretrain.config.run import RunConfig
 
 MAX_SLOPE = 100.0
-"""Largest slope. exp(-104) is 0 in fp32, so a steeper head sees nothing but a token itself, too."""
+"""Largest slope. exp(-104) is 0 in fp32, so a head with this slope already sees a token alone."""
 
 
 _ABOUT = """ ALiBi ([Press, Smith and Lewis, 2022](https://arxiv.org/abs/2108.12409)) adds a bias to
@@ -47,26 +47,27 @@ class BiasMax(Section):
     """The published slopes with another largest exponent: `alibi_bias_max` of MPT's models."""
 
     bias_max: int = Field(ge=1, le=100)
-    """Head h of n, a power of two, has the slope 2^(-bias_max (h + 1) / n). The paper has 8."""
+    """Head h of n, a power of two, has the slope 2^(-bias_max (h + 1) / n). 8 in the paper."""
 
 
 class ScaledSlopes(Section):
     """The published slopes times a factor, for texts that are 1 / factor times as long."""
 
     factor: float = Field(gt=0, le=MAX_SLOPE)
-    """What slopes are multiplied by, which is to multiply distances by it: position interpolation
-    (Al-Khateeb et al. 2023, arXiv 2310.13017)."""
+    """Factor on the slopes, which has the effect of multiplying distances by it: position
+    interpolation (Al-Khateeb et al. 2023, arXiv 2310.13017)."""
 
     by_head: bool = False
-    """Multiply the flattest slope by the factor, leave the steepest, and those between by powers of
-    it: m_h f^t, t = log(m_h / m_steepest) / log(m_flattest / m_steepest). For n heads, a power of
-    two, t is h / (n - 1): NTK-ALiBi (keezen/ntk_alibi, readme_en.md, f = 1 / a)."""
+    """Multiply the flattest slope by the factor, keep the steepest, and multiply the slopes between
+    by powers of the factor: m_h f^t, t = log(m_h / m_steepest) / log(m_flattest / m_steepest). For
+    n heads, a power of two, t is h / (n - 1): NTK-ALiBi (keezen/ntk_alibi, readme_en.md, f = 1 /
+    a)."""
 
     bias_max: int = Field(default=8, ge=1, le=100)
     """As in BiasMax."""
 
     def of_heads(self, num_heads: int) -> tuple[float, ...]:
-        """Return the slope of each of all heads of a model."""
+        """Return the slopes of all heads of a model."""
         slopes = published_slopes(num_heads, self.bias_max)
         steepest, flattest = max(slopes), min(slopes)
         if not self.by_head:
@@ -76,9 +77,9 @@ class ScaledSlopes(Section):
 
 
 def _as_slopes(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Validate a value of several types, with one message where pydantic has one for each type."""
+    """Validate a value of several types, with one message instead of pydantic's one per type."""
     try:
-        # TOML and JSON have lists, which are no tuples to a strict schema.
+        # TOML and JSON give lists, which a strict schema does not accept as tuples.
         return validate(tuple(value) if isinstance(value, list) else value)
     except ValidationError:
         raise PydanticCustomError(
@@ -99,39 +100,39 @@ Slopes = Annotated[
     | ScaledSlopes,
     WrapValidator(_as_slopes),
 ]
-"""The word "published", one slope a head, the ends of a geometric sequence, or of the published
-slopes another largest exponent or a multiple."""
+"""The word "published", one slope per head, the ends of a geometric sequence, or the published
+slopes with another largest exponent or times a factor."""
 PUBLISHED_BIAS_MAX = 8
 
 
 class Alibi(PositionMethod):
     """Linear biases on the attention scores.
 
-    A tensor-parallel rank takes its slice of the slopes of all heads. Computing slopes for the
-    number of local heads instead would give each rank the slopes of a smaller model.
+    A tensor-parallel rank takes its slice of the slopes of all heads. Slopes that are computed for
+    the number of local heads would be those of a smaller model.
     """
 
     method: Literal["alibi"] = "alibi"
 
     slopes: Slopes = "published"
-    """The slopes of the heads. published: those of the paper, 2^(-8 (h + 1) / n) for n heads where
-    n is a power of two, and those of the authors' code for other n. A list has one slope for each
-    head of the model, from 0, which adds nothing to a head's scores, to 100. A table such as
-    {first = 0.5, last = 0.00390625} is a geometric sequence from the first head to the last: with
-    first = 2^(-8 / n), the formula above for any n, as in the paper's text and in tutorials. The
-    table {bias_max = 16} has 16 in place of the 8 of the published slopes, as alibi_bias_max of
-    MPT's models. {factor = 0.5} are the published slopes times 0.5, as if every distance were half
-    as long; {factor = 0.5, by_head = true} leaves the steepest slope, multiplies the flattest, and
-    those between by powers of the factor. Both take a bias_max beside it."""
+    """The slopes of the heads. published: those of the paper, 2^(-8 (h + 1) / n) for n heads if n
+    is a power of two, and those of the authors' code for any other n. A list: one slope for each
+    head of the model, from 0, which adds nothing to the head's scores, to 100. {first = 0.5, last =
+    0.00390625}: a geometric sequence from the first head to the last; with first = 2^(-8 / n) this
+    is the formula above for any n, as in the paper's text and in tutorials. {bias_max = 16}: the
+    published slopes with 16 in place of 8, like alibi_bias_max of MPT's models. {factor = 0.5}: the
+    published slopes times 0.5, as if every distance were half as long. {factor = 0.5, by_head =
+    true}: the steepest slope stays, the flattest is multiplied by the factor, and the slopes
+    between by powers of it. Both tables with a factor may also hold bias_max."""
 
     trainable_slopes: bool = False
-    """Train the slopes, from those that are given on. The paper found it slower, and worse
-    beyond the training length."""
+    """Train the slopes, starting from those of position.slopes. The paper found that this is slower
+    and extrapolates worse."""
 
     slopes_right: Slopes | None = None
-    """Of a model of masked tokens: the slopes for keys that follow the query, written as
-    position.slopes, which are then those for keys before it. Default: one slope for both sides.
-    Two are the nonsymmetric form of the authors' advice on encoders (issue 5 of
+    """With train.objective = "masked": slopes for keys after the query, written like
+    position.slopes, which then holds for keys before the query. Default: the same slopes on both
+    sides. Two sets are the nonsymmetric form of the authors' advice on encoders (issue 5 of
     ofirpress/attention_with_linear_biases), where they are trained."""
 
     title = "ALiBi"
@@ -142,7 +143,7 @@ class Alibi(PositionMethod):
         return "slopes" if self.slopes_right is None else "scores"
 
     def _sides(self) -> dict[str, Slopes]:
-        """Return the slopes as they are written, by key."""
+        """Return the slopes as the config writes them, by key."""
         both = {"slopes": self.slopes, "slopes_right": self.slopes_right}
         return {key: written for key, written in both.items() if written is not None}
 
@@ -171,7 +172,7 @@ class Alibi(PositionMethod):
             )
 
     def slopes_of(self, num_heads: int) -> tuple[float, ...]:
-        """Return the slope of each head, of all heads of a model; for keys before the query.
+        """Return the slopes of all heads of a model, for keys before the query.
 
         Args:
             num_heads: Number of heads of the whole model.
@@ -179,7 +180,8 @@ class Alibi(PositionMethod):
         return _values(self.slopes, num_heads)
 
     def resolved(self, config: RunConfig) -> dict[str, Any]:
-        # A range and the list of its values are one model. Scores are computed in fp32.
+        # A range and the list of its values give the same model. They are compared in fp32, in
+        # which scores are computed.
         heads = config.model.num_attention_heads
         values = {key: _values(written, heads) for key, written in self._sides().items()}
         published = array("f", published_slopes(heads))
@@ -213,7 +215,7 @@ class Alibi(PositionMethod):
         return {name: torch.tensor(v, dtype=torch.float32) for name, v in values.items()}
 
     def head_slopes(self, config: RunConfig) -> tuple[float, ...] | None:
-        # Where there are two of a head, all keys are computed.
+        # With two slopes per head, the kernels compute all keys.
         has_one = self.slopes_right is None
         return self.slopes_of(config.model.num_attention_heads) if has_one else None
 
@@ -231,16 +233,16 @@ class Alibi(PositionMethod):
 
 
 def _two_sided(distances: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return the bias [H, N] of keys at some distances before the query, behind it if negative."""
+    """Return the bias [H, N] of keys at distances [N] before the query, or after it if negative."""
     before, behind = distances.clamp(min=0), (-distances).clamp(min=0)
     return -left[:, None] * before - right[:, None] * behind
 
 
 def _values(written: Slopes, num_heads: int) -> tuple[float, ...]:
-    """Return the slope of each head that a value of position.slopes stands for."""
+    """Return the slope of each head that a value of position.slopes means."""
     if isinstance(written, SlopeRange):
         first, last = written.first, written.last
-        # The ends are exact, so that the range says what it holds.
+        # Take the ends as written, because powers would round them.
         middle = [
             first * (last / first) ** (head / (num_heads - 1)) for head in range(1, num_heads - 1)
         ]
@@ -261,7 +263,7 @@ def slopes_with(bias_max: int) -> Any:
     """Return the value of position.slopes that has MPT's alibi_bias_max.
 
     Raises:
-        ValueError: It is not in the range of bias_max.
+        ValueError: bias_max is not from 1 to 100.
     """
     if bias_max == PUBLISHED_BIAS_MAX:
         return "published"
@@ -277,7 +279,7 @@ def published_slopes(num_heads: int, bias_max: int = PUBLISHED_BIAS_MAX) -> tupl
 
     Args:
         num_heads: n.
-        bias_max: What stands in place of the 8.
+        bias_max: Largest exponent, 8 in the paper.
     """
     power = 1 << (num_heads.bit_length() - 1)
     more = _geometric(2 * power, bias_max)[0::2][: num_heads - power]

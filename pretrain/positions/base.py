@@ -1,4 +1,4 @@
-"""What a position method has to say: the questions that the rooms ask, with the answers of none.
+"""The interface of a position method, with the defaults of a method that does nothing.
 
 The fields of a method are its keys in [position]. Its class variables and functions say what it
 adds to embeddings and scores, what it does to queries and keys, what it learns, how far it reaches,
@@ -24,90 +24,91 @@ if TYPE_CHECKING:
     from pretrain.config.run import RunConfig
 
 OWN = "position."
-"""Begins the global name of a parameter that the method itself holds."""
+"""Prefix of the global names of parameters that the method itself holds."""
 
 LEARNED_TABLE = "embedding.position_embeddings.weight"
 """Global name of Megatron's learned position table."""
 
 
 class Rope(NamedTuple):
-    """Megatron's rotary embeddings, which are also those of GPT-NeoX."""
+    """Settings of Megatron's rotary embeddings, which are also those of GPT-NeoX."""
 
     base: float
     """Base of the frequencies."""
 
     percent: float
-    """Share of each head's channels that is rotated, the first ones."""
+    """Share of each head's channels that is rotated, from the first channel on."""
 
     inverse_frequencies: Callable[[int], Tensor] | None = None
-    """Takes the number of rotated channels, and returns the angles per token of their pairs, fp32
-    [channels / 2]. None: base^(-2 i / channels), which Megatron computes."""
+    """Map the number of rotated channels to the angle per token of each pair, fp32 [channels / 2].
+    None: base^(-2 i / channels), which Megatron computes."""
 
 
 class PositionMethod(ChosenSection):
     """[position]: how the model knows the order of tokens."""
 
-    # A subclass answers what it does otherwise. In every question, config is the whole run; B are
-    # sequences, S tokens, and D is the width of a head.
+    # A subclass overrides what it does differently. In every function, config is that of the whole
+    # run. Shapes: B sequences, S tokens, D channels of a head.
 
-    # What it learns may come and go: see `begins_anew`. A key by which a tensor has another shape
-    # is Fixed.
+    # FUNCTION, because a method's parameters may be added or dropped when a run resumes: see
+    # `begins_anew`. A key that changes the shape of a parameter is Fixed.
     EFFECT = Effect.FUNCTION
     CHOICE = "position.method"
     REGISTERED: ClassVar = {}
 
     method: str = "alibi"
     """alibi: linear biases on attention scores. sinusoidal, learned: a table added to the
-    embeddings. rotary: queries and keys are rotated; xpos: and fade with the distance. t5: a
-    learned bias on attention scores for each bucket of distances. kerple, tisa, fire, sandwich: a
-    function of the distance on attention scores, learned but for sandwich. multiplied: scores
-    times a learned function of the distance. windowed: only the last tokens are seen. shaw: learned
-    vectors of distances, beside the keys. transformer_xl: sinusoids of distances, beside the keys.
-    cope: learned vectors of positions that the content counts. none: no positions. hybrid: layers
-    of other methods. Each has the keys that name it."""
+    embeddings. rotary: queries and keys are rotated. xpos: rotated, with scores that also fade with
+    distance. t5: a learned bias on attention scores for each bucket of distances. kerple, tisa,
+    fire: a learned function of the distance, added to attention scores. sandwich: a fixed one.
+    multiplied: scores times a learned function of the distance. windowed: a token sees only the
+    last tokens. shaw: a learned vector for each distance, added to the keys. transformer_xl:
+    projected sinusoids of the distance, added to the keys. cope: learned vectors of positions that
+    depend on the content. none: no positions. hybrid: different methods in different layers. Most
+    methods have further keys."""
 
     title: ClassVar[str] = ""
-    """What people call it, as in "a model with ALiBi positions". Default: position.method."""
+    """Name for readers, as in "a model with ALiBi positions". Default: position.method."""
 
     about: ClassVar[str] = ""
-    """Sentences about it for the model card, with a space before them."""
+    """Sentences about the method for the model card, with a space before them."""
 
     adds_to_embeddings: ClassVar[bool] = False
-    """True if something is added to the embeddings: `embedded`, or Megatron's learned table."""
+    """True if the method adds to the embeddings: by `embedded`, or by Megatron's learned table."""
 
     bias: ClassVar[Literal["none", "slopes", "table", "scores"]] = "none"
-    """What `score_terms` hands to the kernels: nothing, a slope for each head as ALiBi's, a table
-    of heads and buckets as T5's, or a `pretrain.kernels.call.ScoreFunction`. Kernels, memory and
-    time follow from it. A method with slopes leaves queries and keys as they are:
-    `pretrain.model.reach` bounds how far heads see."""
+    """What `score_terms` passes to the kernels: nothing, a slope for each head like ALiBi's, a
+    table of heads and buckets like T5's, or a `pretrain.kernels.call.ScoreFunction`. The choice of
+    kernel and the estimates of memory and time depend on it. A method with slopes must leave
+    queries and keys unchanged, because `pretrain.model.reach` bounds how far its heads see."""
 
     shared_by_heads: ClassVar[tuple[str, ...]] = ()
-    """Those of `tensors` that all heads share, without "position."."""
+    """Names of the `tensors` that all heads share, without "position."."""
 
     looks_back: ClassVar[str] = ""
-    """Why queries cannot see keys behind them, as `Refusal.reason` begins; "" if they can."""
+    """Why queries cannot see later keys, in the form of `Refusal.reason`; "" if they can."""
 
     of_each_layer: ClassVar[tuple[str, ...]] = ()
-    """Those that have the layers of the model as an axis, behind the heads, if they have heads."""
+    """Names of the `tensors` with the model's layers as an axis: the first one after any heads."""
 
     # ---- config ----
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
-        """Yield why the model cannot have these positions, beside what the types of keys say."""
+        """Yield why the model cannot have these positions, beyond what the types of keys check."""
         if self.looks_back and config.is_masked:
             why = f'{self.looks_back}, and train.objective = "masked" shows later keys, too'
             yield config.refusal("position.method", why, 'Set train.objective = "next_token"')
 
     def resolved(self, config: RunConfig) -> dict[str, Any]:
-        """Return the values that keys stand for, where two spellings may mean one model.
+        """Return the meaning of those keys for which two spellings may give the same model.
 
-        They are what two configs are compared by. Keys that are left out count as they are written.
+        Two configs are compared by these values, and by the written values of all other keys.
         """
         return {}
 
     @property
     def result_name(self) -> str:
-        """The name under which results are compared: other settings may be another method."""
+        """The name under which results are compared; unusual settings may have their own name."""
         return self.method
 
     def description(self, config: RunConfig) -> str:
@@ -117,23 +118,23 @@ class PositionMethod(ChosenSection):
     # ---- parameters: model, optimizer, checkpoint and plan follow from this list ----
 
     def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
-        """Return the parameters that it learns: global name -> shape in the whole model.
+        """Return the learned parameters: global name -> shape in the whole model.
 
-        There are two kinds. "position.NAME" has the heads of the model as axis 0, which tensor
-        ranks divide among them, or is one of `shared_by_heads`, which each of them holds whole;
-        every pipeline stage holds a copy, and the gradients of the copies are summed. Megatron's
-        learned table, LEARNED_TABLE, is held whole by the first stage.
+        There are two kinds. Axis 0 of "position.NAME" is the model's heads, which tensor ranks
+        split, unless `shared_by_heads` lists it: then every tensor rank holds the whole parameter.
+        Every pipeline stage holds a copy, and the gradients of the copies are summed. The other
+        kind is Megatron's learned table, LEARNED_TABLE, which the first stage holds.
         """
         return {}
 
     def initial_values(self, config: RunConfig) -> dict[str, Tensor]:
-        """Return the initial fp32 values of parameters that are not drawn as the model's, whole."""
+        """Return initial values, fp32 and unsharded; absent parameters start as model weights."""
         return {}
 
     # ---- model ----
 
     def embedded(self, config: RunConfig, positions: Tensor) -> Tensor | None:
-        """Return what is added to the embeddings at some positions; None if nothing, or learned.
+        """Return what is added to the embeddings; None for nothing, or Megatron's learned table.
 
         Args:
             config: The run.
@@ -151,14 +152,14 @@ class PositionMethod(ChosenSection):
     def queries_and_keys(
         self, config: RunConfig, query: Tensor, key: Tensor, first: int, length: int
     ) -> tuple[Tensor, Tensor]:
-        """Return queries and keys as the scores see them, where that is not Megatron's rotation.
+        """Return queries and keys as the scores see them, apart from Megatron's rotation.
 
         Args:
             config: The run.
-            query: [queries, B, heads of this rank, D]; they are the last positions of the keys.
+            query: [queries, B, heads of this rank, D], at the last positions of the keys.
             key: [keys, B, key heads of this rank, D].
-            first: Position of the first key: a context rank holds a part of the sequence.
-            length: Positions of the whole sequence.
+            first: Position of the first key, above 0 if a context rank holds a later part.
+            length: Number of positions of the whole sequence.
         """
         return query, key
 
@@ -170,25 +171,25 @@ class PositionMethod(ChosenSection):
         Args:
             config: The run.
             heads: The heads of this tensor-parallel rank, among those of the whole model.
-            own: What `own_of_layer` returns of this rank's part of `tensors`.
+            own: This rank's part of the layer's `tensors`, from `own_of_layer`.
             device: The device of the queries.
 
         Returns:
-            Keyword arguments of `pretrain.kernels.dispatch.attention`. Where nothing is learned,
-            they are kept for later calls.
+            Keyword arguments of `pretrain.kernels.dispatch.attention`. The caller reuses them if
+            the method learns nothing.
         """
         return {}
 
     def of_layer(self, config: RunConfig, layer: int) -> PositionMethod:
-        """Return the method of a layer, from 0 in the whole model: layers may have different ones.
+        """Return the method of a layer, counted from 0 in the whole model.
 
-        All rooms ask it for what a layer does, or `layers` for the list. What a model has once is
-        asked of the method itself: its keys and tensors, the embeddings, the rotation.
+        Layers may have different methods. What belongs to the model as a whole (keys, tensors,
+        embeddings, rotation) is asked of the method itself and not of its layers.
         """
         return self
 
     def own_of_layer(self, layer: int, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the part of a rank's parameters that `score_terms` of a layer is given.
+        """Return the part of a rank's parameters that `score_terms` takes for one layer.
 
         Args:
             layer: The layer, from 0 in the whole model.
@@ -204,11 +205,11 @@ class PositionMethod(ChosenSection):
     # ---- reach and costs ----
 
     def table_end(self, config: RunConfig) -> int | None:
-        """Return the number of positions that exist; None if there is one for every token."""
+        """Return the number of positions that exist; None if there is no limit."""
         return None
 
     def reach(self, config: RunConfig) -> int:
-        """Return the distance in tokens from which on the bias of a table is the same."""
+        """Return the distance in tokens beyond which the bias of a table is constant."""
         return config.data.sequence_length
 
     def visible(self, config: RunConfig) -> int | None:
@@ -216,23 +217,23 @@ class PositionMethod(ChosenSection):
         return None
 
     def head_slopes(self, config: RunConfig) -> tuple[float, ...] | None:
-        """Return by how much the score of a key falls with each token of its distance, by head.
+        """Return by how much a key's score falls per token of distance, for all heads of the model.
 
-        Of all heads of the model, before training; heads with a slope cannot see any distance. None
-        where no score falls without end.
+        The values are those before training. A head with a slope above 0 has a limited reach. None
+        if no score falls without bound.
         """
         return None
 
     def score_blocks(self, config: RunConfig) -> float:
-        """Return the fp32 blocks that its function holds beside those of a bias by distance.
+        """Return how many more fp32 blocks its function holds than a bias by distance does.
 
-        A block has the scores of a micro batch and a rank's heads. They are counted while
-        `pretrain.kernels.scored` differentiates one, at 256 keys, for `pretrain plan`.
+        `pretrain plan` needs this. A block holds the scores of a micro batch for a rank's heads.
+        The number was counted while `pretrain.kernels.scored` differentiates a block of 256 keys.
         """
         return 0.0
 
     def rotated_channels(self, config: RunConfig) -> int:
-        """Return the channels of each head that are rotated, in new tensors of queries and keys."""
+        """Return how many channels of each head are rotated; rotating copies queries and keys."""
         return 0
 
     # ---- Hugging Face ----
@@ -241,7 +242,7 @@ class PositionMethod(ChosenSection):
     def no_class(self) -> str:
         """Return why no class of `pretrain.huggingface` lists this method among its positions.
 
-        It begins in lower case, without a full stop.
+        The text is a clause: it begins in lower case and has no full stop.
         """
         return f"no stock transformers decoder computes {self.method} positions"
 
@@ -255,7 +256,7 @@ def generator(config: RunConfig, name: str) -> torch.Generator:
 
 
 METHODS: dict[str, type[PositionMethod]] = PositionMethod.REGISTERED
-"""Value of position.method -> its class. A subclass of PositionMethod enters itself."""
+"""Value of position.method -> class. Subclasses of PositionMethod register themselves."""
 
 
 def layers(config: RunConfig) -> list[PositionMethod]:
@@ -264,7 +265,7 @@ def layers(config: RunConfig) -> list[PositionMethod]:
 
 
 def by_layer(config: RunConfig) -> list[RunConfig]:
-    """Return the run as each layer sees it, with the method of the layer; once if all are alike."""
+    """Return the config of each layer, with the layer's method; just one if all are the same."""
     found = layers(config)
     if all(method is config.position for method in found):
         return [config]

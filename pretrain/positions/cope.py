@@ -1,12 +1,12 @@
-"""CoPE: positions count what the model chooses (Golovneva et al. 2024, arXiv 2405.18719).
+"""CoPE: positions that depend on the content (Golovneva et al. 2024, arXiv 2405.18719).
 
-Section 4: the position of key j as query i sees it is how many gates are open from it to the query,
+Section 4: for query i, the position of key j is the sum of the gates from the key to the query,
 
     g_ij = sigmoid(q_i . k_j / sqrt(D))    p_ij = g_ij + ... + g_ii, at most p_max - 1
 
-and the score is q_i . (k_j + e[p_ij]) / sqrt(D), where e between whole positions is interpolated.
-As in the authors' code (projects/cope/src/cope/context_position.py in facebookresearch/RAM) e
-begins at 0, every layer has its own, and all heads of a layer share it.
+and the score is q_i . (k_j + e[p_ij]) / sqrt(D), with e interpolated between whole positions. As in
+the authors' code (projects/cope/src/cope/context_position.py in facebookresearch/RAM), e is 0 at
+the start, every layer has its own, and all heads of a layer share it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Cope(PositionMethod):
     method: Literal["cope"] = "cope"
 
     cope_positions: Fixed[int] = Field(default=64, ge=2)
-    """Position embeddings of a layer, the paper's p_max. Keys with more open gates between them and
-    the query share the last one."""
+    """Number of position embeddings of a layer, the paper's p_max. Keys at larger positions share
+    the last one."""
 
     title = "CoPE"
     bias = "scores"
-    looks_back = "counts the gates from a key before the query up to it"
+    looks_back = "sums the gates from a key up to a later query"
     shared_by_heads = ("cope_embeddings",)
     of_each_layer = ("cope_embeddings",)
 

@@ -1,16 +1,16 @@
-"""FIRE: a small network of the distance, as a share of the query's position, adds to the scores.
+"""FIRE: a small network of the distance, relative to the query's position, adds to the scores.
 
 Li et al., "Functional Interpolation for Relative Positions Improves Long Context Transformers",
-ICLR 2024, arXiv 2310.04418, section 3. With psi(x) = log(c x + 1) and learned c and L, query i and
-key j <= i, counted from 0, get
+ICLR 2024, arXiv 2310.04418, section 3. With psi(x) = log(c x + 1) and learned c and L, the score of
+query i and key j <= i, counted from 0, is increased by
 
     f(psi(i - j) / psi(max(L, i)))
 
 f is the network of the paper's listing: 1 -> 32 with a ReLU -> one number for each head, with
-biases, begun as torch's linear layers. c begins at 0.1; L is its value at the start times a learned
-factor, which begins at 1. All heads share c, L and the hidden layer, so every tensor rank holds
-these whole and their gradients are summed over tensor ranks. One set serves all layers, which the
-paper calls FIRE-S.
+biases, initialized like torch's linear layers. c is 0.1 at first; L is fire_threshold times a
+learned factor, which is 1 at first. All heads share c, L and the hidden layer, so every tensor rank
+holds them whole, and their gradients are summed over tensor ranks. All layers share the network,
+which the paper calls FIRE-S.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Fire(PositionMethod):
     """Width of the network's hidden layer."""
 
     fire_threshold: int = Field(default=512, gt=0)
-    """L at the start, in tokens: up to this position distances are divided by the same number."""
+    """Initial L, in tokens: queries up to this position divide distances by the same number."""
 
     title = "FIRE"
     bias = "scores"
     shared_by_heads = ("fire_c", "fire_l_mult", "fire_hidden_weight", "fire_hidden_bias")
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
-        """Yield what a query's position in the whole sequence does not say."""
+        """Yield why a query's position is not the number of tokens that it can see."""
         if config.is_masked or config.data.per_document_attention:
             yield config.refusal(
                 "position.method",
@@ -73,8 +73,8 @@ class Fire(PositionMethod):
         }
 
     def score_blocks(self, config: RunConfig) -> float:
-        # Three times the hidden layer, which sequences and heads share, while few blocks of scores
-        # are there; or else the peak is when as many are there as for a bias by distance.
+        # The peak of memory is either at three times the hidden layer, which sequences and heads
+        # share, with few blocks of scores, or at as many blocks as for a bias by distance.
         heads = config.model.num_attention_heads // config.parallel.tensor_model_parallel_size
         shared_by = config.batch.micro_batch_size * heads
         return max(3 * self.fire_width / shared_by - 1.7, 0.55)

@@ -1,4 +1,4 @@
-"""Hybrid positions: layers have different methods, as in recent models."""
+"""Hybrid positions: different layers have different methods, as in SmolLM3."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Hybrid(PositionMethod):
     """A list of methods, repeated over the layers.
 
-    What a method learns is shared by the layers that have the same entry of the list. Megatron
-    computes one table of angles, so all rotary entries have the same keys.
+    Layers with the same entry of the list share what it learns. All rotary entries have the same
+    keys, because Megatron computes one table of angles.
     """
 
     method: Literal["hybrid"] = "hybrid"
@@ -33,12 +33,12 @@ class Hybrid(PositionMethod):
         *(Rotary() for _ in range(3)),
         NoPositions(),
     )
-    """The methods of the layers, from the first one on, each as a table of its keys:
-    [{method = "rotary"}, {method = "none"}]. The list is repeated over the layers. Default: every
-    fourth layer has no positions, as in SmolLM3, and the others rotate."""
+    """Methods of the layers, in order, each as a table of its keys: [{method = "rotary"}, {method =
+    "none"}]. The list is repeated until all layers have one. Default: rotary positions, but none in
+    every fourth layer, as in SmolLM3."""
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
-        """Yield why layers cannot have these methods, and what each method refuses itself."""
+        """Yield why layers cannot have these methods, and the refusals of each method."""
         count = config.model.num_layers
         if not 1 <= len(self.layers) <= count:
             yield Refusal(
@@ -53,7 +53,7 @@ class Hybrid(PositionMethod):
                 yield Refusal(
                     f"{key}.method",
                     each.method,
-                    "not a method of a layer: all layers read the embeddings",
+                    "cannot differ between layers, which all read the same embeddings",
                     "Choose one that acts in attention",
                 )
             for found in each.refusals(config.model_copy(update={"position": each})):
@@ -92,7 +92,7 @@ class Hybrid(PositionMethod):
         return self._named([each.initial_values(config) for each in self.layers])
 
     def _named(self, found: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what the methods say by name, under names that tell the entries apart."""
+        """Merge the methods' dictionaries under names that tell the entries apart."""
         return {
             f"{OWN}{_prefix(number)}{name.removeprefix(OWN)}": value
             for number, of_method in enumerate(found)
@@ -121,5 +121,5 @@ class Hybrid(PositionMethod):
 
 
 def _prefix(number: int) -> str:
-    """Return how the names of an entry's parameters begin, behind "position."."""
+    """Return the prefix of an entry's parameter names, after "position."."""
     return f"layers_{number}_"

@@ -1,15 +1,15 @@
-"""KERPLE: a learned kernel of the distance is added to the scores, with two numbers for each head.
+"""KERPLE: a learned kernel of the distance, with two numbers per head, is added to the scores.
 
 Chi, Fan, Ramadge and Rudnicky, "KERPLE: Kernelized Relative Positional Embedding for Length
-Extrapolation", NeurIPS 2022, arXiv 2205.09921, section 4. To the score of query m and key n is
-added
+Extrapolation", NeurIPS 2022, arXiv 2205.09921, section 4. The score of query m and key n is
+increased by
 
     logarithmic   -r1 log(1 + r2 |m - n|)     r1, r2 > 0
     power         -r1 |m - n|^r2              r1 > 0, 0 < r2 <= 2
 
-The bounds are those of the authors' code (chijames/KERPLE, megatron/mpu/layers.py): where a number
-is used it is at least 0.01, and its gradient passes through. Their numbers begin uniform as here.
-One set serves all layers.
+The bounds and the uniform initial values are those of the authors' code (chijames/KERPLE,
+megatron/mpu/layers.py): both numbers are clamped to at least 0.01 where they are used, and
+gradients pass through the clamp. All layers share the numbers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Kerple(PositionMethod):
     method: Literal["kerple"] = "kerple"
 
     kerple_kernel: KerpleKernel = "log"
-    """What falls with the distance d. log: -r1 log(1 + r2 d), the paper's best. power: -r1 d^r2,
-    which is ALiBi with r2 = 1."""
+    """What is added to a score at distance d. log: -r1 log(1 + r2 d), the paper's best. power: -r1
+    d^r2, which is ALiBi if r2 = 1."""
 
     title = "KERPLE"
     bias = "scores"
@@ -52,8 +52,8 @@ class Kerple(PositionMethod):
         return {"position.kerple_r1": heads, "position.kerple_r2": heads}
 
     def initial_values(self, config: RunConfig) -> dict[str, Tensor]:
-        """Return uniform numbers: up to 2 what the authors call p, up to 1 what they call a."""
-        # -p log(1 + a d) and -a d^p.
+        """Return uniform numbers: up to 2 for the p of the authors' code, up to 1 for its a."""
+        # Its kernels are -p log(1 + a d) and -a d^p.
         import torch
 
         is_log = self.kerple_kernel == "log"
@@ -89,7 +89,7 @@ def _logarithm(distances: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
 
 
 def _power(distances: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
-    # The gradient of 0^r2 is 0 log 0, which torch takes for NaN below fp64.
+    # Keep 0 out of the power: the gradient of 0^r2 is 0 log 0, which is NaN in torch below fp64.
     far = distances.abs().clamp(min=1)
     return -r1[:, None] * far ** r2[:, None] * (distances != 0)
 

@@ -1,4 +1,4 @@
-"""Learned positions: Megatron's table, added to the embeddings. It ends where it ends."""
+"""Learned positions: Megatron's table, added to the embeddings. There are none beyond its end."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Learned(PositionMethod):
     method: Literal["learned"] = "learned"
 
     max_position_embeddings: Fixed[int | None] = Field(default=None, gt=0)
-    """Rows of the position table, in tokens, beyond which the model cannot be evaluated. Default:
+    """Number of positions in the table. The model cannot be evaluated on longer texts. Default:
     data.sequence_length."""
 
     adds_to_embeddings = True
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
-        """Yield that the table ends within the training length."""
+        """Yield a refusal if the table is shorter than the training length."""
         rows, length = self.table_end(config), config.data.sequence_length
         if length > rows:
             yield config.refusal(

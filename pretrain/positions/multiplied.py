@@ -5,10 +5,11 @@ section 3. With w and v of each head and the distance r = |i - j|, the softmax s
 
     relu(q_i k_j / sqrt(d)) (1 + e^v) / (1 + e^(v - w r))
 
-The ReLU keeps a factor from making a negative score more likely. The factor is 1 at distance 0, and
-goes to 1 + e^v with a positive w and to 0 with a negative one. "Train Short, Test Long" (section 3)
-says that multiplying was worse than adding. The draws at the start are ours: w as a weight of the
-model, so that heads begin with factors near 1, and v = 0. One set serves all layers.
+The ReLU is needed because a small factor would raise a negative score. The factor is 1 at distance
+0, and with growing distance goes to 1 + e^v if w is positive, and to 0 if w is negative. "Train
+Short, Test Long" (section 3) found multiplying worse than adding. The initial values are ours: w is
+drawn like the model's weights, so that all factors start near 1, and v = 0. All layers share w and
+v.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""No positions: the causal mask alone tells tokens apart."""
+"""No positions: only the causal mask tells the model the order of tokens."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ class NoPositions(PositionMethod):
 
     @property
     def no_class(self) -> str:
-        return "no stock transformers decoder goes without positions"
+        return "every stock transformers decoder has positions"

@@ -1,8 +1,8 @@
 """Rotary positions: queries and keys are rotated in every layer (Su et al. 2021).
 
-A context is made longer by other frequencies, in the ways that transformers has
-(modeling_rope_utils.py of version 5) and by the static NTK-aware base. d are the rotated channels
-of a head, and theta_i = base^(-2 i / d) is the angle per token of pair i.
+The context can be extended by changing the frequencies: in the ways of transformers
+(modeling_rope_utils.py of version 5), or by the static NTK-aware base. d is the number of rotated
+channels of a head, and theta_i = base^(-2 i / d) is the angle per token of pair i.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Linear(Section):
 
     @property
     def temperature(self) -> float:
-        """Return the factor on rotated queries and keys."""
+        """Return the factor on rotated queries and on rotated keys."""
         return 1.0
 
 
 class Ntk(Linear):
-    """NTK-aware: the base times factor^(d / (d - 2)), so that the slowest pair is interpolated.
+    """NTK-aware: the base times factor^(d / (d - 2)), which interpolates the slowest pair exactly.
 
     The source is u/bloc97, "NTK-Aware Scaled RoPE", 2023; equation 16 of YaRN's paper.
     """
@@ -50,7 +50,7 @@ class Ntk(Linear):
     original_max_position_embeddings: int | None = Field(default=None, gt=0)
 
     def larger_base(self, base: float, channels: int) -> float:
-        """Return the base that gives these frequencies without a scaling."""
+        """Return the base that gives the same frequencies without scaling."""
         return base * math.pow(self.factor, channels / max(channels - 2, 1))
 
     def scaled(self, base: float, channels: int) -> Tensor:
@@ -58,7 +58,7 @@ class Ntk(Linear):
 
 
 class Llama3(Linear):
-    """Stepwise, as Llama 3.1: long waves are interpolated, short ones kept, with a ramp between."""
+    """As in Llama 3.1: long waves are interpolated, short waves are kept, with a ramp between."""
 
     type: Literal["llama3"]  # type: ignore[assignment]  # as above
     low_freq_factor: Positive
@@ -76,8 +76,8 @@ class Llama3(Linear):
 class Yarn(Linear):
     """YaRN (Peng et al. 2023, arXiv 2309.00071): interpolation by pair, and a temperature.
 
-    Pairs that turn more than beta_fast times in the original length are kept, those that turn less
-    than beta_slow times are interpolated, with a ramp between (sections 3.2 and 3.4).
+    Pairs that turn more than beta_fast times within the original length are kept, and pairs that
+    turn less than beta_slow times are interpolated, with a ramp between (sections 3.2 and 3.4).
     """
 
     type: Literal["yarn"]  # type: ignore[assignment]  # as above
@@ -90,7 +90,7 @@ class Yarn(Linear):
         import torch
 
         def pair(turns: float) -> float:
-            """Return which pair turns so often in the original length."""
+            """Return the (fractional) index of the pair with this many turns."""
             length = self.original_max_position_embeddings / (turns * 2 * math.pi)
             return channels * math.log(length) / (2 * math.log(base))
 
@@ -117,7 +117,7 @@ def inverse_frequencies(base: float, channels: int) -> Tensor:
 
 
 def odd_head(config: RunConfig) -> Iterator[Refusal]:
-    """Yield that the channels of a head do not make pairs."""
+    """Yield a refusal if a head has an odd number of channels."""
     if config.head_dim % 2:
         why = f"pairs of channels are rotated, and a head has {config.head_dim} channels"
         key = "model.hidden_size" if config.model.kv_channels is None else "model.kv_channels"
@@ -130,23 +130,24 @@ class Rotary(PositionMethod):
     method: Literal["rotary"] = "rotary"
 
     rotary_base: float = Field(default=10_000.0, gt=1)
-    """Base of the frequencies. A larger one makes rotations slower, as models for long contexts
-    have them."""
+    """Base of the frequencies. A larger base makes rotations slower, as in models for long
+    contexts."""
 
     rotary_percent: float = Field(default=1.0, gt=0, le=1)
-    """Share of each head's channels that is rotated, the first ones. GPT-NeoX and Pythia rotate
-    0.25 of them."""
+    """Share of each head's channels that is rotated, from the first channel on. 0.25 in GPT-NeoX
+    and Pythia."""
 
     rotary_scaling: Annotated[Linear | Ntk | Llama3 | Yarn, Field(discriminator="type")] | None = (
         None
     )
-    """Other frequencies for a context that is longer by `factor`, with the names that transformers
-    has in rope_parameters. {type = "linear", factor = 4.0}: positions are divided by it.
-    {type = "ntk", factor = 4.0}: the base grows, so that slow rotations alone are interpolated.
-    {type = "yarn", factor = 4.0, original_max_position_embeddings = 2048}: interpolated by how
-    often a pair turns in the original length, with a temperature, attention_factor; also beta_fast
-    = 32.0 and beta_slow = 1.0. {type = "llama3", factor = 8.0, low_freq_factor = 1.0,
-    high_freq_factor = 4.0, original_max_position_embeddings = 8192}: by steps, as Llama 3.1."""
+    """Changed frequencies for a context that is `factor` times as long, named as in the
+    rope_parameters of transformers. {type = "linear", factor = 4.0}: positions are divided by the
+    factor. {type = "ntk", factor = 4.0}: the base grows, so that mainly slow rotations are
+    interpolated. {type = "yarn", factor = 4.0, original_max_position_embeddings = 2048}: pairs that
+    turn rarely within the original length are interpolated, and scores get a temperature; optional
+    keys: attention_factor, beta_fast = 32.0, beta_slow = 1.0. {type = "llama3", factor = 8.0,
+    low_freq_factor = 1.0, high_freq_factor = 4.0, original_max_position_embeddings = 8192}: as in
+    Llama 3.1."""
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         """Yield why the channels of a head cannot be rotated in pairs."""
@@ -156,7 +157,7 @@ class Rotary(PositionMethod):
             yield config.refusal(
                 "position.rotary_percent",
                 f"rotates {channels} of a head's {width} channels, and rotary positions rotate "
-                "pairs of them",
+                "channels in pairs",
                 "Choose a share that gives an even number of channels",
             )
         steps = self.rotary_scaling
@@ -183,8 +184,8 @@ class Rotary(PositionMethod):
     def queries_and_keys(
         self, config: RunConfig, query: Tensor, key: Tensor, first: int, length: int
     ) -> tuple[Tensor, Tensor]:
-        # transformers multiplies the cosines and sines of both by the temperature. Scores are the
-        # same if queries alone are multiplied by its square.
+        # transformers multiplies the cosines and sines of both queries and keys by the temperature.
+        # Multiplying only the queries, by its square, gives the same scores.
         factor = self.rotary_scaling.temperature**2 if self.rotary_scaling is not None else 1.0
         if factor == 1:
             return query, key

@@ -1,12 +1,12 @@
 """Relative position representations (Shaw, Uszkoreit and Vaswani 2018, arXiv 1803.02155).
 
-Section 3.2: to the key x_j of query x_i a learned vector of their clipped distance is added,
+Section 3.2: a learned vector of the clipped distance between query i and key j is added to the key,
 
     e_ij = q_i . (k_j + w_c) / sqrt(D)    c = clip(j - i, -k, k)
 
-Every layer and head has vectors of its own, as in section 4.1. The paper also adds such vectors to
-values, and finds that those on keys alone are as good (table 3); here they are on keys alone, so
-that methods differ in scores and nothing else. Under a causal mask there are k + 1 distances.
+Every layer and head has its own vectors, as in section 4.1. The paper also adds vectors to values,
+and finds that vectors on keys alone are as good (table 3). Here they are on keys alone, so that
+position methods differ only in scores. Under a causal mask there are k + 1 distances.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Shaw(PositionMethod):
     method: Literal["shaw"] = "shaw"
 
     max_relative_position: Fixed[int] = Field(default=16, ge=1)
-    """Distance in tokens from which on all keys have the same vector: the paper's k."""
+    """Largest distance in tokens with a vector of its own, the paper's k. Keys further away share
+    it."""
 
     title = "relative (Shaw et al.)"
     bias = "scores"
@@ -71,7 +72,7 @@ def _scores(
 ) -> Tensor:
     from pretrain.kernels.call import products_at
 
-    # The distance that stands first.
+    # The distance of row 0.
     least = 0 if causal else -most
     index = (queries[:, None] - keys).clamp(least, most) - least
     return scores + products_at(q * q.shape[-1] ** -0.5, rows_HND, index)

@@ -22,15 +22,15 @@ FAIRSEQ_FIRST_POSITION = 2
 
 
 class Sinusoidal(PositionMethod):
-    """Sines and cosines added to the embeddings, at any length."""
+    """Sines and cosines added to the embeddings, at any position."""
 
     method: Literal["sinusoidal"] = "sinusoidal"
 
     sinusoidal_table: SinusoidalForm = "fairseq"
-    """Which table. fairseq: the one of the models that "Train Short, Test Long" compares with, and
-    of tensor2tensor: positions counted from 2, frequencies from 1 to exactly 1/10000. vaswani:
-    positions counted from 0, and the frequencies that "Attention Is All You Need" states. In both,
-    sines come first and then cosines."""
+    """Formula of the table. fairseq: positions counted from 2, frequencies from 1 to exactly
+    1/10000, as in tensor2tensor and in the models that "Train Short, Test Long" compares with.
+    vaswani: positions counted from 0, and the frequencies of "Attention Is All You Need". Both have
+    sines first and then cosines."""
 
     adds_to_embeddings = True
 
@@ -42,7 +42,7 @@ class Sinusoidal(PositionMethod):
 
 
 def odd_channels(config: RunConfig) -> Iterator[Refusal]:
-    """Yield that the channels do not make pairs."""
+    """Yield a refusal if the embeddings have an odd number of channels."""
     if config.model.hidden_size % 2:
         why = "sinusoids consist of pairs of a sine and a cosine"
         yield config.refusal("model.hidden_size", why, "Choose an even number")
@@ -57,10 +57,10 @@ def sinusoidal_table(positions: Tensor, hidden_size: int, form: SinusoidalForm) 
         fairseq   (p + 2) 10000^(-k / (h - 1))
         vaswani   p 10000^(-k / h)
 
-    fairseq's is also tensor2tensor's, and is what "Train Short, Test Long" compares ALiBi with
+    "Train Short, Test Long" compares ALiBi with fairseq's formula, which is also tensor2tensor's
     (fairseq/modules/sinusoidal_positional_embedding.py in the authors' repository). Vaswani's has
     the frequencies of section 3.5 of "Attention Is All You Need", which interleaves sines and
-    cosines. A trained model does not depend on the order of its channels.
+    cosines; the order of channels makes no difference to a trained model.
 
     Args:
         positions: Positions in the text, counted from 0; integers of any shape [...].

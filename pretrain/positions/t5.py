@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 class T5(PositionMethod):
     """A learned bias on the attention scores for each bucket of distances.
 
-    One table serves all layers. It is sharded by heads over tensor ranks, and every pipeline stage
-    holds a copy; the gradients of the copies are summed (`pretrain.optim`).
+    All layers share one table. Tensor ranks split it by heads, every pipeline stage holds a copy,
+    and the gradients of the copies are summed (`pretrain.optim`).
     """
 
     method: Literal["t5"] = "t5"
 
     relative_attention_num_buckets: Fixed[int] = Field(default=32, gt=1)
-    """Buckets of the learned bias. The first half hold one distance each, the others widen
+    """Buckets of distances. The first half hold one distance each; the widths of the others grow
     logarithmically."""
 
     relative_attention_max_distance: int = Field(default=128, gt=1)
-    """Distance in tokens from which on all keys share the last bucket."""
+    """Distance in tokens beyond which all keys share the last bucket."""
 
     title = "T5 bias"
     bias = "table"
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
-        """Yield why the buckets do not reach their distance."""
-        # T5 gives the first half of the buckets one distance each. The other half covers the
-        # distances from there to the largest, which must therefore be larger.
+        """Yield why the buckets cannot cover the distances."""
+        # The first half of the buckets hold one distance each. The other half covers the distances
+        # from there to the largest one, which must therefore be larger.
         buckets = self.relative_attention_num_buckets
         if self.relative_attention_max_distance <= buckets // 2:
             yield config.refusal(

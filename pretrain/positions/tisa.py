@@ -1,4 +1,4 @@
-"""TISA: learned Gaussians of the distance, some for each head, are added to the scores.
+"""TISA: a few learned Gaussians of the distance, different in each head, are added to the scores.
 
 Wennberg and Henter, "The Case for Translation-Invariant Self-Attention in Transformer-Based
 Language Models", ACL 2021, arXiv 2106.01950, section 3. Each head has S kernels with amplitude a,
@@ -6,8 +6,8 @@ width b and offset c, and adds to the score of query i and key j
 
     sum_s a_s exp(-|b_s| (j - i - c_s)^2)
 
-The numbers begin as draws from normal(0, 1), as the embeddings of the authors' first code
-(ulmewennberg/tisa, model/positional_scorer.py). One set serves all layers.
+Initial values are drawn from normal(0, 1), like the embeddings that hold them in the authors' first
+code (ulmewennberg/tisa, model/positional_scorer.py). All layers share the numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tisa(PositionMethod):
     method: Literal["tisa"] = "tisa"
 
     tisa_kernels: int = Field(default=5, gt=0)
-    """Gaussians of each head: S of the paper."""
+    """Number of Gaussians per head, the paper's S."""
 
     title = "TISA"
     bias = "scores"
@@ -60,7 +60,7 @@ class Tisa(PositionMethod):
 
 
 def _gaussians(distances: Tensor, amplitudes: Tensor, widths: Tensor, offsets: Tensor) -> Tensor:
-    # A distance is i - j.
+    # Distances are i - j, and the paper's formula has j - i.
     from_centre = -distances - offsets[:, :, None]
     kernels = (-widths.abs()[:, :, None] * from_centre**2).exp()
     return (amplitudes[:, :, None] * kernels).sum(1)

@@ -4,10 +4,9 @@ Section 3.3: the score of query i and key j is
 
     (q_i . k_j + q_i . W_R R_(i-j) + u . k_j + v . W_R R_(i-j)) / sqrt(D)
 
-R are sinusoids of the distance, sines before cosines as in the authors' code, of hidden_size
-channels. W_R, the paper's W_(k,R), is learned for every layer; u and v of each head are shared by
-all layers, as the paper writes them. Nothing is carried over from one sample to the next, as for
-all methods here.
+R are sinusoids of the distance with hidden_size channels, sines before cosines as in the authors'
+code. W_R, the paper's W_(k,R), is learned for each layer; all layers share u and v of each head, as
+in the paper's formula. There is no recurrence: no state passes from one sample to the next.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TransformerXL(PositionMethod):
-    """Scores of sinusoids of the distance, seen through a learned projection of each layer.
+    """Scores of sinusoids of the distance, with a learned projection for each layer.
 
     Every pipeline stage holds the projections of all layers, hidden_size^2 numbers each.
     """
@@ -79,7 +78,7 @@ def _scores(
     scale = q.shape[-1] ** -0.5
     index = queries[:, None] - keys
     first = index[0, -1]
-    # Positions are consecutive: these are all distances, once each.
+    # Positions are consecutive, so this lists every distance once.
     distances = torch.arange(len(queries) + len(keys) - 1, device=keys.device) + first
     sinusoids_NE = sinusoidal_table(distances, projection_HDE.shape[2], "vaswani").to(q.dtype)
     rows_HND = sinusoids_NE @ projection_HDE.mT

@@ -1,8 +1,8 @@
-"""A window of keys and no other positions: the plain baseline of ALiBi's reach.
+"""A window of keys and no other positions: a baseline for the limited reach of ALiBi's heads.
 
-A token sees itself and the tokens before it up to a window, as in Longformer (Beltagy, Peters and
-Cohan 2020, arXiv 2004.05150, section 3.1) and Mistral. Chi et al. 2022 (arXiv 2212.10356) compare
-ALiBi with it. The causal mask and the depth alone tell tokens apart: layer n sees n windows back.
+A token sees itself and the last tokens before it, as in Longformer (Beltagy, Peters and Cohan 2020,
+arXiv 2004.05150, section 3.1) and Mistral. Chi et al. 2022 (arXiv 2212.10356) compare ALiBi with
+it. The order of tokens shows only in the mask and in the depth: layer n sees n windows back.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Windowed(PositionMethod):
-    """A window of keys, and nothing that tells positions within it apart."""
+    """A window of keys, and nothing that distinguishes positions within it."""
 
     method: Literal["windowed"] = "windowed"
 
     window: int = Field(default=128, gt=0)
-    """Tokens that a token sees: itself and those before it. A model of masked tokens sees as many
-    after it."""
+    """Number of tokens that a token sees, itself and those before it. With train.objective =
+    "masked" it sees as many after it."""
 
     bias = "scores"
 
@@ -53,5 +53,5 @@ class Windowed(PositionMethod):
 
 
 def _unchanged(scores: Tensor, *others: Tensor) -> Tensor:
-    """Return the scores, from which the kernel takes what lies beyond the window."""
+    """Return the scores unchanged. The kernel masks the keys beyond the window."""
     return scores

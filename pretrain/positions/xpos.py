@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from pretrain.config.run import RunConfig
 
 GAMMA = 0.4
-"""The paper's, of the slowest fading: section 2.3."""
+"""Section 2.3 of the paper: it limits how fast the fastest pair fades."""
 
 
 class XPos(PositionMethod):
-    """Queries and keys are rotated, and pairs of channels fade at rates of their own.
+    """Queries and keys are rotated, and each pair of channels fades at its own rate.
 
-    Section 2.3 of the paper: with 2 h channels of a head, pair k of the query at position n and of
-    the key at position m, as complex numbers, give the score
+    Section 2.3 of the paper: a head has 2 h channels, and q_k and k_k are pair k of the query at
+    position n and of the key at position m, as complex numbers. The score is
 
         sum over k of Re[q_k conj(k_k) e^(i (n - m) t_k)] z_k^((n - m) / scale_base)
         t_k = base^(-k / h)    z_k = (k / h + gamma) / (1 + gamma)    gamma = 0.4
 
-    Pairs are channels k and k + h, where the authors' code (torchscale/component/
-    xpos_relative_position.py in microsoft/torchscale) has neighbours: the same model, in another
-    order of channels. As there, positions are counted from the middle of the text, since each side
-    of the product holds a factor that grows with the distance from there. Where it would reach a
-    64th of what train.precision holds, positions end: `table_end`.
+    A pair is channels k and k + h here, and two neighboring channels in the authors' code
+    (torchscale/component/xpos_relative_position.py in microsoft/torchscale): the same model with
+    its channels in another order. Both count positions from the middle of the text, because queries
+    and keys hold factors that grow with the distance from position 0. Positions end where a factor
+    would reach 1/64 of the largest number of train.precision: `table_end`.
     """
 
     method: Literal["xpos"] = "xpos"
@@ -43,14 +43,14 @@ class XPos(PositionMethod):
     """Base of the frequencies."""
 
     xpos_scale_base: float = Field(default=512.0, gt=0)
-    """Tokens in which the fastest fading pair falls to 0.29 and the slowest hardly. The paper and
-    its code have 512; a smaller one sees less far."""
+    """Distance in tokens at which the pair that fades fastest has fallen to 0.29, and the slowest
+    hardly at all. 512 in the paper and its code; a smaller number shortens the reach."""
 
     title = "xPos"
     looks_back = "the scores of later keys would grow with the distance"
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
-        """Yield why the channels cannot be rotated, or would grow with the distance."""
+        """Yield why the channels cannot be rotated, or why scores would grow with the distance."""
         yield from odd_head(config)
         yield from super().refusals(config)
 
@@ -62,7 +62,7 @@ class XPos(PositionMethod):
         return self._turned(query, first + behind, 1.0), self._turned(key, first, -1.0)
 
     def _turned(self, x: Tensor, first: int, sign: float) -> Tensor:
-        """Return rotated channels [S, B, heads, D], scaled by the sign's power of the factors."""
+        """Return x [S, B, heads, D] rotated, times (sign 1) or divided by (-1) its factors."""
         import torch
 
         half = x.shape[-1] // 2
@@ -78,7 +78,7 @@ class XPos(PositionMethod):
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
     def table_end(self, config: RunConfig) -> int:
-        """With the paper's scale base 69,000 tokens in fp32 and bf16, and 5,600 in fp16."""
+        """Return 69,000 tokens in fp32 and bf16, and 5,600 in fp16, with the paper's scale base."""
         largest = 65504.0 if config.train.precision == "fp16" else 2.0**127
         growth = math.log((1 + GAMMA) / GAMMA) / self.xpos_scale_base
         return int(2 * math.log(largest / 64) / growth)
