@@ -1,10 +1,10 @@
-"""Megatron's GPT with our attention, positions and loss; here, the operations that it takes.
+"""Megatron's GPT with this project's attention, positions and loss.
 
-The floating-point operations of training and the model FLOPs utilization are pure arithmetic,
-without torch. Two conventions for attention are in use, and a utilization means little without its
-convention, so both are offered (n layers, d channels of all heads together, L tokens):
+This file counts its floating-point operations and the model FLOPs utilization, without torch. Two
+conventions for attention are in use, and a utilization means little without its convention, so both
+are offered (n layers, d channels of all heads together, L tokens):
 
-    all of it        12 n d L per token, as in PaLM (Chowdhery et al. 2022, appendix B) and
+    full             12 n d L per token, as in PaLM (Chowdhery et al. 2022, appendix B) and
                      llm-foundry (scripts/train/benchmarking)
     the causal half  6 n d L per token, as in Megatron-LM (megatron/training/training.py,
                      num_floating_point_operations)
@@ -15,9 +15,8 @@ from __future__ import annotations
 from pretrain.config import RunConfig
 
 # Dense 16-bit tensor-core peaks in TFLOP/s, from NVIDIA's data sheets. For Hopper and Blackwell
-# the data sheets print the number with 2:4 sparsity, which is twice the dense one; it is given in
-# the comments. The first entry whose name is part of the device's name counts, so the more
-# specific names come first.
+# these print the peak with 2:4 sparsity, twice the dense one; the comments give that number. The
+# first entry whose name is part of the device's name counts, so more specific names come first.
 _PEAK_TFLOPS = (
     # V100 data sheet, fp16: Volta has no bf16. V100S is PCIe; plain "V100" is SXM2 and SXM3.
     ("V100S", 130.0),
@@ -46,15 +45,15 @@ def num_matmul_parameters(config: RunConfig) -> int:
 
     N counts every linear layer, and the output layer over the padded vocabulary whether or not it
     is tied. It leaves out what is looked up or added: the input embedding, position tables, biases
-    and LayerNorms. Tying therefore does not change N, as it does not change the work. This is the
+    and norms. Tying therefore does not change N, just as it does not change the work. This is the
     convention of nanochat's `estimate_flops`. llm-foundry's N, all parameters of a tied model,
     also counts biases and norms; it is 0.02 % larger for 25 layers of width 2048.
 
-    Of adaptive inputs and an adaptive softmax it counts the head alone: how many tokens are in a
-    tail, where the products are narrow, is up to the text.
+    Of adaptive inputs and an adaptive softmax, N counts only the head. The work in the tails, whose
+    products are narrow, depends on the text.
     """
     m = config.model
-    # Of queries and attention's output, and of keys and values.
+    # The projections to queries and from attention's output, and those to keys and values.
     heads = 2 * (m.num_attention_heads + config.num_query_groups) * config.head_dim
     layer = m.hidden_size * (heads + (2 + m.gated_linear_unit) * config.ffn_hidden_size)
     words = config.padded_vocab_size * m.hidden_size
@@ -71,8 +70,9 @@ def flops_per_token(config: RunConfig, sequence_length: int, causal: bool) -> fl
     operations, and the backward pass costs twice the forward pass, hence 6 N. The second term is
     the product of queries and keys and the product of scores and values. Recomputed activations
     are not counted: this is the work that the model requires, not the work that the hardware does.
-    data.per_document_attention needs less of the second term, by how much the text decides; it is
-    counted whole. A model that predicts masked tokens needs all of it, by either convention.
+    data.per_document_attention does not reduce the second term here, although its attention needs
+    less, by an amount that depends on the text. For a masked model both conventions count all of
+    the second term.
 
     Args:
         config: The run's config.

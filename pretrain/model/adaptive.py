@@ -1,21 +1,22 @@
-"""Adaptive inputs and the adaptive softmax: embeddings whose width falls with a word's frequency.
+"""Adaptive inputs and adaptive softmax: the rarer a word, the narrower its embedding.
 
-Token ids are ordered by frequency and cut into clusters: the head, of the most frequent words, and
-tails. Cluster i has embeddings of d / factor^i channels (d: hidden size), which a matrix without a
-bias projects to d. The softmax has two levels. The head gives probabilities to its own words and to
-each tail, and a tail to its words, from hidden states that are projected to its width:
+Token ids are ordered by frequency and cut into clusters: the head, with the most frequent words,
+and tails. Cluster i has embeddings of d / factor^i channels (d: hidden size), which a matrix
+without a bias projects to d. The softmax has two levels. The head gives probabilities to its own
+words and to each tail. A tail gives probabilities to its words, from hidden states that are
+projected to its width:
 
     p(word of the head)   = head(word)
     p(word of tail i)     = head(tail i) tail_i(word)
 
-The logits of a tail are computed for those tokens alone whose label is in it, so a vocabulary of
+The logits of a tail are computed only for tokens whose label is in that tail, so a vocabulary of
 267,744 words costs about as much as one of 20,000 (Grave et al. 2017, "Efficient softmax
 approximation for GPUs"; Baevski and Auli 2019, "Adaptive Input Representations for Neural Language
-Modeling"; fairseq's modules/adaptive_input.py and adaptive_softmax.py, whose results these are).
+Modeling"). The results are those of fairseq's modules/adaptive_input.py and adaptive_softmax.py.
 
 With model.tie_word_embeddings the softmax shares the embeddings of all clusters and the projections
-of the tails with the input, as fairseq's tie_adaptive_weights and tie_adaptive_proj. The head's
-projection, [d, d], is of the input alone.
+of the tails with the input, as with fairseq's tie_adaptive_weights and tie_adaptive_proj. Only the
+input has a projection for the head, [d, d].
 
 Shapes: S tokens, B micro batch size, T = S x B, V vocabulary, d hidden size.
 """
@@ -36,7 +37,7 @@ from pretrain.config.run import Cluster
 from pretrain.model.loss import Options, linear_cross_entropy
 
 NAMES = ("embedding.word_embeddings.", "output_layer.")
-"""What the global names of the weights of both modules begin with."""
+"""Prefixes of the global names of both modules' weights."""
 
 
 class AdaptiveInput(nn.Module):
@@ -64,7 +65,8 @@ class AdaptiveInput(nn.Module):
         members, places = _by_cluster(ids.reshape(-1), self.clusters)
         parts = []
         for i, (cluster, own) in enumerate(zip(self.clusters, members)):
-            # Also of a cluster without tokens: all ranks then have gradients of the same weights.
+            # Even for a cluster without tokens, so that all ranks have gradients of the same
+            # weights.
             words = F.embedding(own - cluster.first, getattr(self, f"embedding_{i}"))
             parts.append(F.linear(words, getattr(self, f"projection_{i}")))
         together = torch.cat(parts)
@@ -73,11 +75,11 @@ class AdaptiveInput(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """An output layer that gives losses, or the log probabilities of all words.
+    """An output layer that returns losses, or the log probabilities of all words.
 
-    It stands where Megatron's GPTModel has its output layer, and is called as that one is.
-    Parameters: `tails` [number of tails, d], the head's rows for the tails; and `embedding_i` of
-    each cluster and `projection_i` of each tail, shared with the input or of its own.
+    It takes the place of the output layer in Megatron's GPTModel, and is called in the same way.
+    Parameters: `tails` [number of tails, d], the head's rows for the tails; `embedding_i` of each
+    cluster; and `projection_i` of each tail. The last two may be shared with the input.
     """
 
     embedding_0: nn.Parameter
@@ -96,7 +98,7 @@ class AdaptiveSoftmax(nn.Module):
         Args:
             clusters: The head, then the tails.
             hidden_size: d.
-            tied: The input whose words and projections to use; None for own ones.
+            tied: The input whose embeddings and projections are shared; None to share nothing.
             dropout: Dropout probability of the hidden states, and of their projections for the
                 tails (fairseq: --adaptive-softmax-dropout).
             compiled: Compile the passes over the head's logits (`pretrain.model.gpt`).
@@ -110,7 +112,7 @@ class AdaptiveSoftmax(nn.Module):
         _add(self, "tails", len(clusters) - 1, hidden_size)
 
     def _word_weight(self, name: str, tied: AdaptiveInput | None, *shape: int) -> None:
-        """Register a weight of the input, or one of its own."""
+        """Register the input's weight of this name, or a new one."""
         if tied is None:
             _add(self, name, *shape)
         else:
@@ -132,8 +134,8 @@ class AdaptiveSoftmax(nn.Module):
             labels: Token ids [B, S], or None.
 
         Returns:
-            The losses -log p(label), fp32 [B, S]; or log p of every word, fp32 [S, B, V], which are
-            logits of this distribution.
+            The losses -log p(label), fp32 [B, S]; or log p of every word, fp32 [S, B, V], which
+            serve as logits.
         """
         hidden = self._dropped(input_)
         if labels is None:
@@ -154,7 +156,8 @@ class AdaptiveSoftmax(nn.Module):
         members, places = _by_cluster(labels, self.clusters)
         parts = []
         for i, tail in enumerate(self.clusters[1:], start=1):
-            # Also for no tokens, as in AdaptiveInput. Not compiled: their number always changes.
+            # Even without tokens, as in AdaptiveInput. Not compiled, because the number of tokens
+            # changes with every batch.
             part = self._of_tail(i, rows.index_select(0, places[i]))
             weight = getattr(self, f"embedding_{i}")
             parts.append(linear_cross_entropy(part, weight, members[i] - tail.first, Options()))
@@ -171,11 +174,11 @@ class AdaptiveSoftmax(nn.Module):
         return torch.cat(parts, dim=-1)
 
     def _head_weight(self) -> Tensor:
-        """Return the rows of the head's words and of the tails, [words + tails, d]."""
+        """Return the rows for the head's words and for the tails, [words + tails, d]."""
         return torch.cat([self.embedding_0, self.tails])
 
     def _of_tail(self, i: int, hidden: Tensor) -> Tensor:
-        """Return hidden states [..., d] in the width of tail i."""
+        """Return hidden states [..., d] projected to the width of tail i."""
         return self._dropped(F.linear(hidden, getattr(self, f"projection_{i}").t()))
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -183,7 +186,7 @@ class AdaptiveSoftmax(nn.Module):
 
 
 def install(config: RunConfig, model: GPTModel, compiled: bool) -> None:
-    """Put adaptive inputs and an adaptive softmax in the places of a model's two layers of words.
+    """Replace a model's embedding and output layer with adaptive inputs and an adaptive softmax.
 
     Args:
         config: The run's config, with model.adaptive_cutoffs.
@@ -224,7 +227,7 @@ def initial_value(
     if not is_input and not config.model.tie_word_embeddings:
         clusters = config.adaptive_clusters
         if name.endswith((".embedding_0", ".tails")):
-            # Together they are one matrix.
+            # fairseq draws the head's words and the tails as one matrix.
             rows = clusters[0].size + len(clusters) - 1
     bound = math.sqrt(6 / (rows + columns))
     return value.uniform_(-bound, bound, generator=generator)
@@ -233,7 +236,7 @@ def initial_value(
 def _by_cluster(
     ids: Tensor, clusters: Sequence[Cluster]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return the ids [T] that are in each cluster, and their places among all. Waits for the host.
+    """Return the ids of each cluster, and their indices in `ids`. Synchronizes with the device.
 
     Args:
         ids: Token ids, int64 [T].

@@ -2,7 +2,7 @@
 
 Core attention asks the position method what to add to the scores, and calls
 `pretrain.kernels.dispatch.attention` to compute the result. Self-attention is Megatron's, except
-that it can take the gradients of queries, keys and values from one buffer.
+that it can take the gradients of queries, keys and values from one buffer without a copy.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from pretrain.topology import context_group, own_part
 
 
 class Positions(nn.Module):
-    """The position method of the model, for the heads of this tensor-parallel rank.
+    """The model's position method, for the heads of this tensor-parallel rank.
 
-    One instance is shared by all layers and chunks of the rank.
+    All layers and chunks of the rank share one instance.
     """
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
         self.config, self.method = config, config.position
-        # Each is asked for once, so what is kept of it by its id is never another one's.
+        # A list, so that the methods stay alive: `_fixed` has their ids as keys.
         self.methods = layers(config)
         tensor_size = parallel_state.get_tensor_model_parallel_world_size()
         count = config.model.num_attention_heads // tensor_size
@@ -56,14 +56,14 @@ class Positions(nn.Module):
                 continue
             is_shared = name.removeprefix(OWN) in self.method.shared_by_heads
             part = nn.Parameter(torch.empty(shape if is_shared else (count, *shape[1:])))
-            # The marks are Megatron's for its own parameters: of dimension 0, which is this rank's
-            # heads, and of gradients that are summed over the tensor ranks.
+            # Mark parameters as Megatron does: shared ones for summing their gradients over tensor
+            # ranks, and all others as split along dimension 0, the heads.
             if is_shared:
                 part.sequence_parallel = True  # type: ignore[attr-defined]
             else:
                 set_tensor_model_parallel_attributes(part, is_parallel=True, dim=0, stride=1)
             self.register_parameter(name.removeprefix(OWN), part)
-        # Plain tensors and no buffers: casting the module to bf16 would round a buffer.
+        # Plain tensors, because casting the module to bf16 would round buffers.
         self._fixed: dict[tuple[torch.device, int], dict[str, Any]] = {}
 
     @property
@@ -76,7 +76,7 @@ class Positions(nn.Module):
 
     @property
     def rope(self) -> Rope:
-        """GPTModel's rotary_base and rotary_percent, which it wants without a rotation, too."""
+        """GPTModel's rotary_base and rotary_percent, which it requires even without rotation."""
         return self.method.rope() or Rope(10_000.0, 1.0)
 
     def embedding_table(self) -> nn.Module | None:
@@ -99,7 +99,7 @@ class Positions(nn.Module):
             Keyword arguments of `pretrain.kernels.dispatch.attention`.
         """
         method = self.methods[layer]
-        # By attribute, because that is when ZeRO 3 gathers a parameter which it has divided.
+        # By attribute, because the attribute access makes ZeRO 3 gather a sharded parameter.
         all_own = {name: getattr(self, name) for name in self._parameters}
         if all_own and (own := self.method.own_of_layer(layer, all_own)):
             return method.score_terms(self.config, self.heads, own, device)
@@ -113,7 +113,7 @@ class AddedPositions(nn.Module):
     """Map position ids [B, S] to what the method adds to the embeddings, [B, S, hidden]."""
 
     dtype_marker: Tensor
-    """An empty buffer. It is cast with the model, so its dtype is the dtype of the embeddings."""
+    """An empty buffer. Casting the model casts it too, so it has the dtype of the embeddings."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
@@ -130,34 +130,34 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
     """Megatron's self-attention, with a split into queries, keys and values that saves a copy."""
 
     def __init__(self, *args: Any, is_gpu: bool, **named: Any) -> None:
-        """Build what Megatron builds of its arguments.
+        """Build Megatron's self-attention.
 
         Args:
-            *args: Megatron's.
-            is_gpu: A kernel may write the gradients of queries, keys and values to one buffer,
-                which none does on a CPU.
-            **named: Megatron's.
+            *args: Megatron's arguments.
+            is_gpu: On a GPU, kernels may write the gradients of queries, keys and values to one
+                buffer.
+            **named: Megatron's arguments.
         """
         super().__init__(*args, **named)
         self.clip_qkv = self.core_attention.position[0].config.model.clip_qkv
-        # Asked here, since a compiled layer must not depend on the class of a method.
+        # Computed here, because a compiled layer must not depend on the class of a method.
         self.rotates = self.core_attention.method.rope() is not None
         self.split = _Split.apply if is_gpu else functools.partial(torch.split_with_sizes, dim=-1)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [S, B, hidden] and the bias, which the layer adds.
+        """Return the output [S, B, hidden], and the bias, which the layer adds later.
 
         Args:
             hidden_states: Inputs of the layer, [S, B, hidden].
             attention_mask: As in `CoreAttention.forward`.
-            rotary_pos_emb: Angles, which Megatron's block hands to every layer; the name is its. A
-                layer whose method has no rotation leaves them.
+            rotary_pos_emb: Angles that Megatron's block passes to every layer. A layer whose method
+                has no rotation ignores them.
         """
         mixed, _ = product(self.linear_qkv, hidden_states)
         if self.clip_qkv is not None:
-            # Before a rotation, as in MPT and OLMo. Its backward pass keeps what was not clipped.
+            # Before any rotation, as in MPT and OLMo.
             mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv)
         length, batch, _ = mixed.shape
         groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
@@ -179,10 +179,10 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
 
 
 class _Split(torch.autograd.Function):
-    """Split the last dimension. The backward pass copies nothing if the gradients are one buffer.
+    """Split the last dimension. The backward pass copies nothing if the gradients share one buffer.
 
-    That of torch.split concatenates the gradients, which reads and writes 3 x hidden values of
-    every token and layer.
+    The backward pass of torch.split concatenates the gradients, which reads and writes 3 x hidden
+    values per token and layer.
     """
 
     @staticmethod
@@ -199,10 +199,10 @@ class _Split(torch.autograd.Function):
 
 
 def joined_buffer(parts: tuple[Tensor, ...], sizes: list[int]) -> Tensor | None:
-    """Return the tensor whose last dimension `parts` divide among them, or None if there is none.
+    """Return the tensor of which `parts` are views, side by side in the last dimension, or None.
 
     Args:
-        parts: Tensors of the same shape but for the last dimension.
+        parts: Tensors whose shapes differ only in the last dimension.
         sizes: Their last dimensions.
 
     Returns:
@@ -214,7 +214,7 @@ def joined_buffer(parts: tuple[Tensor, ...], sizes: list[int]) -> Tensor | None:
     start = first.storage_offset()
     for part, size in zip(parts, sizes):
         same_memory = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        # The stride of a dimension of one element says nothing.
+        # The stride of a dimension with one element is arbitrary.
         strides = zip(part.shape, part.stride(), stride)
         same_layout = all(actual == wanted for n, actual, wanted in strides if n > 1)
         if not same_memory or not same_layout or part.storage_offset() != start:
@@ -237,30 +237,29 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         position: Positions,
         **unused: Any,
     ) -> None:
-        """Initialize with the arguments that Megatron's SelfAttention passes, and one of our own.
+        """Initialize with the arguments that Megatron's SelfAttention passes, and `position`.
 
         Args:
             config: Megatron's configuration.
             layer_number: Number of the layer in the whole model, from 1.
-            position: The position method. One instance is shared by all layers of the rank.
-            **unused: What the run's config says better, features that this model does not have,
-                and cp_comm_type and pg_collection, which say how Transformer Engine's attention
-                splits sequences.
+            position: The position method, one instance for all layers of the rank.
+            **unused: Values that come from the run's config here, features that this model does
+                not have, and settings of Transformer Engine's context parallelism.
         """
         super().__init__(config=config)
-        # A module assigned to an attribute would be registered as a submodule, and the parameters
-        # of the shared method would appear once per layer. The tuple hides it from torch.
+        # The tuple hides the module from torch, which would otherwise register it as a submodule of
+        # every layer, and list the parameters of the shared method once per layer.
         self.position = (position,)
         self.layer = layer_number - 1
         self.method = position.methods[self.layer]
         self.backend = position.config.model.attention_backend
-        # A model of masked tokens lets a token see all others.
+        # In a masked model every token sees all others.
         self.causal = not position.config.is_masked
         self.part, self.parts = context_group().rank(), context_group().size()
         self.cache: KeyCache | None = None
-        """Keys and values of the text so far, while a text passes through piece by piece."""
+        """Keys and values of the text so far, while a text is read in pieces."""
         self.dropout = config.attention_dropout
-        # A tensor, because a number would be a constant of a compiled layer's graph.
+        # A tensor, because a compiled layer's graph would hold a number as a constant.
         self.number = torch.tensor(id(self))
         _CORES[id(self)] = self
 
@@ -278,9 +277,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
             query: [S, B, heads, D].
             key: [S, B, groups, D].
             value: [S, B, groups, D].
-            attention_mask: Where each token's document begins in the whole sequence, int32 [B, S],
-                or None: the document_starts of `pretrain.kernels.dispatch.attention`. Megatron
-                hands it to every layer as it is; the kernels apply the causal mask themselves.
+            attention_mask: Not a mask, but the document_starts of
+                `pretrain.kernels.dispatch.attention`, int32 [B, S] or None, for which Megatron has
+                no argument. Kernels apply the causal mask themselves.
             **unused: Further arguments of Megatron's interface.
         """
         if torch.compiler.is_compiling():
@@ -308,7 +307,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         heads: slice | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the output [S, B, heads, D] of the queries, those of `heads` if not of all."""
+        """Return the attention output [S, B, heads, D]; `heads` selects some of this rank's."""
         dropout = self.dropout if self.training else 0.0
         position, part, parts = self.position[0], self.part, self.parts
         first, length = part * key.shape[0], parts * key.shape[0]
@@ -320,7 +319,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         # the tracked generator that is seeded per tensor rank. Under sequence parallelism Megatron
         # has already forked it around all layers (megatron/core/transformer/transformer_block.py).
         fork = dropout > 0 and not self.config.sequence_parallel
-        # One rank of several holds a part of the sequence.
+        # With context parallelism this rank holds only a part of the sequence.
         compute = attention
         if parts > 1:
             compute = functools.partial(context_attention, group=context_group())
@@ -337,16 +336,17 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
             )
 
 
-# ---- Core attention as one operation of a compiled layer, whatever it does inside ----
-# The graph of its own forward pass is kept until its backward pass, under a number that travels as
-# a tensor: operations of a compiled layer exchange tensors alone.
+# ---- Core attention as one opaque operation of a compiled layer ----
+# The autograd graph of its forward pass is kept until the backward pass, under a number. The number
+# is passed in a tensor, because operations of a compiled layer exchange only tensors.
 
 _CORES: WeakValueDictionary[int, CoreAttention] = WeakValueDictionary()
 _GRAPHS: dict[int, tuple[Tensor, list[Tensor]]] = {}
-"""Output and inputs of the forward passes whose backward passes are still to come."""
+"""Outputs and inputs of the forward passes whose backward pass has not run yet."""
 _NUMBERS = itertools.count()
 _DISPATCH = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
-"""Of plain code. What an operation executes is below autograd (torch/_library/autograd.py)."""
+"""Dispatch keys of plain code. torch runs the body of an operation below autograd
+(torch/_library/autograd.py); these turn autograd on again inside it."""
 
 
 @torch.library.custom_op("pretrain::core_attention", mutates_args=())
@@ -356,10 +356,11 @@ def core_attention(
     """Return the output of `CoreAttention.forward`, and the number of its graph, int64.
 
     Args:
-        inputs: Query, key and value as there, and all parameters of the position method.
-        document_starts: The attention mask there.
+        inputs: Query, key and value of `CoreAttention.forward`, and all parameters of the position
+            method.
+        document_starts: The attention_mask of `CoreAttention.forward`.
         core: The number of the core attention, int64.
-        wanted: There will be a backward pass.
+        wanted: Whether there will be a backward pass.
     """
     leaves = [x.detach().requires_grad_(wanted) for x in inputs[:3]]
     with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.set_grad_enabled(wanted):
@@ -373,7 +374,7 @@ def core_attention(
 @torch.library.custom_op("pretrain::core_attention_backward", mutates_args=())
 def _core_attention_backward(d_out: Tensor, number: Tensor, like: list[Tensor]) -> list[Tensor]:
     out, inputs = _GRAPHS.pop(int(number))
-    # A checkpoint within attention computes again, and needs autograd for it.
+    # Activation checkpointing within attention recomputes here, which needs autograd.
     with torch._C._ForceDispatchKeyGuard(*_DISPATCH):
         found = torch.autograd.grad(out, inputs, d_out, materialize_grads=True)
     return [x.contiguous() for x in found]
@@ -397,19 +398,17 @@ core_attention.register_autograd(
 _core_attention_backward.register_fake(lambda d, n, like: [x.new_empty(x.shape) for x in like])
 
 
-# ---- checks ----
-# Check at the start of every run that attention adds the positions that the config asks for.
-#
-# When one attention implementation is swapped for another, a score bias is easily lost without an
-# error. The check compares what the model will actually call with a dense reference, for the heads
-# of this rank.
+# ---- Check at the start of every run that attention adds the config's positions ----
+# When one attention implementation replaces another, a score bias is easily lost without an error.
+# The check compares the function that the model will call with a dense reference, for the heads of
+# this rank.
 
 
 # Largest allowed difference from the fp64 reference. Outputs are of order 1, so these are a few
 # units in the last place of the data type.
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 
-# Sequence length of the random inputs, of each context rank.
+# Sequence length of the random inputs on each context rank.
 LENGTH = 64
 
 
@@ -417,12 +416,11 @@ LENGTH = 64
 def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
     """Compare this rank's core attention with a dense reference on random inputs.
 
-    One layer of each method is run; that every layer uses our attention at all is checked by
-    counting.
+    One layer of each method is run. Counting checks that all layers use `CoreAttention`.
 
     Raises:
-        RunFailed: if the outputs differ, or if a layer uses another attention.
-        ConfigError: if model.attention_backend cannot serve this model on this device.
+        RunFailed: The outputs differ, or a layer uses another attention.
+        ConfigError: model.attention_backend cannot serve this model on this device.
     """
     layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, CoreAttention)]
     expected_layers = sum(len(chunk.decoder.layers) for chunk in chunks)
@@ -448,7 +446,7 @@ def _check_layer(config: RunConfig, core: CoreAttention) -> None:
     training = core.training
     parts = [*(x[own] for x in whole), None if starts is None else starts[:, own]]
     try:
-        # Some backends have no dropout. The call with dropout is made only to see it refused.
+        # Some backends refuse dropout, so call once with dropout to raise that error now.
         if core.dropout:
             core.train()(*parts)
         actual = core.eval()(*parts)
@@ -493,9 +491,8 @@ def _random_inputs(config: RunConfig, length: int) -> tuple[Tensor, ...]:
 def _expected_terms(config: RunConfig, core: CoreAttention) -> dict[str, Any]:
     """Return the keyword arguments of the reference: what should be added to this rank's scores.
 
-    Terms that are not learned are derived for all heads here and then sliced, since what is being
-    checked is that the rank adds those of its heads. Learned ones have no other source than the
-    model.
+    Terms that are not learned are computed for all heads and then sliced, which checks that the
+    rank has chosen its own heads. Learned terms can only come from the model.
     """
     (position,) = core.position
     if position.method.own_of_layer(core.layer, dict(position.named_parameters())):

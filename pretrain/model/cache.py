@@ -1,18 +1,18 @@
-"""Keep the keys and values of texts that pass through a layer piece by piece, and forget by proof.
+"""Key/value cache for texts that pass through a layer in pieces; drops only what cannot matter.
 
-Each key head keeps its own part of the text, because with slopes a key matters the less the farther
-back it is:
+With slopes, a key matters less the farther back it is. Each key head therefore keeps its own part
+of the text:
 
     on the device    the last SPARE x w tokens, where w is the farthest that any query so far could
                      see by the running bound of `pretrain.kernels.reach`
-    on the host      those before them, up to the certificate of the head's weights
+    on the host      the tokens before these, up to the certificate of the head's weights
                      (`pretrain.model.reach`)
-    nowhere          the keys before that, which cannot matter for any text
+    nowhere          earlier tokens, which cannot matter in any text
 
-The running bound is asked for the queries of each piece before they see keys. It needs the largest
-norms of keys and values up to each tile, those of dropped keys included. If a query could see a key
-on the host, the host's keys return to the device first. Each of the two bounds lets a row lose
-weights that sum to less than 2^-24. Where a slope is 0 the certificate is infinite, and no key is
+Before the queries of a piece attend, the running bound is computed for them. It needs the largest
+norms of keys and values up to each tile, including dropped keys. If a query could see a key on the
+host, the host's keys first return to the device. Each of the two bounds may leave out weights of a
+row that sum to less than 2^-24. With a slope of 0 the certificate is infinite, and no key is
 dropped.
 """
 
@@ -30,18 +30,18 @@ from torch import Tensor
 from pretrain.kernels.reach import FLOOR_TILE, longest_so_far, row_norms, tiles_left_out
 
 TILE = 128
-"""Keys that are kept or forgotten together."""
+"""Number of keys that are kept or dropped together."""
 SPARE = 2
-"""The device keeps so many times what any query could see so far. A query may reach farther than
-all before it; with 1 the host would be asked at each record."""
+"""The device keeps this many times the farthest reach of any query so far. With 1, every query that
+reaches farther than all queries before it would need keys from the host."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, slice], Tensor]
-"""Attention of some heads: (queries [S, B, H, D], keys and values [keys, B, G, D] that end with the
-queries' own, the heads among those of this rank) -> [S, B, H, D]."""
+"""Attention of some heads: (queries [S, B, H, D]; keys and values [keys, B, G, D], of which the
+last belong to the queries' tokens; the heads, as a slice of this rank's) -> [S, B, H, D]."""
 
 
 class Kept(NamedTuple):
-    """Bytes that a cache holds, and a count of how often keys came back from the host."""
+    """Bytes that a cache holds, and how often keys returned from the host."""
 
     device: int
     host: int
@@ -52,7 +52,7 @@ class KeyCache:
     """The keys and values of one layer, for the heads of this tensor-parallel rank.
 
     Args:
-        reaches: Certificate of each key head in tokens.
+        reaches: Certificate of each key head, in tokens.
     """
 
     def __init__(self, reaches: Sequence[float]) -> None:
@@ -107,18 +107,18 @@ class _Part:
     def __init__(self, group: int, reach: float) -> None:
         self.group, self.reach = group, reach
         self.total = 0
-        """Tokens so far."""
+        """Number of tokens so far."""
         self.window = 0
-        """How far back a query could see so far."""
+        """Farthest distance that any query so far could see."""
         self.buffer: Tensor | None = None
-        """[2, room, B, 1, D], of which `self.used` holds the keys and values up to the last one."""
+        """Keys and values, [2, capacity, B, 1, D]; `self.used` is the slice in use."""
         self.used = slice(0, 0)
         self.host: deque[Tensor] = deque()
-        """What stands before the buffer, [2, tokens, B, 1, D] each."""
+        """Keys and values before those in the buffer, [2, tokens, B, 1, D] each."""
         self.longest: tuple[Tensor, Tensor] | None = None
         """Largest norms of keys and values up to the end of each tile, [B, 1, T]."""
         self.origin = self.fetches = 0
-        """Position of the first key that is kept, where the first tile begins."""
+        """Position of the first key that is kept, where the first tile begins; fetches so far."""
 
     @property
     def begin(self) -> int:
@@ -144,15 +144,15 @@ class _Part:
         self.total += count
 
     def _move(self, before: Sequence[Tensor], rows: Tensor, count: int) -> None:
-        """Move rows into a new buffer, behind those of `before`, with room for `count` more."""
+        """Move rows into a new buffer, after those of `before`, with room for `count` more."""
         live = rows.shape[1] + sum(x.shape[1] for x in before)
-        # The quarter makes the copies of a growing text cost a few rows a token.
+        # A quarter of spare room, so that a growing text copies only a few rows per token.
         buffer = rows.new_empty(2, live + count + live // 4 + TILE, *rows.shape[2:])
         torch.cat([*(x.to(rows.device) for x in before), rows], dim=1, out=buffer[:, :live])
         self.buffer, self.used = buffer, slice(0, live)
 
     def look_back(self, q_SBHD: Tensor, slopes: Tensor, scale: float) -> int:
-        """Return the first position that one of the last queries could see, and have it here."""
+        """Return the first position that these queries could see, and bring its keys here."""
         self._measure()
         if self.longest is None:
             return 0
@@ -184,7 +184,7 @@ class _Part:
         return found
 
     def _measure(self) -> None:
-        """Take the norms of tiles that have become full."""
+        """Compute the norms of newly completed tiles."""
         done = self.origin + (0 if self.longest is None else self.longest[0].shape[2] * TILE)
         count = (self.total - done) // TILE * TILE
         if count == 0:
@@ -198,7 +198,7 @@ class _Part:
         self.longest = keys, values
 
     def forget(self) -> None:
-        """Send to the host what no query so far could see, and drop what none ever can."""
+        """Move keys that no query so far could see to the host; drop those that none ever can."""
         if self.longest is None:
             return
         keep = min(SPARE * self.window, self.reach)

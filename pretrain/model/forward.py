@@ -27,10 +27,8 @@ from pretrain.model.reach import certificates
 from pretrain.topology import context_group, own_part
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Any]]
-"""A function of the loss of every token (fp32 [B, S], in nats).
-
-It returns the tensor to differentiate and the result to keep.
-"""
+"""Maps the loss of every token (fp32 [B, S], in nats) to the tensor to differentiate, and the
+result to keep."""
 
 
 class MaskedBatch(NamedTuple):
@@ -39,14 +37,14 @@ class MaskedBatch(NamedTuple):
     inputs: Tensor
     """Token ids with masks, int64 [B, S]."""
     labels: Tensor
-    """Token ids without, int64 [B, S]."""
+    """Token ids without masks, int64 [B, S]."""
     chosen: Tensor
     """Which tokens are predicted, bool [B, S]."""
 
 
 Batch = Tensor | MaskedBatch
-"""Token ids of a micro batch, int64 [B, S + 1], each to be predicted from those before it; or a
-masked one."""
+"""A micro batch: token ids, int64 [B, S + 1], each to be predicted from those before it; or a
+masked batch."""
 
 
 def run_schedule(
@@ -64,17 +62,17 @@ def run_schedule(
     Args:
         chunks: This rank's model chunks.
         batches: The micro batches, the same on all pipeline stages.
-        loss_function: Called on the last pipeline stage with the losses of a micro batch; of a
-            masked one with those of the chosen tokens alone, row by row in one dimension. Where
-            several ranks share the sequence, with those of this rank's part.
+        loss_function: Called on the last pipeline stage with the losses of a micro batch. A masked
+            batch gives only the losses of the chosen tokens, in one dimension. A context rank
+            gives the losses of its part of the sequence.
         forward_only: Skip the backward pass.
-        schedule_module: Module to call in the chunk's place, where the optimizer needs that
+        schedule_module: Module to call in place of the chunk, if the optimizer needs one
             (`ZeroOptimizer.schedule_module`).
-        scored: For each micro batch, the number n of tokens at its end whose losses are wanted;
+        scored: For each micro batch, the number n of tokens at its end whose losses are needed;
             the loss function then gets [B, n]. None means all. Logits are the widest tensors of
             the model, and those of unscored tokens are not computed.
-        eos_id: End-of-document token, if each document is to be computed as if it stood alone;
-            see `document_starts`.
+        eos_id: End-of-document token, to compute each document separately (`document_starts`);
+            None to treat each sequence as one text.
 
     Returns:
         What `loss_function` kept of each micro batch; [] except on the last pipeline stage.
@@ -93,9 +91,10 @@ def run_schedule(
             return call_model(model, tokens, last, eos_id), own_loss
 
     def own_loss(losses: Tensor) -> tuple[Tensor, Any]:
-        # Megatron multiplies by the number of context ranks what it takes for a share of their
-        # common loss (megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`). Ours
-        # is a mean over this rank's tokens, as of any replica, and the optimizer averages them.
+        # Undo a factor of Megatron's: it multiplies the loss by the number of context ranks, as if
+        # it were a share of a common loss (megatron/core/pipeline_parallel/schedules.py,
+        # `forward_step_calc_loss`). Ours is a mean over this rank's tokens, which the optimizer
+        # averages over ranks.
         loss, kept = loss_function(losses)
         return loss / parts if has_stages and parts > 1 else loss, kept
 
@@ -103,8 +102,8 @@ def run_schedule(
     is_masked = isinstance(batches[0], MaskedBatch)
     shape = batches[0].inputs.shape if isinstance(batches[0], MaskedBatch) else batches[0].shape
     micro_batch_size, length = shape[0], shape[1] - (0 if is_masked else 1)
-    # Where each rank holds another part of the sequence, the last tokens are not the last rows of
-    # its hidden states. All tokens are scored there.
+    # If ranks split the sequence, its last tokens are not the last rows of every rank's hidden
+    # states, so all tokens are scored.
     parts = context_group().size()
     is_split = chunks[0].config.sequence_parallel or parts > 1
     if scored is None or is_split:
@@ -130,7 +129,7 @@ def run_schedule(
 def _run_alone(
     step: Callable[[], tuple[Tensor, LossFunction]], chunk: GPTModel, forward_only: bool, count: int
 ) -> Any:
-    """Run one of `count` micro batches as Megatron's schedule does, in fewer calls."""
+    """Run one of `count` micro batches like Megatron's schedule, with fewer calls on the host."""
     out, loss_function = step()
     loss, kept = loss_function(out)
     if not forward_only:
@@ -143,14 +142,14 @@ def call_model(model: nn.Module, batch: Batch, last: int, eos_id: int | None = N
     """Run one chunk on a micro batch.
 
     Args:
-        model: The chunk, or what is called in its place.
+        model: The chunk, or the module that is called in its place.
         batch: The micro batch, on the model's device.
-        last: Number of tokens at the end whose losses are wanted.
+        last: Number of tokens at the end whose losses are needed.
         eos_id: As in `run_schedule`.
 
     Returns:
-        On the last pipeline stage the losses [B, last] in nats, else the hidden states; of several
-        context ranks, those of this rank's part of the sequence.
+        On the last pipeline stage the losses [B, last] in nats, on others the hidden states; under
+        context parallelism, of this rank's part of the sequence.
     """
     if isinstance(batch, MaskedBatch):
         inputs, labels = batch.inputs, batch.labels
@@ -162,12 +161,11 @@ def call_model(model: nn.Module, batch: Batch, last: int, eos_id: int | None = N
         starts = document_starts(inputs, eos_id)
         positions = positions - starts
     if context_group().size() > 1:
-        # All are of the whole sequence: a part does not know where its first document begins.
+        # Slice last: a part of the sequence does not show where its first document begins.
         own = own_part(inputs.shape[1])
         inputs, labels, positions = (x[:, own].contiguous() for x in (inputs, labels, positions))
         starts = None if starts is None else starts[:, own].contiguous()
-    # In the place of the attention mask, since core attention is causal by itself, or looks both
-    # ways.
+    # Document starts take the place of the attention mask, which core attention does not need.
     out: Tensor = model(inputs, positions, starts, labels=labels)
     return out
 
@@ -175,8 +173,8 @@ def call_model(model: nn.Module, batch: Batch, last: int, eos_id: int | None = N
 def document_starts(inputs: Tensor, eos_id: int) -> Tensor:
     """Return the index of the first token of each token's document.
 
-    A document ends with its end-of-document token, which therefore belongs to it; the next token
-    begins another one. A document that began before the first token counts from there.
+    The end-of-document token is the last token of its document. The first token of the inputs
+    counts as the start of its document.
 
     Args:
         inputs: Token ids, int64 [B, S].
@@ -209,7 +207,7 @@ def _logits_of_last(chunk: GPTModel, last: int) -> Iterator[None]:
 
 
 def logits(chunk: GPTModel, inputs: Tensor) -> Tensor:
-    """Return the logits of an unsharded model, without gradient.
+    """Return the logits of an unsharded model, without building a graph.
 
     Args:
         chunk: The whole model, on one rank.
@@ -229,31 +227,31 @@ def _position_ids(inputs: Tensor) -> Tensor:
 
 
 def is_reporting_rank() -> bool:
-    """Return True on one rank of each replica: last stage, tensor rank 0.
+    """Return True on tensor rank 0 of the last pipeline stage.
 
-    Losses exist on the last stage, once per tensor rank, and each context rank has those of its
-    part of the sequence. A sum over the reporting ranks counts every token once.
+    Losses exist on the last stage, the same on every tensor rank, and each context rank has those
+    of its part of the sequence. A sum over the reporting ranks counts every token once.
     """
     is_last: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     return is_last and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-# ---- Pass a text through the model piece by piece, to score it (`pretrain evaluate --stream`) ----
-# Each layer's core attention has a cache (`pretrain.model.cache`), and sees the queries of a piece
-# behind many keys: slopes depend on distances alone.
+# ---- Score a text in pieces, each token once (`pretrain evaluate --stream`) ----
+# Each layer's core attention has a cache (`pretrain.model.cache`) that gives it the keys before a
+# piece. Positions need no offset, because slopes depend only on distances.
 
 
 def check_stream(config: RunConfig, world_size: int) -> None:
     """Check that `world_size` processes can read a text in one pass.
 
     Raises:
-        ConfigError: The method has no reach, the model looks both ways, or a part of the layout
-            does not work.
+        ConfigError: The method has no limited reach, the model is a masked one, or the layout does
+            not allow it.
     """
     if config.is_masked:
         raise ConfigError(
-            '--stream: with train.objective = "masked" the model looks both ways, so it predicts '
-            "no next token. Measure windows, by --lengths"
+            '--stream: with train.objective = "masked" the model attends in both directions and '
+            "predicts no next token. Evaluate windows instead, with --lengths"
         )
     p = config.parallel
     if p.ranks_per_copy > p.tensor_model_parallel_size or p.sequence_parallel:
@@ -266,8 +264,8 @@ def check_stream(config: RunConfig, world_size: int) -> None:
     if config.position.bias != "slopes":
         raise ConfigError(
             f"--stream: with position.method = {config.position.method} no bias on the scores "
-            "falls with the distance, so every token needs all tokens before it. Measure windows, "
-            "by --lengths"
+            "falls with the distance, so every token needs all tokens before it. Evaluate windows "
+            "instead, with --lengths"
         )
     if config.layout(world_size).data > 1:
         raise ConfigError(
@@ -283,8 +281,8 @@ class Decoder:
     Args:
         config: The run.
         chunk: The whole model, or a tensor-parallel rank's part of all layers. Switched to
-            evaluation, in which it stays.
-        length: Tokens of the texts.
+            evaluation mode.
+        length: Length of the texts in tokens.
     """
 
     def __init__(self, config: RunConfig, chunk: GPTModel, length: int) -> None:
@@ -297,15 +295,15 @@ class Decoder:
 
     @torch.no_grad()
     def losses(self, tokens: Tensor) -> Tensor:
-        """Continue the texts with all tokens but the last, and return the losses behind each.
+        """Append all tokens but the last to the texts, and return the loss of each next token.
 
-        All tensor-parallel ranks together, with the same tokens.
+        All tensor-parallel ranks call this together, with the same tokens.
 
         Args:
-            tokens: What follows what came before, and the token behind it, int64 [B, n + 1].
+            tokens: The next n tokens of the texts and one more as a label, int64 [B, n + 1].
 
         Returns:
-            In nats, fp32 [B, n].
+            Losses in nats, fp32 [B, n].
         """
         inputs, labels = (torch.split(x, PIECE, dim=1) for x in (tokens[:, :-1], tokens[:, 1:]))
         return torch.cat([self._pass(*piece).float() for piece in zip(inputs, labels)], dim=1)
@@ -325,11 +323,11 @@ class Decoder:
         return out
 
     def kept(self) -> Kept:
-        """Return what the caches of all layers hold now."""
+        """Return what the caches of all layers hold now, in total."""
         return Kept(*map(sum, zip(*(cache.kept() for cache in self.caches))))
 
     def full_bytes(self) -> int:
-        """Return the bytes of the keys and values of all tokens of a text so far."""
+        """Return the bytes that the keys and values of all tokens so far would take."""
         numbers = 2 * len(self.layers) * self.groups * self.layers[0].config.kv_channels
         each: int = numbers * next(self.chunk.parameters()).element_size()
         return each * self.tokens

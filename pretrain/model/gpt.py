@@ -54,7 +54,7 @@ from pretrain.startup import compile_when_called
 from pretrain.topology import own_part
 
 # ---- Decide which operations of the model are fused, from `train.fusion` and the device ----
-# Three parts of the model beside attention have a fused form:
+# Besides attention, three parts of the model have a fused form:
 #
 #     compiled regions    bias with GELU, bias with dropout and residual: Megatron's own functions
 #                         under torch.compile (megatron/core/fusions)
@@ -65,13 +65,13 @@ from pretrain.topology import own_part
 
 @dataclass(frozen=True)
 class Fusion:
-    """The fused operations of a model."""
+    """Which operations of a model are fused."""
 
     compiled: bool
-    """Compile what torch.compile turns into one kernel, part by part."""
+    """Compile small regions that torch.compile turns into one kernel each."""
 
     layers: bool
-    """Compile every layer as a whole in training, instead of its parts."""
+    """In training, compile every layer as a whole instead of regions of it."""
 
     loss: bool
     """Compute the loss from the hidden states, without a second copy of the logits."""
@@ -80,11 +80,11 @@ class Fusion:
     """Add weight gradients to fp32 buffers in the matrix product."""
 
     def activation(self, config: RunConfig) -> bool:
-        """Return True if the activation and what is added or multiplied before it are one kernel.
+        """Return True if the activation is fused with its bias and its gate.
 
-        Megatron has two such functions. That of GELU is the tanh approximation, whatever activation
-        its configuration names (megatron/core/fusions/fused_bias_gelu.py), and it needs a bias.
-        That of SwiGLU takes one (megatron/core/fusions/fused_bias_swiglu.py).
+        Megatron has two such functions. One needs a bias and computes GELU's tanh approximation,
+        whatever activation its configuration names (megatron/core/fusions/fused_bias_gelu.py). The
+        other computes SwiGLU, with or without a bias (fused_bias_swiglu.py).
         """
         m = config.model
         has_function = m.use_bias and m.hidden_act == "gelu_pytorch_tanh"
@@ -94,8 +94,7 @@ class Fusion:
 def choose_fusion(config: RunConfig) -> Fusion:
     """Return what is fused in this process.
 
-    A CPU is left alone by default: compilation costs tens of seconds at every start, and the
-    results of runs that were started before the fusions existed stay the same to the last bit.
+    By default nothing is fused on a CPU: compilation would take tens of seconds at every start.
     """
     is_gpu, can_compile, can_accumulate_products = _abilities()
     layers = config.train.fusion == "layers" and can_compile
@@ -104,15 +103,15 @@ def choose_fusion(config: RunConfig) -> Fusion:
         compiled=wanted and can_compile and not layers,
         layers=layers,
         loss=wanted,
-        # A compiled layer returns its weights' gradients.
+        # A compiled layer returns weight gradients instead of adding them to a buffer.
         weight_gradients=wanted and can_accumulate_products and not layers,
     )
 
 
 def _abilities() -> tuple[bool, bool, bool]:
-    """Return if this is a GPU, can compile, and can add products up in fp32.
+    """Return whether this is a GPU, can compile, and can accumulate products in fp32.
 
-    A counted step answers for the GPU that it simulates (`pretrain.plan.simulation`).
+    Inside `pretrain.plan.simulation` the answers are those of the simulated GPU.
     """
     return platform.has_cuda(), platform.can_compile(), platform.can_accumulate_products()
 
@@ -123,17 +122,17 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
-"""Values of model.hidden_act, which are Hugging Face's names."""
+"""Value of model.hidden_act, which is Hugging Face's name -> function."""
 
 
 def build_model(config: RunConfig, device: torch.device | None = None) -> list[GPTModel]:
-    """Build and initialise this rank's model chunks.
+    """Build and initialize this rank's model chunks.
 
     Args:
         config: The run's config. The process groups must have been set up from the same config
             (`pretrain.topology.initialize`).
         device: Where to put the model; None means this process's device. On the meta device
-            nothing is allocated or initialised.
+            nothing is allocated or initialized.
 
     Returns:
         One chunk, or one per virtual pipeline stage, in the data type of train.precision.
@@ -179,12 +178,12 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         tensor_model_parallel_size=p.tensor_model_parallel_size,
         pipeline_model_parallel_size=p.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=p.virtual_pipeline_model_parallel_size,
-        # Megatron's own attention over several context ranks is Transformer Engine's; ours replaces
-        # it. What is left to Megatron is the length of what it sends and rotates.
+        # Megatron leaves attention over context ranks to Transformer Engine, which ours replaces.
+        # Megatron still needs the size for the lengths of what it sends and rotates.
         context_parallel_size=p.context_parallel_size,
         pipeline_model_parallel_layout=_pipeline_layout(config),
         sequence_parallel=p.sequence_parallel,
-        # `build_model` casts the initialised model to the training precision.
+        # `build_model` casts the initialized model to the training precision.
         params_dtype=torch.float32,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -196,13 +195,13 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         perform_initialization=False,
         use_cpu_initialization=True,
         # Megatron's fusions of bias with GELU or SwiGLU and of bias with dropout and residual are
-        # plain torch.compile (megatron/core/jit.py and megatron/core/fusions). Its native fusion of
-        # the cross-entropy is, too, but rounds the logits' gradient to bf16 in every precision
-        # (fused_cross_entropy.py), and keeps logits in fp32; `pretrain.model.loss` takes its place.
+        # plain torch.compile (megatron/core/jit.py and megatron/core/fusions). Its fused
+        # cross-entropy is not used, because it rounds the logits' gradient to bf16 in every
+        # precision and keeps logits in fp32 (fused_cross_entropy.py): see `pretrain.model.loss`.
         bias_activation_fusion=fuses_activation,
         bias_dropout_fusion=fusion.compiled,
         # NCCL turns a batch of sends and receives into one call; gloo runs them one by one anyway.
-        # The synchronisation after a batch works around a bug of older PyTorch versions
+        # The synchronization after a batch is a workaround for a bug of older PyTorch versions
         # (megatron/core/model_parallel_config.py).
         batch_p2p_comm=platform.device().type == "cuda",
         batch_p2p_sync=False,
@@ -240,10 +239,10 @@ class _Norm:
 
         Args:
             config: Megatron's configuration.
-            hidden_size: Size of the normalised dimension.
+            hidden_size: Size of the normalized dimension.
             eps: Added to the variance or the mean square.
-            is_partial: Each tensor rank normalises another part of what there is; None: it does
-                so under sequence parallelism.
+            is_partial: Whether each tensor rank normalizes a different part of its input; None:
+                only under sequence parallelism.
             **unused: Further arguments of Megatron's norms.
         """
         options = {"bias": config.add_bias_linear} if isinstance(self, nn.LayerNorm) else {}
@@ -264,9 +263,9 @@ NORMS: dict[str, type[LayerNorm | RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm"
 
 
 def mark_partial(norm: nn.Module, is_partial: bool) -> None:
-    """Say whether gradients of a norm's parameters have to be summed over tensor ranks.
+    """Mark whether the gradients of a norm's parameters must be summed over tensor ranks.
 
-    They have to if each rank normalises another part of the sequence, or other heads.
+    They must if each rank normalizes a different part of the sequence, or different heads.
     """
     for parameter in norm.parameters():
         # The attribute's name is Megatron's (distributed/finalize_model_grads.py), and torch's
@@ -275,23 +274,23 @@ def mark_partial(norm: nn.Module, is_partial: bool) -> None:
 
 
 # ---- layers ----
-# Megatron's layers with less work of the host: they ask in every forward pass for what this model
-# never has (inference, offloading, cross-attention, ranges for a profiler). The operations and
-# their order are Megatron's, so that every bit is.
+# Megatron's layers with less work on the host. The originals check in every forward pass for
+# features that this model never has (inference, offloading, cross-attention, profiler ranges). The
+# operations and their order are Megatron's, so results are equal bit for bit.
 
 
 class Block(TransformerBlock):  # type: ignore[misc]  # Megatron ships no types
     """Megatron's stack of layers."""
 
-    # Megatron's asks for CUDA graphs of its own.
+    # Megatron's __call__ looks for its own CUDA graphs, which are not used here.
     __call__ = nn.Module.__call__
 
     def forward(self, hidden_states: Any, **given: Any) -> Tensor:
-        """Return the output of all layers, and of the norm behind them, [S, B, hidden].
+        """Return the output of all layers and of the final norm, [S, B, hidden].
 
         Args:
-            hidden_states: The embeddings, [S, B, hidden]; None behind the first stage.
-            **given: What GPTModel passes on. Layers take attention_mask and rotary_pos_emb.
+            hidden_states: The embeddings, [S, B, hidden]; None on all stages after the first.
+            **given: GPTModel's arguments, of which layers use attention_mask and rotary_pos_emb.
         """
         hidden: Tensor = hidden_states if self.pre_process else self.input_tensor
         of_layers = given["attention_mask"], given["rotary_pos_emb"]
@@ -307,35 +306,34 @@ class Block(TransformerBlock):  # type: ignore[misc]  # Megatron ships no types
 
 
 class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
-    """Megatron's pre-LN layer, without the questions that this model answers with no.
+    """Megatron's pre-LN layer, without features that this model never has.
 
-    With model.parallel_residual the MLP reads the layer's input instead of attention's sum:
-    x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own.
+    With model.parallel_residual the MLP reads the layer's input instead of the sum after attention:
+    x + attention(norm(x)) + mlp(norm(x)), where the two norms have their own weights.
     """
 
-    # Megatron's asks for CUDA graphs of its own.
+    # Megatron's __call__ looks for its own CUDA graphs, which are not used here.
     __call__ = nn.Module.__call__
 
     def __init__(self, *args: Any, run: RunConfig, **named: Any) -> None:
-        """Build what Megatron builds of its arguments.
+        """Build Megatron's layer.
 
         Args:
-            *args: Megatron's.
+            *args: Megatron's arguments.
             run: The run's config.
-            **named: Megatron's.
+            **named: Megatron's arguments.
         """
         super().__init__(*args, **named)
         self.is_parallel = run.model.parallel_residual
         self.activation_dropout = run.model.activation_dropout
-        # Set in any case: what is compiled does not see that an attribute comes later.
+        # Always set, because compiled code does not notice an attribute that is added later.
         for module in (*self.self_attention.children(), *self.mlp.children()):
             module.is_float8 = run.train.fp8
-        # In training the layer is one graph.
         self.is_compiled = choose_fusion(run).layers
 
     def forward(self, *inputs: Any) -> Tensor:
-        """Return the layer's output, [S, B, hidden], of what `compute` takes."""
-        # An evaluation has windows of many lengths, each of which would be compiled.
+        """Return the layer's output, [S, B, hidden]. Arguments are those of `compute`."""
+        # Not in evaluation, whose windows of many lengths would each be compiled.
         compute = _compiled_layer if self.is_compiled and self.training else Layer.compute
         return compute(self, *inputs)
 
@@ -346,7 +344,7 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
             hidden_states: The layer's input, [S, B, hidden].
             *of_attention: attention_mask and rotary_pos_emb of `SelfAttention.forward`.
         """
-        # Nested, so that no name keeps a tensor that the MLP does not need.
+        # Nested calls, so that no variable keeps a tensor alive while the MLP runs.
         attended = self._added(
             self.self_attention(self.input_layernorm(hidden_states), *of_attention), hidden_states
         )
@@ -373,20 +371,21 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
         return product(mlp.linear_fc2, inner)
 
     def _dropped(self, activations: Tensor) -> Tensor:
-        """Drop elements of fc2's input, which Megatron does not.
+        """Apply dropout to fc2's input, which Megatron does not.
 
         As in fairseq's feed-forward block (modules/transformer_layer.py,
         `activation_dropout_module`). Tensor ranks hold different channels, and must draw different
         masks: see the core attention's forward in `pretrain.model.attention`.
         """
-        # A compiled layer is whole on its rank.
+        # A compiled layer is not split over tensor ranks, so it needs no generator of its own.
         fork = not (self.config.sequence_parallel or torch.compiler.is_compiling())
         with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
-            # F.dropout calls it on a GPU. Elsewhere that one keeps a mask of the input's data type.
+            # F.dropout calls this on a GPU. On a CPU F.dropout would keep a mask in the input's
+            # data type, and this keeps a mask of bytes.
             return torch.native_dropout(activations, self.activation_dropout, True)[0]
 
     def _added(self, part: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
-        """Return the sum of a part's output and bias, with dropout, and what goes around it."""
+        """Return residual + dropout(output + bias) of a part of the layer."""
         if self.config.bias_dropout_fusion:
             add = get_bias_dropout_add(self.training, True)
             return add(part, residual, self.hidden_dropout)  # type: ignore[no-any-return]  # Megatron's
@@ -399,13 +398,13 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
 
 
 _compiled_layer = compile_when_called(Layer.compute, fullgraph=True)
-"""One for all layers: their weights are arguments of its graph."""
+"""Compiled once for all layers, whose weights are arguments of its graph."""
 
 
 def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
-    """Return the modules of a layer: Megatron's pre-LN transformer layer, our core attention."""
+    """Return the modules of a layer: Megatron's pre-LN layer with our core attention."""
     norm = NORMS[config.model.normalization]
-    # Its weights are shared by all heads, of which a tensor rank has some.
+    # All heads share the weights of these norms, and a tensor rank has only some of the heads.
     of_heads = IdentityOp
     if config.model.qk_layernorm:
         of_heads = ModuleSpec(norm, params={"is_partial": True})
@@ -447,21 +446,21 @@ def _build_chunk(
         virtual_stage: Number of the chunk on this rank under the interleaved schedule, else None.
     """
     num_layers = get_num_layers_to_build(transformer, vp_stage=virtual_stage)
-    # Without a class Megatron's block has no norm behind its last layer.
+    # With None, Megatron's block has no norm after its last layer.
     final_norm = NORMS[config.model.normalization] if config.model.final_layernorm else None
     spec = TransformerBlockSubmodules([_layer_spec(config, position)] * num_layers, final_norm)
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
     fusion = choose_fusion(config)
     is_adaptive = config.model.adaptive_cutoffs is not None
-    # The losses of an adaptive softmax need few logits, its probabilities of all words need all:
-    # they are plain operations, to compare with.
+    # An adaptive softmax computes losses from few logits. With fusion = "off" it computes the
+    # probabilities of all words instead, as a plain reference.
     fuses_loss = fusion.loss or (is_adaptive and config.train.fusion != "off")
     model_class = FusedLossModel if fuses_loss else GPTModel
     model = model_class(
         transformer,
         spec,
-        # The two layers of words are replaced by adaptive ones.
+        # Adaptive layers replace the embedding and the output layer.
         1 if is_adaptive else config.padded_vocab_size,
         config.position.table_end(config) or config.data.sequence_length,
         pre_process=first,
@@ -472,9 +471,9 @@ def _build_chunk(
         rotary_base=position.rope.base,
         vp_stage=virtual_stage,
     )
-    # GPTModel names the class of its layers' stack.
+    # GPTModel has no argument for the class of its stack of layers.
     model.decoder.__class__ = Block
-    # Registered as a submodule, so its parameters are trained and have names ("position.*").
+    # A submodule, so that its parameters are trained and have names ("position.*").
     model.position = position
     if position.rope.inverse_frequencies is not None:
         found = position.rope.inverse_frequencies(config.position.rotated_channels(config))
@@ -484,8 +483,8 @@ def _build_chunk(
     if is_adaptive:
         adaptive.install(config, model, fusion.compiled or fusion.layers)
     elif fusion.loss and last:
-        # GPTModel names the layer's class. It keeps its weight, with the marks that Megatron gave
-        # it; only its forward pass is another.
+        # GPTModel has no argument for this class. The layer keeps its weight and Megatron's marks
+        # on it; only its forward pass changes.
         model.output_layer.__class__ = FusedLossLayer
         model.output_layer.compiled = fusion.compiled or fusion.layers
     _mark_sharded_weights(model)
@@ -495,7 +494,7 @@ def _build_chunk(
             model.embedding.position_embeddings = table
         if config.model.embedding_layernorm:
             _normalise_embeddings(model, NORMS[config.model.normalization])
-        # Before the position table is added, hence on the word embeddings alone. A hook, because
+        # Scale only the word embeddings, before the position table is added. A hook, because
         # Megatron's embedding has no such factor.
         scale = config.embedding_scale
         if scale != 1.0:
@@ -504,11 +503,11 @@ def _build_chunk(
 
 
 def _rotate_own_part(model: GPTModel) -> None:
-    """Let queries and keys have the angles of this rank's part of the sequence.
+    """Give queries and keys the rotary angles of this context rank's part of the sequence.
 
-    Megatron gives a rank the angles of two pieces, one from either end of the sequence, which is
-    the order of Transformer Engine's ring (megatron/core/models/common/embeddings/rope_utils.py,
-    get_pos_emb_on_this_cp_rank). Without a group it gives all of them.
+    Megatron's rotary embedding returns the angles of two pieces, one from either end of the
+    sequence, as Transformer Engine's ring attention needs them (get_pos_emb_on_this_cp_rank in
+    megatron/core/models/common/embeddings/rope_utils.py). Without a group it returns all angles.
     """
     model.rotary_pos_emb.cp_group = None
     model.rotary_pos_emb.register_forward_hook(lambda _m, _i, out: out[own_part(len(out))])
@@ -528,17 +527,17 @@ def _normalise_embeddings(model: GPTModel, kind: type[LayerNorm | RMSNorm]) -> N
 def _mark_sharded_weights(model: GPTModel) -> None:
     """Mark the dimension of each weight that is split over tensor ranks.
 
-    Megatron marks only weights that it initialises itself
+    Megatron marks only weights that it initializes itself
     (megatron/core/tensor_parallel/layers.py), and perform_initialization is off.
-    `pretrain.model.gpt` reads the marks.
+    `named_parameters` reads the marks.
     """
     for name, module in model.named_modules():
         if (
             isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding))
-            # A tied output layer on the stage of the embedding has no weight of its own.
+            # A tied output layer on the stage of the embedding has no weight itself.
             and module.weight is not None
         ):
-            # What Megatron also marks the bias with: a gated MLP has two parts of its outputs.
+            # Megatron gives the bias the same stride: a gated MLP's outputs are two parts.
             stride = 1 + (name.endswith("linear_fc1") and model.config.gated_linear_unit)
             set_tensor_model_parallel_attributes(
                 module.weight, is_parallel=True, dim=0, stride=stride
@@ -548,16 +547,16 @@ def _mark_sharded_weights(model: GPTModel) -> None:
 
 
 # ---- Name every parameter of this rank, and say which part of it this rank holds ----
-# The global name and shape of a parameter are those that it has in the unsharded model on one
-# process. Checkpoints, initial weights and tests address parameters by global name, so none of them
-# depends on the layout (tensor x pipeline x data). Global names are Megatron's local names, except
-# for two:
+# The global name and shape of a parameter are those of the unsharded model on one process.
+# Checkpoints, initial weights and tests use global names, so none of them depends on the layout
+# (tensor x pipeline x data). Global names are Megatron's local names, with two exceptions:
 #
 #     local name                             global name
 #     decoder.layers.0.* of a later chunk    decoder.layers.6.* (Megatron numbers layers per chunk)
 #     output_layer.weight, if tied           embedding.word_embeddings.weight
 #
-# How parameters are spread over tensor ranks and pipeline stages, and where they are copies:
+# Where parameters are: how tensor ranks split them, which pipeline stages hold them, and which
+# ranks hold copies:
 #
 #     parameter                            tensor ranks   pipeline stages     copies
 #     linear_qkv, linear_fc1 weight, bias  split, dim 0   the layer's         none
@@ -575,18 +574,18 @@ def _mark_sharded_weights(model: GPTModel) -> None:
 #     position.* (heads of slopes, table)  split, dim 0   every               stage > 0
 #     position.* shared_by_heads           replicated     every               another rank's
 #
-# Data-parallel ranks hold the same parameters as each other. ZeRO's partitioning among them is the
-# business of `pretrain.optim`. Of all ranks of one data-parallel replica, exactly one holds any
-# given element of the model with `is_copy` False; that rank saves it.
+# All data-parallel ranks hold the same parameters; `pretrain.optim` handles how ZeRO partitions
+# them. Within a data-parallel replica, exactly one rank holds each element of the model with
+# `is_copy` False, and saves it.
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a part of a tensor begins, and its shape."""
+"""Start of a part of a tensor in each dimension, and the part's shape."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """A parameter of this rank with its global name, and the part of the global tensor it holds."""
+    """A parameter of this rank, its global name, and which part of the global tensor it holds."""
 
     name: str
     """The global name."""
@@ -600,8 +599,8 @@ class Named:
     """Shape in the unsharded model."""
 
     parts: tuple[Box, ...]
-    """What this rank holds of the global tensor, one behind another: one box, or two where a tensor
-    rank has a part of the gate of an MLP and a part of what it gates."""
+    """The parts of the global tensor that this rank holds, in order: one box, or two if a tensor
+    rank has a part of an MLP's gate and a part of the gated projection."""
 
     is_copy: bool
     """True if another tensor rank or pipeline stage holds the same values and saves them."""
@@ -620,8 +619,8 @@ class Named:
 def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
     """Yield every parameter of this rank once, in the order of its chunks.
 
-    Not for a model under ZeRO 3, whose parameters have given up their shapes: ask the optimizer,
-    which lists them before (`ZeroOptimizer.parameters`).
+    Do not call this for a model under ZeRO 3, whose parameters have lost their shapes: use
+    `ZeroOptimizer.parameters`, which lists them before that.
     """
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     tensor_size = parallel_state.get_tensor_model_parallel_world_size()
@@ -629,24 +628,24 @@ def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
     seen: set[int] = set()
     for chunk in chunks:
         for local_name, parameter in chunk.named_parameters():
-            # The position method is one module, registered in every chunk of this rank.
+            # Every chunk of this rank has the same position module.
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             name = _global_name(local_name, chunk)
             shape = tuple(parameter.shape)
             sharded = getattr(parameter, "tensor_model_parallel", False)
-            # Megatron marks a sharded parameter with the dimension that it splits evenly, and with
-            # the number of parts of that dimension that it splits so, one after another.
+            # Megatron marks a sharded parameter with its split dimension, and with the number of
+            # consecutive parts of that dimension, each of which is split evenly.
             axis, num_parts = 0, 1
             if sharded:
                 axis, num_parts = parameter.partition_dim, parameter.partition_stride
             ranks, rank = (tensor_size, tensor_rank) if sharded else (1, 0)
             parts = _parts(shape, axis, num_parts, ranks, rank)
             global_shape = tuple(n * (ranks if i == axis else 1) for i, n in enumerate(shape))
-            # The tied output layer repeats the embedding of the first stage; Megatron marks it on
-            # the last one (megatron/core/models/common/language_module/language_module.py,
-            # setup_embeddings_and_output_layer). Every stage holds the position method.
+            # The tied output layer of the last stage repeats the first stage's embedding, and has a
+            # mark of Megatron's (setup_embeddings_and_output_layer in megatron/core/models/common/
+            # language_module/language_module.py). Every stage holds the position method.
             copy = (
                 (not sharded and tensor_rank > 0)
                 or getattr(parameter, "shared", False)
@@ -658,7 +657,7 @@ def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
 def _parts(
     shape: tuple[int, ...], axis: int, num_parts: int, ranks: int, rank: int
 ) -> tuple[Box, ...]:
-    """Return what a rank holds of a tensor of which `ranks` split each part evenly."""
+    """Return the boxes that a rank holds of a tensor whose `num_parts` parts are split evenly."""
     size = tuple(n // (num_parts if i == axis else 1) for i, n in enumerate(shape))
 
     def start(part: int) -> tuple[int, ...]:
@@ -686,11 +685,11 @@ def initialise(config: RunConfig, chunks: list[GPTModel]) -> None:
     table and an untied output layer from normal(0, config.embedding_init_method_std). The output
     projections of attention and MLP have a standard deviation smaller by sqrt(2 num_layers), as in
     GPT-2, so that the variance of the residual stream does not grow with depth. Norm weights are 1
-    and biases 0. Adaptive inputs and an adaptive softmax begin as fairseq's (`adaptive`). A
-    position method may give its own parameters values that are not drawn.
+    and biases 0. Adaptive inputs and an adaptive softmax start like fairseq's (`adaptive`). A
+    position method may set its own parameters.
 
-    Each full tensor is drawn from a generator of its own, seeded by (run.seed, global name), and
-    then sliced. The weights therefore do not depend on the layout.
+    Each full tensor is drawn from its own generator, seeded by (run.seed, global name), and then
+    sliced. The weights therefore do not depend on the layout.
     """
     for named in named_parameters(chunks):
         named.parameter.copy_(named.slice_of(_initial_value(config, named)))
@@ -703,7 +702,7 @@ def initial_part(config: RunConfig, named: Named) -> Tensor:
 
 
 def _initial_value(config: RunConfig, named: Named) -> Tensor:
-    """Return the full initial tensor, fp32, of the parameter with a global name."""
+    """Return the full initial tensor of a parameter, fp32."""
     if named.name in (given := config.position.initial_values(config)):
         return given[named.name]
     if named.name.endswith("norm.weight"):

@@ -1,22 +1,22 @@
 """Compute the loss of every token from the hidden states, without a second copy of the logits.
 
-Logits are the widest tensors of the model. Megatron's cross-entropy turns them into fp32 and keeps
-the softmax for the backward pass, in a series of operations that each read or write all of them: in
-bf16 they move 52 bytes per logit beside the three matrix products, and hold 6 at the peak. Here the
-logits stay in the training precision, 2 bytes. The forward pass reads them once, to get the maximum
-and the sum of exponentials of every row in fp32, and the backward pass replaces them, in place, by
-their gradient: 2 + 4 bytes moved if compiled. Where nothing is compiled it is 48, in pieces, which
-saves memory alone.
+Logits are the widest tensors of the model. Megatron's cross-entropy converts them to fp32 and keeps
+the softmax for the backward pass, in a series of operations that each read or write all logits: in
+bf16 these move 52 bytes per logit besides the three matrix products, and hold 6 at the peak. Here
+the logits stay in the training precision, 2 bytes. The forward pass reads them once, to get the
+maximum and the sum of exponentials of every row in fp32, and the backward pass replaces them, in
+place, by their gradient: 2 + 4 bytes moved if compiled. Without compilation 48 bytes are moved, in
+pieces, which only saves memory.
 
-Rounding is that of Megatron's: the logits are rounded to the training precision by the matrix
-product that makes them, and their gradient once, after the multiplication by the gradient of the
-loss. All between is fp32.
+Rounding is the same as Megatron's: the matrix product rounds the logits to the training precision,
+and their gradient is rounded once, after the multiplication by the gradient of the loss. All other
+values are fp32.
 
 Liger's fused linear cross-entropy goes further and never holds the logits of all tokens: it
-computes the gradients of some tokens at a time in the forward pass. That saves memory, but reads
+computes the gradients of a few tokens at a time in the forward pass. That saves memory, but reads
 and writes the weight's whole gradient once for each piece (docs/decisions.md has the arithmetic).
-It also needs the whole vocabulary on one rank, and computes the logits twice where the gradient of
-the loss differs from token to token.
+It also needs the whole vocabulary on one rank, and computes the logits twice if the gradient of the
+loss differs from token to token.
 
 Shapes: S tokens, B micro batch size, T = S x B, V vocabulary of this tensor rank.
 """
@@ -37,31 +37,33 @@ from torch import Tensor, nn
 from pretrain.startup import compile_when_called
 
 # ---- Add the weight gradients of linear layers to fp32 buffers in the matrix product itself ----
-# Without this, a backward pass writes each weight's gradient in the training precision, rounded,
-# and another kernel reads it again and adds it to the fp32 sum over micro batches: 2 + 2 + 4 + 4
-# bytes a weight in bf16, where the product alone reads and writes 4 + 4.
+# Without this, a backward pass writes each weight's gradient, rounded to the training precision,
+# and another kernel reads it and adds it to the fp32 sum over micro batches: 2 + 2 + 4 + 4 bytes
+# per weight in bf16, where the product alone reads and writes 4 + 4.
 #
-# Megatron's linear layers can do so (gradient_accumulation_fusion), but through a CUDA extension of
+# Megatron's linear layers support this (gradient_accumulation_fusion), but need a CUDA extension of
 # APEX. `torch.addmm` with `out_dtype` does the same and takes the extension's place here
-# (`platform.can_accumulate_products` says where it can).
+# (`platform.can_accumulate_products` tells on which devices).
 #
 # The optimizer provides the buffers and follows Megatron's convention:
 #
-#     parameter.main_grad                 The fp32 buffer. Every micro batch adds to it, except that
-#     the first one overwrites a buffer that is marked as stale. parameter.grad_added_to_main_grad
-#     Exists on the weights whose layer adds its gradient itself. The layer sets it to True when it
-#     has done so, and gives autograd an unfilled gradient, so that hooks still run. A hook must
-#     then drop `parameter.grad`, and set the mark to False for the next micro batch.
+#     parameter.main_grad
+#         The fp32 buffer. Every micro batch adds to it, except that the first one overwrites a
+#         buffer that is marked as stale.
+#     parameter.grad_added_to_main_grad
+#         Exists on weights whose layer adds its gradient itself. The layer sets it to True when it
+#         has done so, and gives autograd an uninitialized gradient, so that hooks still run. A hook
+#         must then drop `parameter.grad`, and reset the mark to False for the next micro batch.
 
 
 def accumulate_in_layers(chunks: list[GPTModel]) -> None:
-    """Let every linear layer whose weight has a `main_grad` add its gradient to it.
+    """Let every linear layer whose weight has a `main_grad` add its gradient to that buffer.
 
-    Called by the optimizer once it has given the parameters their buffers, and only where
-    `Fusion.weight_gradients` asks for it. The input embedding has no matrix product, so a weight
-    that a tied output layer shares with it on one rank gets its gradient from both sides:
-    the output layer adds its part to `main_grad`, and the embedding's arrives as `parameter.grad`,
-    which a hook adds as usual. Such a weight is not marked.
+    The optimizer calls this once the parameters have their buffers, and only if
+    `Fusion.weight_gradients` is set. A weight that a tied output layer shares with the embedding on
+    the same rank gets its gradient in two ways: the output layer adds its part to `main_grad`; the
+    embedding, which has no matrix product, leaves its part in `parameter.grad`, and a hook adds it
+    as usual. Such a weight is therefore not marked.
 
     Args:
         chunks: This rank's model chunks.
@@ -74,7 +76,7 @@ def accumulate_in_layers(chunks: list[GPTModel]) -> None:
             weight = module.weight
             is_tied = weight is None
             if is_tied:
-                # A tied output layer on the rank of the embedding has no weight of its own.
+                # A tied output layer on the rank of the embedding has no weight itself.
                 weight = chunk.shared_embedding_or_output_weight()
             if not hasattr(weight, "main_grad"):
                 continue
@@ -86,13 +88,13 @@ def accumulate_in_layers(chunks: list[GPTModel]) -> None:
 def mark_stale(main_grad: Tensor) -> None:
     """Mark a buffer as holding the last step's gradient, which the next gradient overwrites.
 
-    It saves setting all buffers to zero before a step, and reading them in its first micro batch.
+    This saves zeroing all buffers before a step and reading them in its first micro batch.
     """
     main_grad.is_stale = True  # type: ignore[attr-defined]  # our mark
 
 
 def take_stale(main_grad: Tensor) -> bool:
-    """Return True if a buffer is stale, and take the mark away: the caller overwrites it."""
+    """Return True if a buffer is stale, and remove the mark: the caller must overwrite it."""
     if not getattr(main_grad, "is_stale", False):
         return False
     main_grad.is_stale = False  # type: ignore[attr-defined]  # our mark
@@ -111,18 +113,18 @@ def add_weight_gradient(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) 
     """
     left, is_stale = grad_output.t(), take_stale(main_grad)
     if inputs.is_cuda and inputs.dtype != torch.float32:
-        # The tensor cores accumulate in fp32 in any case; `out_dtype` keeps what they have.
+        # Tensor cores always accumulate in fp32; `out_dtype` keeps their result unrounded.
         if is_stale:
             torch.mm(left, inputs, out_dtype=torch.float32, out=main_grad)
         else:
             torch.addmm(main_grad, left, inputs, out_dtype=torch.float32, out=main_grad)
         return
-    # `out_dtype` exists on CUDA alone. Products of two 16-bit numbers are exact in fp32.
+    # `out_dtype` exists only on CUDA. Products of two 16-bit numbers are exact in fp32.
     main_grad.addmm_(left.float(), inputs.float(), beta=0 if is_stale else 1)
 
 
 class AddingProduct(torch.autograd.Function):
-    """inputs [..., in] times weight^T [in, out], whose backward pass adds to weight.main_grad."""
+    """inputs [..., in] times weight^T [in, out]; the backward pass adds to weight.main_grad."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -174,19 +176,19 @@ def _cast(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def product(linear: Any, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return what a linear layer returns: the output, and the bias if the layer does not add it.
+    """Call a linear layer: return the output, and the bias if the layer does not add it.
 
-    Megatron's layers are autograd functions in Python, with collectives. Where one rank holds the
-    whole weight, this is torch's own product, of the same bits.
+    Megatron's layers are autograd functions in Python, with collectives. If one rank holds the
+    whole weight, torch's own product replaces them, which is faster and equal bit for bit.
 
     Args:
         linear: Megatron's ColumnParallelLinear or RowParallelLinear.
         inputs: [S, B, in], or this tensor rank's part of either.
     """
-    # DeepSpeed numbers the modules whose weights ZeRO 3 gathers and frees around their calls.
+    # Modules with a "ds_id" must be called, because ZeRO 3 gathers their weights in hooks.
     if linear.tp_group.size() > 1 or "ds_id" in linear.__dict__:
         return linear(inputs)  # type: ignore[no-any-return]  # Megatron's
-    # By the dictionary: as an attribute, a parameter takes torch half a microsecond to find.
+    # From the dictionary, because attribute access to a parameter takes half a microsecond.
     weight, bias = linear._parameters["weight"], linear._parameters["bias"]
     if linear.training and linear.is_float8:
         out = Float8Product.apply(inputs, weight)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
@@ -198,25 +200,25 @@ def product(linear: Any, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _install_stand_in() -> None:
-    """Put `add_weight_gradient` where Megatron looks for APEX's extension, unless APEX is there."""
+    """Register `add_weight_gradient` as APEX's extension for Megatron, unless APEX is installed."""
     if layers._grad_accum_fusion_available:
         return
     extension = types.ModuleType("fused_weight_gradient_mlp_cuda")
-    # Megatron calls wgrad_gemm_accum_fp16 for 16-bit buffers only, which do not exist here.
+    # wgrad_gemm_accum_fp16 is not needed: Megatron calls it only for 16-bit buffers.
     extension.wgrad_gemm_accum_fp32 = add_weight_gradient  # type: ignore[attr-defined]  # a stand-in
     layers.fused_weight_gradient_mlp_cuda = extension
     layers._grad_accum_fusion_available = True
 
 
 ELEMENTS_AT_ONCE = 2**24
-"""Logits that are converted to fp32 at once where nothing is compiled: 64 MiB."""
+"""Logits that are converted to fp32 at a time without compilation: 64 MiB."""
 
 
 class FusedLossModel(GPTModel):  # type: ignore[misc]  # Megatron ships no types
-    """Megatron's GPTModel, which gives the labels to its output layer."""
+    """Megatron's GPTModel, but passing the labels to its output layer."""
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None, **others: Any) -> Tensor:
-        """Return the losses [B, S] where there are labels, else what Megatron returns."""
+        """Return the losses [B, S] if there are labels, else what Megatron returns."""
         if labels is None or not self.post_process:
             out: Tensor = super()._postprocess(hidden_states=hidden_states, labels=labels, **others)
             return out
@@ -228,7 +230,7 @@ class FusedLossModel(GPTModel):  # type: ignore[misc]  # Megatron ships no types
 
 
 class FusedLossLayer(ColumnParallelLinear):  # type: ignore[misc]  # Megatron ships no types
-    """An output layer that returns losses in place of logits if it is given labels."""
+    """An output layer that returns losses instead of logits if it gets labels."""
 
     compiled = False
     """Compile the passes over the logits (`pretrain.model.gpt`)."""
@@ -264,35 +266,35 @@ class FusedLossLayer(ColumnParallelLinear):  # type: ignore[misc]  # Megatron sh
 
 
 class Options(NamedTuple):
-    """The way in which `linear_cross_entropy` computes."""
+    """Options of `linear_cross_entropy`."""
 
     group: dist.ProcessGroup | None = None
     """Tensor-parallel ranks that split the vocabulary in order; None for one rank."""
 
     sequence_parallel: bool = False
-    """Each rank of the group holds another part of the hidden states' sequence."""
+    """Each rank of the group holds a different part of the sequence of hidden states."""
 
     compiled: bool = False
-    """Compile the passes over the logits, which are otherwise cut into pieces."""
+    """Compile the passes over the logits; otherwise they run on pieces of the logits."""
 
     accumulate: bool = False
-    """Add the weight's gradient to its `main_grad` (`pretrain.model.loss`)."""
+    """Add the weight's gradient to its `main_grad` (`accumulate_in_layers`)."""
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
 ) -> Tensor:
-    """Return -log softmax(hidden weight^T)[label] of every token, differentiable in the first two.
+    """Return -log softmax(hidden weight^T)[label] of every token; hidden and weight get gradients.
 
-    There can be one backward pass. It replaces the logits that the forward pass saved by their
-    gradient, so a second one, as with `retain_graph=True`, fails with torch's message that a
+    Only one backward pass is possible, because it overwrites the logits of the forward pass with
+    their gradient. A second one, as with `retain_graph=True`, fails with torch's message that a
     variable "has been modified by an inplace operation". Compute the loss again instead.
 
     Args:
         hidden: Hidden states, [S, B, hidden]; this rank's part of S under sequence parallelism.
         weight: This rank's rows of the output layer, [V, hidden].
-        labels: Token ids of the whole vocabulary, [S, B].
-        options: The way to compute.
+        labels: Token ids in the whole vocabulary, [S, B].
+        options: See `Options`.
 
     Returns:
         fp32 [S, B], in nats; the same on every rank of the group.
@@ -317,8 +319,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """Compute the losses, and keep the logits for the backward pass."""
         rows = _all_tokens(hidden, options)
         logits = rows @ weight.t()
-        # The label's column on this rank. One of another rank is negative or beyond the last
-        # column, and equals none.
+        # The label's column on this rank. A label of another rank gives a negative column or one
+        # beyond the last, which equals no column.
         first = weight.shape[0] * (options.group.rank() if options.group else 0)
         column = labels.reshape(-1) - first
         highest, total, label_logit = _row_statistics(logits, column, options)
@@ -328,7 +330,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(rows, weight, logits, column, highest, total)
             ctx.options = options
             ctx.hidden_shape = hidden.shape
-            # Read in the forward pass, as Megatron's linear layers do.
+            # Take the buffer in the forward pass, as Megatron's linear layers do.
             ctx.main_grad = getattr(weight, "main_grad", None) if options.accumulate else None
         return (total.log() - (label_logit - highest)).view(labels.shape)
 
@@ -366,9 +368,9 @@ def _row_statistics(
 
     Args:
         logits: [T, V].
-        column: Column of the label, [T]. Where another rank has the label it is outside of
-            0 .. V - 1, and x_y is 0.
-        options: The way to compute.
+        column: Column of the label, [T]. For a label of another rank it is outside 0 .. V - 1, and
+            x_y is 0.
+        options: See `Options`.
     """
     if options.compiled:
         highest, total = _compiled_statistics(logits)
@@ -382,8 +384,8 @@ def _row_statistics(
 
 def _statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return (m, z) of every row, in a form that becomes one kernel if compiled."""
-    # Written as torch's own softmax is, which Inductor turns into a single pass over the logits on
-    # a GPU (torch/_inductor/fx_passes/post_grad.py, `prepare_softmax_pattern`).
+    # Written like torch's own softmax, a pattern that Inductor turns into a single pass over the
+    # logits on a GPU (torch/_inductor/fx_passes/post_grad.py, `prepare_softmax_pattern`).
     x = logits.float()
     highest = x.amax(dim=-1, keepdim=True)
     total = (x - highest).exp().sum(dim=-1, keepdim=True)
@@ -398,7 +400,7 @@ def _statistics_of_piece(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _valid(column: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return where 0 <= column < size, and the column, or any valid one where that is not so."""
+    """Return where 0 <= column < size, and the column, replaced by a valid one elsewhere."""
     return (column >= 0) & (column < size), column.clamp(0, size - 1)
 
 
@@ -407,12 +409,12 @@ def _combine(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the statistics of the whole vocabulary from those of this rank's columns.
 
-    Two small all-reduces, where Megatron has three.
+    This takes two small all-reduces, where Megatron needs three.
 
     Args:
         highest: Largest logit of each row, fp32 [T].
         total: Sum of exp(x - highest), fp32 [T].
-        label_logit: Logit of the label, and 0 where another rank has it, fp32 [T].
+        label_logit: Logit of the label, or 0 if another rank has it, fp32 [T].
         group: The ranks that split the vocabulary.
     """
     highest_of_all = highest.clone()
@@ -453,8 +455,8 @@ def _gradient(
     All arguments but the logits are [T].
     """
     probability = (logits.float() - highest[:, None]).exp() / total[:, None]
-    # A comparison of column numbers is fused with the rest. A scatter would be a kernel of its own,
-    # before which all of the gradient would be stored in fp32.
+    # The comparison of column numbers is fused with the rest. A scatter would be a separate kernel,
+    # and the whole gradient would be stored in fp32 before it.
     is_label = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
     logits.copy_((probability - is_label.float()) * d_loss[:, None])
 
@@ -476,7 +478,7 @@ _compiled_gradient = compile_when_called(_gradient)
 
 
 def _pieces(logits: Tensor, *of_rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut the logits [T, V] and tensors [T] into views of some rows, ELEMENTS_AT_ONCE or less."""
+    """Cut the logits [T, V] and tensors [T] into views of rows with ELEMENTS_AT_ONCE logits."""
     rows = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
     return zip(*(torch.split(x, rows) for x in (logits, *of_rows)))
 
@@ -491,10 +493,10 @@ def _reduce_over_group(
     Args:
         d_hidden: This rank's gradient, [T, hidden].
         shape: Shape of this rank's hidden states.
-        options: The group, and the way in which it shares the sequence.
+        options: The group, and whether it splits the sequence.
 
     Returns:
-        The sum in `shape`, and a function to call before it is used.
+        The sum, of shape `shape`, and a function to call before the sum is used.
     """
     if not options.group:
         return d_hidden.view(shape), lambda: None
@@ -520,8 +522,8 @@ def _weight_gradient(
         main_grad: fp32 buffer of its shape, or None.
 
     Returns:
-        The gradient; an unfilled tensor or None where it was added to `main_grad`
-        (`pretrain.model.loss` says which).
+        The gradient. If it was added to `main_grad`: an uninitialized tensor for a weight marked
+        with grad_added_to_main_grad, else None.
     """
     if main_grad is None:
         return d_logits.t() @ rows

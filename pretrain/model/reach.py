@@ -1,8 +1,8 @@
 """How far back each head of a model with slopes can see: a certificate from the weights alone.
 
-A head's bias is -slope * distance, and behind a norm no query or key of a token can be longer
-than its weights allow, so there is a distance beyond which no text can give keys a weight that
-counts. docs/reach.md has the theorem and its proof; this is the arithmetic.
+A head's bias is -slope * distance, and the weights limit the length of every query and key, because
+their inputs are normalized. There is therefore a distance beyond which keys get no attention weight
+that matters, whatever the text. docs/reach.md has the theorem and its proof; this file computes it.
 
 **The gap.** Let u be a normalised row without gain and bias: its numbers sum to 0, and |u|^2 <= d
 for d channels. With the gain and bias of the norm and those of the projection,
@@ -18,10 +18,10 @@ gives, for every tau > 0,
 What remains is a quadratic function of u_i on a ball: at most (d + c^2) times the largest
 eigenvalue of its matrix for (u_i, c), for every c > 0. Each tau and c give a bound. Without a, the
 best tau gives the largest gap itself, since the joint range of two quadratic forms is convex
-(Brickman 1961). An RMSNorm subtracts no mean, so that A and B are W diag(gain) as they are. Layer 0
-sees the rows of an embedding, which are compared pair by pair as far as norms leave open which pair
-is the largest. Where queries and keys leave norms of their own, with gains g and h and the query's
-bias b, W does not matter: over D channels the gap is at most 2 sqrt(D) (sqrt(D) max |g h| + |h b|).
+(Brickman 1961). An RMSNorm subtracts no mean, so A and B are W diag(gain). Layer 0 sees rows of an
+embedding. These are compared pair by pair, except for pairs whose norms already rule them out. If
+queries and keys are normalized themselves, with gains g and h and the query norm's bias b, W does
+not matter: over D channels the gap is at most 2 sqrt(D) (sqrt(D) max |g h| + |h b|).
 
 **Rounding.** rho is the unit roundoff of the model's data type. Moments of the norm are fp32, its
 result is rounded to the data type, products are summed in fp32 and rounded, and so is the sum with
@@ -53,14 +53,14 @@ from pretrain.config import ConfigError, RunConfig
 from pretrain.kernels.reach import ABSOLUTE_SLACK, NEEDED, RELATIVE_SLACK, first_keys
 
 NORM_ERROR = 2.0**-11
-"""Error of a normalised row relative to sqrt(d), of its fp32 moments: for rows whose numbers are
-at most 1,024 times sqrt(variance + epsilon)."""
+"""Error of a normalized row relative to sqrt(d) because its moments are fp32, for rows whose
+numbers are at most 1,024 times sqrt(variance + epsilon)."""
 PAIRS = 2**34
-"""Products that comparing pairs of tokens may take for a head; norms bound what is left then."""
+"""Limit on the products for comparing pairs of tokens in a head; norms bound the other pairs."""
 ROWS = 256
 """Tokens that are compared with all others at once."""
 SEARCH_STEPS = 9
-"""Steps to the best tau or c on a line: 1/76 of it is left."""
+"""Steps of the search for the best tau or c; they narrow the interval to 1/76 of its length."""
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Unit roundoff of the data types of train.precision."""
 
@@ -73,18 +73,18 @@ def certificates(
 ) -> Tensor:
     """Return how far back each head can see, whatever the text.
 
-    For the model in evaluation: dropout could lengthen a row of layer 0. Collective over
-    tensor-parallel ranks. Queries and keys are finite.
+    Valid for the model in evaluation (dropout could lengthen a row of layer 0) and for finite
+    queries and keys. Collective over tensor-parallel ranks.
 
     Args:
         config: The run.
         chunk: A chunk of its model on this rank, with weights.
-        num_keys: Most keys that a row has.
+        num_keys: Largest number of keys in a row.
         done: Called after each layer.
 
     Returns:
-        fp64 [layers of the chunk, heads of this rank], on the CPU: all keys farther away than this
-        many tokens have weights that sum to less than 2^-24 in every row. Infinite for a head whose
+        fp64 [layers of the chunk, heads of this rank], on the CPU: in every row, the weights of all
+        keys farther away than this many tokens sum to less than 2^-24. Infinite for a head whose
         slope is not positive, and in layers without slopes.
     """
     tokens = _normalised_vocabulary(chunk)
@@ -102,20 +102,20 @@ def certificates(
 
 
 def check_reach(config: RunConfig) -> None:
-    """Check that the heads of a model have a reach.
+    """Check that the heads of a model have a limited reach.
 
     Raises:
         ConfigError: The position method has no slopes.
     """
     if config.position.bias != "slopes" or config.position.rope() is not None:
         raise ConfigError(
-            f"position.method = {config.position.method}: its heads have no reach, since a token "
-            "can count at any distance unless a bias falls without end, as ALiBi's does"
+            f"position.method = {config.position.method}: its heads have no limited reach. Only a "
+            "bias that falls with distance without bound, like ALiBi's, limits how far they see"
         )
 
 
 def slopes_of(config: RunConfig, chunk: GPTModel) -> Tensor:
-    """Return the slopes of this rank's heads, fp64 [H] on the CPU: the values of trained ones.
+    """Return the current slopes of this rank's heads, fp64 [H] on the CPU.
 
     Raises:
         ConfigError: As `check_reach`.
@@ -130,9 +130,9 @@ def reach_of(gap: Tensor, slopes: Tensor, num_keys: int, two_sided: bool) -> Ten
     """Return the distance beyond which all weights of a row sum to less than 2^-24.
 
     Args:
-        gap: Largest difference of a score without bias and the own one, fp64 [..., H].
+        gap: Largest excess of a score over that of the row's own key, without bias, fp64 [..., H].
         slopes: fp64 [H].
-        num_keys: Most keys that a row has.
+        num_keys: Largest number of keys in a row.
         two_sided: Keys lie on both sides of the query.
     """
     steep = slopes.clamp(min=1e-300)
@@ -144,21 +144,21 @@ def reach_of(gap: Tensor, slopes: Tensor, num_keys: int, two_sided: bool) -> Ten
 
 
 class Seen(NamedTuple):
-    """Reaches that the heads of a chunk had on a text, fp64 [layers, H] each, in tokens."""
+    """Reaches of a chunk's heads on one text, fp64 [layers, H] each, in tokens."""
 
     farthest: Tensor
-    """The running bound of the worst query: what `pretrain.kernels.reach` would read for it."""
+    """The running bound of `pretrain.kernels.reach` for the query that reaches farthest."""
     mean: Tensor
-    """The running bound of a query on average."""
+    """The mean of that bound over all queries."""
     measured: Tensor
-    """The distance beyond which the weights of the worst row sum to less than 2^-24."""
+    """The distance beyond which the weights of every row sum to less than 2^-24."""
 
 
 @torch.no_grad()
 def seen(config: RunConfig, chunk: GPTModel, ids: Tensor, done: Callable[[], object]) -> Seen:
     """Pass a text through an unsharded model, and return how far its heads see.
 
-    The weights are those of dense attention in fp64, of the queries and keys as they are computed.
+    The attention weights are computed densely in fp64, from the model's own queries and keys.
 
     Args:
         config: The run.
@@ -210,7 +210,7 @@ def _seen(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float, two_sid
 def _far_rows(
     q: Tensor, k: Tensor, rows: Tensor, slope: Tensor, scale: float, two_sided: bool
 ) -> int:
-    """Return the least distance beyond which no row of queries [n, D] has a weight of 2^-24."""
+    """Return the distance beyond which weights sum to < 2^-24 in every row of queries [n, D]."""
     if not two_sided:
         k = k[: int(rows[-1]) + 1]
     column = torch.arange(len(k), device=k.device)
@@ -218,7 +218,7 @@ def _far_rows(
     scores = scale * q @ k.T - slope * apart.abs()
     if not two_sided:
         weights = scores.masked_fill_(apart < 0, -math.inf).softmax(1)
-        # The keys before the first one at which the sum from afar counts are beyond it.
+        # Count the farthest keys whose weights together are still too small to matter.
         too_far = (weights.cumsum(1) < math.exp(-NEEDED)).sum(1)
         return int((rows - too_far).max())
     weights = scores.softmax(1)
@@ -231,27 +231,27 @@ def _far_rows(
 # ---- The largest gap of a head -------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Projection:
-    """The map from a normalised row to a head's queries or keys, in fp64."""
+    """The map from a normalized row to a head's queries or keys, in fp64."""
 
     weight: Tensor
     """W diag(gain), [D, d]."""
     spread: Tensor
-    """The same on rows that sum to 0, if the norm subtracts the mean: A or B."""
+    """A or B: the weight, restricted to rows that sum to 0 if the norm subtracts the mean."""
     offset: Tensor
-    """What a row of zeros gives, [D]: W bias of the norm + bias of the projection."""
+    """Output for a row of zeros, [D]: W (bias of the norm) + bias of the projection."""
     radius: float
-    """Largest 2-norm of what `spread` gives: sqrt(d) |spread|."""
+    """Largest 2-norm of the output of `spread`: sqrt(d) |spread|."""
     error: float
-    """Largest |computed - exact|, in 2-norm."""
+    """Largest 2-norm of computed - exact output."""
 
     @property
     def longest(self) -> float:
-        """Largest 2-norm of what is computed."""
+        """Largest 2-norm of the computed output."""
         return self.radius + float(self.offset.norm()) + self.error
 
     @property
     def largest(self) -> float:
-        """Largest size of an element of what is computed."""
+        """Largest absolute value in the computed output."""
         rows = math.sqrt(self.weight.shape[1]) * self.spread.norm(dim=1) + self.offset.abs()
         return float(rows.max()) + self.error
 
@@ -261,8 +261,8 @@ def _gaps(layer: Any, clip: float, tokens: Tensor | None) -> Tensor:
 
     Args:
         layer: Megatron's transformer layer.
-        clip: model.clip_qkv; infinite where nothing is clipped.
-        tokens: All rows that the layer can see, normalised, fp64 [V, d]; None: any.
+        clip: model.clip_qkv; infinite if it is not set.
+        tokens: All rows that the layer can see, normalized, fp64 [V, d]; None if not known.
     """
     attention, norm = layer.self_attention, layer.input_layernorm
     heads, width = (
@@ -272,7 +272,7 @@ def _gaps(layer: Any, clip: float, tokens: Tensor | None) -> Tensor:
     if not isinstance(norm, nn.LayerNorm | nn.RMSNorm):
         return torch.full((heads,), torch.inf, dtype=torch.float64)
     scale = 1 / math.sqrt(width)
-    # The heads of a group, then its key and its value.
+    # In each group: its query heads, then its key and its value.
     groups = attention.num_query_groups_per_partition
     shape = (groups, heads // groups + 2, width)
     linear = attention.linear_qkv
@@ -294,7 +294,7 @@ def _gaps(layer: Any, clip: float, tokens: Tensor | None) -> Tensor:
 def _projection(
     weight: Tensor, bias: Tensor, norm: nn.LayerNorm | nn.RMSNorm, unit: float
 ) -> _Projection:
-    """Return the map of a norm and a part [D, d] of the projection behind it."""
+    """Return the map of a norm followed by one head's part [D, d] of the projection."""
     whole = weight * _double(norm.weight)
     d = whole.shape[1]
     shift, spread = torch.zeros(d).double(), whole
@@ -314,7 +314,7 @@ def _projection(
 
 
 def _gap(query: _Projection, key: _Projection, clip: float, tokens: Tensor | None) -> float:
-    """Return the largest q_i . (k_j - k_i) as it is computed."""
+    """Return a bound on q_i . (k_j - k_i) that includes rounding."""
     q, apart, rounding = _rounding(query, key, clip)
     if max(query.largest, key.largest) > clip:
         exact = q * apart
@@ -326,7 +326,7 @@ def _gap(query: _Projection, key: _Projection, clip: float, tokens: Tensor | Non
 
 
 def _rounding(query: _Projection, key: _Projection, clip: float) -> tuple[float, float, float]:
-    """Return the largest |q_i| and |k_j - k_i|, and what rounding adds to a gap."""
+    """Return the largest |q_i| and |k_j - k_i|, and the effect of rounding on a gap."""
     width = len(query.offset)
     q, k = (min(each.longest, clip * math.sqrt(width)) for each in (query, key))
     apart = min(2 * (key.radius + key.error), 2 * k)
@@ -335,7 +335,7 @@ def _rounding(query: _Projection, key: _Projection, clip: float) -> tuple[float,
 
 
 def _gap_of_norms(query: Any, key: Any, unit: float) -> float:
-    """Return the largest gap of queries and keys that leave norms of their own."""
+    """Return the largest gap of queries and keys that are normalized themselves."""
     width = len(query.weight)
     as_it_is, nothing = torch.eye(width).double(), torch.zeros(width).double()
     q, k = (_projection(as_it_is, nothing, norm, unit) for norm in (query, key))
@@ -345,9 +345,9 @@ def _gap_of_norms(query: Any, key: Any, unit: float) -> float:
 
 
 def _gap_on_ball(query: _Projection, key: _Projection) -> float:
-    """Return a bound on the largest gap of rows of 2-norm sqrt(d), as a norm makes them."""
+    """Return a bound on the gap of any rows of 2-norm sqrt(d), the length of normalized rows."""
     radius = math.sqrt(query.weight.shape[1])
-    # Coordinates of the space that both maps read.
+    # Change to coordinates of the subspace that the two maps depend on.
     _, both = torch.linalg.qr(torch.cat([query.spread, key.spread]).T)
     a, b = both[:, : len(query.offset)].T, both[:, len(query.offset) :].T
     offset = query.offset[:, None]
@@ -378,7 +378,7 @@ def _gap_on_ball(query: _Projection, key: _Projection) -> float:
 
 
 def _least(function: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """Return where a function with one valley is least, and its value, by golden sections."""
+    """Return where a unimodal function is smallest, and its value, by golden-section search."""
     ratio = (math.sqrt(5) - 1) / 2
     middle = [high - ratio * (high - low), low + ratio * (high - low)]
     values = [function(x) for x in middle]
@@ -416,14 +416,14 @@ def _gap_of_tokens(q: Tensor, k: Tensor) -> float:
 
 
 def _normalised_vocabulary(chunk: GPTModel) -> Tensor | None:
-    """Return what attention of layer 0 sees of every token, normalised, fp64 [V, d].
+    """Return the normalized input of layer 0's attention for every token, fp64 [V, d].
 
-    None where the inputs of the chunk are not rows of an embedding. Collective over tensor ranks.
+    None if the inputs of the chunk are not rows of an embedding. Collective over tensor ranks.
     """
     if not chunk.pre_process:
         return None
     words = chunk.embedding.word_embeddings
-    # The products of an adaptive input are rounded, and not the same in every batch.
+    # The rows of adaptive inputs are products, whose rounding differs between batches.
     if not isinstance(words, VocabParallelEmbedding) or not len(chunk.decoder.layers):
         return None
     device = words.weight.device
