@@ -1,15 +1,15 @@
-"""The files of a checkpoint: tensors in blocks that are hashed, and the index of what lies where.
+"""The files of a checkpoint: tensors in hashed blocks, and the index that locates them.
 
 A file is hashed in blocks, so that a reader can verify the part that it reads without reading the
-rest. Writers take blocks of 1 MiB; readers take the size that the file's record says. The hash is
-XXH3 with 128 bits: it finds every damage that is not made on purpose, at a speed at which writing
-does not wait for it (SHA-256 takes longer than the disk).
+rest. Writers use blocks of 1 MiB; readers use the block size in the file's record. The hash is
+XXH3 with 128 bits. It detects all accidental damage, and is fast enough that writing does not wait
+for it, whereas SHA-256 is slower than the disk.
 
-Each rank writes its boxes of global tensors one after the other into a safetensors file of its own.
+Each rank writes its boxes of global tensors one after the other into its own safetensors file.
 index.json says where each box of each tensor is, and holds the digests of all files' blocks. Stock
 safetensors opens the same files: the key of a box is its tensor's name and its offset.
 
-This module imports no torch: it also runs in the process that writes beside training.
+This module imports no torch, because the process that writes checkpoints also runs it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from pretrain.rundir.checkpoints import Natural
 from pretrain.rundir.files import FILE_MODE, replace_file
 
 BLOCK_BYTES = 1 << 20
-"""The size of the blocks that are written; any other is read."""
+"""Size of the blocks that are written. Files with any other block size can be read."""
 PIECE_BYTES = 16 << 20
-"""About as much of a file is read at once."""
+"""Approximate number of bytes of a file that are read at once."""
 DIGEST_PATTERN = r"[0-9a-f]{32}"
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview | mmap | NDArray[Any]
-"""What can be written: contiguous memory."""
+"""Contiguous memory that can be written to a file."""
 
 
 class DamagedCheckpoint(ConfigError):
-    """A checkpoint is not as it was written; an earlier one may be good."""
+    """A checkpoint differs from what was written; an earlier checkpoint may be good."""
 
 
 class FileRecord(NamedTuple):
@@ -58,7 +58,7 @@ class FileRecord(NamedTuple):
     blocks: tuple[str, ...]
     """The digest of each block, in hexadecimal."""
     block_bytes: int
-    """Bytes of each block but the last."""
+    """Size of every block except the last."""
 
 
 # ---- The small files of a checkpoint ----
@@ -67,8 +67,7 @@ class FileRecord(NamedTuple):
 FORMAT = 2
 STATE, CONFIG, INDEX = "state.json", "config.toml", "index.json"
 REQUIRED = (INDEX, STATE, CONFIG)
-"""Every checkpoint has these small files. Those of a run have a tokenizer too: one of
-TOKENIZER_FILES."""
+"""Small files that every checkpoint has. Checkpoints of a run also have one of TOKENIZER_FILES."""
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def first_problem(error: Exception) -> str:
-    """Return the first thing that is wrong with a small file, with the key."""
+    """Return the first problem of a small file's content, with its key."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
@@ -97,10 +96,10 @@ def checksum(manifest: Mapping[str, Any]) -> str:
 
 
 class BlockHasher:
-    """Hash a stream in blocks, as a file that holds it is hashed."""
+    """Hash a stream in blocks, like a file with the same content."""
 
     def __init__(self, block_bytes: int | None = None) -> None:
-        """Begin an empty stream, in blocks of BLOCK_BYTES or another size."""
+        """Begin an empty stream with blocks of `block_bytes`, by default BLOCK_BYTES."""
         self._block_bytes = block_bytes or BLOCK_BYTES
         self._bytes, self._digests = 0, list[str]()
         self._block = xxhash.xxh3_128()
@@ -120,13 +119,13 @@ class BlockHasher:
             view = view[len(part) :]
 
     def record(self, name: str) -> FileRecord:
-        """End the stream and return the record of a file that holds it."""
+        """End the stream and return the record of a file with this content."""
         if self._bytes % self._block_bytes:
             self._end_block()
         return FileRecord(name, self._bytes, tuple(self._digests), self._block_bytes)
 
     def _take(self, part: memoryview) -> None:
-        """Receive a part of a block just hashed, still in the processor's cache; for subclasses."""
+        """Hook for subclasses: use bytes that were just hashed and are in the processor's cache."""
 
     def _end_block(self) -> None:
         self._digests.append(self._block.hexdigest())
@@ -134,11 +133,11 @@ class BlockHasher:
 
 
 def digest(like: FileRecord, pieces: Iterable[bytes]) -> FileRecord:
-    """Return the record that a file with this content has.
+    """Return the record of a file with this content.
 
     Args:
-        like: The record that it should have.
-        pieces: Its content, in pieces of any size.
+        like: The expected record, which gives the name and the block size.
+        pieces: The content, in pieces of any size.
     """
     hasher = BlockHasher(like.block_bytes)
     for piece in pieces:
@@ -147,10 +146,10 @@ def digest(like: FileRecord, pieces: Iterable[bytes]) -> FileRecord:
 
 
 class BlockWriter(BlockHasher):
-    """Write a new file from its beginning to its end, each byte once, and hash it on the way."""
+    """Write a new file sequentially, each byte once, and hash it at the same time."""
 
     def __init__(self, path: Path, block_bytes: int | None = None) -> None:
-        """Create the file. Raises FileExistsError when there is one."""
+        """Create the file. Raises FileExistsError if it exists."""
         super().__init__(block_bytes)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         self._path, self._descriptor = path, os.open(path, flags, FILE_MODE)
@@ -169,16 +168,16 @@ class BlockWriter(BlockHasher):
 
 
 class BlockReader:
-    """Read any part of a file and verify each block of which a byte is read."""
+    """Read any part of a file, and verify every block that contains a byte of that part."""
 
     def __init__(self, directory: Path, record: FileRecord) -> None:
         """Open the file.
 
         Raises:
-            DamagedCheckpoint: It is missing or has another size than the record's.
+            DamagedCheckpoint: The file is missing, or its size is not that of the record.
         """
         self._path, self._record = directory / record.name, record
-        # The last block that was read: what follows often begins in it.
+        # The last block that was read, in which the next read often begins.
         self._last: tuple[int, Bytes] = (-1, np.empty(0, np.uint8))
         try:
             self._descriptor = os.open(self._path, os.O_RDONLY)
@@ -190,10 +189,10 @@ class BlockReader:
             raise DamagedCheckpoint(f"{self._path}: {size} bytes, {record.bytes} were written")
 
     def read(self, start: int, count: int) -> Bytes:
-        """Return `count` bytes from `start` on, uint8 [count]. The result is not to be changed.
+        """Return `count` bytes from `start` on, uint8 [count]. Do not change the result.
 
         Raises:
-            DamagedCheckpoint: A block is not as it was written.
+            DamagedCheckpoint: A block differs from what was written.
         """
         if count == 0:
             return np.empty(0, np.uint8)
@@ -244,16 +243,16 @@ class BlockReader:
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
-    """Write all of `data`: a call may take a part of it, as on a disk that becomes full."""
+    """Write all of `data`; a single call may write only a part, as on a disk that is filling up."""
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 # ---- Flat ranges of a tensor as N-dimensional boxes ----
-# ZeRO cuts parameters into flat ranges that respect no row, whereas a layout-free checkpoint
-# consists of boxes (an offset and a size along each axis) of global tensors. A range of a tensor
-# with `ndim` axes splits into at most 2 * ndim - 1 boxes, each of which is contiguous in the range,
-# so saving and loading need no communication.
+# ZeRO cuts parameters into flat ranges that may begin and end within a row. A layout-free
+# checkpoint consists of boxes (an offset and a size along each axis) of global tensors. A range of
+# a tensor with `ndim` axes splits into at most 2 * ndim - 1 boxes, each of which is contiguous in
+# the range, so saving and loading need no communication.
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -269,18 +268,19 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
         end: The element after the last one.
 
     Returns:
-        The boxes in the order in which their elements stand in the range: what is left of the row
-        in which it starts, all whole rows as one box, what it covers of the row in which it ends.
-        A "row" is a slice along the first axis; partial ones are split likewise along the next.
+        The boxes in the order of their elements in the range: the rest of the row in which the
+        range starts, all whole rows as one box, and the beginning of the row in which it ends.
+        A "row" is a slice along the first axis; a partial row is split in the same way along the
+        next axis.
     """
     if start >= end:
         return []
     if len(shape) <= 1:
         return [((start,), (end - start,))] if shape else [((), ())]
     row = math.prod(shape[1:])
-    # Whole rows are [first, last).
+    # Rows [first, last) are whole.
     first, last = -(-start // row), end // row
-    # The range begins and ends within one row, and fills it on neither side.
+    # The range lies strictly inside one row.
     if first > last:
         return _within_row(shape, last, start - last * row, end - last * row)
     result = []
@@ -299,11 +299,11 @@ def _within_row(shape: Sequence[int], index: int, start: int, end: int) -> list[
 
 
 def global_boxes(parts: Iterable[Box], start: int, end: int) -> tuple[Box, ...]:
-    """Split a flat range of what this rank holds of a global tensor into boxes of that tensor.
+    """Split a flat range of a rank's part of a global tensor into boxes of the global tensor.
 
     Args:
-        parts: The boxes of the global tensor that this rank holds, one behind another.
-        start: The range's first element in them, each flattened by rows.
+        parts: The boxes of the global tensor that this rank holds, in order.
+        start: First element of the range, counted through the boxes, each in row-major order.
         end: The element after the last one.
     """
     found: list[Box] = []
@@ -323,13 +323,13 @@ def global_boxes(parts: Iterable[Box], start: int, end: int) -> tuple[Box, ...]:
 DTYPE, ITEM_BYTES = "F32", 4
 """Every tensor is fp32."""
 MAX_BLOCK_BYTES = 1 << 30
-"""Of larger blocks none is read: one has to fit into memory."""
+"""Largest block size that is read, because a whole block must fit into memory."""
 FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 _ALIGNMENT = 64
-"""The data of a file begin at a multiple of so many bytes, so that they can be memory-mapped."""
+"""A file's data begins at a multiple of this many bytes, so that it can be memory-mapped."""
 
 Shape = Annotated[tuple[Natural, ...], Field(max_length=8)]
-"""More axes than any tensor has would only make numbers that cannot be printed."""
+"""Limited to 8 axes: no tensor has more, and products of many sizes are too long to print."""
 Digest = Annotated[str, StringConstraints(pattern=f"^{DIGEST_PATTERN}$")]
 
 
@@ -341,7 +341,7 @@ class Chunk(NamedTuple):
     start: Natural
     """The box's first byte in the file."""
     offset: tuple[Natural, ...]
-    """Where the box begins in the tensor, along each axis."""
+    """Start of the box in the tensor, along each axis."""
     size: tuple[Natural, ...]
 
 
@@ -373,7 +373,7 @@ class _Content(_Strict):
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a checkpoint, checked: every element of every tensor is in one file, once."""
+    """The index of a checkpoint. Checked: the files hold every element of every tensor once."""
 
     files: tuple[FileRecord, ...]
     tensors: dict[str, TensorRecord]
@@ -400,15 +400,15 @@ class Index:
             listed: The checkpoint's files by its manifest, with their sizes in bytes.
 
         Raises:
-            DamagedCheckpoint: It is no index, or one with gaps, or of other files.
-            ConfigError: It is the index of another version.
+            DamagedCheckpoint: The text is not an index, has gaps, or lists other files.
+            ConfigError: Another version wrote the index.
         """
         try:
             content = _Content.model_validate_json(text)
         except ValidationError as error:
             raise DamagedCheckpoint(f"not an index ({first_problem(error)})") from None
         if content.dtype != DTYPE or not 0 < content.block_bytes <= MAX_BLOCK_BYTES:
-            # Not damaged: it would be wrong to go on from an earlier one.
+            # A ConfigError, because falling back to an earlier checkpoint would be wrong here.
             raise ConfigError(
                 f"dtype {content.dtype} in blocks of {content.block_bytes:,} bytes; this version "
                 f"reads {DTYPE} in blocks of up to {MAX_BLOCK_BYTES:,}. Use the version that "
@@ -418,14 +418,14 @@ class Index:
         index.check()
         tensor_files = {name: size for name, size in listed.items() if FILE_NAME.fullmatch(name)}
         if {file.name: file.bytes for file in index.files} != tensor_files:
-            raise DamagedCheckpoint("its files are not the manifest's")
+            raise DamagedCheckpoint("its files are not those of the manifest")
         return index
 
     def check(self) -> None:
         """Check that files and tensors are complete.
 
         Raises:
-            DamagedCheckpoint: Names what is missing or twice.
+            DamagedCheckpoint: Something is missing or listed twice; the message names it.
         """
         if not self.files:
             raise DamagedCheckpoint("no files")
@@ -435,12 +435,12 @@ class Index:
                 raise DamagedCheckpoint(f"{file.name!r}: not a name for a rank's file, or twice")
             names.add(file.name)
             if file.block_bytes != self.block_bytes:
-                raise DamagedCheckpoint(f"{file.name}: in blocks of another size than the others")
+                raise DamagedCheckpoint(f"{file.name}: its block size differs from other files'")
             if len(file.blocks) != -(-file.bytes // file.block_bytes):
                 raise DamagedCheckpoint(f"{file.name}: {len(file.blocks)} digests of its blocks")
         held = sum(math.prod(c.size) for tensor in self.tensors.values() for c in tensor.chunks)
         if ITEM_BYTES * held > sum(file.bytes for file in self.files):
-            # Before the boxes are compared with each other, which takes long if there are too many.
+            # Checked before comparing boxes with each other, which is slow if there are too many.
             raise DamagedCheckpoint("its boxes hold more than its files")
         for name, tensor in self.tensors.items():
             self._check_bounds(name, tensor)
@@ -451,7 +451,7 @@ class Index:
 
         Args:
             name: The tensor.
-            offset: Where the box begins, along each axis.
+            offset: Start of the box, along each axis.
             size: The box's size.
         """
         chunks = self.tensors[name].chunks
@@ -468,7 +468,7 @@ class Index:
                 o + s <= n for o, s, n in zip(chunk.offset, chunk.size, tensor.shape)
             )
             if not fits:
-                raise DamagedCheckpoint(f"{name}: a box at {chunk.offset} is not inside of it")
+                raise DamagedCheckpoint(f"{name}: a box at {chunk.offset} is outside the tensor")
             end = chunk.start + ITEM_BYTES * math.prod(chunk.size)
             is_aligned = chunk.start % ITEM_BYTES == 0
             in_file = chunk.file < len(self.files) and end <= self.files[chunk.file].bytes
@@ -488,7 +488,7 @@ def _corners(chunks: Sequence[Chunk], dims: int) -> tuple[NDArray[np.int64], NDA
 
 
 def _check_coverage(name: str, tensor: TensorRecord) -> None:
-    """Check that the boxes of a tensor cover it: as many elements as it has, and none twice."""
+    """Check that the boxes of a tensor cover it: the right number of elements, and none twice."""
     held = sum(math.prod(chunk.size) for chunk in tensor.chunks)
     if held != math.prod(tensor.shape):
         raise DamagedCheckpoint(
@@ -496,7 +496,7 @@ def _check_coverage(name: str, tensor: TensorRecord) -> None:
         )
     filled = [chunk for chunk in tensor.chunks if math.prod(chunk.size)]
     starts, ends = _corners(filled, len(tensor.shape))
-    # Sorted by their first row, a box can only overlap those that begin before it ends.
+    # Sort by first row: a box can then overlap only the next boxes that begin before it ends.
     order = np.lexsort(starts.T[::-1]) if starts.shape[1] else np.arange(len(filled))
     starts, ends = starts[order], ends[order]
     for i in range(len(filled) - 1):
@@ -532,7 +532,7 @@ class Part:
     rank: int
     pieces: tuple[Piece, ...]
     header: bytes = field(init=False)
-    """What stands before the values in the file: safetensors' header."""
+    """The safetensors header, which precedes the values in the file."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "header", _safetensors_header(self.pieces))
@@ -544,7 +544,7 @@ class Part:
 
     @property
     def record_name(self) -> str:
-        """Return the name under which the rank leaves its part of the index until publication."""
+        """Return the name of the file that holds the rank's part of the index until publication."""
         return f"rank-{self.rank:05d}.json"
 
     @property
@@ -572,7 +572,7 @@ def merge(parts: Iterable[str | bytes]) -> Index:
     """Join the ranks' parts of the index, in the order of their files.
 
     Raises:
-        DamagedCheckpoint: A part is no index, shapes differ, or the whole has gaps.
+        DamagedCheckpoint: A part is not an index, shapes differ, or elements are missing.
     """
     files: list[FileRecord] = []
     shapes: dict[str, tuple[int, ...]] = {}
@@ -598,14 +598,14 @@ def merge(parts: Iterable[str | bytes]) -> Index:
 def _safetensors_header(pieces: Sequence[Piece]) -> bytes:
     """Return the header of a rank's file: its length as 8 bytes, then JSON, padded by spaces.
 
-    The format is https://huggingface.co/docs/safetensors: offsets count from the header's end.
+    Format: https://huggingface.co/docs/safetensors. Offsets count from the end of the header.
     """
     entries: dict[str, object] = {}
     start = 0
     for piece in pieces:
         for offset, size in piece.boxes:
             end = start + ITEM_BYTES * math.prod(size)
-            # As "master/output_layer.weight@512,0".
+            # For example "master/output_layer.weight@512,0".
             key = f"{piece.name}@{','.join(map(str, offset))}"
             entries[key] = {"dtype": DTYPE, "shape": list(size), "data_offsets": [start, end]}
             start = end
@@ -614,19 +614,20 @@ def _safetensors_header(pieces: Sequence[Piece]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-# ---- Write a rank's part of a checkpoint: its file of tensors, and what the index says of it ----
-# The training process does so itself, or `pretrain.checkpoint.writer` in a process of its own.
+# ---- Write a rank's part of a checkpoint: its file of tensors, and its part of the index ----
+# Either the training process or the process of `pretrain.checkpoint.writer` does this.
 
 
 Values = NDArray[np.float32]
 
 
 class PoisonedState(Poisoned):
-    """The state to save holds a number that is not finite, or is not the device's."""
+    """The state to save holds a non-finite number, or differs from the state on the device."""
 
 
 BITS_MASK = 0xFFFFFFFFFFFF
-"""Of a sum of bits, what is compared: fp64, in which it comes from the device, holds it exactly."""
+"""The bits of a checksum that are compared. The device returns it in fp64, which holds these bits
+exactly."""
 
 
 def write_part(
@@ -638,13 +639,13 @@ def write_part(
         directory: The checkpoint's hidden directory.
         part: The pieces that the file holds.
         values: The values of each piece, fp32, in the order of the pieces.
-        bits: The sum of the bits of all values on the device, each read as an integer; None if it
-            is not known.
+        bits: Checksum of the values on the device: the sum of their bit patterns, read as integers.
+            None if it is not known.
 
     Raises:
-        PoisonedState: A value is not finite, or the sum is another. The part of the index is not
-            written then, so the checkpoint cannot be published.
-        OSError: The disk refused.
+        PoisonedState: A value is not finite, or the checksum differs. The part of the index is then
+            not written, so the checkpoint cannot be published.
+        OSError: The disk refused the write.
     """
     seen = 0
     with closing(BlockWriter(directory / part.file_name)) as file:
@@ -652,29 +653,29 @@ def write_part(
         for piece, array in zip(part.pieces, values, strict=True):
             _check_finite(piece.name, array)
             file.update(array)
-            # After the write, so that a bit that flips before it is hashed is seen.
+            # After the write, to notice a bit that flips before it is hashed.
             seen += int(array.view(np.int32).sum(dtype=np.int64)) if bits is not None else 0
         record = file.finish()
     if bits is not None and seen & BITS_MASK != bits:
         raise PoisonedState(
-            f"what rank {part.rank} wrote of its state is not what its device held: the copy in "
-            "the host's memory is damaged"
+            f"the state that rank {part.rank} wrote differs from the state on its device: the copy "
+            "in the host's memory is damaged"
         )
     replace_file(directory / part.record_name, part.record(record), durable=True)
 
 
 def split_values(part: Part, data: Buffer) -> list[Values]:
-    """Return the values of each piece, where they stand one after the other in `data`."""
+    """Return views of the values of each piece, which follow each other in `data`."""
     array = np.frombuffer(data, np.float32, part.data_bytes // ITEM_BYTES)
     ends = np.cumsum([piece.bytes // ITEM_BYTES for piece in part.pieces], dtype=np.int64)
     return np.split(array, ends)[:-1]
 
 
 def _check_finite(name: str, values: Values) -> None:
-    # The extremes are found faster than every element is looked at, and nan takes part in both.
+    # min and max are faster than a test of every element, and a NaN makes both of them NaN.
     if not values.size or (math.isfinite(values.min()) and math.isfinite(values.max())):
         return
-    # Not above: the process that writes starts on every rank, and needs no class of a config.
+    # Imported here, so that the process that writes starts without the classes of a config.
     from pretrain.optim.optimizers import meaning
 
     bad = int(np.count_nonzero(~np.isfinite(values)))

@@ -1,6 +1,6 @@
-"""Load a checkpoint that was saved on any layout: into this one, or into full tensors.
+"""Load a checkpoint that was saved on any layout: into this layout, or into full tensors.
 
-Each process reads the boxes that it needs and no others, and verifies every block that it reads.
+Each process reads only the boxes that it needs, and verifies every block that it reads.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ from pretrain.positions.base import PositionMethod
 from pretrain.topology import first_problem
 
 SLAB_BYTES = 32 << 20
-"""Most bytes that are read before they are copied to where they belong."""
+"""Largest number of bytes that are read before they are copied to their target."""
 TASK_BYTES = 256 << 20
-"""About as many bytes of a file are read by one thread."""
+"""Approximate number of bytes of a file that one thread reads."""
 NUM_THREADS = 4
 
 
 class Target(NamedTuple):
-    """A box of a global tensor, and the memory that it is to be read into."""
+    """A box of a global tensor, and the memory to read it into."""
 
     name: str
     """The global tensor: "<kind>/<parameter>"."""
     offset: tuple[int, ...]
     values: Tensor
-    """Of the box's size; on any device, and of any dtype that fp32 is cast to."""
+    """Has the shape of the box, any device, and any dtype to which fp32 can be cast."""
 
 
 def load_checkpoint(
     checkpoint: Checkpoint, optimizer: ZeroOptimizer, config: RunConfig
 ) -> TrainerState:
-    """Load weights and optimizer state into an optimizer. All ranks together.
+    """Load weights and optimizer state into an optimizer. All ranks call this together.
 
     Args:
-        checkpoint: The checkpoint, opened.
-        optimizer: The optimizer; its model is loaded with it.
-        config: The run, whose position method may be another one than the checkpoint's: what it
-            learns begins anew then (`begins_anew`).
+        checkpoint: The opened checkpoint.
+        optimizer: The optimizer. Its model's weights are loaded too.
+        config: The run. If its position method differs from the checkpoint's, the method's
+            parameters start from their initial values (`begins_anew`).
 
     Returns:
         How far training had come.
 
     Raises:
-        DamagedCheckpoint: A file is damaged. The optimizer is partly loaded then: load another
-            checkpoint into it, or end. Every rank raises it.
-        ConfigError: A parameter's shape is not the checkpoint's. Every rank raises it.
+        DamagedCheckpoint: A file is damaged. The optimizer may be partly loaded: load another
+            checkpoint into it, or end. Every rank raises the error.
+        ConfigError: A parameter's shape is not the checkpoint's. Every rank raises the error.
     """
     optimizer.before_change()
-    # The state's tensors are views of the optimizer's buffers: filling them loads it.
+    # The state's tensors are views of the optimizer's buffers, so filling them loads the state.
     anew = begins_anew(checkpoint.config.position, config)
     targets: list[Target] = []
     for each in optimizer.state().fragments:
@@ -100,9 +100,9 @@ def load_initial(
 
 
 def load_weights(checkpoint: Checkpoint, chunks: list[GPTModel]) -> None:
-    """Load a newly built model's weights alone, cast to its dtype. All ranks together.
+    """Load only a newly built model's weights, cast to its dtype. All ranks call this together.
 
-    What `begins_anew` keeps its initial values.
+    Parameters that `begins_anew` lists keep their initial values.
 
     Raises:
         DamagedCheckpoint, ConfigError: As `load_checkpoint`.
@@ -114,15 +114,16 @@ def load_weights(checkpoint: Checkpoint, chunks: list[GPTModel]) -> None:
 
 
 def begins_anew(before: PositionMethod, config: RunConfig) -> set[str]:
-    """Return the parameters of a position method that go on from no checkpoint of another one.
+    """Return the position method's parameters that are not loaded from a checkpoint.
 
-    They are all that another method learns; and of the same method those that it did not learn
-    before, and those to which its keys give other initial values, as other slopes. They start at
-    their initial values with moments of zero. What is no longer learned is not read.
+    If the method has changed, these are all of its parameters. With the same method they are those
+    that it did not learn before, and those whose initial values its keys have changed, such as
+    slopes. They start at their initial values with moments of zero. Parameters of the checkpoint
+    that are no longer learned are not read.
 
     Args:
         before: The section [position] of the checkpoint.
-        config: The run that goes on from it.
+        config: The run that resumes from it.
     """
     now = config.position
     learned, known = now.tensors(config), set(before.tensors(config))
@@ -135,7 +136,7 @@ def begins_anew(before: PositionMethod, config: RunConfig) -> set[str]:
 
 @torch.no_grad()
 def set_initial(config: RunConfig, fragment: Fragment) -> None:
-    """Set a part of the optimizer's state to what a run from scratch begins with."""
+    """Set a part of the optimizer's state to its value at the start of a new run."""
     values = initial_part(config, fragment.named).view(-1)
     for kind, flat in fragment.tensors.items():
         begin = values[fragment.start :][: flat.numel()]
@@ -143,16 +144,16 @@ def set_initial(config: RunConfig, fragment: Fragment) -> None:
 
 
 class GlobalState(Mapping[str, Tensor]):
-    """Global name -> fp32 master, whole, read from the checkpoint each time that it is asked for.
+    """Global name -> full fp32 tensor, read from the checkpoint at every access.
 
-    In this process alone. A read raises DamagedCheckpoint if what it reads is damaged.
+    Reads happen in this process alone, and raise DamagedCheckpoint if a block is damaged.
     """
 
     def __init__(self, checkpoint: Checkpoint, kind: str = MASTER) -> None:
-        """Read nothing yet.
+        """Store the arguments, without reading.
 
         Args:
-            checkpoint: The checkpoint, opened.
+            checkpoint: The opened checkpoint.
             kind: MASTER, or one of the optimizer's moments.
         """
         self._checkpoint, self._kind, self._shapes = checkpoint, kind, checkpoint.shapes
@@ -183,11 +184,11 @@ def read_into(checkpoint: Checkpoint, targets: Iterable[Target]) -> None:
     """Fill the targets in this process alone.
 
     Args:
-        checkpoint: The checkpoint, opened.
+        checkpoint: The opened checkpoint.
         targets: Boxes within the checkpoint's tensors.
 
     Raises:
-        DamagedCheckpoint: A block that was read is not as it was written.
+        DamagedCheckpoint: A block differs from what was written.
     """
     files = checkpoint.index.files
     by_file: dict[int, list[_Copy]] = {}
@@ -214,14 +215,14 @@ def _load(checkpoint: Checkpoint, parameters: Iterable[Named], targets: Iterable
         read_into(checkpoint, targets)
     except ConfigError as error:
         problem = error
-    # The ranks tell each other: those that found nothing would otherwise wait in their next
-    # collective for one that has ended.
+    # Share problems, because ranks without one would otherwise wait in their next collective for a
+    # rank that has ended.
     if found := first_problem(problem):
         raise found
 
 
 def _check_shapes(checkpoint: Checkpoint, parameters: Iterable[Named]) -> None:
-    """Raise ConfigError about the first parameter whose shape is not the checkpoint's."""
+    """Raise ConfigError about the first parameter whose shape differs from the checkpoint's."""
     shapes = checkpoint.shapes
     for named in parameters:
         saved = shapes.get(named.name)
@@ -234,7 +235,7 @@ def _check_shapes(checkpoint: Checkpoint, parameters: Iterable[Named]) -> None:
 
 
 def _targets(kind: str, named: Named, start: int, flat: Tensor) -> Iterator[Target]:
-    """Yield the boxes of a parameter's elements from `start` on, which `flat` is to hold."""
+    """Yield the targets that fill `flat` with a parameter's elements from `start` on."""
     position = 0
     for offset, size in global_boxes(named.parts, start, start + flat.numel()):
         count = math.prod(size)
@@ -244,15 +245,15 @@ def _targets(kind: str, named: Named, start: int, flat: Tensor) -> Iterator[Targ
 
 # ---- from files to tensors -----------------------------------------------------------------------
 class _Copy(NamedTuple):
-    """The intersection of a chunk and a target: rows of the chunk that are read, and where to."""
+    """The intersection of a chunk and a target: which rows of the chunk to read, and where to."""
 
     chunk: Chunk
     rows: tuple[int, int]
     """First and last row of the chunk, along its first axis."""
     inside: tuple[slice, ...]
-    """What of a row belongs to the target."""
+    """The part of each row that belongs to the target."""
     values: Tensor
-    """[rows, ...] of the target."""
+    """The target's memory for it, [rows, ...]."""
 
     @property
     def row_bytes(self) -> int:
@@ -260,7 +261,7 @@ class _Copy(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Return the first byte in the file."""
+        """Return the position of the first byte in the file."""
         return self.chunk.start + self.rows[0] * self.row_bytes
 
     @property
@@ -269,7 +270,7 @@ class _Copy(NamedTuple):
 
 
 def _copies(checkpoint: Checkpoint, targets: Iterable[Target]) -> Iterator[_Copy]:
-    """Yield what has to be copied to fill the targets."""
+    """Yield the copies that fill the targets."""
     for name, offset, values in targets:
         if not values.dim():
             chunk = checkpoint.index.tensors[name].chunks[0]
@@ -310,5 +311,5 @@ def _read_file(directory: Path, record: FileRecord, copies: Sequence[_Copy]) -> 
                 data = file.read(copy.chunk.start + row * copy.row_bytes, count * copy.row_bytes)
                 source = data.view(np.float32).reshape(count, *copy.chunk.size[1:])
                 target = copy.values[row - first : row - first + count]
-                # Not written to: the reader keeps a part of it.
+                # `source` stays unchanged, because the reader may keep a part of it.
                 target.copy_(torch.from_numpy(source[(slice(None), *copy.inside)]))

@@ -1,12 +1,12 @@
-"""A checkpoint's manifest: which files belong to it, and proof that each is as it was written.
+"""A checkpoint's manifest: which files belong to it, and proof that they are unchanged.
 
 manifest.json lists every file with its size, and the SHA-256 of the small ones; index.json holds
 the digests of the large ones, block by block (pretrain/checkpoint/format.py). The manifest is
-written last, so a checkpoint that has one was written completely. It holds a checksum of itself.
+written last, so a checkpoint with a manifest is complete. The manifest holds its own checksum.
 
-`open_checkpoint` verifies and parses the small files once; everything that is asked about a
-checkpoint later is answered by the object that it returns. The tensors are verified as they are
-read. A file that the manifest does not list is refused, and no file is ever unpickled.
+`open_checkpoint` verifies and parses the small files once, and returns an object that answers all
+later questions about the checkpoint. Tensors are verified when they are read. A file that the
+manifest does not list is refused, and no file is ever unpickled.
 """
 
 from __future__ import annotations
@@ -61,37 +61,37 @@ from pretrain.rundir.jobs import Provenance
 # ---- content ----
 # Define the content of a checkpoint's small files: the manifest and the state of the trainer.
 #
-# The classes say which keys the JSON files have and what their values may be; pydantic compares
-# them strictly, so that nothing a hostile or damaged file says is believed unseen.
+# The classes define the keys of the JSON files and their possible values. pydantic checks them
+# strictly, so that nothing in a hostile or damaged file is trusted without a check.
 
 
 MASTER = "master"
-"""The fp32 weights; of every parameter they are saved, and the moments of `RunConfig.moments`."""
+"""The fp32 weights, which are saved for every parameter, as are its `RunConfig.moments`."""
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of training, its only state beside weights and optimizer state."""
+    """The progress of training, the only state besides weights and optimizer state."""
 
     step: int
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
     consumed_samples: int
-    """Sequences trained on or passed over: where the order of the data stands (data/order.py)."""
+    """Sequences trained on or skipped: the position in the data order (data/order.py)."""
     spikes: dict[str, list[float]] | None = None
-    """What a spike policy has seen (pretrain/optim/health.py); None without one."""
+    """State of the spike policy (pretrain/optim/health.py); None without a policy."""
     segment: Segment | None = None
-    """The present blend of the corpora, and what each had consumed when it began; None before the
-    first start."""
+    """The current blend of the corpora, and how many samples of each were consumed when it began;
+    None before the first start."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key that was changed between two attempts although it changes what is trained."""
+    """A change of a key between two attempts that the user allowed and that affects training."""
 
     step: Natural
-    """The step of the checkpoint after which the new value holds."""
+    """The step of the checkpoint after which the new value applies."""
     key: str
     before: Any
     after: Any
@@ -101,21 +101,21 @@ class Change:
 
 @dataclass(frozen=True)
 class Origin:
-    """The history of a state, as a save records it: ancestors, data, changes and code."""
+    """The history of a saved state: ancestors, data, changes and code."""
 
     parent: str | None = None
-    """The id of the checkpoint that was saved or loaded before."""
+    """The id of the checkpoint that was saved or loaded before this one."""
     branches: tuple[Branch, ...] = ()
     """The branches that lead here, oldest first."""
     data: dict[str, str] = field(default_factory=dict)
-    """"training", "validation" and "tokenizer" -> SHA-256 of what they hold."""
+    """"training", "validation" and "tokenizer" -> SHA-256 of the content."""
     changes: tuple[Change, ...] = ()
     """Changes that the user allowed, oldest first."""
     validation_loss_nats: float | None = None
-    """The loss at the training length, if this very step was evaluated."""
+    """The validation loss at the training length, if it was evaluated at this step."""
     provenance: Provenance | None = None
-    """The code, versions and machine of the attempt that saves it; None for what no attempt saved,
-    such as an imported model."""
+    """Code, versions and machine of the attempt that saves the state; None if no attempt does, as
+    for an imported model."""
 
 
 # ---- what the files hold -------------------------------------------------------------------------
@@ -148,12 +148,12 @@ class Manifest(Strict):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return every file of the checkpoint but the manifest, with its size in bytes."""
+        """Return every file of the checkpoint except the manifest, with its size in bytes."""
         return {name: entry.bytes for name, entry in self.files.items()}
 
     @property
     def digests(self) -> dict[str, str]:
-        """Return the files without tensors, with their SHA-256."""
+        """Return the small files, which hold no tensors, with their SHA-256."""
         return {name: self.files[name].sha256 or "" for name in small_files(self.files)}
 
     @staticmethod
@@ -162,12 +162,12 @@ class Manifest(Strict):
 
         Args:
             text: The content.
-            where: The checkpoint, for a message.
+            where: The checkpoint, for messages.
 
         Raises:
-            DamagedCheckpoint: It is no manifest, or not as it was written. Says why.
-            ConfigError: It is of another version. It is not damaged, so that it would be wrong to
-                go on from an earlier checkpoint.
+            DamagedCheckpoint: The text is not a manifest, or has changed. The message says why.
+            ConfigError: Another version wrote the checkpoint. It is not damaged, and falling back
+                to an earlier checkpoint would be wrong.
         """
         content = parse_json(text)
         found = content.get("format")
@@ -222,9 +222,9 @@ def state_content(
 
     Args:
         trainer_state: How far training has come.
-        adam_steps: Updates made by the optimizer.
-        loss_scaler_state: fp16: the dynamic loss scaler's fields.
-        origin: Where the state comes from.
+        adam_steps: Number of updates that the optimizer has made.
+        loss_scaler_state: The fields of fp16's dynamic loss scaler.
+        origin: History of the state.
     """
     return {
         **dataclasses.asdict(trainer_state),
@@ -237,12 +237,12 @@ def state_content(
 
 
 def lineage_content(identifier: str, step: int, origin: Origin) -> dict[str, Any]:
-    """Return the manifest's entries that say which checkpoint this is.
+    """Return the manifest's entries that identify the checkpoint.
 
     Args:
-        identifier: The checkpoint's own id.
-        step: Optimizer steps done.
-        origin: Where its state comes from.
+        identifier: The checkpoint's id.
+        step: Completed optimizer steps.
+        origin: History of its state.
     """
     return {
         "id": identifier,
@@ -254,7 +254,7 @@ def lineage_content(identifier: str, step: int, origin: Origin) -> dict[str, Any
 
 
 def small_files(names: Iterable[str]) -> list[str]:
-    """Return the files without tensors. Their hashes are in the manifest."""
+    """Return the files that hold no tensors. Their hashes are in the manifest."""
     return [name for name in names if name in REQUIRED or name in TOKENIZER_FILES]
 
 
@@ -264,26 +264,26 @@ class Checkpoint:
 
     path: Path
     checksum: str
-    """The manifest's own, which tells two saves of the same step apart."""
+    """The manifest's checksum, which distinguishes two saves of the same step."""
     files: dict[str, int]
-    """Every file of the checkpoint but the manifest -> its size in bytes."""
+    """Every file of the checkpoint except the manifest -> its size in bytes."""
     config: RunConfig
     """The config of the run that saved it."""
     trainer_state: TrainerState
     adam_steps: int
-    """Updates made by the optimizer; fewer than steps where fp16 skipped some."""
+    """Number of updates that the optimizer has made; fewer than steps if fp16 skipped some."""
     loss_scaler_state: dict[str, float] | None
-    """fp16: the dynamic loss scaler's fields. None in other precisions."""
+    """The fields of fp16's dynamic loss scaler. None in other precisions."""
     lineage: Lineage
-    """Its id and ancestry."""
+    """The checkpoint's id and ancestry."""
     origin: Origin
-    """What was recorded beside the state."""
+    """The recorded history of the state."""
     index_sha256: str
     """The SHA-256 of index.json."""
     tokenizer_file: str | None
-    """Name of the tokenizer's file; None where an imported model came without."""
+    """Name of the tokenizer's file; None for a model that was imported without one."""
     tokenizer_sha256: str | None
-    """The SHA-256 of that file."""
+    """The SHA-256 of the tokenizer's file."""
 
     @cached_property
     def index(self) -> Index:
@@ -292,7 +292,7 @@ class Checkpoint:
         Raises:
             DamagedCheckpoint: index.json is damaged, or does not describe the files and tensors
                 that a checkpoint has.
-            ConfigError: It is of another version.
+            ConfigError: Another version wrote index.json.
         """
         content = _read(self.path, INDEX, self.files[INDEX], self.index_sha256)
         try:
@@ -317,16 +317,16 @@ class Checkpoint:
     def is_unchanged(self) -> bool:
         """Return True if the manifest on disk is still the one that was opened.
 
-        Another process may save the same step again meanwhile; its manifest is another one then.
+        It changes if another process saves the same step again in the meantime.
         """
         return _read_manifest(self.path).checksum == self.checksum
 
     def load_config(self, overrides: Sequence[str] = (), world_size: int = 1) -> RunConfig:
-        """Return the saved config for processes that hold the model whole, checked as any other.
+        """Return the saved config for processes that each hold the whole model, fully checked.
 
         Args:
-            overrides: "section.key=value" each, as for --set.
-            world_size: Number of the processes.
+            overrides: Changes in the form "section.key=value", as for --set.
+            world_size: Number of processes.
 
         Raises:
             ConfigError: The changed config cannot work.
@@ -335,7 +335,7 @@ class Checkpoint:
         return load_config(self.path / CONFIG, overrides, {"parallel": {}, "batch": batch})
 
     def _check_tensors(self, index: Index) -> None:
-        """Check that the index names all that is saved of a parameter."""
+        """Check that the index holds the weights and all moments of every parameter."""
         moments = self.config.moments
         shapes: dict[str, dict[str, tuple[int, ...]]] = {kind: {} for kind in (MASTER, *moments)}
         for name, tensor in index.tensors.items():
@@ -360,7 +360,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     manifest = _read_manifest(path)
     sizes, digests = manifest.sizes, manifest.digests
     _check_files(path, sizes)
-    # Parsed from what was verified: each file is read once.
+    # Parse the bytes that were verified, so that each file is read once.
     config = _parse_config(path, _read(path, CONFIG, sizes[CONFIG], digests[CONFIG]))
     try:
         content = _read(path, STATE, sizes[STATE], digests[STATE])
@@ -397,7 +397,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _read_manifest(checkpoint: Path) -> Manifest:
-    """Return a checkpoint's manifest, as far as it is right by itself."""
+    """Return a checkpoint's manifest, without comparing it with the other files."""
     path = checkpoint / MANIFEST
     try:
         return Manifest.parse(path.read_bytes(), path)
@@ -408,9 +408,9 @@ def _read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _check_files(checkpoint: Path, sizes: Mapping[str, int]) -> None:
-    """Check that the files that the manifest lists are there, and nothing else."""
+    """Check that the directory holds the files that the manifest lists, and no others."""
     names = sizes.keys()
-    # An NFS client gives a file that was removed while it was open a name of this form.
+    # NFS clients rename a file that is removed while it is open to a name of this form.
     found = {name for name in os.listdir(checkpoint) if not name.startswith(".nfs")}
     if unlisted := found - names - {MANIFEST}:
         raise _damaged(
@@ -423,10 +423,10 @@ def _check_files(checkpoint: Path, sizes: Mapping[str, int]) -> None:
         try:
             found_file = (checkpoint / name).stat()
         except OSError as error:
-            # A link to nothing, or to itself.
+            # For example, a link to nothing or to itself.
             raise _damaged(checkpoint / name, f"cannot be read ({error.strerror})") from None
         if not stat.S_ISREG(found_file.st_mode):
-            # To open a FIFO waits for ever, and a device may never end.
+            # Opening a FIFO would wait forever, and reading a device may never end.
             raise _damaged(checkpoint / name, "not a regular file")
         if found_file.st_size != size:
             reason = f"{found_file.st_size} bytes, the manifest says {size}"
@@ -451,35 +451,34 @@ def _read(checkpoint: Path, name: str, size: int, sha256: str) -> bytes:
 
 
 REMEDY = "The checkpoint is damaged: go on from an earlier one"
-"""The end of a message about damage."""
+"""The end of every message about damage."""
 
 
 def _damaged(path: Path, reason: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"{path}: {reason}. {REMEDY}")
 
 
-# ---- data set ----
-# Find the data set of a run from any working directory, and when the run was moved with it.
+# ---- Find the data set of a run from any working directory, even if both were moved ----
 
 
 class NoDataSet(ConfigError):
-    """The data set of a run is not where it could be."""
+    """The data set of a run is in none of the expected places."""
 
 
 def with_data_set(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
-    """Return the config with data.directory as it is found from here.
+    """Return the config with a data.directory that exists, seen from the working directory.
 
-    A relative data.directory and a relative run.directory start where the run was started. A run
-    that is found at /x/runs/demo and is called runs/demo in its config was started in /x, or moved
-    there as a whole, so its data is looked for there first, and then from the working directory.
+    A relative data.directory and a relative run.directory start at the directory in which the run
+    was started. If a run's directory is /x/runs/demo and its config says runs/demo, the run was
+    started in /x, or moved there together with its data. Its data is therefore looked for in /x
+    first, and then in the working directory.
 
     Args:
-        config: The checkpoint's config, perhaps with another data.directory, which is then taken
-            as it is given.
-        checkpoint: The checkpoint, opened.
+        config: The checkpoint's config. If its data.directory was changed, it is used unchanged.
+        checkpoint: The opened checkpoint.
 
     Raises:
-        NoDataSet: There is none at either place.
+        NoDataSet: There is no data set in either place.
     """
     given, named = config.data.directory, Path(os.path.normpath(checkpoint.config.run.directory))
     run = run_of(checkpoint.path)
@@ -489,7 +488,7 @@ def with_data_set(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
     depth = len(named.parts)
     found = [p for p in (run.absolute(), run.resolve()) if p.parts[-depth:] == named.parts]
     if not found or (root := found[0].parents[depth - 1]) == Path.cwd():
-        # If there is none, opening it raises the error that says so.
+        # If there is no data set, opening it raises an error that says so.
         return config
     for place in (str(root / given), given):
         if os.path.isfile(os.path.join(place, "validation", DATA_MANIFEST)):
@@ -497,17 +496,16 @@ def with_data_set(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
             return config.model_copy(update={"data": data})
     raise NoDataSet(
         f"data.directory = {given}: no built data set at {root / given}, nor at "
-        f"{os.path.abspath(given)}. Give its place with --set data.directory=PATH"
+        f"{os.path.abspath(given)}. Set its path with --set data.directory=PATH"
     )
 
 
-# ---- Compare config and data with a checkpoint: what may differ to train on, and to evaluate ----
-# Which key may change is said in pretrain/config/trajectory.py; here that is applied to a
-# checkpoint.
+# ---- Compare config and data with a checkpoint, before training on from it or evaluating it ----
+# pretrain/config/trajectory.py decides which keys may change; this applies it to a checkpoint.
 
 
 def data_hashes(streams: tuple[TokenStream, TokenStream]) -> dict[str, str]:
-    """Return the hashes that a checkpoint records of its training and validation split."""
+    """Return the hashes of the training and validation split that a checkpoint records."""
     training, validation = streams
     return {
         TRAINING: training.identity,
@@ -522,19 +520,19 @@ def check_training(
     checkpoint: Checkpoint,
     allowed: Collection[str] = (),
 ) -> tuple[Difference, ...]:
-    """Check that a run may train on from a checkpoint, and return all in which they differ.
+    """Check that a run may continue from a checkpoint, and return all differences.
 
-    Layout, logging, evaluation, saving and the number of steps may differ. What changes training
-    or positions may where it is allowed by name; the rest of the model may not.
+    Layout, logging, evaluation, saving and the number of steps may differ. Keys that change
+    training or positions may differ if `allowed` names them. All other keys of the model may not.
 
     Args:
         config: The run.
         data: The hashes of its data: "training", "validation", "tokenizer".
-        checkpoint: The checkpoint, opened.
+        checkpoint: The opened checkpoint.
         allowed: The keys of --allow-changed.
 
     Raises:
-        ConfigError: With a line for each difference that is not allowed.
+        ConfigError: A difference is not allowed; the message has a line for each.
     """
     found = differences(checkpoint.config, config)
     found += data_differences(checkpoint.origin.data, data, config.data.directory)
@@ -543,11 +541,11 @@ def check_training(
 
 
 def changes_of(found: Collection[Difference], state: TrainerState) -> tuple[Change, ...]:
-    """Return what a checkpoint records of the differences that change training or positions.
+    """Return the differences that change training or positions, as a checkpoint records them.
 
     Args:
-        found: What `check_training` returned, so each of them was allowed.
-        state: How far training had come, after which the new values hold.
+        found: The differences that `check_training` returned, all of which were allowed.
+        state: How far training had come when the values changed.
     """
     return tuple(
         Change(state.step, each.key, each.before, each.after, state.consumed_samples)
@@ -557,15 +555,15 @@ def changes_of(found: Collection[Difference], state: TrainerState) -> tuple[Chan
 
 
 def trained_tokens(config: RunConfig, state: TrainerState, changes: Sequence[Change]) -> int:
-    """Return the tokens that a checkpoint was trained on, at whatever lengths.
+    """Return the number of tokens that a checkpoint was trained on, with all sequence lengths.
 
     Args:
         config: The checkpoint's config.
         state: How far training had come.
-        changes: What was changed on the way, oldest first.
+        changes: The changes up to there, oldest first.
     """
     length, samples, tokens = config.data.sequence_length, state.consumed_samples, 0
-    # Backwards from the length at the end. What is left belongs to the first length.
+    # Backwards from the final length. The samples that are left at the end had the first length.
     for change in reversed(changes):
         if change.key == "data.sequence_length":
             tokens += (samples - change.consumed_samples) * length
@@ -577,19 +575,19 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
     """Check that `config` describes the model that the checkpoint's weights were trained in.
 
     Raises:
-        ConfigError: With a line for each key of the model that differs.
+        ConfigError: Keys of the model differ; the message has a line for each.
     """
     found = differences(checkpoint.config, config)
     check_differences([d for d in found if d.effect is Effect.FIXED], checkpoint.path)
 
 
 def check_tokenizer(stream: TokenStream, checkpoint: Checkpoint) -> None:
-    """Check that a data set was made by the tokenizer that the checkpoint was trained with.
+    """Check that a data set was made with the tokenizer that the checkpoint was trained with.
 
-    With other pieces under the same ids, a loss or an exported tokenizer would mean nothing.
+    If ids stood for other pieces, losses and exported tokenizers would be meaningless.
 
     Raises:
-        ConfigError: The tokenizer is another one.
+        ConfigError: The tokenizers differ.
     """
     trained = checkpoint.origin.data.get(TOKENIZER, checkpoint.tokenizer_sha256)
     found = stream.tokenizer_sha256
@@ -597,10 +595,10 @@ def check_tokenizer(stream: TokenStream, checkpoint: Checkpoint) -> None:
         raise ConfigError(
             f"data.directory = {stream.data_set}: its tokenizer has the SHA-256 "
             f"{found[:DIGITS]}..., {checkpoint.path} was trained with {str(trained)[:DIGITS]}.... "
-            "Restore the data set, or give another one by that tokenizer"
+            "Restore the data set, or use one that was built with that tokenizer"
         )
 
 
 def is_its_validation_split(stream: TokenStream, checkpoint: Checkpoint) -> bool:
-    """Return False if a checkpoint's run was evaluated on other tokens while it trained."""
+    """Return False if the checkpoint's run used a different validation split in training."""
     return checkpoint.origin.data.get(VALIDATION) in (None, stream.identity)

@@ -1,9 +1,9 @@
-"""Save a run beside training: every rank writes its share of one directory, for any layout.
+"""Save a run while it trains: every rank writes its part of one checkpoint, for any layout.
 
-A save begins with a copy of the state into host memory, made while the next step computes: the
-state changes only when that step updates it. Each rank's writing process (`writer`) then writes and
-hashes the copy. When all parts are on the disk, rank 0's publishes the checkpoint. A problem on any
-rank is an error on all ranks, by the next step.
+A save begins by copying the state into host memory while the next step computes, because the state
+only changes in that step's update. Each rank's writing process (`writer`) then writes and hashes
+the copy. When all parts are on the disk, rank 0's process publishes the checkpoint. A problem on
+any rank is an error on all ranks, by the next step.
 """
 
 from __future__ import annotations
@@ -54,22 +54,21 @@ from pretrain.rundir.files import replace_file
 from pretrain.rundir.metrics import WarnOnce
 from pretrain.topology import Process, Topology, first_problem, gather, on_main, ranks_here
 
-# ---- tokenizer ----
-# Write a checkpoint's tokenizer, and load it: the checkpoint's own copy, or its data set's.
+# ---- Write a checkpoint's tokenizer; load it from the checkpoint or from its data set ----
 
 
 def tokenizer_of(checkpoint: Checkpoint, data_directory: Path) -> Tokenizer:
     """Return the tokenizer that a checkpoint was trained with.
 
-    Checkpoints carry it, but for an imported model's that came without one. Then the data set's is
-    taken, and a line on stderr says so.
+    Checkpoints hold their tokenizer, except those of a model that was imported without one. For
+    these the data set's tokenizer is used, and a line on stderr says so.
 
     Args:
-        checkpoint: The checkpoint, opened.
+        checkpoint: The opened checkpoint.
         data_directory: data.directory of its config.
 
     Raises:
-        ConfigError: The data set has none, or another one.
+        ConfigError: The data set has no tokenizer, or a different one.
     """
     if checkpoint.tokenizer_file is not None:
         return load_tokenizer(checkpoint.path / checkpoint.tokenizer_file)
@@ -94,14 +93,14 @@ def put_tokenizer(tokenizer: Tokenizer | None, partial: Path) -> None:
 
 
 MEMORY_MARGIN = 1.2
-"""A save goes beside training if so many times the memory of its copy is available."""
+"""Saves are asynchronous if the available memory is at least this many times that of the copy."""
 CLOSE_SECONDS = 20
-"""How long a process that ends early waits for its last save."""
+"""How long a process that ends early waits for its last save, in seconds."""
 
 
 @dataclass
 class _Save:
-    """A save that is under way."""
+    """A save in progress."""
 
     id: str
     step: int
@@ -109,9 +108,9 @@ class _Save:
     final: Path
     publication: Publication
     problem: RunFailed | None = None
-    """What went wrong on this rank so far."""
+    """The first problem on this rank so far."""
     is_beside: bool = False
-    """True if the writing process does it."""
+    """True if the writing process writes it while training continues."""
 
 
 class Saver:
@@ -126,15 +125,15 @@ class Saver:
         warn: WarnOnce | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        """Make room for copies of the state. All ranks together.
+        """Allocate memory for copies of the state. All ranks call this together.
 
         Args:
-            config: The run; run.directory and [checkpoint].
+            config: The run, of which run.directory and [checkpoint] are used.
             topology: The processes' layout.
-            optimizer: The optimizer, whose masters stand for the weights.
-            attempt: RUN/attempts/#### that must still hold the run; rank 0's counts.
-            warn: Takes what the disk refuses of the deletion of old checkpoints.
-            tokenizer: The run's tokenizer, which every checkpoint carries.
+            optimizer: The optimizer, whose master weights are saved as the model's weights.
+            attempt: RUN/attempts/#### that must still hold the run; only rank 0's is used.
+            warn: Called with warnings, such as old checkpoints that cannot be deleted.
+            tokenizer: The run's tokenizer, which every checkpoint holds.
         """
         self._attempt, self._warn = attempt, warn or WarnOnce()
         self._tokenizer = tokenizer
@@ -145,30 +144,30 @@ class Saver:
         self._pinned: torch.Tensor | None = None
         self._memory: torch.Tensor | None = None
         if config.checkpoint.asynchronous:
-            # Made while the first steps are taken, so that the first save does not wait for it.
+            # Allocated during the first steps, so that the first save does not wait for it.
             part, _ = lay_out(topology.rank, optimizer.state().fragments)
             self._memory = self._make_memory(part)
         self._writing: threading.Thread | None = None
 
     @property
     def is_asynchronous(self) -> bool:
-        """Return True if training goes on while a save is written; the same on every rank."""
+        """Return True if training continues while a save is written; the same on every rank."""
         return self._memory is not None
 
     @property
     def has_problem(self) -> bool:
-        """Return True if this rank knows of a problem with the save that is under way."""
+        """Return True if this rank knows of a problem with the save in progress."""
         save = self._save
         return save is not None and bool(save.problem or self._writer.problem)
 
     @property
     def is_busy(self) -> bool:
-        """Return True while a save is under way; the same on every rank."""
+        """Return True while a save is in progress; the same on every rank."""
         return self._save is not None
 
     @property
     def published_step(self) -> int | None:
-        """Return on rank 0 the step of the save under way, if it has been published meanwhile."""
+        """Return, on rank 0, the step of the save in progress if it has been published by now."""
         save, writing = self._save, self._writing
         if save is None or not save.is_beside or writing is None or writing.is_alive():
             return None
@@ -180,22 +179,22 @@ class Saver:
         origin: Origin,
         prepare: Callable[[], None] | None = None,
     ) -> str:
-        """Begin to save a checkpoint in <run>/checkpoints/step-########. All ranks together.
+        """Begin to save RUN/checkpoints/step-########. All ranks call this together.
 
-        The save before is waited for. Everything is written to a hidden directory, which is renamed
-        when it is complete, so a checkpoint under its name is never a partial one.
+        This first waits for the previous save. Everything is written to a hidden directory, which
+        is renamed when it is complete, so a checkpoint with its final name is never partial.
 
         Args:
             trainer_state: How far training has come.
-            origin: Where its state comes from.
-            prepare: Called on rank 0 before anything is written; what it raises, all ranks raise.
+            origin: History of the state.
+            prepare: Called on rank 0 before anything is written; if it raises, all ranks raise.
 
         Returns:
             The new checkpoint's id.
 
         Raises:
-            RunFailed: The save before failed, the hidden directory cannot be made, or (Superseded)
-                another attempt has taken the run.
+            RunFailed: The previous save failed, the hidden directory cannot be created, or
+                (Superseded) another attempt has taken over the run.
         """
         self.finish()
         state = self._optimizer.state()
@@ -230,23 +229,24 @@ class Saver:
         return identifier
 
     def finish(self) -> None:
-        """Wait until the save under way, if there is one, is published. All ranks together.
+        """Wait until any save in progress is published. All ranks call this together.
 
         Raises:
-            RunFailed: It could not be written, on this or another rank. All ranks raise it.
+            RunFailed: A part could not be written, on this or another rank. All ranks raise it.
         """
         save = self._save
         if save is None:
             return
         if save.is_beside:
             self._before_change()
-            # Of rank 0's two commands, the publication still waits for the other ranks.
+            # Do not wait for the second of rank 0's two commands: publishing needs all ranks.
             self._note_problem(save, unanswered=int(self._topology.is_main))
         problem = first_problem(save.problem)
         self._save = None
         try:
             if problem is not None:
-                # A new holder removes what an old one writes to; that is the reason to name then.
+                # If another attempt has taken the run, it has removed the directory: raise that
+                # as the reason.
                 on_main(self._topology, lambda: check_still_holds(self._attempt))
                 raise problem
             on_main(self._topology, lambda: self._publish(save))
@@ -257,8 +257,9 @@ class Saver:
     def close(self) -> None:
         """End the writing process.
 
-        After a failure or Ctrl-C a save may be under way. It is waited for, for a while and without
-        the other ranks, which may be gone: its checkpoint appears if all parts of it are written.
+        After a failure or Ctrl-C a save may be in progress. This waits for it for a limited time,
+        without the other ranks, which may be gone. The checkpoint is published if all of its parts
+        are written.
         """
         self._optimizer.before_change = lambda: None
         if self._copy is not None:
@@ -270,23 +271,23 @@ class Saver:
             platform.unpin(self._pinned)
         self._writer.close()
         if self._save is not None and self._topology.is_main:
-            # A published checkpoint has its final name, so only an unfinished one is removed.
+            # A published checkpoint has its final name, so this removes only an unfinished one.
             shutil.rmtree(self._save.partial, ignore_errors=True)
 
     # ---- the two ways to write ----
     def _make_memory(self, part: Part) -> torch.Tensor | None:
-        """Return memory for the copy of the state, fp32; None if any rank's host has too little."""
+        """Return memory for a copy of the state, fp32; None if any rank's host has too little."""
         needed = int(MEMORY_MARGIN * part.data_bytes * ranks_here())
         available = platform.available_memory()
         memory = None
         if needed <= available:
-            # A limit on memory, on processes or on the size of files may still refuse it.
+            # A limit on memory, processes or file sizes may still refuse the allocation.
             with contextlib.suppress(OSError):
                 shared = self._writer.memory(part.data_bytes)
                 self._writer.make_pages()
                 memory = torch.from_numpy(shared)
-        # All ranks wait for their saves, or none does: a checkpoint is published when training has
-        # been told on every rank that its part is written.
+        # Either all ranks save synchronously or none does, because a checkpoint is published when
+        # the training process of every rank knows that its part is written.
         own = (needed, available) if memory is None else None
         needs = next(filter(None, gather(own, tuple[int, int] | None)), None)
         if needs is not None:
@@ -304,15 +305,15 @@ class Saver:
         return memory
 
     def _begin_beside(self, part: Part, tensors: list[torch.Tensor], memory: torch.Tensor) -> None:
-        """Copy the state beside training, and have the writing process write the copy.
+        """Copy the state while training continues, and have the writing process write the copy.
 
         Args:
-            part: What the rank's file holds.
+            part: The pieces of the rank's file.
             tensors: The values of each piece.
-            memory: Where they are copied to.
+            memory: Memory for the copy.
         """
         assert self._save is not None
-        # Behind the last update, and before the next one, as the copy.
+        # Like the copy, this runs after the last update and before the next one.
         bits = _sum_of_bits(tensors)
         copy = platform.HostCopy(tensors, list(torch.split(memory, [t.numel() for t in tensors])))
         self._copy, self._optimizer.before_change = copy, self._before_change
@@ -329,12 +330,12 @@ class Saver:
         self._writing.start()
 
     def _before_change(self) -> None:
-        """Hold changes of the state back until it has been copied."""
+        """Delay changes of the state until it has been copied."""
         if self._copy is not None:
             self._copy.before_change()
 
     def _write_here(self, part: Part, tensors: list[torch.Tensor]) -> None:
-        """Write the state in this process; training waits."""
+        """Write the state in this process, while training waits."""
         save = self._save
         assert save is not None
         try:
@@ -344,13 +345,13 @@ class Saver:
         except RunFailed as error:
             save.problem = error
         except KeyboardInterrupt:
-            # Free the room on a disk that may be full.
+            # Free space, because the disk may be full.
             shutil.rmtree(save.partial, ignore_errors=True)
             raise
 
     # ---- the end of a save ----
     def _note_problem(self, save: _Save, unanswered: int) -> None:
-        """Wait until this rank's part is written, and note what went wrong."""
+        """Wait until this rank's part is written, and record any problem."""
         assert self._writing is not None
         self._writing.join()
         try:
@@ -360,7 +361,7 @@ class Saver:
             save.problem = save.problem or error
 
     def _publish(self, save: _Save) -> None:
-        """Publish the checkpoint, of which all parts are written. Rank 0 alone."""
+        """Publish the checkpoint once all of its parts are written. Called on rank 0 only."""
         with writing_as_holder(save.final, self._attempt):
             if save.is_beside:
                 self._writer.all_written(save.id)
@@ -371,16 +372,16 @@ class Saver:
             self._warn("deletion", warning)
 
     def _give_up(self, save: _Save) -> None:
-        """Delete what a failed save has written, which frees the room on a full disk."""
+        """Delete the files of a failed save, to free space on a full disk."""
         if not self._topology.is_main:
             return
         if save.is_beside:
-            # It may wait for a part that will never come.
+            # The process may be waiting for a part that will never arrive.
             self._writer.end()
         shutil.rmtree(save.partial, ignore_errors=True)
 
     def _begin_partial(self, step: int, prepare: Callable[[], None] | None) -> Path:
-        """Make the hidden directory that all ranks write to. Rank 0 alone."""
+        """Create the hidden directory that all ranks write to. Called on rank 0 only."""
         if prepare is not None:
             prepare()
         with writing_as_holder(checkpoint_directory(self._config.directory, step), self._attempt):
@@ -394,11 +395,11 @@ def lay_out(rank: int, fragments: Iterable[Fragment]) -> tuple[Part, list[torch.
 
     Args:
         rank: The rank.
-        fragments: Its optimizer state, as `ZeroOptimizer.state` gives it. Parameters that another
-            model-parallel rank holds too, and saves, are left out.
+        fragments: Its optimizer state, from `ZeroOptimizer.state`. Copies of parameters that
+            another model-parallel rank saves are left out.
 
     Returns:
-        What the file holds, and the values of each piece, fp32 [n] on the device.
+        The pieces of the file, and the values of each piece, fp32 [n] on the device.
     """
     pieces, tensors = [], []
     for fragment in fragments:
@@ -414,12 +415,12 @@ def lay_out(rank: int, fragments: Iterable[Fragment]) -> tuple[Part, list[torch.
 
 
 def _sum_of_bits(tensors: list[torch.Tensor]) -> platform.Readback:
-    """Start to sum the bits of tensors on the device, for `write_part`."""
+    """Start to compute the checksum of tensors on the device that `write_part` compares."""
     sums = [checksum(tensor) for tensor in tensors] or [torch.zeros((), dtype=torch.int64)]
     return platform.Readback((torch.stack(sums).sum(0, keepdim=True) & BITS_MASK).double())
 
 
-# ---- Write a checkpoint from whole weights, in one process, as for an imported model ----
+# ---- Write a checkpoint from full weights in one process, as for an imported model ----
 
 
 def write_checkpoint(
@@ -430,21 +431,21 @@ def write_checkpoint(
     origin: Origin,
     tokenizer: Tokenizer | None = None,
 ) -> Path:
-    """Write a checkpoint from whole weights, in this process alone. The moments are zero.
+    """Write a checkpoint from full weights, in this process alone. All moments are zero.
 
     Args:
         run: The run's directory.
-        config: What is saved as the checkpoint's config.
-        masters: Global name -> weights of every parameter.
+        config: The config to save in the checkpoint.
+        masters: Global name -> full weights of every parameter.
         trainer_state: How far training has come.
-        origin: Where the state comes from.
+        origin: History of the state.
         tokenizer: The model's tokenizer, if it is known.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        RunFailed: The disk refused, or a weight is not finite.
+        RunFailed: The disk refused the write, or a weight is not finite.
     """
     final = checkpoint_directory(run, trainer_state.step)
     pieces = tuple(

@@ -1,11 +1,12 @@
-"""Checkpoints in an object store, or anywhere else that fsspec reaches by a URL.
+"""Checkpoints in an object store, or anywhere else that fsspec can reach by a URL.
 
-A store holds the checkpoints of one run: a folder for each, named by step and id, with the files of
-the checkpoint, the run's run.json, and its metrics.jsonl up to there; and newest.json, which names
-the checkpoint that the run went on to last. A folder that has a manifest.json is complete, because
-that is uploaded last. What is read from a store is verified by that manifest, as on a disk.
+A store holds the checkpoints of one run. Each has a folder, named by step and id, with the files of
+the checkpoint, the run's run.json, and its metrics.jsonl up to that step. newest.json names the
+last checkpoint of the run's current branch. A folder with a manifest.json is complete, because the
+manifest is uploaded last. Everything that is read from a store is verified by the manifest, as on a
+disk.
 
-This module imports no torch: it also runs in the process that uploads beside training.
+This module imports no torch, because the process that uploads checkpoints also runs it.
 """
 
 from __future__ import annotations
@@ -57,30 +58,30 @@ from pretrain.rundir.files import (
 from pretrain.rundir.metrics import WarnOnce, lines_until
 from pretrain.rundir.paths import RunPaths, is_of_copied, restore_version
 
-# ---- Make and read the names of stores, which are URLs, and of the checkpoints in them ----
+# ---- Names of stores, which are URLs, and of the checkpoints in them ----
 
 
 NAME = re.compile(r"(step-\d{8,})-([0-9a-f]{16})")
 
 
 def stored_name(lineage: Lineage) -> str:
-    """Return the name of a checkpoint's folder in a store: two lines may have the same step."""
+    """Return a checkpoint's folder name: step and id, because two branches may have one step."""
     return f"{checkpoint_name(lineage.step)}-{lineage.id}"
 
 
 def split_checkpoint(url: str) -> tuple[str, str | None]:
-    """Return the URL of a store, and the name of one checkpoint if the URL goes on to it."""
+    """Split a URL into that of the store, and the name of a checkpoint if the URL ends in one."""
     parent, _, name = url.rstrip("/").rpartition("/")
     return (parent, name) if NAME.fullmatch(name) else (url.rstrip("/"), None)
 
 
 NEWEST = "newest.json"
 NUM_THREADS = 4
-"""Files that are sent or received at once."""
+"""Number of files that are sent or received at the same time."""
 
 
 class StoreError(RunFailed):
-    """A store cannot be reached, or refuses; the message names the URL and what it said."""
+    """A store cannot be reached, or refuses a request; the message has the URL and its answer."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,10 @@ class Stored:
     """A complete checkpoint in a store."""
 
     name: str
-    """Its folder: step-########-<id>."""
+    """Name of its folder: step-########-<id>."""
     manifest: Manifest
     content: bytes
-    """The manifest as it was read when the checkpoint was chosen."""
+    """The bytes of the manifest, read when the checkpoint was chosen."""
 
     @property
     def lineage(self) -> Lineage:
@@ -110,7 +111,7 @@ class Store:
     """The checkpoints of one run behind a URL."""
 
     def __init__(self, url: str) -> None:
-        """Find the program that speaks the URL's protocol; nothing is read yet.
+        """Load fsspec's client for the URL's protocol, without reading from the store.
 
         Raises:
             ConfigError: There is no such protocol, its package is not installed, or the URL holds a
@@ -122,26 +123,26 @@ class Store:
         protocol, _, _ = url.partition("://")
         if credential_in_url(url):
             raise ConfigError(
-                f"{protocol}://***: holds a secret, which would be copied to logs. Leave it out, "
-                f"and give it to the package for {protocol}:// by its own settings"
+                f"{protocol}://***: holds a secret, which would be copied to logs. Remove it from "
+                f"the URL, and pass it by the settings of the package for {protocol}://"
             )
         with self._errors("open"):
-            # A listing that was cached does not show what another host has uploaded since.
+            # Cached listings would not show later uploads from other hosts.
             options: dict[str, Any] = {"use_listings_cache": False}
             if url.startswith(("file:", "local:")):
                 options["auto_mkdir"] = True
             try:
                 self._fs, root = fsspec.core.url_to_fs(self.url, **options)
             except (ImportError, ValueError) as error:
-                # fsspec says which package is missing, or that it knows no such protocol.
+                # fsspec's message names the missing package or the unknown protocol.
                 raise ConfigError(f"{url}: {error}") from None
         self._root = str(root).rstrip("/")
 
     # ---- what there is ----
     def checkpoints(self) -> list[Stored]:
-        """Return the complete checkpoints, by steps. Of each the manifest is read.
+        """Return the complete checkpoints, ordered by step. Reads their manifests.
 
-        A folder whose manifest is damaged is left out, as one that has none.
+        A folder with a damaged manifest is left out, like a folder without one.
 
         Raises:
             StoreError: The store cannot be read.
@@ -150,21 +151,22 @@ class Store:
         return sorted((s for s in found if s is not None), key=lambda s: (s.step, s.name))
 
     def names(self) -> list[str]:
-        """Return the names of all checkpoints' folders, complete or not, by steps."""
+        """Return the names of all checkpoint folders, complete or not, ordered by step."""
         with self._errors("list"):
             try:
                 paths = self._fs.ls(self._root, detail=False, refresh=True)
             except FileNotFoundError:
                 return []
         names = [str(path).rstrip("/").rpartition("/")[2] for path in paths]
-        # By steps; their number has eight digits or more.
+        # By length first, because a step may have more than eight digits.
         return sorted(filter(NAME.fullmatch, names), key=lambda n: (len(n), n))
 
     def stored(self, name: str) -> Stored | None:
-        """Return a checkpoint by its name, or None when it is not complete, or damaged.
+        """Return the checkpoint of this name, or None if it is incomplete or damaged.
 
         Raises:
-            ConfigError: It is of another version: to go on from an earlier one would be wrong.
+            ConfigError: Another version wrote it, and falling back to an earlier checkpoint would
+                be wrong.
             StoreError: The store cannot be read.
         """
         content = self._read(f"{name}/{MANIFEST}") or b""
@@ -172,46 +174,46 @@ class Store:
             manifest = Manifest.parse(content, f"{self.url}/{name}")
         except DamagedCheckpoint:
             return None
-        # Its name is its content's, or a checkpoint was moved by hand.
+        # The name differs from the content if a checkpoint was moved by hand.
         is_it = name == stored_name(manifest.lineage)
         return Stored(name, manifest, content) if is_it else None
 
     def newest(self) -> Stored | None:
-        """Return the checkpoint that the run went on to last.
+        """Return the last checkpoint of the run's current branch.
 
         Raises:
-            ConfigError: One is of another version, or newest.json names none that is complete, and
-                it cannot be known which of several lines of checkpoints is the run's.
+            ConfigError: Another version wrote a checkpoint; or newest.json names no complete
+                checkpoint, and there are several branches to choose from.
             StoreError: The store cannot be read.
         """
         named = parse_json(self._read(NEWEST) or b"").get("checkpoint")
         if isinstance(named, str) and NAME.fullmatch(named) and (found := self.stored(named)):
             return found
-        # An upload was cut off before it was named.
+        # An upload was interrupted before newest.json named it.
         complete = self.checkpoints()
         for other in complete:
             if not other.lineage.is_ancestor_of(complete[-1].lineage):
                 raise ConfigError(
-                    f"{self.url}: holds several lines of checkpoints, and no {NEWEST} that names a "
-                    "complete one. Name one to go on from "
+                    f"{self.url}: holds several branches of checkpoints, and no {NEWEST} that "
+                    "names a complete one. Choose the checkpoint to resume from "
                     f"(--resume {self.url}/{other.name} or {self.url}/{complete[-1].name})"
                 )
         return complete[-1] if complete else None
 
     def line_to(self, newest: Stored) -> list[Stored]:
-        """Return a checkpoint and its ancestors that are complete, newest first."""
+        """Return a checkpoint and its complete ancestors, newest first."""
         found = self.checkpoints()
         return [s for s in reversed(found) if s.lineage.is_ancestor_of(newest.lineage)]
 
     def check_is_of(self, run: Path, *, starts: bool = False) -> None:
-        """Check that the store is not that of the run that `run` is a copy of.
+        """Check that a copy of a run does not use the store of the original run.
 
         Args:
-            run: The run. For any but a copy nothing is read.
-            starts: It is about to start, which gives a copy an id of its own.
+            run: The run. Nothing is read unless it is a copy.
+            starts: Whether the run is about to start, which gives a copy its own id.
 
         Raises:
-            ConfigError: It is the other's.
+            ConfigError: The store is the original's.
             StoreError: The store cannot be read.
         """
         path = RunPaths(run).version
@@ -225,22 +227,22 @@ class Store:
         if identifier and (is_new or identifier != record.get("id")):
             raise ConfigError(
                 f"checkpoint.upload_to = {self.url}: holds the checkpoints of run {identifier}, "
-                f"which {run} is a copy of. Set a URL of the copy's own"
+                f"which {run} is a copy of. Set another URL for the copy"
             )
 
     # ---- sending ----
     def upload(self, checkpoint: Path, run: Path | None = None) -> None:
-        """Upload a checkpoint: the tensors first, the manifest last. Does nothing if it is there.
+        """Upload a checkpoint unless the store has it: tensors first, the manifest last.
 
-        Every block is verified as it is read, and every object's size is compared when it has been
-        sent. What an upload that was broken off has sent completely is not sent again.
+        Every block is verified when it is read, and the size of every object is compared after it
+        was sent. Objects that an interrupted upload has sent completely are not sent again.
 
         Args:
             checkpoint: A complete checkpoint. The caller holds it, so that it is not deleted.
-            run: The run, whose records are sent with it: they come back after its disk is lost.
+            run: The run, whose records are uploaded too, to restore them if its disk is lost.
 
         Raises:
-            DamagedCheckpoint: What lies on the disk is not what was written.
+            DamagedCheckpoint: The files on the disk differ from what was written.
             StoreError: The store refuses.
         """
         opened = open_checkpoint(checkpoint)
@@ -267,7 +269,7 @@ class Store:
         self._send(name, MANIFEST, [(checkpoint / MANIFEST).read_bytes()])
 
     def set_newest(self, lineage: Lineage) -> None:
-        """Record which checkpoint the run went on to last."""
+        """Record the last checkpoint of the run's current branch."""
         content = {"checkpoint": stored_name(lineage), "step": lineage.step}
         if parse_json(self._read(NEWEST) or b"") != content:
             self._send("", NEWEST, [(json.dumps(content) + "\n").encode()])
@@ -278,12 +280,12 @@ class Store:
 
         Args:
             stored: The checkpoint.
-            directory: Where its files are put.
+            directory: Directory for its files.
 
         Raises:
-            DamagedCheckpoint: What the store holds is not what was written.
+            DamagedCheckpoint: The store's content differs from what was written.
             StoreError: The store cannot be read.
-            OSError: The disk refused.
+            OSError: The disk refused the write.
         """
         small, files = self._small_files(stored)
 
@@ -319,11 +321,11 @@ class Store:
             return [problem for problem in pool.map(check, files) if problem]
 
     def download_records(self, stored: Stored, run: Path) -> None:
-        """Bring back a run's id and the numbers of the steps up to a checkpoint, if it has none.
+        """Restore a run's id, and its metrics up to a checkpoint, if the run has none.
 
         Raises:
             StoreError: The store cannot be read.
-            OSError: The disk refused.
+            OSError: The disk refused the write.
         """
         paths = RunPaths(run)
         lines = self._read(f"{stored.name}/{paths.metrics.name}")
@@ -344,7 +346,7 @@ class Store:
                     target.write(piece)
 
     def _sizes(self, name: str) -> dict[str, int]:
-        """Return the sizes of the objects in a checkpoint's folder, by name."""
+        """Return the sizes in bytes of the objects in a checkpoint's folder, by name."""
         with self._errors("list", name):
             try:
                 entries = self._fs.ls(f"{self._root}/{name}", detail=True, refresh=True)
@@ -353,7 +355,7 @@ class Store:
         return {str(e["name"]).rpartition("/")[2]: e["size"] for e in entries}
 
     def _read(self, path: str) -> bytes | None:
-        """Return the content of a small object, or None when there is none."""
+        """Return the content of a small object, or None if it does not exist."""
         with self._errors("read", path):
             try:
                 content: bytes = self._fs.cat_file(f"{self._root}/{path}")
@@ -362,7 +364,7 @@ class Store:
             return content
 
     def _pieces(self, path: str) -> Iterator[bytes]:
-        """Yield a large object in pieces; nothing when it is missing, which its reader notices."""
+        """Yield a large object in pieces; nothing if it is missing, which verification notices."""
         with self._errors("read", path):
             try:
                 with self._fs.open(
@@ -374,7 +376,7 @@ class Store:
                 return
 
     def _small_files(self, stored: Stored) -> tuple[dict[str, bytes], tuple[FileRecord, ...]]:
-        """Return the contents of the small files by name, verified, and what the index lists."""
+        """Return the verified contents of the small files by name, and the index's file records."""
         small = {}
         for name, sha256 in stored.manifest.digests.items():
             small[name] = self._read(f"{stored.name}/{name}") or b""
@@ -396,32 +398,30 @@ class Store:
         except (ConfigError, RunFailed):
             raise
         except Exception as error:
-            # Clients raise errors of their own libraries; none of them is to end training with a
+            # Clients raise errors of their own libraries, which must not end training with a
             # traceback.
             said = f"{type(error).__name__}: {error}".strip(": ")
             where = f"{self.url}/{path}".rstrip("/")
             raise StoreError(f"{where}: cannot {what} ({said})") from error
 
 
-# ---- Upload checkpoints beside training, in a process of its own ----
-# The process looks for complete checkpoints in RUN/checkpoints that are not in the store, the
-# newest first, and uploads them. So it needs no word of a publication, a save never waits for it,
-# and what an earlier attempt could not upload is made up for. A checkpoint that is being uploaded
-# is held, so that retention leaves it alone.
+# ---- Upload checkpoints while training continues, in a separate process ----
+# The process looks for complete checkpoints in RUN/checkpoints that the store does not have, and
+# uploads them, newest first. It therefore needs no message about new checkpoints, a save never
+# waits for it, and it makes up for failed uploads of earlier attempts. It holds the checkpoint that
+# it uploads, so that retention does not delete it.
 #
-# It reads lines of JSON on stdin: {"do": "finish"} asks it to upload what is missing once more and
-# to end. Before it ends it prints what is still missing. It also ends, at once, when stdin does.
-#
-# This module imports no torch.
+# It reads lines of JSON on stdin: {"do": "finish"} asks it to upload everything missing once more,
+# print what is still missing, and end. It ends at once when stdin is closed.
 
 
 POLL_SECONDS = 2.0
-"""Between two looks into RUN/checkpoints."""
+"""Time between two looks into RUN/checkpoints."""
 
 
 # ---- in the training process ---------------------------------------------------------------------
 class Uploader:
-    """The process that uploads a run's checkpoints, seen from the training process of rank 0."""
+    """The handle of the uploading process in the training process of rank 0."""
 
     def __init__(self, run: Path, url: str) -> None:
         """Start the process.
@@ -435,18 +435,18 @@ class Uploader:
         self._warn = WarnOnce()
 
     def check(self) -> None:
-        """Warn, once, if the process has ended although it was not asked to."""
+        """Warn, once, if the process has ended unexpectedly."""
         if self._process.poll() is not None:
             self._warn("end", f"{self._ended()}. Uploading is tried again when the run ends")
 
     def finish(self, may_wait: Callable[[], bool]) -> list[str]:
-        """Wait until everything is uploaded, or has failed once more.
+        """Wait until every checkpoint is uploaded, or has failed once more.
 
         Args:
-            may_wait: Is asked about once a second if there is still time.
+            may_wait: Called about once a second; returns True while there is time left.
 
         Returns:
-            What is not in the store, and why: a line for each checkpoint.
+            A line for each checkpoint that is not in the store, with the reason.
         """
         if self._process.poll() is not None:
             self._process = start_beside(__name__, str(self._run), self._url)
@@ -456,7 +456,7 @@ class Uploader:
                 out, _ = self._process.communicate(command, timeout=1.0)
                 break
             except subprocess.TimeoutExpired:
-                # The command has been sent; from the second call on, only wait.
+                # Send the command only once; later calls only wait.
                 command = None
                 if not may_wait():
                     self.close()
@@ -468,7 +468,7 @@ class Uploader:
         return missing
 
     def close(self) -> None:
-        """End the process, whatever it is doing. What it has begun is finished by a later start."""
+        """End the process at once. A later attempt finishes its upload."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -484,9 +484,9 @@ class Uploader:
         )
 
 
-# ---- in the process beside it --------------------------------------------------------------------
+# ---- in the uploading process --------------------------------------------------------------------
 class Rounds:
-    """Uploads what is missing in a store."""
+    """Uploads the checkpoints that a store does not have."""
 
     def __init__(self, run: Path, store: Store) -> None:
         self._run, self._store = run, store
@@ -501,7 +501,7 @@ class Rounds:
         return []
 
     def upload(self) -> list[str]:
-        """Upload what is missing, the newest first; return a line for each that could not be."""
+        """Upload missing checkpoints, newest first; return a line for each one that failed."""
         missing = []
         for number, (path, lineage) in enumerate(self.found()):
             if lineage.id in self._uploaded:
@@ -513,7 +513,7 @@ class Rounds:
                     if number == 0:
                         self._store.set_newest(lineage)
             except (ConfigError, RunFailed, OSError) as error:
-                # Unless retention deleted it, or the run turned away from it.
+                # It is gone if retention deleted it, or if the run abandoned its branch.
                 if path.exists():
                     missing.append(f"{path}: not uploaded: {error}")
                     again = "It is tried again after the next save and at the end"
@@ -524,11 +524,11 @@ class Rounds:
 
 
 def main() -> None:
-    """Upload until stdin asks to finish, then once more what is missing; print what still is."""
+    """Upload until asked to finish; then try once more, and print what is still missing."""
     run, url = Path(sys.argv[1]), sys.argv[2]
     commands: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(commands,), daemon=True).start()
-    # Below training's priority: verifying and encrypting take time on a processor.
+    # A lower priority than training, because verifying and encrypting take processor time.
     with contextlib.suppress(OSError):
         os.nice(5)
     rounds, newest = Rounds(run, Store(url)), None
@@ -540,12 +540,12 @@ def main() -> None:
         with contextlib.suppress(queue.Empty):
             commands.put(commands.get(timeout=POLL_SECONDS))
     print(json.dumps({"missing": rounds.upload()}), flush=True)
-    # Threads of a store's client may still wait for something.
+    # Exit without waiting for threads of the store's client.
     os._exit(0)
 
 
 def _listen(commands: queue.Queue[str]) -> None:
-    """Pass on the first line of stdin. Without one, the training process has ended."""
+    """Pass on the first line of stdin. At its end, the training process has ended."""
     line = sys.stdin.readline()
     if not line:
         os._exit(0)

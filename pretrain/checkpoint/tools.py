@@ -1,4 +1,4 @@
-"""What `pretrain checkpoint` does: list, show, verify, prune and upload."""
+"""Implement `pretrain checkpoint`: list, show, verify, prune and upload."""
 
 from __future__ import annotations
 
@@ -45,27 +45,27 @@ class Row:
 
     path: str
     step: int
-    """As its name says."""
+    """The step in its name."""
     id: str | None = None
-    """None, as what follows, when it cannot be read."""
+    """The checkpoint's id. None, like all following fields, if it cannot be read."""
     parent: str | None = None
     branch: str | None = None
-    """The id of the branch that it lies on."""
+    """The id of its branch."""
     bytes: int | None = None
     saved_at: float | None = None
     """Unix seconds; None if it is damaged."""
     validation_loss_nats: float | None = None
     problem: str | None = None
-    """Why it cannot be used, as far as its small files show; the tensors are not read."""
+    """Why it cannot be used, judged by its small files; the tensors are not read."""
     abandoned: str | None = None
-    """The folder of RUN/abandoned that it lies in."""
+    """Its folder in RUN/abandoned."""
 
 
 def list_run(run: Path) -> list[Row]:
-    """Return the checkpoints of a run, then those that it has turned away from, by steps each.
+    """Return the checkpoints of a run, then its abandoned ones, both ordered by step.
 
     Raises:
-        ConfigError: It is not a run that has a checkpoint.
+        ConfigError: The directory is not that of a run with a checkpoint.
     """
     check_version(run)
     rows = [_row(path) for path in named_by_step(RunPaths(run).checkpoints)]
@@ -130,7 +130,7 @@ def show_source(source: Path) -> str:
     """Return a description of a checkpoint, or of a run's newest one.
 
     Raises:
-        ConfigError: It is neither, or the checkpoint is damaged.
+        ConfigError: The source is neither, or the checkpoint is damaged.
     """
     path = find_checkpoint(source)
     with hold(path):
@@ -152,7 +152,7 @@ def show_source(source: Path) -> str:
 
 
 def _facts(checkpoint: Checkpoint, saved_at: float) -> Iterator[tuple[str, str]]:
-    """Yield what a checkpoint is, where it comes from and what it was made with."""
+    """Yield the facts of a checkpoint: its identity, its history and the versions that wrote it."""
     lineage, origin, state = checkpoint.lineage, checkpoint.origin, checkpoint.trainer_state
     yield "id", lineage.id
     yield "parent", lineage.parent or "none: the first of its run"
@@ -179,18 +179,18 @@ def _facts(checkpoint: Checkpoint, saved_at: float) -> Iterator[tuple[str, str]]
 
 
 NUM_THREADS = 4
-"""Files that are read at once. Hashing keeps about one core busy for 10 GB/s."""
+"""Number of files that are read at the same time. Hashing 10 GB/s takes about one core."""
 INCOMPLETE = "DAMAGED: it is not complete, or its manifest is damaged"
 
 
 def verify_sources(sources: Sequence[Path | str]) -> bool:
-    """Verify checkpoints, and print a line for each and one for each damaged file.
+    """Verify checkpoints; print a line for each of them and for each damaged file.
 
     Args:
-        sources: Runs, which mean all of their checkpoints, checkpoints, and URLs of either.
+        sources: Checkpoints, runs (all of their checkpoints), or URLs of either.
 
     Returns:
-        True if all of them are as they were written.
+        True if no checkpoint is damaged.
 
     Raises:
         ConfigError: A source is neither.
@@ -212,7 +212,7 @@ def verify_checkpoint(path: Path) -> tuple[list[str], int]:
     """Read every byte of a checkpoint once.
 
     Returns:
-        What is wrong, file by file, and the checkpoint's size in bytes.
+        A message for each damaged file, and the checkpoint's size in bytes.
     """
     if not is_complete(path):
         return [f"DAMAGED: {MANIFEST}: missing"], 0
@@ -236,7 +236,7 @@ def _verify_file(directory: Path, record: FileRecord) -> str | None:
 
 
 def _verified(source: Path) -> Iterator[tuple[object, list[str], int]]:
-    """Yield each checkpoint on the disk, what is wrong with it, and its size in bytes."""
+    """Yield each checkpoint on the disk, its problems, and its size in bytes."""
     named = named_by_step(RunPaths(source).checkpoints)
     for path in named or [find_checkpoint(source)]:
         yield path, *verify_checkpoint(path)
@@ -258,9 +258,9 @@ def _stored_names(store: Store) -> list[str]:
 
 
 def _problem(error: Exception, path: Path) -> str:
-    """Return what is wrong with a checkpoint, without its path and without what to do."""
+    """Return a checkpoint's problem, without its path and the remedy."""
     text = str(error).replace(f"{path}/", "").partition(". ")[0]
-    # What another version saved is not damaged.
+    # A checkpoint of another version is not damaged.
     is_damage = isinstance(error, DamagedCheckpoint | OSError)
     return f"{'DAMAGED' if is_damage else 'cannot be read'}: {text}"
 
@@ -269,10 +269,10 @@ def _problem(error: Exception, path: Path) -> str:
 
 
 def policy_of(run: Path, keep: int | None, keep_every: int | None, keep_best: int | None) -> Policy:
-    """Return what to keep: as the options say, else as the run's config says.
+    """Return which checkpoints to keep: as the options say, or else as the run's config says.
 
     Raises:
-        ConfigError: Neither says how many.
+        ConfigError: Neither says how many to keep.
     """
     if keep is not None:
         return Policy(keep, keep_every, keep_best or 0)
@@ -287,7 +287,7 @@ def prunable(run: Path, policy: Policy) -> tuple[Path, list[Path]]:
     """Return the newest checkpoint, and those that retention would delete, oldest first.
 
     Raises:
-        ConfigError: The run has no checkpoint, or two lines of them.
+        ConfigError: The run has no checkpoint, or two branches of them.
     """
     check_version(run)
     found = saved_checkpoints(run)
@@ -299,14 +299,14 @@ def prunable(run: Path, policy: Policy) -> tuple[Path, list[Path]]:
 
 
 def prune(run: Path, policy: Policy) -> list[Path]:
-    """Delete what the policy does not keep, once the newest checkpoint has been read and is good.
+    """Delete what the policy does not keep, after verifying the newest checkpoint completely.
 
     Returns:
-        What was deleted. What a reader holds stays.
+        The deleted checkpoints. Checkpoints that a reader holds are not deleted.
 
     Raises:
         ConfigError: An attempt holds the run (RunBusy), or as `prunable`.
-        RunFailed: The newest checkpoint is damaged, or the disk refused.
+        RunFailed: The newest checkpoint is damaged, or the disk refused the deletion.
     """
     check_free(run)
     clear_removed(run)
@@ -329,14 +329,14 @@ def prune(run: Path, policy: Policy) -> list[Path]:
 
 
 def upload_run(run: Path, url: str | None) -> list[str]:
-    """Upload the checkpoints of a run that are not in a store yet.
+    """Upload the checkpoints of a run that a store does not have yet.
 
     Args:
         run: The run's directory.
-        url: The store; None for that of the run's config.
+        url: The store; None for checkpoint.upload_to of the run's config.
 
     Returns:
-        A line for each checkpoint that is still missing there.
+        A line for each checkpoint that is still missing in the store.
 
     Raises:
         ConfigError: The run has no checkpoint, or no URL is known.
@@ -347,5 +347,5 @@ def upload_run(run: Path, url: str | None) -> list[str]:
     if url is None and path is not None:
         url = load_config(path).checkpoint.upload_to
     if url is None:
-        raise ConfigError(f"{run}: its config has no checkpoint.upload_to. Say where to: --to URL")
+        raise ConfigError(f"{run}: its config has no checkpoint.upload_to. Give a URL with --to")
     return Rounds(run, Store(url)).upload()

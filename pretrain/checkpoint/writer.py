@@ -1,11 +1,11 @@
-"""Write checkpoints in a process beside training.
+"""Write checkpoints in a separate process while training continues.
 
-The training process copies its state into memory that it shares with this process, and goes on.
-This process writes and hashes the state; that of rank 0 also waits for the other ranks' parts and
+The training process copies its state into memory that it shares with this process, and continues.
+This process writes and hashes the state; on rank 0 it also waits for the other ranks' parts and
 publishes the checkpoint. It imports no torch, has no signal handlers, and ends with the training
 process.
 
-Commands come as lines of JSON on stdin, answers go to stdout, one a command:
+Commands arrive as lines of JSON on stdin; each is answered with a line on stdout:
   {"do": "make pages"}              have the kernel make the pages of the shared memory
   {"do": "write", ...}              write this rank's part from the shared memory
   {"do": "publish", ...}            wait for all parts and publish
@@ -56,30 +56,29 @@ from pretrain.rundir.checkpoints import MANIFEST, Superseded, publish_checkpoint
 from pretrain.rundir.files import flush_directory, flush_file, replace_file, replace_json
 from pretrain.rundir.history import Policy, remove_old
 
-# ---- Complete a checkpoint of which all parts are written, and give it its name ----
-# This module imports no torch: it also runs in the process that writes beside training.
+# ---- Complete a checkpoint when all of its parts are written, and give it its name ----
 
 
 POLL_SECONDS = 0.05
-"""Between two looks for the parts of other ranks."""
+"""Time between two looks for the parts of other ranks."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Everything needed to complete and publish a checkpoint, all of it JSON."""
+    """Everything that is needed to complete and publish a checkpoint; fits into JSON."""
 
     partial: str
     """The hidden directory, in which every rank writes its part."""
     final: str
     """The checkpoint's directory."""
     lineage: dict[str, Any]
-    """The manifest's entries that say which checkpoint it is."""
+    """The manifest's entries that identify the checkpoint."""
     state: dict[str, Any]
     """The content of state.json."""
     config: str
     """The content of config.toml."""
     tokenizer: str | None = None
-    """Name of the tokenizer's file, which lies in the hidden directory; None without one."""
+    """Name of the tokenizer's file in the hidden directory; None without a tokenizer."""
     attempt: str | None = None
     """RUN/attempts/#### that must still hold the run; None for a save without an attempt."""
     keep: tuple[int | None, int | None, int] = (None, None, 0)
@@ -88,7 +87,7 @@ class Publication:
 
 
 class Patience:
-    """News for a publisher that waits for the parts of other ranks."""
+    """What a publisher that waits for the parts of other ranks is told meanwhile."""
 
     all_written: str = ""
     """The id of the checkpoint whose parts are all on the disk."""
@@ -99,20 +98,20 @@ def publish(publication: Publication, patience: Patience | None = None) -> list[
 
     Args:
         publication: The checkpoint.
-        patience: What is known of the other ranks; None when all parts are written.
+        patience: What is known of the other ranks; None if all parts are written.
 
     Returns:
-        What went wrong without harm to the checkpoint.
+        Warnings about problems that do not affect the checkpoint.
 
     Raises:
-        DamagedCheckpoint: The parts do not make a whole.
-        Superseded: Another attempt has taken the run; nothing is published.
-        OSError: The disk refused.
+        DamagedCheckpoint: The parts do not form a complete checkpoint.
+        Superseded: Another attempt has taken over the run; nothing is published.
+        OSError: The disk refused the write.
     """
     partial, identifier = Path(publication.partial), publication.lineage["id"]
     names = [Part(rank, ()).record_name for rank in range(publication.world_size)]
-    # Listed, not looked up one by one: an NFS client remembers for long that a name did not exist.
-    # Once all parts are known to be written, opening them asks the server.
+    # List the directory instead of looking up each name, because an NFS client remembers for a long
+    # time that a name did not exist. Once all parts are written, opening them asks the server.
     while patience is not None and patience.all_written != identifier:
         if set(names) <= set(os.listdir(partial)):
             break
@@ -137,8 +136,9 @@ def publish(publication: Publication, patience: Patience | None = None) -> list[
 
 
 def _write_small_files(directory: Path, publication: Publication, index: Index) -> None:
-    """Write what is not tensors, the manifest last: a checkpoint that has it is complete."""
-    # Durable: a rename that survives a power cut must not publish files whose content did not.
+    """Write the small files, the manifest last: a checkpoint with a manifest is complete."""
+    # Durable, because after a power cut the checkpoint's name may be on the disk, and then the
+    # content of its files must be too.
     replace_file(directory / INDEX, index.dump(), durable=True)
     replace_json(directory / STATE, publication.state, durable=True, indent=2)
     replace_file(directory / CONFIG, publication.config, durable=True)
@@ -154,15 +154,15 @@ def _write_small_files(directory: Path, publication: Publication, index: Index) 
 
 
 _MADV_POPULATE_WRITE = 23
-"""Of linux/mman.h; Python's mmap does not name it."""
+"""From linux/mman.h; Python's mmap has no constant for it."""
 
 
 # ---- in the training process ---------------------------------------------------------------------
 class Writer:
-    """The process that writes for this rank, seen from the training process."""
+    """The handle of this rank's writing process in the training process."""
 
     def __init__(self) -> None:
-        """Start nothing yet: the process is started with the first command."""
+        """Initialize without starting the process, which the first command starts."""
         self._process: subprocess.Popen[str] | None = None
         self._memory: mmap.mmap | None = None
         self._descriptor = -1
@@ -175,13 +175,14 @@ class Writer:
 
     @property
     def is_idle(self) -> bool:
-        """Return True when every command has been carried out, without a problem."""
+        """Return True if every command has been carried out without a problem."""
         return not self._unanswered and self.problem is None
 
     def memory(self, num_bytes: int) -> NDArray[np.float32]:
-        """Return shared memory of at least that size, the same at every call.
+        """Return shared memory of at least that size, the same memory at every call.
 
-        It is anonymous memory with a descriptor on Linux, because /dev/shm is small in containers.
+        On Linux it is anonymous memory with a file descriptor, because /dev/shm is small in
+        containers.
         """
         if self._memory is None or len(self._memory) < num_bytes:
             self.close()
@@ -191,7 +192,7 @@ class Writer:
         return np.frombuffer(self._memory, np.float32, num_bytes // ITEM_BYTES)
 
     def make_pages(self) -> None:
-        """Have the kernel make the pages of the shared memory, which takes longer than a copy."""
+        """Have the kernel allocate the pages of the shared memory, which is slower than a copy."""
         self._ask("make pages")
 
     def write(self, directory: Path, part: Part, bits: int) -> None:
@@ -199,14 +200,14 @@ class Writer:
 
         Args:
             directory: The checkpoint's hidden directory.
-            part: What stands in the shared memory.
+            part: The pieces in the shared memory.
             bits: As in `write_part`.
         """
         where = {"directory": str(directory), "rank": part.rank}
         self._ask("write", **where, pieces=part.pieces, bits=bits)
 
     def publish(self, publication: Publication) -> None:
-        """Have the checkpoint published as soon as all ranks' parts are there."""
+        """Have the checkpoint published as soon as all ranks' parts are written."""
         self._ask("publish", **dataclasses.asdict(publication))
 
     def all_written(self, identifier: str) -> None:
@@ -217,7 +218,7 @@ class Writer:
         """Wait until all commands but the last `unanswered` have been carried out.
 
         Returns:
-            What the process warned of.
+            The process's warnings.
 
         Raises:
             RunFailed: The state is not finite, the checkpoint was not published, or the process
@@ -238,7 +239,7 @@ class Writer:
             self._changed.wait_for(lambda: not self._unanswered or self.problem, seconds)
 
     def end(self) -> None:
-        """End the process, whatever it is doing. It is started again with the next command."""
+        """End the process at once. The next command starts it again."""
         with self._changed:
             process, self._process = self._process, None
             self._unanswered, self.problem = 0, None
@@ -247,16 +248,16 @@ class Writer:
             process.wait()
 
     def close(self) -> None:
-        """End the process and give the shared memory back."""
+        """End the process and free the shared memory."""
         self.end()
         if self._descriptor >= 0:
             os.close(self._descriptor)
-            # Arrays may still refer to the mapping, which goes with the last of them.
+            # Arrays may still refer to the mapping, which is freed with the last of them.
             self._memory, self._descriptor = None, -1
 
     def _ask(self, what: str, **arguments: Any) -> None:
         with self._changed:
-            # It is started again if it ended when it had nothing to do.
+            # Start it again if it ended while it was idle.
             if self._process is None or self._has_ended:
                 self._process = self._start()
             self._unanswered += 1
@@ -266,7 +267,7 @@ class Writer:
         if self._process is None:
             return
         assert self._process.stdin is not None
-        # When the process has ended, the thread that reads the answers says how.
+        # If the process has ended, the thread that reads the answers reports how.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
@@ -278,7 +279,7 @@ class Writer:
         return process
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
-        """Note the answers until the process ends."""
+        """Record the answers until the process ends."""
         assert process.stdout is not None
         for line in process.stdout:
             answer = json.loads(line)
@@ -302,7 +303,7 @@ class Writer:
 
 
 def _anonymous_file() -> int:
-    """Return the descriptor of a file without a name: in memory on Linux, else on the disk."""
+    """Return the descriptor of an unnamed file: in memory on Linux, elsewhere on the disk."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("checkpoint")
     with tempfile.TemporaryFile() as file:
@@ -314,7 +315,7 @@ _KINDS: dict[str, type[RunFailed]] = {kind.__name__: kind for kind in (PoisonedS
 
 
 def _problem(answer: dict[str, Any]) -> Exception | None:
-    """Return the error that an answer tells of."""
+    """Return the error that an answer reports, if any."""
     if (message := answer.get("error")) is None:
         return None
     if answer.get("errno"):
@@ -322,7 +323,7 @@ def _problem(answer: dict[str, Any]) -> Exception | None:
     return _KINDS.get(answer.get("kind", ""), RunFailed)(message)
 
 
-# ---- in the process beside it --------------------------------------------------------------------
+# ---- in the writing process ----------------------------------------------------------------------
 def main() -> None:
     """Carry out commands until stdin ends, which it does when the training process does."""
     descriptor = int(sys.argv[1])
@@ -335,12 +336,12 @@ def main() -> None:
             patience.all_written = command["id"]
         else:
             commands.put(command)
-    # At once, also in the middle of a file: the checkpoint has no name yet.
+    # Exit at once, even in the middle of a file: the checkpoint has no name yet.
     os._exit(0)
 
 
 def _carry_out(descriptor: int, commands: queue.Queue[dict[str, Any]], patience: Patience) -> None:
-    """Carry out one command after the other and answer each."""
+    """Carry out commands in order and answer each."""
     while True:
         command = commands.get()
         try:
@@ -359,11 +360,11 @@ def _do(descriptor: int, command: dict[str, Any], patience: Patience) -> list[st
     arguments = {key: value for key, value in command.items() if key != "do"}
     if command["do"] == "publish":
         return publish(Publication(**arguments), patience)
-    # Not closed by hand: arrays refer to the mapping, which goes with the last of them.
+    # Not closed here: arrays refer to the mapping, which is freed with the last of them.
     memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     if command["do"] == "make pages":
         with contextlib.suppress(OSError):
-            # Linux 5.14; elsewhere the first save makes them.
+            # Needs Linux 5.14; elsewhere the first save allocates the pages.
             memory.madvise(_MADV_POPULATE_WRITE)
         return []
     part = Part(arguments["rank"], _PIECES.validate_python(arguments["pieces"]))

@@ -120,7 +120,7 @@ REFUSALS = [
     ),
     (
         f'{HYBRID} position.layers=[{{method="learned"}}]',
-        "layers[0].method = learned: not a method",
+        "layers[0].method = learned: cannot differ between layers",
     ),
     (f'{HYBRID} position.layers=[{{method="xpos"}}] evaluation.lengths=[99999]', "positions end"),
     (f"{HYBRID} position.layers=[]", "lists 0 methods, and model.num_layers = 25. List 1 to 25"),

@@ -244,7 +244,7 @@ def test_of_several_lines_none_is_chosen_without_newest_json(tmp_path):
     upload_all(run, url)
     (tmp_path / "store/newest.json").unlink()
     config = config_for(tmp_path / "other", url)
-    with pytest.raises(ConfigError, match=r"several lines of checkpoints.*Name one") as caught:
+    with pytest.raises(ConfigError, match=r"several branches of checkpoints.*Choose") as caught:
         fetch(config, "auto")
     assert not complete_checkpoints(tmp_path / "other")
     named = f"{url}/step-00000008-{left.lineage.id}"
