@@ -1,7 +1,9 @@
-"""What a transformers class is to us: one table, read forwards, backwards and aloud.
+"""Base of the transformers classes: one table per class for export, import and refusals.
 
-Forwards it exports (`settings`, `convert`), backwards it imports (`sections`, `restore`), aloud it
-refuses what one side cannot hold (`refusals`, `sections`). The tables stand in `classes`.
+An export reads a table from our names to theirs (`settings`, `convert`), an import from theirs to
+ours (`sections`, `restore`), and both refuse what the other side cannot hold (`refusals`,
+`sections`). The tables are in `classes`. In this package "ours" means this project's model, and
+"theirs" the transformers class.
 
 Nothing here imports torch or transformers before it is needed, because `pretrain config` reads the
 tables too.
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Read = Callable[[str], Tensor]
-    """A class's name of a tensor -> the tensor, in fp32."""
+    """Maps the class's name of a tensor to the tensor, in fp32."""
 
 CODE = Path(__file__).with_name("modeling_slopes.py")
-"""What a folder brings along whose class is none of transformers."""
+"""The code that a folder contains if its class is not in transformers."""
 EMBEDDING, FINAL_NORM = "embedding.word_embeddings", "decoder.final_layernorm"
 EMBEDDING_NORM, OUTPUT = "embedding.word_embeddings_layernorm", "output_layer"
 POSITIONS = "embedding.position_embeddings"
@@ -39,42 +41,42 @@ def _same(value: Any) -> Any:
 
 
 class Both(NamedTuple):
-    """A setting that the class and our model have."""
+    """A setting that both the class and our model have."""
 
     theirs: str
-    """Key of config.json; a dot leads into a section of it."""
+    """Key in config.json; dots separate nested keys."""
     ours: str
     """Key of our config, with its section."""
     reason: str = ""
-    """Why our model cannot hold some values of theirs."""
+    """Why our model cannot hold some of their values."""
     write: Callable[[Any], Any] = _same
     """Our value -> theirs."""
     read: Callable[[Any], Any] = _same
-    """Their value -> ours. A KeyError or ValueError refuses it."""
+    """Their value -> ours. A KeyError or ValueError refuses the value."""
     is_written: bool = True
-    """False leaves the class's default in an export, since the setting matters in training only."""
+    """False leaves the class's default in an export, for settings that matter only in training."""
 
 
 class Theirs(NamedTuple):
-    """A setting that the class alone has. Our model computes what it computes with one value."""
+    """A setting that only the class has. Our model is equivalent to one of its values."""
 
     theirs: str
     only: Any
-    """The value; of a tuple, the first is written and any is read."""
+    """The value. If it is a tuple, an export writes the first, and an import accepts any."""
     reason: str = ""
-    """Why another value is refused. Without it any is read, since the class ignores the setting."""
+    """Why other values are refused. If empty, all are accepted, since the class ignores them."""
 
 
 class Ours(NamedTuple):
-    """A setting that our model alone has. The class computes what it computes with one value."""
+    """A setting that only our model has. The class is equivalent to one of its values."""
 
     ours: str
     only: Any
     """The value, or a function that returns it for a run's config."""
     reason: str
-    """Why another value is refused; `{name}` stands for the class, `{only}` for the value."""
+    """Why other values are refused; `{name}` stands for the class, `{only}` for the value."""
     remedy: str = ""
-    """What to do instead, if it is not to train with the value."""
+    """What to do instead. If empty: train with the value."""
 
     def wanted(self, config: RunConfig) -> Any:
         """Return the value for a run."""
@@ -85,7 +87,7 @@ Row = Both | Theirs | Ours
 
 
 def refused(rows: Sequence[Row], config: RunConfig, name: str) -> Iterator[tuple[Ours, Refusal]]:
-    """Yield each row of our settings, for the class `name`, whose value a run does not have."""
+    """Yield the rows of our settings that a run violates, with refusals for the class `name`."""
     for row in rows:
         if isinstance(row, Ours) and (value := config.value(row.ours)) != row.wanted(config):
             reason = row.reason.format(name=name, only=row.wanted(config), value=value)
@@ -93,7 +95,7 @@ def refused(rows: Sequence[Row], config: RunConfig, name: str) -> Iterator[tuple
 
 
 def theirs(settings: Any, key: str) -> Any:
-    """Return the value of a key of config.json; None if a section lacks it."""
+    """Return the value of a key of config.json; None if it is absent."""
     for name in key.split("."):
         in_section = isinstance(settings, dict)
         settings = settings.get(name) if in_section else getattr(settings, name)
@@ -119,7 +121,7 @@ COMMON: tuple[Row, ...] = (
     Ours(
         "train.objective",
         "next_token",
-        "no transformers class looks both ways with these positions",
+        "no transformers class attends in both directions with these positions",
         f"{HERE} with next_token",
     ),
     Ours(
@@ -131,46 +133,46 @@ COMMON: tuple[Row, ...] = (
     Ours(
         "model.final_layernorm",
         True,
-        "{name} has a norm behind its last layer",
+        "{name} has a norm after its last layer",
         "Train with it; `pretrain evaluate` measures this model here",
     ),
 )
 """Rows of every class."""
 NO_EMBEDDING_NORM = Ours(
-    "model.embedding_layernorm", False, "{name} does not normalise its embeddings"
+    "model.embedding_layernorm", False, "{name} does not normalize its embeddings"
 )
 EVEN_HEADS = Ours(
     "model.kv_channels",
     lambda config: config.model.hidden_size // config.model.num_attention_heads,
     "the heads of {name} have hidden_size / heads = {only}",
 )
-NO_QK_NORM = Ours("model.qk_layernorm", False, "{name} does not normalise queries and keys")
+NO_QK_NORM = Ours("model.qk_layernorm", False, "{name} does not normalize queries and keys")
 NO_CLIPPING = Ours("model.clip_qkv", None, "{name} does not clip queries, keys and values")
 SEQUENTIAL = Ours(
-    "model.parallel_residual", False, "in {name} the MLP reads what attention has added to"
+    "model.parallel_residual", False, "in {name} the MLP reads the sum after attention"
 )
 
 
 def sizes(hidden: str, layers: str, heads: str, ffn: str = "") -> tuple[Both, ...]:
-    """Return the rows of the model's sizes, under their keys; without the MLP's if it has none."""
+    """Return the rows of the model's sizes, given the class's keys; `ffn` is "" if it has none."""
     keys = {"hidden_size": hidden, "num_layers": layers, "num_attention_heads": heads}
     keys |= {"ffn_hidden_size": ffn} if ffn else {}
     return tuple(Both(theirs, f"model.{name}") for name, theirs in keys.items())
 
 
 def activation(key: str) -> Both:
-    """Return the row of the MLP's activation, under their key."""
+    """Return the row of the MLP's activation, given the class's key."""
     reason = f"our activations are {', '.join(ACTIVATIONS)}"
     return Both(key, "model.hidden_act", reason, read=ACTIVATIONS.__getitem__)
 
 
 # ---- How a class arranges a tensor ---------------------------------------------------------------
 class Unchanged:
-    """Our tensor as it is. Weights and biases are rearranged alike; no value changes."""
+    """Keeps our tensor. Subclasses rearrange weights and biases alike, without changing values."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
-        """The class's modules."""
+        """Names of the class's modules."""
 
     def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
         """Return their tensors."""
@@ -193,7 +195,7 @@ class GroupedQkv(Unchanged):
         return [part.flatten(0, 2) for part in parts]
 
     def _stored(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """Return what is stored of [group, heads of it, head_dim, ...]."""
+        """Return the stored tensors, given q, k and v [group, heads of it, head_dim, ...]."""
         return q, k, v
 
     def restore(self, config: RunConfig, theirs: Sequence[Tensor]) -> Tensor:
@@ -205,9 +207,9 @@ class GroupedQkv(Unchanged):
 
 
 class SplitQkv(GroupedQkv):
-    """The same for a class without groups: each query head has a copy of its group's key and value.
+    """For a class without groups: each query head gets a copy of its group's key and value.
 
-    It computes the same function, with more weights and a larger cache.
+    The class computes the same function, with more weights and a larger cache.
     """
 
     def _stored(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -242,7 +244,7 @@ class InterleavedQkv(SplitQkv):
 
 
 class Transposed(Unchanged):
-    """A weight with its inputs first, as transformers' Conv1D has it."""
+    """A weight with the input dimension first, as in transformers' Conv1D."""
 
     def __init__(self, outputs: Unchanged) -> None:
         super().__init__(*outputs.names)
@@ -250,7 +252,7 @@ class Transposed(Unchanged):
         """How the outputs are arranged."""
 
     def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
-        # t() leaves a bias as it is.
+        # t() does not change a bias.
         return [part.t() for part in self.outputs.export(config, ours)]
 
     def restore(self, config: RunConfig, theirs: Sequence[Tensor]) -> Tensor:
@@ -258,7 +260,7 @@ class Transposed(Unchanged):
 
 
 class GateAndUp(Unchanged):
-    """The first product of a gated MLP as two tensors: the gate, and what it multiplies."""
+    """The first weight of a gated MLP as two tensors: the gate and the gated projection."""
 
     def export(self, config: RunConfig, ours: Tensor) -> Sequence[Tensor]:
         return ours.chunk(2)
@@ -270,7 +272,7 @@ class GateAndUp(Unchanged):
 
 
 class PastPadding(Unchanged):
-    """A table of positions behind rows of padding, which our model does not have."""
+    """A position table that begins with rows for padding, which our model does not have."""
 
     ROWS = 2
     """OPTLearnedPositionalEmbedding.offset: position p is in row p + 2."""
@@ -287,19 +289,19 @@ class PastPadding(Unchanged):
 # ---- Factors -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Factors:
-    """By what an export multiplies our weights.
+    """The factors by which an export multiplies our weights.
 
     Our model multiplies its word embeddings by config.embedding_scale, which no class does, so the
-    export stores the product. Where the same matrix is the output layer, the final LayerNorm is
+    export stores the product. If the same matrix is the output layer, the final LayerNorm is
     divided by the factor: (f e) . (LN(h) / f) = e . LN(h).
     """
 
     embedding: float = 1.0
-    """Word embeddings. With tied output the final LayerNorm is divided by it."""
+    """Factor on word embeddings. With a tied output layer the final LayerNorm is divided by it."""
     embedding_norm: float = 1.0
-    """The LayerNorm on the embeddings, if the model has one."""
+    """Factor on the weights of a LayerNorm on the embeddings."""
     stream: float = 1.0
-    """The residual stream: what attention and MLP add to it."""
+    """Factor on the residual stream, and so on the outputs of attention and MLP."""
 
 
 @dataclass(frozen=True)
@@ -312,40 +314,40 @@ class Stored:
     """Names in the class's state_dict."""
     arrangement: Unchanged
     factor: float = 1.0
-    """The class stores our tensor multiplied by this."""
+    """The class stores our tensor multiplied by this factor."""
     is_absent: bool = False
-    """True if our model has no such tensor, and the class stores zeros: a bias."""
+    """True for a bias that our model does not have, and that the class stores as zeros."""
 
     def export(self, config: RunConfig, tensor: Tensor) -> Sequence[Tensor]:
-        """Return what the class stores, under the names `theirs`, of our tensor."""
+        """Return the tensors that the class stores for ours, in the order of `theirs`."""
         return self.arrangement.export(config, _times(tensor, self.factor))
 
     def restore(self, config: RunConfig, parts: list[Tensor]) -> Tensor:
-        """Return our tensor, of what the class stores under the names `theirs`."""
+        """Return our tensor, given the class's tensors in the order of `theirs`."""
         tensor = self.arrangement.restore(config, parts)
         return tensor if self.factor == 1.0 else tensor / self.factor
 
 
 # ---- A table of tensors --------------------------------------------------------------------------
 class TensorTable:
-    """Where a format that computes what our model does, by its own tables, keeps our tensors."""
+    """Maps our tensors to those of another format for the same model."""
 
     modules: ClassVar[Mapping[str, str | Unchanged]]
-    """Our modules outside of layers -> theirs."""
+    """Our modules outside layers -> theirs."""
     layers: ClassVar[str]
-    """Their name of decoder.layers."""
+    """Their name for decoder.layers."""
     layer: ClassVar[Mapping[str, str | Unchanged]]
     """Our modules of a layer -> theirs."""
 
     def factors(self, config: RunConfig, embedding: Tensor) -> Factors:
-        """Return by what an export multiplies our weights, of which these are the embeddings."""
-        # The model's factor stands behind the LayerNorm on the embeddings, if there is one.
+        """Return the factors of an export; `embedding` is our word embeddings."""
+        # Our model scales embeddings after their LayerNorm, if there is one.
         has_norm = config.model.embedding_layernorm
         scale = config.embedding_scale
         return Factors(embedding_norm=scale) if has_norm else Factors(embedding=scale)
 
     def extra(self, config: RunConfig, factors: Factors, max_length: int) -> dict[str, Tensor]:
-        """Return the tensors that only the class has: a table of positions that we compute."""
+        """Return the tensors that only the class has, such as a table of computed positions."""
         import torch
 
         module = self.modules.get(POSITIONS)
@@ -357,9 +359,9 @@ class TensorTable:
         return {f"{name}.weight": part}
 
     def biased(self, config: RunConfig, module: str) -> bool:
-        """Return True if a module of ours has a bias there, which is zero if it has none here."""
+        """Return True if the class has a bias in this module; it is zero if ours has none."""
         if config.model.gated_linear_unit:
-            # The classes and programs of today's block have a bias nowhere else.
+            # Classes with Llama's block have no other biases.
             return module == QKV
         return module not in (EMBEDDING, POSITIONS, OUTPUT)
 
@@ -375,15 +377,15 @@ class TensorTable:
         }
 
     def stored_tensors(self, config: RunConfig, factors: Factors) -> Iterator[Stored]:
-        """Yield every tensor of the class but those of `extra`; a weight before its bias.
+        """Yield every tensor of the class except those of `extra`; each weight before its bias.
 
         Args:
             config: The run's config.
-            factors: By what the class stores our weights multiplied.
+            factors: The factors of the stored weights.
         """
         m, left_out = config.model, self.left_out(config)
         # A tied output layer multiplies by the scaled embeddings too. Dividing the final LayerNorm
-        # by the same factor cancels it in the logits.
+        # by the same factor cancels the factor in the logits.
         by_module = {
             EMBEDDING: factors.embedding,
             EMBEDDING_NORM: factors.embedding_norm,
@@ -412,12 +414,12 @@ class TensorTable:
     def convert(
         self, config: RunConfig, state: Mapping[str, Tensor], max_length: int
     ) -> dict[str, Tensor]:
-        """Return the weights under the names and in the shapes of the class, in fp32.
+        """Return the weights with the names and shapes of the class, in fp32.
 
         Args:
             config: The run's resolved config.
             state: Full fp32 tensors by global name.
-            max_length: Longest sequence in tokens, which sizes a table of positions.
+            max_length: Longest sequence in tokens: the size of a table of positions.
         """
         factors = self.factors(config, state[f"{EMBEDDING}.weight"])
         return dict(self.converted(config, factors, state, max_length))
@@ -425,20 +427,20 @@ class TensorTable:
     def converted(
         self, config: RunConfig, factors: Factors, state: Mapping[str, Tensor], max_length: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `convert` returns, a tensor of the state at a time.
+        """Yield the tensors of `convert` one at a time.
 
         Args:
             config: The run's resolved config.
-            factors: By what the class stores our weights multiplied.
-            state: Full tensors by global name: fp32, or on "meta" for the shapes alone.
-            max_length: Longest sequence in tokens, which sizes a table of positions.
+            factors: The factors of the stored weights.
+            state: Full tensors by global name: fp32, or on "meta" to get only shapes.
+            max_length: Longest sequence in tokens: the size of a table of positions.
         """
         import torch
 
         yield from self.extra(config, factors, max_length).items()
         rows = 0
         for stored in self.stored_tensors(config, factors):
-            # A bias that our model does not have follows its weight.
+            # A bias that our model does not have takes its size from the weight before it.
             tensor = torch.zeros(rows) if stored.is_absent else state[stored.name]
             rows = tensor.shape[0]
             for name, part in zip(stored.theirs, stored.export(config, tensor), strict=True):
@@ -447,40 +449,40 @@ class TensorTable:
 
 # ---- A class -------------------------------------------------------------------------------------
 class HuggingFaceClass(TensorTable):
-    """A transformers class, which models of ours it holds, and how.
+    """A transformers class, with the mapping between its models and ours.
 
-    A subclass fills in the table, and overrides a method where the class computes something that
-    our model does not: the weights are then rewritten so that both compute the same function.
+    A subclass fills in the table. If the class computes something that our model does not, the
+    subclass also overrides methods to rewrite the weights so that both compute the same function.
     """
 
     model_type: ClassVar[str]
-    """Key of its config class in AutoConfig."""
+    """Key of the class in AutoConfig."""
     name: ClassVar[str]
     """Name of the class that AutoModelForCausalLM loads."""
     architecture: ClassVar[str] = ""
-    """The name of it that config.json has under `architectures`, if that is another."""
+    """The name under `architectures` in config.json, if it differs from `name`."""
     positions: ClassVar[tuple[str, ...]]
-    """The position methods that it can hold; the first is that of a model from elsewhere."""
+    """The position methods that the class can hold; an import uses the first."""
     rows: ClassVar[tuple[Row, ...]]
-    """Settings, both ways."""
+    """The table of settings, for export and import."""
     length_key: ClassVar[str] = "max_position_embeddings"
     """Key of config.json that holds the longest sequence in tokens."""
     is_bounded: ClassVar[bool] = False
-    """True if the class computes no position beyond."""
+    """True if the class computes no positions beyond that length."""
     precisions: ClassVar[str] = "fp32, bf16 and fp16"
-    """In which the class computes the model, as `pretrain config` says it."""
+    """Precisions in which the class computes the model accurately, for `pretrain config`."""
     advice: ClassVar[str] = ""
-    """What it also says of a run that is exported so; `{stock}` stands for the stock class."""
+    """Further text for `pretrain config`; `{stock}` stands for the stock class."""
     stock: ClassVar[str] = ""
-    """Of a class of `modeling_slopes`, which the folder brings along: name of the stock class that
-    it is otherwise. Stock loaders refuse it."""
+    """For a class of `modeling_slopes`, whose code is in the folder: the stock class that it
+    modifies. Stock loaders refuse such a folder."""
     trust_remote_code: bool = False
-    """Run the code that a folder brings along."""
+    """Run code that a folder contains."""
     settings_tensors: ClassVar[Mapping[str, str]] = {}
-    """Our tensors that stand in config.json -> their keys."""
+    """Our tensors that are stored in config.json -> their keys."""
 
     def note(self, config: RunConfig, settings: Any) -> str:
-        """Return what a user of an export must know, for the model card.
+        """Return text for the model card: what users of an export must know.
 
         Args:
             config: The run's resolved config.
@@ -488,15 +490,15 @@ class HuggingFaceClass(TensorTable):
         """
         raise NotImplementedError
 
-    # -- aloud --
+    # -- refusals --
     def refusals(self, config: RunConfig) -> Iterator[tuple[Ours, Refusal]]:
-        """Return each setting of the model that the class does not support.
+        """Yield each setting of the model that the class does not support.
 
-        The remedy is empty where it is to train with what the row says.
+        The remedy is empty if it is to train with the value in the row.
         """
         return refused(self.rows, config, self.name)
 
-    # -- settings, forwards --
+    # -- export: settings --
     def settings(
         self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None
     ) -> dict[str, Any]:
@@ -505,10 +507,10 @@ class HuggingFaceClass(TensorTable):
         Args:
             config: The run's resolved config.
             max_length: Longest sequence in tokens.
-            state: Our tensors, of which some may stand among the settings.
+            state: Our tensors, some of which may be stored in the settings.
         """
-        # Programs that load a model look for this key before they fall back to a shorter default of
-        # their own, also where the class has another name for it or none.
+        # Always written, even if the class has another key or none, because programs that load a
+        # model look for this key before they fall back to a shorter default.
         found: dict[str, Any] = {"max_position_embeddings": max_length}
         found |= {"vocab_size": config.padded_vocab_size, self.length_key: max_length}
         for row in self.rows:
@@ -534,8 +536,8 @@ class HuggingFaceClass(TensorTable):
         Args:
             config: The run's resolved config.
             max_length: Longest sequence in tokens.
-            special: bos_token_id, eos_token_id and pad_token_id, as `special_ids` returns them.
-            state: Our tensors, of which some may stand among the settings.
+            special: bos_token_id, eos_token_id and pad_token_id, from `special_ids`.
+            state: Our tensors, some of which may be stored in the settings.
         """
         import torch
 
@@ -545,15 +547,15 @@ class HuggingFaceClass(TensorTable):
         if self.stock:
             own = {"AutoConfig": self.config_class, "AutoModelForCausalLM": self.code_class}
             found.auto_map = {k: f"{CODE.stem}.{each.__name__}" for k, each in own.items()}
-        # Not by setattr, since transformers 5 takes rope_scaling for its own rope_parameters.
+        # Not by setattr, because transformers 5 stores rope_scaling as rope_parameters.
         vars(found).update(self.marks(config))
         return found
 
     def marks(self, config: RunConfig) -> dict[str, Any]:
-        """Return keys of config.json that are for other readers; transformers ignores them."""
+        """Return keys of config.json for other programs; transformers ignores them."""
         return {}
 
-    # -- settings, backwards --
+    # -- import: settings --
     def sections(self, settings: Any) -> tuple[dict[str, dict[str, Any]], list[Refusal]]:
         """Return [model] and [position] of the model that a transformers config describes.
 
@@ -564,8 +566,8 @@ class HuggingFaceClass(TensorTable):
             "position.method": self.positions[0],
             "model.use_bias": True,
             "model.embedding_layernorm": EMBEDDING_NORM in self.modules,
-            # So the embedding has exactly as many rows as the folder's, whichever of them stand for
-            # pieces of the tokenizer. None of the classes multiplies its embeddings.
+            # The embedding gets exactly as many rows as the folder's, even if the tokenizer has
+            # fewer pieces. None of the classes multiplies its embeddings.
             "model.make_vocab_size_divisible_by": settings.vocab_size,
             "model.embedding_scale": 1.0,
         }
@@ -597,10 +599,10 @@ class HuggingFaceClass(TensorTable):
                 sections[section][name] = value
         return sections, refused
 
-    # -- what transformers has --
+    # -- classes of transformers --
     @property
     def config_class(self) -> Any:
-        """The config class."""
+        """The transformers config class."""
         if self.stock:
             return self.code_class.config_class
         from transformers import AutoConfig
@@ -609,12 +611,12 @@ class HuggingFaceClass(TensorTable):
 
     @property
     def code_class(self) -> Any:
-        """The class of ours that the folder brings along. A folder's copy of it is never run.
+        """Our own class whose code an export contains. A folder's copy of it is never run.
 
-        That would run what somebody may have changed, and leave another copy in the user's cache
-        (HF_MODULES_CACHE).
+        Someone may have changed that copy, and running it would leave another copy in the user's
+        cache (HF_MODULES_CACHE).
         """
-        # Imported here, since transformers' modelling code takes seconds to load.
+        # Imported here, because transformers' modeling code takes seconds to load.
         from pretrain.huggingface import modeling_slopes
 
         return getattr(modeling_slopes, self.name)
@@ -626,11 +628,11 @@ class HuggingFaceClass(TensorTable):
         )
 
     def load(self, folder: Path, **options: Any) -> Any:
-        """Return what from_pretrained does for a folder; its code runs by trust_remote_code alone.
+        """Load a folder with from_pretrained; code in it runs only with trust_remote_code.
 
         Args:
             folder: The folder.
-            options: Those of from_pretrained.
+            options: Options of from_pretrained.
         """
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -643,9 +645,9 @@ class HuggingFaceClass(TensorTable):
             folder, local_files_only=True, trust_remote_code=self.trust_remote_code, **options
         )
 
-    # -- tensors, backwards --
+    # -- import: tensors --
     def stored_factors(self, config: RunConfig, read: Read) -> Factors:
-        """Return by what the weights of a folder were multiplied."""
+        """Return the factors by which the weights of a folder were multiplied."""
         return Factors(embedding=config.embedding_scale)
 
     def restore(
@@ -656,10 +658,10 @@ class HuggingFaceClass(TensorTable):
         Args:
             config: The run's config.
             read: Returns a tensor of the class by its name, in fp32.
-            originals: Our tensors that this would not give back bit for bit, which the export kept;
-                used where they still are what the class stores. Their factor is no power of two
-                (sqrt(hidden_size): of two neighbouring numbers, both may round to the same
-                product), or the product leaves fp32's normal range.
+            originals: Copies that the export kept of tensors that cannot be restored bit for bit;
+                used if they still match the class's tensors. Such tensors have a factor that is not
+                a power of two, so that two neighboring numbers may round to the same product
+                (sqrt(hidden_size)), or a product outside fp32's normal range.
         """
         for stored in self.stored_tensors(config, self.stored_factors(config, read)):
             parts = [read(name) for name in stored.theirs]
@@ -684,5 +686,5 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _times(tensor: Tensor, factor: float) -> Tensor:
-    """Return the product with `factor`; the tensor itself for 1, which keeps a NaN's bits."""
+    """Return tensor x factor; for 1 the tensor itself, which keeps the bits of a NaN."""
     return tensor if factor == 1.0 else tensor * factor

@@ -1,7 +1,7 @@
-"""The transformers classes that hold our models: a table each, and which of them a run exports as.
+"""The transformers classes that hold our models: a table for each, and the choice between them.
 
-The classes were read in transformers 5.17 and 5.23 (transformers/models/{bloom,mpt,opt,gpt_neox}/
-modeling_*.py). `parity` measures at every export that the result is the same function.
+The tables follow the code of transformers 5.17 and 5.23 (transformers/models/{bloom,mpt,opt,
+gpt_neox}/modeling_*.py). `parity` checks at every export that both compute the same function.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from pretrain.huggingface.base import Read
 
 SLOPES = "position.slopes"
-"""Trained slopes, which a class in the folder has among its settings."""
+"""Name of trained slopes, which the classes of `modeling_slopes` store among their settings."""
 EXPORT_REACH = 16
-"""An export reaches this many training lengths, as far as the default evaluation does."""
+"""An export accepts this many training lengths by default, like the default evaluation."""
 _ENDS = "It computes no token beyond; `pretrain export --max-length N` makes one that reaches N."
 
 
@@ -61,45 +61,46 @@ CLASSIC: tuple[Row, ...] = (
     Ours("model.gated_linear_unit", False, "{name} has no gate in its MLP"),
     Ours("model.add_qkv_bias", False, "{name} has biases everywhere or nowhere"),
 )
-"""Rows of the classes of GPT's block: LayerNorms, an MLP without a gate."""
+"""Rows of the classes with GPT's block: LayerNorms and an MLP without a gate."""
 NARROW_MLP = Ours(
     "model.ffn_hidden_size",
     lambda config: 4 * config.model.hidden_size,
     "{name} has 4 x hidden_size = {only}",
 )
 STOCK_SLOPES = (
-    # Bloom computes the published slopes. So does MPT: see `Mpt.load`. A function, because an
-    # import of MPT reads the slopes from another row.
+    # Bloom computes the published slopes, and so does MPT (`Mpt.load`). The value is a function,
+    # because an import of MPT takes the slopes from another row.
     Ours("position.slopes", lambda _: "published", "{name} computes the published slopes"),
     Ours("position.trainable_slopes", False, "{name} computes the published slopes"),
 )
 
 
 # ---- Bloom: ALiBi with biases and tanh GELU (models/bloom/modeling_bloom.py) ---------------------
-# BloomModel applies word_embeddings_layernorm to the embeddings e. A model of ours that does not
-# (model.embedding_layernorm) has it neutralised. With embeddings a e, weight w = r sqrt(eps) / a
-# and bias 0 it computes
+# BloomModel applies word_embeddings_layernorm to the embeddings e. If our model does not
+# (model.embedding_layernorm = false), the export neutralizes that LayerNorm. With embeddings a e,
+# weight w = r sqrt(eps) / a and bias 0 it computes
 #
 #     LN(a e) = a (e - mean(e)) w / sqrt(a^2 var(e) + eps)
 #             = r (e - mean(e)) / sqrt(1 + a^2 var(e) / eps)
 #
 # For a small a the root is 1 up to a relative error of a^2 var(e) / (2 eps), below the rounding of
-# fp32, and what remains is r (e - mean(e)). Subtracting the mean has no effect: in a pre-LN model
-# the residual stream is read by LayerNorms only, which subtract the mean themselves.
+# fp32, and the result is r (e - mean(e)). Subtracting the mean has no effect: in a pre-LN model
+# only LayerNorms read the residual stream, and they subtract the mean themselves.
 #
-# In fp16, whose smallest number is 2^-24, a must not be that small. So the whole residual stream is
-# multiplied by a power of two s, which needs weights and biases of linear_proj and linear_fc2 times
-# s, and epsilons times s^2: LN(s x) with s^2 eps is LN(x) with eps. Bloom has one epsilon, which
-# the embedding LayerNorm shares, and for which a may be s times larger. s is no larger, because
-# fp16 ends at 65504, in the residual stream and in w. r is s times the model's embedding_scale.
+# fp16, whose smallest number is 2^-24, cannot store embeddings with such a small a. Therefore the
+# whole residual stream is multiplied by a power of two s: weights and biases of linear_proj and
+# linear_fc2 times s, and epsilons times s^2, because LN(s x) with s^2 eps is LN(x) with eps. Bloom
+# has only one epsilon, so the embedding LayerNorm gets the larger one too, and a may be s times
+# larger. s cannot be larger still, because the residual stream and w must stay below fp16's maximum
+# of 65504. r is s times the model's embedding_scale.
 #
 # Tied output weights are a e as well, so convert() divides the weight and bias of the final
-# LayerNorm by a, which leaves the logits as they were: (a e) . (LN(h) / a) = e . LN(h).
+# LayerNorm by a, which leaves the logits unchanged: (a e) . (LN(h) / a) = e . LN(h).
 #
 # a and s are powers of two, so all scalings are exact in fp32.
 BLOOM_STREAM_SCALE = 8.0
 BLOOM_MAX_RELATIVE_ERROR = 2.0**-20
-"""Largest error of the embeddings: sixteen roundings of fp32 (2^-24 each)."""
+"""Largest relative error of the embeddings: sixteen roundings of fp32 (2^-24 each)."""
 _BLOOM_NORM = "transformer.word_embeddings_layernorm"
 _NEUTRAL = """\
 Bloom applies a LayerNorm to its embeddings, which this model does not have. The export neutralises
@@ -123,7 +124,7 @@ class Bloom(HuggingFaceClass):
         Theirs(
             "apply_residual_connection_post_layernorm",
             False,
-            "our residual stream adds to what the LayerNorm reads, not to what it returns",
+            "our residual stream adds to the LayerNorm's input, not to its output",
         ),
         NARROW_MLP,
         NO_CLIPPING,
@@ -152,8 +153,8 @@ class Bloom(HuggingFaceClass):
         "mlp.linear_fc2": "mlp.dense_4h_to_h",
     }
     length_key = "seq_length"
-    # BloomAttention adds the biases m j of absolute positions j to its scores in the dtype of the
-    # weights. In bf16, which has 8 bits, 256 m and 257 m are one number.
+    # BloomAttention adds biases m j of absolute positions j to its scores, in the dtype of the
+    # weights. In bf16, with its 8 bits, 256 m and 257 m are the same number.
     precisions = "fp32"
     advice = (
         ". In bf16 and fp16 it rounds its ALiBi biases too much: for those train with "
@@ -175,7 +176,7 @@ does not."""
         return super().settings(config, max_length, state) | scaled
 
     def marks(self, config: RunConfig) -> dict[str, Any]:
-        # A reader that ignores layer_norm_epsilon computes another model of such a folder.
+        # Warns programs that ignore layer_norm_epsilon, which would compute another model.
         return {} if config.model.embedding_layernorm else {"neutralised_embedding_layernorm": True}
 
     def factors(self, config: RunConfig, embedding: Tensor) -> Factors:
@@ -184,13 +185,13 @@ does not."""
             return super().factors(config, embedding)
         stream = BLOOM_STREAM_SCALE
         largest = embedding.var(dim=1, unbiased=False).max().item()
-        # a^2 largest / (2 stream^2 eps) is the error.
+        # The error is a^2 largest / (2 stream^2 eps).
         allowed = 2 * stream**2 * config.model.layernorm_epsilon * BLOOM_MAX_RELATIVE_ERROR
         a = 2.0 ** math.floor(math.log2(allowed / largest) / 2) if largest else 1.0
         return Factors(embedding=a, stream=stream)
 
     def stored_factors(self, config: RunConfig, read: Read) -> Factors:
-        """Return the factors of an export, whose a is in the weight of the LayerNorm."""
+        """Return the factors of an export, with a taken from the weight of the LayerNorm."""
         if config.model.embedding_layernorm:
             return Factors(embedding_norm=config.embedding_scale)
         stream = BLOOM_STREAM_SCALE
@@ -207,7 +208,7 @@ does not."""
         return factor * factors.stream * root / factors.embedding
 
     def extra(self, config: RunConfig, factors: Factors, max_length: int) -> dict[str, Tensor]:
-        """Return the embedding LayerNorm that undoes itself, as derived above."""
+        """Return the neutralized embedding LayerNorm, as derived above."""
         import torch
 
         if config.model.embedding_layernorm:
@@ -220,9 +221,9 @@ does not."""
 
 
 # ---- MPT: ALiBi without biases, with erf GELU (models/mpt/modeling_mpt.py) -----------------------
-# Needs no algebra: linear layers are made without biases, and MptBlock sets those of its LayerNorms
-# to None. build_mpt_alibi_tensor computes the slopes that our model has (test_export.py compares
-# them for every number of heads to 40), in fp32 and for max_seq_len positions, where MPT ends.
+# Stores our weights unchanged: linear layers have no biases, and MptBlock sets the biases of its
+# LayerNorms to None. build_mpt_alibi_tensor computes the slopes of our model (test_export.py
+# compares them for every number of heads up to 40), in fp32 and for at most max_seq_len positions.
 _IGNORED = "stock transformers ignores it, and so would we"
 _BIAS_MAX = Both(
     "attn_config.alibi_bias_max",
@@ -236,7 +237,7 @@ _BIAS_MAX = Both(
 class Mpt(HuggingFaceClass):
     model_type = "mpt"
     name = "MptForCausalLM"
-    # As MosaicML and its readers spell it; transformers itself goes by model_type.
+    # As MosaicML and programs that read its models spell it; transformers uses model_type.
     architecture = "MPTForCausalLM"
     positions = ("alibi",)
     rows = (
@@ -299,16 +300,16 @@ raised there."""
         values = json.loads((folder / "config.json").read_bytes())
         attention = values.get("attn_config")
         if isinstance(attention, dict) and isinstance(attention.get("clip_qkv"), int):
-            # Published ones have 6, and transformers 5 wants a float.
+            # Published models have 6, and transformers 5 requires a float.
             attention["clip_qkv"] = float(attention["clip_qkv"])
         return self.config_class.from_dict(values)
 
     def load(self, folder: Path, **options: Any) -> Any:
-        """Return what from_pretrained does, with the slopes of alibi_bias_max.
+        """Load a folder with from_pretrained, and make the model use alibi_bias_max.
 
-        MptModel.forward does not hand it to its own build_mpt_alibi_tensor, so stock transformers
-        always has the slopes of 8 (models/mpt/modeling_mpt.py), unlike the code with which models
-        of other values were trained (llmfoundry/models/layers/attention.py, gen_slopes).
+        MptModel.forward does not pass it to build_mpt_alibi_tensor, so stock transformers always
+        uses the slopes of 8 (models/mpt/modeling_mpt.py). The code that trained models with other
+        values does not (llmfoundry/models/layers/attention.py, gen_slopes).
         """
         loaded = super().load(folder, **options)
         model = (loaded[0] if isinstance(loaded, tuple) else loaded).transformer
@@ -327,7 +328,7 @@ def _slopes(values: Sequence[float]) -> Sequence[float]:
 
 
 class _WithSlopes(HuggingFaceClass):
-    """A class in the folder, which is a stock class but for ALiBi's slopes."""
+    """A class whose code is in the folder: a stock class with other ALiBi slopes."""
 
     architecture = ""
     heads_key: str
@@ -341,9 +342,9 @@ class _WithSlopes(HuggingFaceClass):
         self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None
     ) -> dict[str, Any]:
         found = (state or {}).get(SLOPES, config.position.initial_values(config)[SLOPES])
-        # The number of heads is null, so that the stock class refuses the folder: transformers 5
-        # checks the type, and transformers 4 divides by it. The slopes are numbers of fp32, which
-        # JSON keeps exactly; a weight would be rounded to 16 bit.
+        # The number of heads is null, so that stock classes refuse the folder: transformers 5
+        # checks its type, and transformers 4 divides by it. JSON keeps the fp32 slopes exactly,
+        # whereas loading in 16 bit would round slopes among the weights.
         own = {self.heads_key: None, "slopes": found.float().tolist()}
         return super().settings(config, max_length, state) | own
 
@@ -384,14 +385,14 @@ class MptSlopes(_WithSlopes, Mpt):
     ) -> dict[str, Any]:
         found = super().settings(config, max_length, state)
         if SLOPES not in config.position.tensors(config):
-            # For programs that take the slopes from there.
+            # For programs that compute the slopes from this key.
             found["attn_config"]["alibi_bias_max"] = bias_max_of(config.value("position.slopes"))
         return found
 
 
 # ---- OPT: learned and sinusoidal positions (models/opt/modeling_opt.py) --------------------------
-# OPT adds a learned table of positions to its embeddings, which needs no algebra. With sinusoidal
-# positions the table is filled with the sinusoids of the first max_length positions.
+# OPT adds a learned table of positions to its embeddings, so weights are stored unchanged. For
+# sinusoidal positions the table holds the sinusoids of the first max_length positions.
 class Opt(HuggingFaceClass):
     model_type = "opt"
     name = "OPTForCausalLM"
@@ -404,14 +405,14 @@ class Opt(HuggingFaceClass):
         Both("max_position_embeddings", "position.max_position_embeddings", is_written=False),
         activation("activation_function"),
         Theirs(
-            "do_layer_norm_before", True, "our layers normalise their inputs, not their outputs"
+            "do_layer_norm_before", True, "our layers normalize their inputs, not their outputs"
         ),
         Theirs("_remove_final_layer_norm", False, "our model ends with a LayerNorm"),
         Both("word_embed_proj_dim", "model.hidden_size", "our embeddings are as wide as the model"),
         Theirs("layer_norm_elementwise_affine", True, "our LayerNorms have weights"),
         Theirs("enable_bias", True, "without biases our LayerNorms have none either"),
         Theirs("layerdrop", 0.0, "our model leaves out no layers"),
-        # OPTDecoderLayer makes its LayerNorms with torch's default epsilon.
+        # OPTDecoderLayer creates its LayerNorms with torch's default epsilon.
         Ours("model.layernorm_epsilon", 1e-5, "{name} supports {only} only"),
         NO_CLIPPING,
         SEQUENTIAL,
@@ -430,7 +431,7 @@ class Opt(HuggingFaceClass):
             "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
         ),
         "self_attention.linear_proj": "self_attn.out_proj",
-        # OPT calls the LayerNorm before each MLP "final"; the last one of the decoder is another.
+        # OPT calls the LayerNorm before each MLP "final". It is not the decoder's last LayerNorm.
         "pre_mlp_layernorm": "final_layer_norm",
         "mlp.linear_fc1": "fc1",
         "mlp.linear_fc2": "fc2",
@@ -445,7 +446,7 @@ The sinusoidal positions are stored as a table of position embeddings, so sequen
 `{self.length_key}` tokens long. {_ENDS}"""
 
 
-# ---- GPT-2: as OPT, with any epsilon (models/gpt2/modeling_gpt2.py) ------------------------------
+# ---- GPT-2: like OPT, with any epsilon (models/gpt2/modeling_gpt2.py) ----------------------------
 class Gpt2(Opt):
     model_type = "gpt2"
     name = "GPT2LMHeadModel"
@@ -488,8 +489,8 @@ class Gpt2(Opt):
 
 
 # ---- GPT-NeoX: rotary positions (models/gpt_neox/modeling_gpt_neox.py) ---------------------------
-# Needs no algebra either. rotate_half pairs channel k with channel k + n / 2, where n channels are
-# rotated, as Megatron does unless rotary_interleaved is set.
+# Stores our weights unchanged. With n rotated channels, rotate_half pairs channel k with channel
+# k + n / 2, as Megatron does unless rotary_interleaved is set.
 class GptNeoX(Rotated):
     model_type = "gpt_neox"
     name = "GPTNeoXForCausalLM"
@@ -525,7 +526,7 @@ class GptNeoX(Rotated):
     }
 
     def marks(self, config: RunConfig) -> dict[str, Any]:
-        # What transformers 4 had in place of rope_parameters, and its readers still look for.
+        # Keys of transformers 4 in place of rope_parameters, which other programs still read.
         rope = config.position.rope()
         return {"rotary_pct": rope.percent, "rotary_emb_base": rope.base} if rope else {}
 
@@ -545,7 +546,7 @@ CLASSES: dict[str, HuggingFaceClass] = {
         *(BloomSlopes(), MptSlopes()),
     )
 }
-"""Every class that a model can be exported as and imported from, by model_type."""
+"""model_type -> class, for every class that a model can be exported to and imported from."""
 
 
 # ---- Which class a run exports as ----------------------------------------------------------------
@@ -553,7 +554,7 @@ def class_of(config: RunConfig) -> HuggingFaceClass:
     """Return the class that can hold this run's model.
 
     Raises:
-        ConfigError: No class can. The message gives every reason, and what to train instead.
+        ConfigError: No class can. The message gives all reasons, and what to train instead.
     """
     if config.data.tokenizer == WORDS:
         remedy = f"{HERE} with a SentencePiece or Hugging Face tokenizer"
@@ -573,8 +574,8 @@ def class_of(config: RunConfig) -> HuggingFaceClass:
             reason = f"no class of that name holds position.method = {method}"
             remedy = f"Choose one of {names}, or leave it out"
             raise ConfigError(str(config.refusal("export.model_type", reason, remedy)))
-    # The one with the least in its way, stock classes first: min() takes the first of equals. A
-    # model with ALiBi, tanh GELU and no biases is a Bloom with biases of 0, for example.
+    # The class with the fewest obstacles. min() takes the first of equal ones, and stock classes
+    # come first. For example, ALiBi with tanh GELU and without biases is a Bloom with zero biases.
     found = min(candidates, key=lambda each: len(list(each.refusals(config))))
     refusals = []
     for row, refusal in found.refusals(config):
@@ -582,7 +583,7 @@ def class_of(config: RunConfig) -> HuggingFaceClass:
         shown = wanted if isinstance(wanted, str) else json.dumps(wanted)
         refusals.append(refusal._replace(remedy=refusal.remedy or f"Train with {shown}"))
     if refusals and chosen:
-        # An import has set it, and the positions may have changed since.
+        # An import has set the key, and the positions may have changed since then.
         reason, remedy = "does not hold this model", "Remove it by --set export.model_type="
         refusals.append(config.refusal("export.model_type", reason, remedy))
     if refusals:
@@ -593,8 +594,8 @@ def class_of(config: RunConfig) -> HuggingFaceClass:
 def export_length(config: RunConfig) -> int:
     """Return the longest sequence, in tokens, that an export accepts unless told otherwise.
 
-    It reaches 16 training lengths and every length that is evaluated; a learned position table ends
-    where it ends.
+    This is 16 training lengths or the longest length in evaluation.lengths, whichever is longer;
+    for a learned position table, its number of rows.
     """
     end = config.position.table_end(config)
     return end or max(EXPORT_REACH * config.data.sequence_length, *config.evaluation_lengths)

@@ -1,12 +1,12 @@
-"""The programs that read an export beside transformers: what each is written, and what it computes.
+"""Programs other than transformers that read an export: their files, and what they can compute.
 
-The export's folder is transformers'. What another program needs lies in a folder of its own in it,
-and is made of the run's weights, not of transformers' files, so nothing that a class rewrites (see
-`classes.Bloom`) reaches it. Nothing that is peculiar to a program stands elsewhere.
+An export is a folder for transformers. Files for another program are in a subfolder. They are made
+from the run's weights and not from transformers' files, so they contain nothing that a class
+rewrites (see `classes.Bloom`). All knowledge about these programs is in this file.
 
-Read in llama.cpp b9190 (src/models/{mpt,bloom,gptneox}.cpp, src/llama-vocab.cpp) and vLLM at
-02d799b (model_executor/models/{mpt,bloom,opt,gpt_neox}.py; gpt2.py at 0176894, llama.py at
-0035bdf, qwen3.py at 002456d). `HOLDS` is the result; every export compares.
+`HOLDS` follows the code of llama.cpp b9190 (src/models/{mpt,bloom,gptneox}.cpp,
+src/llama-vocab.cpp) and vLLM 02d799b (model_executor/models/{mpt,bloom,opt,gpt_neox}.py; gpt2.py at
+0176894, llama.py at 0035bdf, qwen3.py at 002456d). Every export compares the results if it can.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from pretrain.data.tokenizer import Tokenizer
 
 TRANSFORMERS = "transformers"
-"""The program whose folder every export is. Of --for it asks for nothing more."""
+"""The program that reads every export. Naming it in --for adds nothing."""
 
 
 # ---- What each program holds ---------------------------------------------------------------------
@@ -82,7 +82,7 @@ _GELU = Ours("model.hidden_act", _any_gelu, "its {name} computes GELU")
 _SILU = Ours("model.hidden_act", "silu", "its {name} computes SiLU")
 _PLAIN = Ours("position.rotary_scaling", None, "with its {name} only plain frequencies are written")
 HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
-    # By reading its source; it needs a GPU, or a build of its own.
+    # Known from its source only, because running it needs a GPU or a special build.
     "vllm": {
         Mpt.name: (
             Ours("model.layernorm_epsilon", 1e-5, "its MPT has {only}, not {value}"),
@@ -92,13 +92,13 @@ HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
             Ours("model.hidden_act", "gelu", "its Bloom computes exact GELU, not the tanh one"),
             Ours("model.tie_word_embeddings", True, "its Bloom skips lm_head.weight"),
         ),
-        # At older commits; a user's vLLM may be one of them.
+        # True of older commits, one of which a user may have installed.
         **{each.name: (_TIED,) for each in (Opt, Gpt2)},
         GptNeoX.name: (_PLAIN,),
         **{each.name: (_SILU,) for each in (Llama, Mistral, Qwen2)},
         Qwen3.name: (_SILU, Ours("model.add_qkv_bias", False, "its Qwen3 has no bias behind them")),
     },
-    # Both kinds of GELU are one there, the tanh one looked up in fp16: `LlamaCpp.rounding`.
+    # It computes both kinds of GELU as the tanh one, from a table in fp16: `LlamaCpp.rounding`.
     "llama.cpp": {
         Mpt.name: (),
         MptSlopes.name: _ONE_BIAS_MAX,
@@ -109,21 +109,21 @@ HOLDS: dict[str, dict[str, tuple[Ours, ...]]] = {
         Qwen3.name: (_SILU, _PLAIN),
     },
 }
-"""Program -> class of transformers -> the settings with which the program computes that model.
+"""Program -> transformers class -> settings with which the program computes the class correctly.
 
-A class that a program lacks, such as ALiBi with other slopes, is refused."""
+A class that is missing here, such as ALiBi with other slopes, is refused for that program."""
 
 
 # ---- A program -----------------------------------------------------------------------------------
 class Export(NamedTuple):
-    """A run's model and tokenizer, of which a program's files are made."""
+    """A run's model and tokenizer, from which a program's files are made."""
 
     config: RunConfig
     state: Mapping[str, Tensor]
     """Full fp32 tensors by global name."""
     target: HuggingFaceClass
     folder: Path
-    """The folder of transformers, complete."""
+    """The complete transformers folder."""
     tokenizer: Tokenizer
     special: Mapping[str, int]
     """bos_token_id, eos_token_id and pad_token_id."""
@@ -137,7 +137,7 @@ class Export(NamedTuple):
         names, taken = list[str](), set(tokens)
         for i, token in enumerate(tokens):
             name = padding.format(i) if token is None else token
-            # Programs look ids up by name, and a token may be named so.
+            # Names must be unique, because programs look up ids by name.
             while token is None and name in taken:
                 name += "_"
             names.append(name)
@@ -150,18 +150,18 @@ class Loaded(NamedTuple):
     logits: Callable[[Tensor], Tensor]
     """Token ids [1, T] -> logits [1, T, V]."""
     encode: Callable[[str, bool], list[int]]
-    """A text, and whether names of special tokens in it are those tokens -> ids."""
+    """(A text, whether names of special tokens in it stand for those tokens) -> ids."""
 
 
 class Consumer:
-    """A program that reads exports. A subclass says what it is written and loads it again."""
+    """A program that reads exports. A subclass writes files for it, and loads them with it."""
 
     name: ClassVar[str]
-    """Its name in --for and in `HOLDS`; also that of its folder, if it writes files."""
+    """Its name in --for and in `HOLDS`, and of the subfolder for its files."""
     packages: ClassVar[tuple[str, ...]] = ()
-    """What writes the files, beside what is installed anyway."""
+    """Optional packages that writing the files needs."""
     reader: ClassVar[str] = ""
-    """The package in which the files are loaded and compared; "" for none."""
+    """The package that loads the files for the comparison; "" for none."""
 
     def reasons(self, config: RunConfig, target: HuggingFaceClass) -> Iterator[str]:
         """Yield why the program would compute another model than the run's."""
@@ -172,14 +172,14 @@ class Consumer:
             yield f"{row.ours} = {refusal.value}: {refusal.reason}"
 
     def vocabulary_reasons(self, tokenizer: Tokenizer) -> Iterator[str]:
-        """Yield why the program cannot read a text as the run's tokenizer does."""
+        """Yield why the program cannot tokenize a text like the run's tokenizer."""
         yield from ()
 
     def check(self, config: RunConfig, target: HuggingFaceClass, tokenizer: Tokenizer) -> None:
-        """Check that the program can have this model, and that its files can be written here.
+        """Check that the program supports this model, and that its files can be written here.
 
         Raises:
-            ConfigError: It cannot, or a package is missing.
+            ConfigError: It does not support the model, or a package is missing.
         """
         reasons = [*self.reasons(config, target), *self.vocabulary_reasons(tokenizer)]
         if reasons:
@@ -193,7 +193,7 @@ class Consumer:
             )
 
     def write(self, export: Export, folder: Path) -> None:
-        """Write the program's files into its folder, which exists."""
+        """Write the program's files into its existing folder."""
         raise NotImplementedError
 
     def load(self, export: Export, folder: Path) -> Loaded:
@@ -201,7 +201,7 @@ class Consumer:
         raise NotImplementedError
 
     def rounding(self, config: RunConfig) -> float:
-        """Return by how much logits may differ beyond fp32, in units of the largest one."""
+        """Return the error allowed beyond fp32 rounding, relative to the largest logit."""
         return 0.0
 
 
@@ -210,9 +210,9 @@ class Vllm(Consumer):
 
 
 # ---- llama.cpp -----------------------------------------------------------------------------------
-# Of its graphs, MPT's adds biases, a table of positions and an output layer where the file has
-# them, and scales ALiBi by a number of the file, so it is a GPT with any of our embeddings. Bloom's
-# is one with a LayerNorm on the embeddings.
+# Its MPT graph uses biases, a table of positions and an output layer if the file has them, and
+# takes ALiBi's scale from the file, so it also computes a GPT with learned or sinusoidal positions.
+# Its Bloom graph adds a LayerNorm on the embeddings.
 class _Gguf(TensorTable):
     """gguf-py/gguf/constants.py, TENSOR_NAMES."""
 
@@ -235,7 +235,7 @@ class _Gguf(TensorTable):
 
 
 class _GgufLlama(_Gguf):
-    """The same of the graphs "llama" and "qwen3"."""
+    """The tensor names of the graphs "llama" and "qwen3"."""
 
     layer: ClassVar = _Gguf.layer | {
         QKV: GroupedQkv("attn_q", "attn_k", "attn_v"),
@@ -294,7 +294,7 @@ class LlamaCpp(Consumer):
         if graph == "llama":
             tensors |= self._rotated(config, tensors, writer)
         if graph == "gptneox" and m.tie_word_embeddings:
-            # Its GPT-NeoX reads an output layer and does not look for a tied one.
+            # Its GPT-NeoX graph requires an output layer, even if it is tied.
             tensors["output.weight"] = tensors["token_embd.weight"]
         for name, tensor in tensors.items():
             writer.add_tensor(name, tensor.numpy())
@@ -306,17 +306,17 @@ class LlamaCpp(Consumer):
     def _graph(self, config: RunConfig) -> str:
         m = config.model
         if m.gated_linear_unit:
-            # Of those of today's block, llama has biases or none, and qwen3 norms of queries.
+            # Both graphs have Llama's block; qwen3 also normalizes queries and keys.
             return "qwen3" if m.qk_layernorm else "llama"
         return "gptneox" if config.position.rope() else "bloom" if m.embedding_layernorm else "mpt"
 
     def _rotated(
         self, config: RunConfig, tensors: Mapping[str, Tensor], writer: Any
     ) -> dict[str, Tensor]:
-        """Return the tensors that the graph "llama" has otherwise: it rotates neighbours.
+        """Return the tensors that differ in the graph "llama", which rotates neighboring channels.
 
-        Where others pair channel i with channel i + head_dim / 2, it pairs 2 i with 2 i + 1. By
-        `rope_freqs` it divides the frequencies, whichever scaling they are of.
+        It pairs channel 2 i with 2 i + 1, where others pair i with i + head_dim / 2. It divides
+        the frequencies by `rope_freqs`, which can hold the effect of any rotary scaling.
         """
         half = config.head_dim // 2
         found = {
@@ -334,7 +334,7 @@ class LlamaCpp(Consumer):
         return found
 
     def _add_vocabulary(self, writer: Any, export: Export) -> None:
-        """Write the tokenizer, which splits a text as the run's does and adds nothing to it."""
+        """Write the tokenizer, which gives the same ids as the run's and adds no tokens."""
         from gguf import TokenType
 
         from pretrain.data.tokenizer import PieceTokenizer
@@ -352,7 +352,8 @@ class LlamaCpp(Consumer):
             for i, piece in enumerate(tokenizer.proto.pieces):
                 scores[i], kinds[i] = piece.score, TokenType(piece.type)
                 if kinds[i] == TokenType.CONTROL and i not in control:
-                    # As in transformers' folder, a name of a token that training never saw is text.
+                    # The name of a token that training never saw is plain text, as in the
+                    # transformers folder.
                     kinds[i] = TokenType.UNUSED
             writer.add_token_scores(scores)
         else:
@@ -380,7 +381,7 @@ class LlamaCpp(Consumer):
         from cyllama.llama import llama_cpp
 
         class Model(llama_cpp.LlamaModel):  # type: ignore[misc]  # untyped
-            # LlamaContext.get_logits_ith of cyllama 0.2.18 asks the model, which lacks it.
+            # LlamaContext.get_logits_ith of cyllama 0.2.18 reads this missing attribute.
             n_vocab = property(lambda self: self.get_vocab().n_vocab)
 
         llama_cpp.disable_logging()
@@ -391,7 +392,7 @@ class LlamaCpp(Consumer):
             length, params = ids.shape[1], llama_cpp.LlamaContextParams()
             params.n_ctx = params.n_batch = length
             params.n_threads = params.n_threads_batch = torch.get_num_threads()
-            # GGML_TYPE_F32: the cache, and so the comparison, is not in 16 bit.
+            # GGML_TYPE_F32, because a cache in 16 bit would make the comparison inaccurate.
             params.type_k = params.type_v = params.flash_attn_type = 0
             context = llama_cpp.LlamaContext(model, params)
             batch = llama_cpp.LlamaBatch(n_tokens=length, embd=0, n_seq_max=1)
@@ -403,17 +404,18 @@ class LlamaCpp(Consumer):
         return Loaded(logits, lambda text, special: list(vocabulary.tokenize(text, False, special)))
 
     def rounding(self, config: RunConfig) -> float:
-        # ggml_gelu looks the tanh approximation up in a table of fp16 (2^-11 on either side), from
-        # which exact GELU differs by as much. Half of this was seen in models of 2 to 4 layers.
+        # ggml_gelu takes the tanh approximation from an fp16 table (errors of 2^-11 in input and
+        # output), and exact GELU differs from it by as much. Models of 2 to 4 layers showed half
+        # of this bound.
         return config.model.num_layers * 2.0**-11 * config.model.hidden_act.startswith("gelu")
 
 
 def _unlike_gpt2(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a tokenizer.json has and a GGUF file of GPT-2's tokenizer cannot state."""
+    """Yield the features of a tokenizer.json that a GGUF file of GPT-2's tokenizer cannot hold."""
     split, model = content["pre_tokenizer"] or {}, content["model"]
     like = split.get("type") == "ByteLevel" and split.get("use_regex", True)
     if not like or split.get("add_prefix_space") or content["normalizer"] or model["type"] != "BPE":
-        yield "it would split texts of this tokenizer otherwise"
+        yield "it would split texts differently from this tokenizer"
         return
     options = "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"
     yield from (f"model.{name} is set" for name in options if model.get(name))
@@ -428,7 +430,7 @@ CONSUMERS: dict[str, Consumer] = {each.name: each for each in (Vllm(), LlamaCpp(
 
 
 def chosen(names: Sequence[str]) -> list[Consumer]:
-    """Return the programs that --for names beside transformers, each once.
+    """Return the programs that --for names, without transformers and without duplicates.
 
     Raises:
         ConfigError: There is no such program.
@@ -460,11 +462,11 @@ def prove(
     logits_fn: Callable[[Tensor], Tensor],
     ids_by_length: Sequence[Tensor],
 ) -> Proof:
-    """Load what a program was written, in that program, and compare it with the run's model.
+    """Load a program's files with that program, and compare the result with the run's model.
 
     Args:
         program: The program.
-        export: What its files were made of.
+        export: The model and tokenizer from which its files were made.
         logits_fn: Token ids [1, T] -> our model's logits [1, T, V] in fp32.
         ids_by_length: Token ids [N, T] for each length T.
     """
@@ -510,7 +512,7 @@ def prove(
 def not_for(
     config: RunConfig, target: HuggingFaceClass, written: Sequence[Consumer] = ()
 ) -> Iterator[str]:
-    """Yield "PROGRAM: ..." for each other program that would compute another model, or may not."""
+    """Yield "PROGRAM: ..." for each program that has no files here: why, or how to write them."""
     for each in CONSUMERS.values():
         if each not in written:
             reasons = "; ".join(each.reasons(config, target))
@@ -520,11 +522,11 @@ def not_for(
 
 # ---- Before training -----------------------------------------------------------------------------
 def describe_export(config: RunConfig, obstacles: Sequence[str] = ()) -> Iterator[str]:
-    """Yield lines that say what a run will export as, in which precisions and for what, or why not.
+    """Yield lines with the class, precisions and programs of a run's export, or why it has none.
 
     Args:
         config: The run.
-        obstacles: Reasons beside the model's why it could not be exported.
+        obstacles: Further reasons why the run could not be exported.
     """
     reasons, found = [line for text in obstacles for line in text.splitlines()], None
     try:

@@ -39,10 +39,10 @@ from pretrain.rundir.metrics import evaluation_records
 from pretrain.rundir.paths import RunPaths
 
 PARITY_ROWS = 4
-"""Number of validation sequences that are compared at the training length; one beyond it."""
+"""Number of validation sequences to compare at the training length. One is compared beyond it."""
 SCORE_BYTES = 2**32
-"""Largest matrix of attention scores in the comparison, [heads, T, T] in fp32. It bounds T, and so
-the memory and the time of exporting a large model."""
+"""Largest matrix of attention scores in the comparison, [heads, T, T] in fp32, in bytes. It limits
+T, and thereby the memory and time to export a large model."""
 
 
 def export_source(
@@ -55,23 +55,23 @@ def export_source(
 ) -> None:
     """Export a checkpoint, compare the export with the trained model and print the comparison.
 
-    The folder gets its name after that. One model is in memory at a time: the process's own memory
-    (RssAnon) is the fp32 weights once, plus about 0.2 GB for libraries and activations. Pages of
-    mapped files come beside it, which the kernel takes back when memory is short. The files of
-    `programs` are made of all weights at once, for which some libraries copy tensors again.
+    The folder gets its final name after the comparison. Only one model is in memory at a time: the
+    process's own memory (RssAnon) is the fp32 weights once, plus about 0.2 GB for libraries and
+    activations. It also maps files, whose pages the kernel reclaims when memory is short. Writing
+    the files for `programs` needs all weights at once, and some libraries copy tensors again.
 
     Args:
         source: Run directory (its newest checkpoint is exported) or checkpoint directory.
         out: Hugging Face folder to write.
         max_length: Longest sequence in tokens that the export accepts; None takes 16 training
             lengths, or the longest that the run evaluates.
-        overrides: `section.key=value` settings of [export], or of where the data set is.
-        programs: Names in `consumers.CONSUMERS` of programs to export for, beside transformers.
+        overrides: `section.key=value` settings of [export], or of data.directory.
+        programs: Names in `consumers.CONSUMERS` of further programs to export for.
 
     Raises:
         ConfigError: No transformers class can hold the model, a program would compute another one,
             or the checkpoint or the data is missing or damaged.
-        RunFailed: The export computes something else, or cannot be written.
+        RunFailed: The export computes another function, or cannot be written.
     """
     checkpoint = find_checkpoint(source)
     if out.resolve().is_relative_to(checkpoint.resolve()):
@@ -83,17 +83,17 @@ def export_source(
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Check that settings for an export leave the model and its training as they are.
+    """Check that settings for an export do not change the model or its training.
 
     Raises:
-        ConfigError: One sets another key.
+        ConfigError: A setting does.
     """
     for override in overrides:
         key = override.partition("=")[0].strip()
         if not key.startswith("export.") and key != "data.directory":
             raise ConfigError(
-                f"--set {override}: an export holds the model as it was trained. It takes keys of "
-                "[export], and data.directory where the data set was moved"
+                f"--set {override}: an export holds the model as it was trained. Set only keys of "
+                "[export], and data.directory if the data set was moved"
             )
 
 
@@ -106,8 +106,8 @@ def _export(
 ) -> None:
     """Export an opened checkpoint and print the comparison; see `export_source`."""
     checkpoint = opened.path
-    # Checkpoints load on any layout, so one process is enough. fp32 because the export holds the
-    # fp32 master weights, and the comparison is one of fp32 logits.
+    # Checkpoints load on any layout, so one process is enough. In fp32, because the export holds
+    # the fp32 master weights, and the comparison is of fp32 logits.
     config = opened.load_config([*overrides, "train.precision=fp32"])
     stream, directory = _validation_split(config, opened)
     tokenizer = tokenizer_of(opened, Path(directory))
@@ -161,10 +161,10 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
 
     Args:
         config: The run's config.
-        max_length: What the user asks for; None takes the default.
+        max_length: The requested length; None takes the default.
 
     Raises:
-        ConfigError: It is shorter than the training length, or not that of a learned table.
+        ConfigError: The length is below the training length, or not that of a learned table.
     """
     if max_length is None:
         return export_length(config)
@@ -172,7 +172,7 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
     if max_length < length:
         raise ConfigError(
             f"--max-length {max_length}: shorter than data.sequence_length = {length}, at which "
-            "the model was trained. Give at least that"
+            "the model was trained. Give at least that length"
         )
     if rows is not None and max_length != rows:
         raise ConfigError(
@@ -186,15 +186,15 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
 def recorded_logits(
     config: RunConfig, checkpoint: Checkpoint, ids_by_length: Sequence[Tensor], folder: Path
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Compute a checkpoint's logits with the model that trains, and yield them without the model.
+    """Compute a checkpoint's logits with our model, and free the model before yielding them.
 
-    Yielded is a function of token ids [1, T], whose logits [1, T, V] were kept.
+    Yields a function from token ids [1, T] to the stored logits [1, T, V].
 
     Args:
         config: The checkpoint's config, for one process in fp32.
-        checkpoint: The checkpoint, opened.
-        ids_by_length: Token ids [N, T] for each length T; a row is what is asked for later.
-        folder: Where they are kept meanwhile.
+        checkpoint: The opened checkpoint.
+        ids_by_length: Token ids [N, T] for each length T. The function accepts only their rows.
+        folder: Folder in which the logits are stored meanwhile.
     """
     with tempfile.TemporaryDirectory(prefix=".logits-", dir=folder) as kept:
         files: dict[bytes, str] = {}
@@ -217,14 +217,14 @@ def recorded_logits(
 def _validation_split(config: RunConfig, checkpoint: Checkpoint) -> tuple[TokenStream | None, str]:
     """Return the validation split and the directory of its data set.
 
-    There is no split where the data set is not here; that is printed.
+    If the data set is not on this machine, the split is None, and a line is printed.
 
     Args:
         config: The checkpoint's config.
-        checkpoint: The checkpoint, opened.
+        checkpoint: The opened checkpoint.
 
     Raises:
-        ConfigError: The data set is damaged or another tokenizer's.
+        ConfigError: The data set is damaged, or was built with another tokenizer.
     """
     try:
         config = with_data_set(config, checkpoint)
@@ -243,7 +243,7 @@ def _validation_split(config: RunConfig, checkpoint: Checkpoint) -> tuple[TokenS
 def _comparison_ids(config: RunConfig, stream: TokenStream | None, max_length: int) -> list[Tensor]:
     """Return token ids [N, T] to compare the models on, at L tokens and beyond, at up to 16 L.
 
-    The tokens are the first of the validation split, or random ones where there is none.
+    The tokens are the first ones of the validation split, or random ones without a split.
 
     Args:
         config: The checkpoint's config.
@@ -276,14 +276,14 @@ def longest_comparison(config: RunConfig) -> int:
 
 
 def _curve(config: RunConfig, checkpoint: Path) -> list[dict[str, Any]]:
-    """Return the run's own evaluations of a checkpoint, for the model card; none without them.
+    """Return the run's own evaluations of a checkpoint, for the model card; [] without any.
 
     Args:
         config: The checkpoint's config.
-        checkpoint: Checkpoint that is exported.
+        checkpoint: The checkpoint to export.
     """
-    # RUN/checkpoints/step-########. A copy elsewhere has no run whose numbers would be its own, and
-    # of the run's evaluations only the one after this very step is of these weights.
+    # Only for RUN/checkpoints/step-########, because a copy elsewhere belongs to no run; and only
+    # the evaluation after this step, because only that one is of these weights.
     step = checkpoint_step(checkpoint.name)
     if step is None or checkpoint.absolute().parent.name != "checkpoints":
         return []

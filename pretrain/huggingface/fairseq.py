@@ -1,12 +1,12 @@
 """Import a language model that fairseq trained, such as the models of "Train Short, Test Long".
 
-The authors publish checkpoints of their fork of fairseq, which are pickles. They are read by the
-restricted unpickler of torch: tensors and plain values come through, fairseq's own types as empty
-shells, and everything else is refused before anything of it is called.
+The authors publish checkpoints of their fork of fairseq, which are pickles. torch's restricted
+unpickler reads them: it loads tensors and plain values, turns fairseq's own types into empty
+shells, and refuses everything else before calling any of it.
 
-A checkpoint does not say its position method: the fork adds ALiBi, whose options are those of
-sinusoidal positions. So the config of the run is the user's, and the checkpoint is checked by it.
-The names and options are those of fairseq/models/transformer.py, transformer_lm.py,
+A checkpoint does not state its position method, because in the fork ALiBi has the same options as
+sinusoidal positions. The user therefore gives the run's config, and the checkpoint is compared with
+it. Names and options are those of fairseq/models/transformer.py, transformer_lm.py,
 modules/adaptive_input.py and modules/adaptive_softmax.py in ofirpress/attention_with_linear_biases.
 """
 
@@ -56,10 +56,10 @@ from pretrain.rundir.paths import check_apart
 
 NAME = "fairseq's TransformerDecoder"
 PARITY_TOKENS = 64
-"""Tokens of the sequence on which the run and fairseq's formula are compared."""
+"""Length of the sequence on which the run and fairseq's formula are compared."""
 TOLERANCE = 1e-3
-"""Largest difference of a log probability: fp32 rounding through 16 layers stays far below, and a
-wrong position, norm or scale far above."""
+"""Largest allowed difference of a log probability. fp32 rounding through 16 layers is far smaller,
+and a wrong position, norm or scale makes a far larger difference."""
 _ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -67,7 +67,7 @@ _ACTIVATIONS = {
     "gelu_accurate": "gelu_pytorch_tanh",
 }
 _BUFFERS = ("version", "_float_tensor")
-"""What the last part of a buffer's name is that holds no weight."""
+"""Last parts of the names of buffers, which hold no weights."""
 
 
 def _cutoffs(text: str | None) -> tuple[int, ...] | None:
@@ -96,7 +96,7 @@ ROWS: tuple[Row, ...] = (
 
 
 class FairseqDecoder(TensorTable):
-    """Where fairseq keeps our tensors, but for those of an adaptive input and softmax."""
+    """Where fairseq stores our tensors, except those of an adaptive input and softmax."""
 
     modules: ClassVar = {
         EMBEDDING: "decoder.embed_tokens",
@@ -105,7 +105,7 @@ class FairseqDecoder(TensorTable):
         OUTPUT: "decoder.output_projection",
     }
     layers = "decoder.layers"
-    # The code of OPT's layers is fairseq's.
+    # OPT's layers have fairseq's code.
     layer = Opt.layer
 
     def left_out(self, config: RunConfig) -> dict[str, bool]:
@@ -120,7 +120,7 @@ class FairseqDecoder(TensorTable):
         }
 
     def tensors(self, config: RunConfig, weights: Mapping[str, Tensor]) -> Iterator[_Found]:
-        """Yield our name, our tensor, and the names that fairseq has for it."""
+        """Yield our name, our tensor, and fairseq's names for it."""
         for stored in self.stored_tensors(config, Factors()):
             yield (
                 stored.name,
@@ -146,7 +146,7 @@ _Found = tuple[str, Tensor, Sequence[str]]
 def _one(
     module: str, ours: str, theirs: str, weights: Mapping[str, Tensor], shared: Sequence[str] = ()
 ) -> Iterator[_Found]:
-    """Yield a tensor that is as ours, once those that share its memory in fairseq are compared."""
+    """Yield a tensor unchanged, after checking that tensors which must equal it do."""
     tensor = weights[theirs].float()
     for name in shared:
         if not torch.equal(weights[name].float(), tensor):
@@ -157,19 +157,19 @@ def _one(
 def import_checkpoint(
     path: Path, dictionary: Path, config_file: Path, out: Path, overrides: Sequence[str] = ()
 ) -> None:
-    """Make a finished run of a fairseq checkpoint, and print the comparison with fairseq's formula.
+    """Turn a fairseq checkpoint into a finished run, and compare it with fairseq's formula.
 
     Args:
-        path: checkpoint_best.pt or another.
+        path: A checkpoint such as checkpoint_best.pt.
         dictionary: The dict.txt of the data that it was trained on.
-        config_file: Config of the run to make. Its train.num_steps is where the run stands.
+        config_file: Config of the run to create, whose train.num_steps is the checkpoint's step.
         out: Directory of the run.
         overrides: `section.key=value` settings.
 
     Raises:
-        ConfigError: The file is no sound checkpoint of fairseq's, its model is not that of the
+        ConfigError: The file is not a valid fairseq checkpoint, its model is not that of the
             config, or `out` is not empty.
-        RunFailed: Our model computes something else, or `out` cannot be written.
+        RunFailed: Our model computes another function, or `out` cannot be written.
     """
     check_new(out)
     check_apart(out)
@@ -190,10 +190,10 @@ def import_checkpoint(
 
 
 def read_checkpoint(path: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
-    """Return the model's options and weights, without executing anything of the file.
+    """Return the model's options and weights, without executing code from the file.
 
     Raises:
-        ConfigError: It cannot be read, or names code that is neither torch's nor fairseq's.
+        ConfigError: The file cannot be read, or refers to code that is not torch's or fairseq's.
     """
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -212,7 +212,7 @@ def read_checkpoint(path: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
             raise TypeError("its model holds what is no tensor")
     except ConfigError:
         raise
-    # Of the file system, zip, pickle, and of whatever stands in the dictionary.
+    # Errors of the file system, zip and pickle, and of unexpected content.
     except Exception as error:
         said = " ".join(str(error).split())[:200]
         raise ConfigError(
@@ -223,14 +223,14 @@ def read_checkpoint(path: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
 
 
 class _Shell:
-    """Stands for an object of fairseq's, which holds nothing that is needed."""
+    """Takes the place of fairseq's objects, none of which are needed."""
 
     def __init__(self, *given: Any) -> None:
-        """Take whatever the object was made of."""
+        """Ignore the object's arguments."""
 
 
 def _check_settings(path: Path, settings: argparse.Namespace, config: RunConfig) -> None:
-    """Raise ConfigError with a line for each option that the config says otherwise."""
+    """Raise ConfigError with a line for each option that differs from the config."""
     lines = [f"{refusal}" for _, refusal in refused(ROWS, config, NAME)]
     given = vars(settings)
     for row in ROWS:
@@ -243,7 +243,7 @@ def _check_settings(path: Path, settings: argparse.Namespace, config: RunConfig)
             lines += _differs(path, row, value, config.value(row.ours))
     scale = 1.0 if given.get("no_scale_embedding") else config.model.hidden_size**0.5
     if config.embedding_scale != scale:
-        lines.append(f"{path}: embeddings are scaled by {scale:g}: model.embedding_scale is not so")
+        lines.append(f"{path}: embeddings are scaled by {scale:g}, unlike model.embedding_scale")
     kind = "tie_adaptive_weights"
     if config.model.adaptive_cutoffs is None:
         kind = "share_decoder_input_output_embed"
@@ -255,7 +255,7 @@ def _check_settings(path: Path, settings: argparse.Namespace, config: RunConfig)
 
 
 def _differs(path: Path, row: Both, value: Any, wanted: Any) -> Iterator[str]:
-    """Yield why an option is not what the config says."""
+    """Yield why an option differs from the config."""
     try:
         found = row.read(value)
     except (KeyError, ValueError, AttributeError):
@@ -269,7 +269,7 @@ def _tensors(path: Path, config: RunConfig, weights: dict[str, Tensor]) -> dict[
     """Return our tensors by global name.
 
     Raises:
-        ConfigError: One is missing, of another shape or not finite, or has no place in our model.
+        ConfigError: A tensor is missing, has another shape, is not finite, or is unknown.
     """
     found, used = {}, set[str]()
     shapes = {each.name: each.shape for each in model_tensors(config)}
@@ -297,10 +297,10 @@ def _tensors(path: Path, config: RunConfig, weights: dict[str, Tensor]) -> dict[
 def _check_parity(
     path: Path, config: RunConfig, weights: Mapping[str, Tensor], checkpoint: Path
 ) -> None:
-    """Compare the run's log probabilities with those of fairseq's formula, and print the largest.
+    """Compare the run's log probabilities with fairseq's formula; print the largest difference.
 
     Raises:
-        RunFailed: They are not the same.
+        RunFailed: The difference is above TOLERANCE.
     """
     opened = open_checkpoint(checkpoint)
     alone = opened.load_config(["train.precision=fp32"])
@@ -315,14 +315,14 @@ def _check_parity(
         f"{ids.numel()} tokens: {error:.1e}"
     )
     if not error <= TOLERANCE:
-        raise RunFailed(f"{path}: our model computes something else, so no run was made")
+        raise RunFailed(f"{path}: our model computes another function, so no run was created")
 
 
 def log_probabilities(config: RunConfig, weights: Mapping[str, Tensor], ids: Tensor) -> Tensor:
     """Return log p of every word after each token, fp64 [T, V], by fairseq's names and formula.
 
     Args:
-        config: Says the sizes, and what the position method adds.
+        config: The run, for the sizes and the position method.
         weights: fairseq's weights by name.
         ids: Token ids, [T].
     """

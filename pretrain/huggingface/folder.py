@@ -1,4 +1,4 @@
-"""Write a model as a folder that `transformers` loads, with all that lies beside its weights.
+"""Write a model as a complete folder that `transformers` loads.
 
 The folder holds the weights (safetensors), the config and generation config, the tokenizer, a model
 card, and the run's resolved config as pretrain.toml.
@@ -27,22 +27,22 @@ from pretrain.huggingface.parity import ParityReport
 from pretrain.rundir.files import new_directory
 
 MARKER = "pretrain.toml"
-"""The run's resolved config. A folder that holds it is one of our exports."""
+"""The run's resolved config. A folder with this file is one of our exports."""
 ORIGINALS = "pretrain.originals"
-"""Those weights, by global name, that cannot be restored bit for bit from what the class stores.
+"""Our weights, by global name, that cannot be restored bit for bit from what the class stores.
 
-A safetensors file, which must not be named so: vLLM takes every *.safetensors of a folder for the
-model's (default_loader.py), and fails on names that the class does not have.
+The content is safetensors, but the name has no such ending, because vLLM loads every *.safetensors
+of a folder into the model (default_loader.py), and fails on names that the class does not have.
 """
 CARD = "README.md"
 _NO_FACTS: Mapping[str, str] = {}
 
 
 def check_new(out: Path) -> None:
-    """Check that a folder may be made: nothing that somebody has written is replaced.
+    """Check that a folder can be created without replacing anything.
 
     Raises:
-        ConfigError: Something is there already that is not an empty folder.
+        ConfigError: The path exists and is not an empty folder.
     """
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(
@@ -64,19 +64,20 @@ def to_huggingface(
 ) -> str:
     """Write a model to `out_dir` for AutoModelForCausalLM and AutoTokenizer.
 
-    The folder appears whole or not at all. No more than a tensor of the weights is in memory.
+    The folder appears complete or not at all. Only one tensor of the weights is in memory at once.
 
     Args:
         config: The run's resolved config.
         state: Full fp32 tensors by global name, as a checkpoint holds them.
         tokenizer_path: File of the tokenizer that the run's data was made with.
         out_dir: Folder to write.
-        max_length: Longest sequence in tokens that the export must accept. OPT and MPT have such a
-            limit; the other classes only record it. A learned position table has its own.
-        curve: Evaluation records for the model card, as `pretrain evaluate` makes them. Empty
-            leaves the table of perplexities out.
+        max_length: Longest sequence in tokens that the export must accept. It is a limit for OPT
+            and MPT; other classes only record it. A learned position table has its own limit.
+        curve: Evaluation records of `pretrain evaluate` for the model card. If empty, the card has
+            no table of perplexities.
         facts: Name -> value of further rows in the model card's table of properties.
-        finish: Is given the complete folder before it gets its name; what it raises removes it.
+        finish: Called with the complete folder before it gets its final name. If it raises, the
+            folder is removed.
 
     Returns:
         The name of the transformers class, such as "BloomForCausalLM".
@@ -133,9 +134,9 @@ def _write(
             f"{settings.vocab_size} embeddings. Is this another run's tokenizer?"
         )
     settings.save_pretrained(directory)
-    # The ids alone, as published base models have it. A limit of new tokens here would overrule the
-    # max_length that programs such as lm-eval pass, and a max_length would make every call that
-    # passes max_new_tokens warn that both are set.
+    # Only the ids, as in published base models. A limit on new tokens would override the max_length
+    # that programs such as lm-eval pass, and with a max_length every call that passes
+    # max_new_tokens would warn that both are set.
     generation = GenerationConfig(**special_ids(tokenizer))  # type: ignore[no-untyped-call]  # untyped in transformers
     generation.save_pretrained(directory)
     stock.save_pretrained(directory)
@@ -145,7 +146,7 @@ def _write(
 
 # ---- Weights, a tensor at a time -----------------------------------------------------------------
 SHARD_BYTES = 5 * 10**9
-"""Weights that are larger are divided into files of at most this size, with an index."""
+"""Larger weights are split into files of at most this size, with an index."""
 
 
 def _write_weights(
@@ -155,7 +156,7 @@ def _write_weights(
     state: Mapping[str, Tensor],
     max_length: int,
 ) -> None:
-    """Write the weights as transformers does, and beside them what an import needs of ours.
+    """Write the weights like transformers, and the ORIGINALS that an import needs.
 
     Args:
         folder: The folder.
@@ -186,11 +187,11 @@ def _write_weights(
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
     def read(name: str) -> Tensor:
-        # Opened anew for each, because pages of an open file count as memory of this process.
+        # Reopened for each tensor, because pages of an open file count as this process's memory.
         with safe_open(folder / plan.tensor_to_filename[name], "pt") as file:
             return file.get_tensor(name).clone()  # type: ignore[no-any-return]  # untyped in safetensors
 
-    # For `pretrain import`, whose result is then the run's model to the last bit.
+    # For `pretrain import`, so that it restores the run's model bit for bit.
     lossy = [name for name, t in target.restore(config, read, {}) if not same_bits(t, state[name])]
     if lossy:
         with _safetensors(folder / ORIGINALS, {name: shapes[name] for name in lossy}) as file:
@@ -200,9 +201,9 @@ def _write_weights(
 
 @contextmanager
 def _safetensors(path: Path, shapes: Mapping[str, Tensor]) -> Iterator[BinaryIO]:
-    """Make a safetensors file of fp32 tensors, and yield it for their values, in this order.
+    """Create a safetensors file of fp32 tensors; yield it for writing their values in this order.
 
-    The library's own writer wants all of them in memory, and copies them.
+    The library's own writer needs all tensors in memory, and copies them.
 
     Args:
         path: The file.
@@ -222,14 +223,14 @@ def _safetensors(path: Path, shapes: Mapping[str, Tensor]) -> Iterator[BinaryIO]
             raise RuntimeError(f"{path}: its tensors are not those of the header")
 
 
-# ---- Put a tokenizer into a Hugging Face folder, where `AutoTokenizer` gives the same ids ----
+# ---- Put a tokenizer into a Hugging Face folder, so that `AutoTokenizer` gives the same ids ----
 
 
 ORIGINAL_JSON = "pretrain.tokenizer.json"
-"""The tokenizer.json that the run's data was made with, unchanged.
+"""The unchanged tokenizer.json with which the run's data was made.
 
-transformers writes a tokenizer.json of its own. The run's may also add tokens to every text, which
-the data does not have.
+transformers writes its own tokenizer.json. The original may add tokens to every text, which the
+data does not have, and which the written one does not add.
 """
 ORIGINAL_TOKENIZERS = {MODEL: MODEL, JSON: ORIGINAL_JSON}
 """Name in a data set or a checkpoint -> name of the unchanged file in an export."""
@@ -239,8 +240,9 @@ def fast_tokenizer(tokenizer: Tokenizer, *, max_length: int) -> Any:
     """Return a tokenizer as a PreTrainedTokenizerFast with the same ids.
 
     It adds no BOS or EOS to a text and pads on the left, as generation needs. The name of a
-    special token in a text, such as "</s>", is that token, which chat templates and trainers rely
-    on. In the run's data it was text, as with `from_pretrained(..., split_special_tokens=True)`.
+    special token in a text, such as "</s>", becomes that token, as chat templates and trainers
+    expect. In the run's data it was plain text, as with
+    `from_pretrained(..., split_special_tokens=True)`.
 
     Args:
         tokenizer: The run's tokenizer.
@@ -269,10 +271,10 @@ def fast_tokenizer(tokenizer: Tokenizer, *, max_length: int) -> Any:
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Return bos_token_id, eos_token_id and pad_token_id.
 
-    In training every text followed the EOS of the one before, and no other token began one. So EOS
-    is BOS too, whatever token the tokenizer's own file has for it: lm-eval and other programs put
-    the BOS before a text, and a token that training never saw makes the text less probable. EOS
-    pads where the tokenizer has no token for that.
+    In training every text followed the EOS of the text before it. EOS is therefore also BOS,
+    whatever BOS the tokenizer's own file has: lm-eval and other programs put the BOS before a text,
+    and a token that training never saw would make the text less probable. EOS also pads if the
+    tokenizer has no padding token.
     """
     eos = tokenizer.eos_id
     return {
@@ -300,9 +302,9 @@ def check_same_ids(tokenizer: Tokenizer, directory: Path, settings: Any = None) 
             folder, and asks whether it may run the folder's code.
 
     Raises:
-        RunFailed: It gives other ids on one of the probes, or a special token's name is not the
-            token where it should be: AutoTokenizer has a tokenizer of the model's class (Qwen2), or
-            this is a defect of the conversion.
+        RunFailed: It gives other ids for a probe, or does not recognize a special token's name.
+            Either AutoTokenizer chose a special tokenizer for the model's class (as for Qwen2), or
+            the conversion is wrong.
     """
     from transformers import AutoTokenizer
 
@@ -397,15 +399,15 @@ def write_card(
 def add_proofs(
     folder: Path, report: ParityReport, programs: Sequence[str], *, is_text: bool = True
 ) -> None:
-    """Write on the model card in which precisions and programs the export is the trained model.
+    """Add to the model card in which precisions and programs the export matches the trained model.
 
     Args:
         folder: The export, with its card.
         report: The comparison of the export with the trained model.
-        programs: What is known of each program beside transformers, without full stops.
+        programs: A sentence without a full stop about each program other than transformers.
         is_text: False if they were compared on random tokens.
     """
-    # Those of random tokens are far above any text's, and say nothing of how good the model is.
+    # Perplexities of random tokens are far above those of text, and say nothing about quality.
     random = "random tokens, because the run's data was not at hand"
     what = "a piece of validation text" if is_text else random
     title = f"The weights are float32. Perplexity of {what}, by the trained model and this folder"
@@ -432,7 +434,7 @@ def metadata(config: RunConfig, curve: Sequence[Mapping[str, Any]]) -> str:
 
     Args:
         config: The run's resolved config.
-        curve: Evaluation records. Those that are not finite are left out.
+        curve: Evaluation records. Records with numbers that are not finite are left out.
     """
     from huggingface_hub import ModelCardData
 
@@ -444,7 +446,7 @@ def metadata(config: RunConfig, curve: Sequence[Mapping[str, Any]]) -> str:
         pipeline_tag="text-generation",
         tags=[config.position.method],
         datasets=list(config.export.datasets) or None,
-        # It names a model for its results only.
+        # A model name is needed only for results.
         model_name=(Path(config.run.directory).name or "model") if results else None,
         eval_results=results or None,
     )
@@ -452,7 +454,7 @@ def metadata(config: RunConfig, curve: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _results(config: RunConfig, record: Mapping[str, Any]) -> list[Any]:
-    """Return the entries of the model-index that one evaluation record makes.
+    """Return the model-index entries of one evaluation record.
 
     Args:
         config: The run's resolved config.
@@ -482,12 +484,11 @@ def _results(config: RunConfig, record: Mapping[str, Any]) -> list[Any]:
 def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of perplexities: a row for each length, a column for each curve.
 
-    Columns are in the order in which their first records appear. The last says how many tokens the
-    numbers of a row stand on.
+    Columns are in the order of their first records. The last one says how many tokens were scored.
     """
     if not curve:
         return ""
-    # metrics.jsonl has null for what is not finite.
+    # metrics.jsonl has null for numbers that are not finite.
     cells = {
         (f"{r['method']}, {protocol_name(r)}", r["length"]): (
             f"{number(r['perplexity']):.2f}{_interval(r)}"
@@ -505,9 +506,9 @@ def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _interval(record: Mapping[str, Any]) -> str:
-    """Return the confidence interval of a record's perplexity in brackets; "" where it is unknown.
+    """Return the confidence interval of a record's perplexity in brackets.
 
-    That is so where the text has too few blocks.
+    "" if it is unknown, because the text has too few blocks.
     """
     low, high = (bounded_exp(number(record.get(key))) for key in ("loss_low", "loss_high"))
     return f" ({low:.2f} to {high:.2f})" if math.isfinite(high) else ""

@@ -1,11 +1,10 @@
-"""Run `pretrain import`: make a run's directory of a Hugging Face folder, and verify its weights.
+"""Run `pretrain import`: turn a Hugging Face folder into a run's directory, and verify the weights.
 
-transformers reads the folder; the table of its class, read backwards, says what is ours. The run's
-directory appears whole, after stock transformers and our model have computed the same, or not at
-all.
+transformers reads the folder, and the table of its class maps settings and weights to ours. The
+run's directory appears only after stock transformers and our model have computed the same results.
 
-An export carries the config of the run that it was made from. That is taken over with its data,
-schedule and all, if it still describes the folder's model.
+An export contains the config of its run. The new run takes over that config, including data and
+schedule, if it still describes the folder's model.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from pretrain.rundir.paths import RunPaths, check_apart, claim_version
 
 CONFIG = "config.json"
 DEFAULT_LENGTH = 2048
-"""Training length in tokens of a model whose folder states none: that of the published Blooms."""
+"""Training length in tokens if the folder does not state one: that of the published Blooms."""
 PARITY_ROWS = 2
 """Number of random sequences that are compared at each length."""
 
@@ -61,7 +60,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "optimizer": {"learning_rate": 1e-5},
     "train": {"num_steps": 1000},
 }
-"""Settings of the run of a model that comes from elsewhere, where the schema has no default."""
+"""Settings without a default in the schema, for the run of a model that was not exported here."""
 
 
 @dataclass(frozen=True)
@@ -80,36 +79,36 @@ class Source:
 
     @property
     def max_length(self) -> int:
-        """Return it, or DEFAULT_LENGTH."""
+        """Return the stated length, or DEFAULT_LENGTH."""
         return self.stated_length or DEFAULT_LENGTH
 
     @property
     def vocab_size(self) -> int:
-        """Return the rows of the embedding."""
+        """Return the number of rows of the embedding."""
         return int(self.settings.get_text_config().vocab_size)
 
     @property
     def is_export(self) -> bool:
-        """Return True for an export of ours, with the run's config."""
+        """Return True if the folder is an export of ours, which contains the run's config."""
         return (self.folder / MARKER).is_file()
 
 
 def import_folder(
     folder: Path, out: Path, overrides: Sequence[str] = (), *, advice: bool = True
 ) -> None:
-    """Make a run's directory of a Hugging Face folder, and print the comparison.
+    """Turn a Hugging Face folder into a run's directory, and print the comparison.
 
     Args:
         folder: Folder with config.json and the weights.
-        out: Directory of the run to make. Its config.toml is a whole config, and
+        out: Directory of the run to create. Its config.toml is a complete config, and
             checkpoints/step-00000000 holds the weights, with moments of zero.
-        overrides: `section.key=value` settings for config.toml. Those of [position] hold from the
-            first training step on; the checkpoint has the folder's positions.
+        overrides: `section.key=value` settings for config.toml. Settings of [position] apply from
+            the first training step on; the checkpoint has the folder's positions.
         advice: Also print what to do with the run.
 
     Raises:
         ConfigError: The folder is damaged, our model cannot hold its model, or `out` is not empty.
-        RunFailed: Our model computes something else, or `out` cannot be written.
+        RunFailed: Our model computes another function, or `out` cannot be written.
     """
     check_new(out)
     check_apart(out)
@@ -123,7 +122,7 @@ def import_folder(
             "with a data set that the model's own tokenizer made"
         )
     config = run_config(source, out, overrides, tokenizer)
-    # The checkpoint computes what the folder does; other positions begin with the training.
+    # The checkpoint computes what the folder computes; changed positions apply from training on.
     kept = [each for each in overrides if not key_of(each).startswith("position.")]
     own = run_config(source, out, kept, tokenizer)
     # In fp32, by the names of the class's state_dict.
@@ -154,15 +153,15 @@ def new_run(
     tokenizer: Tokenizer | None,
     step: int = 0,
 ) -> Iterator[Path]:
-    """Write a run with one checkpoint, and yield that; the run gets its name afterwards.
+    """Write a run with one checkpoint and yield the checkpoint; then give the run its final name.
 
     Args:
         out: The run's directory.
         config: The run's config.
-        own: That of the checkpoint.
+        own: The checkpoint's config.
         tensors: The weights by global name.
-        tokenizer: What the model's ids mean, if it is known.
-        step: Where the checkpoint stands.
+        tokenizer: The model's tokenizer, if it is known.
+        step: Step of the checkpoint.
     """
     with writing(out), new_directory(out.absolute()) as partial:
         claim_version(partial)
@@ -173,14 +172,14 @@ def new_run(
         origin = Origin(branches=(Branch(new_id(), 0),), data=data)
         state = TrainerState(step, step * own.batch.global_batch_size)
         checkpoint = write_checkpoint(partial, own, tensors, state, origin, tokenizer)
-        # The caller drops them, too, before it builds a model.
+        # Free the weights before the caller, which drops them too, builds a model.
         del tensors
         yield checkpoint
 
 
 @contextlib.contextmanager
 def as_run(source: Path) -> Iterator[tuple[bool, Path]]:
-    """Yield whether a folder is a run or a checkpoint, and if not, a run that is made of it.
+    """Yield (True, source) for a run or checkpoint, else (False, a temporary run made from it).
 
     Raises:
         ConfigError: As `import_folder`.
@@ -195,10 +194,10 @@ def as_run(source: Path) -> Iterator[tuple[bool, Path]]:
 
 # ---- The folder's model --------------------------------------------------------------------------
 class OtherClass(HuggingFaceClass):
-    """A class without a table: transformers loads it, to be evaluated, and nothing is translated.
+    """A class without a table: transformers loads and evaluates it, and nothing is converted.
 
     Args:
-        trust_remote_code: Run the code that the folder brings along.
+        trust_remote_code: Run code that the folder contains.
     """
 
     def __init__(self, trust_remote_code: bool) -> None:
@@ -219,10 +218,10 @@ def read_source(folder: Path, other: OtherClass | None = None) -> Source:
 
     Args:
         folder: The folder.
-        other: Stands for every class that cannot be imported; None refuses them.
+        other: Takes the place of classes that cannot be imported; None refuses them.
 
     Raises:
-        ConfigError: There is none, it is damaged, or it describes a model of another class.
+        ConfigError: config.json is missing, is damaged, or describes a model of another class.
     """
     path = folder / CONFIG
     try:
@@ -246,7 +245,7 @@ def read_source(folder: Path, other: OtherClass | None = None) -> Source:
 
 
 def in_a_line(error: Exception) -> str:
-    """Return the class and the message of another library's error."""
+    """Return the class and message of another library's error, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -254,20 +253,20 @@ def load_model(source: Source, dtype: torch.dtype) -> Any:
     """Return the model that transformers loads.
 
     Raises:
-        ConfigError: They cannot be loaded, or are not those of the model that config.json
+        ConfigError: The weights cannot be loaded, or do not fit the model that config.json
             describes.
     """
     folder = source.folder
     options = {"config": source.settings, "output_loading_info": True}
     try:
-        # torch's files are loaded as weights alone.
+        # transformers loads torch's files with weights_only.
         model, found = source.target.load(folder, dtype=dtype, **options)
-    # Of the file system, safetensors, pickle and transformers.
+    # Errors of the file system, safetensors, pickle and transformers.
     except Exception as error:
         raise ConfigError(
             f"{folder}: transformers cannot load the weights: {in_a_line(error)}"
         ) from None
-    # transformers gives missing ones random values, leaves out unexpected ones, and warns.
+    # transformers only warns: it gives missing weights random values, and ignores unexpected ones.
     for kind in ("missing", "unexpected"):
         if names := sorted(found[f"{kind}_keys"]):
             raise ConfigError(
@@ -310,7 +309,7 @@ def run_config(
         source: The folder's model.
         out: The run's directory.
         overrides: `section.key=value` settings of the user.
-        tokenizer: The folder's, of which the run gets a copy.
+        tokenizer: The folder's tokenizer, which is copied into the run.
 
     Raises:
         ConfigError: Our model cannot hold the folder's, or an override changes the model or the
@@ -318,8 +317,8 @@ def run_config(
     """
     values = _exported_values(source) if source.is_export else _new_values(source, out, tokenizer)
     values["run"] = values.get("run", {}) | {"directory": str(out)}
-    # Always named, so that a build never trains another tokenizer, whose ids would mean other
-    # pieces than those of the model's embeddings.
+    # Always set, so that a build never trains a new tokenizer, whose ids would not match the
+    # model's embeddings.
     values["data"]["tokenizer"] = str(out / (tokenizer.file_name if tokenizer else JSON))
     origin = str(source.folder / (MARKER if source.is_export else CONFIG))
     found, config = parse_config(values, origin), parse_config(values, origin, overrides)
@@ -335,21 +334,21 @@ def run_config(
 def stock_config(
     source: Source, overrides: Sequence[str], world_size: int
 ) -> tuple[RunConfig, str]:
-    """Return the config with which transformers' own model of a folder is evaluated.
+    """Return the config for evaluating a folder with transformers' own model.
 
-    Its model is the folder's where our model can hold it. Else it has the width of the model and
-    its vocabulary, which the estimate of memory needs, and positions that are not known.
+    Its [model] describes the folder's model if ours can hold it. If not, it has the width and the
+    vocabulary size, which the estimate of memory needs, and the positions are unknown.
 
     Args:
         source: The folder's model.
         overrides: `section.key=value` settings of the user.
-        world_size: Number of processes, of which each has the whole model.
+        world_size: Number of processes, each with the whole model.
 
     Returns:
-        The config, and the position method: "unknown (MODEL_TYPE)" where our model cannot hold it.
+        The config, and the position method: "unknown (MODEL_TYPE)" if our model cannot hold it.
 
     Raises:
-        ConfigError: An override changes the model, or the folder does not say a length or a text.
+        ConfigError: An override changes the model, or the length or the text is not known.
     """
     method = ""
     if source.is_export:
@@ -376,7 +375,7 @@ def stock_config(
 
 
 def stand_in(settings: Any) -> dict[str, dict[str, Any]]:
-    """Return sections of a config for a model that ours cannot hold, with its width alone.
+    """Return sections of a config for a model that ours cannot hold, with only its sizes.
 
     Args:
         settings: Its transformers config.
@@ -392,7 +391,7 @@ def _exported_values(source: Source) -> dict[str, Any]:
     config = load_config(source.folder / MARKER)
     values = config.model_dump(mode="json", exclude_none=True)
     if config.position.table_end(config) is not None:
-        # By default it follows data.sequence_length, which the user may override.
+        # Set, because its default is data.sequence_length, which the user may override.
         values["position"]["max_position_embeddings"] = source.max_length
     return values
 
@@ -401,7 +400,7 @@ def _new_values(source: Source, out: Path, tokenizer: Tokenizer | None) -> dict[
     """Return the sections of a run for a model that was not trained here.
 
     Raises:
-        ConfigError: The model computes something that ours cannot; one line for each reason.
+        ConfigError: The model computes something that ours cannot; a line for each reason.
     """
     sections, refusals = source.target.sections(source.settings)
     if refusals:
@@ -410,7 +409,7 @@ def _new_values(source: Source, out: Path, tokenizer: Tokenizer | None) -> dict[
     return {
         **sections,
         **_DEFAULTS,
-        # An export of the run is of the same class, also where others could hold the model.
+        # The run exports to the same class, even if others could hold the model.
         "export": {"model_type": source.target.model_type},
         "data": {
             "directory": str(out / "data"),
@@ -422,22 +421,22 @@ def _new_values(source: Source, out: Path, tokenizer: Tokenizer | None) -> dict[
     }
 
 
-# ---- The comparison, and what is said ------------------------------------------------------------
+# ---- The comparison ------------------------------------------------------------------------------
 def _check_parity(source: Source, out: Path, checkpoint: Path) -> None:
     """Compare our model, loaded from the checkpoint, with the stock one, and print the comparison.
 
-    The tokens are random, because the folder's tokenizer may be one that is not known here.
+    The tokens are random, because the folder's tokenizer may be of an unknown kind.
 
     Args:
         source: The folder's model.
         out: The run's directory, for the message.
-        checkpoint: The checkpoint that was made of it.
+        checkpoint: The checkpoint that was made from it.
 
     Raises:
-        RunFailed: They do not compute the same.
+        RunFailed: They compute different results.
     """
     opened = open_checkpoint(checkpoint)
-    # fp32, because the masters are, on the one process that this command is.
+    # In fp32, like the master weights, and for this single process.
     config = opened.load_config(["train.precision=fp32"])
     lengths = [config.data.sequence_length, 4 * config.data.sequence_length]
     most = longest_comparison(config)
@@ -465,7 +464,7 @@ def tokenizer_of_folder(source: Source) -> Tokenizer:
     """Return the folder's tokenizer.
 
     Raises:
-        ConfigError: It has none that is known here, or one with more pieces than embeddings.
+        ConfigError: It has none of a known kind, or one with more pieces than embeddings.
     """
     if source.is_export:
         original = find_original(source.folder)
@@ -475,7 +474,7 @@ def tokenizer_of_folder(source: Source) -> Tokenizer:
         path = next((path for path in paths if path.is_file()), None)
     if path is None:
         raise ConfigError(
-            f"{source.folder}: has no {JSON} and no {MODEL}. Of a tokenizer of another form, "
+            f"{source.folder}: has no {JSON} and no {MODEL}. For a tokenizer in another form, "
             f"transformers' AutoTokenizer.from_pretrained(F).save_pretrained(F) writes a {JSON}"
         )
     tokenizer = load_tokenizer(path)
@@ -488,7 +487,7 @@ def tokenizer_of_folder(source: Source) -> Tokenizer:
 
 
 def _advice(source: Source, config: RunConfig, out: Path, tokenizer: Tokenizer) -> str:
-    """Return what has to be known about the tokenizer and the data before the run is used."""
+    """Return what the user must know about the tokenizer and the data before using the run."""
     eos, other = source.settings.eos_token_id, ""
     if eos not in (None, tokenizer.eos_id):
         other = (

@@ -1,8 +1,8 @@
-"""The classes of today's block: RMSNorms, a gated MLP, groups of query heads, rotary positions.
+"""Classes with Llama's block: RMSNorms, a gated MLP, grouped query heads, rotary positions.
 
-The classes were read in transformers 5.23 (transformers/models/{llama,mistral,qwen2,qwen3}/
-modeling_*.py and modeling_rope_utils.py). They compute one function but for a row or two, so a
-model that several hold exports as the first of them unless `export.model_type` names another.
+The tables follow the code of transformers 5.23 (transformers/models/{llama,mistral,qwen2,qwen3}/
+modeling_*.py and modeling_rope_utils.py). The classes differ only in a row or two. A model that
+several can hold exports as the first of them, unless `export.model_type` names another.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 
 # ---- Rotary positions, whose settings are the same for all classes of transformers ---------------
 _SCALINGS: dict[str, type[Linear]] = {"linear": Linear, "yarn": Yarn, "llama3": Llama3}
-"""Their rope_type -> position.rotary_scaling, which has the same settings."""
+"""rope_type of transformers -> class of position.rotary_scaling, which has the same settings."""
 
 
 def _rope_parameters(scaling: Any) -> dict[str, Any]:
     if scaling is None or isinstance(scaling, Ntk):
-        # Ntk is another base: see `Rotated.settings`.
+        # Ntk is written as a larger base: see `Rotated.settings`.
         return {"rope_type": "default"}
     found = scaling.model_dump(exclude_none=True)
     return {"rope_type": found.pop("type"), **found}
 
 
 def _rotary_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    # `type` is transformers 4's name of rope_type; the other two have rows of their own.
+    # `type` is transformers 4's name for rope_type; the last two have their own rows.
     other = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     found = {k: v for k, v in parameters.items() if k not in other and v is not None}
     kind = parameters.get("rope_type", "default")
@@ -63,7 +63,7 @@ def _rotary_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 ROTARY: tuple[Row, ...] = (
-    # Before the rows of its parts, which it would replace.
+    # Before the rows of its nested keys, which would otherwise be overwritten.
     Both(
         "rope_parameters",
         "position.rotary_scaling",
@@ -111,12 +111,12 @@ _BLOCK: tuple[Row, ...] = (
     SEQUENTIAL,
 )
 _HEAD_DIM = Both("head_dim", "model.kv_channels")
-# Their biases are those of queries, keys and values, and one behind attention, which is zero here.
+# Their attention has biases of queries, keys and values, and an output bias, which is zero here.
 _QKV_BIAS = Both("attention_bias", "model.add_qkv_bias")
 
 
 def _multiple(config: RunConfig) -> int:
-    """Return the hidden_size without what is left over when it is divided among the heads."""
+    """Return the largest multiple of the number of heads that is at most hidden_size."""
     return config.model.hidden_size - config.model.hidden_size % config.model.num_attention_heads
 
 
@@ -150,7 +150,7 @@ class Llama(Rotated):
         return config.model.add_qkv_bias and module in (QKV, PROJ)
 
     def marks(self, config: RunConfig) -> dict[str, Any]:
-        # What transformers 4 had in place of rope_parameters, and its readers still look for.
+        # Keys of transformers 4 in place of rope_parameters, which other programs still read.
         found = self.settings(config, config.data.sequence_length)["rope_parameters"]
         base = found.pop("rope_theta")
         scaling = {} if found == {"rope_type": "default"} else {"rope_scaling": found}
@@ -187,7 +187,7 @@ _NO_WINDOW = Theirs("use_sliding_window", False, _WINDOW)
 class _Windowed(Llama):
     def read_config(self, folder: Path) -> Any:
         found = super().read_config(folder)
-        # The list of layers decides, whatever the other key says.
+        # layer_types decides, whatever use_sliding_window says.
         found.use_sliding_window = "sliding_attention" in (found.layer_types or ())
         return found
 

@@ -1,17 +1,17 @@
-"""Bloom and MPT with slopes of their own for ALiBi, in place of those that stock classes compute.
+"""Bloom and MPT with other ALiBi slopes than those of the stock classes.
 
 Stock transformers computes the slopes from the number of heads. The classes below take them from
-`slopes` in config.json, and else are Bloom and MPT: they hold the same weights by the same names.
-Bloom is for fp32, as the stock one. A folder is loaded with
+`slopes` in config.json. Otherwise they are Bloom and MPT, with the same weights and names. Use
+Bloom in fp32 only, like the stock class. Load a folder with
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-Stock classes must not load such a folder, since they would compute another model. They cannot:
-`model_type` is not one of theirs, and the number of heads is null, which BloomConfig and MptConfig
-refuse; those of transformers 4 do not, but their attention divides by it. The number of heads is
-that of the slopes.
+Stock classes would compute another model from such a folder, and therefore cannot load it:
+`model_type` is not one of theirs, and the number of heads is null. BloomConfig and MptConfig refuse
+that; those of transformers 4 accept it, but their attention fails when it divides by it. These
+classes take the number of heads from the number of slopes.
 
-This file is copied into the folder of an export, so it imports transformers and torch alone. It was
+This file is copied into the folder of an export, so it imports only transformers and torch. It was
 written for transformers 5.17 to 5.23.
 """
 
@@ -28,7 +28,7 @@ from transformers.models.mpt.modeling_mpt import MptForCausalLM, MptModel
 
 
 class _Slopes(PreTrainedConfig):  # type: ignore[no-untyped-call]  # untyped in transformers
-    """A config with the slopes of the heads, which also say how many heads there are."""
+    """A config with the slopes of the heads, which also determine the number of heads."""
 
     slopes: list[float] | None
 
@@ -38,7 +38,7 @@ class _Slopes(PreTrainedConfig):  # type: ignore[no-untyped-call]  # untyped in 
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # as above
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as config.json has them, in which the number of heads is null."""
+        """Return the settings for config.json, in which the number of heads is null."""
         return super().to_dict() | {self.attribute_map["num_attention_heads"]: None}
 
 
@@ -58,15 +58,15 @@ class BloomSlopesModel(BloomModel):  # type: ignore[no-untyped-call]  # untyped 
     def build_alibi_tensor(
         self, attention_mask: Tensor, num_heads: int, dtype: torch.dtype
     ) -> Tensor:
-        """Return the biases of the keys, [B x heads, 1, keys], as Bloom arranges them.
+        """Return the biases of the keys, [B x heads, 1, keys], in Bloom's arrangement.
 
         Args:
-            attention_mask: 1 for each key that is no padding, [B, keys].
+            attention_mask: 1 for each key that is not padding, [B, keys].
             num_heads: Number of heads.
-            dtype: That of the biases, in which Bloom adds them to its scores.
+            dtype: Data type of the biases, in which Bloom adds them to its scores.
         """
         slopes = torch.tensor(self.config.slopes, dtype=torch.float32, device=attention_mask.device)
-        # Positions count from the first key that is no padding.
+        # Positions count from the first key that is not padding.
         positions = (attention_mask.cumsum(dim=-1) - 1) * attention_mask
         biases = slopes[:, None] * positions[:, None, :]
         return biases.reshape(-1, 1, attention_mask.shape[1]).to(dtype)
@@ -82,7 +82,7 @@ class BloomSlopesModel(BloomModel):  # type: ignore[no-untyped-call]  # untyped 
         """Return what BloomModel returns, for the same arguments."""
         given = inputs_embeds if input_ids is None else input_ids
         if attention_mask is None and given is not None:
-            # Without a mask BloomModel computes the biases itself, with the slopes of Bloom.
+            # Pass a mask, because without one BloomModel computes biases with Bloom's own slopes.
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             size = given.shape[0], past + given.shape[1]
             attention_mask = torch.ones(size, dtype=torch.long, device=given.device)
@@ -116,13 +116,13 @@ class MptSlopesModel(MptModel):  # type: ignore[no-untyped-call]  # untyped in t
     def build_mpt_alibi_tensor(
         self, num_heads: int, sequence_length: int, alibi_bias_max: Any = None, device: Any = None
     ) -> Tensor:
-        """Return the biases of the keys, fp32 [heads, 1, sequence_length]; that of the last is 0.
+        """Return the biases of the keys, fp32 [heads, 1, sequence_length]; 0 for the last key.
 
         Args:
             num_heads: Number of heads.
             sequence_length: Number of keys.
-            alibi_bias_max: Not used: the slopes are those of the config.
-            device: Where the biases are needed.
+            alibi_bias_max: Not used, because the slopes come from the config.
+            device: Device of the result.
         """
         slopes = torch.tensor(self.config.slopes, dtype=torch.float32, device=device)
         positions = torch.arange(1 - sequence_length, 1, dtype=torch.int32, device=device)

@@ -1,8 +1,8 @@
 """Check that an exported model computes the same function as the model that was trained.
 
-`transformers` loads the export as a user would and runs in fp32, and its logits are compared
-with those of our own model on validation text, at the training length and beyond. The perplexity of
-the same text is also measured in bf16 and fp16, in which the export's users run it.
+`transformers` loads the export as a user would and runs it in fp32. Its logits are compared with
+those of our own model on validation text, at the training length and beyond. The perplexity of the
+same text is also measured in bf16 and fp16, in which users run the export.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from pretrain.huggingface.classes import CLASSES
 from pretrain.platform import release_memory
 
 PRECISION_TOLERANCE = 5e-3
-"""Largest relative difference of a perplexity in 16 bit from ours in fp32. Rounding of weights and
-activations costs about a tenth of it, and rounded ALiBi biases twenty percent and more."""
+"""Largest allowed relative difference between a perplexity in 16 bit and ours in fp32. Rounding of
+weights and activations causes about a tenth of it; rounded ALiBi biases change the perplexity by
+twenty percent and more."""
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The 16-bit formats, by the names of train.precision."""
 
@@ -44,7 +45,7 @@ class Parity:
     exported_perplexity: float
     max_logit_difference: float = 0.0
     logit_tolerance: float = math.inf
-    """Logits are compared in fp32 only."""
+    """Largest allowed difference of logits; infinite in 16 bit, where logits are not compared."""
 
     @property
     def difference(self) -> float:
@@ -53,12 +54,12 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Return True if the two agree within tolerance; never for a NaN."""
+        """Return True if the two agree within tolerance; False for a NaN."""
         if self.precision in PRECISIONS:
             return abs(self.difference) <= PRECISION_TOLERANCE
-        # Logits that move by at most d move a loss by at most 2 d: the target's own by d, the
-        # logarithm of the sum by d. So the logits decide, and allow this of a perplexity at once. A
-        # bound of its own would refuse right models of large losses, such as on random tokens.
+        # If logits change by at most d, a loss changes by at most 2 d: the target's logit by d, and
+        # the logarithm of the sum by d. A bound on logits therefore bounds perplexity too. A
+        # separate bound on it would refuse correct models with large losses, as on random tokens.
         return self.max_logit_difference <= self.logit_tolerance
 
 
@@ -72,7 +73,7 @@ class ParityReport:
 
     @property
     def passed(self) -> bool:
-        """Return True if the models agree at every length. 16 bit does not decide."""
+        """Return True if the models agree at every length in fp32; 16 bit does not count."""
         return all(row.passed for row in self.rows if row.precision not in PRECISIONS)
 
     def table(self, title: str) -> Table:
@@ -116,7 +117,7 @@ def check_parity(
 
     Args:
         logits_fn: Maps token ids [1, T] to our model's logits [1, T, V] in fp32, computed from fp32
-            weights whatever precision the run trained in.
+            weights, whatever precision the run trained in.
         folder: The folder.
         ids_by_length: For each length T, token ids [N, T]. They are run one row at a time, so that
             long sequences fit into memory.
@@ -133,7 +134,7 @@ def check_parity(
     rows = [compare(logits_fn, model_logits, ids, width) for ids in ids_by_length]
     ours = list(zip(ids_by_length, rows, strict=True))
     for precision in precisions:
-        # One model in memory at a time.
+        # Keep only one model in memory.
         del model
         release_memory()
         model = found.load(folder, dtype=PRECISIONS[precision]).eval()
@@ -157,10 +158,10 @@ def compare(
 
     Args:
         logits_fn: As for `check_parity`.
-        theirs_fn: The same of the other program.
+        theirs_fn: The same function of the other program.
         ids: Token ids [N, T].
         width: hidden_size.
-        rounding: By how much logits may differ beyond fp32, in units of the largest one.
+        rounding: Error allowed beyond fp32 rounding, relative to the largest logit.
     """
     length = ids.shape[1]
     differences, sizes, nats, exported_nats = [], [], 0.0, 0.0
@@ -170,16 +171,16 @@ def compare(
         sizes.append(ours.abs().max())
         nats += _summed_loss(ours, one)
         exported_nats += _summed_loss(theirs, one)
-    # Both models compute the same sums in another order. Rounding contributes at most 2^-24 of the
-    # result for each term, on either side, and the longest sums have T terms (attention) or
+    # The models compute the same sums in different orders. In each model, rounding contributes at
+    # most 2^-24 of the result per term, and the longest sums have T terms (attention) or
     # hidden_size terms (linear layers). Positions add an error of the same size: an ALiBi bias or
     # a rotary angle near position T is rounded by T x 2^-24. The largest difference seen was a
-    # sixth of this bound. In the perplexity the rounding averages out.
+    # sixth of this bound. In the perplexity, rounding errors average out.
     largest = torch.stack(sizes).max().item()
     tolerance = (2.0**-23 * max(length, width) + rounding) * largest
     scored = ids.shape[0] * (length - 1)
     perplexities = bounded_exp(nats / scored), bounded_exp(exported_nats / scored)
-    # Of torch, the maximum of numbers with a NaN is a NaN.
+    # torch's max returns NaN if any number is NaN, unlike Python's.
     difference = torch.stack(differences).max().item()
     return Parity("fp32", length, scored, *perplexities, difference, tolerance)
 

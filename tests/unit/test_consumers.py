@@ -219,7 +219,7 @@ def test_texts_have_the_ids_of_the_run(kind, written, tokenizer_path, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"normalizer": {"type": "NFC"}}, "split texts of this tokenizer otherwise"),
+        ({"normalizer": {"type": "NFC"}}, "split texts differently from this tokenizer"),
         ({"ignore_merges": True}, "model.ignore_merges is set"),
         ({"<mask>": {"lstrip": True}}, "'<mask>' has lstrip"),
         ({"king": {"single_word": True}}, "'king' has single_word"),
