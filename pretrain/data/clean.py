@@ -1,4 +1,4 @@
-"""Clean documents, find repeated ones and held-out text, and choose what is held out."""
+"""Clean documents, find duplicates and leaked held-out text, and choose the held-out documents."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ from pretrain.config.schema import CleaningSection
 from pretrain.data.sources import optional
 
 # ---- Hash texts, and the sequences of words in them, the same way on every machine ----
-# Cleaning compares documents by runs of words: 5-word sequences find near duplicates, 13-word
+# Cleaning compares documents by sequences of words: 5-word sequences find near duplicates, 13-word
 # sequences find held-out text in training. Words are compared in lower case and without
-# punctuation, in which editions of a text differ most: a word is a maximal run of characters that
-# are neither white space, nor ASCII other than letters and digits, nor typographic punctuation
-# (quotes, dashes).
+# punctuation, because editions of a text differ most in these. A word is a maximal run of
+# characters that are neither white space, nor ASCII other than letters and digits, nor typographic
+# punctuation (quotes, dashes).
 
 
 Hashes = npt.NDArray[np.uint64]
 
 CHUNK = 1 << 20
-"""Characters that are split into words at a time, so that a text of gigabytes is no list of all its
-words."""
+"""Characters that are split into words at a time, so that the words of a text of gigabytes are
+never all in memory."""
 
 FACTOR = 0x9E3779B97F4A7C15
-"""Each word's hash is multiplied by this odd number once more than that of the word before it, so
-that the order of the words counts."""
+"""Odd number whose powers are factors of consecutive words' hashes, so that word order counts."""
 
 _SPACE = re.compile(r"\s")
 _SEPARATOR = re.compile(
@@ -46,17 +45,17 @@ _ASCII = bytes(c if c >= 128 or chr(c).isalnum() else ord(" ") for c in range(25
 def document_hash(text: str) -> int:
     """Return the XXH3-64 of a text's UTF-8.
 
-    Half of a surrogate pair, which JSON can hold, is hashed as the three bytes it would take.
+    A lone surrogate, which JSON can hold, is hashed as the three bytes of its code point.
     """
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
 
 
 class _WordHashes(dict[bytes, int]):
-    """A table from words to their hashes that fills itself and keeps the frequent ones."""
+    """A cache from words to their hashes."""
 
     def __missing__(self, word: bytes) -> int:
         value = xxhash.xxh3_64_intdigest(word)
-        # Long words are rare, and their memory has no bound.
+        # Long words are not kept: they are rare, and would need unbounded memory.
         if len(word) <= 32:
             if len(self) >= 1 << 18:
                 self.clear()
@@ -80,12 +79,12 @@ def _words(text: str) -> list[bytes]:
     text = text.lower()
     if not text.isascii():
         text = _SEPARATOR.sub(" ", text)
-    # Separators of ASCII become spaces, in one pass over the bytes: five times as fast as re.
+    # ASCII separators become spaces in one pass over the bytes, five times as fast as with re.
     return text.encode("utf-8", "surrogatepass").translate(_ASCII).split()
 
 
 def chunks(text: str) -> Iterator[str]:
-    """Cut a text at white space into pieces of some CHUNK characters; a word is never cut."""
+    """Cut a text at white space into pieces of about CHUNK characters; a word is never cut."""
     start = 0
     while len(text) - start > CHUNK:
         space = _SPACE.search(text, start + CHUNK)
@@ -106,7 +105,7 @@ def sequence_hashes(text: str, length: int) -> Hashes:
     length = min(length, len(hashes))
     if not length:
         return hashes
-    # Sequences of n words are added up from those of n/2 words: 13 takes 5 additions, not 12.
+    # Sums over n words are built from sums over n/2 words: 13 takes 5 additions instead of 12.
     total = np.zeros(len(hashes) - length + 1, np.uint64)
     power, width, done = hashes, 1, 0
     while True:
@@ -126,7 +125,7 @@ def _factor(exponent: int) -> np.uint64:
 # ---- Clean documents one at a time, before they are hashed, compared and tokenized ----
 
 
-# CR, vertical tab, form feed and NEL end a line; taking them out would join two words.
+# CR, vertical tab, form feed and NEL end a line; removing them would join two words.
 _LINE_BREAK = re.compile("\r\n|[\r\v\f\x85]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -134,19 +133,19 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 class Cleaner:
     """Apply the steps of [cleaning] that look at one document, in this order:
 
-    1. `repair_unicode`: ftfy undoes wrong decoding (mojibake), line by line, and nothing else: it
-       leaves quotes, ligatures, HTML entities and normal forms as they are;
+    1. `repair_unicode`: ftfy undoes wrong decoding (mojibake), line by line, and changes nothing
+       else: it keeps quotes, ligatures, HTML entities and normal forms;
     2. `remove_control_characters`: CR LF, CR, vertical tab, form feed and NEL become a newline;
-       the other control characters (Unicode category Cc) but tab and newline are removed;
-    3. `min_document_characters`: a document that is shorter by now is left out.
+       other control characters (Unicode category Cc) except tab and newline are removed;
+    3. `min_document_characters`: a document that is now shorter is left out.
 
     A document that no step changes is returned as the same object.
     """
 
     counts: Counter[str]
-    """By step: STEP.documents is how many documents the step changed or left out, STEP.characters
-    the characters of those that were repaired, the control characters that were removed or
-    replaced, and the characters of documents that were left out."""
+    """Counts for each step. STEP.documents: documents that the step changed or left out.
+    STEP.characters: characters of repaired documents, removed or replaced control characters, or
+    characters of documents that were left out."""
 
     def __init__(self, section: CleaningSection) -> None:
         self._section = section
@@ -164,7 +163,7 @@ class Cleaner:
         return text
 
     def _repair(self, text: str) -> str:
-        # ASCII is never mojibake, and most English documents are ASCII: this costs nothing there.
+        # ASCII is never mojibake, so most English documents cost nothing here.
         if text.isascii():
             return text
         ftfy = optional("ftfy", "cleaning.repair_unicode")
@@ -196,17 +195,17 @@ class Cleaner:
         self.counts[f"{step}.characters"] += characters
 
 
-# ---- Find documents that stood before in the stream, exactly or nearly ----
-# The scan computes a few 64-bit keys for each document (`duplicate_keys`) and writes those of a
-# task to a file, sorted (`save_keys`). Equal keys have equal first bits, so the keys of all tasks
-# are compared bucket by bucket (`repeated_in_bucket`), each on its own and on any machine, without
-# any text. `join_repeated` puts together what the buckets say.
+# ---- Find documents that repeat an earlier one in the stream, exactly or nearly ----
+# The scan computes a few 64-bit keys for each document (`duplicate_keys`) and writes the sorted
+# keys of a task to a file (`save_keys`). Equal keys have equal first bits, so the keys of all tasks
+# are compared bucket by bucket (`repeated_in_bucket`), independently, on any machine, and without
+# any text. `join_repeated` combines the results of the buckets.
 
 
 Mode = Literal["exact", "near"]
 
 SHINGLE_WORDS = 5
-"""Near duplicates share most of their sequences of so many words."""
+"""Length in words of the sequences that near duplicates share."""
 
 BANDS, ROWS = 10, 12
 """A document has BANDS * ROWS MinHash values. Each is equal in two documents with the probability
@@ -222,13 +221,12 @@ SEED = 1
 
 
 def duplicate_keys(text: str, mode: Mode) -> Hashes:
-    """Return the keys of a document: it is a duplicate of those that share one in the same column.
+    """Return the keys of a document. Documents that share a key in the same column are duplicates.
 
     The keys are the same in every process and on every machine. The first is the document's hash.
-    For near duplicates BANDS further keys follow, from MinHash (rensa) over the 5-word sequences;
-    case, punctuation and white space make no difference to them (see pretrain/data/clean.py). A
-    document of fewer words counts as one sequence, and one without words is a near duplicate of
-    nothing.
+    For near duplicates BANDS further keys follow, from MinHash (rensa) over the 5-word sequences,
+    which ignore case, punctuation and white space. A document of fewer words counts as one
+    sequence, and a document without words is never a near duplicate.
 
     Args:
         text: The cleaned document.
@@ -251,10 +249,10 @@ def duplicate_keys(text: str, mode: Mode) -> Hashes:
 
 
 COMPARED_BYTES = 1_000_000_000
-"""The most memory that comparing a bucket takes; more keys make more buckets, not larger ones."""
+"""Largest memory for comparing a bucket. More keys give more buckets, not larger ones."""
 
 _KEY_BYTES, _FOUND_BYTES, _SORTED_BYTES = 12, 8, 80
-"""What a key takes in a file and in memory, in memory too if it is found to be repeated, and while
+"""Bytes of a key: in a file and in memory; additionally if it is repeated; and additionally while
 its column is sorted."""
 
 
@@ -265,14 +263,14 @@ def _columns(mode: Mode) -> int:
 def save_keys(path: Path, keys: Sequence[Hashes], mode: Mode) -> None:
     """Write the keys of a task's documents for `repeated_in_bucket`.
 
-    The keys of all columns are sorted together, so that a bucket is one stretch of the file. Beside
-    each stands its entry: document * columns + column.
+    The keys of all columns are sorted together, so that a bucket is a contiguous part of the file.
+    Each key has an entry: document * columns + column.
 
     Args:
-        path: Where to write uint32[3, documents * columns]: the keys, of two uint32 each, fill the
-            first two rows, their entries the third.
-        keys: What `duplicate_keys` returned for each document, in stream order. May be empty.
-        mode: The mode they were made with.
+        path: File to write, uint32[3, documents * columns]: the keys, of two uint32 each, fill the
+            first two rows, and their entries the third.
+        keys: The result of `duplicate_keys` for each document, in stream order. May be empty.
+        mode: The mode with which the keys were made.
     """
     flat = np.array(keys, "<u8").reshape(len(keys) * _columns(mode))
     order = np.argsort(flat, kind="stable")
@@ -281,7 +279,7 @@ def save_keys(path: Path, keys: Sequence[Hashes], mode: Mode) -> None:
 
 
 class Part(NamedTuple):
-    """Where something stands in a file."""
+    """A range of a file."""
 
     path: Path
     start: int
@@ -299,11 +297,11 @@ def _load_keys(part: Part) -> tuple[Hashes, npt.NDArray[np.uint32]]:
 
 
 def count_buckets(parts: Sequence[Part], mode: Mode) -> int:
-    """Return into how many buckets the keys of all tasks are cut, from their sizes.
+    """Return the number of buckets for the keys of all tasks, from their sizes.
 
     Args:
-        parts: What `save_keys` wrote.
-        mode: The mode they were made with.
+        parts: The files that `save_keys` wrote.
+        mode: The mode with which the keys were made.
     """
     columns = _columns(mode)
     documents = sum(part.size for part in parts) / (_KEY_BYTES * columns)
@@ -314,30 +312,30 @@ def count_buckets(parts: Sequence[Part], mode: Mode) -> int:
 def repeated_in_bucket(
     files: Sequence[Part], mode: Mode, bucket: int, buckets: int
 ) -> npt.NDArray[np.uint64]:
-    """Return the documents of which a key in this bucket is also a key of an earlier document.
+    """Return the documents that share a key in this bucket with an earlier document.
 
-    Earlier means in the order of the stream, over all tasks given, so the result does not depend
-    on where one task ends and the next begins. The first document of a chain of duplicates stays,
-    and every later one goes, even if it resembles only documents that go.
+    Earlier means earlier in the stream, over all given tasks, so the result does not depend on the
+    borders of tasks. The first document of a chain of duplicates stays, and every later one is
+    removed, even if it resembles only documents that are removed.
 
     Memory: 190 to 300 bytes for each document of the corpus, the most if all are duplicates (50 to
     100 for "exact"), divided by the number of buckets. Equal keys are in one bucket, so a text that
-    stands in the corpus k times adds k keys to it. No text is compared, so different documents can
-    share a key by chance: among 300 million documents that happens with a probability of some 0.2 %
-    for each column.
+    occurs k times in the corpus adds k keys to it. Texts are not compared, so different documents
+    can share a key by chance: among 300 million documents this happens with a probability of about
+    0.2 % for each column.
 
     Args:
-        files: What `save_keys` wrote, in stream order, all of one mode.
-        mode: The mode they were made with.
-        bucket: Which one, below `buckets`.
-        buckets: Into how many equal ranges the keys are cut.
+        files: The files that `save_keys` wrote, in stream order, all of one mode.
+        mode: The mode with which the keys were made.
+        bucket: Index of the bucket, below `buckets`.
+        buckets: Number of equal ranges into which the keys are cut.
 
     Returns:
-        Positions in the stream; one that shares several keys stands there as often.
+        Positions in the stream; a document that shares several keys occurs several times.
     """
     columns, start, parts = _columns(mode), np.uint64(0), []
     low, end = ((place << 64) // buckets for place in (bucket, bucket + 1))
-    # One file is open at a time: a corpus has more tasks than a process may have open files.
+    # Open one file at a time, because a corpus may have more tasks than a process open files.
     for file in files:
         keys, entries = _load_keys(file)
         first = int(np.searchsorted(keys, np.uint64(low)))
@@ -346,7 +344,7 @@ def repeated_in_bucket(
             parts.append((start, np.array(keys[first:last]), np.array(entries[first:last])))
         start += np.uint64(len(entries) // columns)
     found = [np.empty(0, np.uint64)]
-    # One column is sorted at a time.
+    # Sort one column at a time, to limit memory.
     for column in range(columns if parts else 0):
         masks = [entries % columns == column for _, _, entries in parts]
         keys = np.concatenate([keys[own] for (_, keys, _), own in zip(parts, masks)])
@@ -365,14 +363,14 @@ def repeated_in_bucket(
 def join_repeated(
     files: Sequence[Part], mode: Mode, found: Iterable[npt.NDArray[np.uint64]]
 ) -> list[npt.NDArray[np.bool_]]:
-    """Return for each task and each of its documents whether an earlier document shares a key.
+    """Return, for each document of each task, whether an earlier document shares a key.
 
     Memory: a byte for each document of the corpus.
 
     Args:
-        files: What `save_keys` wrote, in stream order, all of one mode.
-        mode: The mode they were made with.
-        found: What `repeated_in_bucket` returned for each bucket.
+        files: The files that `save_keys` wrote, in stream order, all of one mode.
+        mode: The mode with which the keys were made.
+        found: The result of `repeated_in_bucket` for each bucket.
 
     Returns:
         bool[documents] of each file.
@@ -385,46 +383,45 @@ def join_repeated(
 
 
 # ---- Choose the documents that are held out for validation, by their hashes ----
-# The rule, for each corpus: order its different texts by hash, those of more than `max_bytes` after
-# all others. Hold out texts from the front, at least one, up to `fraction` times the number of
-# documents, and end before they have more than `max_bytes` together. The last text is never held
-# out, so that one is left for training: a corpus of a single text holds out none.
+# The rule, for each corpus: order its different texts by hash, with texts of more than `max_bytes`
+# after all others. Hold out texts from the front, at least one, up to `fraction` times the number
+# of documents, as long as they have at most `max_bytes` together. The last text is never held out,
+# so that at least one is left for training: a corpus of a single text holds out none.
 #
-# So a text is on one side whatever the order of the files, the number of tasks and how often the
-# text occurs; and the choice is even over the corpus, as the hash is.
+# A text is therefore on the same side whatever the order of the files, the number of tasks and how
+# often the text occurs, and the choice is spread evenly over the corpus, because hashes are.
 
 
 _LARGE = 1 << 64
-"""Added to the hash of a text of more than max_bytes, to place it after all others."""
+"""Added to the hash of a text of more than max_bytes, to sort it after all others."""
 
 
 class Candidates:
-    """Collect the documents of one task, or of all, that could be held out: the front of the order.
+    """Collect the documents of one task, or of all tasks, that could be held out.
 
-    Whatever the other tasks hold, `choose_held_out` chooses no document of this task that is not
-    among those collected here: what it holds out is the front of an order and has at most
-    `max_bytes`, so this task's share of it is the front of the task's own order and has at most
-    `max_bytes`. That much text is kept in memory and written, and no more; or one document, if the
-    first in the order has more.
+    `choose_held_out` takes texts of at most `max_bytes` from the front of the order. Whatever the
+    other tasks hold, its share of this task is therefore at the front of the task's own order, and
+    has at most `max_bytes`. Only this much text is kept in memory and written, or one document if
+    the first one has more.
     """
 
     def __init__(self, max_bytes: int) -> None:
         """Start without documents.
 
         Args:
-            max_bytes: The most bytes of UTF-8 that the corpus may hold out: its part of
-                data.validation_bytes. The same number for all tasks of the corpus.
+            max_bytes: Largest number of UTF-8 bytes that the corpus may hold out, its part of
+                data.validation_bytes; the same for all tasks of the corpus.
         """
         self.max_bytes, self.documents, self.last = max_bytes, 0, -1
         self.limit = 2 * _LARGE
-        """No text at this place or behind it fits."""
+        """Texts at this place in the order, or after it, are not kept."""
         self._kept: dict[int, bytes] = {}
-        # The places of those that are kept, negative: the last one is at the root.
+        # Negated places of the kept texts, so that the last one is at the root of the heap.
         self._heap: list[int] = []
         self._bytes = 0
 
     def add(self, text: str) -> int:
-        """Take note of a cleaned document and return its `document_hash`."""
+        """Record a cleaned document and return its `document_hash`."""
         data = text.encode("utf-8", "surrogatepass")
         digest = xxhash.xxh3_64_intdigest(data)
         place = digest + (_LARGE if len(data) > self.max_bytes else 0)
@@ -434,7 +431,7 @@ class Candidates:
         return digest
 
     def keep(self, place: int, data: bytes) -> None:
-        """Keep a text if it fits, and drop those at the end that fit no longer."""
+        """Keep a text if it fits, and drop texts at the end that no longer fit."""
         if place >= self.limit or place in self._kept:
             return
         self._kept[place] = data
@@ -444,33 +441,33 @@ class Candidates:
             self.cut(-self._heap[0])
 
     def cut(self, limit: int) -> None:
-        """Drop the texts at `limit` and behind it, and take none there from now on."""
+        """Drop the texts at `limit` and after it, and accept none there from now on."""
         self.limit = min(self.limit, limit)
         while self._heap and -self._heap[0] >= self.limit:
             self._bytes -= len(self._kept.pop(-heapq.heappop(self._heap)))
 
     def kept(self) -> list[tuple[int, str]]:
-        """Return (place, text) of those that are kept, in order."""
+        """Return (place, text) of the kept texts, in order."""
         return [
             (p, data.decode("utf-8", "surrogatepass")) for p, data in sorted(self._kept.items())
         ]
 
     def save(self, path: Path) -> None:
-        """Write the candidates for `choose_held_out`: a line of JSON of them all, and one each."""
+        """Write the candidates for `choose_held_out`: a summary as a line of JSON, and one each."""
         lines = [(self.max_bytes, self.documents, self.last, self.limit), *self.kept()]
         path.write_text("\n".join(map(json.dumps, lines)))
 
 
 def choose_held_out(files: Iterable[Iterable[str | bytes]], fraction: float) -> dict[int, str]:
-    """Choose what one corpus holds out, from the files that `Candidates.save` wrote for its tasks.
+    """Choose the held-out texts of a corpus from the files that `Candidates.save` wrote.
 
     Args:
         files: The lines of one file of each task of the corpus. Their order does not matter.
         fraction: data.validation_fraction.
 
     Returns:
-        The held-out texts by their hashes, each once, in the order of the hashes; every copy of
-        them has to be left out of training. Empty if the corpus does not have two different texts.
+        Hash -> held-out text, in the order of the hashes. Every copy of these texts must be left
+        out of training. Empty if the corpus does not have two different texts.
     """
     whole = Candidates(0)
     for lines in files:
@@ -490,23 +487,22 @@ LEAK_WORDS = 13
 
 
 COMMON_TEXTS = 3
-"""A sequence in so many texts of a sample is common to the corpus."""
+"""Number of texts of a sample in which a sequence must occur to be common in the corpus."""
 
 
 class HeldOut:
-    """The 13-word sequences of the held-out documents, and which of them training holds.
+    """The 13-word sequences of the held-out documents, and which of them occur in training.
 
-    Words are compared in lower case and without punctuation (see pretrain/data/clean.py). A
-    document of fewer than 13 words is one sequence, of all its words: short documents match whole
-    ones alone. Sequences are compared by 64-bit hashes: a sequence of training is taken for one of
-    a million held-out ones by chance with a probability of about 2^-40, and a document only if half
-    of its sequences are.
+    Words are compared in lower case and without punctuation. A document of fewer than 13 words is
+    one sequence of all its words, so it matches only whole documents. Sequences are compared by
+    64-bit hashes: by chance, a training sequence equals one of a million held-out sequences with a
+    probability of about 2^-40, and a document matches only if half of its sequences do.
 
-    A process needs some 30 bytes for each held-out sequence.
+    A process needs about 30 bytes for each held-out sequence.
     """
 
     def __init__(self, sequences: Hashes, documents: npt.NDArray[np.uint32]) -> None:
-        """Take (sequence, document) pairs. Use `from_texts` or `load`.
+        """Store (sequence, document) pairs. Call `from_texts` or `load` instead.
 
         Args:
             sequences: uint64[pairs], the hashes of sequences, ascending.
@@ -518,8 +514,8 @@ class HeldOut:
         self._copies = np.diff(np.append(self._first, len(sequences)))
         self._sizes = np.bincount(documents)
         self._seen = np.zeros(len(self._sequences), np.bool_)
-        # Nearly every sequence of training is none of these, and one look at a table of flags tells
-        # so: it has 16 to 32 flags for each held-out sequence, and at most 2^28.
+        # A table of flags rejects nearly every training sequence with a single look-up. It has 16
+        # to 32 flags for each held-out sequence, and at most 2^28.
         bits = min(max(4 + len(self._sequences).bit_length(), 10), 28)
         self._shift = np.uint64(64 - bits)
         self._maybe = np.zeros(1 << bits, np.bool_)
@@ -528,7 +524,7 @@ class HeldOut:
 
     @classmethod
     def from_texts(cls, texts: Iterable[str]) -> HeldOut:
-        """Take the sequences of the held-out documents, numbered in the order given."""
+        """Return the sequences of the held-out documents, which are numbered in order."""
         each = [np.unique(sequence_hashes(text, LEAK_WORDS)) for text in texts]
         sequences = np.concatenate([np.empty(0, np.uint64), *each])
         documents = np.repeat(np.arange(len(each), dtype=np.uint32), [len(e) for e in each])
@@ -536,7 +532,7 @@ class HeldOut:
         return cls(sequences[order], documents[order])
 
     def save(self, path: Path) -> None:
-        """Write the held-out sequences to a .npz file, without what `note` has found."""
+        """Write the held-out sequences to a .npz file, without the results of `note`."""
         with path.open("wb") as file:
             np.savez(file, sequences=self._pairs, documents=self._documents)
 
@@ -547,10 +543,10 @@ class HeldOut:
             return cls(file["sequences"], file["documents"])
 
     def common(self, sample: Iterable[str]) -> npt.NDArray[np.bool_]:
-        """Return which held-out documents are boilerplate, such as a licence or a menu.
+        """Return which held-out documents are boilerplate, such as a license or a menu.
 
-        Half of such a document stands in COMMON_TEXTS texts of the sample or more. Held out, it
-        would take every training document with the same boilerplate out of training.
+        Half of such a document occurs in COMMON_TEXTS or more texts of the sample. Holding it out
+        would remove every training document with the same boilerplate.
 
         Args:
             sample: Texts of the corpus, or parts of them.
@@ -563,10 +559,10 @@ class HeldOut:
         return (self._sizes > 0) & (2 * found >= self._sizes)
 
     def is_leaked(self, text: str) -> bool:
-        """Return whether a training document has to go.
+        """Return whether a document must be left out of training.
 
-        It does if it has at least half of the different sequences of some held-out document, or if
-        at least half of its own different sequences are held-out ones.
+        It must if it has at least half of the different sequences of some held-out document, or if
+        at least half of its own different sequences are held out.
         """
         own, shared = self._shared(text)
         if not len(shared):
@@ -576,7 +572,7 @@ class HeldOut:
         return any(2 * n >= self._sizes[d] for d, n in self._by_document(shared).items())
 
     def note(self, text: str) -> None:
-        """Take note of the held-out sequences in a document that training keeps."""
+        """Record the held-out sequences in a document that training keeps."""
         self._seen[self._shared(text)[1]] = True
 
     def save_seen(self, path: Path) -> None:
@@ -584,7 +580,7 @@ class HeldOut:
         path.write_bytes(np.packbits(self._seen).tobytes())
 
     def merge_seen(self, content: bytes) -> None:
-        """Add what `save_seen` wrote in another process that loaded the same held-out sequences."""
+        """Add the result of `save_seen` of a process that loaded the same held-out sequences."""
         bits = np.frombuffer(content, np.uint8)
         self._seen |= np.unpackbits(bits, count=len(self._seen)).astype(np.bool_)
 
@@ -595,16 +591,15 @@ class HeldOut:
 
     @property
     def leakage(self) -> float:
-        """Return the share of the held-out sequences that also stand in a noted document."""
+        """Return the share of the held-out sequences that also occur in a noted document."""
         return float(self._seen.mean()) if len(self._seen) else 0.0
 
     def _shared(self, text: str) -> tuple[int, npt.NDArray[np.intp]]:
-        """Return how many sequences a document has, and the places of its held-out ones.
+        """Return how many sequences a document has, and the indices of its held-out ones.
 
-        The number is that of different sequences, but for a document without held-out ones, where
-        nobody asks for it.
+        Different sequences are counted; without held-out ones, all, because nobody needs the count.
         """
-        # A document is usually checked and then noted: the second call has the answer.
+        # A document is usually checked and then noted, so keep the last result.
         if self._last is None or self._last[0] is not text:
             hashes = sequence_hashes(text, LEAK_WORDS)
             shared = np.unique(self._find(hashes))
@@ -613,7 +608,7 @@ class HeldOut:
         return self._last[1:]
 
     def _find(self, hashes: Hashes) -> npt.NDArray[np.intp]:
-        """Return the places in `self._sequences` of those hashes that are in it."""
+        """Return the indices in `self._sequences` of the hashes that are in it."""
         hashes = hashes[self._maybe[hashes >> self._shift]]
         if not len(hashes):
             return np.empty(0, np.intp)
@@ -623,7 +618,7 @@ class HeldOut:
         return found
 
     def _by_document(self, shared: npt.NDArray[np.intp]) -> dict[int, int]:
-        """Return how many of these sequences each held-out document has that has any."""
+        """Return held-out document -> how many of these sequences it has, if any."""
         first, copies = self._first[shared], self._copies[shared]
         # The pairs of one sequence stand together: first, first + 1, ..., first + copies - 1.
         starts = np.repeat(first - (np.cumsum(copies) - copies), copies)

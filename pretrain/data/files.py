@@ -1,7 +1,7 @@
-"""The files that a user names: find them, look at them, read them or ranges of them.
+"""Find and read the files that a user names.
 
-Every access of this package to such a file goes through this module, so that whatever is done about
-slow or broken storage is done here.
+All access of this package to such files goes through this module, so slow or broken storage is
+handled only here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BUFFER_BYTES = 2**18
 
 
 class Location(NamedTuple):
-    """A file that was found. Its content was not looked at."""
+    """A file that was found, but not read."""
 
     path: str
     """Absolute path."""
@@ -36,7 +36,7 @@ class Location(NamedTuple):
     """Bytes."""
 
     identity: str
-    """Equal for two names of one file: the path after every symlink is followed."""
+    """The path with all symlinks resolved, which is equal for two names of one file."""
 
 
 def find(key: str, patterns: tuple[str, ...]) -> list[Location]:
@@ -44,11 +44,12 @@ def find(key: str, patterns: tuple[str, ...]) -> list[Location]:
 
     Args:
         key: The config key of the patterns, for messages.
-        patterns: File names or glob patterns. A pattern that is the name of a file is that file.
+        patterns: File names or glob patterns. If a file has a pattern as its name, the pattern
+            means this file.
 
     Raises:
         ConfigError: A pattern matches no file.
-        RunFailed: What it matches cannot be read.
+        RunFailed: A matching file or directory cannot be read.
     """
     found: dict[str, Location] = {}
     for pattern in patterns:
@@ -72,15 +73,15 @@ def find(key: str, patterns: tuple[str, ...]) -> list[Location]:
 def _matches(
     folder: str, parts: Sequence[str], above: frozenset[str] = frozenset()
 ) -> Iterator[str]:
-    """Yield the files below a folder that the parts of a pattern match, as the module glob does.
+    """Yield the files below a folder that match the parts of a pattern, like the module glob.
 
-    But glob passes over directories that it may not list, so that a corpus would lack their text,
-    and follows links in circles.
+    glob itself silently skips directories that it may not list, so that text would be missing from
+    a corpus, and follows circular links.
 
     Args:
-        folder: Where to look; "" is the working directory.
-        parts: What stands between the slashes of the pattern.
-        above: The real paths of the folders that ** has come through.
+        folder: Folder to search; "" is the working directory.
+        parts: The parts of the pattern between slashes.
+        above: The real paths of the folders through which ** has passed.
     """
     part, *rest = parts
     names, real = [part], os.path.realpath(folder)
@@ -193,8 +194,8 @@ class Folder:
         """Yield the content of a file.
 
         Raises:
-            FileNotFoundError: if it is missing.
-            RunFailed: if it cannot be read.
+            FileNotFoundError: It is missing.
+            RunFailed: It cannot be read.
         """
         where = self.where(name)
         with reading(where), open_stored(where) as file:
@@ -202,29 +203,29 @@ class Folder:
                 yield chunk
 
     def read(self, name: str) -> bytes:
-        """Return the contents of a small file; as `chunks`."""
+        """Return the content of a small file. Raises the errors of `chunks`."""
         return b"".join(self.chunks(name))
 
     def open(self, name: str) -> Descriptor:
-        """Open a file of which ranges are read.
+        """Open a file to read ranges of it.
 
         Raises:
-            FileNotFoundError: if it is missing.
-            OSError: if it cannot be opened.
+            FileNotFoundError: It is missing.
+            OSError: It cannot be opened.
         """
         return Descriptor(self.where(name))
 
 
 class Descriptor:
-    """An open local file, closed when the last one who uses it lets go."""
+    """An open local file, which is closed when its last user drops it."""
 
     def __init__(self, path: str) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, size: int, offset: int) -> bytes:
-        """Return `size` bytes from `offset`, or fewer if the file ends before."""
+        """Return `size` bytes from `offset` on, or fewer if the file ends earlier."""
         content = b""
-        # A network file system may return less than there is. Nothing at all is the end.
+        # A network file system may return fewer bytes than it has; only 0 bytes mean the end.
         while more := os.pread(self.number, size - len(content), offset + len(content)):
             content += more
         return content
@@ -235,6 +236,6 @@ class Descriptor:
 
 
 def missing(where: str, manifest: str | None = None) -> ConfigError:
-    """Return the error for a file that a manifest, by default beside it, names and lacks."""
+    """Return the error for a missing file that a manifest, by default the one beside it, names."""
     manifest = manifest or f"{where.rsplit('/', 1)[0]}/manifest.json"
     return ConfigError(f"{where}: missing, but {manifest} names it. {rebuild_advice(manifest)}")

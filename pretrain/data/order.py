@@ -1,17 +1,17 @@
 """Compute which tokens form a sample and which samples form a step, and deliver them.
 
-The order of the data is a pure function of (seed, epoch, index), with O(1) memory whatever the
-size of the corpus. The only data state of a run, and the only one in a checkpoint, is therefore
-the number of samples consumed, with the shares of a blend: any layout, worker count
-or restart sees the same samples in the same order.
+The order of the data is a pure function of (seed, epoch, index), with O(1) memory for any size of
+corpus. The only data state of a run and its checkpoints is therefore the number of samples
+consumed, and the shares of a blend. Any layout, worker count or restart sees the same samples in
+the same order.
 
 Terms:
 
     consumed-sample index  counts samples over the whole run, all epochs and all ranks, from 0
     sample                 an interval of a corpus's tokens; the corpus has n of them
-    epoch                  n consecutive samples of a corpus: the one of index c, counted among the
-                           samples of this corpus, is position c % n of epoch c // n, and every
-                           epoch has its own permutation of the n samples
+    epoch                  n consecutive samples of a corpus: the sample with index c among those
+                           of its corpus has position c % n in epoch c // n, and every epoch has
+                           its own permutation of the n samples
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 _ROUNDS = 8
 """Rounds of the Feistel network.
 
-Four rounds suffice for a large domain (Luby and Rackoff, "How to construct pseudorandom
-permutations from pseudorandom functions", 1988). The bound degrades on small domains, so this uses
-eight.
+Four rounds are enough for a large domain (Luby and Rackoff, "How to construct pseudorandom
+permutations from pseudorandom functions", 1988). The bound is weaker for small domains, so there
+are eight.
 """
 
 
 def num_samples(num_tokens: int, sequence_length: int) -> int:
     """Return the number of samples in a stream of `num_tokens` tokens.
 
-    A sample is sequence_length + 1 tokens (inputs and shifted targets). Neighbouring samples
-    overlap by one token: the last target of one is the first input of the next, so no prediction
-    is lost.
+    A sample is sequence_length + 1 tokens (inputs and shifted targets). Neighboring samples overlap
+    by one token: the last target of a sample is the first input of the next, so no prediction is
+    lost.
     """
     return max(0, (num_tokens - 1) // sequence_length)
 
@@ -68,9 +68,9 @@ def sample_ids(
     names: Sequence[str] = ("",),
     corpora: np.ndarray | int = 0,
 ) -> np.ndarray:
-    """Return the samples that stand at the given consumed-sample indexes of their corpora.
+    """Return the samples at the given consumed-sample indexes of their corpora.
 
-    All are computed at once: to compute one takes as many calls of NumPy as thousands of them.
+    Pass many indexes at once: one index takes as many NumPy calls as thousands.
 
     Args:
         consumed: Consumed-sample indexes, int64 [n], from any mixture of epochs. In a blend, they
@@ -78,7 +78,7 @@ def sample_ids(
         samples_per_epoch: Number of samples in each corpus.
         seed: Seed of the order; one per run.
         names: The corpora of a blend. A run of a single corpus needs no name.
-        corpora: The number of each index's corpus, int64 [n].
+        corpora: The corpus of each index, as a position in `names`, int64 [n].
 
     Returns:
         Samples, int64 [n], each below its corpus's samples_per_epoch.
@@ -98,13 +98,13 @@ def rank_samples(
 ) -> range:
     """Return the consumed-sample indexes that one data-parallel rank takes in a step.
 
-    Ranks take consecutive slices of the global batch. Their slices, one after the other, are the
-    same batch for every number of ranks, which is what lets a run resume on another layout.
+    Ranks take consecutive slices of the global batch. For every number of ranks the slices together
+    are the same batch, so a run can resume on another layout.
 
     Args:
         consumed: Number of samples consumed before the step, over all ranks.
         global_batch_size: Samples in a step; a multiple of `data_parallel_size`.
-        data_parallel_rank: The rank that asks.
+        data_parallel_rank: The rank.
         data_parallel_size: The number of ranks.
     """
     share = global_batch_size // data_parallel_size
@@ -132,7 +132,7 @@ def _permuted(indexes: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.nd
 
 
 def _feistel(values: np.ndarray, half: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Permute the numbers of 2 * half bits. A bijection whatever the round function `mix` is."""
+    """Permute the numbers of 2 * half bits. A bijection for any round function `mix`."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = values >> half, values & mask
     for key in keys:
@@ -156,8 +156,8 @@ def mix(values: np.ndarray) -> np.ndarray:
 def _round_keys(seed: int, epoch: int, corpus: str) -> np.ndarray:
     """Return one 64-bit key per round.
 
-    The keys are a hash of (seed, epoch, corpus) rather than a sum, so that neighbouring seeds and
-    epochs get unrelated permutations. "<u8" fixes the byte order: the keys are the same on
+    The keys are a hash of (seed, epoch, corpus) rather than a sum, so that neighboring seeds and
+    epochs get unrelated permutations. "<u8" fixes the byte order, so that the keys are the same on
     every machine.
     """
     key = f"{seed} {epoch} {corpus}" if corpus else f"{seed} {epoch}"
@@ -166,54 +166,54 @@ def _round_keys(seed: int, epoch: int, corpus: str) -> np.ndarray:
 
 
 # ---- Compute which corpus every sample of a run comes from ----
-# Samples never cross corpora: each corpus has a grid of samples of its own. A blend deals the
-# consumed-sample indexes of a run out to its corpora, in exact integers whatever their size, and
-# every corpus passes through its own permutations, one for each pass over it.
+# Samples never cross corpora: each corpus has its own grid of samples. A blend assigns the
+# consumed-sample indexes of a run to its corpora, in exact integers of any size, and every corpus
+# has its own permutations, one for each pass over it.
 #
-# Two corpora of shares A and B are easy to blend: of the first p samples, the first corpus gets
-# (p A + (A+B)/2) // (A+B), which is never off by more than 1/2. More corpora are blended by a
-# binary tree of such splits. A count that is off by e before a split is off by e s + 1/2 after it,
-# s being the share of the branch. The smallest shares are joined first, so that errors are passed
-# on to small branches: the count of every corpus of the published run is at most 1.11 samples off,
-# in any number of samples from the beginning on, and those of random shares at most 1.6.
+# Two corpora with shares A and B are easy to blend: of the first p samples, the first corpus gets
+# (p A + (A+B)/2) // (A+B), an error of at most 1/2. More corpora are blended by a binary tree of
+# such splits. A count with an error of e before a split has an error of e s + 1/2 after it, where s
+# is the share of the branch. The smallest shares are joined first, so that errors are passed on to
+# small branches. In the published run, the count of every corpus after any number of samples has an
+# error of at most 1.11 samples; with random shares, at most 1.6.
 
 
 MAX_TOTAL = 2**53
-"""A checkpoint records no larger integers, and could not be read. Rounding to so many parts moves
-no corpus by as much as a thousandth of a sample in 10^12."""
+"""Largest sum of shares, because a checkpoint cannot hold larger integers. Rounding to this many
+parts moves no corpus by as much as a thousandth of a sample in 10^12."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a run in which the blend is the same, as a checkpoint records it."""
+    """A part of a run with a constant blend, as a checkpoint records it."""
 
     start: int
-    """The consumed-sample index at which it begins."""
+    """The consumed-sample index at which the segment begins."""
     samples: dict[str, int]
-    """Corpus -> samples in it."""
+    """Corpus -> number of its samples."""
     shares: dict[str, int]
-    """Corpus -> its share, relative to those of the others."""
+    """Corpus -> its share, relative to the other shares."""
     consumed: dict[str, int]
-    """Corpus -> samples of it that were consumed before `start`."""
+    """Corpus -> number of its samples that were consumed before `start`."""
 
 
 class Split(NamedTuple):
-    """A node of the tree: deals samples out to two branches."""
+    """A node of the tree, which assigns samples to two branches."""
 
     left: int
-    """The number of a corpus, or ~ that of a split."""
+    """Index of a corpus, or ~index of a split."""
     right: int
     share: int
     """The share of the left branch."""
     total: int
-    """The shares of both branches."""
+    """The sum of the shares of both branches."""
 
 
 class Blend:
-    """Deals the samples of a run out to its corpora."""
+    """Assigns the samples of a run to its corpora."""
 
     def __init__(self, segment: Segment, seed: int) -> None:
-        """Make the tree.
+        """Build the tree.
 
         Args:
             segment: The corpora, which are numbered in the order of `segment.samples`.
@@ -224,15 +224,15 @@ class Blend:
         self._seed = seed
         self._samples = [segment.samples[name] for name in self.names]
         self._before = [segment.consumed[name] for name in self.names]
-        # A corpus that is alone is read in the order of runs that know no corpora.
+        # A single corpus has the same order as in a run without named corpora.
         self._keys = self.names if len(self.names) > 1 else ("",)
         self._root, self._splits = tree_of(segment.shares)
-        # The products below may exceed 63 bits: Python's integers do not.
+        # Use Python's integers if the products below may exceed 63 bits.
         dtype = object if max(segment.shares.values()) * 2 > 2**31 else np.int64
         self._nodes = np.array(self._splits, dtype).reshape(-1, 4).T
 
     def locate(self, consumed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return which samples stand at the given consumed-sample indexes.
+        """Return the samples at the given consumed-sample indexes.
 
         Args:
             consumed: Consumed-sample indexes, int64 [n], none before `segment.start`.
@@ -244,11 +244,11 @@ class Blend:
         if len(positions) and positions.min() < 0:
             raise ValueError(f"sample {min(consumed)}: the blend begins at {self.segment.start}")
         corpora, samples = np.full_like(positions, self._root), positions.copy()
-        # All samples go down the tree together, a level at a time.
+        # Move all samples down the tree together, one level at a time.
         while len(where := np.flatnonzero(corpora < 0)):
             left, right, share, total = self._nodes[:, ~corpora[where]]
-            # Of the samples before each so many go left, and then it does so itself or does not.
-            # NumPy's divmod knows no Python integers.
+            # Compute how many earlier samples go left, and whether this one does. Without divmod,
+            # which NumPy does not have for Python integers.
             rounds, rest = samples[where] // total, samples[where] % total
             place = rest * share + total // 2
             before = (rounds * share + place // total).astype(np.int64)
@@ -259,7 +259,7 @@ class Blend:
         return corpora, sample_ids(draws, self._samples, self._seed, self._keys, corpora)
 
     def counts(self, consumed: int) -> dict[str, int]:
-        """Return how many samples of each corpus are among the first `consumed` of the run."""
+        """Return how many of the run's first `consumed` samples each corpus has."""
         counts = list(self._before)
 
         def count(at: int, position: int) -> None:
@@ -294,8 +294,8 @@ def tree_of(shares: Mapping[str, int]) -> tuple[int, list[Split]]:
     """Return the root and the splits: the two smallest shares are joined until one is left.
 
     Args:
-        shares: Corpus -> share; corpora are numbered in this order. Those without a share are left
-            out.
+        shares: Corpus -> share; corpora are numbered in this order. Corpora with a share of 0 are
+            left out.
     """
     splits: list[Split] = []
     # By size and name, so that the tree does not depend on the order of the corpora.
@@ -324,23 +324,22 @@ def blend_of(
     before: Segment | None = None,
     consumed: int = 0,
 ) -> Blend:
-    """Return the blend of a run: the one it had, or from here on another one.
+    """Return the blend of a run: that of its checkpoint, or a new one from here on.
 
     Args:
         stream: The training split.
         sequence_length: Tokens that the model sees; a sample has one more.
         corpora: `data.corpora`, which has the shares; {} for shares proportional to size.
         seed: Seed of the order of samples.
-        before: The segment that the checkpoint recorded; None for a run that begins, and in
-            checkpoints of before there were blends.
+        before: The segment in the checkpoint; None for a new run.
         consumed: Samples consumed so far.
 
     Returns:
-        The blend. If samples or shares are not those of `before`, a segment begins with it in which
-        every corpus goes on where it stood.
+        The blend. If samples or shares differ from `before`, it begins a new segment, in which
+        every corpus continues from its position.
 
     Raises:
-        ConfigError: The corpora are not the data set's, or cannot be read at these shares.
+        ConfigError: The corpora are not the data set's, or cannot be read with these shares.
     """
     samples = {
         corpus.name: num_samples(corpus.tokens, sequence_length) for corpus in stream.corpora
@@ -359,7 +358,7 @@ def blend_of(
 def segment_of(
     config: RunConfig, stream: TokenStream, before: Segment | None = None, consumed: int = 0
 ) -> Segment:
-    """Return the segment that a run goes on with, as `blend_of` does its blend.
+    """Return the segment with which a run continues; see `blend_of`.
 
     Args:
         config: The run.
@@ -400,7 +399,7 @@ def _check(
     corpora: Mapping[str, CorpusSection],
     samples: Mapping[str, int],
 ) -> None:
-    """Check that the config's corpora are the data set's, and that there is a sample to read.
+    """Check that the config's corpora are the data set's, and that each has at least one sample.
 
     Args:
         stream: The training split.
@@ -409,7 +408,7 @@ def _check(
         samples: Corpus -> samples in it.
 
     Raises:
-        ConfigError: They are not, or there is none.
+        ConfigError: The corpora differ, or one is shorter than a sample.
     """
     if corpora and corpora.keys() != samples.keys():
         raise ConfigError(
@@ -426,13 +425,13 @@ def _check(
         )
 
 
-# ---- Deliver the batches of a data-parallel rank, read ahead of training ----
-# The loader keeps no state worth saving: the caller counts the samples consumed, and a new loader
-# that starts at that count continues the stream.
+# ---- Deliver the batches of a data-parallel rank, reading ahead of training ----
+# The loader has no state to save: the caller counts the samples consumed, and a new loader that
+# starts at that count continues the stream.
 
 
 ORDERED_AT_ONCE = 4096
-"""Samples of which the order is computed at once, or those of a step if they are more."""
+"""Number of samples whose order is computed at once; at least those of a step."""
 
 
 def batches(
@@ -451,9 +450,9 @@ def batches(
 ) -> Generator[list[torch.Tensor], None, None]:
     """Return an endless iterator over the training steps of one data-parallel rank.
 
-    The micro batches of rank 0, then those of rank 1 and so on, form the global batch. It is the
-    same for every number of ranks and workers. A corpus that is shorter than the global batch
-    passes through several epochs within one step.
+    The global batch consists of the micro batches of rank 0, then those of rank 1, and so on. It is
+    the same for every number of ranks and workers. A corpus that is shorter than the global batch
+    has several epochs within one step.
 
     Args:
         stream: The tokens to read.
@@ -462,12 +461,12 @@ def batches(
         global_batch_size: Samples per step over all ranks; a multiple of
             micro_batch_size * data_parallel_size.
         micro_batch_size: Samples per forward pass.
-        rampup_batch_size: How the batch size grows to global_batch_size; None: it has that size.
-        blend: The run's blend of corpora. Default: every corpus by its size.
+        rampup_batch_size: How the batch size grows to global_batch_size; None: no ramp-up.
+        blend: The run's blend of corpora. Default: shares proportional to size.
         data_parallel_rank: This rank.
         data_parallel_size: Number of data-parallel ranks.
         consumed_samples: Samples consumed before the first step, over all ranks.
-        num_workers: Threads that read ahead, each a step; 0 is 1.
+        num_workers: Number of threads, each of which reads a step ahead; 0 means 1.
 
     Returns:
         An iterator over steps. A step is the list of this rank's micro batches of token ids, each
@@ -493,10 +492,10 @@ def batches(
 def _first_tokens(
     stream: TokenStream, blend: Blend, sequence_length: int, steps: Iterator[range]
 ) -> Iterator[np.ndarray]:
-    """Yield where in the stream the samples of every step begin, int64 [samples of the step].
+    """Yield the first tokens of the samples of every step, int64 [samples of the step].
 
-    To compute it costs some 0.3 ms a corpus, for one sample or for a thousand, so the order of many
-    steps is computed at once.
+    The order of many steps is computed at once, because computing it takes about 0.3 ms per corpus,
+    whether for one sample or for a thousand.
     """
     corpus_starts = np.array([stream.starts[name] for name in blend.names])
     while True:
@@ -515,13 +514,13 @@ def _read_ahead(
     micro_batch_size: int,
     num_workers: int,
 ) -> Generator[list[torch.Tensor], None, None]:
-    """Yield steps, of which the next ones are read meanwhile by threads of this process.
+    """Yield steps, while threads of this process read the next ones.
 
-    Training waits for the device or for other ranks most of the time, so a thread costs it little
-    and hides a disk's latency; where that is long, several steps are read at once. What a thread
-    raises is raised here, at its step.
+    Training mostly waits for the device or for other ranks, so a thread costs little and hides the
+    latency of a disk. If the latency is long, several threads read several steps at once. If a
+    thread raises an error, it is raised here at the thread's step.
     """
-    # Here, because the order is also computed where nothing is trained.
+    # Imported here, because the order is also computed without training.
     import torch
 
     ahead = max(1, num_workers)
@@ -535,20 +534,20 @@ def _read_ahead(
             yield list(torch.split(tokens, micro_batch_size))
 
 
-# ---- Choose the tokens that a masked model predicts, and what stands in their places ----
+# ---- Choose the tokens that a masked model predicts, and their replacements ----
 # As in BERT and RoBERTa (Devlin et al. 2019, section 3.1; Liu et al. 2019), 15 % of the tokens are
-# chosen, of which 80 % are replaced by the mask, 10 % by a random token, and 10 % stay as they are.
+# chosen, of which 80 % are replaced by the mask, 10 % by a random token, and 10 % stay unchanged.
 #
-# All of it is a pure function of where a token stands. In training that is (seed, consumed-sample
-# index, position), so any layout and any restart sees the same masks, and each epoch has other
-# ones. In an evaluation it is the token's index in the text, so that every length, checkpoint and
+# The choice is a pure function of a token's place. In training the place is (seed, consumed-sample
+# index, position), so any layout and any restart sees the same masks, and each epoch has different
+# masks. In an evaluation it is the token's index in the text, so that every length, checkpoint and
 # run predicts the same tokens.
 
 
 SHARE = 0.15
 """Share of the tokens that are chosen."""
 TEXT_BLOCK = 20
-"""Tokens of an evaluated text of which 15 %, three, are chosen."""
+"""Evaluated texts are cut into blocks of this many tokens, and 15 % of each, three, are chosen."""
 _TEXT = "validation text"
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -557,9 +556,10 @@ Chosen = NDArray[np.bool_]
 
 
 def num_chosen(length: int) -> int:
-    """Return how many tokens of a sample of `length` tokens are chosen: the same of each, >= 1.
+    """Return how many tokens of a sample of `length` tokens are chosen, at least 1.
 
-    Since it is the same, the mean loss of a batch does not depend on how ranks share it.
+    The number is the same for every sample, so that the mean loss of a batch does not depend on how
+    ranks share the batch.
     """
     return max(1, round(SHARE * length))
 
@@ -573,7 +573,7 @@ def mask_samples(
         tokens: The samples' tokens, [B, S].
         samples: Their consumed-sample indexes, [B].
         seed: The run's seed.
-        mask_id: What most chosen tokens are replaced by. Random tokens are below it.
+        mask_id: Id of the mask. Random tokens are below it.
     """
     numbers = _numbers(f"mask {seed}", np.asarray(samples, dtype=np.uint64), tokens.shape[1])
     chosen = _smallest(numbers[:, :, 0], num_chosen(tokens.shape[1]))
@@ -584,8 +584,8 @@ def mask_text(tokens: NDArray[np.generic], first: int, mask_id: int) -> tuple[Id
     """Return the inputs of a piece of a text, and which tokens are to be predicted.
 
     Args:
-        tokens: Tokens `first` and following of the text, [n].
-        first: Index of the first of them in the text.
+        tokens: Tokens of the text from `first` on, [n].
+        first: Index of the first token in the text.
         mask_id: As in `mask_samples`.
     """
     begin, end = first // TEXT_BLOCK, -(-(first + len(tokens)) // TEXT_BLOCK)
@@ -600,7 +600,7 @@ def mask_text(tokens: NDArray[np.generic], first: int, mask_id: int) -> tuple[Id
 def _numbers(key: str, rows: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
     """Return three random numbers for each position of each row, [rows, length, 3].
 
-    Each row is a SplitMix64 generator, which begins at a hash of the key and the row.
+    Each row comes from a SplitMix64 generator that is seeded by a hash of the key and the row.
     """
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     begin = mix(np.frombuffer(digest, dtype="<u8") ^ mix(rows + np.uint64(1)))
@@ -617,14 +617,14 @@ def _smallest(numbers: NDArray[np.uint64], count: int) -> Chosen:
 
 
 def _replaced(tokens: Ids, chosen: Chosen, numbers: NDArray[np.uint64], mask_id: int) -> Ids:
-    """Return the tokens with what stands in the places of those that are chosen.
+    """Return the tokens with the chosen ones replaced.
 
     Args:
         tokens: Any shape.
         chosen: The same shape.
-        numbers: The same shape and 3. The second numbers say what becomes of a token, the third
-            ones which random token.
-        mask_id: The mask. Random tokens are below it.
+        numbers: The same shape and 3. The second number decides how a token is replaced, the third
+            one by which random token.
+        mask_id: Id of the mask. Random tokens are below it.
     """
     share = numbers[..., 1].astype(np.float64) / 2.0**64
     random = (numbers[..., 2] % np.uint64(mask_id)).astype(np.int64)

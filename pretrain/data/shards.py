@@ -2,10 +2,10 @@
 
 Each split of a data set (train/, validation/) is a directory of tar shards, their checksums
 (checksums.bin) and a manifest (manifest.json) with the sizes and digests of both. A manifest is
-believed only if it is, byte for byte, what was written.
+trusted only if it is unchanged to the byte.
 
-What is written is a pure function of the tokens and of the borders of the tasks: the same tokens
-give the same bytes, whoever writes them, so a rebuilt data set has the digests of the original.
+The files are a pure function of the tokens and of the borders of the tasks, so a rebuilt data set
+has the digests of the original.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from pretrain.rundir.files import Json, flush_directory, flush_file, new_file, r
 Split = Literal["train", "validation"]
 
 # ---- layout ----
-# Compute where the tokens of a split lie in its files, and how their bytes are checksummed.
+# Compute where the tokens of a split are in its files, and the checksums of their bytes.
 #
 # A shard is a plain tar of webdataset samples, one block of tokens each. Every size in it follows
-# from the number of tokens, so no index is stored and none is read:
+# from the number of tokens, so no index is needed:
 #
 #     header of the member (512 bytes), header of NumPy (128), tokens, zeros up to a multiple of 512
 #
 # The checksums of a split are XXH3-64 of every 4 KiB of every block's tokens, in stream order. They
-# are kept beside the shards, so that the shards remain what any tool for webdatasets expects.
+# are stored outside the shards, so that any tool for webdatasets can read the shards.
 
 
 PIECE_BYTES = 4096
 """Bytes of tokens under one checksum. The last piece of a block may be shorter. A random sample of
-1,025 tokens of two bytes touches 1.5 pieces: larger ones would be read in vain."""
+1,025 two-byte tokens touches 1.5 pieces; larger pieces would only add bytes to read."""
 
 CHECKSUM_BYTES = 8
 
@@ -70,7 +70,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, vocab_size: int, tokens_per_block: int) -> Layout:
-        """Return the layout for a vocabulary: two bytes a token up to 65,536 ids, else four."""
+        """Return the layout for a vocabulary: two bytes per token up to 65,536 ids, else four."""
         return cls(np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4"), tokens_per_block)
 
     @property
@@ -89,14 +89,14 @@ class Layout(NamedTuple):
         return self._member_bytes(self.tokens_per_block)
 
     def shard_bytes(self, tokens: int) -> int:
-        """Return the size of a tar with so many tokens, whose last block may be short."""
+        """Return the size of a tar with this many tokens, whose last block may be short."""
         blocks, rest = divmod(tokens, self.tokens_per_block)
         size = blocks * self.block_bytes + (self._member_bytes(rest) if rest else 0)
         # Two empty units end a tar.
         return _round_up(size + 2 * _TAR_UNIT, _TAR_RECORD)
 
     def pieces(self, tokens: int) -> int:
-        """Return the number of checksums of so many tokens, cut into blocks."""
+        """Return the number of checksums of this many tokens, cut into blocks."""
         blocks, rest = divmod(tokens, self.tokens_per_block)
         return blocks * self.pieces_per_block - (-rest // self.tokens_per_piece)
 
@@ -109,12 +109,12 @@ class Layout(NamedTuple):
 
 
 def task_seed(split: str, corpus: str, task: int) -> int:
-    """Return the number that the checksums of a task's pieces are seeded with.
+    """Return the seed of the checksums of a task.
 
-    The seed of a piece is this plus its number in the task. Bytes that are sound but stand in the
-    wrong place (two shards or two blocks swapped) therefore fail.
+    The seed of a piece is this number plus its index in the task. Intact bytes in the wrong place
+    (two swapped shards or blocks) therefore fail the check.
     """
-    # 63 bits, so that adding the number of a piece never exceeds 64.
+    # 63 bits, so that adding the index of a piece never exceeds 64 bits.
     return xxhash.xxh3_64_intdigest(f"{split}/{corpus}/{task}".encode()) >> 1
 
 
@@ -147,11 +147,11 @@ MANIFEST, CHECKSUMS = "manifest.json", "checksums.bin"
 BUILD_RECORD = "build.json"
 """File of the settings and text that a data set was built from, and of the report."""
 DOCUMENTS = "documents"
-"""Folder of a split that says where each document comes from; see `build.tasks.PLACE`."""
+"""Folder of a split with the origin of each document; see `build.tasks.PLACE`."""
 TokenizerName = Literal["tokenizer.model", "tokenizer.json", "tokenizer.txt"]
 MODEL, JSON, DICTIONARY = "tokenizer.model", "tokenizer.json", "tokenizer.txt"
 TOKENIZER_FILES = (MODEL, JSON, DICTIONARY)
-"""Under these names a tokenizer lies in a data set, a checkpoint and an export."""
+"""Names of a tokenizer's file in data sets, checkpoints and exports."""
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Positive = Annotated[int, Field(gt=0, lt=2**53)]
@@ -165,20 +165,20 @@ class _Record(BaseModel):
 
 
 # ---- seals ----
-# Every file of a data set is named with its size and digest in a record that is sealed itself: the
-# shards and checksums of a split in its manifest, and the manifests, the tokenizer and the indexes
-# of documents in build.json. The output of a build's task has a record of the same kind.
+# A sealed record (one with its own checksum) lists every file of a data set with its size and
+# digest: the manifest of a split lists shards and checksums, and build.json lists the manifests,
+# the tokenizer and the indexes of documents. The output of a build's task has such a record too.
 
 
 def sealed(content: Json) -> str:
-    """Return JSON that ends with the SHA-256 of what it holds: as JSON, sorted, without spaces."""
+    """Return JSON that ends with the SHA-256 of its content as sorted JSON without spaces."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()
     return json.dumps(content | {"sha256": digest}, indent=1) + "\n"
 
 
 def unsealed(raw: str | bytes) -> Json | None:
-    """Return the content of sealed JSON; None if it is not, to the byte, what was written."""
+    """Return the content of sealed JSON; None if a byte of it has changed."""
     try:
         content = json.loads(raw)
         del content["sha256"]
@@ -192,13 +192,13 @@ class Shard(_Record):
     """One tar file of a split."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]*-[0-9-]+\.tar$")]
-    """File name, relative to the directory of the split. It leads to no other directory."""
+    """File name, relative to the directory of the split; never a path to another directory."""
 
     corpus: _Name
     """The corpus that the tokens come from."""
 
     task: _Count
-    """The task that wrote it; numbered through over the split."""
+    """Number of the task that wrote it, counted over the whole split."""
 
     tokens: _Positive
 
@@ -208,12 +208,12 @@ class Shard(_Record):
     xxh3_128: _Digest128
     """Hex digest of the tar file."""
 
-    # XXH3 rather than SHA-256: it is ten times as fast and finds damage as surely. Neither would
-    # stop somebody who forges a shard, and who could write the manifest anew as well.
+    # XXH3 rather than SHA-256, because it is ten times as fast and detects damage equally well.
+    # Neither protects against forgery, because a forger could also rewrite the manifest.
 
 
 class TaskShards(_Record):
-    """The finished output of one task, in a form that can be kept as JSON until the end."""
+    """The finished output of one task, stored as JSON until the end of the build."""
 
     split: Split
     corpus: _Name
@@ -224,7 +224,7 @@ class TaskShards(_Record):
 
     tokens: _Count
     shards: tuple[Shard, ...]
-    """With the names under which the task wrote them."""
+    """The shards, with the names under which the task wrote them."""
 
     checksums: str
     """Name of the file of the checksums of the task's pieces."""
@@ -290,7 +290,7 @@ class Manifest(_Record):
     """In the order of the token stream."""
 
     sha256: str = ""
-    """As `sealed` writes it."""
+    """Checksum of the manifest, from `sealed`."""
 
     @property
     def layout(self) -> Layout:
@@ -307,10 +307,10 @@ def parse_manifest(content: bytes, path: str | Path) -> Manifest:
 
     Args:
         content: The contents of manifest.json.
-        path: Where they are from, for messages; its folder's parent is the data set.
+        path: Path of the manifest, for messages; its folder's parent is the data set.
 
     Raises:
-        ConfigError: if anything differs from what was written.
+        ConfigError: Anything differs from what was written.
     """
     advice = rebuild_advice(path)
     try:
@@ -325,14 +325,14 @@ def parse_manifest(content: bytes, path: str | Path) -> Manifest:
             ) from None
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise ConfigError(f"{path}: not a valid manifest ({reason}). {advice}") from None
-    # The manifest has one spelling, to the byte, so any change of it is found.
+    # A manifest has exactly one spelling, so comparing bytes finds any change.
     if content != manifest.text().encode():
         raise ConfigError(f"{path}: damaged: its content is not that of its SHA-256. {advice}")
     return manifest
 
 
 def missing_data_set(path: str | Path) -> ConfigError:
-    """Return the error for a data set whose manifest `path` is not there."""
+    """Return the error for a data set whose manifest `path` does not exist."""
     return ConfigError(
         f"{path}: no such file, so there is no finished data set in "
         f"data.directory = {str(path).rsplit('/', 2)[0]}. Build one with `pretrain data build "
@@ -341,14 +341,14 @@ def missing_data_set(path: str | Path) -> ConfigError:
 
 
 def rebuild_advice(path: str | Path) -> str:
-    """Return the sentence that tells how to repair a data set's file, by its path."""
+    """Return the advice how to repair a file of a data set, given its path."""
     data_set = re.sub(r"/((train|validation)/(documents/)?)?[^/]*$", "", str(path))
     return (
         f"Restore it from a copy, or remove {data_set} and run `pretrain data build CONFIG` again"
     )
 
 
-# ---- Write the shards of a task, and put those of all tasks together ----
+# ---- Write the shards of a task, and join those of all tasks ----
 
 
 class ShardWriter:
@@ -374,9 +374,9 @@ class ShardWriter:
         """Prepare to write; nothing is written before the first block is full.
 
         Args:
-            directory: Where the shards go.
-            split: train or validation; part of what the checksums are seeded with.
-            corpus: The corpus that the documents are from.
+            directory: Directory for the shards.
+            split: train or validation; part of the seed of the checksums.
+            corpus: The corpus of the documents.
             task: Number of the task in the split.
             vocab_size: Number of token ids. Up to 65,536 they are stored as uint16, else as uint32.
             tokens_per_block: Tokens in a webdataset sample.
@@ -403,7 +403,7 @@ class ShardWriter:
             text_bytes: Size of the document's text in UTF-8.
 
         Raises:
-            ValueError: if an id lies outside [0, vocab_size).
+            ValueError: An id is outside [0, vocab_size).
         """
         if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < self._vocab_size):
             raise ValueError(
@@ -421,7 +421,7 @@ class ShardWriter:
                 self._write_block()
 
     def close(self) -> TaskShards:
-        """Write what is left and the checksums, and return the record of what was written."""
+        """Write the last block and the checksums, and return the record of all written files."""
         if self._filled:
             self._write_block()
         self._close_shard()
@@ -446,10 +446,11 @@ class ShardWriter:
             from webdataset import TarWriter
 
             name = f"{self._corpus}-{self._task:06d}-{len(self._shards):03d}.tar"
-            # TarWriter gets an open file, not a name: webdataset.gopen interprets names, and runs
-            # what follows "pipe:" in a shell.
+            # Pass an open file, because webdataset.gopen interprets names, and runs what follows
+            # "pipe:" in a shell.
             self._file = _Shard(self._directory / name)
-            # No times and no user names in the tar headers, so that a rebuild gives the same bytes.
+            # Leave times and user names out of the tar headers, so that a rebuild gives the same
+            # bytes.
             self._tar = TarWriter(self._file, mtime=0, user="", group="")
         block = self._block[: self._filled]
         self._tar.write({"__key__": f"{self._task:06d}-{self._blocks:08d}", "npy": block})
@@ -468,7 +469,7 @@ class ShardWriter:
         size, digest = self._file.finish()
         expected = self._layout.shard_bytes(self._shard_tokens)
         if size != expected:
-            # tarfile, webdataset or NumPy writes something else than the readers compute.
+            # tarfile, webdataset or NumPy has written another layout than readers compute.
             raise RuntimeError(f"{self._file.path}: {size} bytes were written, not {expected}")
         self._shards.append(
             Shard(
@@ -496,7 +497,7 @@ class _Shard(io.RawIOBase):
         return self._file.write(content)
 
     def finish(self) -> tuple[int, str]:
-        """Return the size and the hex XXH3-128 of what was written."""
+        """Return the size and the hex XXH3-128 of the written file."""
         self._file.close()
         return self.path.stat().st_size, self._digest.hexdigest()
 
@@ -519,13 +520,13 @@ def finish_split(
     """Give the shards of all tasks their final names, join the checksums, and write the manifest.
 
     The manifest is returned, and written last: a split with a manifest is complete. The shards are
-    not read: their digests are those that the writers made of what they wrote.
+    not read; their digests come from the writers.
 
     Args:
         directory: The directory of the split.
-        tasks: In the order of the token stream, their numbers increasing.
-        written_to: Returns where a task wrote its shards, which stay there. By default that is
-            `directory`, and they lose the names under which they were written.
+        tasks: In the order of the token stream, with increasing numbers.
+        written_to: Returns the folder of a task's shards, which stay there. By default this is
+            `directory`, and the shards are renamed.
         read: Returns the content of a file of checksums in such a folder.
         split: train or validation.
         tokenizer: File name of the tokenizer.
@@ -534,8 +535,8 @@ def finish_split(
         eos_id: The id that ends every document.
 
     Raises:
-        RunFailed: if the checksums of a task are damaged.
-        OSError: if a task's files are missing.
+        RunFailed: The checksums of a task are damaged.
+        OSError: Files of a task are missing.
     """
     directory, layout = Path(directory), Layout.of(vocab_size, tokens_per_block)
     numbers: Counter[str] = Counter()
@@ -581,7 +582,7 @@ def finish_split(
 
 
 def place(source: Path, target: Path) -> None:
-    """Give a file a second name, where the file system can; otherwise copy it."""
+    """Hard-link a file if the file system supports that; otherwise copy it."""
     try:
         os.link(source, target)
     except OSError as error:

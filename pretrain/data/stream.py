@@ -51,7 +51,7 @@ from pretrain.rundir.files import Json
 
 
 MAX_OPEN_SHARDS = 256
-"""A stream keeps no more shards open, and no more than a quarter of what the process may open."""
+"""Largest number of open shards, unless a quarter of the limit on open files is less."""
 
 _SCRATCH_PIECES = 128
 """The most pieces that are read in one call, into memory that is used again."""
@@ -64,17 +64,17 @@ _PAGE_BYTES = 4096
 _PAGE_CHECKSUMS = _PAGE_BYTES // CHECKSUM_BYTES
 
 _PAGES = 2**14
-"""Pages of checksums that are kept: 64 MiB, all those of 32 GiB of tokens. They spare a read of
-the disk for each sample; of a larger data set they are read again."""
+"""Pages of checksums that are cached: 64 MiB, enough for 32 GiB of tokens, which saves a read of
+the disk for each sample. Larger data sets read pages repeatedly."""
 
 xxh3_64 = xxhash.xxh3_64_intdigest
 
 
 class VerifiedReader:
-    """Reads tokens of a split's shards with positioned reads. Several threads may read."""
+    """Reads tokens of a split's shards with positioned reads. Thread-safe."""
 
     def __init__(self, files: Folder, manifest: Manifest) -> None:
-        """Compute what the manifest implies, O(shards). Nothing is opened.
+        """Compute the layout from the manifest in O(shards), without opening shards.
 
         Args:
             files: The folder of the split.
@@ -101,8 +101,8 @@ class VerifiedReader:
             else:
                 task_piece = 0
             self._seeds.append(task_seed(m.split, shard.corpus, shard.task) + task_piece)
-        # Least recently used descriptors are closed first. The caches are C code that threads may
-        # share, and a descriptor is closed only when nobody reads from it any more.
+        # Least recently used descriptors are closed first. Threads may share the caches, which are
+        # C code, and a descriptor is closed only when no thread reads from it.
         self._open = functools.lru_cache(max_open_shards())(
             functools.partial(_open_shard, files, m.shards)
         )
@@ -111,12 +111,12 @@ class VerifiedReader:
         self._scratch = _Scratch(layout.dtype)
 
     def fill(self, tokens: np.ndarray, starts: list[int], count: int) -> None:
-        """Fill each row of `tokens` with `count` tokens, which lie in the stream.
+        """Fill each row of `tokens` with `count` tokens of the stream.
 
-        This is where training's reading spends its time: a loop over plain integers that calls no
-        Python function, around one read of the shard. It serves what nearly every sample is,
-        whole pieces of one block that arrive at once and sound. `_fill_row` serves
-        everything else, and says what is wrong with it.
+        Reading for training spends its time here: a loop over plain integers that calls no Python
+        function, around one read of the shard. It handles nearly all samples: those within one
+        block whose read returns all bytes, undamaged. `_fill_row` handles all others, and raises
+        the errors.
 
         Args:
             tokens: int64 [n, count].
@@ -144,7 +144,7 @@ class VerifiedReader:
                 target, views = whole[pieces]
                 page, first = divmod(first_piece[shard] + number, _PAGE_CHECKSUMS)
                 try:
-                    # Held while it is read from: another thread may push it out of the open ones.
+                    # Keep a reference, because another thread may evict the file from the cache.
                     file = opened(shard)
                     received = preadv(file.number, target, offset)
                     checksums = _UNPACK[pieces](stored(page), first * CHECKSUM_BYTES)
@@ -162,7 +162,7 @@ class VerifiedReader:
             self._fill_row(row, start, count)
 
     def _fill_row(self, row: np.ndarray, start: int, count: int) -> None:
-        """Fill `row` with `count` tokens from `start`, which lie in the stream, block by block."""
+        """Fill `row` with `count` tokens of the stream from `start` on, block by block."""
         per_piece, per_block, *_, itemsize = self._sizes
         starts, done = self._starts, 0
         while done < count:
@@ -181,7 +181,7 @@ class VerifiedReader:
             start += taken
 
     def _read_pieces(self, shard: int, block: int, piece: int, size: int) -> bytes:
-        """Return `size` bytes of a block from a piece on, as they were written.
+        """Return `size` verified bytes of a block from a piece on.
 
         Raises:
             ConfigError: They are damaged.
@@ -215,7 +215,7 @@ class VerifiedReader:
 
 
 class _Scratch(threading.local):
-    """The memory that pieces are read into, one for each thread."""
+    """The memory for reading pieces, separate for each thread."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         content = np.zeros(_SCRATCH_PIECES * PIECE_BYTES, np.uint8)
@@ -224,7 +224,7 @@ class _Scratch(threading.local):
         self.whole = [
             ([content.data[: n * PIECE_BYTES]], pieces[:n]) for n in range(_SCRATCH_PIECES + 1)
         ]
-        """Number of pieces -> so many of them as one buffer to read into, and one by one."""
+        """Number of pieces -> memory for them, as one buffer and piece by piece."""
 
 
 def max_open_shards() -> int:
@@ -246,7 +246,7 @@ def _opened(files: Folder, name: str) -> Descriptor:
 
 
 def _page(files: Folder, opened: Callable[[], Descriptor], number: int) -> bytes:
-    """Return a page of checksums, or what there is of it."""
+    """Return a page of checksums, which may be short at the end of the file."""
     return _read(files.where(CHECKSUMS), opened, _PAGE_BYTES, number * _PAGE_BYTES)
 
 
@@ -259,17 +259,17 @@ def _read(where: str, opened: Callable[[], Descriptor], size: int, offset: int) 
         raise missing(where) from None
 
 
-# ---- Check a split as far as sizes and the tokenizer tell, without reading its shards ----
+# ---- Check the sizes and the tokenizer of a split, without reading its shards ----
 
 
 def problems(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
-    """Yield what is wrong with a split as far as sizes and the tokenizer tell."""
+    """Yield the problems of a split that sizes and the tokenizer show."""
     yield from wrong_sizes(files, manifest)
     yield from wrong_tokenizer(files, manifest)
 
 
 def wrong_sizes(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
-    """Yield what sizes tell: a stat a file."""
+    """Yield the problems that file sizes show, with one stat per file."""
     try:
         sizes = files.sizes()
     except FileNotFoundError:
@@ -287,7 +287,7 @@ def wrong_sizes(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
 
 
 def wrong_tokenizer(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
-    """Yield what is wrong with the tokenizer."""
+    """Yield the problem of the tokenizer, if any."""
     parent = files.parent()
     where = parent.where(manifest.tokenizer)
     try:
@@ -307,10 +307,9 @@ class TokenStream:
     """Give random access to the tokens of a split, each verified against its checksum.
 
     `len(stream)` is the number of tokens. Memory and the time to open do not grow with it: the
-    position of a token is computed, the shard it is in is found among the manifest's, and of the
-    checksums those are read that are needed. The files are read with positioned reads rather than
-    mapped, because a mapped file that shrinks kills the process without a word. Several threads may
-    read.
+    position of a token is computed, its shard is found in the manifest, and only the needed
+    checksums are read. Files are read with positioned reads rather than mapped, because a mapped
+    file that shrinks kills the process without a message. Thread-safe.
     """
 
     documents: int
@@ -339,12 +338,12 @@ class TokenStream:
 
         Args:
             directory: The train/ or validation/ directory of a data set.
-            check_sizes: Look at every file, which one rank of a node does for the others.
+            check_sizes: Check the size of every file, which one rank of a node does for the others.
 
         Raises:
-            ConfigError: if a file is missing or its size is not the manifest's, if the manifest is
-                damaged, or if the tokens come from another tokenizer than the one in the data set.
-            RunFailed: if a file is there and cannot be read.
+            ConfigError: A file is missing or has another size than in the manifest, the manifest is
+                damaged, or the data set's tokenizer did not make the tokens.
+            RunFailed: A file exists and cannot be read.
         """
         self.directory = Path(directory)
         self.files = Folder(directory)
@@ -363,10 +362,10 @@ class TokenStream:
 
     @property
     def identity(self) -> str:
-        """Return the hex SHA-256 of what determines the tokens: the same for a copy elsewhere.
+        """Return a hex SHA-256 that identifies the tokens: the same for a copy elsewhere.
 
-        Made of the manifest, so the shards are not read. The checksums stand for the tokens, so it
-        does not depend on the size of shards, but on the tasks and on tokens_per_block.
+        It is computed from the manifest, without reading shards. The checksums represent the
+        tokens, so it depends on the tasks and on tokens_per_block, but not on the size of shards.
         """
         m = self.manifest
         content = {
@@ -392,9 +391,9 @@ class TokenStream:
         """Return tokens [start, start + count) as int64 [count], across blocks and shards.
 
         Raises:
-            IndexError: if the range leaves the stream.
-            ConfigError: if a byte in it is damaged, or a shard is missing or too short.
-            RunFailed: if the operating system cannot read it.
+            IndexError: The range is not within the stream.
+            ConfigError: A byte in it is damaged, or a shard is missing or too short.
+            RunFailed: The operating system cannot read it.
         """
         tokens: np.ndarray = self.read_batch(np.array([start]), count)[0]
         return tokens
@@ -410,7 +409,7 @@ class TokenStream:
             int64 [n, count].
 
         Raises:
-            As `read`.
+            The errors of `read`.
         """
         starts = np.asarray(starts, dtype=np.int64)
         if len(starts) and (
@@ -425,7 +424,7 @@ class TokenStream:
             return tokens
         self._reader.fill(tokens, starts.tolist(), count)
         if int(tokens.max()) >= self.vocab_size:
-            # Sound by its checksum: whoever wrote the data set did not check the ids.
+            # The checksum is right, so whoever wrote the data set did not check the ids.
             raise ConfigError(
                 f"{self.directory}: holds the token id {tokens.max()}, but vocab_size = "
                 f"{self.vocab_size}. {rebuild_advice(self.files.where(MANIFEST))}"
@@ -434,11 +433,11 @@ class TokenStream:
 
 
 def open_stream(config: RunConfig, split: Split, *, check_sizes: bool = True) -> TokenStream:
-    """Open a split of the run's data set; `check_sizes` as TokenStream's.
+    """Open a split of the run's data set; `check_sizes` as in TokenStream.
 
     Raises:
-        ConfigError: as TokenStream does, and if data.vocab_size is not the data set's.
-        RunFailed: as TokenStream does.
+        ConfigError: As for TokenStream, or data.vocab_size is not that of the data set.
+        RunFailed: As for TokenStream.
     """
     data = config.data
     directory = f"{data.directory.rstrip('/')}/{split}"
@@ -457,11 +456,11 @@ def open_stream(config: RunConfig, split: Split, *, check_sizes: bool = True) ->
     return stream
 
 
-# ---- Read every byte of a data set and name every file that is not as it was written ----
+# ---- Read every byte of a data set, and name every damaged file ----
 
 
 THREADS = 8
-"""Hashing is faster than one disk; several reads at once make a network file system busy."""
+"""Files that are read at once, to use the bandwidth of a network file system."""
 
 
 def verify(directory: str | Path) -> None:
@@ -471,7 +470,7 @@ def verify(directory: str | Path) -> None:
         directory: The data set.
 
     Raises:
-        ConfigError: naming every file that is missing or damaged.
+        ConfigError: Files are missing or damaged; the message names all of them.
     """
     found, todo = list[str](), list[tuple[Folder, str, int, str]]()
     data_set, manifests = Folder(directory), list[Manifest]()
@@ -491,14 +490,14 @@ def verify(directory: str | Path) -> None:
         except (ConfigError, RunFailed) as error:
             found.append(str(error))
     try:
-        # Without a manifest nothing says that the record is of this version.
+        # Without a manifest the version of the record is not known.
         record = build_record(data_set, *manifests) if manifests else {"files": {}}
         todo += ((data_set, name, *sealed_as) for name, sealed_as in record["files"].items())
     except (ConfigError, RunFailed) as error:
         found.append(str(error))
     found += _damaged(todo, known=found)
     if found:
-        # Both splits may miss the same tokenizer.
+        # Without repetitions: both splits may report the same missing tokenizer.
         raise ConfigError("\n".join(dict.fromkeys(found)))
 
 
@@ -510,10 +509,10 @@ def _load_manifest(files: Folder) -> Manifest:
 
 
 def build_record(data_set: Folder, *manifests: Manifest) -> Json:
-    """Return the content of build.json, which is that of these manifests.
+    """Return the content of build.json, after checking that it belongs to these manifests.
 
     Raises:
-        ConfigError: It is missing or damaged, or of another data set.
+        ConfigError: build.json is missing or damaged, or of another data set.
     """
     where = data_set.where(BUILD_RECORD)
     advice = rebuild_advice(where)
@@ -521,7 +520,7 @@ def build_record(data_set: Folder, *manifests: Manifest) -> Json:
         record = unsealed(data_set.read(BUILD_RECORD))
     except FileNotFoundError:
         raise ConfigError(f"{where}: missing. {advice}") from None
-    # A manifest is sealed as well.
+    # A manifest is sealed too, but has no "files".
     if record is None or "files" not in record:
         raise ConfigError(f"{where}: damaged: its content is not that of its SHA-256. {advice}")
     for manifest in manifests:
@@ -535,11 +534,11 @@ def build_record(data_set: Folder, *manifests: Manifest) -> Json:
 
 
 def _damaged(todo: list[tuple[Folder, str, int, str]], known: list[str]) -> list[str]:
-    """Return a message for every file that is not as it was written.
+    """Return a message for every damaged file.
 
     Args:
         todo: The folder, name, size and XXH3-128 of each file.
-        known: Messages that begin with the name of a file, which is not read again.
+        known: Messages that begin with the name of a file; such files are not read.
     """
     named = {message.partition(": ")[0] for message in known}
     todo = [each for each in todo if each[0].where(each[1]) not in named]

@@ -41,14 +41,14 @@ PROBES = (
     "▁literal underline▁",
     "Ünïcödé e\u0301 \u200b \u00a0 \U0001f3fb",
 )
-"""Odd strings on which every exported tokenizer must give the ids of the original."""
+"""Unusual strings for which every exported tokenizer must give the ids of the original."""
 
 
 class Tokenizer(ABC):
-    """A tokenizer, loaded from its one file."""
+    """A tokenizer, loaded from a single file."""
 
     file_name: str
-    """Its name in a data set or a checkpoint: one of TOKENIZER_FILES."""
+    """Name of its file in a data set or a checkpoint: one of TOKENIZER_FILES."""
 
     fingerprint: str
     """Hex SHA-256 digest of the file."""
@@ -60,7 +60,7 @@ class Tokenizer(ABC):
     """Id of the token that is appended to every document."""
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """Note where the tokenizer comes from.
+        """Store the path and the fingerprint.
 
         Args:
             path: The file, for messages.
@@ -70,19 +70,19 @@ class Tokenizer(ABC):
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
     unk_id: int | None = None
-    """Id that stands for words which `decode` cannot give back; None if there is no such id."""
+    """Id of unknown words, which `decode` cannot restore; None if there is no such id."""
 
     special: dict[str, int]
-    """Role ("unk", "eos", "pad") -> id, of the special tokens that there are.
+    """Role ("unk", "eos", "pad") -> id, for the special tokens that exist.
 
-    A BOS is none of them: documents begin after the EOS of the one before.
+    There is no BOS, because each document begins after the EOS of the previous one.
     """
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text, int64 [tokens], without an end-of-document token.
 
-        The name of a special token in the text, such as "</s>", is text like any other.
+        The name of a special token in the text, such as "</s>", is encoded as plain text.
         """
 
     @abstractmethod
@@ -91,10 +91,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def to_hugging_face(self) -> tokenizers.Tokenizer:
-        """Return a new Hugging Face tokenizer with the same ids. It adds nothing to a text.
+        """Return a new Hugging Face tokenizer with the same ids, which adds no tokens to a text.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: No Hugging Face tokenizer gives the same ids.
         """
 
     def check_exportable(self) -> None:
@@ -115,10 +115,10 @@ class Tokenizer(ABC):
                 )
 
     def check_trainable(self) -> None:
-        """Check that models trained with this tokenizer could be exported, or are known not to be.
+        """Check that models trained with this tokenizer can be exported, if they are meant to be.
 
         Raises:
-            ConfigError: They could not, which would be found out after training.
+            ConfigError: They cannot, which would otherwise be found only after training.
         """
         self.check_exportable()
 
@@ -155,45 +155,44 @@ def _read(path: Path) -> bytes:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer in a file: .txt is a dict.txt, and of others the content says what it is.
+    """Load a tokenizer: .txt files are dict.txt; for other files the content decides the kind.
 
     Raises:
-        ConfigError: The file cannot be read, is no tokenizer, or has no end-of-document token.
+        ConfigError: The file cannot be read, is not a tokenizer, or has no end-of-document token.
     """
     path = Path(path)
     content = _read(path)
     if path.suffix == ".txt":
         return WordTokenizer(path, content)
-    # No SentencePiece model begins with a brace.
+    # JSON begins with a brace, and a SentencePiece model never does.
     if path.suffix == ".json" or content.lstrip()[:1] == b"{":
         return JsonTokenizer(path, content)
     return PieceTokenizer(path, content)
 
 
-# ---- Encode a text word by word, with a memory of the words that were encoded before ----
-# Natural text repeats its words, so most of the work is then a look-up.
+# ---- Encode a text word by word, with a cache of encoded words ----
+# Natural text repeats its words, so most of the work becomes a look-up.
 #
-# A SentencePiece BPE model begins with single characters and merges neighbours as long as the
-# result is a piece. Across a place that lies inside no piece nothing is ever merged, and the order
-# of merges on one side does not depend on the other side. `WORD` cuts where a space follows
-# anything but a space, and around newlines; `fits_pieces` checks that no piece of the model lies
-# across such a place.
+# A SentencePiece BPE model begins with single characters and merges neighbors as long as the result
+# is a piece. If no piece contains a certain boundary, nothing is ever merged across it, and the
+# merges on its two sides are independent. `WORD` cuts where a space follows anything but a space,
+# and around newlines; `fits_pieces` checks that no piece of the model contains such a boundary.
 
 
 SPACE = "▁"
-"""U+2581, which SentencePiece writes for a space."""
+"""U+2581, which SentencePiece uses for a space."""
 PART_CHARACTERS = 1 << 20
-"""Words are cut from about as much text at once, which bounds the memory that they need."""
+"""Approximate characters that are cut into words at once, to limit memory."""
 MAX_WORDS = 1 << 18
-"""So many words are remembered; then all of them are forgotten."""
+"""Number of words in the cache, which is emptied when it is full."""
 MAX_WORD_CHARACTERS = 64
-"""A longer word is not remembered."""
+"""Longer words are not cached."""
 
 
 WORD = re.compile(rf"[ {SPACE}]*[^ \n{SPACE}]+|\n|[ {SPACE}]+")
 """Matches word after word, without gaps."""
 PLAIN_WORD = re.compile(r" *[^ \n]+|\n| +")
-"""The same for text without U+2581, which takes less time to match."""
+"""The same for text without U+2581, which is faster."""
 END_OF_WORD = re.compile(rf"\n|[^ \n{SPACE}](?=[ \n{SPACE}])")
 """Matches the last character of a word, where another word follows."""
 
@@ -202,7 +201,7 @@ class WordCache(dict[str, bytes]):
     """Maps words to their ids, int32 in bytes, and encodes a word when it is first asked for."""
 
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        """Remember nothing yet.
+        """Begin with an empty cache.
 
         Args:
             encode: Returns the ids of a word.
@@ -228,7 +227,7 @@ class WordCache(dict[str, bytes]):
 
 
 def fits_pieces(pieces: Iterable[str]) -> bool:
-    """Return True if no piece lies across a place where `WORD` cuts."""
+    """Return True if no piece contains a boundary at which `WORD` cuts."""
     across = re.compile(rf"[^{SPACE}]{SPACE}|[^\n]\n|\n[^\n]|\n\n")
     return not any(" " in piece or across.search(piece) for piece in pieces)
 
@@ -243,12 +242,9 @@ def _ranges(text: str) -> Iterator[tuple[int, int]]:
         start = end
 
 
-# ---- Use a SentencePiece model ----
-
-
 # ---- Convert a SentencePiece BPE model to a Hugging Face tokenizer that gives identical ids ----
-# A SentencePiece BPE model stores pieces with scores, a Hugging Face BPE model a list of merges.
-# The merges follow from the pieces (`_merges`). Settings under which the two libraries would
+# A SentencePiece BPE model stores pieces with scores, and a Hugging Face BPE model stores a list of
+# merges, which follows from the pieces (`_merges`). Settings with which the two libraries would
 # tokenize differently are refused.
 
 
@@ -263,8 +259,8 @@ def convert(proto: Any) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(
         BPE(vocab, _merges(proto), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    # There is no pre-tokenizer, because SentencePiece applies its merges to the whole text and not
-    # word by word.
+    # No pre-tokenizer, because SentencePiece applies its merges to the whole text and not word by
+    # word.
     replace = normalizers.Replace(" ", SPACE)
     decoding = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if proto.normalizer_spec.add_dummy_prefix:
@@ -279,12 +275,12 @@ def convert(proto: Any) -> tokenizers.Tokenizer:
 def _check_settings(path: Path, proto: Any) -> None:
     """Raise ConfigError if the two libraries, or `WordCache`, would tokenize differently.
 
-    A piece that is not to be used is taken apart again in a way that depends on the rest of the
+    For example, a piece of type UNUSED is split again in a way that depends on the rest of the
     text.
     """
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     is_local = fits_pieces(p.piece for p in proto.pieces if p.type == NORMAL)
-    # Setting -> (True if the model has it right, the value that can be exported).
+    # Setting -> (whether the model has the required value, that value).
     wanted = {
         "model_type": (trainer.model_type == trainer.BPE, "bpe"),
         "byte_fallback": (trainer.byte_fallback, True),
@@ -325,8 +321,8 @@ def _merges(proto: Any) -> list[tuple[str, str]]:
 class PieceTokenizer(Tokenizer):
     """A SentencePiece model.
 
-    With a model that `train_tokenizer` made, `decode(encode(text)) == text` holds for every text
-    without U+2581, the character with which SentencePiece represents spaces.
+    With a model from `train_tokenizer`, `decode(encode(text)) == text` holds for every text without
+    U+2581, the character with which SentencePiece represents spaces.
     """
 
     file_name = MODEL
@@ -335,10 +331,10 @@ class PieceTokenizer(Tokenizer):
         """Load the model in `content`.
 
         Raises:
-            ConfigError: It is no SentencePiece model, has no </s> piece, or has settings whose ids
-                a Hugging Face tokenizer would not reproduce.
+            ConfigError: It is not a SentencePiece model, has no </s> piece, or has settings whose
+                ids a Hugging Face tokenizer would not reproduce.
         """
-        # Here, because machines that only measure training need no SentencePiece.
+        # Imported here, because machines that only time training need no SentencePiece.
         import sentencepiece
         from google.protobuf.message import DecodeError
         from sentencepiece import sentencepiece_model_pb2
@@ -350,8 +346,8 @@ class PieceTokenizer(Tokenizer):
         try:
             self.proto.ParseFromString(content)
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-            # An empty file is a model without pieces, about which nothing can be asked. A piece
-            # that is not UTF-8 is not a str.
+            # An empty file parses as a model without pieces, which the processor cannot use. A
+            # piece that is not UTF-8 is not a str.
             if self.proto.pieces and all(isinstance(p.piece, str) for p in self.proto.pieces):
                 self.vocab_size = self._processor.get_piece_size()
         except (RuntimeError, ValueError, IndexError, DecodeError):
@@ -405,17 +401,17 @@ class PieceTokenizer(Tokenizer):
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     """Train a BPE tokenizer on the lines of texts and return the SentencePiece model's content.
 
-    The result is a pure function of the lines. All of them are held in memory, so the caller hands
-    over a sample. Empty lines are left out.
+    The result is a pure function of the lines. All lines are held in memory, so the caller passes a
+    sample. Empty lines are left out.
 
     Raises:
-        ConfigError: if the text is too small for the vocabulary, or the vocabulary for the text.
+        ConfigError: The text is too small for the vocabulary, or the vocabulary for the text.
     """
-    # Here, because machines that only measure training need no SentencePiece.
+    # Imported here, because machines that only time training need no SentencePiece.
     import sentencepiece
 
-    # A list rather than the generator: if a bad line of the corpus raised ConfigError inside
-    # SentencePiece's callback, SentencePiece would replace it with an error of its own.
+    # A list rather than a generator: if a bad line of the corpus raised ConfigError inside
+    # SentencePiece's callback, SentencePiece would replace it with its own error.
     lines = (line.strip("\r") for text in texts for line in text.split("\n"))
     sample = [line for line in lines if line]
     model = io.BytesIO()
@@ -427,11 +423,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             vocab_size=vocab_size,
             # Characters that are no piece become byte pieces instead of <unk>.
             byte_fallback=True,
-            # The next three keep the text unchanged, so that decoding gives back the exact input.
+            # The next three keep the text unchanged, so that decoding restores the exact input.
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
-            # Runs of spaces and tabs may become pieces of their own.
+            # Runs of spaces and tabs may become pieces.
             allow_whitespace_only_pieces=True,
             split_digits=True,
             # In bytes. SentencePiece's default silently drops every line longer than 4192.
@@ -447,20 +443,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 # ---- Use a Hugging Face tokenizer.json, as published with GPT-2, Llama and most other models ----
-# Documents are data, so what stands in the file for chat or for single sentences is not used: no
-# token is added at either end, nothing is cut off or padded, and the name of a special
-# token in a document is text.
+# Documents are plain data, so settings of the file for chat or single sentences are not used: no
+# tokens are added at either end, nothing is truncated or padded, and the name of a special token in
+# a document is plain text.
 
 
 EOS_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
-"""Names of the token that ends a document. The first that a file has is used."""
+"""Names for the token that ends a document. The first one in a file is used."""
 PAD_NAMES = (
     "<pad>", "<|padding|>", "<|pad|>", "<|finetune_right_pad_id|>", "[PAD]",
 )  # fmt: skip
-"""Names of the token that pads. The first that is among a file's special tokens is used."""
+"""Names for the padding token. The first one among a file's special tokens is used."""
 
 _LETTERS = "\u00e9\u0416\u4eac"
 """Letters of Latin, Cyrillic and Chinese."""
@@ -470,7 +466,7 @@ class JsonTokenizer(Tokenizer):
     """A Hugging Face tokenizer.json.
 
     `decode(encode(text)) == text` holds for byte-level models such as GPT-2's and Llama 3's. Others
-    may normalise a text, or have no token for some of its characters.
+    may normalize a text, or have no token for some characters.
     """
 
     file_name = JSON
@@ -479,13 +475,13 @@ class JsonTokenizer(Tokenizer):
         """Load the tokenizer in `content`.
 
         Raises:
-            ConfigError: It is no tokenizer.json, or has no token that ends a document.
+            ConfigError: It is not a tokenizer.json, or has no token that ends a document.
         """
         super().__init__(path, content)
         try:
             settings = json.loads(content)
             settings["added_tokens"] = settings.get("added_tokens") or []
-            # Dropout would make other ids each time.
+            # With dropout the ids would be random.
             settings["model"]["dropout"] = None
         except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
             raise _not_json(path, error) from None
@@ -499,7 +495,7 @@ class JsonTokenizer(Tokenizer):
                 f"{' or '.join(EOS_NAMES[:3])}. Add one to its added_tokens"
             )
         self.eos_id = vocabulary[eos]
-        # What is not marked as special would be found in a text.
+        # A token that is not marked as special would be recognized in a text.
         _mark_special(settings, eos, self.eos_id)
         self._settings = settings
         self._processor = _load(path, settings)
@@ -530,7 +526,7 @@ class JsonTokenizer(Tokenizer):
     def _check_encodes(self) -> None:
         """Raise ConfigError if there are characters that the tokenizer has no token for."""
         try:
-            # A BPE model without an unknown token leaves out what it does not know.
+            # A BPE model without an unknown token drops characters that it does not know.
             left_out = [letter for letter in _LETTERS if not self._encode(letter)]
         except Exception as error:
             left_out = [str(error)]
@@ -545,12 +541,12 @@ class JsonTokenizer(Tokenizer):
         return ids
 
     def _check_names(self, settings: dict[str, Any]) -> None:
-        """Raise ConfigError if a text can spell a special token, as it can in Unigram models.
+        """Raise ConfigError if a text can spell a special token, as in Unigram models.
 
-        They match the names in their vocabulary like any other piece.
+        These match the names of special tokens like any other piece of the vocabulary.
         """
         for token in settings["added_tokens"]:
-            # Any character may be unknown, and that is no control token.
+            # The unknown token is exempt: texts may encode to it, and it controls nothing.
             if not token["special"] or token["id"] == self.special.get("unk"):
                 continue
             if token["id"] in self._encode(f"a{token['content']}b"):
@@ -582,7 +578,7 @@ def _not_json(path: Path, error: Exception) -> ConfigError:
 
 
 def _mark_special(settings: dict[str, Any], name: str, number: int) -> None:
-    """Make a token of the vocabulary an added token that is special."""
+    """Turn a token of the vocabulary into a special added token."""
     for token in settings["added_tokens"]:
         if token["content"] == name:
             token["special"] = True
@@ -592,22 +588,22 @@ def _mark_special(settings: dict[str, Any], name: str, number: int) -> None:
     settings["added_tokens"].append(token)
 
 
-# ---- Use a vocabulary of words, as fairseq's Dictionary has it ----
-# A word is what stands between white space, and every line ends with `</s>`, an empty one too. The
-# ids begin with `<s>`, `<pad>`, `</s>` and `<unk>`; the words follow, the most frequent first, and
-# those that are equally frequent in the order of their characters. Every other word is `<unk>`, as
-# is one that is spelled so, with which corpora such as WikiText-103 mark their rare words. The file
-# is fairseq's dict.txt: "word count" on a line for each word (fairseq/data/dictionary.py).
+# ---- Use a vocabulary of words, like fairseq's Dictionary ----
+# White space separates words, and every line ends with `</s>`, even an empty one. The ids begin
+# with `<s>`, `<pad>`, `</s>` and `<unk>`. The words follow, ordered by decreasing frequency and
+# then by their characters. All other words become `<unk>`, as does the word "<unk>", with which
+# corpora such as WikiText-103 mark rare words. The file is fairseq's dict.txt, which has a line
+# "word count" for each word (fairseq/data/dictionary.py).
 #
-# The ids of a text are those of fairseq-preprocess, with two exceptions: words that are spelled as
-# `<s>`, `<pad>` or `</s>` are unknown here and control tokens there.
+# The ids of a text are those of fairseq-preprocess, except that the words `<s>`, `<pad>` and `</s>`
+# are unknown here and control tokens there.
 
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 BOS, PAD, EOS, UNK = range(4)
 _HALF = re.compile("[\ud800-\udfff]")
 MULTIPLE = 8
-"""fairseq pads a vocabulary to a multiple of this with words of its own, madeupword0000 and on."""
+"""fairseq pads a vocabulary to a multiple of this, with words madeupword0000, 0001, ..."""
 
 
 class WordTokenizer(Tokenizer):
@@ -636,7 +632,7 @@ class WordTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, int64 [words and line ends], without the last line's end."""
-        # As Python reads files.
+        # Treat line ends as Python does when it reads text files.
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         ids, look_up = array("i"), self._ids.__getitem__
         for chunk in chunks(text):
@@ -655,12 +651,12 @@ class WordTokenizer(Tokenizer):
             if i == EOS:
                 lines.append([])
             elif i not in (BOS, PAD):
-                # The model has more rows than words where its vocabulary is padded.
+                # A padded vocabulary has ids beyond its words.
                 lines[-1].append(self._symbols[i if i < self.vocab_size else UNK])
         return "\n".join(map(" ".join, lines))
 
     def check_trainable(self) -> None:
-        """Do nothing: models of whole words are trained to be compared, not to be exported.
+        """Do nothing: models of whole words are for comparisons, not for export.
 
         `pretrain config` says that such a run is not exported.
         """
@@ -677,8 +673,8 @@ def train_words(texts: Iterable[str], vocab_size: int) -> bytes:
     """Count the words of all texts, and return the content of a dict.txt.
 
     Args:
-        texts: Documents, or parts of them that begin and end with white space.
-        vocab_size: Ids of the vocabulary, the four special ones included.
+        texts: Documents, or parts of documents that begin and end with white space.
+        vocab_size: Number of ids, including the four special ones.
 
     Raises:
         ConfigError: The texts have too few different words.
@@ -689,7 +685,7 @@ def train_words(texts: Iterable[str], vocab_size: int) -> bytes:
             counts.update(chunk.split())
     for name in SPECIAL:
         counts.pop(name, None)
-    # Half of a surrogate pair, which JSON can hold, has no UTF-8.
+    # Without lone surrogates, which JSON can hold but UTF-8 cannot.
     known = [(word, n) for word, n in counts.items() if not _HALF.search(word)]
     known.sort(key=lambda each: (-each[1], each[0]))
     words = known[: max(vocab_size - len(SPECIAL), 0)]
@@ -717,7 +713,7 @@ def _words(path: Path, content: bytes) -> list[str]:
     """Return the words of a dict.txt.
 
     Raises:
-        ConfigError: It has another format, or a word twice.
+        ConfigError: The file has another format, or a word twice.
     """
     try:
         lines = content.decode().removesuffix("\n").split("\n")

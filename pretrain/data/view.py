@@ -1,4 +1,4 @@
-"""Look at a data set: samples as text (`pretrain data show`), and what it consists of."""
+"""Show samples of a data set (`pretrain data show`), and its statistics (`pretrain data stats`)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pretrain.data.stream import TokenStream, build_record, open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.rundir.files import Json
 
-# ---- Say of any range of a split's tokens which documents it holds, and where these come from ----
+# ---- Find the documents in a range of a split's tokens, and their origins ----
 
 
 class Excerpt(NamedTuple):
-    """The part of a document that stands in a range of tokens."""
+    """The part of a document in a range of tokens."""
 
     corpus: str
     source: str
-    """The file that the document comes from."""
+    """The file of the document."""
     offset: int
-    """Where the document begins in that file: a byte of its uncompressed content, or the number of
-    its row or sample."""
+    """Start of the document in that file: a byte offset in the uncompressed content, or the number
+    of its row or sample."""
     start: int
     """First token of the part in the split's stream."""
     tokens: np.ndarray
@@ -37,10 +37,10 @@ class Excerpt(NamedTuple):
 
 
 class Origins:
-    """The place of every document of a split, read from the data set's index of documents."""
+    """The origin of every document of a split, from the data set's index of documents."""
 
     def __init__(self, stream: TokenStream) -> None:
-        """Open the index of documents; the documents themselves are not read."""
+        """Open the index of documents, without reading the documents."""
         self._stream = stream
         record = build_record(stream.files.parent(), stream.manifest)
         self._tasks: list[Any] = record["tasks"]
@@ -120,10 +120,10 @@ def shown_samples(
     Args:
         config: The run, whose data.sequence_length is the length of a sample.
         split: The split.
-        corpus: Draw from this corpus alone; None draws from all.
+        corpus: Draw only from this corpus; None draws from all.
         count: Number of samples.
         seed: Seed of the draw.
-        characters: Longest text that is printed of a document; the middle is left out.
+        characters: Longest printed text of a document; the middle of a longer one is left out.
 
     Raises:
         ConfigError: There is no such corpus, or it is shorter than a sample.
@@ -171,7 +171,7 @@ def _heading(part: Excerpt) -> str:
 
 
 def _shortened(text: str, characters: int) -> str:
-    """Return a text without its middle if it is long, in what a terminal may print."""
+    """Return a printable text, without its middle if it is long."""
     if len(text) > characters:
         half = characters // 2
         text = f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
@@ -179,11 +179,11 @@ def _shortened(text: str, characters: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text without what a terminal would obey."""
+    """Return a text without control sequences for terminals."""
     return "".join(c if c.isprintable() or c in "\n\t" else REPLACEMENT for c in text)
 
 
-# ---- Print what a data set consists of (`pretrain data stats`, and the end of a build) ----
+# ---- Print statistics of a data set (`pretrain data stats`, and the end of a build) ----
 
 
 _REASONS = {
@@ -193,7 +193,7 @@ _REASONS = {
     "duplicates": "{documents:,} duplicates",
     "contaminated": "{documents:,} with held-out text",
 }
-"""Count -> how the summary says it."""
+"""Count -> its text in the summary."""
 
 
 def stats(config: RunConfig) -> Iterator[str]:
@@ -210,7 +210,7 @@ def stats(config: RunConfig) -> Iterator[str]:
 
 
 def summary(directory: str) -> Iterator[str]:
-    """Yield the lines that say what a data set holds and what was left out of it."""
+    """Yield the lines about what a data set contains and what was left out of it."""
     yield from _summary({split: TokenStream(f"{directory}/{split}") for split in get_args(Split)})
 
 

@@ -1,7 +1,7 @@
-"""Compare curves: how far two values are apart, in which range noise puts that, and a verdict.
+"""Compare curves: the difference of two values, its confidence range, and a verdict.
 
-A study and the report of two runs ask the same questions here. What they are asked for is declared
-in `claims`: a claim passes, it fails, or it cannot be judged from these curves.
+Studies and reports of several runs both use this file. `claims` declares the claims: a claim
+passes, fails, or cannot be judged from the given curves.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pretrain.evaluation.records import (
 from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING
 
 SPEEDS = ("training", "evaluation")
-"""What a method's speed is measured in."""
+"""The tasks in which a method's speed is measured."""
 
 
-# ---- how far two values are apart ----------------------------------------------------------------
-# Noise is what the evaluation and the seeds show of it: values of one text are compared block by
-# block, and of several seeds each of one curve is compared with each of the other.
+# ---- The difference of two values ----------------------------------------------------------------
+# Noise is estimated from blocks of text and from seeds: values on one text are compared block by
+# block, and each seed of one curve is compared with each seed of the other.
 class Verdict(Enum):
     """Verdict of the measured values on a claim."""
 
@@ -49,7 +49,7 @@ class Verdict(Enum):
 
 
 class Gap(NamedTuple):
-    """Difference of two losses in nats, and the range in which noise puts it."""
+    """Difference of two losses in nats, with its confidence range."""
 
     low: float
     value: float
@@ -57,25 +57,25 @@ class Gap(NamedTuple):
 
     @property
     def is_shown(self) -> bool | None:
-        """Return True for a difference that noise does not explain; None where it is not known."""
+        """Return True if noise does not explain the difference; None if the range is not known."""
         if math.isnan(self.low) or math.isnan(self.high):
             return None
         return self.low > 0 or self.high < 0
 
     def at_most(self, ratio: float) -> Verdict:
-        """Judge that the one perplexity is at most `ratio` times the other."""
+        """Judge the claim that the first perplexity is at most `ratio` times the second."""
         return self._judge(math.log(ratio), is_below=True)
 
     def at_least(self, ratio: float) -> Verdict:
-        """Judge that the one perplexity is at least `ratio` times the other."""
+        """Judge the claim that the first perplexity is at least `ratio` times the second."""
         return self._judge(math.log(ratio), is_below=False)
 
     def within(self, ratio: float) -> Verdict:
-        """Judge that the two perplexities are at most a factor of `ratio` apart."""
+        """Judge the claim that the perplexities differ by at most a factor of `ratio`."""
         return combined([self.at_most(ratio), self.at_least(1 / ratio)])
 
     def ratios(self) -> tuple[float, float, float]:
-        """Return the ratio of the perplexities, between the ends of its range."""
+        """Return (low end, ratio of the perplexities, high end)."""
         return bounded_exp(self.low), bounded_exp(self.value), bounded_exp(self.high)
 
     def ratio_in_words(self, of: str = "times") -> str:
@@ -83,14 +83,15 @@ class Gap(NamedTuple):
         low, value, high = self.ratios()
         if not low < high:
             return f"{value:.3f} {of}"
-        # A range that three decimals would hide is what the verdict stands on.
+        # More digits for a range that three decimals would hide, because it decides the verdict.
         digits = 3 if high - low >= 0.002 else 5
         return f"{value:.{digits}f} {of} ({low:.{digits}f} to {high:.{digits}f})"
 
     def _judge(self, bound: float, is_below: bool) -> Verdict:
         if math.isnan(self.low) or math.isnan(self.high):
             return Verdict.MISSING if math.isnan(self.value) else Verdict.NO_INTERVAL
-        # Logarithms round: a ratio that is printed as the threshold itself lies on it.
+        # The margin covers the rounding of logarithms, so that a ratio equal to the threshold
+        # counts as on it.
         margin = 1e-12
         if self.high <= bound + margin:
             return Verdict.PASSES if is_below or self.low >= bound - margin else Verdict.FAILS
@@ -100,10 +101,10 @@ class Gap(NamedTuple):
 
 
 def combined(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict on a claim of which these are the parts.
+    """Return the verdict on a claim from the verdicts on its parts.
 
-    One part that fails refutes it. What lies inside the noise leaves it open, whatever else passes,
-    and so does a run that has learned nothing. A part that was not measured says nothing.
+    The claim fails if a part fails. Otherwise it cannot be judged if a part is inside the noise or
+    belongs to a run that has learned nothing. Parts that were not measured do not count.
     """
     open_or_not = (Verdict.NOISE, Verdict.NO_INTERVAL, Verdict.UNTRAINED, Verdict.PASSES)
     for verdict in (Verdict.FAILS, *open_or_not):
@@ -113,16 +114,16 @@ def combined(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def gap(a: Curve, at_a: int, b: Curve, at_b: int) -> Gap:
-    """Return how far the loss of a curve lies above that of another, or of itself elsewhere.
+    """Return the loss of one curve minus that of another, or of the same curve at another length.
 
-    The range is that of the paired intervals, or where losses by block are not known, of the two
-    intervals. Of several seeds it holds the ranges of all pairs; of one curve at two lengths, each
-    seed is paired with itself. What is not finite is infinitely bad.
+    The range is the paired confidence interval, or if losses by block are not known, it comes from
+    the two separate intervals. With several seeds it contains the ranges of all pairs of seeds. For
+    one curve at two lengths, each seed is paired with itself. Non-finite losses count as infinite.
 
     Args:
         a: A curve.
         at_a: Length of its value.
-        b: The curve to compare with, of the same tokenizer and text; it may be the same.
+        b: The curve to compare with, of the same tokenizer and text; may be the same curve.
         at_b: Length of its value.
     """
     of_a, of_b = a.records[at_a], b.records[at_b]
@@ -137,13 +138,13 @@ def gap(a: Curve, at_a: int, b: Curve, at_b: int) -> Gap:
 
 
 def _mean_loss(records: Sequence[Record]) -> float:
-    """Return the mean loss of seeds: infinite where one is not finite."""
+    """Return the mean loss of seeds: infinite if one is not finite."""
     losses = [number(record["loss_nats"]) for record in records]
     return sum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.inf
 
 
 def _unpaired(a: Record, b: Record) -> tuple[float, float]:
-    """Return the range of a difference of two values whose intervals alone are known."""
+    """Return the range of the difference of two values from their separate intervals."""
     low_a, high_a, low_b, high_b = (
         number(record[key]) for record in (a, b) for key in ("loss_low", "loss_high")
     )
@@ -152,18 +153,18 @@ def _unpaired(a: Record, b: Record) -> tuple[float, float]:
 
 # ---- cases ---------------------------------------------------------------------------------------
 class Unigram(NamedTuple):
-    """The best that a prediction can do that is the same at every position."""
+    """The best possible prediction that is the same at every position."""
 
     loss_nats: float
-    """The entropy of the frequencies of the scored tokens: no other fixed distribution has a lower
-    loss on this text."""
+    """Entropy of the frequencies of the scored tokens, the lowest loss of any fixed distribution on
+    this text."""
     tokens: int
-    """How many were counted."""
+    """Number of counted tokens."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A claim at one training length, with the numbers that its verdict stands on."""
+    """A claim at one training length, with the numbers that decide its verdict."""
 
     verdict: Verdict
     words: str
@@ -173,26 +174,26 @@ class Case:
     tokens: int | None = None
     """Tokens scored for each of the values."""
     seeds: int | None = None
-    """Seeds of the curve that has fewer of them."""
+    """Number of seeds of the curve with fewer seeds."""
     curves: tuple[Curve, ...] = ()
     """The curves that were compared."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Speed and memory of one method at one training length, measured in turns with the others."""
+    """Speed and memory of a method at one training length, measured in turns with other methods."""
 
     method: str
     train_length: int
     speeds: Mapping[str, Sequence[float]]
     """ "training" and "evaluation" -> tokens per second in each round."""
     memory: float | None
-    """Largest peak memory of a process in bytes; None where it was not measured."""
+    """Largest peak memory of a process in bytes; None if it was not measured."""
 
     def shares(self, base: Row, quantity: str) -> list[float]:
         """Return the ratios to another method's "memory", or speed in one of SPEEDS.
 
-        Speeds are compared round by round, because both of a round ran under the same load.
+        Speeds are compared round by round, because within a round the machine's load is the same.
         """
         if quantity == "memory":
             return [self.memory / base.memory] if self.memory and base.memory else []
@@ -202,21 +203,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that claims are judged on: curves of one text and tokenizer, speeds and memory."""
+    """The basis for judging claims: curves of one text and tokenizer, speeds and memory."""
 
     curves: Sequence[Curve]
     rows: Sequence[Row] = ()
     device: str = ""
-    """What the speeds and memory were measured on."""
+    """The device on which speeds and memory were measured."""
     unigram: Unigram | None = None
-    """How well the text can be predicted without context; None where that was not counted."""
+    """How well the text can be predicted without context; None if tokens were not counted."""
 
     def of(self, method: str, *kinds: str) -> list[Curve]:
-        """Return the curves of a method, those trained at the shortest length first.
+        """Return the curves of a method, ordered by kind and then by training length.
 
         Args:
             method: The method's name.
-            kinds: NONOVERLAPPING or SLIDING, with whatever stride; first one, then the other.
+            kinds: NONOVERLAPPING and SLIDING (with any stride), in the order of the result.
                 Default: both.
         """
         kinds = kinds or (NONOVERLAPPING, SLIDING)
@@ -231,8 +232,8 @@ class Evidence:
         Args:
             method: The method of the first.
             other: The method of the second.
-            kinds: As of `of`.
-            multiple: Training length of the second in training lengths of the first.
+            kinds: As for `of`.
+            multiple: Training length of the second, in training lengths of the first.
         """
         for a, b in itertools.product(self.of(method, *kinds), self.of(other, *kinds)):
             if a.protocol == b.protocol and a.train_length * multiple == b.train_length:
@@ -241,12 +242,12 @@ class Evidence:
     def timed(
         self, method: str | None = None, base: str = "sinusoidal", multiple: int = 1
     ) -> Iterator[tuple[Row, Row]]:
-        """Yield a method, or each, and another where both were timed.
+        """Yield pairs of rows of two methods that were both timed.
 
         Args:
-            method: The method of the first; None for all.
+            method: The method of the first; None for all methods.
             base: The method of the second.
-            multiple: Training length of the second in training lengths of the first.
+            multiple: Training length of the second, in training lengths of the first.
         """
         others = {row.train_length: row for row in self.rows if row.method == base}
         for row in self.rows:
@@ -254,10 +255,10 @@ class Evidence:
                 yield row, others[row.train_length * multiple]
 
     def untrained(self, curve: Curve) -> str:
-        """Return why a run has learned nothing that a claim speaks of; empty where it has.
+        """Return why claims about a run mean nothing; "" if it has learned from context.
 
-        The loss at L is compared with that of token frequencies, of each seed by itself. A value
-        that is not finite is not below it either.
+        The loss of each seed at L is compared with that of token frequencies. A non-finite loss
+        counts as not below it.
         """
         lengths = [n for n in curve.records if n == curve.train_length] or list(curve.records)
         losses = [number(record["loss_nats"]) for record in curve.records[lengths[0]]]
@@ -273,7 +274,7 @@ class Evidence:
         )
 
     def checked(self, case: Case) -> Case:
-        """Return a case, or one without a verdict if a run of it has learned nothing."""
+        """Return the case, or one that cannot be judged if one of its runs has learned nothing."""
         why = [words for curve in dict.fromkeys(case.curves) if (words := self.untrained(curve))]
         if not why:
             return case
@@ -282,25 +283,25 @@ class Evidence:
 
 
 Judge = Callable[[Gap], Verdict]
-"""A rule with a threshold, such as: the one perplexity is at most 1.05 times the other."""
+"""A rule with a threshold, such as: the first perplexity is at most 1.05 times the second."""
 
 
 def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Judge) -> Case:
-    """Return the case of two values, or one that says which of them was not measured.
+    """Return the case of two values, or one that says which value was not measured.
 
     Args:
         a: A curve.
         at_a: Length of its value.
-        b: The curve to compare with; it may be the same.
+        b: The curve to compare with; may be the same curve.
         at_b: Length of its value.
-        judge: Says if they are as far apart as was claimed.
+        judge: Decides whether the difference is as claimed.
     """
     for curve, length in ((a, at_a), (b, at_b)):
         if length not in curve.records:
             return missing(curve, length)
     trained = b.train_length
     if trained in b.records and math.isinf(_mean_loss(b.records[trained])):
-        # A run that has diverged makes any other look good, and its own longer lengths too.
+        # Compared with a run that has diverged, everything would look good.
         words = f"{full_name(b)} is not finite at its training length, {b.protocol}"
         words += ": nothing compares with it"
         return Case(Verdict.MISSING, words, a.train_length, curves=(a, b))
@@ -323,7 +324,7 @@ def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Judge) -> Case:
 
 
 def compare_alike(a: Curve, b: Curve, length: int, judge: Judge) -> Case:
-    """Compare two methods of one training length after equal numbers of steps, and only then."""
+    """Compare two methods of one training length, but only after equal numbers of steps."""
     steps = a.sources[0].step, b.sources[0].step
     if steps[0] == steps[1]:
         return compare(a, length, b, length, judge)
@@ -332,13 +333,13 @@ def compare_alike(a: Curve, b: Curve, length: int, judge: Judge) -> Case:
 
 
 def missing(curve: Curve, length: int) -> Case:
-    """Return the case of a value that is not there."""
+    """Return the case of a value that was not measured."""
     at = length_in_words(length, curve.train_length)
     words = f"{full_name(curve)} was not evaluated at {at}, {curve.protocol}"
     return Case(Verdict.MISSING, words, curve.train_length)
 
 
 def _value(curve: Curve, length: int, than: Curve | None = None) -> str:
-    """Return a value in words; of the curve that was named just before without its name."""
+    """Return a value in words, without the curve's name if `than` has the same name."""
     at = f"{curve.value(length).value:.2f} at {length_in_words(length, curve.train_length)}"
     return at if curve is than else f"{full_name(curve)}: {at}"

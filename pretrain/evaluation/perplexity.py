@@ -42,15 +42,15 @@ from pretrain.model.forward import Batch, Decoder, MaskedBatch, is_reporting_ran
 from pretrain.model.gpt import transformer_config
 from pretrain.topology import Topology, gather, own_part, ranks_here
 
-# ---- Estimate the memory of an evaluation's forward pass, and refuse lengths that cannot fit ----
-# Without it, a length that a machine cannot carry ends the process by the kernel's OOM killer,
-# which says nothing, and on a node with other processes may end one of those.
+# ---- Estimate the memory of an evaluation's forward pass, and refuse lengths that do not fit ----
+# Without this check, the kernel's OOM killer would end the process without a message, or another
+# process on the node.
 
 
 MARGIN = 1.2
-"""What the allocator takes for a byte of a tensor: freed memory is not given out again at once."""
+"""Bytes that the allocator takes per byte of a tensor, because it does not reuse all memory."""
 LOSS_PIECE_BYTES = 4 * 2**24
-"""fp32 logits that the loss holds at once beside the whole ones (`pretrain.model.loss`)."""
+"""fp32 logits that the loss converts at a time, besides the logits (`pretrain.model.loss`)."""
 
 
 def check_memory(config: RunConfig, topology: Topology, protocols: Iterable[Protocol]) -> None:
@@ -61,7 +61,7 @@ def check_memory(config: RunConfig, topology: Topology, protocols: Iterable[Prot
     Args:
         config: The run's config.
         topology: This process's ranks in the parallel layout.
-        protocols: What is to be measured.
+        protocols: The protocols to measure.
 
     Raises:
         ConfigError: A length does not fit.
@@ -73,7 +73,7 @@ def check_memory(config: RunConfig, topology: Topology, protocols: Iterable[Prot
             raise ConfigError(
                 f"length {length}: a forward pass takes about {in_bytes(needed)} of memory on each "
                 f"process, and {in_bytes(free)} are free. Choose a shorter length, lower "
-                "evaluation.tokens_per_batch down to it, or split the model over more processes "
+                "evaluation.tokens_per_batch to the length, or split the model over more processes "
                 "(parallel.tensor_model_parallel_size)"
             )
 
@@ -87,11 +87,11 @@ def free_memory() -> int:
 
 
 def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
-    """Return the bytes that a forward pass without gradients takes beside the weights.
+    """Return the bytes of a forward pass without gradients, not counting the weights.
 
-    Counted are the tensors that are alive at the same time in attention, in the MLP and in the
-    loss, of which the largest sum is taken, with a kernel that stores no scores.
-    `docs/decisions.md` compares it with measurements.
+    This is the largest of three sums: the tensors that are alive at the same time in attention, in
+    the MLP and in the loss. It assumes a kernel that stores no scores. `docs/decisions.md` compares
+    the estimate with measurements.
 
     Args:
         config: The run's config.
@@ -103,13 +103,13 @@ def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
     rows = max(1, config.evaluation.tokens_per_batch // length)
     tokens = rows * length // layout.context
     hidden, width = m.hidden_size, widths(config)
-    # The residual, the output of its LayerNorm, and the input that is kept for the next sum.
+    # The residual, the output of its norm, and the input that is kept for the next sum.
     stream = 3 * hidden * item
-    # Queries, keys and values joined and apart, and the output in pieces, joined and in order.
+    # Queries, keys and values, joined and separate; the output in pieces, joined and in order.
     attention = (2 * (width.query + 2 * width.key) + 3 * width.query) * item
-    # Keys and values of all context ranks, as they come and side by side.
+    # Keys and values of all context ranks, as received and joined.
     attention += 2 * 2 * width.key * item * layout.context * (layout.context > 1)
-    # The first product's output, the activation's, and beside a gate what the second product reads.
+    # The output of the first product and of the activation, and with a gate their product.
     read = width.ffn * (1 + config.model.gated_linear_unit)
     mlp = (width.projected + read + hidden) * item
     logits = _logit_bytes(config, item)
@@ -120,14 +120,14 @@ def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
 
 
 def _logit_bytes(config: RunConfig, item: int) -> int:
-    """Return the bytes of a token's logits on a rank; `item`: of a number while training."""
+    """Return the bytes of a token's logits on a rank; `item`: bytes of a number of the model."""
     clusters = config.adaptive_clusters
     if not clusters:
         return widths(config).vocabulary * item
     if config.train.fusion == "off":
-        # log p of all words in fp32, in parts and together.
+        # log p of all words in fp32, in parts and joined.
         return 2 * config.padded_vocab_size * 4
-    # The tails' logits follow the head's, and are those of few tokens: rare words are rare.
+    # Not the tails' logits, which are computed after the head's, and for few tokens.
     return (clusters[0].size + len(clusters) - 1) * item
 
 
@@ -141,19 +141,19 @@ class Evaluation:
     tokens: int
     """Number of tokens scored."""
     bytes: int
-    """Bytes of the text of these tokens, in UTF-8; 0 where they are not known, and for masked
-    tokens, which are no text."""
+    """Bytes of these tokens' text in UTF-8; 0 if not known, and for masked tokens, which do not
+    form a text."""
     by_position: Losses
-    """Mean loss and number of tokens at each position of the window. At the first positions of
-    sliding windows no token is scored."""
+    """Mean loss and number of tokens at each position of the window. Sliding windows score no
+    tokens at their first positions."""
     block_losses: NDArray[np.float64]
-    """[blocks] summed losses of each block of the text (`pretrain.evaluation.records`)."""
+    """[blocks] summed loss of each block of the text (`pretrain.evaluation.records`)."""
     block_tokens: NDArray[np.float64]
-    """[blocks] tokens of each block."""
+    """[blocks] number of tokens of each block."""
     by_token: NDArray[np.float32] | None = None
-    """[tokens] the loss of each token of the text, where they were kept."""
+    """[tokens] loss of each token of the text, if these were kept."""
     cost: Mapping[str, float] = field(default_factory=dict)
-    """One of `records.COSTS` -> what the scoring took; empty where that was not measured."""
+    """One of `records.COSTS` -> cost of the scoring; empty if it was not measured."""
 
     @property
     def perplexity(self) -> float:
@@ -162,12 +162,12 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """Return the bits that the model needs for a byte of the text; nan for no bytes."""
+        """Return the loss in bits per byte of the text; NaN without bytes."""
         bits = self.loss_nats * self.tokens / math.log(2)
         return bits / self.bytes if self.bytes else math.nan
 
     def record(self) -> dict[str, Any]:
-        """Return what this evaluation has measured, under the keys of records.FIELDS."""
+        """Return the measured values, under the keys of records.FIELDS."""
         name, stride, length = self.protocol.key
         low, high = confidence_interval(self.block_losses, self.block_tokens)
         return {
@@ -190,14 +190,14 @@ class Evaluation:
 
 
 ALPHA, BETA = 2.0, -2.0
-"""A key token loses more than ALPHA nats less with the long context than with the short one, and
-with the long one its log-probability is above BETA."""
+"""A key token's loss is more than ALPHA nats lower with the long context than with the short one,
+and its log-probability with the long context is above BETA."""
 
 
 def short_protocol(context: int) -> Protocol:
     """Return the windows of the short context: `context` tokens, and up to a quarter more.
 
-    As in the reference, which scores 1,024 tokens behind 4,096.
+    As in the reference, which scores 1,024 tokens after 4,096 tokens of context.
     """
     step = max(1, context // 4)
     return Protocol(SLIDING, context + step, step)
@@ -207,9 +207,9 @@ def find_keys(short: Evaluation, long: Evaluation, context: int) -> NDArray[np.b
     """Return which tokens of the text are key tokens, bool [tokens].
 
     Args:
-        short: The losses with the short context, by token.
-        long: Those with the long one.
-        context: Tokens of context that a key token has at least in both.
+        short: Losses by token with the short context.
+        long: Losses by token with the long context.
+        context: Fewest tokens of context that a key token has in both.
     """
     assert short.by_token is not None and long.by_token is not None
     tokens = len(long.by_token)
@@ -224,11 +224,11 @@ def find_keys(short: Evaluation, long: Evaluation, context: int) -> NDArray[np.b
 
 
 def longppl(result: Evaluation, keys: NDArray[np.bool_], ends: Any, context: int) -> dict[str, Any]:
-    """Return the LONGPPL_FIELDS of a result; the last two alone where there is no key token.
+    """Return the LONGPPL_FIELDS of a result; only the last two if there is no key token.
 
     Args:
-        result: With losses by token.
-        keys: Which tokens count.
+        result: An evaluation with losses by token.
+        keys: Which tokens are key tokens.
         ends: Where the blocks of the text end.
         context: Tokens of the short context.
     """
@@ -244,9 +244,10 @@ def longppl(result: Evaluation, keys: NDArray[np.bool_], ends: Any, context: int
 
 
 def clock() -> tuple[str, float]:
-    """Return which of `records.COSTS` this process spends, and seconds of it since some time.
+    """Return the key in `records.COSTS` and a clock for it in seconds, from an arbitrary start.
 
-    Waiting costs a GPU as much as work does. Processor time does not depend on what else runs.
+    On a GPU it is wall time, because waiting costs as much as work. On a CPU it is processor time,
+    which does not depend on other processes.
     """
     if platform.has_cuda():
         platform.synchronize()
@@ -258,7 +259,7 @@ T = TypeVar("T")
 
 
 def micro_batches(layout: Layout) -> int:
-    """Return the micro batches of a rank in a pass through the pipeline, which they fill.
+    """Return how many micro batches of a rank fill the pipeline in one pass.
 
     Interleaved schedules need a multiple of the pipeline size.
     """
@@ -268,8 +269,8 @@ def micro_batches(layout: Layout) -> int:
 def deal(items: Iterable[T], size: int, topology: Topology) -> Iterator[list[list[T]]]:
     """Yield this rank's micro batches of at most `size` items, pass by pass.
 
-    Every rank gets the same number of passes and micro batches, because the pipeline's
-    communication and ZeRO's collectives require it; when the items run out, some are empty.
+    Every rank gets the same number of passes and micro batches, as the pipeline's communication and
+    ZeRO's collectives require; when the items run out, some micro batches are empty.
     """
     replicas = topology.layout.data
     count, left = micro_batches(topology.layout) * replicas, iter(items)
@@ -286,10 +287,11 @@ class Evaluator:
         topology: This process's ranks in the parallel layout.
         text: The text to score.
         tokens_per_batch: Tokens in a micro batch, rounded down to whole windows (at least one).
-        schedule_module: Module to call in place of a chunk, where the optimizer needs that
+        schedule_module: Module to call in place of a chunk, if the optimizer needs one
             (`ZeroOptimizer.schedule_module`).
-        mask_id: The mask, if the model predicts masked tokens. All protocols are MASKED then.
-        by_token: Keep the loss of each token, 4 bytes a token.
+        mask_id: Id of the mask, for a model that predicts masked tokens; all protocols must then be
+            MASKED.
+        by_token: Keep the loss of each token, 4 bytes per token.
     """
 
     def __init__(
@@ -308,7 +310,7 @@ class Evaluator:
         self.schedule_module = schedule_module
         self.tokens_per_batch = tokens_per_batch
         self.decoder: Decoder | None = None
-        """What has read the text in one pass, with what its cache holds at the end."""
+        """The decoder that has read the text in one pass, with its cache at the end."""
 
     def evaluate(
         self,
@@ -316,7 +318,7 @@ class Evaluator:
         progress: bool = False,
         before_pass: Callable[[], None] = lambda: None,
     ) -> Evaluation:
-        """Score every token of the stream exactly once under `protocol`, or every masked one.
+        """Score every token of the stream (or every masked token) exactly once under `protocol`.
 
         This is a collective operation: all ranks call it together.
 
@@ -324,8 +326,8 @@ class Evaluator:
             protocol: Windows to cut the stream into.
             progress: Show a progress bar on rank 0 when stderr is a terminal.
             before_pass: Called on every rank before each pass through the pipeline. All ranks make
-                the same number of passes, so it may communicate. An exception that it raises ends
-                the evaluation and leaves the model in the mode in which it was.
+                the same number of passes, so it may communicate. If it raises, the evaluation ends,
+                and the model returns to its previous mode.
 
         Returns:
             The result, the same on every rank.
@@ -351,7 +353,7 @@ class Evaluator:
         size = self.text.bytes if self.mask_id is None else 0
         expected = self.text.tokens if self.mask_id is None else tokens
         assert tokens == block_tokens.sum() == expected, f"{tokens} tokens of {expected}"
-        # A position at which no token was scored is 0 / 0 = nan.
+        # A position without scored tokens gives 0 / 0 = NaN.
         with np.errstate(invalid="ignore"):
             by_position = Losses(sums / counts, counts.astype(np.int64))
         loss = float(sums.sum() / counts.sum())
@@ -378,17 +380,17 @@ class Evaluator:
         windows: list[list[Window]],
         totals: _Totals,
     ) -> None:
-        """Run one pass and add its losses up.
+        """Run one pass and add up its losses.
 
         Args:
             length: Tokens in a window.
             batches: Micro batches.
-            windows: The windows of the first rows of each.
-            totals: What is added to.
+            windows: The windows in the first rows of each micro batch.
+            totals: The sums to add to.
         """
-        # With a short stride most of a window is context. The output layer is then applied to the
-        # last positions alone, since logits are the widest tensors of the model.
-        # A batch without windows only fills up the pass. Its losses are dropped, so any will do.
+        # With a short stride most of a window is context. The output layer is then applied only to
+        # the last positions, because logits are the widest tensors of the model. A batch without
+        # windows only fills the pass, and its losses are dropped.
         scored = [length - min((w.size - w.scored for w in each), default=0) for each in windows]
         losses = run_schedule(
             self.chunks,
@@ -413,20 +415,21 @@ class Evaluator:
     ) -> Iterator[tuple[list[Batch], list[list[Window]]]]:
         """Yield this rank's micro batches for each pass through the pipeline.
 
-        Every rank gets the same number of passes and the same shapes, because the pipeline's
-        communication and ZeRO's collectives require it. When the windows run out, the remaining
-        rows are filled with EOS and belong to no window.
+        Every rank gets the same number of passes and the same shapes, as the pipeline's
+        communication and ZeRO's collectives require. When the windows run out, the remaining rows
+        are filled with EOS and belong to no window.
 
         Args:
             protocol: Windows to cut the stream into.
             progress: Show a progress bar when stderr is a terminal.
 
         Yields:
-            (micro batches, the windows of their first rows).
+            (micro batches, the windows in the first rows of each).
         """
         layout = self.topology.layout
         rows = max(1, self.tokens_per_batch // protocol.length)
-        # Count first and iterate again: with stride 1 a list would hold a window for each token.
+        # Count first and iterate again, because with stride 1 a list would hold as many windows as
+        # tokens.
         count = sum(1 for _ in protocol.windows(self.text.tokens))
         passes = -(-count // (rows * micro_batches(layout) * layout.data))  # rounded up
         dealt = deal(protocol.windows(self.text.tokens), rows, self.topology)
@@ -439,7 +442,7 @@ class Evaluator:
     def _batch(self, windows: list[Window], rows: int, length: int) -> Batch:
         """Return the token ids [rows, length + 1] of these windows: inputs and the last target.
 
-        Shorter windows are padded on the right, which causal attention never looks at.
+        Shorter windows are padded on the right, where causal attention does not see the padding.
         """
         if self.mask_id is not None:
             return self._masked_batch(windows, rows, length, self.mask_id)
@@ -451,18 +454,18 @@ class Evaluator:
     def _masked_batch(
         self, windows: list[Window], rows: int, length: int, mask_id: int
     ) -> MaskedBatch:
-        """Return the tokens of these windows, with masks; in rows without a window none is chosen.
+        """Return the masked tokens of these windows; rows without a window have no chosen tokens.
 
         Args:
             windows: The windows of the first rows, each of `length` tokens.
             rows: Rows of the micro batch.
             length: Tokens in a window.
-            mask_id: The mask.
+            mask_id: Id of the mask.
         """
         labels = np.full((rows, length), self.text.inputs(0, 0), dtype=np.int64)
         inputs, chosen = labels.copy(), np.zeros(labels.shape, dtype=bool)
         for row, window in enumerate(windows):
-            # The text begins behind the end-of-document token in front of it.
+            # Skip the end-of-document token that precedes the text.
             labels[row] = self.text.inputs(window.start + 1, length - 1)
             inputs[row], chosen[row] = mask_text(labels[row], window.start, mask_id)
         return MaskedBatch(*map(torch.from_numpy, (inputs, labels, chosen)))
@@ -470,7 +473,7 @@ class Evaluator:
 
 @contextlib.contextmanager
 def _eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Switch dropout off, and on exit restore the mode in which the model was."""
+    """Switch dropout off, and restore the model's previous mode on exit."""
     training = modules[0].training
     try:
         for module in modules:
@@ -482,7 +485,7 @@ def _eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _token_losses(losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the scalar that a schedule expects, the losses in nats that are kept)."""
+    """Return (the scalar that a schedule expects, the losses in nats to keep)."""
     return losses.sum(), losses.float()
 
 
@@ -492,12 +495,12 @@ class _Totals:
     Args:
         length: Tokens in a window.
         block_ends: Where the blocks of the text end, int64 [blocks].
-        kept: Tokens of the text, if the loss of each is kept; else 0.
+        kept: Number of tokens of the text to keep the loss of each; 0 to keep none.
     """
 
     def __init__(self, length: int, block_ends: Tensor, kept: int) -> None:
         self.by_token = torch.zeros(kept)
-        # Row 0: summed losses; row 1: their number.
+        # Row 0: sums of losses; row 1: numbers of losses.
         self.by_position = torch.zeros(2, length, dtype=torch.float64)
         self.by_block = torch.zeros(2, len(block_ends), dtype=torch.float64)
         self.block_ends = block_ends
@@ -508,10 +511,10 @@ class _Totals:
         """Add the losses of the scored tokens.
 
         Args:
-            losses: [B, n] losses at the positions from stop - n of each row, in nats.
-            stop: The position behind them.
-            windows: The windows of the first rows; the rows after them are padding.
-            chosen: Which tokens count, bool [B, n], the losses of the others being 0; None for all.
+            losses: [B, n] losses in nats at positions stop - n to stop - 1 of each row.
+            stop: The position after the last loss.
+            windows: The windows in the first rows; the other rows are padding.
+            chosen: Which tokens count, bool [B, n], with losses of 0 elsewhere; None for all.
         """
         before = stop - losses.shape[1]
         counts = torch.ones_like(losses) if chosen is None else chosen.to(losses)
@@ -532,7 +535,8 @@ class _Totals:
     def over_all_ranks(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return (sums and numbers by position, the same by block), each [2, n]. Collective."""
         both = torch.cat([self.by_position, self.by_block], dim=1)
-        # NCCL reduces device tensors only. Ranks that do not report losses add zeros.
+        # On the device, because NCCL reduces only device tensors. Ranks that do not report losses
+        # add zeros.
         both, by_token = (x.to(platform.device()) for x in (both, self.by_token))
         dist.all_reduce(both)
         if len(by_token):
@@ -545,13 +549,13 @@ class _Totals:
 
 # ---- Score a text with a model that transformers computes ---------------------------------------
 class StockChunk(nn.Module):
-    """A transformers model that predicts next tokens, as a chunk that `run_schedule` calls.
+    """Wraps a transformers model that predicts next tokens as a chunk for `run_schedule`.
 
-    So it is scored by what scores our models: the same windows, batches, ranks and sums.
+    It is then scored like our models: with the same windows, batches, ranks and sums.
 
     Args:
         model: Called as model(input_ids=[B, S]).logits, [B, S, vocabulary].
-        config: What Megatron's schedule is to know; its model is another one.
+        config: A config for Megatron's schedule, which does not describe the model.
     """
 
     post_process, model_type = True, ModelType.encoder_or_decoder
@@ -560,17 +564,17 @@ class StockChunk(nn.Module):
         super().__init__()
         self.model, self.config = model, transformer_config(config)
         self.output_layer = _Logits()
-        # The mode of the model, to which the end of an evaluation returns.
+        # Take over the model's mode, which the end of an evaluation restores.
         self.train(model.training)
 
     def set_input_tensor(self, _: Any) -> None:
         """Do nothing: there is no pipeline stage before this one."""
 
     def forward(self, inputs: Tensor, _positions: Any, _starts: Any, labels: Tensor) -> Tensor:
-        """Return the losses of the labels [B, n], which are the last ones, in nats."""
+        """Return the losses in nats of the labels [B, n] of the last n positions."""
         inputs = inputs.to(next(self.model.parameters()).device)
         logits = self.model(input_ids=inputs, use_cache=False).logits
-        # [n, B, V], of which a hook leaves those that are wanted.
+        # A hook on the output layer keeps the logits of the last positions, [n, B, V].
         logits, _ = self.output_layer(logits.transpose(0, 1))
         labels = labels.to(logits.device)
         rows = max(1, LOSS_PIECE_BYTES // 4 // logits[0].numel())
@@ -583,7 +587,7 @@ class StockChunk(nn.Module):
 
 
 class _Logits(nn.Module):
-    """Stands where a chunk of ours has its output layer, on which hooks look at logits."""
+    """Takes the place of our model's output layer, to which hooks are attached."""
 
     def forward(self, logits: Tensor) -> tuple[Tensor, None]:
         return logits, None

@@ -41,7 +41,7 @@ LONG_MULTIPLES = (16, 128, 1024)
 RANKS = 8
 """Context ranks between which keys travel in that table."""
 WINDOWS = 2
-"""Windows of the text that are looked at, evenly spread over it."""
+"""Number of windows of the text that are examined, evenly spread over it."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Reach:
     certificate: Tensor
     """For any text."""
     seen: Seen | None
-    """On a text; None without one."""
+    """Reaches on a text; None without a text."""
     length: int
     """Tokens of each window of that text."""
     windows: int
-    """Their number."""
+    """Number of windows."""
 
     def bounds(self) -> dict[str, Tensor]:
-        """Return distances to cut attention at, [layers, H], by the name of their kind."""
+        """Return distances at which attention can be cut, [layers, H], by kind of bound."""
         found = {CERTIFICATE: self.certificate}
         if self.seen is not None:
             for name, reach in ((RUNNING, self.seen.farthest), (MEASURED, self.seen.measured)):
@@ -71,13 +71,13 @@ class Reach:
         return found
 
     def share(self, reach: Tensor, length: int) -> float:
-        """Return the share of the pairs of query and key that are within the reach of their head.
+        """Return the share of all pairs of query and key that lie within their head's reach.
 
         Args:
             reach: Distances, [layers, H].
             length: Tokens of a sequence.
         """
-        # A query has keys at distances 0 .. near, as far as the sequence goes.
+        # A query has keys at distances 0 .. near, up to the end of the sequence.
         near = reach.floor().clamp(max=length - 1)
         one_side = (near + 1) * length - near * (near + 1) / 2
         both = 2 * one_side - length
@@ -122,19 +122,19 @@ class Reach:
         return platform.DTYPES[self.config.train.precision].itemsize
 
     def cache_bytes(self, reach: Tensor, length: int) -> float:
-        """Return the bytes of the keys and values that the queries to come can need.
+        """Return the bytes of the keys and values that later queries can need.
 
         Args:
             reach: Distances, [layers, H].
             length: Tokens of the text so far.
         """
-        # Heads that share keys keep those of the one that sees farthest.
+        # Heads that share keys need as many as the head that sees farthest.
         groups = reach.view(len(reach), self.config.num_query_groups, -1).amax(2)
         rows = (groups.floor() + 1).clamp(max=length).sum()
         return float(rows) * 2 * self.config.head_dim * self.element_size
 
     def _bytes(self) -> Table:
-        """Return what generation keeps and context parallelism sends, by length."""
+        """Return the table of what generation keeps and context parallelism sends, by length."""
         config, every = self.config, torch.full_like(self.certificate, torch.inf)
         trained, bounds = config.data.sequence_length, self.bounds()
         bounds.pop(MEASURED, None)
@@ -165,7 +165,7 @@ class Reach:
         )
 
     def to_json(self) -> str:
-        """Return everything as JSON; null stands for no end."""
+        """Return everything as JSON, with null for an infinite distance."""
         trained, bounds = self.config.data.sequence_length, self.bounds()
         lengths = [n * trained for n in MULTIPLES]
         shares = {
@@ -216,7 +216,7 @@ class Reach:
 
 
 def _tokens(distance: float) -> str:
-    """Return a distance for people."""
+    """Return a distance as readable text."""
     return f"{distance:,.0f}" if math.isfinite(distance) else "no end"
 
 
@@ -242,14 +242,14 @@ def reach_of_source(
     Args:
         source: Directory of a run, whose newest checkpoint is taken, or of a checkpoint.
         overrides: `section.key=value` settings.
-        name: What the user calls it.
-        with_text: Look at the validation split of data.directory, too.
-        length: Tokens of a window of it at most.
+        name: The user's name for the source.
+        with_text: Also examine the validation split of data.directory.
+        length: Largest number of tokens of a window of the text.
         plot: Figure to write.
         out: JSON file to write.
 
     Raises:
-        ConfigError: The model has no reach, or something that is named cannot be used.
+        ConfigError: The model has no limited reach, or a source, file or setting cannot be used.
     """
     if plot is not None and plot.suffix[1:] not in FORMATS:
         raise ConfigError(f"--plot {plot}: give it a name that ends in .{' or .'.join(FORMATS)}")
@@ -278,11 +278,11 @@ def reach_of_source(
 
 
 _NOTHING = EvaluationRequest(None, (NONOVERLAPPING,), None, None)
-"""No window of an evaluation is asked for."""
+"""A request without windows to evaluate."""
 
 
 def _measure(config: RunConfig, chunk: GPTModel, stream: TokenStream | None, length: int) -> Reach:
-    """Return the certificate of a model, and what it sees on a text."""
+    """Return the certificates of a model, and its reaches on a text."""
     slopes, layers, windows = slopes_of(config, chunk), config.model.num_layers, []
     length = 0 if stream is None else min(length, len(stream))
     count = 0 if stream is None else min(WINDOWS, len(stream) // length)

@@ -1,12 +1,12 @@
-"""Run `pretrain evaluate-tasks`: what a model makes of a long context, beyond perplexity.
+"""Run `pretrain evaluate-tasks`: measure how well a model uses a long context, beyond perplexity.
 
-A sample of a task ends in its answer (`pretrain.evaluation.task_samples`), whose loss is compared
-with that in the control, in which the context does not help. The difference is the gain, in nats
-per token: 0 means that the model makes no use of the context.
+A sample of a task ends in its answer (`pretrain.evaluation.task_samples`). The loss of the answer
+is compared with its loss in a control, in which the context does not help. The difference is the
+gain, in nats per token: 0 means that the model does not use the context.
 
-Greedy decoding gives exactly the answer if and only if each of its tokens is the most probable one
-behind the query and the tokens of the answer before it. So one forward pass over both says whether
-it would, on every layout, and nothing is generated.
+Greedy decoding produces exactly the answer if and only if each of its tokens is the most probable
+one after the query and the preceding tokens of the answer. One forward pass over both therefore
+shows whether it would, on every layout, without generating anything.
 
 Batches of sequences are dealt to the data-parallel ranks and go through the pipeline forward only,
 as in an evaluation, on any parallel layout.
@@ -59,12 +59,12 @@ from pretrain.topology import Topology, own_part
 
 # ---- what is measured ----------------------------------------------------------------------------
 MEASURES = ("gain_nats", "loss_nats", "accuracy", "exact")
-"""What a record says: the gain, and with the answer in the context the loss, the share of scored
-tokens that the model holds for the most probable ones, and the share of samples all of whose are:
-greedy decoding gives the answer. Gain and loss are in nats per token."""
+"""Measures of a record: the gain; and with the answer in the context the loss, the share of scored
+tokens that the model predicts as the most probable ones, and the share of samples in which these
+are all tokens, so that greedy decoding gives the answer. Gain and loss are in nats per token."""
 Score = Callable[[int, Sequence[Callable[[], Drawn]]], NDArray[np.float64]]
 """(length, samples) -> [samples, 3]: the mean loss of the answer in nats, the share of its tokens
-that the model holds for the most probable ones, and 1 if these are all of them, else 0."""
+that the model predicts as the most probable ones, and 1 if these are all of them, else 0."""
 
 
 def measure(
@@ -74,9 +74,9 @@ def measure(
 
     Args:
         task: The task.
-        text: The text to draw from.
+        text: The text to draw samples from.
         length: Tokens of the context.
-        samples: How many samples are drawn.
+        samples: Number of samples to draw.
         score: Scores sequences.
     """
 
@@ -88,7 +88,8 @@ def measure(
     control = scores(task.depths[0], False)[:, 0]
     for depth in task.depths:
         loss, *right = scores(depth, True).T
-        # The gain is a mean of differences within samples, which share all but the context.
+        # The gain is a mean of differences within samples, because a sample and its control differ
+        # only in the context.
         for name, values in zip(MEASURES, (control - loss, loss, *right)):
             is_share = name == "exact" and len(set(clusters)) == samples
             low, high = wilson_interval(values) if is_share else interval(values, clusters)
@@ -104,7 +105,7 @@ def interval(samples: NDArray[np.float64], clusters: Sequence[int]) -> tuple[flo
         clusters: [n] the cluster of each.
 
     Returns:
-        Its ends; nan with a single cluster, or if a value is not finite.
+        The ends of the interval; NaN with a single cluster, or if a value is not finite.
     """
     _, cluster = np.unique(np.asarray(clusters), return_inverse=True)
     sums, counts = np.bincount(cluster, samples), np.bincount(cluster).astype(np.float64)
@@ -130,38 +131,38 @@ def evaluate_tasks(
     overrides: list[str],
     out: Path | None,
 ) -> list[dict[str, Any]]:
-    """Measure models, print tables of all, and write a report if asked to.
+    """Measure models, print tables of all, and write a report if `out` is given.
 
     Args:
-        sources: As of `evaluate_sources`.
-        tasks: Names out of TASKS, separated by commas.
+        sources: As for `evaluate_sources`.
+        tasks: Names in TASKS, separated by commas.
         lengths: Context lengths in tokens, separated by commas; None for the config's.
         samples: Samples of each task at each length and depth.
         overrides: `section.key=value` settings for every checkpoint.
         out: FILE.json of the report, whose other files are written beside it; None for no report.
 
     Returns:
-        The records: what Opened.common and `measure` say.
+        The records, with the keys of Opened.common and `measure`.
 
     Raises:
-        ConfigError: An option is not valid, a source is no model, a length cannot be measured,
+        ConfigError: An option is not valid, a source is not a model, a length cannot be measured,
             the sources have several texts, or the report cannot be written to `out`.
     """
-    # All of it is checked before the process group starts, which takes seconds.
+    # Everything is checked before the process group starts, which takes seconds.
     names = tasks.split(",")
     if unknown := set(names) - TASKS.keys():
         known = ",".join(TASKS)
-        raise ConfigError(f"--tasks {','.join(unknown)}: unknown task. Choose out of {known}")
+        raise ConfigError(f"--tasks {','.join(unknown)}: unknown task. Choose from {known}")
     request = EvaluationRequest.parse(lengths, NONOVERLAPPING, None, None)
     chosen = [task for name, task in TASKS.items() if name in names]
-    # A fused loss has no logits, and accuracy needs them. Last, so that nothing overrides it.
+    # Accuracy needs logits, which a fused loss does not have. Last, so that nothing overrides it.
     overrides = [*overrides, "train.fusion=off"]
     with temporary_texts() as texts:
         opened = [open_source(source, request, overrides, texts) for source in sources]
         if len({(each.stream.tokenizer_sha256, each.stream.identity) for each in opened}) > 1:
             raise ConfigError(
                 f"{sources[0]} and others have several tokenizers or validation texts, whose nats "
-                "per token do not compare. Measure them one by one"
+                "per token are not comparable. Measure them one by one"
             )
         plans = [_plan(each, chosen, request, samples) for each in opened]
         if out is not None:
@@ -171,7 +172,7 @@ def evaluate_tasks(
 
 
 def _plan(opened: Opened, tasks: Sequence[Task], request: EvaluationRequest, samples: int) -> Plan:
-    """Return what is measured of a model; nothing of its weights is read yet."""
+    """Return what to measure for a model, without reading its weights."""
     config, available = opened.config, len(opened.stream)
     if config.is_masked:
         raise ConfigError(
@@ -196,7 +197,7 @@ def _plan(opened: Opened, tasks: Sequence[Task], request: EvaluationRequest, sam
 
 
 def _measure(samples: int, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield the records of a model, and print each task and length when it is done."""
+    """Yield the records of a model, and print a line after each task and length."""
     lengths = dict.fromkeys(length for _, length in plan.cells)
     opened = plan.opened
     chunks, topology = opened.load([Protocol(NONOVERLAPPING, n, n) for n in lengths])
@@ -230,7 +231,7 @@ Record = Mapping[str, Any]
 
 
 def _labels(records: Sequence[Record]) -> dict[tuple[str, int], str]:
-    """Return a name for each run and step: the method, with both where it is not the only one."""
+    """Return a name for each run and step: the method; with run and step if methods repeat."""
     methods: dict[tuple[str, int], str] = {(r["run"], r["step"]): r["method"] for r in records}
     names = list(methods.values())
     return {
@@ -283,7 +284,7 @@ def _lines(records: Sequence[Record]) -> tuple[list[Line], Frame]:
 
 
 def format_tables(records: Sequence[Record]) -> str:
-    """Return all tables as plain text, with what the brackets mean."""
+    """Return all tables as plain text, with an explanation of the brackets."""
     return "\n\n".join([*(table.plain() for table in make_tables(records)), INTERVALS])
 
 
@@ -306,7 +307,7 @@ def write_report(out: Path, records: Sequence[Record]) -> None:
 
 # ---- the model ----------------------------------------------------------------------------------
 class Scorer:
-    """Scores sequences with one model; a Score."""
+    """Scores sequences with one model, as a `Score`."""
 
     def __init__(
         self, chunks: list[GPTModel], topology: Topology, eos_id: int, tokens_per_batch: int
@@ -317,7 +318,7 @@ class Scorer:
             chunks: This rank's model chunks, built with train.fusion = "off": a fused loss has no
                 logits to look at.
             topology: This process's ranks in the parallel layout.
-            eos_id: A token to fill up batches with.
+            eos_id: A token that fills incomplete batches.
             tokens_per_batch: Tokens in a micro batch, rounded down to whole sequences (at least
                 one).
         """
@@ -327,9 +328,9 @@ class Scorer:
             chunk.eval()
 
     def __call__(self, length: int, rows: Sequence[Callable[[], Drawn]]) -> NDArray[np.float64]:
-        """Score samples. All ranks together; the result is the same on every rank."""
-        # Of each sample the summed losses, the right tokens, and the tokens of the answer, which
-        # may lie on several context ranks. Each adds up what it has of it.
+        """Score samples. All ranks call this together; the result is the same on every rank."""
+        # For each sample: summed losses, correct tokens, and tokens of the answer. Context ranks
+        # may each have a part of the answer, and add up their part.
         found = torch.zeros(len(rows), 3, dtype=torch.float64)
         size = max(1, self.tokens_per_batch // length)
         own = own_part(length)
@@ -341,12 +342,12 @@ class Scorer:
             for passed in deal(enumerate(rows), size, self.topology):
                 batches, drawn = [], [[row() for _, row in dealt] for dealt in passed]
                 for samples in drawn:
-                    # Sequences that are missing are filled with EOS.
+                    # Missing sequences are filled with EOS.
                     batch = np.full((size, length + 1), self.eos_id, dtype=np.int64)
                     for target, sample in zip(batch, samples):
                         target[:] = sample.tokens
                     batches.append(torch.from_numpy(batch))
-                # Losses may be those of the longest answer, or of all of this rank's positions.
+                # The losses may be those of the longest answer, or of all this rank's positions.
                 ends = [max((s.scored for s in samples), default=1) for samples in drawn]
                 kept = run_schedule(self.chunks, batches, keep, forward_only=True, scored=ends)
                 for dealt, samples, asked, (losses, tokens) in zip(passed, drawn, batches, kept):
@@ -356,7 +357,8 @@ class Scorer:
                         right = tokens[row, tokens.shape[1] - count :] == answer
                         loss = losses[row, losses.shape[1] - count :].sum()
                         found[place] += torch.stack([loss, right.sum(), torch.tensor(count)])
-        # NCCL reduces device tensors only. Ranks that do not report add zeros.
+        # On the device, because NCCL reduces only device tensors. Ranks that do not report add
+        # zeros.
         if not is_reporting_rank():
             found.zero_()
         found = found.to(platform.device())
@@ -370,7 +372,7 @@ def _predictions(chunks: list[GPTModel]) -> Iterator[list[Tensor]]:
     """Collect the most probable token at every position whose logits are computed.
 
     Yields:
-        A list to which each forward pass of the last stage adds its token ids [S, B].
+        A list to which each forward pass of the last stage appends token ids [S, B].
     """
     found: list[Tensor] = []
 
@@ -388,7 +390,7 @@ def _predictions(chunks: list[GPTModel]) -> Iterator[list[Tensor]]:
 
 
 def _most_probable(logits: Tensor) -> Tensor:
-    """Return the token ids [S, B] of the largest logits, which tensor ranks hold parts of.
+    """Return the token ids [S, B] of the largest logits over all tensor ranks.
 
     Args:
         logits: [S, B, V], the vocabulary of this tensor rank.
@@ -400,7 +402,8 @@ def _most_probable(logits: Tensor) -> Tensor:
     index = index + group.rank() * logits.shape[-1]
     best = largest.clone()
     dist.all_reduce(best, dist.ReduceOp.MAX, group=group)
-    # Of equal ones the first, as on one rank. A nan is the largest nowhere, and the token no id.
+    # Of several largest logits take the first, as on one rank. With a NaN none is the largest, and
+    # the result is not a valid id.
     index = torch.where(largest == best, index, torch.iinfo(index.dtype).max)
     dist.all_reduce(index, dist.ReduceOp.MIN, group=group)
     return index

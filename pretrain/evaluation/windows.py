@@ -1,9 +1,9 @@
-"""How a text is cut: into windows that are scored, and into blocks for its noise. Without torch.
+"""Cut a text into windows to score, and into blocks for confidence intervals. Without torch.
 
-The stream to score has an end-of-document token put before its first token, so that the first token
-has a context as well: input t is followed by target t, and each target 0 .. tokens - 1 is scored by
-exactly one window. The two protocols differ in how much context a target gets. In the pictures, "#"
-is a target that the window scores and "." is one that it only reads as context.
+An end-of-document token is put before the first token of the scored stream, so that the first token
+has a context too: input t is followed by target t, and exactly one window scores each target 0 ..
+tokens - 1. The protocols differ in how much context a target gets. In the pictures, "#" is a target
+that the window scores, and "." is one that it only reads as context.
 
 Nonoverlapping, 10 tokens in windows of length 4. Each window starts without context, so its first
 targets are hard to predict, however long the window is:
@@ -22,8 +22,8 @@ least length - stride tokens of context, at length / stride times the compute:
     window 2           . . # #
     window 3             . . . #
 
-A text may also be read in one pass, the stream: each target has all inputs up to its own as
-context, as in one window of the whole text. The model takes the inputs piece by piece, with a cache
+A text may also be read in one pass, as a stream: the context of each target is the whole text
+before it, as in a single window. The model reads the inputs in pieces, with a cache
 (`pretrain.model.cache`), so that memory does not grow with the text.
 
 The first two are defined in Press, Smith and Lewis, "Train Short, Test Long" (arXiv 2108.12409),
@@ -59,7 +59,7 @@ class Window(NamedTuple):
     size: int
     """Number of input tokens that the window reads."""
     scored: int
-    """Number of targets that the window scores: always its last ones."""
+    """Number of targets that the window scores, which are its last ones."""
 
 
 @dataclass(frozen=True)
@@ -75,28 +75,28 @@ class Protocol:
         with stride 2         . . # #          window 1
                                   . . # #      window 2
 
-    The functions below define both, also where the stream does not divide evenly.
+    The functions below define both, including streams that do not divide evenly.
     """
 
     name: str
     """"nonoverlapping", "sliding", MASKED or STREAM."""
     length: int
-    """Tokens in a window; STREAM: in the text."""
+    """Tokens in a window; for STREAM, in the text."""
     stride: int
     """Tokens by which sliding windows advance. Nonoverlapping windows ignore it."""
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Return (name, stride, length) as in records; only sliding has a stride of its own."""
+        """Return (name, stride, length) as in records; only sliding has a separate stride."""
         return self.name, self.stride if self.name == SLIDING else self.length, self.length
 
     @property
     def pass_length(self) -> int:
-        """Return the tokens of a sequence in one forward pass."""
+        """Return the number of tokens of a sequence in one forward pass."""
         return min(self.length, PIECE) if self.name == STREAM else self.length
 
     def windows(self, tokens: int) -> Iterator[Window]:
-        """Yield the windows over a stream of `tokens` tokens; STREAM: the pieces."""
+        """Yield the windows over a stream of `tokens` tokens; for STREAM, the pieces."""
         if self.name == MASKED:
             return whole(tokens, self.length)
         if self.name == STREAM:
@@ -106,9 +106,9 @@ class Protocol:
 
 
 def whole(tokens: int, length: int) -> Iterator[Window]:
-    """Yield windows of exactly `length` tokens; the last one reads some again to be as long.
+    """Yield windows of exactly `length` tokens; the last one reads some tokens a second time.
 
-    For a model that looks both ways, which padding would disturb.
+    For masked models, whose attention would see padding.
 
     Args:
         tokens: Number of tokens in the stream, all of which are scored; at least `length`.
@@ -122,8 +122,8 @@ def sliding(tokens: int, length: int, stride: int) -> Iterator[Window]:
     """Yield windows of `length` tokens that advance by `stride` and score their last targets.
 
     The first window scores all its targets, because no other window reads them. The last window has
-    fewer than `stride` targets left to score when the stream does not divide evenly. It then
-    advances by that many only, so that its targets have full context as well.
+    fewer than `stride` targets left to score if the stream does not divide evenly. It then advances
+    only by that number, so that its targets have the full context too.
 
     Args:
         tokens: Number of targets in the stream, all of which are scored.
@@ -139,33 +139,31 @@ def sliding(tokens: int, length: int, stride: int) -> Iterator[Window]:
         yield Window(0, first, first)
     for first_scored in range(length, tokens, stride):
         scored = min(stride, tokens - first_scored)
-        # With stride = length no window reads another one's targets, not even for a full context:
-        # the last window is a shorter piece of its own.
+        # With stride = length windows do not overlap, so the last one is a shorter piece instead
+        # of reading another window's targets for a full context.
         size = scored if stride == length else length
         end = first_scored + scored
         yield Window(end - size, size, scored)
 
 
-# ---- protocols ----
-# Choose what an evaluation measures: every protocol at every length that the text can carry.
+# ---- Choose what an evaluation measures: each protocol at each length up to the text's ----
 
 
 def choose_protocols(
     config: RunConfig, names: Sequence[str], tokens: int, total: int
 ) -> tuple[tuple[Protocol, ...], list[str]]:
-    """Return what is measured, and lines that say what is left out.
+    """Return the protocols to measure, and messages about those that are left out.
 
-    Windows longer than the text would all be one window, the whole text, under several names.
+    Lengths beyond the text are left out, because all of them would be one window, the whole text.
 
     Args:
-        config: The config, whose lengths and stride are taken.
-        names: The protocols.
-        tokens: Tokens that are scored.
-        total: Tokens of the validation split.
+        config: The config, for lengths and stride.
+        names: Names of protocols.
+        tokens: Number of tokens to score.
+        total: Number of tokens of the validation split.
 
     Raises:
-        ConfigError: The text is shorter than one window of a length that was named, or than the
-            training length.
+        ConfigError: The text is shorter than a requested length, or than the training length.
     """
     if STREAM in names:
         return (Protocol(STREAM, tokens, tokens),), []
@@ -205,13 +203,13 @@ def choose_protocols(
 
 
 def _masked(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the protocols of a model that predicts masked tokens, and what is left out.
+    """Return the protocols of a masked model, and messages about those that are left out.
 
     Args:
-        names: The protocols that were asked for.
+        names: The requested protocols.
 
     Raises:
-        ConfigError: Only sliding windows were asked for.
+        ConfigError: Only sliding windows were requested.
     """
     why = (
         "a sliding window gives each token more of what is before it, and train.objective = "
@@ -224,21 +222,21 @@ def _masked(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 # ---- the text that is scored --------------------------------------------------------------------
 READ_TOKENS = 1 << 20
-"""Tokens that are read at once: what is read has 8 bytes a token, and what is kept 2 or 4."""
+"""Tokens that are read at once. Tokens take 8 bytes each when read, and 2 or 4 when kept."""
 _CUT = "\N{REPLACEMENT CHARACTER}"
-"""A tokenizer decodes the first bytes of a character whose last ones are missing to this."""
+"""Tokenizers decode an incomplete character to this."""
 BLOCKS = 64
-"""A text is cut into at most so many blocks and, if it has as many tokens, at least half of them.
-Losses are kept by block."""
+"""Largest number of blocks of a text, for each of which losses are kept. A text with that many
+tokens has at least half as many blocks."""
 
 
 def block_ends(ids: NDArray[np.generic], eos_id: int) -> NDArray[np.int64]:
     """Return where the blocks of a text end, each the index after its last token.
 
-    A block is 1 / BLOCKS of the text, and goes on to the next end of a document unless that would
-    double it. So documents that are short stay whole, and of a long one several blocks are made.
-    What two documents say does not depend on each other; what two blocks of a long document say may
-    a little, which the interval cannot know.
+    A block is 1 / BLOCKS of the text, extended to the next end of a document unless that would
+    double it. Short documents therefore stay whole, and long ones are cut into several blocks. The
+    losses of different documents are independent; blocks of one long document may be slightly
+    dependent, which the confidence interval does not account for.
 
     Args:
         ids: The tokens of the text.
@@ -253,7 +251,7 @@ def block_ends(ids: NDArray[np.generic], eos_id: int) -> NDArray[np.int64]:
         next_document = np.searchsorted(documents, end)
         if next_document < len(documents) and documents[next_document] < end + size:
             end = int(documents[next_document])
-        # What is left over is too short to be a block of its own.
+        # A remainder that is too short for a block is added to the last one.
         start = end if tokens - end >= size // 2 + 1 else tokens
         ends.append(start)
     return np.array(ends, dtype=np.int64)
@@ -264,30 +262,31 @@ class ScoredText:
 
     Args:
         stream: The split.
-        max_tokens: Score at most so many tokens; None scores all.
+        max_tokens: Largest number of tokens to score; None scores all.
     """
 
     def __init__(self, stream: TokenStream, max_tokens: int | None = None) -> None:
         self.total = len(stream)
-        """Tokens of the whole split."""
+        """Number of tokens of the whole split."""
         tokens = min(self.total, max_tokens or self.total)
         self.tokenizer, self.validation = stream.tokenizer_sha256, stream.identity
         """The SHA-256 of the tokenizer and of the split."""
-        # A damaged byte anywhere in the text is found here, on every rank alike, and not by one of
-        # them in the middle of an evaluation.
+        # Read the whole text here, so that all ranks find a damaged byte now, instead of one rank
+        # in the middle of the evaluation.
         ids = np.empty(tokens + 1, np.min_scalar_type(stream.vocab_size))
-        # An end-of-document token in front gives the first token a context as well.
+        # Put an end-of-document token first, so that the first token has a context too.
         ids[0] = stream.eos_id
         for start in range(0, tokens, READ_TOKENS):
             count = min(READ_TOKENS, tokens - start)
             ids[start + 1 : start + 1 + count] = stream.read(start, count)
         self._stream, self._ids, self.tokens, self.bytes = stream, ids, tokens, stream.text_bytes
         self.block_ends = block_ends(ids[1:], stream.eos_id)
-        """Where the blocks end of which `pretrain.evaluation.records` makes an interval."""
+        """Ends of the blocks from which `pretrain.evaluation.records` computes intervals."""
         if stream.manifest.tokenizer == DICTIONARY or self.tokens < self.total:
             tokenizer = load_tokenizer(stream.tokenizer_path)
             if tokenizer.unk_id is not None and (self._ids[1:] == tokenizer.unk_id).any():
-                # Unknown words are not predicted, so the loss does not give the bits of the text.
+                # Not known: the text of unknown words is not predicted, so there are no bits per
+                # byte.
                 self.bytes = 0
             else:
                 self.bytes = text_bytes(tokenizer, self._ids[1:])
@@ -298,8 +297,8 @@ class ScoredText:
 
     @cached_property
     def sha256(self) -> str | None:
-        """The hex SHA-256 of the scored text, as the tokenizer decodes it: of the UTF-8 of all
-        documents, one behind the other. None where `bytes` is not known."""
+        """Return the hex SHA-256 of the scored text as the tokenizer decodes it, in UTF-8, with
+        all documents concatenated. None if `bytes` is not known."""
         if not self.bytes:
             return None
         tokenizer = load_tokenizer(self._stream.tokenizer_path)
@@ -310,13 +309,13 @@ class ScoredText:
 
 
 def text_bytes(tokenizer: Tokenizer, ids: NDArray[np.generic]) -> int:
-    """Return the bytes of the text of token ids, in UTF-8.
+    """Return the number of UTF-8 bytes of the text of token ids.
 
-    Documents are decoded one by one, because a tokenizer may treat the first word of a text in its
-    own way. End-of-document tokens and other special tokens have no bytes. Of a character that the
-    end of the ids cuts, each token counts as one byte, which may be wrong by three bytes at most.
-    For a tokenizer that changes text (lower case, say), these are the bytes of the changed text: of
-    a vocabulary of words, one space between words and a newline for each `</s>`, which ends a line.
+    Documents are decoded one by one, because a tokenizer may treat the first word of a text in a
+    special way. End-of-document tokens and other special tokens have no bytes. If the end of the
+    ids cuts a character, each of its tokens counts as one byte, with an error of at most three. If
+    a tokenizer changes the text (to lower case, for example), the changed text counts. With a
+    vocabulary of words there is one space between words and a newline for each `</s>`.
 
     Args:
         tokenizer: The tokenizer.
@@ -329,9 +328,9 @@ def text_bytes(tokenizer: Tokenizer, ids: NDArray[np.generic]) -> int:
 
 
 def documents(tokenizer: Tokenizer, ids: NDArray[np.generic]) -> list[NDArray[np.generic]]:
-    """Return the ids of each document, and what follows the last end of one, which may be empty.
+    """Return the ids of each document; the last item is what follows the last end, maybe empty.
 
-    Of a vocabulary of words the ids of all, because `</s>` ends a line there.
+    With a vocabulary of words all ids are one item, because `</s>` ends lines there.
     """
     if tokenizer.file_name == DICTIONARY:
         return [ids]
@@ -340,9 +339,9 @@ def documents(tokenizer: Tokenizer, ids: NDArray[np.generic]) -> list[NDArray[np
 
 
 def _bytes_of_beginning(tokenizer: Tokenizer, ids: list[int]) -> int:
-    """Return the bytes of the beginning of a document, which may end within a character."""
+    """Return the bytes of the beginning of a document, which may end inside a character."""
     count, text = len(ids), tokenizer.decode(ids)
-    # A character has four bytes at most, so three tokens at most hold a part of one.
+    # A character has at most four bytes, so at most three tokens belong to an incomplete one.
     while text.endswith(_CUT) and len(ids) - count < 3:
         count -= 1
         text = tokenizer.decode(ids[:count])

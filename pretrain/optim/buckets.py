@@ -34,13 +34,13 @@ from pretrain.optim import Piece, Settings, cut
 
 
 def finalize_gradients(chunks: list[GPTModel]) -> None:
-    """Sum every gradient of which several model-parallel ranks hold a part, in place.
+    """Sum, in place, every gradient of which several model-parallel ranks hold a part.
 
-    To be called by all ranks after the last micro batch and before ZeRO's reduction. Three kinds
-    of parameters are concerned:
+    All ranks call this after the last micro batch and before ZeRO's reduction. It concerns three
+    kinds of parameters:
 
-    - layer norms and biases under sequence parallelism: each tensor rank has seen other tokens;
-    - the tied embedding: the first stage embeds with it, the last one computes logits with it;
+    - norms and biases under sequence parallelism: each tensor rank has seen different tokens;
+    - the tied embedding: the first stage embeds with it, and the last one computes logits with it;
     - the position method's parameters: every stage adds positions in its own layers.
 
     Args:
@@ -53,7 +53,7 @@ def finalize_gradients(chunks: list[GPTModel]) -> None:
     pipeline_group = parallel_state.get_pipeline_model_parallel_group()
     if pipeline_group.size() == 1:
         return
-    # One reduction per parameter, in an order that is the same on all stages.
+    # One reduction per parameter, in the same order on all stages.
     for parameter in chunks[0].position.parameters():
         _all_reduce_flat([gradient(parameter)], pipeline_group)
     if chunks[0].share_embeddings_and_output_weights and parallel_state.is_rank_in_embedding_group(
@@ -65,11 +65,11 @@ def finalize_gradients(chunks: list[GPTModel]) -> None:
 
 
 def is_completed_late(named: Named) -> bool:
-    """Return True if `finalize_gradients` has to complete the gradient of a parameter.
+    """Return True if a parameter's gradient is complete only after `finalize_gradients`.
 
-    A position method's parameters count as such in every layout. All layers share them, and where
-    layers are recomputed each layer's backward pass is one of its own (torch.utils.checkpoint), so
-    that the passes over them cannot be counted by the micro batch.
+    This holds for a position method's parameters in every layout. All layers share them, and with
+    recomputation each layer has a backward pass of its own (torch.utils.checkpoint), so the number
+    of gradients per micro batch is not one.
     """
     return (
         named.name.startswith("position.")
@@ -80,7 +80,7 @@ def is_completed_late(named: Named) -> bool:
         or (
             parallel_state.get_pipeline_model_parallel_world_size() > 1
             and named.name == TIED
-            # Megatron's mark of weights that the first and the last stage share.
+            # Megatron's mark on weights that the first and the last stage share.
             and hasattr(named.parameter, "shared_embedding")
         )
     )
@@ -89,8 +89,8 @@ def is_completed_late(named: Named) -> bool:
 def gradient(parameter: nn.Parameter) -> Tensor | None:
     """Return the gradient accumulated so far, or None if there is none.
 
-    At ZeRO stage 1 it is summed in fp32 in `main_grad` (pretrain/optim/sharded_step.py), which is
-    Megatron's name for such a tensor.
+    At ZeRO stage 1 gradients are summed in fp32 in `main_grad` (pretrain/optim/sharded_step.py),
+    Megatron's name for this tensor.
     """
     accumulated: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if accumulated is None else accumulated
@@ -100,8 +100,8 @@ def reduce_sequence_parallel_on_accumulation(chunks: list[GPTModel]) -> None:
     """Register hooks that sum sequence-parallel gradients over the tensor ranks as they appear.
 
     ZeRO 2 and 3 reduce and free each gradient during the backward pass, so `finalize_gradients`
-    would come too late for them. To be called before `deepspeed.initialize`: post-accumulate hooks
-    run in the order of their registration, and DeepSpeed's own hook takes the gradient away.
+    would come too late for them. Call this before `deepspeed.initialize`, because post-accumulate
+    hooks run in the order of their registration, and DeepSpeed's hook removes the gradient.
 
     Args:
         chunks: This rank's model chunks, not yet wrapped by DeepSpeed.
@@ -141,7 +141,7 @@ def _all_reduce_flat(gradients: Iterable[Tensor | None], group: Any) -> None:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are laid out together, reduced together and updated alike."""
+    """Parameters that are stored, reduced and updated together, with the same settings."""
 
     parameters: list[nn.Parameter]
 
@@ -155,15 +155,14 @@ class Bucket:
     cannot start within the backward pass."""
 
     is_copy: bool
-    """True if another tensor rank or pipeline stage holds the same parameters, and counts them in
-    the global norm."""
+    """True if the global norm counts these parameters on another tensor rank or pipeline stage."""
 
 
 def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]:
     """Return the buckets of a rank, in the order in which the backward pass completes them.
 
     Args:
-        config: The run; its weight decay and factors on the learning rate.
+        config: The run, for its weight decay and factors on the learning rate.
         parameters: All parameters of this rank, in the order of its chunks. A backward pass
             completes them in about the reverse order.
     """
@@ -183,7 +182,7 @@ def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]
             [members[number].parameter for number in part],
             *pieces[part[0]].settings,
             is_late=pieces[part[0]].is_late,
-            # All are copies or none is, since they are of one kind.
+            # Pieces of one kind are either all copies or none.
             is_copy=members[part[0]].is_copy,
         )
         for part in cut(pieces)
@@ -191,10 +190,10 @@ def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]
 
 
 def plan_groups(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]:
-    """Return the parameters in groups of equal settings, for ZeRO 2 and 3, which cut buckets.
+    """Return the parameters grouped by settings, for ZeRO 2 and 3, which make their own buckets.
 
     Args:
-        config: The run; its weight decay and factors on the learning rate.
+        config: The run, for its weight decay and factors on the learning rate.
         parameters: All parameters of this rank.
     """
     groups: dict[Settings, list[nn.Parameter]] = {}
@@ -209,7 +208,7 @@ def plan_groups(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]:
 def _settings(config: RunConfig, named: Named) -> Settings:
     """Return a parameter's weight decay and the factor on its learning rate.
 
-    Matrices are decayed; biases, norms and what the position method learns per head are not.
+    Matrices are decayed; biases, norms and the position method's own parameters are not.
     """
     if named.name.startswith("position."):
         return 0.0, config.position_learning_rate_mult
@@ -223,7 +222,7 @@ def _settings(config: RunConfig, named: Named) -> Settings:
 
 
 class WeightGather:
-    """Starts the gathers of all buckets, and has modules wait for the weights that they use."""
+    """Starts the gathers of all buckets, and makes modules wait for the weights that they use."""
 
     def __init__(
         self,
@@ -232,7 +231,7 @@ class WeightGather:
         flat_weights: list[Tensor],
         group: dist.ProcessGroup,
     ) -> None:
-        """Register a hook on each module that has to wait.
+        """Register a hook on each module that must wait.
 
         Args:
             chunks: This rank's model chunks.
@@ -244,9 +243,9 @@ class WeightGather:
         self._flat_weights, self._group = flat_weights, group
         self._size, self._rank = group.size(), group.rank()
         self._works: dict[int, Any] = {}
-        """The gathers under way, by the number of the bucket."""
+        """The gathers in progress, by index of the bucket."""
         bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.parameters}
-        # What the backward pass completes last, the forward pass needs first.
+        # The forward pass needs first what the backward pass completes last.
         self._order = list(reversed(range(len(buckets))))
         if self._size == 1:
             return
@@ -263,7 +262,7 @@ class WeightGather:
                     )
 
     def start(self) -> None:
-        """Start to gather every bucket. The work queued on the device before comes first."""
+        """Start to gather every bucket, after the work that is already queued on the device."""
         if self._size == 1:
             return
         for number in self._order:
@@ -274,11 +273,11 @@ class WeightGather:
             )
 
     def wait(self) -> None:
-        """Wait until all weights are complete, for what reads them outside a forward pass."""
+        """Wait until all weights are complete, before reading them outside a forward pass."""
         self._wait(list(self._works))
 
     def _wait(self, buckets: list[int]) -> None:
-        """Wait for the gathers of some buckets, if they are still under way."""
+        """Wait for the gathers of some buckets, if they are still in progress."""
         for number in buckets:
             work = self._works.pop(number, None)
             if work is not None:
@@ -286,7 +285,7 @@ class WeightGather:
 
 
 def _units(chunk: GPTModel) -> list[nn.Module]:
-    """Return the modules of a chunk that wait for their own weights: those that run in turn."""
+    """Return the modules of a chunk that run one after the other and wait for their weights."""
     units = [
         getattr(chunk, "embedding", None),
         *chunk.decoder.layers,

@@ -1,9 +1,9 @@
-"""Find what is wrong with the state on the ranks: values that are not finite, copies that differ.
+"""Check the state on the ranks: find non-finite values and copies that differ.
 
-Several ranks hold the same values in every layout. Nothing copies those from one rank to another
-after the start (but for the weights of ZeRO 1 and 2): they stay equal because every rank computes
-the same. A memory error or a broken kernel on one rank makes them drift apart, and the run goes on
-with a model that is no longer one. What must be equal, bit for bit:
+Several ranks hold the same values in every layout. After the start these are not copied between
+ranks, except the weights of ZeRO 1 and 2. They stay equal because every rank computes the same. A
+memory error or a broken kernel on one rank makes the copies differ, and the run would continue with
+an inconsistent model. These values must be equal bit for bit:
 
     values                                    among the ranks of        at ZeRO stage
     model weights                             the replicas              1, 2
@@ -12,9 +12,8 @@ with a model that is no longer one. What must be equal, bit for bit:
     the tied embedding: weights, state        the embedding group       1
     the position method's parameters          the pipeline group        1
 
-"State" is the part of the fp32 masters and the moments that this data-parallel rank keeps.
-Copies are laid out alike on all ranks (pretrain/optim/buckets.py), so these parts cover the same
-elements.
+"State" is this data-parallel rank's part of the fp32 masters and the moments. All ranks store
+copies in the same layout (pretrain/optim/buckets.py), so these parts cover the same elements.
 """
 
 from __future__ import annotations
@@ -42,23 +41,23 @@ if TYPE_CHECKING:
     from pretrain.optim.zero import ZeroOptimizer
 
 
-# ---- Recognise steps whose loss or gradient norm is far above that of the steps before ----
+# ---- Detect steps whose loss or gradient norm is far above that of the steps before ----
 # A step is a spike if its loss or its gradient norm lies more than `threshold` standard deviations
 # above the mean of the last `window` steps, as in OLMo-core (allenai/OLMo-core,
-# src/olmo_core/optim/ skip_step_optimizer.py). Two things differ. Values far *below* the mean are
-# no spikes. And a spike enters the window as the limit that it exceeded: with its own value, a
-# single one would blind the detector for as long as it stays in the window, and left out, a loss
-# that has risen for good would be a spike for ever. So the limit widens by about a tenth with each
-# spike in a row.
+# src/olmo_core/optim/skip_step_optimizer.py). There are two differences. Values far below the mean
+# are not spikes. And a spike enters the window as the limit that it exceeded. With its own value, a
+# single spike would blind the detector until it leaves the window. Without any value, a permanently
+# higher loss would be a spike forever; this way the limit grows by about a tenth with each spike in
+# a row.
 #
-# Everything is computed on the device from numbers that are equal on all ranks. So all ranks decide
-# the same, and neither the host nor another rank is waited for.
+# Everything is computed on the device from numbers that are equal on all ranks. All ranks therefore
+# decide the same, without waiting for the host or for each other.
 
 
 FEWEST_STEPS = 20
-"""No step is judged by fewer steps than this, or half of the window, whichever is more."""
+"""Steps are judged once this many, and at least half of the window, have been observed."""
 NAMES = ("loss_nats", "gradient_norm")
-"""What is observed, in the order of the window's rows."""
+"""The observed numbers, in the order of the window's rows."""
 
 
 class SpikeDetector:
@@ -68,15 +67,15 @@ class SpikeDetector:
         """Begin without any step.
 
         Args:
-            threshold: Standard deviations above the mean from which on a value is a spike.
-            window: Steps of which mean and deviation are taken.
+            threshold: Standard deviations above the mean beyond which a value is a spike.
+            window: Number of steps for the mean and the deviation.
         """
         self._threshold, self._window = threshold, window
         self._fewest = min(window, max(FEWEST_STEPS, window // 2))
         self.state = torch.zeros(2 * window + 2, dtype=torch.float64, device=platform.device())
         """Losses [window], norms [window], number of steps observed, number of updates skipped."""
         self.rollbacks: list[tuple[int, int]] = []
-        """(step of the spike, step of the checkpoint) of each time that the run went back."""
+        """(step of the spike, step of the checkpoint) for each rollback."""
         self._last = torch.zeros(3, dtype=torch.float64, device=platform.device())
 
     @property
@@ -90,7 +89,7 @@ class SpikeDetector:
 
     @torch.no_grad()
     def observe(self, loss: Tensor, norm: Tensor, *, skips: bool) -> Tensor:
-        """Take a step's numbers into the window, and judge it by the steps before.
+        """Judge a step by the steps before it, and add its numbers to the window.
 
         Args:
             loss: Mean loss in nats, a scalar.
@@ -98,8 +97,8 @@ class SpikeDetector:
             skips: Count the step as skipped if it is a spike.
 
         Returns:
-            If the step is a spike: a boolean scalar on the device. A number that is not finite
-            makes none, and its step is not taken into the window.
+            Whether the step is a spike, a boolean scalar on the device. Non-finite numbers are not
+            spikes, and their step does not enter the window.
         """
         window, count = self.state[: 2 * self._window].view(2, -1), self.state[-2]
         seen = torch.stack([loss.to(window), norm.to(window)])
@@ -109,7 +108,7 @@ class SpikeDetector:
         squares = torch.where(filled, (window - mean[:, None]).square(), 0.0).sum(1)
         limit = mean + self._threshold * (squares / (number - 1).clamp(min=1)).sqrt()
         is_ready, is_finite = count >= self._fewest, seen.isfinite().all()
-        # Each by itself: in fp16 the norm of a spike may overflow, and its loss tells.
+        # Judge each number by itself: in fp16 a spike's norm may overflow while its loss does not.
         is_spike: Tensor = is_ready & ((seen > limit) & seen.isfinite()).any()
         place = (count % self._window).long().view(1)
         kept = torch.where(is_ready, torch.minimum(seen, limit), seen)[:, None]
@@ -135,9 +134,9 @@ class SpikeDetector:
         }
 
     def load(self, lists: dict[str, list[float]] | None) -> None:
-        """Set the state to what `to_lists` returned; begin anew if there is none that fits.
+        """Set the state to what `to_lists` returned; None resets it.
 
-        A window of another size begins anew, and the updates skipped so far are kept.
+        With another window size the window starts empty, and the number of skipped updates is kept.
         """
         self.state.zero_()
         lists = lists or {}
@@ -192,17 +191,17 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def largest_magnitudes(optimizer: ZeroOptimizer) -> Tensor:
-    """Return the largest magnitude of this rank's masters and of each moment; nan if one is.
+    """Return the largest magnitude of this rank's masters and of each moment; NaN if one is NaN.
 
     Returns:
-        fp32 [1 + moments], on the device; 0 for moments that the optimizer has not made yet.
+        fp32 [1 + moments], on the device; 0 for moments that do not exist yet.
     """
     buffers = []
     for flat in flat_masters(optimizer):
-        # The optimizer makes its moments at the first update.
+        # The optimizer creates its moments at the first update.
         state = optimizer.zero.optimizer.state[flat]
         buffers += [flat.detach(), *(state.get(m, flat.new_zeros(1)) for m in optimizer.moments)]
-    # The largest magnitude: a Euclidean norm overflows where every element is finite.
+    # The maximum norm, because a Euclidean norm may overflow although every element is finite.
     largest = torch.stack(torch._foreach_norm(buffers, math.inf))
     return largest.view(-1, 1 + len(optimizer.moments)).amax(0)
 
@@ -217,7 +216,7 @@ def plausible_limits(optimizer: ZeroOptimizer, proven: Tensor | None) -> Tensor:
     Returns:
         fp32 [1 + moments], on the device.
     """
-    # No element of a clipped gradient is larger than its norm. Unclipped, it may be of any size.
+    # No element of a clipped gradient exceeds its norm; without clipping there is no limit.
     clip, moments = optimizer.clip_grad or math.inf, len(optimizer.moments)
     most = min(SLACK * max(clip, clip * clip), torch.finfo(torch.float32).max)
     limits = platform.to_device(torch.tensor([LARGEST_WEIGHT, *[most] * moments]))
@@ -240,15 +239,16 @@ def implausible_state(optimizer: ZeroOptimizer, limits: Tensor) -> list[str]:
     return found
 
 
-# ---- See that memory keeps what an update has written until the next one reads it ----
-# A sum of the bits of each buffer is taken after an update and compared before the next one. It is
-# bound by memory, a step by arithmetic: on an H100 (a step at 400 TFLOP/s, sums at 3 TB/s) 24 bytes
-# of masters and moments over the data-parallel ranks and 2 of weights take, of a step of 6 FLOP a
-# parameter and token, (533 + 44 ranks) / (tokens of the global batch).
+# ---- Check that memory does not change between two updates ----
+# A checksum of each buffer is taken after an update and compared before the next one. Checksums are
+# bound by memory, and a step by arithmetic. On an H100 (steps at 400 TFLOP/s, checksums at 3 TB/s),
+# 24 bytes of masters and moments, split over the data-parallel ranks, and 2 bytes of weights take
+# this share of a step of 6 FLOP per parameter and token: (533 + 44 ranks) / (tokens of the global
+# batch).
 
 
 def memory_check_interval(config: RunConfig, data_size: int) -> int:
-    """Return recovery.memory_check_interval_steps, by default as few as cost 1 % of the time."""
+    """Return recovery.memory_check_interval_steps; by default checks cost at most 1 % of time."""
     if config.recovery.memory_check_interval_steps is not None:
         return config.recovery.memory_check_interval_steps
     tokens = config.batch.global_batch_size * config.data.sequence_length
@@ -256,36 +256,36 @@ def memory_check_interval(config: RunConfig, data_size: int) -> int:
 
 
 class Resting:
-    """The sums of the bits of what this rank keeps between two updates."""
+    """Checksums of the state that this rank keeps between two updates."""
 
     def __init__(self, optimizer: ZeroOptimizer, interval: int) -> None:
-        """Take nothing yet.
+        """Initialize without taking checksums.
 
         Args:
             optimizer: The optimizer.
-            interval: Steps from one check to the next.
+            interval: Steps between two checks.
         """
         self._optimizer, self._interval = optimizer, interval
         self._group = replica_group()
         self._sums: Tensor | None = None
 
     def take(self, step: int, in_replay: bool) -> None:
-        """Sum what an update has left behind, if the next update is to check it.
+        """Take the checksums after an update, if the next update is to check them.
 
         Args:
-            step: Steps done.
-            in_replay: Whatever the interval. A replay is short, and has to tell if a number comes
-                from the data or from memory that has changed.
+            step: Completed steps.
+            in_replay: Take them whatever the interval is: a replay is short, and must tell a fault
+                of the data from changed memory.
         """
         self._sums = self._sum() if in_replay or step % self._interval == 0 else None
 
     @torch.no_grad()
     def check(self) -> Tensor | None:
-        """Compare with what `take` has seen; None if it has taken nothing.
+        """Compare with the checksums of `take`; None if there are none.
 
         Returns:
             fp64 [3], on the device: 1 if masters or moments have changed; a number whose sum over
-            all ranks is 0 if replicas hold the same weights; and the sum of all bits.
+            all ranks is 0 if all replicas hold the same weights; and the total checksum.
         """
         if self._sums is None:
             return None
@@ -300,7 +300,7 @@ class Resting:
         return torch.cat([*seen, now.sum(0, keepdim=True) & 0xFFFFFFFFFFFF]).double()
 
     def _sum(self) -> Tensor:
-        """Return the sum of the bits of each buffer of masters, moments and own weights, int64."""
+        """Return the checksum of each buffer of masters, moments and this rank's weights, int64."""
         zero, buffers = self._optimizer.zero, []
         for flat in flat_masters(self._optimizer):
             state = zero.optimizer.state[flat]
@@ -313,18 +313,18 @@ class Resting:
 
 
 def changed_memory(step: int, own: Sequence[float]) -> MemoryChanged:
-    """Return the error about memory that has changed between updates. All ranks together.
+    """Return the error about memory that has changed between updates. All ranks call it together.
 
     Args:
-        step: The step in which it was found.
-        own: What `Resting.check` has returned on this rank.
+        step: The step in which the change was found.
+        own: The result of `Resting.check` on this rank.
     """
     group = dist.get_process_group_ranks(replica_group())
     everyone = gather((host_name(), group, list(own)), tuple[str, list[int], list[float]])
     ranks = {rank for rank, (_, _, (changed, *_)) in enumerate(everyone) if changed}
     if not ranks:
         for _, members, _ in everyone:
-            # As `Resting.check` weighs them.
+            # Undo the weights of `Resting.check`.
             lead = everyone[members[0]][2][1] / max(len(members) - 1, 1)
             values = {rank: -everyone[rank][2][1] for rank in members[1:]} | {members[0]: lead}
             [(common, count), *others] = Counter(values.values()).most_common()
@@ -341,7 +341,7 @@ def changed_memory(step: int, own: Sequence[float]) -> MemoryChanged:
 
 
 def find_copies(optimizer: ZeroOptimizer) -> list[Copies]:
-    """Return what this rank must have in common with other ranks, for each group of them."""
+    """Return the values that must equal those of other ranks, for each group of ranks."""
     data = replica_group()
     tensor = parallel_state.get_tensor_model_parallel_group()
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -350,7 +350,7 @@ def find_copies(optimizer: ZeroOptimizer) -> list[Copies]:
         weights = {f"{n.name} (weight)": n.parameter.data for n in optimizer.parameters}
         found.append(Copies(data, weights))
     if tensor.size() > 1:
-        # As plan_buckets tells them: a split parameter is smaller than the global one.
+        # A split parameter is smaller than the global one, as for plan_buckets.
         unsplit = {n.name for n in optimizer.parameters if n.shape == n.global_shape}
         found.append(Copies(tensor, dict(_weights_and_state(optimizer, unsplit))))
     if pipeline.size() > 1:
@@ -388,7 +388,7 @@ def _weights_and_state(optimizer: ZeroOptimizer, names: set[str]) -> Iterator[tu
 
 
 def _own_weight(optimizer: ZeroOptimizer, named: Named) -> Tensor:
-    """Return a parameter's weights as this rank keeps them: under ZeRO 3 its partition."""
+    """Return this rank's weights of a parameter; under ZeRO 3 its partition."""
     if optimizer.stage < 3:
         return named.parameter.data
     return cast(Tensor, cast(Any, named.parameter).ds_tensor.data)
@@ -396,6 +396,6 @@ def _own_weight(optimizer: ZeroOptimizer, named: Named) -> Tensor:
 
 def _holds_tied_embedding(optimizer: ZeroOptimizer) -> bool:
     """Return True on the first and the last pipeline stage of a model with a tied embedding."""
-    # Megatron's mark of weights that the first and the last stage share.
+    # Megatron's mark on weights that the first and the last stage share.
     tied = [n for n in optimizer.parameters if n.name == TIED]
     return bool(tied) and hasattr(tied[0].parameter, "shared_embedding")

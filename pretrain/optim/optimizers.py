@@ -1,14 +1,14 @@
 """One class per optimizer: its keys in [optimizer], its state, its update, and what that costs.
 
-A class below `Optimizer` is all that an optimizer is, wherever it stands: its name is then a value
-of optimizer.name, checkpoints hold its moments, `pretrain plan` charges its memory and its update,
-and ZeRO shards it in any layout. No other module compares the name of an optimizer with a word.
+To add an optimizer, write a subclass of `Optimizer` anywhere. Its name is then a value of
+optimizer.name, checkpoints hold its moments, `pretrain plan` counts its memory and update, and ZeRO
+shards it in any layout. No other module compares the names of optimizers.
 
-An update sees a flat part of the parameters of one rank, which respects no parameter's bounds, so
-it has to treat each element by itself. A matrix optimizer (Muon) cannot be written so;
-docs/walkthrough.md says what it would take.
+An update gets a flat part of one rank's parameters, which may begin and end within a parameter, so
+it must treat each element separately. A matrix optimizer (Muon) does not fit this interface;
+docs/walkthrough.md says what it would need.
 
-torch is imported within the updates: the launcher reads configs where there is none.
+torch is imported within the updates, because the launcher reads configs without torch.
 """
 
 from __future__ import annotations
@@ -31,75 +31,75 @@ if TYPE_CHECKING:
 
 @dataclass
 class Shard:
-    """A flat part of a rank's parameters that share their settings; all tensors are fp32."""
+    """A flat part of a rank's parameters with the same settings; all tensors are fp32."""
 
     weights: Tensor
-    """[n], the masters, to be changed in place."""
+    """[n], the master weights, to update in place."""
     gradients: Tensor
-    """[n]. What is left of them is not read again."""
+    """[n]. An update may overwrite them."""
     moments: dict[str, Tensor]
-    """[n] each, by the names of `Optimizer.moments`, zeros before the first update."""
+    """[n] each, by the names of `Optimizer.moments`; zeros before the first update."""
     updates: Tensor
-    """Updates made, this one included; a scalar."""
+    """Number of updates, including this one; a scalar."""
     learning_rate: float
     weight_decay: float
     grad_scale: Tensor | None
-    """What gradients are to be divided by, a scalar; None for 1."""
+    """Divisor of the gradients, a scalar on the device; None for 1."""
     found_inf: Tensor | None
-    """A scalar: 1 if the update is to be left out, which the host does not know; None for 0."""
+    """1 to skip the update, else 0, a scalar on the device; None for 0."""
 
 
 class Optimizer(ChosenSection):
-    """[optimizer]: the keys of every optimizer, and of each its own."""
+    """[optimizer]: keys of all optimizers, and of the chosen one."""
 
     EFFECT = Effect.TRAJECTORY
     CHOICE = "optimizer.name"
     REGISTERED: ClassVar = {}
 
-    # A checkpoint has the moments of one optimizer.
+    # FIXED, because a checkpoint has the moments of one optimizer.
     name: Fixed[str] = "adamw"
-    """adamw: AdamW. nag: fairseq's Nesterov's accelerated gradient, SGD with a momentum that looks
-    ahead; its learning rates are about a thousand times those of AdamW, as of 1.0 for WikiText-103
-    with clip_grad = 0.1. It keeps one moment instead of two."""
+    """adamw: AdamW. nag: Nesterov's accelerated gradient as in fairseq, which is SGD with Nesterov
+    momentum and keeps one moment instead of two. Its learning rates are about a thousand times
+    those of AdamW: 1.0 for WikiText-103, with clip_grad = 0.1."""
 
     learning_rate: float = Field(gt=0)
-    """Peak learning rate, which [schedule] warms up to and decays from."""
+    """Peak learning rate. [schedule] sets the warm-up to it and the decay from it."""
 
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices. Biases, LayerNorms and slopes are never decayed."""
 
     clip_grad: float = Field(default=1.0, ge=0, allow_inf_nan=True)
-    """Largest global gradient norm (L2), beyond which gradients are scaled down; 0 turns clipping
-    off, and so does inf."""
+    """Largest global gradient norm (L2). Gradients with a larger norm are scaled down to it. 0 or
+    inf turns clipping off."""
 
     position_learning_rate_mult: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Factor on the learning rate of the position method's own parameters: T5's table of biases, or
-    trainable slopes. A learned position table is an embedding and is trained as one. AdamW moves an
-    entry by about the learning rate in a step, so in a short training T5's table can need a factor:
-    see configs/studies/debian_decide.toml."""
+    """Factor on the learning rate of the position method's own parameters, such as T5's table of
+    biases or trainable slopes, but not a learned position table, which is trained like an
+    embedding. AdamW moves a number by about the learning rate per step, so a short training may
+    need a factor for T5's table: see configs/studies/debian_decide.toml."""
 
-    # The scale at step 0; the present one is in the checkpoint.
+    # FREE, because it acts only at step 0: a checkpoint holds the current scale.
     initial_loss_scale_power: Free[int] = Field(default=16, ge=0)
-    """fp16: the dynamic loss scale starts at 2 to this power. Lower it when a run begins with many
-    skipped steps."""
+    """With fp16, the dynamic loss scale starts at 2 to this power. Lower it if a run begins with
+    many skipped steps."""
 
     moments: ClassVar[dict[str, str]]
-    """What is kept of each parameter beside its fp32 master, fp32 too: the name in a checkpoint,
-    torch's where torch has the optimizer -> what it is, in the plural, for people."""
+    """The fp32 tensors that are kept for each parameter besides its master: name in a checkpoint,
+    which is torch's name if torch has the optimizer -> description in the plural, for messages."""
 
     def formula(self, shard: Shard) -> None:
-        """Make one update, with gradients that are scaled already; leaving out is done around it.
+        """Make one update with scaled gradients; the caller handles skipped updates.
 
-        A class has this, or an `update` of its own.
+        A subclass implements either this or `update`.
         """
         raise NotImplementedError
 
     def update(self, shard: Shard) -> None:
-        """Make one update of a shard, or leave it out if `found_inf` says so.
+        """Make one update of a shard, or skip it if `found_inf` is 1.
 
-        This one works for any formula, and moves the weights and moments twice more than the
-        formula does. Where torch has a fused kernel that reads `grad_scale` and `found_inf`
-        itself, call that instead.
+        This default works for any formula, but reads and writes weights and moments two more times
+        than the formula does. If torch has a fused kernel that takes `grad_scale` and `found_inf`,
+        override this method and call the kernel.
         """
         import torch
 
@@ -116,20 +116,20 @@ class Optimizer(ChosenSection):
 
     @property
     def update_bytes(self) -> int:
-        """Bytes that a fused update of one parameter reads and writes in memory.
+        """Bytes of memory that a fused update of one parameter reads and writes.
 
-        Weights, moments and gradients are read and written, since the fused kernels store the
-        gradients that they have scaled (ATen/native/cuda/fused_adam_utils.cuh).
+        Weights, moments and gradients are read and written, because fused kernels also store the
+        scaled gradients (ATen/native/cuda/fused_adam_utils.cuh).
         """
         return 8 * (2 + len(self.moments))
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield what is wrong with the keys together."""
+        """Yield why the keys do not work together."""
         yield from ()
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = Optimizer.REGISTERED
-"""optimizer.name -> its class."""
+"""optimizer.name -> class."""
 
 
 class AdamW(Optimizer):
@@ -138,20 +138,20 @@ class AdamW(Optimizer):
     name: Fixed[Literal["adamw"]] = "adamw"
 
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """adamw: decay per step of the running mean of the gradients."""
+    """Decay per step of AdamW's running mean of the gradients."""
 
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
-    """adamw: decay per step of the running mean of the squared gradients. Large models often use
-    0.95; Adam's own default of 0.999 averages over more steps."""
+    """Decay per step of AdamW's running mean of the squared gradients. Large models often use 0.95;
+    Adam's original default of 0.999 averages over more steps."""
 
     adam_eps: float = Field(default=1e-8, gt=0)
-    """adamw: added to the square root of the second moment, so that an update with tiny gradients
-    stays small."""
+    """Added to the square root of AdamW's second moment, so that updates with tiny gradients stay
+    small."""
 
     moments: ClassVar = {"exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
     def update(self, shard: Shard) -> None:
-        """Launch torch's fused kernel, as torch.optim.AdamW does."""
+        """Launch torch's fused kernel, like torch.optim.AdamW."""
         import torch
 
         torch._fused_adamw_(
@@ -177,25 +177,26 @@ class NAG(Optimizer):
     """Nesterov's accelerated gradient as in fairseq, computed by torch's fused SGD.
 
     fairseq's update (fairseq/optim/nag.py) of weights w with gradient g and buffer v, where r is
-    the learning rate, r' that of the update before, m the momentum and d the weight decay:
+    the learning rate, r' the learning rate of the previous update, m the momentum and d the weight
+    decay:
 
         w = w (1 - r d) + m^2 (r / r') v - (1 + m) r g
         v = m (r / r') v - r g
 
-    With v = -r' b the rates before cancel, and what is left is torch.optim.SGD(nesterov=True):
+    With v = -r' b the previous rates cancel, which gives torch.optim.SGD(nesterov=True):
 
         b = m b + g
         w = w (1 - r d) - r (g + m b)
 
-    So b, a sum of gradients, is what is kept. It does not depend on the learning rate, which may
-    change from step to step. An update with a rate of 0 leaves v = 0, hence b = 0 is set behind
-    such a one.
+    The stored moment is therefore b, a sum of gradients, which does not depend on learning rates
+    that change from step to step. In fairseq an update with a rate of 0 sets v = 0, so b is set to
+    0 after such an update.
     """
 
     name: Fixed[Literal["nag"]] = "nag"
 
     momentum: float = Field(default=0.99, gt=0, lt=1)
-    """nag: decay of the sum of the gradients. The default is fairseq's."""
+    """Decay per step of NAG's sum of the gradients. The default is fairseq's."""
 
     moments: ClassVar = {"momentum_buffer": "momentum"}
 
@@ -205,8 +206,7 @@ class NAG(Optimizer):
 
         made = 1.0 if shard.found_inf is None else 1.0 - shard.found_inf
         buffer = shard.moments["momentum_buffer"]
-        # The kernel's own weight decay is added to the gradient, and would take part in the
-        # momentum.
+        # Not by the kernel, whose weight decay is added to the gradient and so to the momentum.
         if shard.weight_decay:
             shard.weights.mul_(1.0 - shard.learning_rate * shard.weight_decay * made)
         torch._fused_sgd_(
@@ -228,11 +228,11 @@ class NAG(Optimizer):
 
     @property
     def update_bytes(self) -> int:
-        """As of any optimizer, and 8 for the weight decay, which is a kernel of its own."""
+        """Add 8 bytes for the weight decay, which is a separate kernel."""
         return super().update_bytes + (8 if self.weight_decay else 0)
 
     def refusals(self) -> Iterator[Refusal]:
-        """Refuse a decay beyond zero: the default decay is for AdamW's rates, far below these."""
+        """Refuse a decay beyond zero: the default suits AdamW's much smaller learning rates."""
         if self.learning_rate * self.weight_decay >= 1:
             yield Refusal(
                 "optimizer.weight_decay",
@@ -248,7 +248,7 @@ AnyOptimizer = Annotated[SerializeAsAny[Optimizer], BeforeValidator(Optimizer.ch
 
 
 def meaning(kind: str) -> str:
-    """Return what a kind of tensor in a checkpoint is, in the plural, as "first moments"."""
+    """Return the description of a kind of tensor in a checkpoint, such as "first moments"."""
     known = {"master": "fp32 weights"}
     for optimizer in OPTIMIZERS.values():
         known |= optimizer.moments
@@ -259,12 +259,12 @@ def meaning(kind: str) -> str:
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """Return the learning rate of one optimizer step, that of Megatron's and Hugging Face's too.
+    """Return the learning rate of an optimizer step, as in Megatron, Hugging Face and fairseq.
 
-    They set the rate from the number of updates that are done, before the first update and after
-    each one (megatron/core/optimizer_param_scheduler.py, transformers.get_scheduler; so does
-    fairseq). The first update therefore takes the rate of 0 updates done, and the last one that of
-    train.num_steps - 1: schedule.min_learning_rate would be reached by the update after it.
+    The rate depends on the number of updates before the step
+    (megatron/core/optimizer_param_scheduler.py, transformers.get_scheduler). The first update has
+    the rate for 0 updates, and the last one that for train.num_steps - 1: only the update after it
+    would have schedule.min_learning_rate.
 
     The warm-up is linear: the first update has the rate lr_warmup_init, and the one after
     lr_warmup_steps updates the peak. Without a warm-up the first update has the peak. From there

@@ -1,10 +1,10 @@
-"""One optimizer step at ZeRO stage 1, on this rank's part of the gradients and weights alone.
+"""One optimizer step at ZeRO stage 1, on this rank's part of the gradients and weights.
 
-DeepSpeed's `step` would copy, scale, clip and measure the norm of gradients by the parameter, in
-fp64, and wait for the device several times (deepspeed/runtime/zero/stage_1_and_2.py). Here the norm
-takes one launch for all buckets, and the update one per bucket: a fused kernel divides the
-gradients by a factor as it reads them. That factor holds the mean over ranks, the loss scale and
-the clipping. It stays on the device, so that nothing waits for it.
+DeepSpeed's `step` copies, scales, clips and measures gradients parameter by parameter, computes the
+norm in fp64, and waits for the device several times (deepspeed/runtime/zero/stage_1_and_2.py). Here
+the norm takes one launch for all buckets, and the update one per bucket: a fused kernel divides the
+gradients by a factor as it reads them. The factor combines the mean over ranks, the loss scale and
+the clipping. It stays on the device, so that the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pretrain.topology import make_groups, ranks_per_node, replica_group
 # batch, a bucket whose gradients are complete is sent at once, so that the network works while the
 # backward pass goes on. Each rank receives only its own part of a bucket, which is all that its
 # share of the optimizer needs: a rank sends (n - 1) / n of the bucket, where an all-reduce would
-# send twice that. How it travels is said at `make_wire`.
+# send twice that. `make_wire` describes the communication.
 #
 # DeepSpeed's own reduction cannot be used here. Its hooks follow `engine.backward`, which
 # Megatron's schedules do not call, and at stage 1 it all-reduces after the backward pass
@@ -46,27 +46,27 @@ def own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 Wait = Callable[[], object]
-"""Waits until this rank's part of a bucket holds the sums; on a GPU, the present queue waits."""
+"""Waits until this rank's part of a bucket holds the sums; on a GPU, the current stream waits."""
 Wire = Callable[[Tensor], Wait]
-"""Starts to sum a bucket over the ranks: fp32 [elements], a multiple of the number of ranks. The
-part with this rank's number takes the sums; the others are undefined afterwards."""
+"""Starts to sum a bucket over the ranks: fp32 [elements], a multiple of the number of ranks. This
+rank's part receives the sums; the other parts are undefined afterwards."""
 
 
 def make_wire(group: dist.ProcessGroup, dtype: torch.dtype) -> Wire:
-    """Return the way in which gradients travel. All processes together.
+    """Return the function that sums gradients over ranks. All processes call this together.
 
-    In fp32 that is a reduce-scatter. In 16 bit it is not: a reduce-scatter adds up in the data type
-    that it sends, and would round once for each rank. So unsummed parts have to travel, and each
-    rank adds up, in fp32, what the others send it.
+    In fp32 it is a reduce-scatter. A reduce-scatter in 16 bit would also sum in 16 bit, and so
+    round once for each rank. In 16 bit, ranks therefore exchange unsummed parts, and each rank sums
+    its part in fp32.
 
-    What crosses between nodes decides the time. A reduce-scatter has added up the gradients of a
-    node before they leave it, whereas unsummed parts leave for each rank of the node. Over several
-    nodes the sum is therefore taken in two stages: a reduce-scatter in fp32 within the node, then
-    16 bit between ranks of equal number in their nodes. For 1.36B parameters on 16 nodes of 8, a
-    node sends 2.55 GB, where the reduce-scatter in fp32 sends 5.41 GB and a single exchange in
-    16 bit would send 20.43 GB (docs/performance.md).
+    The traffic between nodes decides the time. A reduce-scatter sums the gradients of a node before
+    they leave it, whereas unsummed parts leave the node once for each of its ranks. With several
+    nodes the sum is therefore taken in two stages: a reduce-scatter in fp32 within each node, then
+    a 16-bit exchange between ranks of the same number in their nodes. For 1.36B parameters on 16
+    nodes of 8 GPUs, a node sends 2.55 GB, where a reduce-scatter in fp32 sends 5.41 GB and a single
+    exchange in 16 bit would send 20.43 GB (docs/performance.md).
 
-    Each piece that travels is rounded once to `dtype`, whose unit roundoff u is 2^-8 for bf16 and
+    Each piece that is sent is rounded once to `dtype`, whose unit roundoff u is 2^-8 for bf16 and
     2^-11 for fp16, and a sum of n terms in fp32 adds at most (n - 1) 2^-24. An element of the
     result is therefore off by at most (u + n 2^-24) times the sum of the terms' magnitudes (Higham
     2002, Accuracy and Stability of Numerical Algorithms, section 4.2). A ring in bf16 would round
@@ -74,7 +74,7 @@ def make_wire(group: dist.ProcessGroup, dtype: torch.dtype) -> Wire:
 
     Args:
         group: The data-parallel ranks.
-        dtype: The data type in which gradients travel, between nodes if there are several.
+        dtype: The data type in which gradients are sent, between nodes if there are several.
     """
     if dtype == torch.float32:
 
@@ -84,7 +84,7 @@ def make_wire(group: dist.ProcessGroup, dtype: torch.dtype) -> Wire:
 
         return in_fp32
     per_node, peers = ranks_per_node(group), group
-    # The parts of a single node, or of nodes of one rank, are all exchanged.
+    # With a single node, or with one rank per node, there is only the exchange.
     per_node = 1 if per_node == group.size() else per_node
     # Rank r of the group is rank r % per_node of node r // per_node.
     node, number = divmod(group.rank(), per_node)
@@ -95,7 +95,8 @@ def make_wire(group: dist.ProcessGroup, dtype: torch.dtype) -> Wire:
 
     def start(flat: Tensor) -> Wait:
         """Start to sum a bucket in two stages, or in one if there is one node (`Wire`)."""
-        # The second stage waits for the first, which the backward pass must not do.
+        # On another stream, because the second stage waits for the first one, and the backward
+        # pass must not wait.
         with platform.beside():
             # From [nodes, ranks of a node, part] to [ranks of a node, nodes, part]: the rank with a
             # number receives what the ranks with its number need, on all nodes.
@@ -121,7 +122,7 @@ def make_wire(group: dist.ProcessGroup, dtype: torch.dtype) -> Wire:
 
 
 def _started(work: dist.Work | None) -> dist.Work:
-    """Return a collective's handle; None stands for a rank outside of the group."""
+    """Return a collective's handle, which is None only for a rank outside the group."""
     assert work is not None
     return work
 
@@ -129,8 +130,8 @@ def _started(work: dist.Work | None) -> dist.Work:
 class GradientReducer:
     """Accumulates the gradients of a step and sums them over the data-parallel ranks.
 
-    A step is `begin_step`, the backward passes, and `finish`. Sums do not depend on the moment at
-    which a bucket is sent, so overlapping changes no bit.
+    A step is `begin_step`, the backward passes, and `finish`. Sums do not depend on when a bucket
+    is sent, so overlapping does not change a bit.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class GradientReducer:
             flat_weights: The flat weights of each bucket, [padded elements]; gradients are laid out
                 like them. Each length is a multiple of the group's size.
             group: The data-parallel ranks.
-            wire_dtype: Data type in which gradients are sent. Sums are taken in fp32 in any case.
+            wire_dtype: Data type in which gradients are sent. Sums are always taken in fp32.
         """
         self._group, self._is_alone = group, group.size() == 1
         if not self._is_alone:
@@ -171,10 +172,10 @@ class GradientReducer:
         return [own_part(bucket.gradients, self._group) for bucket in self.buckets]
 
     def begin_step(self, num_microbatches: int) -> None:
-        """Forget the gradients of the last step.
+        """Discard the gradients of the last step.
 
         Args:
-            num_microbatches: Backward passes that will run, after which gradients are complete.
+            num_microbatches: Number of backward passes after which gradients are complete.
         """
         self._num_microbatches = num_microbatches
         self._num_sent = 0
@@ -183,11 +184,11 @@ class GradientReducer:
             for slot in bucket.slots:
                 slot.num_accumulated = 0
                 mark_stale(slot.gradient)
-                # A micro batch that ended in an error may have left one.
+                # A micro batch that ended in an error may have left a gradient.
                 slot.parameter.grad = None
 
     def clear_unused(self) -> None:
-        """Set the gradients to zero that no backward pass has reached in this step."""
+        """Zero the gradients that no backward pass has reached in this step."""
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if take_stale(slot.gradient):
@@ -208,7 +209,7 @@ class GradientReducer:
     def _accumulate(self, bucket: _FlatBucket, slot: _Slot, parameter: Any) -> None:
         """Add the gradient that the backward pass has just computed to the sum in fp32."""
         if getattr(parameter, "grad_added_to_main_grad", False):
-            # The layer has added it, and what autograd got in its place was never filled.
+            # The layer has added the gradient itself, and autograd's tensor is uninitialized.
             parameter.grad_added_to_main_grad = False
         elif take_stale(slot.gradient):
             slot.gradient.copy_(parameter.grad)
@@ -253,10 +254,10 @@ class _Slot:
 
 
 class _FlatBucket:
-    """The gradients of one bucket, and how far they have come in this step."""
+    """The gradients of one bucket, and its progress in this step."""
 
     def __init__(self, bucket: Bucket, flat_weights: Tensor) -> None:
-        # Zeros, because nothing ever writes to the padding at the end.
+        # Zeros, because nothing else writes to the padding at the end.
         self.gradients = torch.zeros_like(flat_weights, dtype=torch.float32)
         self.is_late = bucket.is_late
         self.slots: list[_Slot] = []
@@ -266,13 +267,13 @@ class _FlatBucket:
             self.slots.append(_Slot(parameter, view))
             start += parameter.numel()
         self.num_complete = 0
-        """Parameters whose gradients are complete."""
+        """Number of parameters whose gradients are complete."""
         self.wait: Wait | None = None
-        """Waits for the reduction that is under way."""
+        """Waits for the reduction in progress."""
 
 
 Veto = Callable[[Tensor], Tensor]
-"""The global gradient norm -> a boolean scalar on the device: True leaves the update out."""
+"""Maps the global gradient norm to a boolean scalar on the device: True skips the update."""
 
 
 class ShardedStep:
@@ -310,7 +311,7 @@ class ShardedStep:
             accumulate_in_layers(chunks)
         self._gather = WeightGather(chunks, buckets, flat_weights, group)
         self.own_square: Tensor | None = None
-        """What this rank added to the last squared norm, before the reduction; fp64 scalar."""
+        """This rank's contribution to the last squared gradient norm; fp64 scalar."""
 
     def begin(self, num_microbatches: int) -> None:
         """Prepare for a step's backward passes, one for each micro batch."""
@@ -318,9 +319,9 @@ class ShardedStep:
 
     @property
     def own_sums(self) -> list[Tensor]:
-        """Return the gradients of this rank's samples, if they are held back; fp32, by bucket.
+        """Return the gradients of this rank's samples before they are sent; fp32, by bucket.
 
-        Sending changes them.
+        Sending overwrites them.
         """
         return [bucket.gradients for bucket in self._reducer.buckets]
 
@@ -335,24 +336,24 @@ class ShardedStep:
         """Clip, update the masters, and start to gather the weights.
 
         Args:
-            loss_scale: Factor of the loss in the backward passes.
-            veto: Decides from the norm if the update is left out; alike on all ranks.
+            loss_scale: Factor on the loss in the backward passes.
+            veto: Decides from the norm whether to skip the update; the same on all ranks.
 
         Returns:
-            The global gradient norm before clipping, fp64 scalar on the device. Where it is not
-            finite, or `veto` was true, nothing has been updated.
+            The global gradient norm before clipping, fp64 scalar on the device. If it is not
+            finite, or `veto` returned True, nothing was updated.
         """
         shards = self._reducer.shards
-        # Gradients are sums over the data-parallel ranks, of a scaled loss.
+        # Gradients are sums over the data-parallel ranks, and those of a scaled loss.
         scale = self._data_size * loss_scale
         norm: Tensor = self._norm(shards) / scale
         divisor = torch.full_like(norm, scale)
         if self._clip_grad:
-            # As torch.nn.utils.clip_grad_norm_ does, with its 1e-6 against a division by zero.
+            # As in torch.nn.utils.clip_grad_norm_, whose 1e-6 avoids a division by zero.
             divisor *= ((norm + 1e-6) / self._clip_grad).clamp(min=1.0)
         optimizer = self._zero.optimizer
-        # What torch.amp.GradScaler hands to a fused optimizer (torch/amp/grad_scaler.py): the
-        # kernel divides by the one and does nothing if the other is 1.
+        # The interface of torch.amp.GradScaler to fused optimizers (torch/amp/grad_scaler.py): the
+        # kernel divides by grad_scale, and does nothing if found_inf is 1.
         optimizer.grad_scale = divisor.float()
         is_left_out = ~norm.isfinite()
         if veto is not None:
@@ -369,13 +370,13 @@ class ShardedStep:
 
     @torch.no_grad()
     def refresh_weights(self) -> None:
-        """Set all weights from the masters, after a load. All data-parallel ranks together."""
+        """Set all weights from the masters after a load. Collective over data-parallel ranks."""
         torch._foreach_copy_(self._weights, self._masters)
         self._gather.start()
         self._gather.wait()
 
     def wait_for_weights(self) -> None:
-        """Wait until the updated weights of all ranks are here."""
+        """Wait until the updated weights of all ranks have arrived."""
         self._gather.wait()
 
     def _norm(self, shards: list[Tensor]) -> Tensor:
@@ -385,8 +386,8 @@ class ShardedStep:
         if own:
             squares += torch.stack(torch._foreach_norm(own)).double().square().sum()
         self.own_square = squares.clone()
-        # Every element of the model is counted by one rank: its data-parallel owner, on the one
-        # model-parallel rank for which it is no copy.
+        # One rank counts each element of the model: its data-parallel owner, on the model-parallel
+        # rank on which the element is not a copy.
         dist.all_reduce(squares)
         norm: Tensor = squares.sqrt()
         return norm

@@ -1,19 +1,19 @@
-"""The optimizer, whose state DeepSpeed ZeRO shards, under Megatron's schedule.
+"""The optimizer: DeepSpeed ZeRO shards its state, and Megatron's schedule runs the model.
 
-Megatron runs forward and backward passes, DeepSpeed owns the optimizer's state. How they meet
-depends on the ZeRO stage:
+Megatron runs forward and backward passes, and DeepSpeed owns the optimizer's state. How they work
+together depends on the ZeRO stage:
 
 - Stage 1 shards the optimizer's state only. Megatron's schedule runs the raw model chunks, so any
   schedule works (1F1B, interleaved). DeepSpeed lays out the weights and keeps this rank's masters;
   gradients are reduced while the backward pass runs (pretrain/optim/sharded_step.py), the update
-  touches this rank's part alone, and updated weights are gathered while the next forward pass
+  changes only this rank's part, and updated weights are gathered while the next forward pass
   begins (pretrain/optim/buckets.py).
-- Stages 2 and 3 also shard gradients (and weights), which happens inside the backward pass. There
-  the schedule has to call the engine instead of the model. The config refuses them with pipeline
-  stages (pretrain/config/rules.py).
+- Stages 2 and 3 also shard gradients, and stage 3 weights, inside the backward pass. The schedule
+  must then call DeepSpeed's engine instead of the model. The config refuses these stages with
+  pipeline parallelism (pretrain/config/rules.py).
 
-ZeRO shards over the replicas (`pretrain.topology`). With a single one there is nothing to shard,
-and every stage is stage 1.
+ZeRO shards over the replicas (`pretrain.topology`). With a single replica there is nothing to
+shard, and every stage is treated as stage 1.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from pretrain.topology import Topology, replica_group
 
 
 LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What changes while training in DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16)."""
+"""Fields of DeepSpeed's DynamicLossScaler that change in training (deepspeed/runtime/fp16)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Fragment:
 
     named: Named
     start: int
-    """The range's first element, in this tensor rank's part of the parameter, flattened by rows."""
+    """First element of the range, in this tensor rank's part of the parameter, row-major."""
     tensors: dict[str, Tensor]
     """"master" and the optimizer's moments, each fp32 [n]: the range is [start, start + n). The
     tensors are views, so writing to them changes the optimizer's state."""
@@ -76,17 +76,17 @@ class OptimizerState:
 
     fragments: list[Fragment]
     adam_steps: int
-    """Updates made so far."""
+    """Number of updates so far."""
     loss_scaler_state: dict[str, float] | None
-    """fp16: the dynamic loss scaler's fields. None otherwise."""
+    """The fields of fp16's dynamic loss scaler; None in other precisions."""
 
 
 def read_fragments(optimizer: ZeroOptimizer) -> Iterator[Fragment]:
     """Yield this rank's fragments, in the order of its parameters.
 
-    Optimizers create their moments at the first update. There may have been none: the optimizer is
-    new, or every step so far has overflowed in fp16. Zero moments are created then, as it would
-    start from itself, so that a state can always be saved and loaded into.
+    Optimizers create their moments at the first update. If there was none, because the optimizer is
+    new or every step so far has overflowed in fp16, this creates the zero moments with which the
+    optimizer would start, so that a state can always be saved and loaded.
     """
     if not all(optimizer.zero.optimizer.state[flat] for flat in flat_masters(optimizer)):
         for flat in flat_masters(optimizer):
@@ -101,7 +101,7 @@ def read_fragments(optimizer: ZeroOptimizer) -> Iterator[Fragment]:
 
 
 def flat_masters(optimizer: ZeroOptimizer) -> list[Tensor]:
-    """Return one flat fp32 master tensor per parameter group; Adam's state is keyed by them."""
+    """Return the flat fp32 masters of each parameter group, which are keys of Adam's state."""
     if optimizer.stage == 3:
         return list(optimizer.zero.fp32_partitioned_groups_flat)
     return list(optimizer.zero.single_partition_of_fp32_groups)
@@ -110,9 +110,9 @@ def flat_masters(optimizer: ZeroOptimizer) -> list[Tensor]:
 def _stage12_range(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[str, Tensor]] | None:
     """Return a parameter's (start, tensors) under ZeRO 1 and 2, None if this rank has none of it.
 
-    Each data-parallel rank keeps one flat range of the whole group, which respects no parameter's
-    bounds. `_hp_mapping` (deepspeed/utils/tensor_fragment.py) holds the overlap with a parameter:
-    its address in the rank's buffer (`hp`) and in the parameter (`lp`).
+    Each data-parallel rank keeps one flat range of the whole group, which may begin and end within
+    a parameter. `_hp_mapping` (deepspeed/utils/tensor_fragment.py) holds the overlap with a
+    parameter: its address in the rank's buffer (`hp`) and in the parameter (`lp`).
     """
     mapping = cast(Any, named.parameter)._hp_mapping
     if mapping is None:
@@ -140,7 +140,7 @@ def _stage3_range(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[str
     if count <= 0:
         return None
     tensors = {}
-    # DeepSpeed returns the master when no key of the optimizer's state is asked for.
+    # DeepSpeed returns the master if no key of the optimizer's state is given.
     for key in ("master", *optimizer.moments):
         state_key = None if key == "master" else key
         part, _ = optimizer.zero._get_fp32_opt_state_partition(
@@ -158,10 +158,10 @@ class ZeroOptimizer:
     """The optimizer of a run, whose state ZeRO shards over the data-parallel ranks."""
 
     def __init__(self, config: RunConfig, topology: Topology, chunks: list[GPTModel]) -> None:
-        """Build DeepSpeed's engine around the model. All ranks together.
+        """Build DeepSpeed's engine around the model. All ranks call this together.
 
         Args:
-            config: The run; its [optimizer], [parallel] and train.precision.
+            config: The run, for [optimizer], [parallel] and train.precision.
             topology: The processes' layout.
             chunks: This rank's model chunks. ZeRO 1 moves their parameters into flat tensors, and
                 ZeRO 3 replaces their storage.
@@ -171,15 +171,15 @@ class ZeroOptimizer:
         """Called before the state changes. A save that still copies the state waits here."""
         self.is_fp16 = config.train.precision == "fp16"
         self.moments = config.moments
-        """What the optimizer keeps of each parameter beside the master, by torch's names."""
+        """Names of the tensors that the optimizer keeps for each parameter besides the master."""
         self.clip_grad = config.optimizer.clip_grad
-        # Listed before DeepSpeed is given the model: afterwards ZeRO 3's parameters are empty.
+        # Listed before DeepSpeed gets the model, because ZeRO 3's parameters are empty afterwards.
         self.parameters: list[Named] = list(named_parameters(chunks))
         if self.stage == 1:
             buckets = plan_buckets(config, self.parameters)
         else:
             buckets = plan_groups(config, self.parameters)
-            # Before `deepspeed.initialize`: hooks run in the order of their registration.
+            # Before `deepspeed.initialize`, because hooks run in the order of their registration.
             reduce_sequence_parallel_on_accumulation(chunks)
         self.engine = _build_engine(config, topology, chunks, buckets)
         self._sharded_step: ShardedStep | None = None
@@ -202,7 +202,7 @@ class ZeroOptimizer:
 
     @property
     def zero(self) -> Any:
-        """DeepSpeed's ZeRO optimizer, which wraps a `FlatOptimizer`. For pretrain/optim alone."""
+        """DeepSpeed's ZeRO optimizer, which wraps a `FlatOptimizer`; only for pretrain/optim."""
         return self.engine.optimizer
 
     @property
@@ -210,7 +210,7 @@ class ZeroOptimizer:
         """Return the module that Megatron's schedule calls in place of a chunk; None: the chunk.
 
         ZeRO 2 and 3 need the engine's `forward`, which prepares their reductions for the backward
-        pass. ZeRO 3's weights can be used through it alone, in evaluation too.
+        pass. ZeRO 3's weights are only available through it, in evaluation too.
         """
         return None if self.stage == 1 else self.engine
 
@@ -228,12 +228,12 @@ class ZeroOptimizer:
 
     @property
     def own_square(self) -> Tensor | None:
-        """Return what this rank added to the last squared gradient norm; None at stages 2 and 3."""
+        """Return this rank's share of the last squared gradient norm; None at stages 2 and 3."""
         return self._sharded_step.own_square if self._sharded_step is not None else None
 
     @property
     def own_sums(self) -> list[Tensor]:
-        """Return the gradients of this rank's samples, if they are held back; stage 1 only."""
+        """Return the gradients of this rank's samples before they are sent; stage 1 only."""
         assert self._sharded_step is not None
         return self._sharded_step.own_sums
 
@@ -244,29 +244,29 @@ class ZeroOptimizer:
         them in place, then call `load_state`.
         """
         fragments = list(read_fragments(self))
-        # Updates made so far; fp16 skips those that overflow.
+        # Number of updates, which fp16 skips after an overflow.
         [steps] = {int(self.zero.optimizer.state[flat]["step"]) for flat in flat_masters(self)}
         return OptimizerState(fragments, steps, self.scaler_fields)
 
     def load_state(self, adam_steps: int, loss_scaler: dict[str, float] | None) -> None:
-        """Complete a load after the tensors of `state` have been filled. All ranks together.
+        """Complete a load after the tensors of `state` were filled. All ranks call this together.
 
-        The model's weights are set from the masters, of which each data-parallel rank holds a part:
-        the ranks send them to each other, so that no rank reads more than its part of the state.
+        This sets the model's weights from the masters. Each data-parallel rank has read only its
+        part of them, and the ranks send the parts to each other.
 
         Args:
-            adam_steps: Number of updates made when the state was saved.
+            adam_steps: Number of updates when the state was saved.
             loss_scaler: The saved loss scaler's fields; ignored unless this run trains in fp16.
         """
         for flat in flat_masters(self):
-            # On the device, where the fused kernel of AdamW reads it.
+            # On the device, where AdamW's fused kernel reads it.
             step = torch.tensor(float(adam_steps), device=flat.device)
             self.zero.optimizer.state[flat]["step"] = step
         if self._sharded_step is not None:
             self._sharded_step.refresh_weights()
         elif self.stage == 3:
-            # ZeRO 3 keeps the masters for Adam, and partitions in the model's dtype, which it
-            # gathers before a layer runs.
+            # ZeRO 3 also keeps partitions in the model's dtype, which it gathers before a layer
+            # runs.
             for fragment in read_fragments(self):
                 master = fragment.tensors["master"]
                 partition = cast(Any, fragment.named.parameter).ds_tensor
@@ -285,13 +285,14 @@ class ZeroOptimizer:
             holds_back: Send no gradient before `reduce_gradients`, so that `own_sums` can be read.
         """
         if self._sharded_step is not None:
-            # A bucket is sent when the last backward pass has reached it.
+            # A bucket is sent when the last backward pass has reached it; one pass that never
+            # comes holds all of them back.
             self._sharded_step.begin(num_microbatches + holds_back)
 
     def reduce_gradients(self) -> None:
         """Complete the sums of gradients over the ranks, which the backward pass has begun.
 
-        At stages 2 and 3 there is nothing left to do.
+        At stages 2 and 3 the backward pass has completed them.
         """
         if self._sharded_step is not None:
             self._sharded_step.reduce()
@@ -300,8 +301,8 @@ class ZeroOptimizer:
         """Clip the reduced gradients by their global norm, and update the weights.
 
         Args:
-            learning_rate: The learning rate of this step, before a bucket's factor on it.
-            veto: Stage 1: decides from the norm if the update is left out; alike on all ranks.
+            learning_rate: The learning rate of this step, without the buckets' factors.
+            veto: Decides from the norm whether to skip the update; the same on all ranks. Stage 1.
 
         Returns:
             The global gradient norm before clipping, a scalar on the device. If it is not finite,
@@ -317,8 +318,8 @@ class ZeroOptimizer:
             return torch.tensor(float(self.engine.get_global_grad_norm()), dtype=torch.float64)
         norm = self._sharded_step.update(self.loss_scale or 1.0, veto)
         if self.is_fp16:
-            # The scale of the next step's loss depends on this one's overflow, so here the host
-            # has to wait. DeepSpeed reports the norm of a step that overflowed as infinite.
+            # The host must wait here, because the next step's loss scale depends on whether this
+            # step overflowed. DeepSpeed reports the norm after an overflow as infinite.
             overflow = not math.isfinite(float(norm))
             self.zero.loss_scaler.update_scale(overflow)
             if overflow:
@@ -326,7 +327,7 @@ class ZeroOptimizer:
         return norm
 
     def wait_for_weights(self) -> None:
-        """Wait for weights that are still on their way, to read them outside a forward pass."""
+        """Wait for weights that are still being gathered, to read them outside a forward pass."""
         if self._sharded_step is not None:
             self._sharded_step.wait_for_weights()
 
@@ -336,17 +337,17 @@ class ZeroOptimizer:
         return self.update(learning_rate, veto)
 
     def release(self) -> None:
-        """Let go of parameters and state, so that another optimizer can take their memory."""
+        """Drop parameters and state, so that another optimizer can use their memory."""
         zero = self.zero
         self.engine.destroy()
-        # Stage 3 stays in lists and hooks of DeepSpeed's (runtime/zero/parameter_offload.py), so
-        # its tensors are taken out of it.
+        # DeepSpeed's lists and hooks keep stage 3 alive (runtime/zero/parameter_offload.py), so
+        # remove the tensors from it.
         self.engine.optimizer = self.engine.basic_optimizer = None
         zero.optimizer.state.clear()
         zero.optimizer.param_groups.clear()
         vars(zero).clear()
-        # Hooks, and what DeepSpeed has set on a parameter, hold the parameter and its bucket, and
-        # are held by it where Python's collector does not look.
+        # Hooks and DeepSpeed's attributes form reference cycles with parameters and buckets, which
+        # Python's collector cannot see.
         for parameter in (cast(Any, named.parameter) for named in self.parameters):
             (parameter._post_accumulate_grad_hooks or {}).clear()
             vars(parameter).clear()
@@ -359,19 +360,19 @@ class ZeroOptimizer:
 
 
 def _stage(config: RunConfig, topology: Topology) -> int:
-    """Return the ZeRO stage that the run takes: with one replica all are stage 1."""
+    """Return the ZeRO stage that the run uses: with one replica always stage 1."""
     return 1 if topology.layout.replicas == 1 else config.parallel.zero_stage
 
 
 def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
-    """Return DeepSpeed's configuration; it is written here and nowhere else.
+    """Return DeepSpeed's configuration. No other function makes one.
 
     Args:
         config: The run.
         topology: The processes' layout.
     """
     stage = _stage(config, topology)
-    # The default of 5e8 elements would take 2 GB of fp32 that a small model has no use for.
+    # The default of 5e8 elements would take 2 GB in fp32, which a small model does not need.
     bucket_size = min(DEFAULT_BUCKET_SIZE, num_parameters(config))
     result: dict[str, Any] = {
         "train_batch_size": topology.layout.replicas,
@@ -386,8 +387,8 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
         "gradient_clipping": config.optimizer.clip_grad,
         # DeepSpeed's own progress lines are not wanted.
         "steps_per_print": 10**9,
-        # DeepSpeed lists the classes that it was tested with (zero/utils.py). It asks of one that
-        # it updates each element by itself; tests/distributed tests ours.
+        # DeepSpeed has a list of tested classes (zero/utils.py). An optimizer must update each
+        # element separately, as ours do; tests/distributed tests them.
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
@@ -397,8 +398,9 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
             # Refused without managed accumulation, except at stage 2 (engine.py).
             "overlap_comm": False,
             "reduce_scatter": True,
-            # Stage 2: otherwise reduce_scatter is an all-reduce, of which each rank keeps its part
-            # (zero/stage_1_and_2.py, `average_tensor`). A reduction to the owner halves the bytes.
+            # At stage 2, reduce_scatter would otherwise be an all-reduce of which each rank keeps
+            # its part (zero/stage_1_and_2.py, `average_tensor`). Reducing to the owner halves the
+            # bytes.
             "use_multi_rank_bucket_allreduce": False,
             "reduce_bucket_size": bucket_size,
             "allgather_bucket_size": bucket_size,
@@ -408,8 +410,8 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
         },
     }
     if config.train.precision == "bf16":
-        # Stages 2 and 3 add gradients up in hooks on each backward pass, because of
-        # immediate_grad_update. Otherwise the engine's backward pass would do it, which never runs.
+        # With immediate_grad_update, stages 2 and 3 accumulate gradients in hooks on each backward
+        # pass. Without it the engine's backward pass would, which never runs.
         result["bf16"] = {"enabled": True, "immediate_grad_update": True}
     if config.train.precision == "fp16":
         result["fp16"] = {
@@ -461,18 +463,18 @@ def _build_engine(
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """The optimizer of one process in torch's form, to which DeepSpeed gives this rank's masters.
+    """The optimizer as a torch.optim.Optimizer, to which DeepSpeed gives this rank's masters.
 
-    Its state of each tensor is the moments and "step", the count of updates made, on the device.
+    The state of each tensor is its moments and "step", the number of updates, on the device.
     """
 
     grad_scale: Tensor | None = None
-    """What gradients are divided by, a scalar; None: 1."""
+    """Divisor of the gradients, a scalar; None for 1."""
     found_inf: Tensor | None = None
-    """A scalar that is 1 if the update is to be left out; None: it is made."""
+    """1 to skip the update, else 0, a scalar; None for 0."""
 
-    # Torch's own loads torch._dynamo, to keep the compiler out (torch/_compile.py), and with it
-    # 200 modules: 0.7 of 4 processor seconds that a rank takes to start.
+    # Unwrapped, because torch's decorator loads torch._dynamo (torch/_compile.py) and with it 200
+    # modules: 0.7 of the 4 processor seconds in which a rank starts.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
     def __init__(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -509,8 +511,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 class _ModelParallelUnit:
     """The object ("mpu") through which DeepSpeed 0.19 asks for Megatron's process groups.
 
-    Its questions have the names of Megatron's functions, but for two: what DeepSpeed calls model
-    parallel is tensor x pipeline parallel. Its data parallel ranks are all replicas.
+    DeepSpeed's calls have the names of Megatron's functions, with two exceptions: DeepSpeed's model
+    parallelism is tensor x pipeline parallelism. Its data-parallel ranks are all replicas.
     """
 
     def __getattr__(self, name: str) -> Any:
