@@ -107,13 +107,13 @@ from pretrain.topology import Topology
 def evaluation_config(
     checkpoint: Checkpoint, request: EvaluationRequest, overrides: Sequence[str]
 ) -> RunConfig:
-    """Return a checkpoint's config with the layout of an evaluation, and what was asked for.
+    """Return a checkpoint's config with the layout of an evaluation and the requested settings.
 
-    Checkpoints load on any layout, so the one that the run was trained on does not matter here. All
-    processes are data-parallel replicas unless the overrides set another layout.
+    Checkpoints load on any layout, so the layout of the training run does not matter. All processes
+    are data-parallel replicas unless the overrides set another layout.
 
     Args:
-        checkpoint: The checkpoint, opened.
+        checkpoint: The opened checkpoint.
         request: Lengths, protocols, stride and token limit from the command line.
         overrides: `section.key=value` settings.
 
@@ -135,33 +135,34 @@ def evaluation_config(
 
 
 _NOT_OWN = ("evaluation.max_tokens=", "evaluation.protocols=")
-"""The run's own are for the evaluations in its training loop. A --set of them is for this one."""
+"""Keys that are not taken from the run, where they are for evaluations in the training loop; --set
+still sets them here."""
 
 
 def _as_asked(config: RunConfig, request: EvaluationRequest, origin: Path) -> RunConfig:
-    """Return a config with what was asked for, on the command line or by --set."""
+    """Return a config with the requested settings, from the command line or from --set."""
     if request.max_tokens is None:
         request = replace(request, max_tokens=config.evaluation.max_tokens)
-    # Both is the default of --protocols.
+    # If --protocols has its default, which is both protocols, --set decides.
     if request.protocols == PROTOCOLS and "protocols" in config.evaluation.model_fields_set:
         request = replace(request, protocols=config.evaluation.protocols)
     config = request.applied_to(config, str(origin))
-    # Not in `applied_to`: of a masked model, both stand for its own protocol.
+    # Not in `applied_to`, because for a masked model both names mean its own protocol.
     evaluation = config.evaluation.model_copy(update={"protocols": request.protocols})
     return config.model_copy(update={"evaluation": evaluation})
 
 
 def open_validation(checkpoint: Checkpoint, config: RunConfig) -> TokenStream:
-    """Open the validation split to score a checkpoint on. Rank 0 says when it is not its own.
+    """Open the validation split to score a checkpoint on. Rank 0 reports if it is not the run's.
 
-    Another corpus is a fair question to ask of a model; another tokenizer is none.
+    A model can be evaluated on another corpus, but not with another tokenizer.
 
     Args:
-        checkpoint: The checkpoint, opened.
+        checkpoint: The opened checkpoint.
         config: Its config, with the overrides of the command line.
 
     Raises:
-        ConfigError: The data cannot be used, or was made by another tokenizer.
+        ConfigError: The data cannot be used, or was made with another tokenizer.
     """
     stream = open_stream(with_data_set(config, checkpoint), "validation")
     check_tokenizer(stream, checkpoint)
@@ -182,7 +183,7 @@ def evaluate_sources(
     text: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> list[dict[str, Any]]:
-    """Evaluate models, print one table of all, and write a report if asked to.
+    """Evaluate models, print one table of all, and write a report if `out` is given.
 
     Args:
         sources: Run directories (their newest checkpoint is evaluated), checkpoint directories, or
@@ -191,16 +192,16 @@ def evaluate_sources(
         overrides: `section.key=value` settings for every checkpoint.
         out: FILE.json of the report, whose other files are written beside it; None for no report.
         short_context: Tokens of LongPPL's short context; None for no LongPPL. The first source
-            finds the key tokens, for all sources.
+            determines the key tokens for all sources.
         text: Names of text files, or glob patterns, to score in place of validation splits.
-        trust_remote_code: Run the code that a Hugging Face folder brings along.
+        trust_remote_code: Run code that a Hugging Face folder contains.
 
     Returns:
         One record for each model, protocol and length (`records.Record`).
 
     Raises:
         ConfigError: A source is none of these, the data has another tokenizer, the text is shorter
-            than a length, there is not enough memory for one, or the report cannot be written.
+            than a length, memory is too small for a length, or the report cannot be written.
     """
     with temporary_texts(text) as texts:
         # The input is checked before the process group starts, which takes seconds.
@@ -213,7 +214,7 @@ def evaluate_sources(
 def _evaluate(
     jobs: Sequence[Opened], out: Path | None, short_context: int | None
 ) -> list[dict[str, Any]]:
-    """Evaluate what was opened; see `evaluate_sources`."""
+    """Evaluate the opened models; see `evaluate_sources`."""
     check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:
         check_overwrites(out)
@@ -223,14 +224,14 @@ def _evaluate(
     }
     if short_context and (len(texts) > 1 or any(job.config.is_masked for job in jobs)):
         raise ConfigError(
-            "--longppl: the key tokens of the first source are those of all, so that all need one "
-            "tokenizer and one text, and predict next tokens. Evaluate them one by one"
+            "--longppl: the key tokens of the first source are used for all, so all sources need "
+            "one tokenizer and one text, and must predict next tokens. Evaluate them one by one"
         )
     longest = max(protocol.length for job in jobs for protocol in job.protocols)
     if short_context and short_context >= longest:
         raise ConfigError(
             f"--longppl {short_context}: no token of the longest window, of {longest} tokens, has "
-            "more context than that. Choose less"
+            "more context than that. Choose a smaller number"
         )
     keys: dict[tuple[str, int, int], Any] = {}
 
@@ -281,8 +282,8 @@ def measure_all(
 
     Args:
         opened: The models.
-        measured: Measures them one by one, and yields their records.
-        show: Makes the tables.
+        measured: Iterator that measures them one by one and yields their records.
+        show: Formats the tables.
         write: Writes the report.
         out: FILE.json of the report; None for no report.
 
@@ -294,12 +295,12 @@ def measure_all(
         with writing(out):
             make_directory(out.parent)
     with contextlib.ExitStack() as held:
-        # All from now on: while one is measured, its run may go on and delete the next one.
+        # Hold all of them from the start: while one is measured, a run may delete the next one.
         for each in opened:
             held.enter_context(each.held())
         records = list(measured)
     if is_main():
-        # The table is printed first: its numbers are not lost if the report cannot be written.
+        # Print the table first, so that no numbers are lost if the report cannot be written.
         print("\n" + show(records))
         if out is not None:
             with writing(out):
@@ -318,14 +319,14 @@ class Opened(ABC):
     run: str
     """The run's directory as the user gave it, or the path if it stands alone."""
     config: RunConfig
-    """Its config, with the layout to evaluate on, and what is asked for."""
+    """Its config, with the layout to evaluate on, and the requested settings."""
     stream: TokenStream
     """The validation split."""
     protocols: tuple[Protocol, ...] = field(default=(), kw_only=True)
-    """What is measured."""
+    """The protocols to measure."""
 
     def common(self) -> dict[str, Any]:
-        """Return what all records of the model say, under the keys of `records.FIELDS`."""
+        """Return the values that all records of the model share, by keys of `records.FIELDS`."""
         return {
             "run": self.run,
             **self.facts(),
@@ -338,7 +339,7 @@ class Opened(ABC):
     def record(
         self, result: Evaluation, text: ScoredText, chunks: Sequence[nn.Module]
     ) -> dict[str, Any]:
-        """Return the record of one of its evaluations, on a text by the model's chunks."""
+        """Return the record of one evaluation of the model's chunks on a text."""
         origin = {
             "text": text.sha256 and text.sha256[:HASH_DIGITS],
             "code": running_code(),
@@ -346,18 +347,18 @@ class Opened(ABC):
         }
         record = fields_of({**self.common(), **origin, **result.record(), **result.cost})
         record[BLOCKS] = Losses(result.block_losses, result.block_tokens)
-        # Sliding windows score few positions: loss by position is that without overlap.
+        # Not for sliding windows, which score only a few positions.
         if result.protocol.name == NONOVERLAPPING:
             record[POSITIONS] = Binned.of(result.by_position)
         return record
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return what records say of the training."""
+        """Return the values of records about the training."""
 
     @abstractmethod
     def outlook(self) -> str:
-        """Return the line that says what is evaluated."""
+        """Return the line about what will be evaluated."""
 
     @abstractmethod
     def parameters(self, chunks: Sequence[nn.Module]) -> int:
@@ -368,7 +369,7 @@ class Opened(ABC):
         """Build the model, as the chunks that `run_schedule` takes. Collective.
 
         Args:
-            protocols: What is to be measured.
+            protocols: The protocols to measure.
 
         Raises:
             ConfigError: There is not enough memory for one of the lengths.
@@ -379,9 +380,9 @@ class Opened(ABC):
         return contextlib.nullcontext()
 
     def unchanged(self, record: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the run's own record of what was measured with other positions, if there is one.
+        """Return the run's own record to compare with one that was measured with changed positions.
 
-        None where the positions are its own, or the run has not measured the same.
+        None if the positions are unchanged, or if the run has no record of the same measurement.
         """
         return None
 
@@ -393,14 +394,14 @@ class OpenedCheckpoint(Opened):
     checkpoint: Checkpoint
 
     def facts(self) -> dict[str, Any]:
-        # What the checkpoint was trained with, whatever the command line has set.
+        # From the checkpoint's own config, whatever the command line has set.
         found, trained = self.checkpoint, self.checkpoint.config
         origin, state = found.origin, found.trainer_state
         changed = changed_function(trained, self.config)
         method = trained.position.method
         changes = [(c.step, c.key, c.before, c.after) for c in origin.changes]
         settings = settings_hash(trained, origin.data.get(TRAINING), changes)
-        # No attempt has saved what was imported: what it was trained on is not known here.
+        # Without provenance the model was imported, and its training data is not known.
         is_own = origin.provenance is not None
         tokens = trained_tokens(trained, state, origin.changes) if is_own else None
         flop = flops_per_token(trained, trained.data.sequence_length, causal=False)
@@ -436,8 +437,8 @@ class OpenedCheckpoint(Opened):
         return hold(self.path)
 
     def unchanged(self, record: Mapping[str, Any]) -> dict[str, Any] | None:
-        # A record of its evaluation jobs has losses by block, and is preferred to one of its
-        # training loop.
+        # Prefer a record of its evaluation jobs, which has losses by block, to one of its training
+        # loop.
         method, has_changed, _ = record["method"].partition(EVALUATED_WITH)
         run = _run_of(self.path)
         if not has_changed or run is None:
@@ -496,7 +497,7 @@ class OpenedFolder(Opened):
         try:
             with torch.no_grad():
                 model(input_ids=ids, use_cache=False)
-        # Each class has an error of its own behind its last position.
+        # Each class raises a different error beyond its last position.
         except Exception as error:
             raise ConfigError(
                 f"length {longest}: {self.path} does not compute so many tokens at once "
@@ -512,10 +513,10 @@ def open_source(
     texts: Texts,
     trust_remote_code: bool = False,
 ) -> Opened:
-    """Open what a source names: a run's directory, a checkpoint's, or a Hugging Face folder.
+    """Open a source: a run's directory, a checkpoint's, or a Hugging Face folder.
 
     Raises:
-        ConfigError: It is none of them, or it cannot be evaluated as asked.
+        ConfigError: It is none of these, or cannot be evaluated as requested.
     """
     if (source / import_model.CONFIG).is_file():
         return _open_folder(source, request, overrides, texts, trust_remote_code)
@@ -548,7 +549,7 @@ def _open_folder(
             f"--stream: {path} is computed by transformers, in windows. `pretrain import {path} "
             "RUN` makes a run of it, which can read a stream"
         )
-    # Not by `open_stream`, since a data set of another vocabulary will do.
+    # Not by `open_stream`, which would refuse a data set of another vocabulary.
     stream = TokenStream(Path(config.data.directory) / "validation")
     if stream.tokenizer_sha256 != tokenizer.fingerprint:
         stream = texts.again(stream, tokenizer)
@@ -557,7 +558,7 @@ def _open_folder(
 
 
 def _prepare(found: Opened) -> Opened:
-    """Choose what is measured of a model.
+    """Choose what to measure for a model.
 
     Raises:
         ConfigError: As `evaluate_sources`.
@@ -577,9 +578,9 @@ def _prepare(found: Opened) -> Opened:
 
 
 def _run_of(checkpoint: Path) -> Path | None:
-    """Return the run that a checkpoint belongs to, as the user wrote its path.
+    """Return the run that a checkpoint belongs to, with its path as the user wrote it.
 
-    None for a copy elsewhere, and for one in RUN/abandoned, which the run has turned away from.
+    None for a copy elsewhere, and for an abandoned checkpoint in RUN/abandoned.
     """
     run = run_of(checkpoint)
     if run is None or checkpoint.absolute().parent != RunPaths(run).checkpoints:
@@ -589,7 +590,7 @@ def _run_of(checkpoint: Path) -> Path | None:
 
 
 def _text_line(job: Opened, text: ScoredText) -> str:
-    """Return the line that says what is scored."""
+    """Return the line about the text that is scored."""
     share = "all" if text.tokens == text.total else f"{text.tokens:,} of the"
     if job.config.is_masked:
         share = f"the masked ones of {share}"
@@ -603,7 +604,7 @@ def _text_line(job: Opened, text: ScoredText) -> str:
 def _result_line(record: Mapping[str, Any]) -> str:
     """Return the line of one result."""
     low, high = (bounded_exp(record[key]) for key in ("loss_low", "loss_high"))
-    # One block has no spread.
+    # Bits per byte may be unknown, and a text of a single block has no interval.
     bits = record["bits_per_byte"]
     in_bits = "bits per byte unknown" if bits is None else f"{bits:.4f} bits per byte"
     interval = "no interval" if math.isnan(low) else f"{low:.3f} to {high:.3f}"
@@ -617,13 +618,13 @@ def _result_line(record: Mapping[str, Any]) -> str:
 
 
 def _against(record: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Return the line that compares a result with that of the run's own positions."""
+    """Return the line that compares a result with the one for the run's own positions."""
     ratio = bounded_exp(record["loss_nats"] - own["loss_nats"])
     return f"  {ratio:.3f} times the run's own, {own['perplexity']:.3f}"
 
 
 def _cache_line(decoder: Decoder) -> str:
-    """Return the line that says what the cache of a stream holds at its end, on this rank."""
+    """Return the line about what the cache of a stream holds at its end, on this rank."""
     kept = decoder.kept()
     return (
         f"  cache: {kept.device / 1e6:.1f} MB of keys and values on the device and "
@@ -643,16 +644,16 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-# ---- the text in a tokenizer's ids ---------------------------------------------------------------
+# ---- The text as ids of a tokenizer --------------------------------------------------------------
 TOKENS_PER_BLOCK = 2**16
 
 
 class Texts:
-    """The text that is scored: the files of --text, each a document, or validation splits.
+    """The text to score: the files of --text, each a document, or validation splits.
 
     Args:
-        folder: Where data sets of a text are written, one for each tokenizer.
-        patterns: Names of text files, or glob patterns; none for validation splits.
+        folder: Folder for data sets made from a text, one for each tokenizer.
+        patterns: Names of text files, or glob patterns; empty for validation splits.
     """
 
     def __init__(self, folder: Path, patterns: Sequence[str]) -> None:
@@ -676,7 +677,7 @@ class Texts:
         return f"data.directory={folder}"
 
     def again(self, stream: TokenStream, tokenizer: Tokenizer) -> TokenStream:
-        """Return a validation split's documents in the ids of another tokenizer."""
+        """Return a validation split's documents as ids of another tokenizer."""
         folder = self.folder / f"{tokenizer.fingerprint}-{stream.identity[:HASH_DIGITS]}"
         if not folder.exists():
             own = load_tokenizer(stream.tokenizer_path)
@@ -688,7 +689,7 @@ class Texts:
 
 @contextlib.contextmanager
 def temporary_texts(patterns: Sequence[str] = ()) -> Iterator[Texts]:
-    """Yield Texts, whose data sets are removed at the end."""
+    """Yield a `Texts`, whose data sets are removed on exit."""
     with tempfile.TemporaryDirectory(prefix="pretrain-text-") as folder:
         yield Texts(Path(folder), patterns)
 
@@ -698,7 +699,7 @@ def tokenizer_of_source(source: Path) -> Tokenizer:
     opened = open_checkpoint(find_checkpoint(source))
     config = opened.config
     if opened.tokenizer_file is None:
-        # An imported model came without one; its data set has the tokenizer.
+        # A model that was imported without a tokenizer: its data set has one.
         config = with_data_set(config, opened)
     return tokenizer_of(opened, Path(config.data.directory))
 

@@ -1,7 +1,7 @@
 """Write evaluation results as tables and plots.
 
 A report is FILE.json, which holds all numbers, report.md and the figures as PNG and SVG. A table or
-a figure never holds perplexities of two tokenizers or two validation sets.
+a figure never mixes perplexities of different tokenizers or validation sets.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ PROTOCOLS_EXPLAINED = (
     "stride, and scores only the last tokens of each window, as many as the stride. Both score "
     "every token exactly once."
 )
-"""The protocols in report.md."""
+"""Explanation of the protocols in report.md."""
 STREAM_EXPLAINED = (
     " A *stream* is one pass over the whole text, whose length it has: each token is scored with "
     "all tokens before it as context."
 )
-"""What follows where a text was read in one pass."""
+"""Addition for a text that was read in one pass."""
 MASKED_EXPLAINED = (
     "These models predict masked tokens (`train.objective`): each window is read as a whole, 15 % "
     "of its tokens are hidden, the same at every length, and the perplexity is that of these "
     "tokens, predicted from both sides. It does not compare with a perplexity of next tokens."
 )
-"""The same of models that predict masked tokens."""
+"""Explanation for models that predict masked tokens."""
 INTERVALS_EXPLAINED = (
     "The number after +- is the longer half of the 95 % confidence interval, by Student's t over "
     "blocks of the text: it says how far the value would move on other text of the same documents, "
@@ -83,7 +83,7 @@ INTERVALS_EXPLAINED = (
     "their bits per byte) and, in brackets, the least and the "
     'largest; the value of each seed is in the JSON. A value that is not known is "-".'
 )
-"""What stands beside a value in report.md."""
+"""Explanation of the numbers beside a value in report.md."""
 POSITIONS_EXPLAINED = (
     "Mean loss at each position of the longest nonoverlapping window of each curve, over ranges of "
     f"positions that widen with the position and have {TOKENS_OF_A_VALUE} scored tokens or more; "
@@ -110,20 +110,20 @@ class Page:
     def __init__(self, *parts: str, style: str = "paper") -> None:
         self.parts, self.style = list(parts), style
         self.files: dict[str, bytes] = {}
-        """Path as in the text -> content of each figure in each format."""
+        """Path, as written in the text -> content, for each figure in each format."""
 
     def add(self, *parts: str) -> None:
-        """Add what is not empty, each as a paragraph of its own."""
+        """Add each part that is not empty as a paragraph."""
         self.parts += filter(None, parts)
 
     def show(self, name: str, caption: str, lines: Sequence[Line], frame: Frame) -> None:
         """Draw a figure, and add it with its caption.
 
         Args:
-            name: Its path without the ending.
-            caption: What stands below.
-            lines: What to draw.
-            frame: What to write around it.
+            name: Path of the figure without its file extension.
+            caption: Text below the figure.
+            lines: The lines to draw.
+            frame: Title, labels and axes.
         """
         drawn = draw(lines, frame, self.style)
         self.files |= {f"{name}.{kind}": content for kind, content in drawn.items()}
@@ -135,7 +135,7 @@ class Page:
 
 
 def plain(text: str) -> str:
-    """Return text that Markdown shows as it is, on one line."""
+    """Return text, escaped so that Markdown shows it unchanged on one line."""
     return "".join(
         f"\\{each}" if each in r"\`*_[]<>#&" else each for each in " ".join(text.split())
     )
@@ -164,17 +164,17 @@ def check_objectives(found: Iterable[tuple[str, str]]) -> None:
 
 
 def check_out(out: Path, keys: Collection[str], beside: Iterable[str]) -> None:
-    """Check that what a report would be written over is an earlier report.
+    """Check that a report would overwrite nothing but an earlier report.
 
-    It is known by its JSON, which is written first.
+    An earlier report is recognized by its JSON, which is written first.
 
     Args:
         out: FILE.json.
         keys: Keys that every record has.
-        beside: The names of the other files.
+        beside: The names of the report's other files.
 
     Raises:
-        ConfigError: `out` does not end in .json, or a file is something else.
+        ConfigError: `out` does not end in .json, or a file is not part of a report.
     """
     if out.suffix != ".json":
         raise ConfigError(
@@ -195,14 +195,14 @@ def check_out(out: Path, keys: Collection[str], beside: Iterable[str]) -> None:
 
 
 def check_overwrites(out: Path) -> None:
-    """Check what `pretrain evaluate --out` would write over. Raises ConfigError."""
+    """Check what `pretrain evaluate --out` would overwrite. Raises ConfigError."""
     ends = ("", "_positions", *(f"_{cost}" for cost in COSTS))
     names = (f"{out.stem}{end}.{kind}" for end in ends for kind in FORMATS)
     check_out(out, {"protocol", "length", "loss_nats"}, [TEXT, *names])
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files below a folder, each in one move."""
+    """Write files below a folder, each atomically."""
     for name, content in files.items():
         make_directory((folder / name).parent)
         replace_file(folder / name, content)
@@ -213,9 +213,9 @@ def write_report(out: Path, records: Sequence[Record], style: str = "paper") -> 
 
     Args:
         out: Path of the JSON file; its directory is created.
-        records: Evaluations in the order in which they should be listed. They may be of several
-            runs, training lengths, seeds, tokenizers and validation sets.
-        style: Of its figures; one of `figures.STYLES`.
+        records: Evaluations in the order of the listing, which may be of several runs, training
+            lengths, seeds, tokenizers and validation sets.
+        style: Style of the figures, one of `figures.STYLES`.
 
     Raises:
         ConfigError: There are no records.
@@ -233,13 +233,13 @@ def write_report(out: Path, records: Sequence[Record], style: str = "paper") -> 
 
 
 def _save(out: Path, records: Sequence[Record], page: Page) -> None:
-    """Write a report's files: first the numbers, last the text that shows all others."""
+    """Write a report's files: the numbers first, and last the text that refers to all others."""
     files = {out.name: records_json(records), **page.files, TEXT: page.text().encode()}
     write_files(out.parent, files)
 
 
 def protocols_explained(records: Sequence[Record]) -> str:
-    """Return what report.md says about how these evaluations score a text."""
+    """Return report.md's explanation of how these evaluations score a text."""
     is_masked = any(record["protocol"] == MASKED for record in records)
     is_stream = any(record["protocol"] == STREAM for record in records)
     return MASKED_EXPLAINED if is_masked else PROTOCOLS_EXPLAINED + STREAM_EXPLAINED * is_stream
@@ -264,7 +264,7 @@ def _add_by_length(page: Page, records: Sequence[Record], stem: str) -> None:
     Args:
         page: The report.
         records: The evaluations.
-        stem: What the names of the figures begin with.
+        stem: Prefix of the names of the figures.
     """
     parts = parts_of(make_curves(records))
     page.add("## What stands out", what_stands_out(parts))
@@ -299,19 +299,19 @@ CLAIMS_EXPLAINED = (
 
 
 def what_stands_out(parts: Sequence[Part]) -> str:
-    """Return the rankings of the methods and what the claims say of them, in Markdown.
+    """Return the rankings of the methods and the verdicts on claims, in Markdown.
 
-    Curves of one training length are ranked among each other, in each part of a report.
+    In each part of a report, the curves of each training length are ranked separately.
     """
     blocks = [words for part in parts for words in (*_rankings(part), *_claims(part))]
     curves = [curve for part in parts for curve in part.curves]
-    # The paper's models predict the next token.
+    # The claims are about models that predict the next token.
     is_masked = any(curve.kind == MASKED for curve in curves)
     return "\n\n".join([*blocks, EXPLAINED if is_masked else f"{EXPLAINED} {CLAIMS_EXPLAINED}"])
 
 
 def _claims(part: Part) -> Iterator[str]:
-    """Yield what these curves say of the claims: those that fail, and which pass."""
+    """Yield the verdicts of these curves on the claims: which fail, and which pass."""
     judged = judge(Evidence(part.curves))
     passed = [each.claim.id for each in judged if each.verdict == Verdict.PASSES]
     failed = [each for each in judged if each.verdict == Verdict.FAILS]
@@ -344,7 +344,7 @@ def _listed(opening: Iterable[str], lines: Iterable[str]) -> str:
 
 
 def _ranking(curves: Sequence[Curve], length: int) -> str:
-    """Return a ranking at one length, in which everything that was not measured is named too."""
+    """Return a ranking at one length, which also names all curves that were not measured."""
     present = [curve for curve in curves if length in curve.records]
     values = {curve: curve.value(length).value for curve in present}
     ranked = sorted((c for c in present if math.isfinite(values[c])), key=values.__getitem__)
@@ -362,9 +362,9 @@ def _ranking(curves: Sequence[Curve], length: int) -> str:
 
 
 # ---- Report how perplexity at each length develops over a run's checkpoints ----
-# Each evaluation job leaves one directory, RUN/evaluations/step-########/, with the files that
-# `pretrain evaluate --out` writes, or with a failed.json once the launcher has given up on that
-# checkpoint. Every report is made anew from all of them, so the jobs may finish in any order.
+# Each evaluation job writes one directory, RUN/evaluations/step-########/, with the files of
+# `pretrain evaluate --out`, or with a failed.json if the launcher has given up on that checkpoint.
+# Every report is made from all of these directories, so the jobs may finish in any order.
 
 
 @dataclass(frozen=True)
@@ -372,9 +372,9 @@ class Evaluated:
     """The results of a run's evaluation jobs so far."""
 
     folders: tuple[str, ...]
-    """Names of all the directories that were read, in the order of the steps."""
+    """Names of all directories that were read, in the order of steps."""
     records: list[dict[str, Any]]
-    """In the order of the steps."""
+    """All records, in the order of steps."""
     missing: dict[str, str]
     """Checkpoint -> reason why it has no results."""
 
@@ -399,7 +399,7 @@ def read_evaluations(directory: Path) -> Evaluated:
                 "again"
             )
             continue
-        # The folder's name is the step, whatever a copy of the checkpoint was called.
+        # The folder's name gives the step, even if a copy of the checkpoint has another name.
         step = checkpoint_step(folder.name)
         records += [{**record, "step": step} for record in found]
     return Evaluated(tuple(p.name for p in folders), records, missing)
@@ -408,9 +408,9 @@ def read_evaluations(directory: Path) -> Evaluated:
 def report_run(run: Path) -> str:
     """Write curve.json, report.md and the figures of curve and steps in RUN/evaluations.
 
-    Two processes may do this at the same time, as two evaluation jobs that end together. Each file
-    is replaced atomically, and each process looks for new results after it has written and starts
-    again if there are any. So the last one to write has included all results.
+    Two processes may do this at the same time, for example when two evaluation jobs end together.
+    Each file is replaced atomically. After writing, each process looks for new results and starts
+    again if there are any, so the last process to write has included all results.
 
     Args:
         run: Run directory.
@@ -440,7 +440,7 @@ def report_run(run: Path) -> str:
 
 
 def _warn(run: Path, evaluated: Evaluated) -> None:
-    """Name on stderr what has no results."""
+    """List on stderr the checkpoints without results."""
     for name, reason in evaluated.missing.items():
         print(f"warning: {run}: {name}: {reason}", file=sys.stderr, flush=True)
 
@@ -463,25 +463,24 @@ def _write(directory: Path, evaluated: Evaluated) -> None:
     page.add(f"# Step {newest} by length")
     _add_by_length(page, [r for r in records if r["step"] == newest], "curve")
     page.add("## How to read it", protocols_explained(records), INTERVALS_EXPLAINED)
-    # Losses by block and by position stay in the folders of the steps.
+    # Losses by block and by position are only in the folders of the steps.
     _save(directory / "curve.json", [fields_of(record) for record in records], page)
 
 
-# ---- combine ----
-# Make one report of several: of runs that were evaluated, and of reports that were written.
+# ---- Combine evaluated runs and earlier reports into one report ----
 
 
 def combine(sources: Sequence[Path], out: Path | None, style: str = "paper") -> str:
     """Write one report of the results of several sources; return its tables for the terminal.
 
     Args:
-        sources: Runs, of which the newest evaluated checkpoint is taken, or curve.json files.
+        sources: Runs, whose newest evaluated checkpoint is taken, or curve.json files.
         out: FILE.json of the report, whose other files are written beside it; None for no report.
-        style: Of its figures; one of `figures.STYLES`.
+        style: Style of the figures, one of `figures.STYLES`.
 
     Raises:
-        ConfigError: A source has no results, some predict masked tokens and some next ones, or the
-            report cannot be written to `out`.
+        ConfigError: A source has no results, masked models are mixed with others, or the report
+            cannot be written to `out`.
     """
     found = [(source, record) for source in sources for record in records_of(source)]
     check_objectives((str(source), record["protocol"]) for source, record in found)
