@@ -25,6 +25,7 @@ def _config(directory, data, parallel, **train):
     return tiny_config(
         run={"directory": str(directory)},
         data={"directory": str(data)},
+        model={"num_layers": 2},
         parallel=parallel,
         train={"num_steps": 5, **train},
         checkpoint={"interval_steps": 3},
@@ -150,7 +151,8 @@ def test_ranks_that_are_in_order_are_left_alone(pools, layout, precision, method
     config = tiny_config(
         parallel={**parallel, "gradient_reduce_dtype": wire},
         position={"method": method},
-        model={"hidden_dropout": 0.1},
+        # Two stages of two chunks have a layer in each.
+        model={"num_layers": 4 if "vpp" in layout else 2, "hidden_dropout": 0.1},
         train={"precision": precision},
         batch={"micro_batch_size": 1},
     )

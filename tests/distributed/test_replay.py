@@ -26,6 +26,7 @@ def _config(directory, data, layout, interval=4, recovery=None, **train):
     return tiny_config(
         run={"directory": str(directory)},
         data={"directory": str(data)},
+        model={"num_layers": 2},
         parallel=ALL_LAYOUTS[layout][1],
         train={"num_steps": STEPS, **train},
         checkpoint={"interval_steps": interval, "keep": 1},

@@ -16,8 +16,10 @@ from tests.distributed.test_parallel_equals_dense import VARIANTS
 
 
 def _config(directory, data, parallel, **sections):
-    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-    sections["model"] = dropout | sections.get("model", {})
+    # Two stages of two chunks have a layer in each.
+    layers = 4 if "virtual_pipeline_model_parallel_size" in parallel else 2
+    model = {"num_layers": layers, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    sections["model"] = model | sections.get("model", {})
     return tiny_config(
         run={"directory": str(directory)},
         data={"directory": str(data)},

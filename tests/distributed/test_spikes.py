@@ -24,7 +24,7 @@ def _config(directory, data, parallel, policy, interval=SAVED_STEP, **train):
         run={"directory": str(directory)},
         data={"directory": str(data)},
         # GPT-2's: the loss starts near that of a uniform guess, so bad data stands out at step 11.
-        model={"embedding_scale": 1.0, "embedding_init_method_std": 0.02},
+        model={"num_layers": 2, "embedding_scale": 1.0, "embedding_init_method_std": 0.02},
         parallel=parallel,
         train={
             "num_steps": STEPS,
@@ -49,10 +49,7 @@ def _spikes(directory, step):
     return open_checkpoint(checkpoint_directory(directory, step)).trainer_state.spikes
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision"),
-    [("dp2", "bf16"), ("pp2", "fp32")],
-)
+@pytest.mark.parametrize(("layout", "precision"), [("dp2", "bf16"), ("pp2", "fp32")])
 def test_a_skipped_update_changes_nothing_and_is_counted(
     pools, tiny_data, tmp_path, layout, precision
 ):
