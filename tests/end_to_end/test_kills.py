@@ -36,9 +36,9 @@ from tests.end_to_end.commands import (
 )
 from tests.end_to_end.test_stopping import weights
 
-STEPS, INTERVAL = 40, 2
+STEPS, INTERVAL = 24, 2
 KILLS, TORTURE_KILLS = 2, 500
-KILLS_OF_A_RUN = 10
+KILLS_OF_A_RUN = 6
 """So many fit into the steps of one run, which is why the torture takes many runs."""
 VICTIMS = ("rank", "rank 0", "writer", "launcher", "all")
 SETTINGS = (
