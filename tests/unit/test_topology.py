@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+
+from tests.end_to_end.commands import forked, succeeded
 
 # In a process of its own, because the pools of tests/distributed keep the groups of their tasks.
 REPEATED = """
@@ -18,8 +19,6 @@ for _ in range(4):
 
 
 def test_groups_of_a_layout_are_closed_before_the_next_one_is_set_up() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", REPEATED], capture_output=True, text=True, check=True
-    )
-    first, *others = done.stdout.split()
+    done = succeeded(forked([sys.executable, "-W", "ignore", "-c", REPEATED]))
+    first, *others = done.out.split()
     assert others == [first] * 3
