@@ -231,7 +231,7 @@ def _evaluate(
     if short_context and short_context >= longest:
         raise ConfigError(
             f"--longppl {short_context}: no token of the longest window, of {longest} tokens, has "
-            "more context than that. Choose a smaller number"
+            "more context than that. Choose less"
         )
     keys: dict[tuple[str, int, int], Any] = {}
 
