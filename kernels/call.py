@@ -1,6 +1,6 @@
-"""A description of one attention call, from which backends and `choose_backend` decide.
+"""The description of an attention call, on which the choice of a backend depends.
 
-It holds no tensors and asks no GPU, so decisions for any GPU can be tested on a machine without.
+It holds no tensors and queries no GPU, so the choice for any GPU can be tested without one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 
 
 class ScoreFunction(NamedTuple):
-    """A function of the scores, of a method whose bias is neither slopes nor a table."""
+    """A function of the scores, for a method whose bias is neither slopes nor a table."""
 
     formula: Callable[..., Tensor]
     """(the arguments of a call, *tensors) -> scores, differentiable in all tensors."""
     tensors: tuple[Tensor, ...]
-    """What the formula is given, with the heads as axis 0, in the dtype of the scores."""
+    """The tensors for the formula, with the heads as axis 0, in the dtype of the scores."""
     window: int | None = None
-    """A query sees keys at distances below this alone, to either side; None: at any."""
+    """A query sees only keys at distances below this, on either side; None: at any distance."""
 
     def of_heads(self, heads: slice) -> ScoreFunction:
         """Return the function for some of its heads."""
@@ -39,10 +39,10 @@ class ScoreFunction(NamedTuple):
     def __call__(
         self, scores_BHQK: Tensor, q_BHQD: Tensor, k_BHKD: Tensor, queries: Tensor, keys: Tensor
     ) -> Tensor:
-        """Return the scores that the softmax sees, [B, H, Q, K].
+        """Return the scores for the softmax, [B, H, Q, K].
 
-        The kernel masks afterwards what a query may not see, and what is returned there must be
-        finite, or -inf, with a finite gradient.
+        The kernel masks hidden keys afterwards. The results for these must also be finite, or -inf,
+        with finite gradients.
 
         Args:
             scores_BHQK: Products of queries and keys times their scale, fp32, or fp64 for fp64 q.
@@ -60,19 +60,19 @@ def by_distance(
     tensors: tuple[Tensor, ...],
     combine: Callable[[Tensor, Tensor], Tensor] = torch.add,
 ) -> ScoreFunction:
-    """Return the function that changes a score by a number of each head and distance.
+    """Return a function that changes scores by a number that depends on head and distance.
 
     Args:
         formula: (distances, float [N], *tensors) -> the number of each head, [H, N].
-        tensors: What the formula is given, with the heads as axis 0.
+        tensors: The tensors for the formula, with the heads as axis 0.
         combine: (scores [B, H, Q, K], numbers [H, Q, K]) -> scores.
     """
 
     def changed(
         scores_BHQK: Tensor, q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, *own: Tensor
     ) -> Tensor:
-        # Each distance is computed once. With the keys in reverse order, the row of query r is
-        # entries r .. r + K - 1 of it.
+        # Compute each distance once. With the keys in reverse order, the row of query r is entries
+        # r .. r + K - 1.
         length = len(queries) + len(keys) - 1
         distances = torch.arange(length, device=keys.device) + (queries[0] - keys[-1])
         numbers = formula(distances.to(scores_BHQK.dtype), *own).to(scores_BHQK.dtype)
@@ -82,7 +82,7 @@ def by_distance(
 
 
 def products_at(q_BHQD: Tensor, rows_HND: Tensor, index_QK: Tensor) -> Tensor:
-    """Return the product of each query with the row of its head that stands at an index of a key.
+    """Return the product of each query with a row of its head that each key selects by an index.
 
     Args:
         q_BHQD: Queries.
@@ -97,7 +97,7 @@ def products_at(q_BHQD: Tensor, rows_HND: Tensor, index_QK: Tensor) -> Tensor:
 
 
 def of_heads(terms: Mapping[str, Any], heads: slice) -> dict[str, Any]:
-    """Return a position method's keyword arguments of `attention` for some of their heads."""
+    """Return a position method's keyword arguments of `attention` for some of the heads."""
     return {
         name: term[heads]
         if isinstance(term, Tensor)
@@ -119,13 +119,13 @@ class ScoreBias(NamedTuple):
     """T5: the distance at which the last bucket begins."""
     causal: bool
     scores: ScoreFunction | None = None
-    """Any other method; `at` does not know it."""
+    """For any other method. `at` does not cover it."""
 
     def at(self, distances: Tensor) -> Tensor:
         """Return the bias of every head at the given distances, differentiable in slopes and table.
 
-        The result is fp32 whatever the dtype of q. In bf16, neighbouring keys far from the query
-        would round to the same bias.
+        The result is fp32 whatever the dtype of q, because in bf16 the biases of neighboring keys
+        far from the query would round to the same number.
 
         Args:
             distances: [N], integers.
@@ -195,7 +195,7 @@ class Call(NamedTuple):
     groups: int
     """Key heads."""
     bias: Literal["none", "slopes", "trained slopes", "table", "scores"]
-    """What is added to the scores; "trained slopes" want a gradient, "scores" is a function."""
+    """What is added to the scores. "trained slopes" need a gradient; "scores" is a function."""
     causal: bool
     dropout: bool
     capability: tuple[int, int] | None

@@ -1,4 +1,4 @@
-"""The entrance to attention: `attention` checks its arguments, chooses a backend and calls it."""
+"""The entry point: `attention` checks its arguments, chooses a backend and calls it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import Tensor
 from pretrain.kernels import folded, scored, sdpa
 from pretrain.kernels.call import Call, ScoreBias, ScoreFunction, describe_call
 
-# ---- The choice of an attention backend, as a function of the call's description alone ----
+# ---- The choice of an attention backend, as a function of the call's description only ----
 
 
 class Choice(NamedTuple):
-    """A backend and what the log says about it."""
+    """A backend and its explanation for the log."""
 
     backend: str
     reason: str
-    """Why this backend, and what it computes in."""
+    """Why this backend was chosen, and in which precision it computes."""
 
 
-# Asked for each layer of each micro batch, with few different calls.
+# Cached, because it is called for each layer of each micro batch, with few different calls.
 @lru_cache(maxsize=1024)
 def choose_backend(call: Call) -> Choice:
     """Return the best backend for a call.
 
-    The best is what is fastest among the kernels that compute the method exactly, as far as it is
-    known: comparisons of methods must give each method its best kernel. Nothing is cast without the
-    reason saying so. FlashAttention-2, FlashAttention-4 and FlexAttention are no backends until a
-    GPU has shown that one of them wins (benchmarks/gpu_day/candidates.py).
+    The best backend is the fastest known kernel that computes the method exactly, because
+    comparisons of methods must give each method its best kernel. If inputs are cast, the reason
+    says so. FlashAttention-2, FlashAttention-4 and FlexAttention are not backends, unless a
+    measurement on a GPU shows that one of them is faster (benchmarks/gpu_day/candidates.py).
 
     Args:
         call: Description of the call.
@@ -70,7 +70,7 @@ def _triton_refusal(call: Call) -> str | None:
     if call.older_than(8, 0):
         return "it needs a GPU of compute capability 8.0 or more"
     if call.head_dim > 256:
-        # A wider tile does not fit into shared memory.
+        # Wider tiles do not fit into shared memory.
         return f"it serves heads of width 256 at most, these have {call.head_dim}"
     if call.dtype == torch.float64:
         return f"it serves bf16, fp16 and fp32, these inputs are {call.dtype}"
@@ -92,7 +92,7 @@ REFUSALS: dict[str, Callable[[Call], str | None]] = {
     "sdpa": sdpa.refusal,
     "scored": scored.refusal,
 }
-"""Each backend and the reason why it cannot serve a call, or None if it can."""
+"""Backend -> function that returns why it cannot serve a call, or None if it can."""
 
 
 def _refusal(name: str, call: Call) -> str | None:
@@ -121,8 +121,8 @@ def attention(
 
     The queries are the last positions of the keys. The bias of head h for query position i and key
     position j is -slopes[h] * |i - j| (ALiBi), or relative_attention_bias[h, bucket(i - j)] (T5),
-    or nothing. It stays in fp32 and may need gradients. With `scores`, softmax takes what this
-    function makes of scale * q k^T.
+    or nothing. It stays in fp32 and may need gradients. With `scores`, the softmax is applied to
+    scores(scale * q k^T).
 
     Args:
         q_SBHD: Queries, [queries, B, H, D].
@@ -131,19 +131,19 @@ def attention(
         slopes: ALiBi slopes of this rank's heads, [H], fp32.
         relative_attention_bias: T5's table for this rank's heads, [H, num_buckets].
         relative_attention_max_distance: Distance at which the last bucket of the table begins.
-        scores: The function of a method that is none of these, for this rank's heads.
+        scores: The function of any other method, for this rank's heads.
         causal: Apply a causal mask.
         document_starts: For each query, the position of the first token of its document, int32 [B,
-            queries]: the query at position i sees keys from there to i. Needs a causal mask. The
-            values are not checked: each must be at most i, and they must not fall from one query to
-            the next. None: queries see every key up to their own position.
-        scale: Factor of the products q k^T, not of the bias; 1 / sqrt(D) if None.
-        dropout_p: Probability that a weight is dropped, from torch's default generator of the
+            queries]: the query at position i sees the keys from there to i. Needs a causal mask.
+            The values are not checked: each must be at most i, and they must not decrease from one
+            query to the next. None: queries see every key up to their own position.
+        scale: Factor on the products q k^T, not on the bias; 1 / sqrt(D) if None.
+        dropout_p: Probability that a weight is dropped, with torch's default generator of the
             device.
-        backend: "triton", "folded", "sdpa" or "scored", which then serves or fails; or "auto",
-            which chooses one (`choose_backend`) and logs choice and reason once per process.
+        backend: "triton", "folded", "sdpa" or "scored", which is used or raises an error; or
+            "auto", which chooses one (`choose_backend`) and logs the reason once per process.
         skip: For "triton" and "sdpa": leave out keys too far away to matter
-            (`pretrain.kernels.flash`). True at any length, False never, None where it pays.
+            (`pretrain.kernels.flash`). True: at any length; False: never; None: where it is faster.
 
     Returns:
         The output, [queries, B, H, D] in the dtype of q.

@@ -1,33 +1,33 @@
 """How far back a query can see under ALiBi: the bound that every attention kernel shares.
 
-A key at a distance d carries the bias -slope * d, so it cannot matter if no product q.k makes up
-for that. The package docstring of `pretrain.kernels.flash` has the rule by tiles, which Triton's
-kernel asks with the constants below, and its proof. Here it is asked for each query and answered
-with one position: the keys before it are left out. With norms by Cauchy-Schwarz, in natural units,
-all weights that query i gives the keys of tiles 0 .. c sum to at most exp(most_ic - floor_i), where
+A key at a distance d has the bias -slope * d, so it cannot matter if no product q.k can make up for
+that. The package docstring of `pretrain.kernels.flash` has the rule by tiles, which Triton's kernel
+applies with the constants below, and its proof. Here the rule is applied to each query, and gives
+one position: keys before it are left out. By Cauchy-Schwarz, in natural units, all weights that
+query i gives the keys of tiles 0 .. c sum to at most exp(most_ic - floor_i), where
 
     most_ic = ln sum over j of exp(|scale| |q_i| |k_j| - slope * d_ij)
     floor_i = logsumexp of its scores over the FLOOR_TILE to 2 * FLOOR_TILE - 1 keys up to its own,
-              which is a lower bound of that of its row
+              which is a lower bound on the logsumexp of its row
 
 The tiles are left out if
 
     floor_i - most_ic > 24 ln 2 + ln max(1, V_c / |v_i|)
 
-where V_c is the largest norm of values in tiles 0 .. c. If a gradient is wanted,
-ln max(1, K_c / |k_i|) with that of keys is added on the right, and ln 2 where keys are left out on
-both sides. most_ic + slope * (position of i) depends on |q_i| and c alone. As a function of |q_i|
-it is convex, so the chord between two of NORM_POINTS lengths is above it. Where the norms of single
-keys are not at hand, K_c stands for each of them, and the sum over distances is at most
+where V_c is the largest norm of values in tiles 0 .. c, and K_c that of keys. If gradients are
+needed, ln max(1, K_c / |k_i|) is added on the right, and ln 2 if keys are left out on both sides.
+most_ic + slope * (position of i) depends only on |q_i| and c. As a function of |q_i| it is convex,
+so the chord between two of NORM_POINTS lengths is an upper bound. If the norms of single keys are
+not known, K_c replaces each of them, and the sum over distances is at most
 exp(|scale| |q_i| K_c - slope * d_ic) times the smaller of N, the number of keys, and
 1 / (1 - exp(-slope)), with the distance d_ic to the last key of tile c. The left side falls as c
 rises, so a binary search finds the last tile for which the inequality holds.
 
-Seen on the demo's model at 32,768 tokens: queries were given 2,900 keys each with K_c and N, 2,630
-with K_c and the sum over distances, and 2,350 with the norms of single keys.
+Measured on the demo's model at 32,768 tokens: each query got 2,900 keys with K_c and N, 2,630 with
+K_c and the sum over distances, and 2,350 with the norms of single keys.
 
-Outputs depend on later tokens by what is left out at most: a block of queries takes the keys that
-any of its queries can see.
+A block of queries takes the keys that any of its queries can see. Outputs can therefore depend on
+later tokens, but by no more than the weights that are left out.
 """
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head,
@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NEEDED_BITS = 24.0
-"""All weights that a row loses sum to less than 2^-24: half an fp32 ulp of 1."""
+"""The weights that are left out of a row sum to less than 2^-24: half an fp32 ulp of 1."""
 NEEDED = NEEDED_BITS * math.log(2)
 """The same in natural units."""
 NORM_SLACK = 1 + 2.0**-12
@@ -51,12 +51,12 @@ in the norms and in the products q.k, which tensor cores round more coarsely tha
 RELATIVE_SLACK = 2.0**-18
 """Relative reduction of the floor and of slope * distance, for their rounding in fp32."""
 ABSOLUTE_SLACK = 2.0**-6
-"""Added to what is needed, for the rounding of logarithms and of the remaining sums in fp32."""
+"""Added to the required margin, for the rounding of logarithms and of the other sums in fp32."""
 NORM_POINTS = 8
-"""Lengths of queries, from 0 to the longest, for which norms of keys are summed. With 31 of them,
+"""Number of query lengths, from 0 to the longest, for which sums over keys are computed. With 31,
 0.01 % more keys are left out on the demo's model."""
 FLOOR_TILE = 32
-"""Queries that look for their floor together."""
+"""Queries whose floors are computed together."""
 FLOOR_TILES = 32
 """Tiles of queries whose scores are in memory at once."""
 
@@ -75,10 +75,10 @@ def key_windows(
     gradients: bool,
     document_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return which keys any query of each block can see, for every key head.
+    """Return the keys that any query of each block can see, for every key head.
 
-    All weights that a row loses sum to less than 2^-24, and what the output loses is below
-    2^-24 (|v_i| + |out_i|). A query that is not finite, or that could see a number that is not,
+    The weights that are left out of a row sum to less than 2^-24, and the error of the output is
+    below 2^-24 (|v_i| + |out_i|). A query that is not finite, or that could see non-finite numbers,
     sees all keys, and so does a head whose slope is not positive.
 
     Args:
@@ -91,7 +91,7 @@ def key_windows(
         causal: Queries see no later key.
         queries: Queries in a block, counted from the last query backwards.
         tile: Keys in a tile, counted from the first key on.
-        gradients: Gradients are wanted, in which a long key counts as well.
+        gradients: Whether gradients are needed, in which long keys matter too.
         document_starts: Where each query's document begins, [B, queries], or None.
 
     Returns:
@@ -117,7 +117,7 @@ def first_keys(
     gradients: bool,
     document_starts: Tensor | None = None,
 ) -> Tensor:
-    """Return `key_windows` of causal attention with as many queries in a block: the first keys."""
+    """Return the first keys of `key_windows`, for causal attention and blocks of `tile` queries."""
     return key_windows(
         q_SBHD, k_SBGD, v_SBGD, slopes, scale, True,
         queries=tile, tile=tile, gradients=gradients, document_starts=document_starts,
@@ -137,10 +137,10 @@ def _firsts(
     document_starts: Tensor | None = None,
     blocks_from_first: bool = False,
 ) -> Tensor:
-    """Return the first key that each block can see, of those before it, int64 [G, blocks].
+    """Return the first key that each block can see, among those before it, int64 [G, blocks].
 
-    Blocks are in the order of the queries, and the first is the shorter one unless they are counted
-    from there.
+    Blocks are in the order of the queries. The first one may be shorter, or with
+    `blocks_from_first` the last one.
     """
     num_queries, num_keys, groups = len(q_SBHD), len(k_SBGD), k_SBGD.shape[2]
     norms = row_norms(k_SBGD), row_norms(v_SBGD)
@@ -151,7 +151,7 @@ def _firsts(
         norms=norms[0], two_sided=two_sided, queries=queries, blocks_from_first=blocks_from_first,
     )  # fmt: skip
     if document_starts is not None:
-        # Starts never fall from one query to the next.
+        # Starts never decrease, so the first query of a block decides.
         first = torch.arange(num_queries % -queries, num_queries, queries).clamp(min=0)
         left_out = left_out.maximum(document_starts[:, None, first] // tile)
     of_groups = left_out.amin(0).view(groups, q_SBHD.shape[2] // groups, -1)
@@ -176,7 +176,7 @@ def tiles_left_out(
     queries: int = 1,
     blocks_from_first: bool = False,
 ) -> Tensor:
-    """Return how many tiles of keys, from the first one on, no query of a block can see.
+    """Return how many tiles of keys, from the first one on, are invisible to a block of queries.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D], the last of `num_keys` positions.
@@ -191,12 +191,11 @@ def tiles_left_out(
         gradients: As in `key_windows`.
         document_starts: The same, in positions of `k_SBGD`.
         first: Position of the first key of the first tile.
-        norms: 2-norms of the keys of all tiles, fp32 [B, G, keys], if there are none before them.
-            Without them the largest stand for all.
-        two_sided: Keys after the queries are left out as well, by another call.
+        norms: 2-norms of the keys of all tiles, fp32 [B, G, keys], if no keys precede these. None:
+            use the largest norms for all keys.
+        two_sided: Whether another call leaves out keys after the queries.
         queries: Queries in a block.
-        blocks_from_first: The last block is the shorter one if they do not come out even, not the
-            first.
+        blocks_from_first: If blocks do not divide evenly, make the last one shorter, not the first.
 
     Returns:
         int64 [B, H, blocks].
@@ -209,7 +208,7 @@ def tiles_left_out(
     floor = _floors(q_SBHD, k_SBGD, slopes.float(), scale, document_starts)
     needed = NEEDED + ABSOLUTE_SLACK + (math.log(2) if two_sided else 0)
     spare = floor - floor.abs() * RELATIVE_SLACK - needed
-    # In blocks; of queries that fill one up, every comparison is true.
+    # Fill up the incomplete block with queries that never restrict the result.
     after = -len(q_SBHD) % queries
     fill = (0, after) if blocks_from_first else (after, 0)
     reach = row_norms(q_SBHD) * (abs(scale) * NORM_SLACK)
@@ -217,8 +216,8 @@ def tiles_left_out(
         torch.unflatten(pad(x, fill, value=filler), 2, (-1, queries))
         for x, filler in ((spare, math.inf), (reach, 0), (own_key, math.inf), (own_value, math.inf))
     )
-    # Distances to the last key of a tile, in two parts. Positions may be a million, and fp32 does
-    # not hold their products with slopes to the precision that is needed.
+    # Split distances to the last key of a tile in two parts: positions may be a million, and their
+    # products with slopes would not be precise enough in fp32.
     places = pad(position, fill, value=int(position[0])).view(-1, queries)
     begins = places[:, 0]
     spare = spare + decay[..., None] * (places - begins[:, None] + 1)
@@ -234,12 +233,12 @@ def tiles_left_out(
         most = most + (value / own_value).clamp(min=1).log()
         if gradients:
             most = most + (key / own_key).clamp(min=1).log()
-        # Any comparison with NaN is false: what is not finite is not left out.
+        # Comparisons with NaN are false, so tiles with non-finite numbers are not left out.
         between = begins - first - (tile_BHT + 1) * tile
         enough = spare - most > -(decay * between)[..., None]
         return enough.all(3) & (key + value).isfinite().squeeze(3) & (decay > 0)
 
-    # How many tiles are left out lies in low .. high. All lie before the first query of the block.
+    # The number of tiles left out is in low .. high; they are before the first query of the block.
     high = ((begins - first) // tile).clamp(min=0, max=key_BHT.shape[2]).expand(spare.shape[:3])
     low = torch.zeros_like(high)
     for _ in range(key_BHT.shape[2].bit_length()):
@@ -255,7 +254,7 @@ class _NormSums:
     d_cj is the distance of key j to the last key of tile c.
 
     Args:
-        reach_BHTS: Of every query, by block, what a score is at most per norm of a key.
+        reach_BHTS: For each query, by block: largest score per unit of a key's norm.
         norms_BHS: Norms of keys.
         decay: [H, 1].
         tile: Keys in a tile.
@@ -271,7 +270,7 @@ class _NormSums:
             terms = pad(norms_BHS * (step * point) - to_end, (0, -keys % tile), value=-math.inf)
             sums.append(torch.unflatten(terms, 2, (-1, tile)).logsumexp(3))
         of_tiles = torch.stack(sums, dim=3).double()  # [B, H, T, NORM_POINTS]
-        # In fp64, since slope * position may be 10^5 and the sums are wanted to 2^-7.
+        # In fp64, because slope * position may be 10^5, and the sums need a precision of 2^-7.
         number = torch.arange(of_tiles.shape[2], device=decay.device)
         end = (decay.double() * (number * tile))[..., None]
         self.table = (torch.logcumsumexp(of_tiles + end, dim=2) - end).float()
@@ -280,7 +279,7 @@ class _NormSums:
         self.weight = place - self.low
 
     def at(self, tile_BHT: Tensor) -> Tensor:
-        """Return it for every query and the tile c of its block, fp32 [B, H, T, S]."""
+        """Return the bound for every query and the tile c of its block, fp32 [B, H, T, S]."""
         rows = self.table.gather(2, tile_BHT[..., None].expand(-1, -1, -1, NORM_POINTS))
         return rows.gather(3, self.low).lerp(rows.gather(3, self.low + 1), self.weight)
 
@@ -288,11 +287,11 @@ class _NormSums:
 def _floors(
     q_SBHD: Tensor, k_SBGD: Tensor, slopes: Tensor, scale: float, document_starts: Tensor | None
 ) -> Tensor:
-    """Return the logsumexp of every query's scores over keys close before it, fp32 [B, H, S]."""
+    """Return the logsumexp of each query's scores over the keys just before it, fp32 [B, H, S]."""
     num_queries, batch, heads, width = q_SBHD.shape
     groups, before = k_SBGD.shape[2], len(k_SBGD) - num_queries
-    # The keys of a tile of queries are those at its positions and at as many before them. Zeros
-    # stand for positions that do not exist, which are masked.
+    # A tile of queries takes the keys at its positions and at as many positions before. Positions
+    # that do not exist are filled with zeros and masked.
     after = -num_queries % FLOOR_TILE
     q = pad(q_SBHD, (0, 0, 0, 0, 0, 0, 0, after))
     q = q.view(-1, FLOOR_TILE, batch, groups, heads // groups, width)  # [T, FLOOR_TILE, ...]
@@ -316,7 +315,7 @@ def _floors(
             q_part.reshape(math.prod(many), -1, width),
             k[part].float().reshape(math.prod(many), width, -1),
         ).view(*many[:2], heads, FLOOR_TILE, -1)
-        # Nothing is hidden but before the first key that there is, and before a document.
+        # Hide only keys before the first existing key, and before a query's document.
         if starts is not None or before + (begin - 1) * FLOOR_TILE < 0:
             number = torch.arange(begin, begin + len(q_part), device=q.device)[:, None]
             position = before + (number - 1) * FLOOR_TILE + column  # [T, 2 * FLOOR_TILE]
@@ -324,7 +323,7 @@ def _floors(
             if starts is not None:
                 first = starts.view(batch, -1, FLOOR_TILE)[:, part].transpose(0, 1)[..., None]
             scores.masked_fill_((position[:, None, None] < first)[:, :, None], -math.inf)
-        # As torch's logsumexp does it, in place. Own keys are not hidden, so no row is empty.
+        # Like torch's logsumexp, but in place. No row is empty, because own keys are never hidden.
         most = scores.amax(-1, keepdim=True)
         floors.append(scores.sub_(most).exp_().sum(-1).log_().add_(most[..., 0]))
     whole = torch.cat(floors).permute(1, 2, 0, 3).reshape(batch, heads, -1)
@@ -332,7 +331,7 @@ def _floors(
 
 
 def row_norms(x_SBHD: Tensor) -> Tensor:
-    """Return the 2-norm of every row, fp32 [B, H, S]; infinite where it is no number."""
+    """Return the 2-norm of every row, fp32 [B, H, S]; infinite instead of NaN."""
     norms: Tensor = torch.linalg.vector_norm(x_SBHD.float(), dim=3).permute(1, 2, 0)
     return norms.nan_to_num(nan=math.inf, posinf=math.inf)
 

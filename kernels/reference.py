@@ -1,7 +1,7 @@
-"""The dense reference: attention written out from its definition, in double precision.
+"""The dense reference: attention by its definition, in double precision.
 
-Every backend is tested against it. It shares no code with them but the bucket rule, which is tested
-against transformers.
+Every backend is tested against it. It shares no code with them except the rule for buckets, which
+is tested against transformers.
 """
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head.
@@ -42,11 +42,11 @@ def attention_reference(
         slopes: ALiBi slopes, [H].
         relative_attention_bias: T5's table, [H, num_buckets].
         relative_attention_max_distance: Distance at which the last bucket of the table begins.
-        scores: What is made of the scores, by a function.
+        scores: A function that is applied to the scores.
         causal: Apply a causal mask.
         document_starts: For each query, the position of the first token of its document, [B,
             queries]; keys before it are hidden. None hides none.
-        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
+        scale: Factor on the products q k^T; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped.
         keep: Weights that dropout keeps, [B, H, queries, keys]; drawn from torch's generator if
             None.

@@ -1,9 +1,9 @@
 """Attention for position methods that are a function of the scores, in torch's own operations.
 
-Exact, in fp32, a block of queries at a time: B x H x QUERY_BLOCK x keys scores are in memory at
-once, in the forward and in the backward pass, which computes each block again. It serves every
-device, causal and symmetric attention, dropout, documents, and what the function learns. A kernel
-that is compiled for one method would be faster; this one is the same for all.
+It is exact and computes in fp32, one block of queries at a time: B x H x QUERY_BLOCK x keys scores
+are in memory at once, in the forward pass and in the backward pass, which recomputes each block. It
+supports every device, causal and symmetric attention, dropout, documents, and learned parameters of
+the function. A kernel compiled for one method would be faster; this one is the same for all.
 """
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head,
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.kernels.call import Call, ScoreBias
 
 QUERY_BLOCK = 256
-"""Queries of a block. It is not given the keys after its last query, nor those beyond a window."""
+"""Queries of a block, which gets no keys after its last query or beyond a window."""
 
 
 def refusal(call: Call) -> str | None:
@@ -68,7 +68,7 @@ def attention_scored(
             None if document_starts is None else document_starts[:, rows],
             (bias, scale, dropout_p, before + rows.start, first),
             use_reentrant=False,
-            # A tracked generator is forked around the call, and is back in its place by then.
+            # Needed, because the tracked generator is forked only around the forward call.
             preserve_rng_state=dropout_p > 0,
         )
         outs.append(out)

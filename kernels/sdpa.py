@@ -1,8 +1,8 @@
 """Attention through torch's scaled_dot_product_attention.
 
-Without a bias this is the fastest that torch has: cuDNN's, the flash or the memory-efficient kernel
-on a GPU. With a bias it takes a float mask, which serves every CPU and what no other backend
-serves on a GPU, where q, k and v are then cast to fp32 (the log of the start says so).
+Without a bias this is torch's fastest kernel: on a GPU cuDNN's, the flash or the memory-efficient
+one. With a bias it takes a float mask. This serves every CPU, and on a GPU the calls that no other
+backend serves, where q, k and v are cast to fp32 (the log says so at the start).
 """
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head.
@@ -23,26 +23,26 @@ from pretrain.kernels.call import Call, ScoreBias
 from pretrain.kernels.reach import key_windows
 
 QUERY_BLOCK = 256
-"""Queries served by one call of torch's kernel. A block is not given the keys after its last query,
-which halves the work of long causal sequences. Of 64, 128, 256 and 512, 256 was the fastest at
-2,048 and 4,096 tokens and within 3 % of it at 512 (benchmarks/results/cpu_attention_mask.md)."""
+"""Queries in one call of torch's kernel. A block gets no keys after its last query, which halves
+the work for long causal sequences. Of 64, 128, 256 and 512, 256 was the fastest at 2,048 and 4,096
+tokens, and within 3 % of the fastest at 512 (benchmarks/results/cpu_attention_mask.md)."""
 
 SKIPPED_FROM = 4096
-"""Keys from which on it pays to ask which of them matter (`pretrain.kernels.reach`)."""
+"""Number of keys from which on it is faster to compute which keys matter and skip the others
+(`pretrain.kernels.reach`)."""
 
 KEY_TILE = 64
 """Windows of keys begin and end at multiples of this."""
 
 KEYS_OF_A_CALL = 256
-"""What a call of torch's kernel for a block of queries costs before it computes, in keys of one
-head."""
+"""Overhead of a call of torch's kernel for a block of queries, as a number of keys of one head."""
 
 Window = tuple[slice, int, int]
-"""What a call of torch's kernel is given: key heads, the first key, the key after the last."""
+"""The keys for a call of torch's kernel: key heads, the first key, the key after the last."""
 
 ALIGNMENT = 8
-"""Widths of heads that the fused kernels of a GPU serve are multiples of this. The memory-efficient
-kernel wants 16-byte rows of q and v: 8 numbers of fp16 or bf16, and 4 of fp32 from compute
+"""The fused kernels of a GPU need head widths that are multiples of this. The memory-efficient
+kernel needs 16-byte rows of q and v: 8 numbers of fp16 or bf16, and 4 of fp32 from compute
 capability 8.0 on (`minimum_gemm_alignment` in torch's sdp_utils.cpp)."""
 
 
@@ -58,10 +58,10 @@ def attention_sdpa(
 ) -> Tensor:
     """Compute attention by torch's fused kernels, a block of queries at a time.
 
-    At most QUERY_BLOCK queries by all keys of the mask are in memory at once. On a CPU, torch
-    serves dropout and masks that need a gradient by its unfused path, which stores the scores. On a
-    GPU, heads whose width is no multiple of ALIGNMENT are padded with zeros, which change neither
-    scores nor output.
+    The mask in memory has at most QUERY_BLOCK queries by all keys. On a CPU, torch computes dropout
+    and masks that need a gradient by its unfused path, which stores the scores. On a GPU, heads
+    whose width is not a multiple of ALIGNMENT are padded with zeros, which change neither scores
+    nor output.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D].
@@ -71,29 +71,29 @@ def attention_sdpa(
         scale: Factor of the products q k^T; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped.
         document_starts: As in `pretrain.kernels.dispatch.attention`, or None.
-        skip: Leave out keys too far away to matter (`pretrain.kernels.reach`): True at any length,
-            False never, None where it pays.
+        skip: Leave out keys too far away to matter (`pretrain.kernels.reach`). True: at any length;
+            False: never; None: where it is faster.
 
     Returns:
         The output, [queries, B, H, D] in the dtype of q.
     """
     width = q_SBHD.shape[3]
     if _wants_padding(q_SBHD):
-        # The default scale is that of the heads, not of the padded ones.
+        # The default scale depends on the width before padding.
         scale = width**-0.5 if scale is None else scale
         q, k, v = (pad(x, (0, aligned(width) - width)) for x in (q_SBHD, k_SBGD, v_SBGD))
         out = attention_sdpa(q, k, v, bias, scale, dropout_p, document_starts, skip)
         return out[..., :width]
     if document_starts is None and not needs_mask(q_SBHD, k_SBGD, bias):
-        # On a CPU, torch serves dropout by its unfused path alone.
+        # On a CPU, torch computes dropout only by its unfused path.
         with only_fused() if q_SBHD.is_cuda else contextlib.nullcontext():
             return sdpa_without_bias(q_SBHD, k_SBGD, v_SBGD, scale, dropout_p, bias.causal)
     dtype = q_SBHD.dtype
     biased = bias.slopes is not None or bias.table is not None
     if q_SBHD.is_cuda and biased:
-        # On CUDA the fused kernel for masks needs mask and q in one dtype, and a mask in half
-        # precision cannot tell far keys apart. On a CPU it takes an fp32 mask with half-precision q
-        # (torch 2.13, FlashAttentionKernel.cpp).
+        # On CUDA the fused kernel for masks needs mask and q in the same dtype, and a mask in half
+        # precision cannot distinguish far keys. On a CPU the kernel takes an fp32 mask with
+        # half-precision q (torch 2.13, FlashAttentionKernel.cpp).
         q_SBHD, k_SBGD, v_SBGD = q_SBHD.float(), k_SBGD.float(), v_SBGD.float()
     qkv = q_SBHD, k_SBGD, v_SBGD
     return _with_mask(*qkv, bias, scale, dropout_p, document_starts, skip).to(dtype)
@@ -127,9 +127,9 @@ def _with_mask(
     q, k, v = equal = _with_equal_heads(q_SBHD, k_SBGD, v_SBGD, masked=True)
     q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
     num_queries, num_keys = q.shape[2], k.shape[2]
-    # Without a bias the mask is made of 0 and -inf, which every dtype holds. Torch's CPU kernel
-    # takes an fp32 mask beside fp64 queries without an error and reads it as something else (torch
-    # 2.13: outputs differ by 3).
+    # Without a bias the mask consists of 0 and -inf, which every dtype can hold. The mask has the
+    # dtype of fp64 queries, because torch's CPU kernel misreads an fp32 mask with these, without an
+    # error (torch 2.13: outputs differ by 3).
     dtype = q.dtype if q.is_cuda or q.dtype == torch.float64 else torch.float32
     size = num_queries, num_keys, dtype, q.device
     attend = partial(
@@ -156,15 +156,15 @@ def _with_mask(
 
 
 Size = tuple[int, int, torch.dtype, torch.device]
-"""Queries, keys, and what a mask is made in and on."""
+"""Numbers of queries and keys, and dtype and device of a mask."""
 
 
 def _added(bias: ScoreBias, size: Size) -> Tensor:
     """Return what is added to scores, [H or 1, queries + keys - 1], in the order of the keys.
 
-    The bias depends on the distance only, so this contains all of it. With the queries in reverse
+    The bias depends only on the distance, so these numbers suffice. With the queries in reverse
     order, the mask row of query r is entries r .. r + num_keys - 1, so `unfold` gives the mask
-    [H, queries, keys] as an overlapping view of it, without a copy.
+    [H, queries, keys] as an overlapping view, without a copy.
     """
     num_queries, num_keys, dtype, device = size
     distances = torch.arange(num_keys - 1, -num_queries, -1, device=device)
@@ -175,26 +175,26 @@ def _added(bias: ScoreBias, size: Size) -> Tensor:
 
 
 def _small_mask(bias: ScoreBias, size: Size, version: int, mode: FakeTensorMode | None) -> Tensor:
-    """Return the mask [1, H or 1, queries, keys] for a block of queries at most.
+    """Return the mask [1, H or 1, queries, keys] for at most one block of queries.
 
-    The version and the mode are keys of `_kept_mask`, which makes one for the slopes that all
-    layers and steps share, as `pretrain.kernels.folded` does its columns.
+    The version and the mode are keys of the cache `_kept_mask`: all layers and steps share their
+    slopes, and so one mask, like the columns of `pretrain.kernels.folded`.
     """
-    # Reversing so small a mask, which copies it, is cheaper than reversing queries and output.
+    # Reversing such a small mask, which copies it, is cheaper than reversing queries and output.
     return _added(bias, size).unfold(-1, size[1], 1).flip(-2)[None]
 
 
-# What is made in inference mode could not be kept for a backward pass.
+# Outside inference mode, because its tensors could not be saved for a backward pass.
 _kept_mask = lru_cache(maxsize=4)(torch.inference_mode(False)(_small_mask))
 
 
 class _Blocks(torch.autograd.Function):
     """Attention of blocks of queries, each head with its own window of keys, the last query first.
 
-    Each call of torch's kernel has a graph of its own, from slices of q, k, v and of the bias to a
-    part of the output. Autograd would make the gradient of each slice a tensor as large as what it
-    was cut from: memory traffic would grow with the square of the length. Here they are added to
-    one buffer each, in fp32 at least.
+    Each call of torch's kernel has its own graph, from slices of q, k, v and the bias to a part of
+    the output. Autograd would expand the gradient of each slice to the size of the whole tensor, so
+    memory traffic would grow with the square of the length. Here the gradients of slices are added
+    to one buffer for each tensor, in fp32 or wider.
     """
 
     @staticmethod
@@ -241,8 +241,8 @@ class _Blocks(torch.autograd.Function):
                     if document_starts is not None:
                         mask = _within_documents(mask, document_starts[:, rows], first)
                     if q.is_cuda:
-                        # The CUDA kernel needs aligned rows, which an overlapping view does not
-                        # have.
+                        # Copy it, because the CUDA kernel needs aligned rows, which an overlapping
+                        # view does not have.
                         mask = mask.contiguous()
                     out = attend(q, k, v, attn_mask=mask)
                 out_BHSD[places[0]] = out.detach()
@@ -260,7 +260,7 @@ class _Blocks(torch.autograd.Function):
             for (shape, dtype, device), needed in zip(ctx.inputs, ctx.needs_input_grad)
         ]
         while ctx.calls:
-            # What a call has saved is freed once it is used.
+            # Pop the call, so that its saved tensors are freed after use.
             out, parts, places = ctx.calls.pop()
             leaves = [part for part in parts if part.requires_grad]
             found = iter(torch.autograd.grad(out, leaves, d_out_BHSD[places[0]]))
@@ -282,7 +282,7 @@ def _windows(
     document_starts: Tensor | None,
     skip: bool | None,
 ) -> list[list[Window]]:
-    """Return which keys each block of queries is given, the block of the last queries first.
+    """Return the keys for each block of queries, beginning with the block of the last queries.
 
     Args:
         qkv: Queries [queries, B, H, D], keys and values [keys, B, G, D].
@@ -293,19 +293,18 @@ def _windows(
         skip: The same.
 
     Returns:
-        The windows of each block. Key heads that reach about as far share one.
+        The windows of each block. Key heads with similar reaches share a window.
     """
     q, k, v = qkv
     num_queries, num_keys, groups = len(q), len(k), k.shape[2]
     starts = range(0, num_queries, QUERY_BLOCK)
-    # A block is not given the keys after its last query.
+    # A block gets no keys after its last query.
     ends = [num_keys - start if bias.causal else num_keys for start in starts]
     slopes = bias.slopes
     if skip is None:
         skip = num_keys >= SKIPPED_FROM and not dropout_p
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
-    # A gradient of slopes wants every distance. Fake tensors have no values to decide
-    # from.
+    # The gradient of slopes needs every distance, and fake tensors have no values to decide from.
     trained = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
     both_sides = not bias.causal and num_queries == num_keys
     able = (bias.causal or both_sides) and not trained and not isinstance(q, FakeTensor)
@@ -320,7 +319,7 @@ def _windows(
 
 
 def _parts(firsts: list[int], lasts: list[int]) -> list[Window]:
-    """Divide key heads among calls: neighbours share one if that costs no more than a call does."""
+    """Group neighboring key heads into calls where extra keys cost less than another call."""
     parts: list[Window] = []
     for group, (first, last) in enumerate(zip(firsts, lasts)):
         if parts:
@@ -336,11 +335,11 @@ def _parts(firsts: list[int], lasts: list[int]) -> list[Window]:
 
 
 def _within_documents(mask_BHSS: Tensor, document_starts: Tensor | None, first: int = 0) -> Tensor:
-    """Return a mask in which each query no longer sees the keys before its own document.
+    """Return a mask that also hides the keys before each query's document.
 
     Args:
         mask_BHSS: What is added to scores, [1, H or 1, queries, keys].
-        document_starts: Of these queries, [B, queries]; None leaves the mask as it is.
+        document_starts: Document starts of these queries, [B, queries]; None changes nothing.
         first: Position of the key in column 0.
 
     Returns:
@@ -365,9 +364,9 @@ def _wants_padding(q_SBHD: Tensor) -> bool:
 def needs_mask(q_SBHD: Tensor, k_SBGD: Tensor, bias: ScoreBias) -> bool:
     """Return True if the call has a bias, or a causal mask that the device's kernels do not have.
 
-    Torch's flag `is_causal` takes the queries for the first positions of the keys. Here they are
-    the last ones. With fewer queries than keys the two differ; on CUDA there are kernels for that,
-    too, on a CPU there are none.
+    Torch's flag `is_causal` assumes that the queries are the first positions of the keys. Here they
+    are the last, which differs if there are fewer queries than keys. CUDA has kernels for this case
+    too, and a CPU does not.
 
     Args:
         q_SBHD: Queries.
@@ -390,12 +389,12 @@ def refusal(call: Call) -> str | None:
 
 @contextlib.contextmanager
 def only_fused() -> Iterator[None]:
-    """Make torch raise an error where it would otherwise compute by its unfused path.
+    """Make torch raise an error instead of using its unfused path.
 
     That path stores all scores and, on a CPU, rounds them to half precision. Among the fused
-    kernels torch takes the first that can serve, in its own order of preference
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). This is the flag that torch's
-    `sdpa_kernel` sets as one of five, in 1.6 us for 11.6.
+    kernels torch takes the first one that supports the call, in its own order
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). This sets only one of the five flags
+    that torch's `sdpa_kernel` sets, in 1.6 us instead of 11.6.
     """
     enabled = torch.backends.cuda.math_sdp_enabled()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     torch.backends.cuda.enable_math_sdp(False)
@@ -432,8 +431,7 @@ def sdpa_without_bias(
         # Imported here because it loads the compiler, torch._dynamo, which no other run needs.
         from torch.nn.attention.bias import causal_lower_right
 
-        # A mask that torch knows by its name: on CUDA it is never made
-        # (torch/nn/attention/bias.py).
+        # A symbolic mask, which torch does not materialize on CUDA (torch/nn/attention/bias.py).
         mask = causal_lower_right(q.shape[2], k.shape[2])
     out = scaled_dot_product_attention(
         q,
@@ -451,17 +449,17 @@ def sdpa_without_bias(
 def _with_equal_heads(
     q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, masked: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, with key heads repeated where torch's kernel cannot share them.
+    """Return q, k and v, with key heads repeated if torch's kernel cannot share them.
 
-    The memory-efficient kernel, which serves masks, fp32, heads wider than 256 and GPUs below
-    compute capability 8.0, has no grouped queries (torch 2.13, sdp_utils.cpp), and neither have the
+    The memory-efficient kernel, which is used for masks, fp32, heads wider than 256 and GPUs below
+    compute capability 8.0, does not support grouped queries (torch 2.13, sdp_utils.cpp). Nor do the
     kernels for fewer queries than keys.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D].
         k_SBGD: Keys, [keys, B, G, D].
         v_SBGD: Values, [keys, B, G, D].
-        masked: The kernel is given a mask.
+        masked: Whether the kernel gets a mask.
     """
     repeats = q_SBHD.shape[2] // k_SBGD.shape[2]
     shares = not q_SBHD.is_cuda or (
