@@ -1,31 +1,32 @@
 """Attention of sequences that are split over the ranks of a process group (context parallelism).
 
 Rank r of n holds positions r * S .. (r + 1) * S - 1 of every sequence: queries, keys and values. A
-plan says which keys each rank's queries are given, by key head. Their owners send them in one
-all-to-all, and `pretrain.kernels.dispatch.attention` computes the rank's rows from them and its own
-keys. The gradients of keys and values return the same way and are added up by the owners, in fp32
-at least. The rows that need no other rank's keys are computed while these travel, and the backward
-pass of these rows runs while gradients travel.
+plan lists the keys that each rank's queries get, by key head. The owners send these keys in one
+all-to-all, and `pretrain.kernels.dispatch.attention` computes the rank's rows from them and the
+rank's own keys. The gradients of keys and values return in the same way, and the owners sum them in
+fp32 or wider. Rows that need no keys of other ranks are computed during the exchange of keys, and
+their backward pass runs during the exchange of gradients.
 
-**Without reach** (no slopes, trained ones, dropout, no causal mask, or skip = False) queries are
-given all keys that the mask shows them.
+**Without reach** (no slopes, trained slopes, dropout, no causal mask, or skip = False) queries get
+all keys that the mask allows.
 
-**With ALiBi's reach** they are given those that can matter by the rule of `pretrain.kernels.reach`:
+**With ALiBi's reach** they get the keys that can matter by the rule of `pretrain.kernels.reach`:
 
 1. Every rank sends the largest norms of its keys and values, by tiles and key heads, to all later
-   ranks, and its last keys to the next one, whose first queries make their floors of them.
-2. Every rank decides by the rule which key is the first that it needs, for each key head, and all
-   gather these numbers. The host waits for them: once a call, and not in the backward pass.
-3. Only these keys and values travel.
+   ranks, and its last keys to the next rank, whose first queries need them for their floors.
+2. Every rank computes by the rule the first key that it needs, for each key head, and all ranks
+   gather these numbers. The host waits for them once per call, but not in the backward pass.
+3. Only these keys and values are sent.
 
-A key that matters is kept however far back it is, and brings every key between with it. Heads
-without reach (slope <= 0, numbers that are not finite) are given everything. All weights that a row
-loses sum to less than 2^-23, and what an output loses is below 2^-23 (|v_i| + |out_i|): half of
-either for keys that stay with their owners, half for what the backend leaves out of the others.
+A key that matters is used however far back it is, together with all keys in between. Heads without
+reach (slope <= 0, or non-finite numbers) get all keys. The weights that are left out of a row sum
+to less than 2^-23, and the error of an output is below 2^-23 (|v_i| + |out_i|): half of each for
+keys that are not sent, and half for keys that the backend leaves out.
 
-All ranks know the whole plan, so each knows what it sends and receives, and none waits for one that
-has nothing to send. The split is contiguous: with reach all ranks have about the same work, and a
-halo lies with one neighbour as a rule. Without it the last rank has 2 - 1 / n times the mean work.
+All ranks know the whole plan, so each knows what it sends and receives, and none waits for a rank
+that has nothing to send. The split is contiguous: with reach all ranks have about the same work,
+and usually need keys of one neighbor only. Without reach the last rank has 2 - 1 / n times the mean
+work.
 """
 
 # Shape suffixes: S sequence (of one rank), B batch, H query heads, G key heads, D width of a head,
@@ -49,12 +50,12 @@ from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reach import FLOOR_TILE, row_norms, tiles_left_out
 
 TILE = 64
-"""Keys of a tile whose largest norms are exchanged, where it divides S; else the largest number
-that divides both."""
+"""Number of keys in a tile, for each of which the largest norms are exchanged; if it does not
+divide S, the largest number that divides both."""
 
 
 class Part(NamedTuple):
-    """Key heads that share a call: their queries are given the same keys."""
+    """Key heads that share a call, because their queries get the same keys."""
 
     heads: slice
     """The key heads."""
@@ -65,22 +66,22 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The keys that the queries of every rank are given."""
+    """The keys for the queries of every rank."""
 
     parts: list[list[Part]]
-    """For every rank, each key head in one part; its own positions are in all of them."""
+    """For every rank, its parts: each key head is in one, and each contains the rank's own keys."""
     length: int
-    """S: positions of one rank."""
+    """S, the number of positions of one rank."""
 
     def pieces(self, sender: int, receiver: int) -> Iterator[tuple[slice, slice]]:
-        """Yield what one rank sends another: rows of the sender and key heads, part by part."""
+        """Yield (rows of the sender, key heads) that one rank sends another, part by part."""
         for heads, first, end in self.parts[receiver] if sender != receiver else []:
             start = max(first - sender * self.length, 0)
             stop = min(end - sender * self.length, self.length)
             yield slice(start, max(start, stop)), heads
 
     def rows(self, sender: int, receiver: int) -> int:
-        """Return how many keys of one head each, and as many values, one rank sends another."""
+        """Return the number of keys of one head, and of values, that a rank sends another."""
         return sum(
             (rows.stop - rows.start) * (heads.stop - heads.start)
             for rows, heads in self.pieces(sender, receiver)
@@ -88,7 +89,7 @@ class Plan(NamedTuple):
 
 
 def plan_exact(size: int, length: int, groups: int, causal: bool = True) -> Plan:
-    """Return the plan by which queries are given every key that the mask shows them.
+    """Return the plan by which queries get every key that the mask allows.
 
     Args:
         size: Number of ranks.
@@ -101,10 +102,10 @@ def plan_exact(size: int, length: int, groups: int, causal: bool = True) -> Plan
 
 
 def plan_by_reach(firsts: Sequence[Sequence[int]], length: int) -> Plan:
-    """Return the plan by which causal queries are given the keys from a first one on.
+    """Return the plan by which causal queries get the keys from a first one on.
 
-    Neighbouring key heads share a part if as many keys of other ranks are wanted for them, up to a
-    factor of two. All of these are given the same keys, which costs fewer and larger kernels.
+    Neighboring key heads share a part, and so get the same keys, if their numbers of keys from
+    other ranks differ by at most a factor of two. This gives fewer and larger kernels.
 
     Args:
         firsts: For every rank, the first position that each key head needs.
@@ -128,7 +129,7 @@ def bytes_sent(
 ) -> tuple[int, int]:
     """Return the bytes that a rank sends in a forward pass.
 
-    In the backward pass it receives as many as in the first number, and nothing else is sent.
+    In the backward pass it receives as many bytes as the first number, and no others.
 
     Args:
         plan: The plan.
@@ -139,7 +140,7 @@ def bytes_sent(
         element_size: Bytes of a number of q.
 
     Returns:
-        (Of keys and values, of what decides by reach: norms, last keys and first positions.)
+        (Bytes of keys and values; bytes of norms, last keys and first positions for the reach.)
     """
     size, length = len(plan.parts), plan.length
     rows = sum(plan.rows(rank, receiver) for receiver in range(size))
@@ -152,12 +153,12 @@ def bytes_sent(
 def share_of_ring(
     reaches: Sequence[float], size: int, length: int, width: int, element_size: int
 ) -> float:
-    """Return the bytes that all ranks send in a forward pass, in parts of those of a causal ring.
+    """Return the bytes that all ranks send in a forward pass, relative to those of a causal ring.
 
-    In a ring all keys and values pass on to every later rank.
+    In a ring all keys and values are passed on to every later rank.
 
     Args:
-        reaches: For each key head, how many tokens before a query its first key may be.
+        reaches: For each key head, the largest distance of a key from a query, in tokens.
         size: Number of ranks.
         length: Positions of one rank.
         width: Width of a head.
@@ -187,13 +188,13 @@ def context_attention(
 ) -> Tensor:
     """Compute this rank's rows of `pretrain.kernels.dispatch.attention` over whole sequences.
 
-    All ranks of the group call it together, and their backward passes run together as well. The
-    gradients of slopes and of the table are those of this rank's rows: the sum over the group is
-    the whole gradient.
+    All ranks of the group call this together, and run their backward passes together. The gradients
+    of slopes and of the table are those of this rank's rows: the sum over the group is the full
+    gradient.
 
-    Without a causal mask, rows of zeros stand for the queries after this rank's if there is a bias,
-    since the kernels take queries for the last positions: the first rank computes as many rows as
-    one process would.
+    Kernels assume that queries are the last positions. Without a causal mask and with a bias, rows
+    of zeros therefore replace the queries after this rank's, and the first rank computes as many
+    rows as a single process would.
 
     Args:
         q_SBHD: This rank's queries, [S, B, H, D], with the same S on every rank.
@@ -202,8 +203,8 @@ def context_attention(
         group: The ranks that share the sequences, in the order of their positions.
         slopes: As in `attention`.
         relative_attention_bias: The same.
-        scores: The same. All earlier keys travel, so that positions are those of the sequence.
-        causal: The same.
+        scores: As in `attention`. All earlier keys are sent, so that positions are correct.
+        causal: As in `attention`.
         document_starts: For each query of this rank, the position in the whole sequence of the
             first token of its document, int32 [B, S].
         **options: Further keyword arguments of `attention`. skip = False exchanges all keys.
@@ -261,12 +262,12 @@ def context_attention(
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    """Concatenate, without a copy of a single part."""
+    """Concatenate; a single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _has_values(q_SBHD: Tensor, slopes: Tensor) -> bool:
-    """Return True if it can be decided what is left out: see `pretrain.kernels.sdpa`."""
+    """Return True if tensors have values to decide from: see `pretrain.kernels.sdpa`."""
     trained = slopes.requires_grad and torch.is_grad_enabled()
     return not trained and not isinstance(q_SBHD, FakeTensor)
 
@@ -283,7 +284,8 @@ def _first_keys(
 ) -> tuple[list[list[int]], list[int]]:
     """Return the first position that each key head needs on every rank, and this rank's far rows.
 
-    These are, for each key head, how many of the first rows hold all that need other ranks' keys.
+    Far rows: for each key head, a number of first rows that includes all that need other ranks'
+    keys.
     """
     size, rank, length = dist.get_world_size(group), dist.get_rank(group), len(q_SBHD)
     groups, tile, begin = k_SBGD.shape[2], math.gcd(length, TILE), rank * length
@@ -305,7 +307,7 @@ def _first_keys(
     far_G = ((first_GS < begin) * row).amax(1)
     gathered = far_G.new_empty(size * groups)
     dist.all_gather_into_tensor(gathered, first_GS.amin(1).clamp(max=begin), group=group)
-    # The one place where the host waits for the device.
+    # Only here does the host wait for the device.
     *numbers, far = torch.cat([gathered, far_G]).view(size + 1, groups).tolist()
     return numbers, far
 
@@ -344,7 +346,7 @@ def _gather_norms(
 
 
 class _Transfer:
-    """One exchange by a plan: what is under way, in the forward or in the backward pass."""
+    """One exchange by a plan, with its communication in the forward or backward pass."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup, k_SBGD: Tensor) -> None:
         rank, ranks = dist.get_rank(group), range(len(plan.parts))
@@ -359,7 +361,7 @@ class _Transfer:
         self.returned = k_SBGD.new_empty(0)
 
     def send(self, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
-        """Begin to send; return what will hold all that is received."""
+        """Begin to send, and return the buffer for what is received."""
         pieces = [piece for of_rank in self.leaving for piece in of_rank]
         flat = [x[rows, :, heads].flatten() for rows, heads in pieces for x in (k_SBGD, v_SBGD)]
         taken = k_SBGD.new_empty(sum(self.received))
@@ -377,7 +379,7 @@ class _Transfer:
         )
 
     def wait(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the communication in progress."""
         assert self.work is not None
         self.work.wait()
         self.work = None
@@ -405,7 +407,7 @@ class _Transfer:
 
 
 class _Depart(torch.autograd.Function):
-    """Begin to send keys and values. The backward pass ends with the gradients that return.
+    """Begin to send keys and values. The backward pass waits for the returning gradients.
 
     A rank's own keys and values pass through, so that the backward pass runs on every rank, and not
     only on those that have received something.
@@ -425,10 +427,11 @@ class _Depart(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None]:
         transfer: _Transfer = ctx.transfer
         if transfer.work is None:
-            # This rank has used nothing of what it received, so `_Arrive` had no gradient.
+            # This rank has used nothing that it received, so `_Arrive` had no backward pass.
             transfer.send_back(d_taken)
         transfer.wait()
-        # A key can be wanted by every later rank. Sums in half precision would lose small ones.
+        # Sum in fp32, because every later rank may use a key, and sums in half precision would lose
+        # small gradients.
         wide = torch.promote_types(dk_SBGD.dtype, torch.float32)
         dk, dv = (x.to(wide, copy=True) for x in (dk_SBGD, dv_SBGD))
         transfer.add_returned([dk, dv])
@@ -438,8 +441,8 @@ class _Depart(torch.autograd.Function):
 class _Arrive(torch.autograd.Function):
     """Wait for keys and values. The backward pass begins to return their gradients.
 
-    Autograd runs what was recorded last first, so what a forward pass computes between `_Depart`
-    and this is what the backward pass computes while gradients travel.
+    Autograd runs in reverse order, so the backward pass of everything between `_Depart` and this
+    runs during the exchange of gradients.
     """
 
     @staticmethod

@@ -6,29 +6,28 @@ They need no mask, because a softmax does not change when a row of scores is shi
 
     -slope * (i - j) = slope * (j - c) - slope * (i - c)
 
-The second term is the same for all keys j of query i and drops out, for any c. The first is a
-product of something that belongs to the head and something that belongs to the key, so it can be
-written as products of a few more columns:
+The second term is the same for all keys j of query i and drops out, for any c. The first term is a
+product of a number of the head and a number of the key, so a few more columns can express it:
 
     scale * (q . k + sum over columns of a_h * b_j) = scale * q . k + slope * (j - c)
 
 **Exact positions.** A position j - c is an integer; fp16 holds integers exactly up to 2^11, bf16 up
-to 2^8. So it is split into `high`, a multiple of a power of two, and `low`, the rest. Both are
-exact up to MAX_POSITION.
+to 2^8. The position is therefore split into `high`, a multiple of a power of two, and `low`, the
+rest. Both are exact up to MAX_POSITION.
 
-**Exact slopes.** a_h stands for slope / scale, which is irrational in general. It is split into
-three parts, each the rounded remainder of the one before. In bf16 the three hold 24 bits, as many
-as the fp32 slope itself, in fp16 33. Each remainder is multiplied by a power of two and its columns
-of k are divided by it, so that no part falls below the smallest fp16 number.
+**Exact slopes.** a_h represents slope / scale, which is irrational in general. It is split into
+three parts, each the rounded remainder of the previous one. Together they hold 24 bits in bf16, as
+many as the fp32 slope itself, and 33 in fp16. Each remainder is multiplied by a power of two and
+its columns of k are divided by it, so that no part falls below the smallest fp16 number.
 
-That makes three times two columns: each part of the slope times `high` and `low`. A product of two
-fp16 or bf16 numbers is exact in fp32, in which the kernels add (tensor cores included).
+This gives six columns: each of the three parts of the slope times `high` and `low`. A product of
+two fp16 or bf16 numbers is exact in fp32, in which the kernels sum (tensor cores included).
 
-**What remains** is rounding in these fp32 sums. A term slope * (j - c) / scale is as large as its
-key is far from c, and adding to a large number costs absolute precision. Hence c is the middle of
-the queries, and at most QUERY_CHUNK queries are served by a call: near the diagonal, where weights
-are large, |j - c| is at most QUERY_CHUNK / 2. The extra columns are the last ones, since kernels
-add in the order of the columns: the sum q . k is complete before anything large is added to it.
+**The remaining error** is rounding in these fp32 sums. The term slope * (j - c) / scale grows with
+the distance of the key from c, and adding to a large number costs absolute precision. Therefore c
+is the middle of the queries, and one call takes at most QUERY_CHUNK queries: near the diagonal,
+where weights are large, |j - c| is at most QUERY_CHUNK / 2. The extra columns come last, because
+kernels sum in the order of columns: q . k is complete before a large number is added to it.
 tests/kernels/test_folded.py has the bound.
 """
 
@@ -48,18 +47,18 @@ from pretrain.kernels.call import NO_DOCUMENTS, Call, ScoreBias
 from pretrain.kernels.sdpa import ALIGNMENT, aligned, only_fused, sdpa_without_bias
 
 QUERY_CHUNK = 2048
-"""Most queries that one call serves. It bounds the rounding error of steep heads
-(tests/kernels/test_folded.py has the bound); training lengths up to this take one call."""
+"""Largest number of queries in one call, which bounds the rounding error of steep heads
+(tests/kernels/test_folded.py). Training lengths up to this need one call."""
 SLOPE_PARTS = 3
-"""Numbers of the dtype of q that add up to one slope."""
+"""Number of parts, in the dtype of q, that sum to a slope."""
 POSITION_BASES = {torch.float16: 2**6, torch.bfloat16: 2**8}
 """`high` is a multiple of this and `low` at most half of it. A small base keeps the sum
 |high| + |low| close to |high + low|; bf16 holds multiples of 2^8 exactly up to 2^16, fp16 multiples
 of 2^6 up to its largest number."""
 SLOPE_FACTORS = {torch.float16: 2**11, torch.bfloat16: 2**8}
-"""Factor on each remainder of a slope: what its rounding to the dtype leaves is smaller by it."""
+"""Factor on each remainder of a slope, about the factor by which rounding makes it smaller."""
 MAX_POSITION = 60_000
-"""Largest |j - c|: fp16 ends at 65,504."""
+"""Largest |j - c|, below fp16's largest number, 65,504."""
 
 
 def refusal(call: Call) -> str | None:
@@ -91,10 +90,10 @@ def attention_folded(
 ) -> Tensor:
     """Compute causal ALiBi attention by a kernel that takes no bias.
 
-    Nothing is cast: products are of fp16 or bf16 numbers, sums are in fp32. The extra columns are
-    constants and get no gradient. They are made once for a tensor of slopes, and again once torch
-    has counted a change of its values. A change that torch does not count, as through
-    `slopes.data.copy_(...)` or NumPy, is not seen: change slopes in place under `torch.no_grad()`.
+    Nothing is cast: products are of fp16 or bf16 numbers, and sums are in fp32. The extra columns
+    are constants without gradients. They are computed once for a tensor of slopes, and again after
+    torch's version counter shows a change. Changes through `slopes.data.copy_(...)` or NumPy are
+    not noticed: change slopes in place under `torch.no_grad()`.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D], fp16 or bf16. They are the last positions of the keys.
@@ -109,10 +108,10 @@ def attention_folded(
     """
     num_queries, num_keys, width = q_SBHD.shape[0], k_SBGD.shape[0], q_SBHD.shape[3]
     scale = width**-0.5 if scale is None else scale
-    assert bias.slopes is not None  # `refusal` has seen to it
+    assert bias.slopes is not None  # checked by `refusal`
     q = _widened(q_SBHD, _cached_query_columns(bias.slopes, scale, q_SBHD.dtype))
-    # The backward pass keeps q, k and v. The widened q and k are copies, and if v were still a view
-    # of the fused qkv projection, it would keep all of that in memory, too.
+    # The backward pass keeps q, k and v. The widened q and k are copies, so v must be one too: a
+    # view of the fused qkv projection would keep the whole projection in memory.
     if _takes_narrow_values(q):
         value_width = aligned(width)
     else:
@@ -137,7 +136,7 @@ def attention_folded(
 
 
 def _cached_query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return `query_columns`, made once for the slopes that all layers and steps share.
+    """Return `query_columns`, computed once for the slopes that all layers and steps share.
 
     Args:
         slopes: [H], fp32.
@@ -145,7 +144,7 @@ def _cached_query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> T
         dtype: Dtype of q: fp16 or bf16.
     """
     if slopes.is_inference():
-        # Such a tensor has no version, by which a change of its values would be seen.
+        # Not cached, because inference tensors have no version counter to detect changes.
         return query_columns(slopes, scale, dtype)
     mode = active_fake_mode()
     return _query_columns_of_version(slopes, slopes._version, scale, dtype, mode)
@@ -192,10 +191,9 @@ def _cached_key_columns(
     device: torch.device,
     mode: FakeTensorMode | None,
 ) -> Tensor:
-    """Return `key_columns`, made once for all layers and, in training, for all steps."""
-    # Columns that a fake mode makes (`pretrain.plan` counts under one) have no values: a real call
-    # must not get them, nor another mode. Each mode keeps its own, so that what is counted is what
-    # a real step does.
+    """Return `key_columns`, computed once for all layers and, in training, for all steps."""
+    # The mode is a key of the cache, because columns of a fake mode (in which `pretrain.plan`
+    # counts) have no values: neither real calls nor other modes must get them.
     return key_columns(num_keys, centre, dtype, device)
 
 
@@ -206,7 +204,7 @@ def key_columns(num_keys: int, centre: int, dtype: torch.dtype, device: torch.de
         num_keys: Number of keys; the first has position 0.
         centre: The position that is represented by 0.
         dtype: Dtype of k: fp16 or bf16.
-        device: Where to make them.
+        device: Device of the result.
 
     Returns:
         [S, E] in `dtype`: `high` and `low` for each part of the slope, divided by the factor that
@@ -223,10 +221,10 @@ def key_columns(num_keys: int, centre: int, dtype: torch.dtype, device: torch.de
 
 
 def _takes_narrow_values(q_SBHD: Tensor) -> bool:
-    """Return True if the kernel that will serve the widened queries takes values of another width.
+    """Return True if torch's kernel for the widened queries accepts values of another width.
 
-    The memory-efficient kernel does. It serves GPUs below compute capability 8.0 and widths above
-    256; elsewhere torch takes cuDNN's or the flash kernel, which want values as wide as the keys.
+    The memory-efficient kernel does. It is used on GPUs below compute capability 8.0 and for widths
+    above 256; otherwise torch uses cuDNN's or the flash kernel, which need values as wide as keys.
     """
     if not q_SBHD.is_cuda:
         return False

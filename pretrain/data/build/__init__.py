@@ -1,15 +1,14 @@
-"""Build a data set from corpora, and go on where a build was interrupted.
+"""Build a data set from corpora, and resume interrupted builds.
 
 A build has six stages. `plan` lists the corpus and cuts it into tasks, fixed ranges of bytes.
-`scan` reads every task and notes the hash of each document, what could be held out, and a sample of
-lines for the tokenizer. `compare` finds duplicates among the keys of all tasks, a task for each
-bucket of keys. `merge` chooses the held-out documents, puts together what the buckets say and
-trains the tokenizer. `tokenize` reads every task again and writes its shards. `finish` puts the
-shards of all tasks together, writes manifests and the report, and gives the data set its name.
+`scan` reads every task and records the hash of each document, documents that could be held out, and
+a sample of lines for the tokenizer. `compare` finds duplicates among the keys of all tasks, with a
+task for each bucket of keys. `merge` chooses the held-out documents, combines the results of the
+buckets and trains the tokenizer. `tokenize` reads every task again and writes its shards. `finish`
+joins the shards of all tasks, writes manifests and the report, and gives the data set its name.
 
-Scan, compare and tokenize work in parallel. What a task writes depends on the plan and on the
-stages before alone, so the data set is the same for any number of processes, whatever was
-interrupted.
+Scan, compare and tokenize run in parallel. The output of a task depends only on the plan and on
+earlier stages, so the data set is the same for any number of processes and after any interruption.
 """
 
 from __future__ import annotations
@@ -103,24 +102,24 @@ from pretrain.rundir.files import (
 )
 
 KEPT_BYTES = 1_000_000_000
-"""Of a corpus this large, what is done is kept when the build ends with an error in the config or
-the text. A smaller one is soon done again."""
+"""If a build ends with an error in the config or the text, finished tasks are kept for a corpus of
+at least this size. A smaller corpus is quickly processed again."""
 
 
 def build(config: RunConfig, workers: int = 1) -> None:
     """Build the data set of a config in data.directory, and print what was built.
 
-    A build that was interrupted goes on with the tasks that are not done. A data set that was built
-    earlier from the same settings and text is checked and left unchanged.
+    An interrupted build resumes with the unfinished tasks. A data set that was already built from
+    the same settings and text is checked and left unchanged.
 
     Args:
         config: The config.
-        workers: Processes on this machine. Does not change what is built.
+        workers: Processes on this machine, which do not change the result.
 
     Raises:
-        ConfigError: if data.directory holds something else or a data set built from other inputs,
-            if another process builds it, or if the corpus or the tokenizer cannot be used.
-        RunFailed: if the data set cannot be written, or jobs ended without a result.
+        ConfigError: data.directory holds something else or a data set built from other inputs,
+            another process builds it, or the corpus or the tokenizer cannot be used.
+        RunFailed: The data set cannot be written, or jobs ended without a result.
     """
     given = config.data_directory
     tokenizer = load_given_tokenizer(config.data)
@@ -130,7 +129,7 @@ def build(config: RunConfig, workers: int = 1) -> None:
     up_to_date = _is_up_to_date(directory, plan)
     if not up_to_date or folder.path.exists():
         with writing(folder.path), locked(folder):
-            # Another process may have built it since the look above.
+            # Another process may have built it since the check above.
             up_to_date = _is_up_to_date(directory, plan)
             if not up_to_date:
                 try:
@@ -148,9 +147,9 @@ def build(config: RunConfig, workers: int = 1) -> None:
 
 
 def _real_directory(given: Path) -> Path:
-    """Return the folder to which data.directory leads, and make the folders above it.
+    """Return the folder to which data.directory leads, and create its parent folders.
 
-    What is built gets its name by a rename, which replaces no symlink and crosses no disk.
+    A built data set gets its name by a rename, which cannot replace a symlink or cross disks.
 
     Raises:
         ConfigError: A disk is mounted there.
@@ -172,8 +171,8 @@ def load_given_tokenizer(data: DataSection) -> Tokenizer | None:
     """Return the tokenizer that data.tokenizer names, or None if one is to be trained.
 
     Raises:
-        ConfigError: if it has another number of pieces than data.vocab_size, or could not be
-            exported with a model.
+        ConfigError: It has another number of pieces than data.vocab_size, or could not be exported
+            with a model.
     """
     if data.tokenizer is None or data.tokenizer == WORDS:
         return None
@@ -188,10 +187,10 @@ def load_given_tokenizer(data: DataSection) -> Tokenizer | None:
 
 
 def _is_up_to_date(directory: Path, plan: Plan) -> bool:
-    """Return True if the data set is there and was built from this plan; False if none is there.
+    """Return True if the data set exists and was built from this plan, False if it does not exist.
 
     Raises:
-        ConfigError: Something else is there, or a data set that was built from other inputs.
+        ConfigError: Something else is there, or a data set built from other inputs.
     """
     is_empty = directory.is_dir() and not any(directory.iterdir())
     if is_empty or not os.path.lexists(directory):
@@ -221,7 +220,7 @@ def _build(
     tokenizer: Tokenizer | None,
     workers: int,
 ) -> None:
-    """Begin a build, or do what is not done of one that the folder holds, up to its name.
+    """Begin a build, or finish the one in the folder, up to giving the data set its name.
 
     Raises:
         ConfigError: The folder holds a build from other inputs, or a package is missing.
@@ -249,7 +248,7 @@ def _build(
         run_locally(folder, "tokenize", tokens, workers)
         finish(folder, plan)
     except ConfigError:
-        # After the config or the text has been corrected, the build cannot go on from here.
+        # The build cannot resume after the config or the text has been corrected.
         if sum(task_sizes(plan)) < KEPT_BYTES:
             remove_build(folder)
         raise
@@ -269,14 +268,14 @@ def check_packages(plan: Plan) -> None:
             sources.COMPRESSIONS[suffix]()
 
 
-# ---- Decide what only the whole corpus can tell: held-out text, duplicates, the tokenizer ----
+# ---- Decide what depends on the whole corpus: held-out text, duplicates, the tokenizer ----
 
 
 Mask = npt.NDArray[np.bool_]
 
 
 class _HeldOutDocument(NamedTuple):
-    """A document that is held out of its corpus, and where it stands first."""
+    """A document that is held out of its corpus, and its first occurrence."""
 
     task: int
     row: int
@@ -287,7 +286,7 @@ class _HeldOutDocument(NamedTuple):
 
 
 class Merger:
-    """The scanned corpus, and what is decided about it."""
+    """The scanned corpus, and the decisions about it."""
 
     def __init__(self, folder: BuildFolder, plan: Plan, tokenizer: Tokenizer | None) -> None:
         """Read the records of the scan.
@@ -370,7 +369,7 @@ class Merger:
             document
             for name, texts in chosen.items()
             for document in self._hold_out(
-                # Of a corpus that is nothing but boilerplate, some is held out all the same.
+                # If a corpus is nothing but boilerplate, some of it is held out anyway.
                 name,
                 {digest: text for digest, text in texts.items() if text not in common} or texts,
             )
@@ -544,11 +543,11 @@ def _no_text(key: str, paths: list[str], split: str) -> ConfigError:
 
 
 def finish(folder: BuildFolder, plan: Plan) -> None:
-    """Put the data set together from the outputs of the tasks, which stay as they are.
+    """Assemble the data set from the outputs of the tasks, which are not changed.
 
     Raises:
-        ConfigError: if nothing is left to train on.
-        RunFailed: if the checksums of a task are damaged.
+        ConfigError: Nothing is left to train on.
+        RunFailed: The checksums of a task are damaged.
     """
     tasks = load_token_tasks(folder)
     records = [read_record(folder.tokens(t.split, t.number)) for t in tasks]
@@ -558,7 +557,7 @@ def finish(folder: BuildFolder, plan: Plan) -> None:
             "cleaning: every document of the train split was left out, as a duplicate or because "
             "it holds held-out text. Add text, or see [cleaning] for how to keep more"
         )
-    # Of a finish that was killed.
+    # Remove the folder of an earlier finish that was killed.
     shutil.rmtree(folder.data, ignore_errors=True)
     folder.data.mkdir()
     source = find_tokenizer(folder.merge)

@@ -3,9 +3,9 @@
 `corpora` names the corpora of a config, `plan` divides their files into tasks, and `read` yields
 the documents of one task. Every document of a file is read exactly once, whatever the tasks.
 
-A source is a kind of file: one class, in one file of this folder. It says which names its files
-have, how a file is cut into pieces, and how the documents of a piece are read; `register` makes it
-a value of `source` in [data] and [data.corpora.NAME]. Nothing outside its file knows its name.
+A source is a file format: one class, in one file of this folder. It defines the names of its files,
+how a file is cut into pieces, and how the documents of a piece are read; `register` makes it a
+value of `source` in [data] and [data.corpora.NAME]. No other file mentions its name.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Corpus(NamedTuple):
     """The NAME of [data.corpora.NAME]; "text" or "shakespeare" for a data set of one corpus."""
 
     source: str | None
-    """How its files hold documents; None: as the ends of their names say."""
+    """Format of its files; None: decided by the ends of their names."""
 
     paths: tuple[str, ...]
     """Files and glob patterns of its training documents."""
 
     text_field: str | None
-    """Where a document's text is; None: where its source says."""
+    """Field that holds a document's text; None: the source's default."""
 
 
 class Piece(NamedTuple):
@@ -54,10 +54,10 @@ class Piece(NamedTuple):
     """Absolute path."""
 
     start: int
-    """First byte of the file as it is stored, or first of its parts, such as row groups."""
+    """First byte of the stored file, or index of its first part, such as a row group."""
 
     end: int
-    """Byte or part before which the piece ends; the size, for a whole file."""
+    """Byte or part before which the piece ends; for a whole file, its size."""
 
 
 class Task(NamedTuple):
@@ -83,26 +83,26 @@ class Document(NamedTuple):
     """Index of the piece of its task that it was read from."""
 
     offset: int
-    """Where it begins in the file: a byte offset (in what a compressed file unpacks to), or a
-    number of what the file consists of (its row or sample), from 0."""
+    """Start of the document in the file: a byte offset in the uncompressed content, or the number
+    of its row or sample, from 0."""
 
 
 # ---- Define what the readers of all formats yield, and how much text a document may hold ----
 
 
 MAX_DOCUMENT_BYTES = 2**26
-"""A longer document of a file of many is not read: 64 MiB, ten times the longest books. JSON may
-take twenty times its size in memory."""
+"""Limit on a document in a file with several documents: 64 MiB, ten times the longest books. JSON
+may take twenty times its size in memory."""
 
 MAX_FILE_BYTES = 2**30
-"""A longer file is not read as one document: 1 GiB."""
+"""Limit on a file that is one document: 1 GiB."""
 
 
 class Found(NamedTuple):
-    """A document, or why it cannot be read."""
+    """A document, or the reason why it cannot be read."""
 
     offset: int
-    """Where it begins, as Document.offset says."""
+    """Start of the document, as in Document.offset."""
 
     text: str
     """The text; empty if the document cannot be read."""
@@ -124,9 +124,9 @@ def decoded(offset: int, raw: bytes | bytearray | None, limit: int | None = None
     """Decode the UTF-8 of a document.
 
     Args:
-        offset: Where it begins, as Document.offset says.
-        raw: Its bytes; None if they were too many to be held.
-        limit: The most bytes that it may have. Default: MAX_DOCUMENT_BYTES.
+        offset: Start of the document, as in Document.offset.
+        raw: Its bytes; None if they were too many to hold.
+        limit: Largest number of bytes. Default: MAX_DOCUMENT_BYTES.
     """
     limit = limit or MAX_DOCUMENT_BYTES
     if raw is None or len(raw) > limit:
@@ -135,7 +135,7 @@ def decoded(offset: int, raw: bytes | bytearray | None, limit: int | None = None
             "what the files are"
         )
         return Found(offset, "", fault)
-    # UTF-16 without a mark may be valid UTF-8, with a NUL beside every letter.
+    # UTF-16 without a byte order mark may be valid UTF-8, with a NUL beside every letter.
     if 3 * raw.count(0) > len(raw) > 8:
         fault = "this document is UTF-16 or UTF-32. Convert the file, as in `iconv -t utf-8`"
         return Found(offset, "", fault)
@@ -182,39 +182,39 @@ class Source(ABC):
     """A kind of file that holds documents."""
 
     name: ClassVar[str]
-    """The value of `source` that stands for it."""
+    """Its value of `source`."""
 
     endings: ClassVar[tuple[str, ...]] = ()
-    """Ends of the names of files that are read so where no `source` is set. Behind them may stand
-    the end of a compressed file's name."""
+    """Ends of file names that select this source if `source` is not set. The ending of a compressed
+    file may follow."""
 
     text_field: ClassVar[str] = ""
-    """Default of a corpus's `text_field`; empty where its documents have no fields."""
+    """Default of a corpus's `text_field`; empty if its documents have no fields."""
 
     can_be_cut: ClassVar[bool] = False
-    """A range of a file can be read without what stands before it."""
+    """Whether a range of a file can be read without the preceding bytes."""
 
     in_bytes: ClassVar[bool] = True
-    """Pieces are ranges of bytes of the file as it is stored; otherwise of numbered parts."""
+    """Whether pieces are ranges of bytes of the stored file, rather than of numbered parts."""
 
     has_own_text: ClassVar[bool] = False
-    """A corpus of it has no paths: `own_files` knows its files."""
+    """Whether `own_files` gives its files, so that a corpus has no paths."""
 
     def own_files(self, split: Split) -> list[str]:
         """Return the paths of the files of a source that has its own text."""
         return []
 
     def field(self, corpus: Corpus) -> str:
-        """Return where the text of a corpus's documents is."""
+        """Return the field that holds the text of a corpus's documents."""
         return corpus.text_field or self.text_field
 
     def parts(self, corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[Part]:
         """Yield the smallest parts that a file is divided into, in order.
 
         Args:
-            corpus: Whose file it is.
+            corpus: The corpus of the file.
             file: The file.
-            bytes_per_task: What a part should not exceed.
+            bytes_per_task: Size that a part should not exceed, in bytes.
 
         Raises:
             ConfigError: The file cannot be a file of this source.
@@ -226,10 +226,10 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
-        """Yield what stands for each document that starts in a piece.
+        """Yield each document that starts in a piece, or why it cannot be read.
 
         Raises:
-            ConfigError: The file is not as it was when the pieces were made.
+            ConfigError: The file has changed since the pieces were made.
             Damaged: The rest of the file cannot be read.
         """
 
@@ -241,13 +241,13 @@ _S = TypeVar("_S", bound=type[Source])
 
 
 def register(source: _S) -> _S:
-    """Make a class a source; for use as a decorator."""
+    """Register a class as a source; a decorator."""
     SOURCES[source.name] = source()
     return source
 
 
 def source_of(corpus: Corpus, path: str) -> Source:
-    """Return how a file of a corpus is read: as its corpus says, or the end of its name."""
+    """Return the source of a file: that of its corpus, or by the end of the file's name."""
     if corpus.source:
         return SOURCES[corpus.source]
     unpacked = path.removesuffix(compression_of(path))
@@ -255,17 +255,17 @@ def source_of(corpus: Corpus, path: str) -> Source:
     return next(named, SOURCES["text"])
 
 
-# ---- Open a file as a stream of the bytes that it holds ----
+# ---- Open a file as a stream of its uncompressed bytes ----
 
 
 _STEP_BYTES = 2048
-"""Packed bytes that are unpacked at once. At the highest ratio of any format (zstd: 1 to 32,768)
-they unpack to 64 MiB."""
+"""Compressed bytes that are decompressed at once. At the highest ratio of any format (zstd: 1 to
+32,768) they give 64 MiB."""
 
 
 def _zstandard() -> tuple[Any, type[Exception]]:
     zstandard = optional("zstandard", ".zst files")
-    # Files of `zstd --long=31` want the largest window that there is.
+    # Files of `zstd --long=31` need the largest possible window.
     unpacker = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
     return unpacker, zstandard.ZstdError
 
@@ -281,17 +281,17 @@ and the error that it raises."""
 
 
 def compression_of(path: str) -> str:
-    """Return the end of a file's name that says that it is compressed, or ""."""
+    """Return the ending of a compressed file's name, or "" if it is not compressed."""
     return next((suffix for suffix in COMPRESSIONS if path.endswith(suffix)), "")
 
 
 def end_of(piece: Piece) -> int:
-    """Return the offset in the unpacked stream before which the documents of a piece start."""
+    """Return the offset in the uncompressed stream before which the documents of a piece start."""
     return sys.maxsize if compression_of(piece.path) else piece.end
 
 
 def check_reaches(piece: Piece, end: int) -> None:
-    """Raise ConfigError if a file no longer reaches to where a piece of it ends."""
+    """Raise ConfigError if a file is now shorter than a piece of it."""
     if end < piece.end:
         raise ConfigError(
             f"{piece.path}:{end}: the file ends here, and reached to {piece.end} when the build "
@@ -300,9 +300,9 @@ def check_reaches(piece: Piece, end: int) -> None:
 
 
 def open_piece(piece: Piece) -> io.BufferedReader:
-    """Open the file of a piece as a stream of the bytes that it holds, from its beginning.
+    """Open the file of a piece as a stream of its uncompressed bytes, from its beginning.
 
-    The stream raises Damaged where its compressed data are damaged or end too early.
+    The stream raises Damaged if compressed data are damaged or end too early.
 
     Raises:
         ConfigError: The file is shorter than planned.
@@ -314,9 +314,9 @@ def open_piece(piece: Piece) -> io.BufferedReader:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a compressed file, unpacked member after member.
+    """The content of a compressed file, decompressed member by member.
 
-    Python's own readers end silently at a damaged second member (lzma, bz2), and zstandard's at
+    Python's own readers silently stop at a damaged second member (lzma, bz2), and zstandard's at
     data that end too early.
     """
 
@@ -355,9 +355,9 @@ class _Unpacked(io.RawIOBase):
         return count
 
     def _unpack(self) -> None:
-        """Unpack the packed bytes at hand, up to the end of their member."""
+        """Decompress the available bytes, up to the end of their member."""
         if self._unpacker is None:
-            # A file may be padded with zeros to the size of a tape block.
+            # Skip zeros that pad a file to the size of a tape block.
             self._packed = self._packed.lstrip(b"\0")
             if not self._packed:
                 return
@@ -380,7 +380,7 @@ def corpora(data: DataSection) -> list[Corpus]:
     """Return the corpora of a data set in the order of the config.
 
     Raises:
-        ConfigError: if a corpus names a source that there is not.
+        ConfigError: A corpus names a source that does not exist.
     """
     alone = SOURCES.get(data.source or "")
     name = alone.name if alone and alone.has_own_text else "text"
@@ -397,12 +397,12 @@ def corpora(data: DataSection) -> list[Corpus]:
 def plan(data: DataSection) -> dict[Split, list[Task]]:
     """Return the tasks of both splits, the same whatever the number of processes.
 
-    Validation has tasks only where whole files are held out: with data.validation_paths, and of
-    corpora that bring their own text. No file is opened but for indexes at their ends.
+    Validation has tasks only if whole files are held out: with data.validation_paths, and for
+    sources with their own text. Files are not opened, except to read an index at their end.
 
     Raises:
-        ConfigError: if a pattern matches no file, or nothing is left to train on.
-        RunFailed: if a file cannot be read.
+        ConfigError: A pattern matches no file, or nothing is left to train on.
+        RunFailed: A file cannot be read.
     """
     named = corpora(data)
     training = {corpus.name: _files(data, corpus) for corpus in named}
@@ -447,12 +447,12 @@ def _files(data: DataSection, corpus: Corpus) -> list[Location]:
 def _by_corpus(
     held_out: list[Location], training: dict[str, list[Location]], named: list[Corpus]
 ) -> dict[str, list[Location]]:
-    """Return the held-out files by the corpus as whose files they are read.
+    """Return the held-out files by corpus, which determines how they are read.
 
-    That is the corpus whose paths name the file, or the first one where all are read alike.
+    It is the corpus whose paths name the file, or the first corpus if all are read alike.
 
     Raises:
-        ConfigError: if a file could be read in several ways.
+        ConfigError: A file could be read in several ways.
     """
     owner = {file.identity: name for name, files in training.items() for file in files}
     alike = len({(corpus.source, corpus.text_field) for corpus in named}) == 1
@@ -508,8 +508,8 @@ def read(task: Task, corpus: Corpus, skip: Callable[[str], None] | None) -> Iter
             then left out. The rest of a damaged or truncated stream is reported once.
 
     Raises:
-        ConfigError: if a document cannot be read and there is no `skip`, or if a file is missing
-            or is not as it was planned.
+        ConfigError: A document cannot be read and `skip` is None, or a file is missing or has
+            changed since the build was planned.
     """
     for index, piece in enumerate(task.pieces):
         for offset, text, fault in _found(piece, corpus):
@@ -525,7 +525,7 @@ def read(task: Task, corpus: Corpus, skip: Callable[[str], None] | None) -> Iter
 
 
 def _found(piece: Piece, corpus: Corpus) -> Iterator[Found]:
-    """Yield what the source of a file finds in a piece; damage as the last thing found."""
+    """Yield what the source of a file finds in a piece; damage is reported as the last item."""
     try:
         yield from source_of(corpus, piece.path).read(piece, corpus)
     except Damaged as damage:
@@ -535,5 +535,5 @@ def _found(piece: Piece, corpus: Corpus) -> Iterator[Found]:
 
 
 for _module in pkgutil.iter_modules(__path__):
-    # A source is found because its file lies here.
+    # Import every file of this folder, so that its sources are registered.
     importlib.import_module(f"{__name__}.{_module.name}")
