@@ -1,7 +1,7 @@
 """Draw the figures of a report: by window length, by training step and by position.
 
-One style holds everywhere: a method has one colour, under the name that people know it by; a
-training length has a panel of its own; what a figure shows is said by the caption in its report.
+All figures share one style: each method has one color and its usual name, each training length has
+its own panel, and the caption in the report says what a figure shows.
 """
 
 from __future__ import annotations
@@ -44,46 +44,46 @@ from pretrain.evaluation.windows import NONOVERLAPPING
 from pretrain.positions.base import METHODS
 
 # ---- Draw lines with intervals into panels, and return the figure as PNG and SVG ----
-# Every line can be told apart without colour, by its marker and dashes. Equal lines give equal
-# bytes.
+# Markers and dashes distinguish lines without color. Equal lines give equal bytes.
 
 
 class Style(NamedTuple):
-    """Sizes of a figure, for the place where it is shown."""
+    """Sizes of a figure for one medium."""
 
     widths: tuple[float, float]
-    """Inches of a figure with one panel, and with several beside each other."""
+    """Width in inches of a figure with one panel, and with several side by side."""
     row: float
-    """Inches of height of a row of panels."""
+    """Height in inches of a row of panels."""
     type: float
-    """Points of all its words."""
+    """Font size in points."""
     line: float
-    """Points of its lines."""
+    """Line width in points."""
     dots: int
-    """Dots per inch of its PNG."""
+    """Resolution of the PNG in dots per inch."""
 
 
 STYLES = {
-    # A column and a page of a paper in two columns, in type as large as a caption's.
+    # The column and page width of a two-column paper, with the font size of captions.
     "paper": Style((3.3, 6.75), 2.1, 8, 1.2, 200),
     # A slide of 13.33 x 7.5 inches.
     "slides": Style((8.0, 12.5), 4.8, 18, 2.6, 110),
 }
 COLOURS = (
-    # Okabe and Ito's palette, which colour-blind readers can tell apart (jfly.uni-koeln.de/color),
-    # without its yellow, which is too pale for a line, and with a grey. Then Paul Tol's "muted"
-    # (sronpersonalpages.nl/~pault). METHODS take them in their order.
+    # Okabe and Ito's palette for color-blind readers (jfly.uni-koeln.de/color), without its yellow,
+    # which is too pale for lines, and with a gray. Then Paul Tol's "muted"
+    # (sronpersonalpages.nl/~pault). METHODS get colors in their order.
     *("#0072B2", "#7F7F7F", "#000000", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9"),
     *("#332288", "#117733", "#882255", "#44AA99", "#999933", "#AA4499", "#CC6677", "#88CCEE"),
     "#DDCC77",
 )
 NEUTRAL = "#444444"
-"""The colour of what is no method of METHODS."""
+"""The color of everything that is not in METHODS."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (2.5, 1)))
-"""Lengths without a common factor, so that a combination comes back after 45 lines only."""
+"""Their number has no common factor with that of markers, so a combination repeats only after 45
+lines."""
 MARKERS_OF_A_LINE = 10
-"""A longer line has a marker at every n-th value only, about this many in all."""
+"""Approximate number of markers on a line with more values."""
 DOTTED: dict[str, Any] = {"color": "#888888", "linestyle": ":"}
 LOG_SPREAD = 3.0
 """The y axis is logarithmic when the largest value exceeds this multiple of the smallest."""
@@ -91,17 +91,17 @@ FORMATS: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": None},
 }
-"""Format -> what a file would otherwise say of when and by which version it was drawn."""
+"""Format -> metadata to leave out: the time and the version with which a file was drawn."""
 
 
 class Line(NamedTuple):
     """A line through values."""
 
     panel: str
-    """Title of the axes that it stands in."""
+    """Title of its panel."""
     name: str
-    """Its words in the legend. A method at their beginning gives the colour, and is written by its
-    title."""
+    """Its name in the legend. If it begins with a method, this gives the color, and is replaced by
+    the method's title."""
     xs: Sequence[float]
     values: Sequence[Value]
     """Values with the ends of their error bars, or of a band."""
@@ -120,11 +120,11 @@ class Frame:
     marked: Mapping[str, Iterable[float]] = field(default_factory=dict)
     """Panel -> positions of dotted vertical lines."""
     marks: str = "training length"
-    """What these lines are, in the legend."""
+    """Name of these vertical lines in the legend."""
     columns: int = 2
-    """Panels that belong into one row, which share their y axis. No row has more than three."""
+    """Number of panels in a row, at most three. A row shares its y axis."""
     top: float = math.inf
-    """Where the y axis ends at the latest: values above it are cut off."""
+    """Upper limit of the y axis; larger values are cut off."""
 
 
 @matplotlib.rc_context()
@@ -132,20 +132,20 @@ def draw(lines: Sequence[Line], frame: Frame, style: str = "paper") -> dict[str,
     """Draw lines, one panel for each of their titles, and a legend below.
 
     Args:
-        lines: What to draw, one at least.
-        frame: What to write around it.
+        lines: The lines to draw, at least one.
+        frame: Labels, axes and marks.
         style: One of STYLES.
 
     Returns:
-        Format -> the figure's file.
+        Format -> content of the figure's file.
     """
-    # A user's matplotlibrc changes sizes and fonts, and equal lines would not give equal bytes.
+    # Ignore the user's matplotlibrc, which may change sizes and fonts, and so the bytes.
     matplotlib.rcdefaults()
     width = STYLES[style].line
     settings: dict[Any, Any] = {"font.size": STYLES[style].type, "axes.titlesize": "medium"}
     settings |= {"lines.linewidth": width, "lines.markersize": 2.8 * width}
     settings |= {"errorbar.capsize": 1.5 * width, "axes.linewidth": 0.5 * width}
-    # Not random, which the ids in an SVG are otherwise.
+    # A fixed salt, because the ids in an SVG would otherwise be random.
     matplotlib.rcParams.update(settings | {"svg.hashsalt": "pretrain"})
     by_panel = grouped(lines, lambda line: line.panel)
     looks = _looks(lines)
@@ -163,7 +163,7 @@ def draw(lines: Sequence[Line], frame: Frame, style: str = "paper") -> dict[str,
             for x in frame.marked.get(title, ()):
                 axes.axvline(x, **DOTTED, zorder=0)
         _scale_values(row[0], values, frame.top)
-    # The formats share one layout, which takes longer than drawing.
+    # Compute the layout once for all formats, because it takes longer than drawing.
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     return {kind: _save(figure, kind) for kind in FORMATS}
@@ -176,14 +176,14 @@ def _panels(
     columns = min(len(titles), 3 if frame.columns % 3 == 0 else min(frame.columns, 2))
     rows = -(-len(titles) // columns)
     width, em = style.widths[columns > 1], style.type / 72
-    # A letter is 0.56 em wide on average; the sample of the line and the spaces take 6 em.
+    # A letter is 0.56 em wide on average; the line sample and the spaces take 6 em.
     longest = max(len(str(handle.get_label())) for handle in handles)
     beside = max(1, min(len(handles), int(width / em / (0.56 * longest + 6))))
     height = style.row * rows + 1.5 * em * (-(-len(handles) // beside) + 1)
     layout = ConstrainedLayoutEngine(w_pad=0.5 * em, h_pad=0.5 * em)
     figure = Figure(figsize=(width, height), dpi=style.dots, layout=layout)
-    # The canvas is chosen here and pyplot is not used, so that no display is needed, whatever
-    # backend matplotlib is configured for.
+    # Choose the canvas here and do not use pyplot, so that no display is needed with any configured
+    # backend of matplotlib.
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, sharex=True, sharey="row", squeeze=False)
     for i, axes in enumerate(grid.flat):
@@ -202,7 +202,7 @@ def _panels(
 
 
 def _style_axes(axes: Axes, frame: Frame, ems: float) -> None:
-    """Set the x axis, the grid and the borders of a panel that is `ems` wide with its labels."""
+    """Set the x axis, grid and borders of a panel, whose width with labels is `ems`."""
     if frame.ticks:
         ticks = _spread(frame.ticks, ems - 6)
         axes.set_xscale("log", base=2)
@@ -227,9 +227,9 @@ def _spread(ticks: Mapping[float, str], ems: float) -> dict[float, str]:
 
 
 def _looks(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
-    """Return how the lines of each name look.
+    """Return the look of the lines of each name.
 
-    Names of one method have its colour, the later the paler.
+    Names of the same method have its color, and later names are paler.
     """
     names = list(dict.fromkeys(line.name for line in lines))
     alike = grouped(names, method_of)
@@ -261,10 +261,10 @@ def titled(name: str) -> str:
 
 
 def _draw_line(axes: Axes, line: Line, look: Mapping[str, Any]) -> None:
-    """Draw one line with its intervals. What is not finite leaves a gap in it."""
+    """Draw one line with its intervals. Values that are not finite leave gaps."""
     ranges = np.array(line.values, np.float64).reshape(-1, 3)
     values, low, high = np.where(np.isfinite(ranges), ranges, np.nan).T
-    # White edges keep markers apart that lie on each other, and few markers let dashes be seen.
+    # White edges separate overlapping markers, and few markers leave the dashes visible.
     axes.plot(
         line.xs,
         values,
@@ -276,7 +276,7 @@ def _draw_line(axes: Axes, line: Line, look: Mapping[str, Any]) -> None:
     if line.has_band:
         axes.fill_between(line.xs, low, high, color=look["color"], alpha=0.18, linewidth=0)
     elif not np.isnan(low).all():
-        # Around its own middle: a value may lie outside its interval, as of very little text.
+        # Around the interval's middle, because with very little text a value may lie outside it.
         bars = {"yerr": (high - low) / 2, "fmt": "none", "ecolor": look["color"]}
         axes.errorbar(line.xs, (low + high) / 2, **bars)
 
@@ -284,7 +284,7 @@ def _draw_line(axes: Axes, line: Line, look: Mapping[str, Any]) -> None:
 def _scale_values(axes: Axes, values: Iterable[float], top: float) -> None:
     """Choose the y axis: logarithmic for a wide spread, never narrower than +-10 % otherwise.
 
-    Without that minimum, matplotlib would zoom in on curves that are equal up to noise.
+    Without this minimum, matplotlib would zoom in on curves that differ only by noise.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -303,7 +303,7 @@ def _scale_values(axes: Axes, values: Iterable[float], top: float) -> None:
 
 
 def _plain(text: str) -> str:
-    """Return text that matplotlib shows as it is, without taking $ for the start of a formula."""
+    """Return text that matplotlib shows unchanged, with $ not starting a formula."""
     return text.replace("$", r"\$")
 
 
@@ -320,15 +320,15 @@ PROTOCOLS = {
     STREAM: "one pass over the text",
     MASKED: "masked tokens",
 }
-"""Protocol -> what the title of a panel calls it. Sliding windows have their stride there, too."""
+"""Protocol -> its name in the title of a panel. For sliding windows the stride is added."""
 BARS = (
     "A bar is the 95 % interval of the difference to the first curve of its panel, which has none; "
     "of a curve that stands alone, of its value."
 )
-"""What a caption says of the intervals of `lines_by_length`."""
+"""Explanation of the intervals of `lines_by_length` in captions."""
 TOKENS_OF_A_VALUE = 256
-"""Tokens that a value of a figure by position is the mean of at least. Losses of single tokens
-differ by 2 to 3 nats, so that the mean of fewer shows which tokens they are."""
+"""Smallest number of tokens in a mean in figures by position. Losses of single tokens differ by 2
+to 3 nats, so a mean of fewer tokens would depend on which tokens they are."""
 
 
 def panel_of(curve: Curve) -> str:
@@ -350,8 +350,8 @@ def lines_by_length(
     """Return a quantity against window length: a panel for each protocol and training length.
 
     Args:
-        curves: Curves by window length in tokens, of one tokenizer and validation set. The first
-            one of a panel is that which the intervals of the others compare with.
+        curves: Curves by window length in tokens, of one tokenizer and validation set. The
+            intervals in a panel are for differences from its first curve.
         quantity: One of `records.TITLES`.
     """
     trained, panels = train_lengths(curves), in_panels(curves)
@@ -373,10 +373,10 @@ def lines_by_length(
 
 
 def _beside(curve: Curve, length: int, first: Curve, quantity: str) -> Value:
-    """Return a value with the interval of its difference to that of the first curve.
+    """Return a value with the interval of its difference from the first curve's value.
 
-    A bar that does not reach the first curve's line is a difference that noise does not explain.
-    Nats of two tokenizers have no difference; the interval is the value's own then.
+    If a bar does not reach the first curve's line, noise does not explain the difference. With
+    different tokenizers, nats cannot be subtracted, and the interval is that of the value itself.
     """
     value = curve.value(length, quantity)
     if curve is first or length not in known_lengths(first, quantity):
@@ -387,7 +387,7 @@ def _beside(curve: Curve, length: int, first: Curve, quantity: str) -> Value:
         return Value(value.value, base * low, base * high)
     if curve.sources[0].tokenizer != first.sources[0].tokenizer:
         return value
-    # The text fixes the bits per byte that a nat per token makes.
+    # The ratio of bits per byte to nats per token depends only on the text.
     bits = base / (statistics.fmean(r["loss_nats"] for r in first.records[length]) or math.nan)
     return Value(value.value, base + bits * found.low, base + bits * found.high)
 
@@ -399,7 +399,7 @@ def lines_by_step(
 
     Args:
         curves: Curves by window length, each of one checkpoint of a run, by one tokenizer.
-        borders: Steps after which keys of the run have changed, as where a phase begins.
+        borders: Steps after which keys of the run changed, for example when a phase began.
     """
     trained = train_lengths(curves)
     only = trained[0] if len(trained) == 1 else None

@@ -1,10 +1,10 @@
-"""Draw the samples of the long-context tasks: text with something planted, a query, its answer.
+"""Draw the samples of the long-context tasks: text with planted information, a query, its answer.
 
-A sample is a sequence of `length` inputs and as many targets, of which the last ones are scored:
-the answer. What is drawn is a function of a seed, the length, a depth and the sample's number, so
-that every checkpoint is asked the same. At each depth, from 0 (the beginning of the context) to 1
-(right before the query), what the answer follows from is planted in the context; in the control it
-is not, and all else is the same.
+A sample is a sequence of `length` inputs and as many targets, of which the last ones, the answer,
+are scored. Samples are a function of a seed, the length, a depth and the sample's number, so that
+every checkpoint gets the same ones. The information that the answer needs is planted in the context
+at a depth from 0 (the beginning of the context) to 1 (right before the query). The control lacks
+this information, and is otherwise the same.
 
     with the needle       text text NEEDLE text text text  NEEd l e
     control               text text  text  text text text  NEEd l e      scored: l e
@@ -27,34 +27,34 @@ from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 
 SEED = 1234
-"""Seed of all that is drawn."""
+"""Seed of all samples."""
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 PLANTED = 32
-"""Tokens of a needle, and of a random sequence that is to be copied."""
+"""Number of tokens of a needle, and of a random sequence to copy."""
 QUERY = 8
-"""Tokens at the beginning of a repetition that are not scored: they say what is repeated."""
+"""Tokens at the beginning of a repetition that are not scored, because they are the query."""
 SAMPLED_TOKENS = 2**20
-"""Random sequences consist of tokens that occur among so many first ones of the text."""
+"""Random sequences consist of tokens that occur among this many first tokens of the text."""
 MAX_DRAWS = 10_000
-"""Draws of a place for a needle until the text is found to have none."""
+"""Largest number of draws of a place for a needle, before the text counts as having none."""
 LIST = " List:"
 WORDS_TOKENS = 2**18
-"""Words of RULER's tasks are those that occur among so many first tokens of the text."""
+"""Words of RULER's tasks are taken from this many first tokens of the text."""
 WORD = re.compile(r"(?<![^\W_])[a-z]{4,8}(?![^\W_])")
 Tokens = NDArray[np.int64]
 
 
 class Question(NamedTuple):
-    """A sample: the tokens that it plants, its query and its answer."""
+    """The tokens that a sample plants, its query and its answer."""
 
     asked: list[Tokens]
-    """What the answer follows from, in the order of the text."""
+    """Planted pieces from which the answer follows, in the order of the text."""
     others: list[Tokens]
-    """What stands at other places, and must not be taken for it."""
+    """Planted distractors, at other places."""
     query: Tokens
     answer: Tokens
     hole: int | None = None
-    """Where all of it stands in the validation text, from which it is then cut out."""
+    """Start of the planted tokens in the validation text, from which they are then removed."""
 
 
 class Drawn(NamedTuple):
@@ -63,7 +63,7 @@ class Drawn(NamedTuple):
     tokens: Tokens
     """[length + 1]: the inputs, and the target of the last one."""
     scored: int
-    """Targets at the end that are the answer."""
+    """Number of targets at the end that are the answer."""
 
 
 # ---- the text, and the tasks that draw from it ---------------------------------------------------
@@ -85,7 +85,7 @@ class Text:
 
     @cached_property
     def occurring(self) -> Tokens:
-        """Return the different tokens of the text's beginning, ascending."""
+        """Return the different tokens at the beginning of the text, ascending."""
         found: Tokens = np.unique(self.stream.read(0, min(SAMPLED_TOKENS, len(self.stream))))
         occurring: Tokens = found[found != self.stream.eos_id]
         return occurring
@@ -97,7 +97,7 @@ class Text:
 
     @cached_property
     def words(self) -> list[str]:
-        """Return the different words of 4 to 8 small letters of the text's beginning, ascending."""
+        """Return the different words of 4 to 8 small letters at the text's beginning, sorted."""
         ids = self.stream.read(0, min(WORDS_TOKENS, len(self.stream)))
         return sorted(set(WORD.findall(self.tokenizer.decode(ids.tolist()))))
 
@@ -130,7 +130,7 @@ class Text:
         return [self.words[i] for i in random.choice(len(self.words), count, replace=False)]
 
     def around(self, start: int, count: int, hole: int | None) -> Tokens:
-        """Return `count` tokens in a row, without the PLANTED ones from `hole` on."""
+        """Return `count` consecutive tokens, leaving out PLANTED tokens from `hole` on."""
         if hole is None or start + count <= hole:
             return self.stream.read(start, count)
         if start >= hole:
@@ -140,30 +140,30 @@ class Text:
         return np.concatenate([self.stream.read(start, before), after])
 
     def random(self, *key: int) -> np.random.Generator:
-        """Return the generator that belongs to a key, whatever else has been drawn before."""
+        """Return the generator for a key, independent of earlier draws."""
         return np.random.default_rng([self.seed, *key])
 
 
 class Task:
-    """A task. A new one is a class with a name, words, and `ask`, and a row of TASKS."""
+    """A task. To add one, write a subclass with `ask` and a name, and list it in TASKS."""
 
     name: str
     says: str
-    """What it is, for the report."""
+    """Description for the report."""
     number: int
-    """Which generators are its own."""
+    """Key of its random generators."""
     depths: tuple[float | None, ...] = DEPTHS
-    """Where what is asked is planted; (None,) where it is spread over the context."""
+    """Depths of the planted information; (None,) if it is spread over the context."""
     shown = ("gain_nats", "accuracy")
-    """The measures of its tables."""
+    """The measures that have tables."""
 
     def ask(self, text: Text, random: np.random.Generator, room: int) -> Question:
         """Draw a question.
 
         Args:
             text: The text to draw from.
-            random: Draws it.
-            room: Tokens of the context, for a task that fills it.
+            random: Generator for the draw.
+            room: Tokens of the context, for a task that fills the context.
         """
         raise NotImplementedError
 
@@ -172,7 +172,7 @@ class Task:
         return self.ask(text, text.random(self.number, sample), room)
 
     def shortest(self, text: Text, samples: int) -> int:
-        """Return the least length of a context that has room for each of so many samples."""
+        """Return the shortest context that has room for each of this many samples."""
         found = (self.question(text, sample) for sample in range(samples))
         parts = ([*q.asked, *q.others, q.query, q.answer] for q in found)
         return max(sum(map(len, pieces)) - 1 for pieces in parts)
@@ -185,15 +185,15 @@ class Task:
         Args:
             text: The text to draw from.
             length: Tokens of the context.
-            depth: Where what is asked stands in it: one of `depths`.
+            depth: Depth of the planted information, one of `depths`.
             sample: The sample's number.
-            planted: False for the control, in which it does not.
+            planted: False for the control, which lacks this information.
         """
         asked, others, query, answer, hole = self.question(text, sample, length)
         random, count = text.random(2, length, sample), length + 1 - len(query) - len(answer)
         last = len(text.stream) - (0 if hole is None else PLANTED) - count
         around = text.around(int(random.integers(0, last + 1)), count, hole)
-        # Where each piece stands in what is left of the text when all are there.
+        # Positions of the pieces in the rest of the text.
         pieces = [*asked, *others]
         free = count - sum(map(len, pieces))
         cuts = random.integers(0, free + 1, len(pieces))
@@ -207,12 +207,12 @@ class Task:
         return Drawn(np.concatenate([around, query, answer]), len(answer))
 
     def cluster(self, text: Text, sample: int) -> int:
-        """Return a number that samples share which depend on each other."""
+        """Return the number of a sample's cluster; samples in one cluster are not independent."""
         return sample
 
 
 class Needle(Task):
-    """Tokens of the text, which are then cut out of the text around."""
+    """The needle is tokens of the text, which are then removed from the surrounding text."""
 
     number, name = 0, "needle"
     says = (
@@ -229,11 +229,11 @@ class Needle(Task):
         return Question([content], [], content[:QUERY], content[QUERY:], start)
 
     def cluster(self, text: Text, sample: int) -> int:
-        # Samples of one document are alike, so that many of them know little more than one.
+        # Samples from one document are similar, so many of them add little information.
         return int(np.searchsorted(text.ends, self._start(text, text.random(self.number, sample))))
 
     def _start(self, text: Text, random: np.random.Generator) -> int:
-        """Draw where a sample's needle stands in the text, within one document."""
+        """Draw the start of a sample's needle in the text, within one document."""
         stream = text.stream
         for _ in range(MAX_DRAWS):
             start = int(random.integers(0, len(stream) - PLANTED + 1))
@@ -249,9 +249,9 @@ class Induction(Task):
     """Random tokens: nothing but copying helps, which models learn early, with heads that can be
     named (Olsson et al., "In-context Learning and Induction Heads", 2022, arXiv 2209.11895).
 
-    There the second copy is compared with the first, here with the same tokens at the same
-    positions where they have not been seen before, so that a model that is worse at later positions
-    does not seem to copy less.
+    That paper compares the second copy with the first. Here it is compared with the same tokens at
+    the same positions without an earlier copy, so that a model that is worse at later positions
+    does not appear to copy less.
     """
 
     number, name = 1, "induction"
@@ -276,11 +276,11 @@ class Ruler(Task):
     Language Models?", 2024, arXiv 2404.06654, section 3; the numbers are those of
     scripts/synthetic.yaml in github.com/NVIDIA/RULER at c3f5e3b.
 
-    There an instruction stands in front, and of an answer each string counts that occurs in it
-    anywhere. Here the prompt is text that a model without instruction tuning can go on with, around
-    is validation text, as there are essays, and an answer is right as a whole or not: its strings
-    have the order of the text, and frequent words that of frequency. So values do not compare with
-    RULER's tables.
+    RULER's prompts begin with an instruction, and each expected string counts if it occurs anywhere
+    in the answer. Here the prompt is text that a model without instruction tuning can continue, the
+    haystack is validation text instead of essays, and an answer counts only as a whole: its strings
+    must be in the order of the text, or for frequent words in the order of frequency. Values are
+    therefore not comparable with RULER's tables.
     """
 
     depths: tuple[float | None, ...] = (None,)
@@ -288,7 +288,7 @@ class Ruler(Task):
 
 
 class MagicNumbers(Ruler):
-    """Needles in a haystack: numbers of 7 digits, each under a word. Those of one are asked for."""
+    """Needles in a haystack: 7-digit numbers, each with a word. The query asks for one word's."""
 
     def __init__(self, number: int, name: str, keys: int, values: int, says: str) -> None:
         self.number, self.name, self.says = number, name, says
@@ -312,7 +312,7 @@ class MagicNumbers(Ruler):
 
 
 class VariableTracking(Ruler):
-    """A chain of variables, each with the value of the one before."""
+    """A chain of variables, each with the value of the previous one."""
 
     number, name, hops = 13, "vt", 4
     says = (
@@ -385,7 +385,7 @@ class FrequentWords(Ruler):
         totals = range(max(room, 0) + 1)
         total = bisect_right(totals, room, key=lambda n: int((counts(n) * sizes).sum())) - 1
         total = max(total, self.fewest)
-        # The answer is one only if no two of these ranks are as frequent.
+        # The answer is unique only if no two of these ranks have the same frequency.
         while (np.diff(counts(total)[1:5]) == 0).any():
             total -= 1
         found = np.repeat(np.arange(len(ranks)), counts(total))
@@ -419,4 +419,4 @@ TASKS: Mapping[str, Task] = {
         FrequentWords(),
     )
 }
-"""The task of each name."""
+"""Name -> task."""

@@ -1,13 +1,13 @@
-"""The folder of a build under way: its plan, its files, its lock, and its removal.
+"""The folder of a build in progress: its plan, its files, its lock, and its removal.
 
 .building-NAME/
-  lock             held by the process that builds; says which
-  plan.jsonl       the settings, a line for each task and each file of the corpus
-  scan/TTTTTT/     what a task's documents are, packed into its record
-  compare/TTTTTT/  which documents a bucket of keys shows to be duplicates, packed into its record
+  lock             held by the process that builds, and names that process
+  plan.jsonl       the settings, and a line for each task and each file of the corpus
+  scan/TTTTTT/     hashes and origins of a task's documents, packed into its record
+  compare/TTTTTT/  duplicates that a bucket of keys shows, packed into its record
   merge/           tokenizer, held-out documents, duplicates; record
   tokens/SPLIT-TTTTTT/   the shards and the index of a task; record
-  data/            the data set, until it gets its name: further names of what is in tokens/
+  data/            the data set until it gets its name: hard links to files in tokens/
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ Stage = Literal["scan", "compare", "tokenize"]
 
 
 class BuildFolder:
-    """The folder of a build under way."""
+    """The folder of a build in progress."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = path / "lock"
         self.plan = path / "plan.jsonl"
         self.merge = path / "merge"
-        """What the tokenize stage needs to know about the whole corpus."""
+        """Results about the whole corpus that the tokenize stage needs."""
         self.data = path / "data"
         """The data set before it gets its name."""
 
     @staticmethod
     def beside(directory: Path) -> BuildFolder:
         """Return the folder in which the data set `directory` is built."""
-        # Absolute: workers find it whatever their working directory.
+        # Absolute, so that workers find it from any working directory.
         directory = Path(os.path.realpath(directory))
         return BuildFolder(directory.with_name(f".building-{directory.name}"))
 
@@ -117,7 +117,7 @@ def _lock(folder: BuildFolder) -> int:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o640)
         except FileNotFoundError:
-            # Its builder has finished and removed the folder meanwhile.
+            # Its builder has finished and removed the folder in the meantime.
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,10 +142,10 @@ def _lock(folder: BuildFolder) -> int:
 
 
 def remove_build(folder: BuildFolder) -> None:
-    """Remove what builds have put into the folder, and the folder if nothing else is in it.
+    """Remove the files of builds from the folder, and the folder if nothing else is in it.
 
-    While there is an output there is its plan, so that a build that is killed here is never taken
-    up with other inputs.
+    The plan is removed last, so that a build that is killed here is never resumed with other
+    inputs.
     """
     stages = (folder.path / name for name in ("scan", "compare", "tokens"))
     outputs = *stages, folder.merge, folder.data
@@ -161,21 +161,21 @@ def remove_build(folder: BuildFolder) -> None:
         flush_directory(folder.path.parent)
 
 
-# ---- Publish a task's output as one folder, and prove later that it is still what was written ----
-# A task writes into a folder of its own, hidden and unique, so that two processes that happen to do
-# the same task do not meet. It writes its record last, sealed, with the size and the XXH3-128 of
-# every file, flushes everything to the disk and gives the folder its name in one rename.
+# ---- Publish a task's output as one folder, and verify later that it is unchanged ----
+# A task writes into its own hidden, uniquely named folder, so that two processes with the same task
+# do not conflict. It writes its record last, sealed, with the size and the XXH3-128 of every file,
+# flushes everything to the disk and gives the folder its name in one rename.
 #
-# What only later stages read is packed into the record: behind its line of JSON stand the files of
-# the folder PACKED. At 39,000 tasks a file more of each is a burden to a shared file system.
+# Files that only later stages read are packed into the record: the files of the folder PACKED
+# follow its line of JSON. With 39,000 tasks, separate files would burden a shared file system.
 #
-# A command reads every byte that an earlier one has left before it goes on. What its own tasks have
-# written it believes by the record and the sizes: at 10^12 tokens one node would read 2 TB.
+# A command verifies every byte that an earlier command has left. It trusts the output of its own
+# tasks by record and sizes: at 10^12 tokens, one node would otherwise read 2 TB.
 
 
 RECORD, PACKED = "record", "packed"
 REPEATED = "repeated.npy"
-"""What a task of the compare stage has found."""
+"""The result of a task of the compare stage."""
 _CHUNK, _ALIGNMENT = 1 << 22, 64
 
 
@@ -183,9 +183,9 @@ _CHUNK, _ALIGNMENT = 1 << 22, 64
 def output(final: Path) -> Iterator[tuple[Path, Json]]:
     """Yield a new folder, and a record to fill in; both are published if the block succeeds.
 
-    Under "files" the block may note the size and digest of what it has hashed while it wrote.
+    The block may record, under "files", sizes and digests that it has computed while writing.
 
-    Whoever published the same task before has written the same bytes: then this one is removed.
+    If another process has published the same task, with the same bytes, this output is removed.
     """
     record: Json = {"files": {}, "packed": {}}
     try:
@@ -209,7 +209,7 @@ def output(final: Path) -> Iterator[tuple[Path, Json]]:
 
 
 def is_done(final: Path) -> bool:
-    """Return True if a task's output is there and every file is as it was written."""
+    """Return True if a task's output exists and no file has changed."""
     try:
         with (final / RECORD).open("rb") as file:
             line = file.readline()
@@ -233,7 +233,7 @@ def _aligned(size: int) -> int:
 
 
 def _pack(folder: Path, record: Json) -> None:
-    """Note in a record where the files of a folder will stand behind it."""
+    """Record in a record where the files of a folder will follow it."""
     end = 0
     for file in sorted(folder.iterdir()):
         size = file.stat().st_size
@@ -242,7 +242,7 @@ def _pack(folder: Path, record: Json) -> None:
 
 
 def _write_record(path: Path, record: Json) -> None:
-    """Write the record of a task, with what is packed behind it."""
+    """Write the record of a task, followed by the packed files."""
     with new_file(path / RECORD, durable=True) as partial, partial.open("xb") as file:
         file.write(_sealed_line(0, record))
         start = _aligned(file.tell())
@@ -254,7 +254,7 @@ def _write_record(path: Path, record: Json) -> None:
 
 
 def _record(final: Path) -> tuple[Json, int]:
-    """Return the record of a task that is done, and where in its file the packed ones begin."""
+    """Return the record of a finished task, and where in its file the packed files begin."""
     with (final / RECORD).open("rb") as file:
         line = file.readline()
     if (record := _unsealed(0, line)) is None:
@@ -266,12 +266,12 @@ def _record(final: Path) -> tuple[Json, int]:
 
 
 def read_record(final: Path) -> Json:
-    """Return the record of a task that is done."""
+    """Return the record of a finished task."""
     return _record(final)[0]
 
 
 def packed(final: Path, name: str) -> Part:
-    """Return where a file stands that is packed into the record of a task."""
+    """Return the range of a file that is packed into the record of a task."""
     record, begin = _record(final)
     at, size, _ = record["packed"][name]
     return Part(final / RECORD, begin + at, size)
@@ -286,7 +286,7 @@ def read_packed(final: Path, name: str) -> io.BytesIO:
 
 
 def clear(final: Path) -> None:
-    """Remove a task's output that cannot be used, and what killed processes left of it."""
+    """Remove a task's unusable output, and the remains of killed processes."""
     for path in [final, *final.parent.glob(f".{final.name}.*{PARTIAL}")]:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -303,12 +303,12 @@ def digest(path: Path, start: int = 0, end: int | None = None) -> str:
     return found.hexdigest()
 
 
-# ---- Read what the merge found out about the whole corpus ----
+# ---- Read the results of the merge about the whole corpus ----
 
 
 HELD_OUT_SEQUENCES, HELD_OUT_HASHES = "held-out.bin", "held-out-hashes.npy"
 DUPLICATES = "duplicates.npy"
-"""Whether a document of training stood before, of all of them in the order of the stream."""
+"""For all training documents in the order of the stream: whether each repeats an earlier one."""
 
 
 class TokenTask(NamedTuple):
@@ -320,11 +320,11 @@ class TokenTask(NamedTuple):
     planned: int
     """The task of the plan that it reads; for held-out documents the first one of their corpus."""
     holds_out: bool
-    """Its documents are those that the merge has held out of a corpus."""
+    """Whether its documents are those that the merge has held out of a corpus."""
     head: int = 0
-    """Characters of its first document that are trained on, if that one is cut in two; or 0."""
+    """If its first document is split in two, the number of its characters for training; else 0."""
     first: int = 0
-    """Documents that the scan has found in the tasks before the planned one."""
+    """Number of documents that the scan has found in earlier tasks than the planned one."""
 
 
 def load_token_tasks(folder: BuildFolder) -> list[TokenTask]:
@@ -348,7 +348,7 @@ _RECORDED_KEYS = (
     "tokens_per_block",
     "tokens_per_shard",
 )
-"""Keys of [data] that determine the bytes of a data set, beside the corpora and the tokenizer."""
+"""Keys of [data] that determine the bytes of a data set, besides corpora and tokenizer."""
 
 
 class File(NamedTuple):
@@ -366,7 +366,7 @@ class Plan(NamedTuple):
     """Everything that determines what is built."""
 
     settings: Json
-    """Config keys in words, as an error message shows them."""
+    """Config keys and values, as error messages show them."""
     data: DataSection
     cleaning: CleaningSection
     tasks: dict[Split, list[Task]]
@@ -390,7 +390,7 @@ def make_plan(config: RunConfig, tokenizer_sha256: str | None) -> Plan:
         tokenizer_sha256: Of the tokenizer that data.tokenizer names.
 
     Raises:
-        ConfigError: if a file cannot be found or read.
+        ConfigError: A file cannot be found or read.
     """
     data = config.data
     values = data.model_dump(mode="json", include=set(_RECORDED_KEYS))
@@ -400,7 +400,7 @@ def make_plan(config: RunConfig, tokenizer_sha256: str | None) -> Plan:
         "corpora": [[c.name, *_read_as(c, tasks)] for c in sources.corpora(data)],
         **{f"data.{key}": values[key] for key in _RECORDED_KEYS},
         "data.tokenizer (SHA-256)": WORDS if data.tokenizer == WORDS else tokenizer_sha256,
-        # The limit says only which builds end with an error.
+        # The limit only decides which builds end with an error.
         **{f"cleaning.{k}": v for k, v in config.cleaning if k != "max_skipped_documents"},
     }
     files = {split: [File(path, *look(path)) for path in _paths(tasks[split])] for split in SPLITS}
@@ -425,15 +425,16 @@ def _paths(tasks: list[Task]) -> Iterator[str]:
 
 
 # ---- on disk -------------------------------------------------------------------------------------
-# One file, so that it is replaced in one move. Every line begins with a digest of the rest, seeded
-# with its number: a task reads its own line alone, as a corpus may have millions of files.
+# The plan is one file, so that it is replaced atomically. Every line begins with a digest of the
+# rest, seeded with its number, so that a task can read only its own line: a corpus may have
+# millions of files.
 def save_plan(plan: Plan, folder: BuildFolder) -> None:
-    """Write the plan: a line of what all tasks need, then one for each task and for each file."""
+    """Write the plan: a line that all tasks need, then a line for each task and for each file."""
     sizes = task_sizes(plan)
     held_out_bytes = _held_out_bytes(plan, sizes)
     num_train, most = len(plan.tasks["train"]), plan.data.tokenizer_training_bytes
     in_train = max(sum(sizes[:num_train]), 1)
-    # A tokenizer is trained on the sample, and it shows what is boilerplate.
+    # The sample is for training a tokenizer, and for finding boilerplate.
     wants_sample = plan.data.tokenizer is None or plan.cleaning.decontaminate
     tasks = []
     for rank, (task, size) in enumerate(zip(plan.all_tasks(), sizes)):
@@ -474,7 +475,7 @@ def _sealed_line(number: int, content: Any) -> bytes:
 
 
 def _unsealed(number: int, line: bytes) -> Any:
-    """Return the content of a line; None if it is not as it was written."""
+    """Return the content of a line; None if it has changed."""
     seal, _, text = line.removesuffix(b"\n").partition(b" ")
     if xxhash.xxh3_64_hexdigest(text, number).encode() != seal or not line.endswith(b"\n"):
         return None
@@ -496,7 +497,7 @@ def _damaged_plan(path: Path, line: int) -> ConfigError:
 
 
 def task_sizes(plan: Plan) -> list[int]:
-    """Return about how many bytes of files each task reads, those of train first."""
+    """Return the approximate bytes that each task reads, train first."""
     of_file = {file.path: file.size for split in SPLITS for file in plan.files[split]}
     corpora = plan.corpora()
     ends: dict[str, int] = {}
@@ -508,7 +509,7 @@ def task_sizes(plan: Plan) -> list[int]:
         length = piece.end - piece.start
         if sources.source_of(corpora[corpus], piece.path).in_bytes:
             return length
-        # The parts of a file that is not cut by bytes are taken to be of one size.
+        # Assume that all parts of a file have the same size if it is not cut by bytes.
         return of_file[piece.path] * length // ends[piece.path]
 
     tasks = plan.all_tasks()
@@ -516,7 +517,7 @@ def task_sizes(plan: Plan) -> list[int]:
 
 
 def _held_out_bytes(plan: Plan, sizes: list[int]) -> dict[str, int]:
-    """Return for each corpus that is divided by hash its part of data.validation_bytes."""
+    """Return the part of data.validation_bytes of each corpus from which hashes hold out text."""
     if plan.data.validation_paths:
         return {}
     by_corpus: dict[str, int] = {}
@@ -531,8 +532,8 @@ def _held_out_bytes(plan: Plan, sizes: list[int]) -> dict[str, int]:
 
 
 _SAMPLE_FACTOR = 8
-"""A task keeps so many times its share of the tokenizer's sample, because a corpus that is packed
-has more text than its files have bytes. The merge takes the exact share."""
+"""A task keeps this many times its share of the tokenizer's sample, because a compressed corpus has
+more text than its files have bytes. The merge takes the exact share."""
 
 
 class TaskPlan(NamedTuple):
@@ -544,9 +545,9 @@ class TaskPlan(NamedTuple):
     task: Task
     corpus: Corpus
     sample_bytes: int
-    """The most text to keep for the tokenizer's sample."""
+    """Limit on the text to keep for the tokenizer's sample, in bytes."""
     held_out_bytes: int | None
-    """The most text that the corpus may hold out; None if it is not divided by hash."""
+    """Limit on the text that the corpus may hold out, in bytes; None if hashes hold out none."""
 
 
 def load_task(folder: BuildFolder, number: int) -> TaskPlan:
@@ -573,7 +574,7 @@ def load_task(folder: BuildFolder, number: int) -> TaskPlan:
 
 
 def key_files(folder: BuildFolder) -> tuple[list[Part], Mode]:
-    """Return where a scan has written the keys of its tasks, in stream order, and their mode."""
+    """Return the files with the keys that the scan has written, in stream order, and their mode."""
     with open_trusted(folder.plan) as file:
         content = _unsealed_line(folder.plan, 0, file.readline())
     mode = CleaningSection.model_validate_json(content["cleaning"]).deduplicate
@@ -582,7 +583,7 @@ def key_files(folder: BuildFolder) -> tuple[list[Part], Mode]:
 
 
 def with_digests(folder: BuildFolder, plan: Plan) -> dict[Split, list[File]]:
-    """Return the files of a plan with the digests that the scan has made of them so far."""
+    """Return the files of a plan, with the digests that the scan has computed so far."""
     digests: dict[str, set[tuple[int, int, str]]] = {}
     for rank, task in enumerate(plan.all_tasks()):
         record = read_record(folder.scan(rank))
@@ -596,18 +597,18 @@ def with_digests(folder: BuildFolder, plan: Plan) -> dict[Split, list[File]]:
 
 # ---- comparing -----------------------------------------------------------------------------------
 def differences(before: Json, plan: Plan) -> list[str]:
-    """Return in words how a plan differs from recorded inputs; [] if they give the same bytes.
+    """Return messages about how a plan differs from recorded inputs; [] if they give equal bytes.
 
-    A file is the same if its content is, whatever its name and its time. Only those whose time is
-    not as recorded are read, and only where digests are recorded: in a finished data set. The
-    tokenize stage of an unfinished build compares every document with what the scan saw.
+    Files are equal if their content is, whatever their names and times. Only files with another
+    time than recorded are read, and only if digests are recorded, as in a finished data set. In an
+    unfinished build the tokenize stage compares every document with the scan's record.
 
     Args:
         before: {"settings": Plan.settings, "files": Plan.files}, as JSON.
         plan: The plan.
     """
     settings, files = before.get("settings", {}), before.get("files", {})
-    # As JSON gives them back.
+    # Convert to the types that JSON returns.
     current = json.loads(json.dumps(plan.settings))
     found = [
         f"{key} was {settings.get(key)!r}, is {value!r}"
@@ -647,7 +648,7 @@ def _different_file(old: File, new: File) -> str:
 
 # ---- errors --------------------------------------------------------------------------------------
 def too_many_skipped(corpus: str, limit: int, reasons: list[str]) -> ConfigError:
-    """Return the error of a corpus with more unreadable documents than are allowed."""
+    """Return the error for a corpus with more unreadable documents than allowed."""
     return ConfigError(
         f"corpus {corpus}: more than cleaning.max_skipped_documents = {limit} documents cannot be "
         f"read, for example {'; '.join(reasons[:3])}. Repair the files, or raise the limit"
@@ -655,12 +656,12 @@ def too_many_skipped(corpus: str, limit: int, reasons: list[str]) -> ConfigError
 
 
 def changed(folder: BuildFolder, task: Task, place: tuple[int, int] | None = None) -> ConfigError:
-    """Return the error of a task whose documents are not those that the scan saw.
+    """Return the error for a task whose documents have changed since the scan.
 
     Args:
         folder: The build.
         task: The task.
-        place: The piece and the offset of the first other document; None if one is missing.
+        place: Piece and offset of the first changed document; None if documents are missing.
     """
     where = f"{task.pieces[place[0]].path}:{place[1]}" if place else task.pieces[-1].path
     return ConfigError(
