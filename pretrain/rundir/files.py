@@ -114,10 +114,13 @@ def replace_file(
     """
     data = content.encode() if isinstance(content, str) else content
     with (
-        new_file(path, durable=durable) as partial,
+        new_file(path) as partial,
         open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file,
     ):
         file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def flush_file(path: Path) -> None:
