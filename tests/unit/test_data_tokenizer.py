@@ -7,7 +7,7 @@ import pytest
 import sentencepiece
 
 from pretrain.config import ConfigError
-from pretrain.config.schema import LEAST_PIECES
+from pretrain.config.rules import LEAST_PIECES
 from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
 
 TEXT = "".join(
