@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
-
-from tests.end_to_end.commands import forked, succeeded
 
 # In a process of its own, because the pools of tests/distributed keep the groups of their tasks.
 REPEATED = """
@@ -19,6 +18,8 @@ for _ in range(4):
 
 
 def test_groups_of_a_layout_are_closed_before_the_next_one_is_set_up() -> None:
-    done = succeeded(forked([sys.executable, "-W", "ignore", "-c", REPEATED]))
-    first, *others = done.out.split()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", REPEATED], capture_output=True, text=True, check=True
+    )
+    first, *others = done.stdout.split()
     assert others == [first] * 3
