@@ -74,7 +74,8 @@ def candidates(
     examples: dict[str, str] = {}
     for keys in _parallel_keys(config, gpus):
         parallel = config.parallel.model_copy(update={**keys, "world_size": gpus})
-        data = gpus // parallel.ranks_per_copy
+        # Where a copy of the model needs more ranks than there are, the rules below refuse it.
+        data = max(1, gpus // parallel.ranks_per_copy)
         if keys["zero_stage"] > 1 and data * parallel.context_parallel_size == 1:
             # There is nothing to shard, and every stage is stage 1.
             continue

@@ -200,6 +200,13 @@ def test_layouts_are_those_that_load():
     assert sum("does not work with pipeline stages" in rule for rule in refused) == 1
 
 
+def test_a_copy_of_the_model_that_needs_more_gpus_is_refused():
+    config = load_config("configs/demo.toml", ["parallel.context_parallel_size=4"])
+    refused = Counter()
+    assert not list(candidates(config, 2, refused))
+    assert any("does not divide the 2 processes" in reason for reason in refused)
+
+
 def test_tensor_parallel_ranks_stay_in_a_node():
     """Of 24 GPUs in nodes of 8, groups of 3 or 6 would lie across two of them."""
     heads = ["model.num_attention_heads=24", "model.hidden_size=1536"]
