@@ -1,7 +1,8 @@
 """Fill the table of verdicts in docs/claims.md: `python -m docs.hooks.claims`.
 
-Statement and source come from each claim's docstring. Verdicts are those on the published numbers
-and those that studies wrote to claims.json in docs/results. The rest of the page is hand-written.
+Statement and source come from each claim's docstring. Verdicts are those on the published numbers,
+those that studies wrote to claims.json in docs/results, and those on the evaluations of which
+`pretrain report` wrote docs/results/*/curve.json. The rest of the page is hand-written.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pretrain.evaluation.claims import CLAIMS, judge
-from pretrain.evaluation.judge import Verdict
-from pretrain.evaluation.records import grouped
+from pretrain.evaluation.judge import Evidence, Verdict
+from pretrain.evaluation.records import grouped, make_curves, parts_of, read_records
 from pretrain.study import published
 
 PAGE = Path(__file__).parents[1] / "claims.md"
@@ -61,6 +62,11 @@ def on_ours() -> dict[str, dict[str, str]]:
         for row in json.loads(path.read_text()):
             cases = [(case["train_length"], case["verdict"]) for case in row["cases"]]
             found.setdefault(row["id"], {})[study] = outcome(row["verdict"], cases)
+    for path in sorted(RESULTS.glob("*/curve.json")):
+        [part] = parts_of(make_curves(read_records(path)))
+        for each in judge(Evidence(part.curves)):
+            cases = [(case.train_length, case.verdict.value) for case in each.cases]
+            found[each.claim.id][path.parent.name] = outcome(each.verdict.value, cases)
     return found
 
 

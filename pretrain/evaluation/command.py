@@ -398,7 +398,7 @@ class OpenedCheckpoint(Opened):
         found, trained = self.checkpoint, self.checkpoint.config
         origin, state = found.origin, found.trainer_state
         changed = changed_function(trained, self.config)
-        method = trained.position.method
+        method = trained.position_name
         changes = [(c.step, c.key, c.before, c.after) for c in origin.changes]
         settings = settings_hash(trained, origin.data.get(TRAINING), changes)
         # Without provenance the model was imported, and its training data is not known.

@@ -44,7 +44,7 @@ FIELDS = (
 |---|---|---|
 | run | str | the run's directory as the user gave it, or the checkpoint's path if it stands alone |
 | step | int | optimizer steps that the checkpoint was trained for |
-| method | str | position.method; behind it what the evaluation alone changed (EVALUATED_WITH) |
+| method | str | RunConfig.position_name, then what the evaluation alone changed (EVALUATED_WITH) |
 | seed | int | run.seed |
 | train_length | int | data.sequence_length, the training length L in tokens |
 | settings | str | first 12 hex digits of a hash of all that training depends on but the seed |

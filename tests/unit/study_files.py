@@ -182,7 +182,7 @@ def make_study(
     ends = [(run, State(*states.get(run.name, ("finished", "")))) for run in runs]
     done = {f"runs/{run.name}" for run, state in ends if state.state == "finished"}
     records = [
-        # A record's method is position.method, which is that of both kinds of slopes.
+        # Records of older evaluations have position.method, which is that of both kinds of slopes.
         record
         | {
             "method": record["method"].removesuffix("_trained_slopes"),
