@@ -43,10 +43,10 @@ def delta_kernel(
 ):
     """Compute Delta = the sum over D of out * d_out.
 
-    It equals the sum over keys of weights * d_weights, which the gradient of the softmax subtracts
-    from every d_weight of a row (FlashAttention-2, algorithm 2, line 4). It holds with dropout,
-    too, because out was made of the weights that dropout kept. For queries past the last one it is
-    zero.
+    Delta equals the sum over keys of weights * d_weights, which the gradient of the softmax
+    subtracts from every d_weight of a row (FlashAttention-2, algorithm 2, line 4). The equality
+    also holds with dropout, because out was computed from the weights that dropout kept. For
+    queries past the last one, Delta is zero.
     """
     tiles = padded_queries // BLOCK_M
     batch_head = tl.program_id(0) // tiles
@@ -106,7 +106,7 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,  # keys of one step of the loop
     QUERY_TILE: tl.constexpr,  # queries for which skipping is decided together
     KEY_TILE: tl.constexpr,  # keys that are skipped together
-    BIAS_GRAD: tl.constexpr,  # slopes or bias rows want a gradient
+    BIAS_GRAD: tl.constexpr,  # slopes or bias rows require a gradient
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,  # D padded to a power of two
     CAUSAL: tl.constexpr,
@@ -120,8 +120,8 @@ def dq_kernel(
     """Compute dq of one block of queries and, if BIAS_GRAD, its share of the gradient of the bias.
 
     One program per (query head, batch, block of queries), ordered as in the forward kernel. dq has
-    a kernel of its own although it recomputes the scores: added up in the dkdv kernel it would need
-    atomics, whose order, and so the last bits of dq, would differ from run to run.
+    a kernel of its own, although that kernel must recompute the scores: summing dq in the dkdv
+    kernel would need atomics, whose order, and so the last bits of dq, would vary between runs.
     """
     query_blocks = tl.cdiv(num_queries, BLOCK_M)
     start = (query_blocks - 1 - tl.program_id(0) % query_blocks) * BLOCK_M
@@ -150,8 +150,8 @@ def dq_kernel(
         slope = tl.load(Slopes + head) * LOG2E
     BiasRow += head * (2 * row_reach + 1)
 
-    # The first loop has keys that no query needs a mask for: begin .. stop_whole, or those in the
-    # list if SKIP. The second has stop_whole .. stop.
+    # The first loop covers keys for which no query needs a mask: begin .. stop_whole, or those in
+    # the list if SKIP. The second covers stop_whole .. stop.
     first_position = start + num_keys - num_queries
     query_tile = start // QUERY_TILE
     tile_position = query_tile * QUERY_TILE + num_keys - num_queries
@@ -160,9 +160,9 @@ def dq_kernel(
     if CAUSAL:
         stop = tl.minimum(start + BLOCK_M, num_queries) + num_keys - num_queries
         stop_whole = first_position // BLOCK_N * BLOCK_N
-    # Two loops and no more: with a third, ptxas serialises every wgmma (C7515). So under a causal
-    # mask the keys within reach of the bias row go through the masked loop, and the first loop has
-    # those that lie beyond its end for every query, which need no lookup.
+    # Two loops and no more: with a third, ptxas serializes every wgmma (C7515). So under a causal
+    # mask the keys within reach of the bias row go through the masked loop, and the first loop
+    # covers keys beyond the end of the row for every query, which need no lookup.
     WHOLE_BIAS: tl.constexpr = ROW_END if BIAS == ROW and CAUSAL else BIAS
     if WHOLE_BIAS == ROW_END:
         stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
@@ -209,7 +209,7 @@ def dq_kernel(
         CAUSAL, WHOLE_BIAS, COLUMN_BIAS, SKIP, DROPOUT, DOCUMENTS, UPCAST,
     )  # fmt: skip
     # stop_whole is never below 0. The maximum keeps ptxas from merging the counters of the loops,
-    # after which it would serialise every wgmma (C7515).
+    # after which it would serialize every wgmma (C7515).
     dq, sums, sums_after, mean_distance = accumulate_over_keys(
         dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
         tl.maximum(begin_masked, 0), stop,
@@ -224,9 +224,9 @@ def dq_kernel(
     store_tile(DQ, dq * scale, start, dq_stride_s, num_queries, BLOCK_M, D, BLOCK_D)
     if BIAS_GRAD:
         if BIAS == SLOPES:
-            # A query's score gradients sum to zero but for the error of its delta, which was made
-            # of an output rounded to the dtype of q: every d_score is off by weight * error. Times
-            # the distance, that would exceed the rounding of everything else, so it is taken out.
+            # A query's score gradients would sum to zero if its delta were exact, but delta comes
+            # from an output rounded to the dtype of q, so every d_score is off by weight * error.
+            # Multiplied by the distance, this error would exceed all other rounding: subtract it.
             sums -= sums_after * mean_distance
         tl.store(BiasSums + numbers, sums)
         tl.store(BiasSums + all_numbers + numbers, sums_after)
@@ -282,10 +282,11 @@ def accumulate_over_keys(
     """Add the contributions of keys begin .. stop and return (dq, sums, sums_after, mean_distance).
 
     The sums are each query's share of the gradient of the bias. For slopes, `sums` is the sum of
-    d_score * |distance|, `sums_after` that of d_score and `mean_distance` that of weight *
-    |distance|, from which dq_kernel makes the query's share. For bias rows, `sums` is the gradient
-    of the last entry, for distances of row_reach and more, and `sums_after` that of the first
-    entry, for distances of -row_reach and less. `row_gradient_kernel` covers the entries between.
+    d_score * |distance|, `sums_after` the sum of d_score, and `mean_distance` the sum of weight *
+    |distance|; dq_kernel computes the query's share from the three. For bias rows, `sums` is the
+    gradient of the last entry, for distances of row_reach and more, and `sums_after` the gradient
+    of the first entry, for distances of -row_reach and less. `row_gradient_kernel` covers the
+    entries between them.
     """
     position = (query + num_keys - num_queries)[:, None]
     for step in range(begin, stop, BLOCK_N):
@@ -301,8 +302,8 @@ def accumulate_over_keys(
                 )  # fmt: skip
                 row_lse = tl.where(skips, float("inf"), lse)
         if COLUMN_BIAS and BIAS == SLOPES:
-            # From here on relative to the first key, so that the bias of the keys is the same
-            # vector in every step.
+            # Make lse relative to the first key of this step, so that the bias of the keys is the
+            # same vector in every step.
             row_lse -= slope * (key_start - tile_position).to(tl.float32)
         key = (key_start + tl.arange(0, BLOCK_N))[None, :]
         k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
@@ -358,7 +359,7 @@ def score_gradients(
 ):
     """Return (d loss / d score, weights), both [queries, keys] in fp32.
 
-    The weights are recomputed from lse, and are those before dropout.
+    The weights are recomputed from lse and are returned as they are before dropout.
     """
     weights = tl.math.exp2(
         log_weights(
@@ -367,7 +368,7 @@ def score_gradients(
         )
     )  # fmt: skip
     if MASKED:
-        # No query stands past the last key. Counted from the step's first key, keys are constants.
+        # No query lies past the last key. Relative to the step's first key, keys are constants.
         causal = position - key_start >= key - key_start
         weights = tl.where(causal if CAUSAL else key < num_keys, weights, 0.0)
     if DOCUMENTS:
@@ -381,7 +382,7 @@ def score_gradients(
 
 @triton.jit
 def log_weights(
-    products,  # of queries and keys, in either orientation, against which all below broadcast
+    products,  # of queries and keys, in either orientation; all arguments below broadcast to it
     lse,  # fp32, base 2; infinite for queries whose weights are to be zero
     position,
     key,
@@ -396,7 +397,7 @@ def log_weights(
 ):
     """Return scores - lse, the logarithms of the weights to base 2.
 
-    With COLUMN_BIAS, scores and lse lack the same number in each row: see attend_to_keys.
+    With COLUMN_BIAS, scores and lse both omit the same number in each row: see attend_to_keys.
     """
     if COLUMN_BIAS and BIAS == SLOPES:
         return products * score_scale + slope * (key - origin).to(tl.float32) - lse
@@ -420,7 +421,7 @@ def dkdv_kernel(
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
     Seed,  # [1], int64; read if DROPOUT
     DocumentStarts,  # [B, queries], int32; read if DOCUMENTS
-    HeadOrder,  # [H + G], int32; read if SKIP, as the next one
+    HeadOrder,  # [H + G], int32; this and the next are read if SKIP
     Thresholds,  # [B, H, query tiles, key tiles], fp32, from the forward kernel
     DK,  # output, [keys, B, G, D], any strides but a dense D
     DV,  # output, [keys, B, G, D], the strides of DK
@@ -471,7 +472,7 @@ def dkdv_kernel(
     batch = tl.program_id(0) // key_blocks % batches
     group = tl.program_id(0) // key_blocks // batches
     if SKIP:
-        # The order of the key heads stands behind that of the query heads.
+        # The order of the key heads follows that of the query heads.
         group = tl.load(HeadOrder + heads + group)
     K += tl.cast(batch, tl.int64) * k_stride_b + tl.cast(group, tl.int64) * k_stride_h
     V += tl.cast(batch, tl.int64) * v_stride_b + tl.cast(group, tl.int64) * v_stride_h
@@ -480,9 +481,9 @@ def dkdv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     query_tiles = tl.cdiv(num_queries, QUERY_TILE)
-    # Keys before the first query: query i stands at position i + earlier_keys.
+    # Number of keys before the first query: query i has the position i + earlier_keys.
     earlier_keys = num_keys - num_queries
-    # Queries before this one: those after it belong to documents that begin after these keys.
+    # Only queries before last_query: the others belong to documents that begin after these keys.
     last_query = num_queries
     if DOCUMENTS:
         DocumentStarts += tl.cast(batch, tl.int64) * num_queries
@@ -495,11 +496,11 @@ def dkdv_kernel(
         if BIAS == SLOPES:
             slope = tl.load(Slopes + head) * LOG2E
 
-        # The first loop has the queries that stand among the keys of the block, begin ..
-        # begin_whole, for which the causal mask cuts it. Every later query sees the whole block.
-        # With a bias row, begin_whole is where all of the block lies beyond the end of the row, and
-        # no lookup is needed. The second loop has the others: begin_whole .. stop, or those in the
-        # list if SKIP.
+        # The first loop covers the queries at the positions of the block's keys, begin ..
+        # begin_whole, from which the causal mask hides some keys. Every later query sees the whole
+        # block. With a bias row, begin_whole is the first query for which the whole block lies
+        # beyond the end of the row, so that no lookup is needed. The second loop covers the other
+        # queries: begin_whole .. stop, or those in the list if SKIP.
         WHOLE_BIAS: tl.constexpr = ROW_END if BIAS == ROW and CAUSAL else BIAS
         begin = 0
         stop = last_query
@@ -581,7 +582,7 @@ def accumulate_over_queries(
     q_stride_s,
     DOut,  # gradient of the output of this batch and head
     d_out_stride_s,
-    Lse,  # of this batch and head, as Delta
+    Lse,  # of this batch and head, like Delta
     Delta,
     DocumentStarts,  # [queries], of this batch; read if DOCUMENTS
     QueryTiles,  # read if LISTED
@@ -625,9 +626,9 @@ def accumulate_over_queries(
         position = query + num_keys - num_queries
         tile_position = start // QUERY_TILE * QUERY_TILE + num_keys - num_queries
         q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
-        # A query that skips these keys by itself (row_skips) gives them a weight here, as without
-        # skipping. That each query decides alone keeps later tokens out of outputs and dq; the
-        # gradients of keys are sums over later tokens anyway.
+        # A query that skips these keys by itself (row_skips) still gives them a weight here. Each
+        # query decides for itself only to keep later tokens out of outputs and dq; the gradients of
+        # keys are sums over later tokens anyway.
         weights = tl.math.exp2(
             log_weights(
                 dot(k, tl.trans(q), UPCAST), tl.load(Lse + query)[None, :], position[None, :],
@@ -636,7 +637,7 @@ def accumulate_over_queries(
             )
         )  # fmt: skip
         if MASKED:
-            # Counted from the step's first query, queries are constants, which take no registers.
+            # Relative to the step's first query, queries are constants, which take no registers.
             first = start + num_keys - num_queries
             sees = (position - first)[None, :] >= (key - first)[:, None]
             weights = tl.where(sees, weights, 0.0)
@@ -701,7 +702,7 @@ def row_gradient_kernel(
     BLOCK_D: tl.constexpr,  # D padded to a power of two
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
-    COLUMN_BIAS: tl.constexpr,  # not read, as SKIP: both are for slopes
+    COLUMN_BIAS: tl.constexpr,  # not read, like SKIP: both are for slopes
     SKIP: tl.constexpr,
     DROPOUT: tl.constexpr,
     DOCUMENTS: tl.constexpr,  # queries see no key before DocumentStarts
@@ -709,14 +710,13 @@ def row_gradient_kernel(
 ):
     """Sum d_score over all queries, for every distance below row_reach.
 
-    The matrix of scores is cut along its diagonals. A program owns one diagonal of blocks: for
-    every block of queries, the block of keys that lies diagonal * BLOCK_N before it. Element (r, c)
-    of such a block has the same distance, diagonal * BLOCK_N + r - c, wherever on the diagonal the
-    block is. So the blocks are added up as they are, in registers, and no scatter by distance is
-    needed.
+    The matrix of scores is divided into diagonals of blocks. A program owns one diagonal: for every
+    block of queries, the block of keys that lies diagonal * BLOCK_N before it. Element (r, c) has
+    the distance diagonal * BLOCK_N + r - c in every block of the diagonal. So the blocks are summed
+    element by element, in registers, and no scatter by distance is needed.
 
-    What is stored is sheared: row r is shifted by r, which puts equal distances into equal columns
-    (column BLOCK_N - 1 + r - c). The host then sums over rows and splits.
+    The sum is stored sheared: row r is shifted by r, which puts equal distances into the same
+    column (BLOCK_N - 1 + r - c). The host then sums over rows and splits.
     """
     split = tl.program_id(0) % splits
     diagonal = tl.program_id(0) // splits % diagonals + first_diagonal
@@ -732,7 +732,8 @@ def row_gradient_kernel(
         batch_head = item // query_tiles * heads + head
         query = start + rows
         position = query + num_keys - num_queries
-        # This may begin before the first key or end after the last: load_tile and MASKED check.
+        # The block may begin before the first key or end after the last: load_tile, MASKED and the
+        # condition below leave out keys that do not exist.
         key_start = start + num_keys - num_queries - diagonal * BLOCK_N
         key = key_start + columns
         numbers = tl.cast(batch_head, tl.int64) * padded_queries + query
@@ -767,5 +768,5 @@ def row_gradient_kernel(
     pointers = (
         Sheared + rows[:, None] * (2 * BLOCK_N) + (BLOCK_N - 1 - columns)[None, :] + rows[:, None]
     )
-    # Distances at or beyond row_reach belong to the ends of the row, which dq_kernel sums.
+    # Distances of row_reach or more belong to the ends of the row, which dq_kernel sums.
     tl.store(pointers, acc, mask=tl.abs(distance) < row_reach)

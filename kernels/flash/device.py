@@ -1,8 +1,8 @@
 """Device functions that the flash-attention kernels share: tiles, products, score bias, dropout.
 
 In all device code, names that begin with a capital are pointers (`Q`, `Lse`), lower-case names are
-values, and names in capitals are compile-time constants. `position` counts queries on the axis of
-the keys: the queries are the last `num_queries` positions of `num_keys`, so query i stands at
+values, and names in capitals are compile-time constants. `position` is the place of a query on the
+axis of the keys: the queries are the last `num_queries` positions of `num_keys`, so query i has
 position i + num_keys - num_queries. `batch_head` is batch * heads + head.
 """
 
@@ -15,8 +15,8 @@ import triton.language as tl
 
 from pretrain.kernels import reach
 
-# Triton compiles these functions from their source, and an annotation would change the type of an
-# argument there, so they carry none but `tl.constexpr`.
+# Triton compiles these functions from their source, where an annotation would change the type of an
+# argument, so the only annotation is `tl.constexpr`.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 
@@ -64,8 +64,8 @@ def load_tile(
 ):
     """Return rows start .. start + ROWS of X, [ROWS, BLOCK_D], zero where nothing exists.
 
-    Zeros in padded columns add nothing to a product. Without BOUNDED the row mask is left out,
-    which the inner loops over whole tiles use.
+    Zeros in padded columns add nothing to a product. Without BOUNDED the row mask is left out, as
+    the inner loops over whole tiles need none.
     """
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
@@ -93,7 +93,7 @@ def store_tile(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store x as rows start .. start + ROWS of X, leaving out what does not exist."""
+    """Store x as rows start .. start + ROWS of X, leaving out rows and columns outside X."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
     pointers = X + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
@@ -114,8 +114,8 @@ def add_bias(
 ):
     """Return scores + bias. `position` and `key` broadcast against scores of either orientation."""
     if BIAS == SLOPES:
-        # Positions are below 2^24, so both conversions and the difference are exact in fp32. Done
-        # in integers, the difference would need a conversion for every element.
+        # Positions are below 2^24, so both conversions and the difference are exact in fp32. An
+        # integer difference would need a conversion for every element.
         distance = position.to(tl.float32) - key.to(tl.float32)
         if not CAUSAL:
             distance = tl.abs(distance)
@@ -134,8 +134,8 @@ def add_bias(
 def load_starts(DocumentStarts, batch, query, num_queries, DOCUMENTS: tl.constexpr):
     """Return the position of the first token of each query's document, 0 without DOCUMENTS.
 
-    Queries past the last one get 0. The starts never fall from one query to the next, so the first
-    of a block is the smallest.
+    Queries past the last one get 0. The starts never decrease from one query to the next, so the
+    first of a block is the smallest.
     """
     starts = tl.zeros_like(query)
     if DOCUMENTS:
@@ -148,8 +148,9 @@ def load_starts(DocumentStarts, batch, query, num_queries, DOCUMENTS: tl.constex
 def dropout_keeps(Seed, batch_head, query, key, dropout_p):
     """Return which weights dropout keeps, as booleans of the shape of query and key broadcast.
 
-    The decision is a function of (seed, batch_head, query, key) alone, so forward and backward draw
-    the same one whatever their block sizes. `dropout_keep` of tests/kernels/oracles.py mirrors it.
+    The decision is a function of (seed, batch_head, query, key) alone, so forward and backward
+    drop the same weights, whatever their block sizes. `dropout_keep` in tests/kernels/oracles.py
+    computes the same.
     """
     bits, _, _, _ = tl.philox(tl.load(Seed), key, query, batch_head, 0, PHILOX_ROUNDS)
     # The upper 24 bits are a fraction in [0, 1) that fp32 holds exactly.
@@ -169,29 +170,29 @@ INTERPRETED = not isinstance(dot, triton.JITFunction)
 #    queries has over the keys at its own positions, and lists the tiles to visit. Within a tile
 #    that is visited, `row_skips` decides for each query.
 #
-# The backward kernels visit the same tiles. That for keys and values makes its own lists from the
-# stored decisions, with `list_query_tiles`.
+# The backward kernels visit the same tiles. The kernel for keys and values builds its own lists
+# from the stored decisions, with `list_query_tiles`.
 
 
 # Triton compiles these functions from their source; see device.py on annotations.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 
-# What a row may lose and how much rounding is granted stand in `pretrain.kernels.reach`.
+# `pretrain.kernels.reach` says how much weight a row may lose, and what rounding the slack covers.
 NEEDED_BITS = tl.constexpr(reach.NEEDED_BITS)
 NORM_SLACK = tl.constexpr(reach.NORM_SLACK)
 RELATIVE_SLACK = tl.constexpr(reach.RELATIVE_SLACK)
 ABSOLUTE_SLACK = tl.constexpr(reach.ABSOLUTE_SLACK)
-"""In bits here, where a bit is less than a natural unit: the rounding of base 2 is as much less."""
+"""In bits here, in natural units in `reach`. The package says which thresholds it covers."""
 
 
 @triton.jit
 def norms_kernel(
     K,  # [keys, B, G, D], any strides but a dense D
-    V,  # the same
+    V,  # likewise
     Slopes,  # [H]
     KeyNorms,  # output, [B, G, key tiles]: the largest 2-norm of the keys of a tile
-    ValueNorms,  # output, the same for values
+    ValueNorms,  # output, likewise for values
     HeadOrder,  # output, [H + G]: query heads by slope, then key heads by slope
     k_stride_s,
     k_stride_b,
@@ -206,7 +207,7 @@ def norms_kernel(
     BLOCK_D: tl.constexpr,
     KEY_TILE: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
-    PADDED_GROUPS: tl.constexpr,  # the next power of two, as of all tensors in Triton
+    PADDED_GROUPS: tl.constexpr,  # the next power of two, which Triton needs for every tensor
     PADDED_HEADS_PER_GROUP: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
 ):
@@ -289,7 +290,7 @@ def row_norm(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def list_key_tiles(
     Thresholds,  # output, [key tiles], fp32: see row_skips; -inf where no query visits the tile
-    KeyTiles,  # output, [key tiles + 1], int32: how many tiles are visited, then which
+    KeyTiles,  # output, [key tiles + 1], int32: the number of tiles visited, then their indices
     K,  # keys of this batch and key head
     V,
     k_stride_s,
@@ -316,12 +317,12 @@ def list_key_tiles(
 ):
     """List the tiles of keys, other than its own, that a tile of queries visits; return how many.
 
-    A list and not a range, since a single key that must be visited far back (an attention sink)
-    would otherwise bring back every tile between.
+    The result is a list and not a range, since with a range a single key far back that must be
+    visited (an attention sink) would bring in every tile between.
     """
     if CAUSAL:
-        # The one key of the own tiles that every query of the tile sees is that of the first query.
-        # Compared with later ones, a query's output would depend on tokens after it.
+        # In the own tiles, the key at the first query's position is seen by every query of the
+        # tile. If later keys were used, a query's output would depend on tokens after it.
         own_key = row_norm(K, first_position, k_stride_s, D, BLOCK_D)
         own_value = row_norm(V, first_position, v_stride_s, D, BLOCK_D)
         stop = own_first
@@ -342,7 +343,7 @@ def list_key_tiles(
         bits += log2_keys
     # Without decay (slope <= 0 or NaN) nothing is skipped.
     bits = tl.where(slope > 0, bits, float("inf"))
-    # Twice the slack that row_skips grants: what is skipped here, every query skips by itself.
+    # Twice the slack of row_bounds, so that every query would skip by itself what is skipped here.
     floor = floor - tl.abs(floor) * (2 * RELATIVE_SLACK)
     count = 0
     for chunk in range(0, stop, 64):
@@ -364,8 +365,8 @@ def list_key_tiles(
         # through the list.
         bounded = (key < float("inf")) & (value < float("inf")) & (own == 0)
         threshold = tl.where(bounded, threshold, float("inf"))
-        # Any comparison with NaN is false. The test is for skipping and not for visiting, so that a
-        # tile with a NaN anywhere in its terms is visited.
+        # Any comparison with NaN is false. The condition is for skipping and not for visiting, so
+        # that a tile with a NaN anywhere in its terms is visited.
         skipped = floor - reach * key * NORM_SLACK > threshold + ABSOLUTE_SLACK
         if DOCUMENTS:
             skipped |= (tile + 1) * KEY_TILE <= first_start
@@ -374,7 +375,7 @@ def list_key_tiles(
         listed = inside & (skipped == 0) & (own == 0)
         count += append(KeyTiles + 1 + count, tile, listed)
     tl.store(KeyTiles, count)
-    # The list was stored by some threads and is read by all.
+    # The barrier is needed because the list was stored by some threads and is read by all.
     tl.debug_barrier()
     return count
 
@@ -396,9 +397,9 @@ def row_skips(
 ):
     """Return which queries of a tile skip a tile of keys before them, though others may visit it.
 
-    Each query decides from what it sees: its own norm, its own floor, and keys before it. Were the
-    decision that of the tile alone, a token could move outputs of tokens before it, if only by
-    2^-24: the tile's floor and reach are those of all its queries.
+    Each query decides from what it sees: its own norm, its own floor, and keys before it. If the
+    tile alone decided, a token could change outputs of tokens before it, if only by 2^-24, because
+    the tile's floor and reach depend on all its queries.
     """
     return row_floor - row_reach * (key_norm * NORM_SLACK) > threshold
 
@@ -407,8 +408,8 @@ def row_skips(
 def row_bounds(q, lse, slope, score_scale, BLOCK_M: tl.constexpr):
     """Return (row_floor, row_reach) of the queries of a tile, for row_skips.
 
-    `lse` is that over the own tiles. A query is further from every key before it than the tile's
-    first query is, and the floor contains what slope makes of that.
+    `lse` is the logsumexp over the own tiles. The threshold is for the tile's first query. Later
+    queries are further from every earlier key, so the floor includes slope times that difference.
     """
     later = tl.arange(0, BLOCK_M).to(tl.float32)
     row_floor = lse - tl.abs(lse) * RELATIVE_SLACK + slope * later * (1 - RELATIVE_SLACK)
@@ -434,7 +435,7 @@ def list_query_tiles(
             Thresholds + tl.cast(tile, tl.int64) * key_tiles + key_tile,
             mask=inside, other=float("-inf"),
         )  # fmt: skip
-        # A NaN counts as a visit.
+        # A NaN counts as visited.
         count += append(QueryTiles + count, tile, (threshold == float("-inf")) == 0)
     tl.debug_barrier()
     return count

@@ -32,8 +32,8 @@ def forward_kernel(
     K,  # [keys, B, G, D], likewise
     V,  # [keys, B, G, D], likewise
     Out,  # output, [queries, B, H, D], dense
-    Lse,  # output, [B, H, padded queries], fp32, base 2: logsumexp of each row of scores, which are
-    # those of attend_to_keys
+    Lse,  # output, [B, H, padded queries], fp32, base 2: logsumexp of each row of the scores in
+    # attend_to_keys
     Slopes,  # [H], fp32; read if BIAS is SLOPES
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
     Seed,  # [1], int64; read if DROPOUT
@@ -64,7 +64,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,  # queries of the program
     BLOCK_N: tl.constexpr,  # keys of one step of the loop
     KEY_TILE: tl.constexpr,  # keys that are skipped together, a multiple of BLOCK_N
-    TRAINED_SLOPES: tl.constexpr,  # slopes want a gradient
+    TRAINED_SLOPES: tl.constexpr,  # slopes require a gradient
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,  # D padded to a power of two
     CAUSAL: tl.constexpr,
@@ -77,11 +77,11 @@ def forward_kernel(
 ):
     """Compute one tile of queries: its output, its logsumexp and, if SKIP, the tiles it visits.
 
-    One program per (query head, batch, query tile), in this order of significance. Programs start
-    in the order of their ids, so shallow heads (which visit most tiles) start before steep ones,
-    and late queries (with the most keys before them) before early ones: the programs that finish
-    last are short, and no multiprocessor is left alone with a long one. Programs with neighbouring
-    ids read the same keys and values, which stay in the L2 cache.
+    One program per (query head, batch, query tile); the head varies slowest. Programs start in the
+    order of their ids, so heads with small slopes (which visit most tiles) start before heads with
+    large ones, and late queries (with the most keys before them) before early ones: the programs
+    that finish last are short, and no multiprocessor is left alone with a long one. Programs with
+    neighboring ids read the same keys and values, which stay in the L2 cache.
     """
     query_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = query_tiles - 1 - tl.program_id(0) % query_tiles
@@ -113,14 +113,14 @@ def forward_kernel(
     stop = tl.minimum(own_end * KEY_TILE, num_keys)
     if CAUSAL:
         stop = last_position + 1
-    # With a bias row, the first loop also has the keys within its reach. Those before `near` lie
-    # beyond its end for every query, so the second loop needs no lookup.
+    # With a bias row, the first loop also covers the keys within its reach. Keys before `near` lie
+    # beyond the end of the row for every query, so the second loop needs no lookup.
     WHOLE_BIAS: tl.constexpr = ROW_END if BIAS == ROW and CAUSAL else BIAS
     if WHOLE_BIAS == ROW_END:
         stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
         near = tl.minimum(near, stop_far)
-    # Keys before the first query's document are hidden from all queries: neither loop begins before
-    # the block of keys in which that document begins.
+    # Keys before the first query's document are hidden from all queries, so both loops begin no
+    # earlier than the block of keys in which that document begins.
     begin = 0
     begin_near = near
     first_start = 0
@@ -131,16 +131,16 @@ def forward_kernel(
         begin_near = tl.maximum(near, begin)
 
     q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
-    # The accumulators are fp32 whatever the inputs are: thousands of terms are added to them.
+    # The accumulators are fp32 for inputs of any dtype, since thousands of terms are added to them.
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if DOCUMENTS:
-        # Below every finite score, and finite: the first keys may all be hidden from a row.
+        # Below every score, but finite, because the first keys may all be hidden from a row.
         row_max = tl.full([BLOCK_M], -3.0e38, dtype=tl.float32)
     # The own tiles come first. They hold the diagonal, where ALiBi's weights are largest, so their
-    # logsumexp is a good lower bound of the whole row's and decides what else must be visited. They
-    # are also the only tiles that a causal mask cuts, so all loops below run without that mask.
+    # logsumexp is a good lower bound of the whole row's and decides what else must be visited. Only
+    # in these tiles does the causal mask hide keys, so all loops below run without that mask.
     acc, row_sum, row_max = attend_to_keys(
         acc, row_sum, row_max, q, K, V, begin_near, stop, k_stride_s, v_stride_s,
         start, first_position, doc_starts, slope, BiasRow, row_reach, Seed, batch_head,
@@ -150,8 +150,8 @@ def forward_kernel(
         CAUSAL, BIAS, False, DROPOUT, DOCUMENTS, UPCAST,
     )  # fmt: skip
 
-    # The other keys: those in the list if SKIP, else those before and after. They are `count`
-    # keys, counted from the first tile of the list, or from key 0.
+    # The other keys: those in the list if SKIP, else those before and after the own tiles. `count`
+    # is where the loop ends, counted from the first tile of the list, or from key 0.
     count = near
     row_floor = row_max
     norm_reach = row_max
@@ -165,13 +165,14 @@ def forward_kernel(
             tl.store(RowBounds + numbers, row_floor)
             tl.store(RowBounds + reaches + numbers, norm_reach)
         # The floor must hold for every query of the tile, so it is the lowest of their logsumexps.
-        # A NaN becomes -inf, which skips nothing; rows past the last query do not count.
+        # A NaN becomes -inf, with which nothing is skipped; rows past the last query do not count.
         row_lse = tl.where(row_lse == row_lse, row_lse, float("-inf"))
         floor = tl.min(tl.where(queries < num_queries, row_lse, float("inf")), axis=0)
         key_tiles = tl.cdiv(num_keys, KEY_TILE)
         norms = (batch * (heads // HEADS_PER_GROUP) + group) * key_tiles
         KeyNorms += norms
-        # The backward pass visits exactly these tiles, so its gradients are those of this output.
+        # The backward pass visits the same tiles, so its gradients are the gradients of this
+        # output.
         pair = tl.cast(batch_head * query_tiles + tile, tl.int64)
         Thresholds += pair * key_tiles
         KeyTiles += pair * (key_tiles + 1)
@@ -181,9 +182,9 @@ def forward_kernel(
             own_first, own_end, key_tiles, num_keys, first_start,
             KEY_TILE, BLOCK_M, D, BLOCK_D, TRAINED_SLOPES, CAUSAL, DOCUMENTS,
         )  # fmt: skip
-        # The list leaves out the tiles that end before the first query's document.
+        # The list itself leaves out the tiles that end before the first query's document.
         begin = 0
-    # Without a causal mask the list may contain the ragged last tile, hence the mask.
+    # MASKED without a causal mask, since the list may then contain the incomplete last tile.
     acc, row_sum, row_max = attend_to_keys(
         acc, row_sum, row_max, q, K, V, begin, count, k_stride_s, v_stride_s,
         start, first_position, doc_starts, slope, BiasRow, row_reach, Seed, batch_head,
@@ -212,7 +213,7 @@ def forward_kernel(
         batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D,
     )  # fmt: skip
     lse = row_max + tl.log2(row_sum)
-    # An infinite logsumexp makes every weight of a query past the last one zero.
+    # An infinite logsumexp makes all weights zero for queries past the last one.
     tl.store(Lse + numbers, tl.where(queries < num_queries, lse, float("inf")))
 
 
@@ -220,7 +221,7 @@ def forward_kernel(
 def attend_to_keys(
     acc,  # [BLOCK_M, BLOCK_D], fp32: sum of weights times values so far
     row_sum,  # [BLOCK_M], fp32: sum of weights so far
-    row_max,  # [BLOCK_M], fp32: the score that the weights are relative to
+    row_max,  # [BLOCK_M], fp32: the largest score so far, to which the weights are relative
     q,  # [BLOCK_M, BLOCK_D]
     K,  # keys of this batch and head
     V,
@@ -262,11 +263,11 @@ def attend_to_keys(
 
     With COLUMN_BIAS (causal, half precision) the bias of a score is slope * (key - first_position),
     which is -slope * distance plus slope * (row of the query). The second term is the same for all
-    keys of a row, so the softmax cancels it. The logsumexp keeps it, and the backward kernels read
-    that beside scores of the same form (`log_weights`). The bias is then a vector over the keys,
-    and an element costs one addition. It makes scores near the diagonal larger by up to
-    slope * BLOCK_M, whose rounding would show in fp32 results, so for fp32 the bias is computed for
-    each element.
+    keys of a row, so it cancels in the softmax. It remains in the logsumexp, which the backward
+    kernels subtract from scores of the same form (`log_weights`). The bias is then a vector over
+    the keys, and an element costs one addition. The term makes scores near the diagonal larger by
+    up to slope * BLOCK_M. The rounding of such scores would be visible in fp32 results, so for fp32
+    the bias is computed for each element.
     """
     rows = tl.arange(0, BLOCK_M)
     for step in range(begin, stop, BLOCK_N):
@@ -286,20 +287,20 @@ def attend_to_keys(
             )  # fmt: skip
         if MASKED:
             if CAUSAL:
-                # Counted from the step's first key, keys are constants.
+                # Relative to the step's first key, keys are constants.
                 sees = (first_position - key_start + rows)[:, None] >= (key - key_start)[None, :]
                 scores = tl.where(sees, scores, float("-inf"))
             else:
                 scores = tl.where(key[None, :] < num_keys, scores, float("-inf"))
         if DOCUMENTS:
             scores = tl.where(key[None, :] >= doc_starts[:, None], scores, float("-inf"))
-        # Every row sees the first key of its own tiles or, where DOCUMENTS may hide it, starts with
-        # a finite row_max. So new_max is finite for finite inputs, and the differences below are
-        # never inf - inf.
+        # Every row sees the first key of its own tiles or, where DOCUMENTS may hide that key,
+        # starts with a finite row_max. So new_max is finite for finite inputs, and the differences
+        # below are never inf - inf.
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         relative_to = new_max
         if LISTED and CAUSAL:
-            # Relative to infinity, every weight of a query is zero.
+            # Relative to infinity, all weights of a query are zero.
             skips = row_skips(
                 row_floor, norm_reach, tl.load(KeyNorms + key_tile), tl.load(Thresholds + key_tile)
             )
@@ -307,7 +308,7 @@ def attend_to_keys(
             relative_to = tl.where(skips, float("inf"), new_max)
         weights = tl.math.exp2(scores - relative_to[:, None])
         shrink = tl.math.exp2(row_max - new_max)
-        # The sum is taken before dropout: dropout acts on weights that are already normalised.
+        # The sum is taken before dropout, because dropout acts on normalized weights.
         row_sum = row_sum * shrink + tl.sum(weights, axis=1)
         if DROPOUT:
             keep = dropout_keeps(Seed, batch_head, (start + rows)[:, None], key[None, :], dropout_p)

@@ -22,8 +22,7 @@ from pretrain.kernels.flash.forward import forward_kernel
 # Block sizes of the flash-attention kernels, for each dtype, head width and GPU generation.
 #
 # The sizes are fixed tables and not the result of an autotuner. Block sizes set the order of
-# summation, so processes whose timings led them to different sizes would no longer agree bit for
-# bit.
+# summation, so processes that chose different sizes by timing would no longer agree bit for bit.
 
 
 class Blocks(NamedTuple):
@@ -46,14 +45,14 @@ class Schedule(NamedTuple):
     dkdv: Blocks
     dq: Blocks
     key_tile: int
-    """Granularity of skipping in keys. Skipping is decided for `forward.queries` queries and
-    `key_tile` keys at once, so both must be multiples of the block sizes of every kernel, the first
-    also of the 32 queries of the table's gradient."""
+    """Granularity of skipping, in keys. Skipping is decided for `forward.queries` queries and
+    `key_tile` keys at once, so both must be multiples of the block sizes of every kernel;
+    `forward.queries` also of the 32 queries in a block of `row_gradient_kernel`."""
 
 
 # Keys are (bytes of an element, head width padded to a power of two).
 #
-# SCHEDULES_90 is for the data-centre GPUs of compute capability 9 and 10, where a thread block may
+# SCHEDULES_90 is for the data-center GPUs of compute capability 9 and 10, where a thread block may
 # have 227 KiB of shared memory. SCHEDULES_80 is for all others; the smallest limit among them is
 # 99 KiB (compute capability 8.6, 8.9 and 12.0).
 #
@@ -76,7 +75,7 @@ SCHEDULES_80 = SCHEDULES_90 | {
 
 def choose_schedule(q_SBHD: Tensor) -> Schedule:
     """Return the schedule for the dtype and head width of `q_SBHD` on its GPU."""
-    # The interpreter has no limit of shared memory, so it takes the larger blocks.
+    # The interpreter has no limit on shared memory, so it gets the larger blocks.
     large_shared_memory = not q_SBHD.is_cuda or (
         torch.cuda.get_device_capability(q_SBHD.device)[0] in (9, 10)
     )
@@ -100,7 +99,7 @@ class Inputs(NamedTuple):
     """The tensors that attention reads."""
 
     q_SBHD: Tensor
-    """Queries. Like keys and values they may be strided views, but D must be dense."""
+    """Queries. Like keys and values, they may be strided views, but D must be dense."""
     k_SBGD: Tensor
     v_SBGD: Tensor
     slopes: Tensor | None
@@ -122,24 +121,24 @@ class Options(NamedTuple):
     skip: bool
     schedule: Schedule
     trained_slopes: bool = False
-    """Slopes want a gradient."""
+    """Slopes require a gradient."""
 
 
 class TilePlan(NamedTuple):
-    """The decisions of a forward pass on what is skipped. All are empty when nothing is."""
+    """The decisions of a forward pass on what is skipped. Without skipping, all are empty."""
 
     head_order: Tensor
     """[H + G], int32: query heads by ascending slope, then key heads."""
     key_norms: Tensor
     """[B, G, key tiles], fp32: the largest norm of the keys of each tile."""
     row_bounds: Tensor
-    """[2, B, H, padded S], fp32: what decides for a single query (`device.row_skips`)."""
+    """[2, B, H, padded S], fp32: floors and reaches of single queries (`device.row_skips`)."""
     thresholds: Tensor
     """[B, H, query tiles, key tiles], fp32: likewise; -inf where no query visits the tile. Under a
     causal mask the entries from the own tiles on are not written."""
     key_tiles: Tensor
-    """[B, H, query tiles, key tiles + 1], int32: how many tiles of keys are visited besides the
-    queries' own, then their numbers in ascending order."""
+    """[B, H, query tiles, key tiles + 1], int32: the number of tiles of keys visited besides the
+    queries' own, then their indices in ascending order."""
 
 
 def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TilePlan]:
@@ -150,9 +149,9 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
         options: Settings of the call.
 
     Returns:
-        The output [S, B, H, D] in the dtype of q, what forward_kernel stores as Lse
-        [B, H, padded S] in fp32, and the tiles that were visited. S is padded to whole tiles of
-        queries, so that the backward kernels read such numbers without a mask.
+        The output [S, B, H, D] in the dtype of q, the logsumexp of each row as forward_kernel
+        stores it [B, H, padded S] in fp32, and the tiles that were visited. S is padded to whole
+        tiles of queries, so that the backward kernels read the logsumexp without a mask.
     """
     q, k, v, slopes, bias_row, *_ = inputs
     (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
@@ -160,8 +159,8 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
     query_tiles = triton.cdiv(num_queries, blocks.queries)
     key_tiles = triton.cdiv(num_keys, key_tile)
     if bias_row is not None or options.dropout_p > 0:
-        # Random bits and looked-up biases need registers that four warps do not have: at width 64
-        # the kernel with dropout would spill 1,500 bytes a thread.
+        # Random bits and looked-up biases need more registers than four warps have: at width 64,
+        # the kernel with dropout would spill 1,500 bytes per thread.
         blocks = blocks._replace(warps=max(blocks.warps, 8))
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -224,8 +223,8 @@ def run_backward(
         row_wants_grad: Compute the gradient of the bias rows.
 
     Returns:
-        The gradients of q, k, v, slopes [H] and bias rows; None for the last two if not wanted.
-        Those of q, k and v are slices of one tensor if q, k and v are: see `_allocate_gradients`.
+        The gradients of q, k, v, slopes [H] and bias rows; each of the last two is None if it is
+        not required. Those of q, k and v may be slices of one tensor: see `_allocate_gradients`.
     """
     q, k, v, _, bias_row, *_ = inputs
     (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
@@ -281,8 +280,8 @@ def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     """Allocate the gradients of q, k and v: slices of one tensor if q, k and v are, else dense.
 
     Megatron splits one tensor [S, B, G, (H / G + 2) * D], in which the query heads of a group come
-    first, then its key, then its value. With gradients that lie like that, the gradient of the
-    split is the whole tensor, and nothing needs to be copied (`_Split` in
+    first, then its key, then its value. With gradients laid out in the same way, the gradient of
+    the split is the whole tensor, and nothing needs to be copied (`_Split` in
     `pretrain.model.attention`).
 
     Args:
@@ -294,10 +293,10 @@ def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         Uninitialized tensors of the shapes of q, k and v. The last two have the same strides.
     """
     (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
-    # Several groups of several heads leave q's heads unevenly spaced, and no view has such strides.
+    # Several groups of several heads leave q's heads unevenly spaced, which no view can express.
     evenly_spaced = groups in (1, heads)
-    # The gradient of a leaf stays dense: autograd would copy slices into `leaf.grad`. Megatron's
-    # recomputation of attention makes leaves of q, k and v.
+    # The gradient of a leaf stays dense, since autograd would copy slices into `leaf.grad`.
+    # Megatron's recomputation of attention makes leaves of q, k and v.
     has_leaf = q.is_leaf or k.is_leaf or v.is_leaf
     if num_queries == num_keys and evenly_spaced and not has_leaf:
         sizes = [heads // groups * head_dim, head_dim, head_dim]
@@ -317,7 +316,7 @@ def _lies_like(x: Tensor, first: Tensor, gradient: Tensor) -> bool:
     """Return True if x lies after `first` in one storage as `gradient` lies in its own."""
     same_storage = x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
     same_offset = x.storage_offset() - first.storage_offset() == gradient.storage_offset()
-    # The stride of a dimension of one element says nothing.
+    # The stride of a dimension of size 1 has no meaning.
     strides = zip(x.shape, x.stride(), gradient.stride())
     return same_storage and same_offset and all(a == b for size, a, b in strides if size > 1)
 
@@ -336,7 +335,7 @@ def _row_gradient(
         scalars: Scalar arguments that all backward kernels take.
         constants: Compile-time constants that all kernels take.
         bias_row: [H, 2 * reach + 1].
-        sums: [2, B, H, S], what dq_kernel summed at and beyond either end of the row.
+        sums: [2, B, H, S], the sums of dq_kernel at and beyond either end of the row.
 
     Returns:
         [H, 2 * reach + 1]. Entries between the ends are computed here, by row_gradient_kernel.
@@ -350,7 +349,7 @@ def _row_gradient(
     num_diagonals = triton.cdiv(reach + block - 1, block)
     first_diagonal = 0 if constants["CAUSAL"] else 1 - num_diagonals
     diagonals = num_diagonals - first_diagonal
-    # A diagonal is shared by up to 16 programs, since few distances alone would not fill a GPU.
+    # Up to 16 programs share a diagonal, since a short row has too few diagonals to fill a GPU.
     splits = min(batch * triton.cdiv(num_queries, block), 16)
     width = 2 * block
     # Zeroed, because the kernel writes only the sheared part of each [block, width].
@@ -364,7 +363,7 @@ def _row_gradient(
 
     by_diagonal = sheared.sum(dim=(2, 3))
     # Column c of diagonal d is the distance d * block + c - (block - 1). A diagonal is 2 * block
-    # distances wide, so it overlaps its neighbours by one block on either side.
+    # distances wide, so it overlaps its neighbors by one block on either side.
     low = first_diagonal * block - (block - 1)
     high = low + (diagonals + 1) * block
     by_distance = torch.zeros(heads, high - low, dtype=torch.float32, device=q.device)
@@ -380,9 +379,9 @@ def _row_gradient(
 def _bias_arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the slopes, the bias row in base 2, the seed and the document starts.
 
-    A kernel needs a pointer for each, so q stands in for those that its variant does not read. Only
-    the starts may be missing: Triton then compiles kernels without that argument, the very ones
-    that there would be if attention by document did not exist.
+    A kernel needs a pointer for each, so q takes the place of tensors that its variant does not
+    read. Only the starts may be None: Triton then compiles kernels without that argument, which are
+    the same as if attention by document did not exist.
     """
     q, slopes, bias_row, seed = inputs.q_SBHD, inputs.slopes, inputs.bias_row, inputs.seed
     starts = inputs.document_starts
@@ -416,7 +415,7 @@ def _variant(inputs: Inputs, options: Options) -> dict[str, Any]:
 def _resources(blocks: Blocks, bias_row: Tensor | None) -> dict[str, int]:
     """Return the launch options of a kernel."""
     # Triton prefetches biases through shared memory, as it does keys. With three stages of both,
-    # the larger blocks would not fit.
+    # the larger blocks would not fit into shared memory.
     stages = blocks.stages if bias_row is None else min(blocks.stages, 2)
     return {"num_warps": blocks.warps, "num_stages": stages}
 
@@ -429,18 +428,18 @@ def _row_reach(bias_row: Tensor | None) -> int:
     return 0 if bias_row is None else bias_row.shape[1] // 2
 
 
-# ---- The entrance to the flash-attention kernel: what it can serve, and its autograd function ----
+# ---- The entry point of the flash-attention kernel, and its autograd function ----
 
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head.
 
 
-# Skipping costs one more read of k and v, for their norms. Counted, not timed: at head width 128 in
-# bf16, with 4.8 TB/s and 400 TFLOP/s (forward) or 350 (backward), that read takes 16 / 8 / 4 % of a
-# causal forward pass at 1,024 / 2,048 / 4,096 keys, and 3.3 / 1.6 / 0.8 % of both passes. Over 16
-# heads with Gaussian inputs, 19 / 34 / 48 % of the tiles are skipped, and 12 / 23 / 36 % if the
-# queries are four times as long. So at 1,024 keys a forward pass alone would gain nothing, and from
-# 2,048 on it gains in either case.
+# Skipping costs one more read of k and v, for their norms. By calculation, not by timing: at head
+# width 128 in bf16, with 4.8 TB/s and 400 TFLOP/s (forward) or 350 (backward), that read takes 16 /
+# 8 / 4 % of a causal forward pass at 1,024 / 2,048 / 4,096 keys, and 3.3 / 1.6 / 0.8 % of both
+# passes. With 16 heads and Gaussian inputs, 19 / 34 / 48 % of the tiles are skipped, and 12 / 23 /
+# 36 % if the norms of the queries are four times as large. So at 1,024 keys a forward pass alone
+# would gain nothing, and from 2,048 on it gains in either case.
 MIN_SKIP_KEYS = 2048
 """Number of keys from which skipping is on by default."""
 
@@ -465,7 +464,7 @@ def attention_triton(
         k_SBGD: Keys, [keys, B, G, D], where G divides H.
         v_SBGD: Values, [keys, B, G, D].
         bias: Score bias of this rank's heads, and whether attention is causal.
-        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
+        scale: Factor by which the products q k^T are multiplied; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped. Dropout draws one seed from torch's default
             generator of the device (`device.dropout_keeps`).
         skip: Skip tiles of keys that cannot matter: True at any length, False never, None from
@@ -483,7 +482,7 @@ def attention_triton(
     if skip is None:
         skip = k_SBGD.shape[0] >= MIN_SKIP_KEYS
     seed = torch.randint(2**62, (1,), device=q_SBHD.device) if dropout_p > 0 else None
-    # The stride of a dimension of one element says nothing.
+    # The stride of a dimension of size 1 has no meaning.
     q, k, v = (
         x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
         for x in (q_SBHD, k_SBGD, v_SBGD)
