@@ -209,7 +209,7 @@ def test_a_tar_whose_headers_go_on_and_on_is_damaged(tmp_path):
 def test_tars_put_together_with_cat_are_not_read_in_part(tmp_path):
     raw = tar_bytes(("a.txt", b"a"))
     (tmp_path / "x.tar").write_bytes(raw + raw)
-    with pytest.raises(ConfigError, match=r"x\.tar:0: .*goes on behind its end mark"):
+    with pytest.raises(ConfigError, match=r"x\.tar:0: .*goes on after its end mark"):
         texts(section("webdataset", tmp_path / "x.tar"))
 
 

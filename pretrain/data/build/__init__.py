@@ -155,7 +155,7 @@ def _real_directory(given: Path) -> Path:
         ConfigError: A disk is mounted there.
         RunFailed: The folders above it cannot be made.
     """
-    # Also those of new/../data, or nobody could read the data set by that name.
+    # Also the parents in new/../data, since the data set could not be read by that name otherwise.
     with writing(given):
         make_directory(given.absolute().parent)
     directory = Path(os.path.realpath(given))
@@ -171,8 +171,8 @@ def load_given_tokenizer(data: DataSection) -> Tokenizer | None:
     """Return the tokenizer that data.tokenizer names, or None if one is to be trained.
 
     Raises:
-        ConfigError: It has another number of pieces than data.vocab_size, or could not be exported
-            with a model.
+        ConfigError: Its number of pieces is not data.vocab_size, or it could not be exported with a
+            model.
     """
     if data.tokenizer is None or data.tokenizer == WORDS:
         return None
@@ -198,7 +198,7 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
     remedy = f"Choose another data.directory, or remove {directory} to build it anew"
     if unsealed(read_text(directory / BUILD_RECORD, most=None)) is None:
         if (manifest := directory / SPLITS[0] / MANIFEST).exists():
-            # One of an earlier version says so.
+            # For a data set of an earlier version, this raises an error that says so.
             parse_manifest(manifest.read_bytes(), manifest)
         raise ConfigError(
             f"data.directory = {directory}: exists, but holds no finished data set "
@@ -220,7 +220,7 @@ def _build(
     tokenizer: Tokenizer | None,
     workers: int,
 ) -> None:
-    """Begin a build, or finish the one in the folder, up to giving the data set its name.
+    """Begin a build, or resume the one in the folder, and do all of it but naming the data set.
 
     Raises:
         ConfigError: The folder holds a build from other inputs, or a package is missing.
@@ -232,7 +232,7 @@ def _build(
             f"{folder.path} to start over"
         )
     check_packages(plan)
-    # Names and times of files may be new.
+    # Saved again on resuming, because names and times of files may have changed.
     save_plan(plan, folder)
 
     try:
@@ -257,7 +257,7 @@ def _build(
 def check_packages(plan: Plan) -> None:
     """Raise ConfigError if a package is missing that the build needs, before hours of reading.
 
-    Planning has read the footers of Parquet files, and has asked for their package.
+    The package for Parquet is not checked here: planning has already used it to read footers.
     """
     if plan.cleaning.repair_unicode:
         sources.optional("ftfy", "cleaning.repair_unicode")
@@ -294,7 +294,7 @@ class Merger:
         Args:
             folder: The build; every task is scanned.
             plan: The plan.
-            tokenizer: The one that data.tokenizer names; None to train one.
+            tokenizer: The tokenizer that data.tokenizer names; None to train one.
         """
         self.folder, self.plan, self.tokenizer = folder, plan, tokenizer
         self.names = [task.corpus for task in plan.all_tasks()]
@@ -369,14 +369,14 @@ class Merger:
             document
             for name, texts in chosen.items()
             for document in self._hold_out(
-                # If a corpus is nothing but boilerplate, some of it is held out anyway.
+                # If all chosen texts of a corpus are boilerplate, they are held out anyway.
                 name,
                 {digest: text for digest, text in texts.items() if text not in common} or texts,
             )
         ]
 
     def _boilerplate(self, texts: list[str]) -> set[str]:
-        """Return those texts of which half is common in the corpus."""
+        """Return the texts of which half is common in the corpus."""
         if not self.plan.cleaning.decontaminate:
             return set()
         sample = (
@@ -388,7 +388,7 @@ class Merger:
         return {text for text, common in zip(texts, is_common) if common}
 
     def _sample_sizes(self) -> Iterator[tuple[int, int]]:
-        """Yield how many bytes of each task's sample make an even sample of the corpus."""
+        """Yield each task, and how many bytes of its sample make an even sample of the corpus."""
         most = self.plan.data.tokenizer_training_bytes
         total = sum(int(self.records[rank]["text_bytes"]) for rank in range(self.num_train))
         for rank in range(self.num_train):
@@ -422,10 +422,10 @@ class Merger:
         return sorted(first[digest] for digest in chosen)
 
     def _cut(self) -> tuple[str, _HeldOutDocument]:
-        """Cut the only text of a data set in two, of which the end is held out.
+        """Cut the only text of a data set in two, and hold out the end.
 
         Raises:
-            ConfigError: There are several texts, but no corpus has two; or it is too short.
+            ConfigError: The text is too short, or texts differ between corpora but within none.
         """
         if own := self.plan.data.validation_paths:
             raise _no_text("data.validation_paths", list(own), "validation")
@@ -472,7 +472,7 @@ class Merger:
         """Write which documents of each task are duplicates.
 
         Returns:
-            For the tasks that have some, which documents are duplicates or held out.
+            By task, which documents are duplicates or held out; only for tasks that have some.
         """
         left_out: dict[int, Mask] = {}
         ranks = range(self.num_train)
@@ -505,7 +505,7 @@ class Merger:
             else:
                 yield from read_sample(self._sample(rank), most, out)
 
-    # ---- what follows ----
+    # ---- tasks of the next stage ----
     def _token_tasks(self, held_out: list[_HeldOutDocument], head: int) -> list[TokenTask]:
         """Return the tasks of the tokenize stage: of train, then of validation by corpus."""
         cut = held_out[0].task if head else None
@@ -539,7 +539,7 @@ def _no_text(key: str, paths: list[str], split: str) -> ConfigError:
     )
 
 
-# ---- Put the outputs of all tasks together, and report what became of every document ----
+# ---- Assemble the outputs of all tasks, and report what became of every document ----
 
 
 def finish(folder: BuildFolder, plan: Plan) -> None:
@@ -573,7 +573,7 @@ def finish(folder: BuildFolder, plan: Plan) -> None:
             [split, task.corpus, task.pieces] for split in SPLITS for task in plan.tasks[split]
         ],
         "report": report,
-        # Those that no manifest names.
+        # The files that no manifest names.
         "files": files,
     }
     replace_file(folder.data / BUILD_RECORD, sealed(content), durable=True)
@@ -583,7 +583,7 @@ def finish(folder: BuildFolder, plan: Plan) -> None:
 def _finish_split(
     folder: BuildFolder, split: Split, plan: Plan, records: list[Json], tokenizer: Tokenizer
 ) -> Json:
-    """Put a split together; return the size and the digest of what its manifest does not name."""
+    """Assemble a split; return size and digest of each file that its manifest does not name."""
     final, files = folder.data / split, {}
     (final / DOCUMENTS).mkdir(parents=True)
     written = [TaskShards.model_validate_json(json.dumps(record["shards"])) for record in records]
@@ -641,7 +641,7 @@ def _totals(records: list[Json]) -> Json:
 
 
 def _leakage(folder: BuildFolder, tasks: list[TokenTask]) -> Json:
-    """Return the share of the held-out text's sequences that also stand in training."""
+    """Return the share of the held-out text's sequences that also occur in the training text."""
     found = HeldOut.load(folder.merge / HELD_OUT_SEQUENCES)
     for task in tasks:
         if task.split == "train":
@@ -662,7 +662,7 @@ def show_plan(config: RunConfig) -> None:
     sizes, files = Counter[str](), Counter[str]()
     for task, stored in zip(plan.all_tasks(), task_sizes(plan)):
         sizes[task.corpus] += stored
-        # A file is read by several tasks, of which one begins with it.
+        # Several tasks may read a file, but only one of them reads its beginning.
         files[task.corpus] += sum(piece.start == 0 for piece in task.pieces)
     for name, number in files.items():
         print(f"{name}: {number:,} files, {size(sizes[name])}")

@@ -132,7 +132,7 @@ def _lock(folder: BuildFolder) -> int:
             if error.errno not in UNSUPPORTED:
                 os.close(descriptor)
                 raise
-        # The builder that held it may have removed it between the two lines above.
+        # The builder that held the lock may have removed the file since it was opened above.
         if is_same_file(descriptor, path):
             break
         os.close(descriptor)
@@ -259,8 +259,8 @@ def _record(final: Path) -> tuple[Json, int]:
         line = file.readline()
     if (record := _unsealed(0, line)) is None:
         raise RunFailed(
-            f"{final / RECORD}: damaged since it was written. Look at the disk, then run the "
-            "command again, which makes it anew"
+            f"{final / RECORD}: damaged since it was written. Check the disk, then run the "
+            "command again, which writes it again"
         )
     return record, _aligned(len(line))
 
@@ -359,7 +359,7 @@ class File(NamedTuple):
     time: int
     """Modification time in ns."""
     digests: tuple[tuple[int, int, str], ...] = ()
-    """(start, end, XXH3-128) of ranges of its bytes; empty before they were read."""
+    """(start, end, XXH3-128) of ranges of its bytes; empty until they have been read."""
 
 
 class Plan(NamedTuple):
@@ -387,7 +387,7 @@ def make_plan(config: RunConfig, tokenizer_sha256: str | None) -> Plan:
 
     Args:
         config: The config.
-        tokenizer_sha256: Of the tokenizer that data.tokenizer names.
+        tokenizer_sha256: Hex digest of the tokenizer of data.tokenizer; None to train one.
 
     Raises:
         ConfigError: A file cannot be found or read.
@@ -400,7 +400,7 @@ def make_plan(config: RunConfig, tokenizer_sha256: str | None) -> Plan:
         "corpora": [[c.name, *_read_as(c, tasks)] for c in sources.corpora(data)],
         **{f"data.{key}": values[key] for key in _RECORDED_KEYS},
         "data.tokenizer (SHA-256)": WORDS if data.tokenizer == WORDS else tokenizer_sha256,
-        # The limit only decides which builds end with an error.
+        # This limit does not change the data set, only which builds end with an error.
         **{f"cleaning.{k}": v for k, v in config.cleaning if k != "max_skipped_documents"},
     }
     files = {split: [File(path, *look(path)) for path in _paths(tasks[split])] for split in SPLITS}
@@ -408,7 +408,7 @@ def make_plan(config: RunConfig, tokenizer_sha256: str | None) -> Plan:
 
 
 def _read_as(corpus: Corpus, tasks: dict[Split, list[Task]]) -> tuple[str, str | None]:
-    """Return the names of the sources of a corpus's files, and where the text of documents is."""
+    """Return the names of the sources of a corpus's files, and the fields that hold the text."""
     used = {
         sources.source_of(corpus, piece.path)
         for task in chain(*tasks.values())
@@ -458,7 +458,7 @@ def read_plan(folder: BuildFolder) -> Json:
     """Return the settings and the files of a plan, as `differences` compares them.
 
     Raises:
-        ConfigError: It is damaged.
+        ConfigError: The plan is damaged.
     """
     with folder.plan.open("rb") as file:
         lines = [_unsealed_line(folder.plan, *each) for each in enumerate(file)]
@@ -491,8 +491,8 @@ def _unsealed_line(path: Path, number: int, line: bytes) -> Any:
 
 def _damaged_plan(path: Path, line: int) -> ConfigError:
     return ConfigError(
-        f"{path}: damaged: line {line + 1} is not as it was written, so nothing says what the "
-        f"build was begun from. Look at the disk, then remove {path.parent} to start over"
+        f"{path}: damaged: line {line + 1} has changed since it was written, so the inputs of the "
+        f"build are unknown. Check the disk, then remove {path.parent} to start over"
     )
 
 
@@ -509,7 +509,7 @@ def task_sizes(plan: Plan) -> list[int]:
         length = piece.end - piece.start
         if sources.source_of(corpora[corpus], piece.path).in_bytes:
             return length
-        # Assume that all parts of a file have the same size if it is not cut by bytes.
+        # Of a file that is not cut by bytes, assume that all parts have the same size.
         return of_file[piece.path] * length // ends[piece.path]
 
     tasks = plan.all_tasks()
@@ -599,9 +599,9 @@ def with_digests(folder: BuildFolder, plan: Plan) -> dict[Split, list[File]]:
 def differences(before: Json, plan: Plan) -> list[str]:
     """Return messages about how a plan differs from recorded inputs; [] if they give equal bytes.
 
-    Files are equal if their content is, whatever their names and times. Only files with another
-    time than recorded are read, and only if digests are recorded, as in a finished data set. In an
-    unfinished build the tokenize stage compares every document with the scan's record.
+    Files are equal if their content is equal; names and times do not matter. A file is read only if
+    its name or time differs from the record, and only if digests are recorded, as in a finished
+    data set. In an unfinished build the tokenize stage compares every document with the scan.
 
     Args:
         before: {"settings": Plan.settings, "files": Plan.files}, as JSON.
@@ -622,7 +622,7 @@ def differences(before: Json, plan: Plan) -> list[str]:
 
 
 def _different_files(before: list[File], files: list[File]) -> list[str]:
-    """Return what differs first between two lists of files, if anything does."""
+    """Return a message about the first difference between two lists of files, if there is one."""
     if len(before) != len(files):
         names = {file.path for file in before} ^ {file.path for file in files}
         example = f" (for one {sorted(names)[0]})" if names else ""
@@ -631,7 +631,7 @@ def _different_files(before: list[File], files: list[File]) -> list[str]:
         ]
     for old, new in zip(before, files):
         if reason := _different_file(old, new):
-            return [f"the text (files and their content) was another one: {new.path} {reason}"]
+            return [f"the text (files and their content) has changed: {new.path} {reason}"]
     return []
 
 

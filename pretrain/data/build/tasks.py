@@ -1,7 +1,7 @@
 """Do the tasks of the parallel stages: read documents, clean them, and scan or tokenize them.
 
-A task is a chain of generators that share a `Work`. What it needs stands in the build's folder, so
-any process on any machine that sees the folder can do it.
+A task is a chain of generators that share a `Work`. Its inputs are all in the build's folder, so
+any process on any machine that sees the folder can do the task.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
 from pretrain.rundir.files import Json
 
 SCANNED = np.dtype([("hash", "<u8"), ("piece", "<u4"), ("offset", "<u8"), ("bytes", "<u8")])
-"""What the scan notes of a document."""
+"""What the scan records about a document."""
 
 PLACE = np.dtype([("task", "<u4"), ("piece", "<u4"), ("offset", "<u8"), ("token", "<u8")])
 """Where a document comes from (task of the plan, piece of the task, offset as `Document.offset`),
@@ -87,10 +87,10 @@ _Documents = Iterable[_Document]
 
 
 class Work:
-    """A task that is being done, and its counts."""
+    """A task in progress, and its counts."""
 
     def __init__(self, folder: BuildFolder, stage: Stage, rank: int) -> None:
-        """Read what the plan says of a task.
+        """Read what the plan says about a task.
 
         Args:
             folder: The build.
@@ -115,7 +115,7 @@ class Work:
     def skip(self) -> Callable[[str], None] | None:
         """Return what the reader calls for a document that cannot be read; None to end the build.
 
-        The scan counts them. The tokenize stage meets the same ones again.
+        The scan counts such documents. The tokenize stage meets the same documents again.
         """
         limit = self.plan.cleaning.max_skipped_documents
         if not limit:
@@ -178,7 +178,7 @@ def _cleaned(work: Work, documents: _Documents) -> Iterator[_Document]:
     cleaner = Cleaner(work.plan.cleaning)
     for document in documents:
         work.counts["read.documents"] += 1
-        # What is held out was cleaned when the scan read it.
+        # Held-out documents were cleaned when the scan read them.
         text = document.text if work.holds_out else cleaner.clean(document.text)
         if text is not None:
             yield document._replace(text=text)
@@ -222,7 +222,7 @@ def _scan(work: Work, documents: _Documents, path: Path) -> Json:
 
 
 def _save_rows(path: Path, values: array[int], dtype: np.dtype[np.void]) -> np.ndarray:
-    """Write rows, whose values stand one after the other, as a .npy file, and return them."""
+    """Write rows, given as one flat array of values, as a .npy file, and return them."""
     columns = np.array(values, np.uint64).reshape(-1, len(dtype.names or ())).T
     rows = np.empty(columns.shape[1], dtype)
     for name, column in zip(dtype.names or (), columns):
@@ -232,42 +232,42 @@ def _save_rows(path: Path, values: array[int], dtype: np.dtype[np.void]) -> np.n
 
 
 def _digests(piece: sources.Piece, corpus: sources.Corpus) -> Iterator[tuple[int, int, str]]:
-    """Yield (start, end, XXH3-128) of the bytes of a piece, so that a new time is no new text."""
+    """Yield (start, end, XXH3-128) of a piece, so that a file with a new time is not a new text."""
     path = Path(piece.path)
     with reading(piece.path, allow_missing=False):
         if sources.source_of(corpus, piece.path).in_bytes:
             yield piece.start, piece.end, digest(path, piece.start, piece.end)
         elif piece.start == 0:
-            # The file as a whole goes with its first part.
+            # The digest of the whole file belongs to its first part.
             yield 0, path.stat().st_size, digest(path)
 
 
 # ---- Take an even sample of text for the tokenizer, from a corpus of any size ----
-# Documents are cut after newlines into chunks of some 4,000 characters, and each chunk has a
-# priority that is a hash of its place. A task keeps the chunks of lowest priority up to a bound, so
-# any smaller sample is a part of what it keeps: the merge takes from each task its exact share.
+# Documents are cut after newlines into chunks of about 4,000 characters, and each chunk has a
+# priority that is a hash of its place. A task keeps the chunks with the smallest hashes up to a
+# bound, so they contain every smaller sample: the merge takes from each task its exact share.
 
 
 CHUNK_CHARACTERS = 4000
 
 
 class Sampler:
-    """Keep the chunks of lowest priority of the documents of one task."""
+    """Keep the chunks with the smallest hashes among the documents of one task."""
 
     def __init__(self, task: int, max_bytes: int) -> None:
         """Start without chunks.
 
         Args:
             task: Number of the task, which makes the priorities differ between tasks.
-            max_bytes: The most text to keep.
+            max_bytes: The most text to keep, in bytes.
         """
         self._task, self._left = task, max_bytes
-        # (-priority, document, chunk, text); the root of the heap is the chunk to give up first.
+        # (-priority, document, chunk, text); the root of the heap is the chunk to drop first.
         self._heap: list[tuple[int, int, int, str]] = []
         self._highest = 1 << 64
 
     def add(self, document: int, text: str) -> None:
-        """Take the chunks of a document."""
+        """Add the chunks of a document."""
         for number, (start, end) in enumerate(_chunks(text)):
             place = struct.pack("<QQQ", self._task, document, number)
             priority = xxhash.xxh3_64_intdigest(place)
@@ -278,8 +278,8 @@ class Sampler:
             heapq.heappush(self._heap, (-priority, document, number, chunk))
             while self._left < 0:
                 given_up = heapq.heappop(self._heap)
-                # What comes later with a higher priority would be given up as well; otherwise the
-                # sample would prefer the end of the task.
+                # Later chunks with a larger hash must be dropped as well, or the sample would
+                # prefer the end of the task.
                 self._highest = -given_up[0]
                 self._left += text_size(given_up[3])
 
@@ -305,8 +305,8 @@ def read_sample(
     """Yield the chunks of a task's sample in the order of the stream.
 
     Args:
-        lines: Those of the file that `Sampler.save` wrote.
-        max_bytes: The most text to take.
+        lines: The lines of the file that `Sampler.save` wrote.
+        max_bytes: The most text to take, in bytes.
         left_out: Documents, by their position in the task, that are not trained on.
     """
     kept = [chunk for chunk in map(json.loads, lines) if chunk[1] not in left_out]
@@ -325,7 +325,7 @@ def _left_in(work: Work, documents: _Documents, path: Path) -> Iterator[_Documen
     """Yield the documents of the split that the task belongs to."""
     assert work.token_task is not None
     if work.holds_out:
-        # The merge has read them.
+        # The merge wrote them from what the scan had read.
         yield from documents
         return
     hashes = _scanned_hashes(work)
@@ -334,10 +334,10 @@ def _left_in(work: Work, documents: _Documents, path: Path) -> Iterator[_Documen
 
 
 def read_again(folder: BuildFolder, rank: int) -> Iterator[str]:
-    """Yield the cleaned documents of a task that was scanned.
+    """Yield the cleaned documents of a scanned task.
 
     Raises:
-        ConfigError: They are not those that the scan saw.
+        ConfigError: The documents have changed since the scan.
     """
     work = Work(folder, "scan", rank)
     for document in _unchanged(work, _cleaned(work, _read(work)), _scanned_hashes(work)):
@@ -351,7 +351,7 @@ def _scanned_hashes(work: Work) -> list[int]:
 
 
 def _unchanged(work: Work, documents: _Documents, hashes: list[int]) -> Iterator[_Document]:
-    """Yield the documents, which are those that the scan saw, or raise ConfigError."""
+    """Yield the documents; raise ConfigError if they have changed since the scan."""
     index = -1
     for index, document in enumerate(documents):
         if index >= len(hashes) or document_hash(document.text) != hashes[index]:
@@ -364,7 +364,7 @@ def _unchanged(work: Work, documents: _Documents, hashes: list[int]) -> Iterator
 def _trained(
     work: Work, documents: _Documents, hashes: list[int], path: Path
 ) -> Iterator[_Document]:
-    """Yield the documents that are not held out, did not stand before and hold no held-out text."""
+    """Yield the documents that are not held out, not duplicates and hold no held-out text."""
     merge = work.folder.merge
     task, duplicates = work.token_task, np.zeros(len(hashes), bool)
     if task and (merge / DUPLICATES).exists():
@@ -412,14 +412,14 @@ def _write(work: Work, documents: _Documents, path: Path) -> Json:
     _save_rows(path / "documents.npy", rows, PLACE)
     written = writer.close()
     (path / written.checksums).rename(path / PACKED / written.checksums)
-    # They were hashed while they were written.
+    # The shards were hashed while they were written.
     files = {shard.name: [shard.bytes, shard.xxh3_128] for shard in written.shards}
     return {"shards": written.model_dump(mode="json"), "files": files}
 
 
 # ---- Do the tasks of a stage, in a pool of processes ----
-# A task is done if its output is there and whole (`folder.is_done`), whoever did it and however
-# that process ended.
+# A task is done if its output exists and is complete (`folder.is_done`), no matter which process
+# did it and how that process ended.
 
 
 READERS = 8
@@ -427,9 +427,11 @@ READERS = 8
 
 
 def undone(finals: list[Path]) -> list[int]:
-    """Return the numbers of the tasks that are not done, by where their outputs are published."""
-    # On NFS a name that was missing a moment ago may be remembered as missing. Opening the folder
-    # asks the server.
+    """Return the numbers of the tasks whose outputs are not in `finals`, where they are published.
+
+    Every file of an output is read to check its digest.
+    """
+    # An NFS client may cache that a name is missing. Listing the folder asks the server again.
     for folder in {final.parent for final in finals}:
         if folder.is_dir():
             os.listdir(folder)
@@ -444,8 +446,8 @@ def run_locally(folder: BuildFolder, stage: Stage, finals: list[Path], workers: 
     Args:
         folder: The build.
         stage: The stage.
-        finals: Where the output of each task is published.
-        workers: Processes; one runs the tasks in this process.
+        finals: The folder in which the output of each task is published.
+        workers: Number of processes; 1 runs the tasks in this process.
 
     Raises:
         RunFailed: A worker was killed. Errors of tasks are raised as they are.
@@ -487,13 +489,13 @@ def run_locally(folder: BuildFolder, stage: Stage, finals: list[Path], workers: 
 def _workers(count: int, folder: BuildFolder, stage: Stage) -> Iterator[list[Connection]]:
     """Start processes that do the tasks whose numbers are sent to them, and answer each.
 
-    Pipes alone, without the semaphores of a ProcessPoolExecutor, which a builder that is stopped
+    Only pipes are used: a ProcessPoolExecutor has semaphores, which a builder that is stopped
     leaves behind with a warning.
     """
     context = multiprocessing.get_context("forkserver")
     # Imported once, and inherited by the workers.
     context.set_forkserver_preload([__name__])
-    # Ctrl-C is the builder's. The others inherit that it is blocked, from their first instruction.
+    # Only the builder handles Ctrl-C. The others inherit that it is blocked from their start.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -512,14 +514,14 @@ def _workers(count: int, folder: BuildFolder, stage: Stage) -> Iterator[list[Con
             pipes.append(pipe)
         yield pipes
     finally:
-        # Then the workers end, whatever they are doing.
+        # This ends the workers, even in the middle of a task.
         own_end.close()
         for process in processes:
             process.join()
 
 
 def _work(builder: Connection, tasks: Connection, folder: BuildFolder, stage: Stage) -> None:
-    """Do tasks until the builder closes its pipe or ends in whatever way."""
+    """Do tasks until the builder closes its pipe or ends for any reason."""
 
     def end_with_builder() -> None:
         wait([builder])

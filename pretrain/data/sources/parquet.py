@@ -1,6 +1,6 @@
-"""Read documents from Parquet files: one a row, in a column of text.
+"""Read documents from Parquet files: one per row, in a column of text.
 
-Only the column of the text is read, a page at a time.
+Only the text column is read, one page at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROWS = 256
 
 @register
 class Parquet(Source):
-    """A Parquet file, one document a row. Its parts are row groups."""
+    """A Parquet file with one document per row. Its parts are row groups."""
 
     name = "parquet"
     endings = (".parquet",)
@@ -38,7 +38,7 @@ class Parquet(Source):
     in_bytes = False
 
     def parts(self, corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[Part]:
-        """Yield each row group, with the bytes of its text that the footer tells."""
+        """Yield each row group, with the bytes of its text according to the footer."""
         with _open(file.path) as opened:
             column = _column(file.path, opened, self.field(corpus))
             groups = [opened.metadata.row_group(i) for i in range(opened.metadata.num_row_groups)]
@@ -49,7 +49,7 @@ class Parquet(Source):
     def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
         """Yield the documents of the row groups of a piece.
 
-        A row group that is damaged stands for one document that cannot be read.
+        A damaged row group counts as one document that cannot be read.
         """
         pyarrow = optional("pyarrow", piece.path)
         with _open(piece.path) as file:
@@ -78,7 +78,7 @@ def _document(row: int, value: Any) -> Found:
         return Found(row, "", f"byte {error.start} of this row's text is not UTF-8")
     if text is None:
         return Found(row, "", "this row has no text (null). Remove it")
-    # No character has more bytes than four.
+    # A character has at most four bytes, so most texts need not be encoded.
     if len(text) * 4 > sources.MAX_DOCUMENT_BYTES < len(text.encode()):
         return decoded(row, None)
     return Found(row, text)
@@ -104,7 +104,7 @@ def _column(path: str, file: Any, field: str) -> int:
     """Return the position of the column of the text.
 
     Raises:
-        ConfigError: if there is none of that name, or it does not hold text.
+        ConfigError: if there is no column of that name, or it does not hold text.
     """
     types = optional("pyarrow", path).types
     names = file.schema_arrow.names
@@ -121,6 +121,6 @@ def _column(path: str, file: Any, field: str) -> int:
             f"{path}: text_field = {field!r}: the column holds {kind}, not text. Name the one that "
             "holds the text"
         )
-    # Columns of the file are the leaves of nested ones, so that positions may differ.
+    # The file's columns are the leaves of nested columns, so positions in the two lists may differ.
     leaves = [file.schema.column(i).path for i in range(len(file.schema))]
     return int(leaves.index(field))

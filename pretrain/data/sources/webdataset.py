@@ -1,7 +1,7 @@
-"""Read documents from webdataset tars: one a sample, in the member with a given extension.
+"""Read documents from webdataset tars: one per sample, in the member with a given extension.
 
-Adjacent members whose names agree up to the first dot of their last part are one sample. The tar is
-read as a stream, and nothing is ever written to a disk.
+Adjacent members are one sample if their names agree up to the first dot of the base name. The tar
+is read as a stream, and nothing is written to a disk.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Webdataset(Source):
 
 
 class _Header(tarfile.TarInfo):
-    """A member's header. A damaged or missing one is an error; tarfile takes it for the end."""
+    """A member's header. A damaged or missing one is an error; tarfile takes that for the end."""
 
     @classmethod
     def fromtarfile(cls, tarfile_: tarfile.TarFile) -> _Header:
@@ -84,17 +84,17 @@ def _members(tar: Any) -> Iterator[tarfile.TarInfo]:
     """Yield the members.
 
     Raises:
-        tarfile.TarError: The tar does not end as a tar does, in empty blocks alone.
+        tarfile.TarError: Anything but empty blocks follows the end mark.
     """
     while (member := tar.next()) is not None:
         yield member
-        # tarfile keeps every header that it has read.
+        # tarfile would keep every header that it has read in memory.
         tar.members.clear()
     while rest := tar.fileobj.read(2**16):
         if rest.strip(b"\0"):
             raise tarfile.ReadError(
-                "it goes on behind its end mark; tars that were put together with cat are read one "
-                "by one"
+                "it goes on after its end mark; split tars that were joined with cat into separate "
+                "files"
             )
 
 
