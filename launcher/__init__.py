@@ -3,9 +3,9 @@
 It never imports torch: it also runs on login nodes, where torch may be missing and takes seconds.
 
 - __main__.py, cli.py: the command line
-- slurm.py, site.py: the only file that knows Slurm's words, and what a user's cluster has
-- submit.py, status.py, control.py: on the login node, where each command ends before the run does
-- supervise.py, ranks.py, job.py, preflight.py: beside the ranks; on a compute node, or here
-- agent.py: between srun and a rank
-- evaluations.py: one job for each checkpoint of a run, which both sides send
+- slurm.py: the only file that knows Slurm's commands and output; site.py: what a cluster has
+- submit.py, status.py, control.py: run on the login node, and end before the run does
+- supervise.py, ranks.py, job.py, preflight.py: run beside the ranks, on a compute node or here
+- agent.py: runs between srun and a rank
+- evaluations.py: one job per checkpoint of a run, submitted from the login node or beside the ranks
 """

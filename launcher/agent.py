@@ -2,13 +2,13 @@
 
     python -m pretrain.launcher.agent COMMAND...
 
-Slurm starts an agent for each rank and binds it to cores and GPUs, which the rank inherits. What
-the launcher knows of a rank is what its agent says through srun, and what it orders comes to the
-agent through srun's stdin, so neither needs slurmctld or the words of srun. Where stdin ends, the
-launcher, srun or slurmstepd is gone, or the attempt is over: the agent kills its rank and ends.
+Slurm starts an agent for each rank and binds it to cores and GPUs, which the rank inherits. The
+agent reports on its rank through srun's stdout, and receives the launcher's orders through srun's
+stdin, so neither depends on slurmctld or on the messages of srun. When stdin ends, the launcher,
+srun or slurmstepd is gone, or the attempt is over: the agent kills its rank and ends.
 
-An order is a byte: the number of a signal for the rank, or HELLO. This file imports nothing heavy,
-because it starts once for each rank.
+An order is one byte: the number of a signal for the rank, or HELLO. This file imports nothing
+heavy, because it starts once for each rank.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pretrain.processes import dies_with_parent
 
 MODULE = "pretrain.launcher.agent"
 SAYS = "rank agent: "
-"""The beginning of a report on stdout, which is the rank's as well."""
+"""The beginning of a report on stdout, to which the rank writes as well."""
 HELLO = 0
-"""The order that asks for nothing. It shows an agent that orders reach it."""
+"""An order without effect. It only shows the agent that orders reach it."""
 BEAT_SECONDS = 20.0
 """Time between two reports while nothing happens."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -36,16 +36,16 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 BLOCKED_AT_START = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that end a rank which has no handlers yet; it unblocks them itself."""
 NOT_STARTED = 127
-"""The code of a rank whose command cannot be executed, as a shell's."""
+"""The code of a rank whose command cannot be executed, as in a shell."""
 
 
 def main(command: list[str]) -> None:
-    """Run the command until it has ended and stdin has."""
+    """Run the command, and return when stdin has ended; a rank that still runs is killed."""
     waked, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for caught in (signal.SIGCHLD, *PASSED_ON):
-        # The pipe has the number.
+        # Empty handlers: the number of the signal arrives through the pipe.
         signal.signal(caught, lambda number, frame: None)
     rank = _started(command)
     _report(rank)
@@ -71,7 +71,7 @@ def main(command: list[str]) -> None:
 
 
 def _started(command: list[str]) -> subprocess.Popen[bytes] | None:
-    """Start the rank, which dies with this process; None where it cannot be executed."""
+    """Start the rank, which dies with this process; return None if it cannot be executed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_AT_START)
     try:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=dies_with_parent())
@@ -83,12 +83,12 @@ def _started(command: list[str]) -> subprocess.Popen[bytes] | None:
 
 
 def _report(rank: subprocess.Popen[bytes] | None) -> None:
-    """Say on stdout if the rank runs, and if not, how it ended."""
+    """Report on stdout whether the rank runs, and if not, how it ended."""
     code = rank.poll() if rank else NOT_STARTED
     content = {"code": code, "host": os.uname().nodename, "at": time.time()}
-    # In one write, which nothing that the rank writes can divide.
+    # In one write, so that the rank's output cannot appear in the middle of it.
     with contextlib.suppress(OSError):
-        # srun or slurmstepd may be gone; so is stdin then.
+        # If srun or slurmstepd is gone, stdin ends as well, and so does this process.
         os.write(1, f"{SAYS}{json.dumps(content)}\n".encode())
 
 

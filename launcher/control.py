@@ -56,9 +56,9 @@ ASK_AGAIN_SECONDS = 10.0
 """Between two signals to a job that does not save yet."""
 SAVES = (Phase.SAVING, Phase.ENDING)
 FIRST_LINES = 20
-"""The number of last lines that --follow prints first."""
+"""The number of existing lines that --follow prints first."""
 CHUNK_BYTES = 1024 * 1024
-"""The longest line that is taken for one."""
+"""A longer line is printed in pieces of this size."""
 
 
 # ---- logs ----------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def print_log(run: Path, rank: int | None, following: bool) -> None:
 
 
 def show_log(run: Path, rank: int | None = None) -> None:
-    """Write the log of the newest attempt to stdout; without Slurm, that of all attempts.
+    """Write the log of the newest attempt to stdout; without Slurm, the log of all attempts.
 
     Args:
         run: The run's directory.
@@ -128,13 +128,13 @@ def _follow(run: Path, rank: int | None, asking: Repeater) -> str:
     while True:
         number = max(attempt_numbers(RunPaths(run).attempts), default=0)
         newest = read_attempt(attempt_directory(run, number)) if number else None
-        # Before the log is read, so that it contains all that was printed until this end.
+        # Asked before the log is read, so that the log contains everything printed before this end.
         status: RunStatus | None = asking.new()
         end = ""
         if status is not None:
             answer = f"{run}: {status.state}: {status.reason}" if status.is_over else ""
-            # Two answers in a row have to say so: between an attempt and its restart there is a
-            # moment in which no attempt is alive and no job is running.
+            # Two answers in a row must say that the run is over: between an attempt and its restart
+            # there is a moment in which no attempt is alive and no job is running.
             end, last_answer = answer if answer == last_answer else "", answer
             if not number and answer != end:
                 print(f"{run}: no attempt has begun. {_why_no_log(run)}", file=sys.stderr)
@@ -146,7 +146,7 @@ def _follow(run: Path, rank: int | None, asking: Repeater) -> str:
             found = _find_log(run, newest, rank)
             if log is None:
                 _write(deque(found.read(), FIRST_LINES))
-            # Without Slurm, a rank has one log of all attempts, which is simply read on.
+            # Without Slurm, a rank has one log for all attempts, and the reader keeps its place.
             log = log if log and found.path == log.path else found
             if attempt is not None:
                 print(f"attempt {newest.number}:", file=sys.stderr, flush=True)
@@ -176,8 +176,8 @@ class LogReader:
         """Yield the new lines.
 
         Args:
-            to_end: Nothing more is written, so also yield what there is of a last line. It may be
-                what a rank printed just before it was killed.
+            to_end: Nothing more will be written, so also yield an incomplete last line: a rank may
+                have printed it just before it was killed.
         """
         if self._file is None and self.path.is_file():
             try:
@@ -186,14 +186,14 @@ class LogReader:
                 raise ConfigError(f"{error.filename}: {error.strerror}") from None
         while self._file and (text := self._file.readline(CHUNK_BYTES)):
             self._rest += text
-            # A line that is as long as a chunk is not one of text. It must not fill the memory.
+            # A line as long as a chunk is not text, and keeping more of it could fill the memory.
             if self._rest.endswith(b"\n") or len(self._rest) >= CHUNK_BYTES:
                 yield from self._line()
         if to_end and self._rest:
             yield from self._line()
 
     def _line(self) -> Iterator[bytes]:
-        """Yield the line that was read, if it is of the rank."""
+        """Yield the line that was read, if it belongs to the rank."""
         line, self._rest = self._rest.removesuffix(b"\n"), b""
         rank, text = slurm.labelled(line) or (None, line)
         if self._rank is None:
@@ -225,7 +225,7 @@ def _find_log(run: Path, attempt: AttemptRecord, rank: int | None) -> LogReader:
 
 
 def _why_no_log(run: Path) -> str:
-    """Return what a run without a log is waiting for, and which other log may say more."""
+    """Return the state of a run without a log, and which other log may say more."""
     [status], away = read_statuses([run])
     reason = status.reason or away
     words = [f"It is {status.state} ({reason})" if reason else f"It is {status.state}"]
@@ -236,7 +236,7 @@ def _why_no_log(run: Path) -> str:
 
 
 def _write(lines: Iterable[bytes]) -> None:
-    """Write lines to stdout: to a file or a pipe byte for byte, to a terminal what it may get."""
+    """Write lines to stdout: unchanged to a file or a pipe, made harmless for a terminal."""
     is_terminal = sys.stdout.isatty()
     sys.stdout.buffer.writelines(map(plain_output, lines) if is_terminal else lines)
     sys.stdout.buffer.flush()
@@ -251,7 +251,7 @@ def cancel(run: Path, save: bool) -> None:
 
     Args:
         run: The run's directory.
-        save: Save first.
+        save: Save a checkpoint first.
 
     Raises:
         ConfigError: The run has no job to cancel.
@@ -306,8 +306,8 @@ def requeue(run: Path) -> None:
         return
     attempts = read_attempts(run)
     sent = [record for record in read_jobs(run) if record.kind == JobKind.TRAIN]
-    # The attempt of a job that has left the queue is over, even if its lease has not expired yet.
-    # One that runs outside Slurm goes on.
+    # The attempt of a job that has left the queue is over, even if its lease has not expired yet,
+    # but an attempt outside Slurm may still be training.
     trained_outside_slurm = (
         bool(attempts)
         and is_alive(attempts[-1], time.time())
@@ -333,8 +333,8 @@ def _requeue_job(run: Path, job: JobState) -> None:
             )
             return
         _check_not_suspended(job)
-        # To the batch script alone, which passes it to the supervisor: that passes it on to the
-        # ranks, and asks for the requeue when they have saved.
+        # Only to the batch script, which passes the signal to the supervisor. The supervisor passes
+        # it on to the ranks, and asks for the requeue when they have saved.
         slurm.signal(job.job_id, "USR1", batch=True)
         print(
             f"job {job.job_id}: asked to save and start again; follow it with `launcher logs "
@@ -349,10 +349,10 @@ def _requeue_job(run: Path, job: JobState) -> None:
 
 
 def _jobs_in_queue(run: Path, *kinds: str) -> list[list[JobState]]:
-    """Return the jobs of a run of this user's own in Slurm's queue, one list per kind.
+    """Return the jobs of one of this user's runs in Slurm's queue, one list per kind.
 
     Raises:
-        ConfigError: This is no run, or another user's.
+        ConfigError: This is not a run, or it is another user's.
         SlurmAway: Slurm gave no answer.
     """
     check_run(run)
@@ -367,7 +367,7 @@ def _jobs_in_queue(run: Path, *kinds: str) -> list[list[JobState]]:
 
 
 def _why_no_job(run: Path, consequence: str) -> str:
-    """Return why a run has no job in the queue: it runs outside Slurm, or how it ended."""
+    """Return why a run has no job in the queue: it is trained outside Slurm, or has ended."""
     attempts = read_attempts(run)
     if attempts and is_alive(attempts[-1], time.time()):
         owner = attempts[-1].owner
@@ -383,9 +383,9 @@ def _why_no_job(run: Path, consequence: str) -> str:
 def _save_and_stop(run: Path, job: JobState) -> None:
     """Ask a job to save and stop, and wait until its attempt has ended.
 
-    SIGTERM goes to the supervisor and not to the ranks, because the supervisor would take an end
-    of ranks that it did not ask for as a failure, and start them again. A job that is COMPLETING
-    is about to end, so this only waits for it.
+    SIGTERM goes to the supervisor and not to the ranks, because if ranks ended without its request,
+    the supervisor would take that for a failure and start them again. A job that is COMPLETING is
+    about to end, so this only waits for it.
 
     Raises:
         RunFailed: The attempt ended without a checkpoint, or the job is suspended.
@@ -417,7 +417,7 @@ def _save_and_stop(run: Path, job: JobState) -> None:
 
 
 def _check_not_suspended(job: JobState) -> None:
-    """Raise RunFailed for a suspended job: its processes stand still and could not save."""
+    """Raise RunFailed for a suspended job, whose processes are stopped and cannot save."""
     if job.is_suspended:
         resume = slurm.order("resume", job.job_id)
         raise RunFailed(
@@ -437,22 +437,23 @@ def _newest(run: Path) -> str:
 def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
     """Print the phases of a job's attempt until no other attempt follows, or the job has ended.
 
-    A node drops the signals to a job that it still suspends: `scontrol resume` returns before the
-    nodes have done it, and scancel reports no error. So the job is asked again until it saves.
+    A node drops signals to a job that is still suspended there: `scontrol resume` returns before
+    the nodes have resumed the job, and scancel reports no error. So the signal is repeated until
+    the job saves.
 
     Returns:
-        The last attempt, or None if the job ended before it began one.
+        The last attempt, or None if the job ended before it began an attempt.
     """
     printed, asked_at = "", time.monotonic()
     answers = Repeater(SQUEUE_SECONDS, lambda: ask_slurm([job.job_id]))
     answers.start()
     while True:
-        # Slurm is asked as well, because a killed node leaves an attempt without an end. It is
-        # asked before the files are read, so an end that was written until then is seen.
+        # Slurm is asked as well, because a killed node leaves an attempt without a recorded end.
+        # Slurm is asked before the files are read, so that an end written before is always seen.
         job_is_over = _is_over(job, answers.new())
         attempts = attempts_of(read_attempts(run), job)
         attempt = attempts[-1] if attempts else None
-        # After another outcome the job may have begun the next attempt before it was asked to stop.
+        # After outcomes in STARTED_AGAIN the job may have begun another attempt before the signal.
         settled = attempt and attempt.ended and attempt.ended.outcome not in STARTED_AGAIN
         if job_is_over or settled:
             return attempt
@@ -461,7 +462,7 @@ def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
             printed = progress.phase
             print(f"  {printed}, step {progress.step}", flush=True)
         if time.monotonic() - asked_at > ASK_AGAIN_SECONDS and printed not in SAVES:
-            # The job may be ending.
+            # Slurm refuses the signal if the job is ending.
             with contextlib.suppress(slurm.SlurmError):
                 slurm.signal(job.job_id, "TERM", batch=True)
             asked_at = time.monotonic()
@@ -471,11 +472,11 @@ def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
 def _is_over(job: JobState, queue: Queue | None) -> bool:
     """Return True if a job that was asked to stop has ended.
 
-    One that had asked to be started again before is in the queue once more. It is cancelled.
+    A job that had already asked to be requeued is back in the queue. It is cancelled.
 
     Args:
         job: The job as it was.
-        queue: Slurm's new answer; None while there is none.
+        queue: Slurm's new answer; None if there is no new answer.
     """
     if queue is None or queue.away:
         return False
@@ -489,21 +490,21 @@ def _is_over(job: JobState, queue: Queue | None) -> bool:
 
 
 def _submit_again(run: Path, record: JobRecord) -> None:
-    """Submit once more what `launcher submit` or `launcher sweep` left in RUN/launch.
+    """Submit again the job that `launcher submit` or `launcher sweep` left in RUN/launch.
 
     Args:
         run: The run's directory.
-        record: The last training job that was sent for it.
+        record: The last training job that was submitted for the run.
 
     Raises:
-        ConfigError: RUN/launch is incomplete, or was written where the run lay before.
+        ConfigError: RUN/launch is incomplete, or the run was moved since RUN/launch was written.
         SlurmError: Slurm refused the job.
     """
     if os.path.realpath(record.run) != os.path.realpath(run):
-        # The batch script would start what lies at the former path now.
+        # The batch script has the former path, and would start whatever is there now.
         config = RunPaths(run).launch_config
         raise ConfigError(
-            f"{run}: was submitted as {record.run}, and moved since. Submit it where it lies now: "
+            f"{run}: was submitted as {record.run}, and moved since. Submit it from its new path: "
             f"`launcher submit {shlex.quote(str(config))} --set run.directory={run} ...`"
         )
     launch_script = RunPaths(run).launch_script
@@ -516,7 +517,7 @@ def _submit_again(run: Path, record: JobRecord) -> None:
         ) from None
     index = record.array_index
     if index is not None:
-        # Still an array, of this run's task alone: the script chooses the run by
+        # Still an array, but with this run's task alone: the script chooses the run by
         # SLURM_ARRAY_TASK_ID, and the other runs of the sweep may still have their jobs.
         arguments = slurm.of_one_task(arguments, index, record.name)
     number = slurm.submit_script(arguments, script)

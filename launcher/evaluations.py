@@ -1,4 +1,4 @@
-"""Submit one evaluation job for each checkpoint of a run, beside training and never in its way.
+"""Submit one evaluation job for each checkpoint of a run, without delaying training.
 
 RUN/evaluations/plan.json says how checkpoints are evaluated. Three processes look for checkpoints
 that are complete and have neither a result nor a job, and submit a job for each: the supervisor of
@@ -6,7 +6,8 @@ training, an evaluation job at its end, and `launcher evaluate-checkpoints`. So 
 one of them missed is found by the next.
 
 Two jobs for one checkpoint do no harm. The jobs of a run have one name and run one after the other,
-and a result appears whole in one move as RUN/evaluations/step-########, so the second job finds it.
+and a complete result is published in one rename as RUN/evaluations/step-########, so the second job
+finds it.
 """
 
 from __future__ import annotations
@@ -51,22 +52,22 @@ from pretrain.rundir.paths import ExitCode, JobKind, RunPaths, check_version
 from pretrain.rundir.trust import check_trusted, read_trusted
 
 TRIES = 3
-"""A checkpoint is given up after this many jobs without a result."""
+"""The number of jobs without a result after which a checkpoint is not tried again."""
 BACK_OFF_SECONDS = 300
-"""The second job starts so much later at the earliest, and each further one twice as much: what
-ended the one before, such as a file server that is away, may be over by then."""
+"""The delay of the second job for a checkpoint. It doubles for each further job, because the cause
+of the failure, such as a file server that does not answer, may be gone by then."""
 ASK_SECONDS = 60.0
 """Time between two queries to Slurm about the same checkpoints. The supervisor looks every few
 seconds, and slurmctld serves the whole cluster."""
 
 
 class Plan(Section):
-    """The plan by which a run's checkpoints are evaluated: the content of plan.json."""
+    """How a run's checkpoints are evaluated: the content of plan.json."""
 
     request: EvaluationRequest
     """The lengths and protocols to measure."""
     name: str
-    """Of the jobs, which run one after the other. It is this run's own."""
+    """Name of the jobs, unique to this run. Jobs of one name run one after the other."""
     site: Site
     directory: str
     """The working directory, from which relative paths in the run's config start."""
@@ -75,7 +76,7 @@ class Plan(Section):
     overrides: tuple[str, ...] = ()
     """Values of --set for `pretrain evaluate`."""
     made_at: float = Field(default_factory=time.time)
-    """Unix seconds. Jobs from before do not count towards TRIES: a new plan is a new chance."""
+    """Unix seconds. Jobs submitted before do not count toward TRIES, so a new plan tries again."""
 
     def job(self, run: Path, *command: str) -> slurm.Job:
         """Return the job of an evaluation of a run."""
@@ -97,7 +98,7 @@ class Plan(Section):
 
 
 def write_plan(run: Path, plan: Plan) -> None:
-    """Write RUN/evaluations/plan.json in one move. Raises RunFailed when the disk refuses."""
+    """Write RUN/evaluations/plan.json atomically. Raises RunFailed if it cannot be written."""
     path = RunPaths(run).evaluation_plan
     with writing(path):
         make_directory(path.parent)
@@ -117,23 +118,23 @@ def read_plan(run: Path) -> Plan:
         return Plan.model_validate_json(read_trusted(path))
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: missing. Make a plan with `launcher evaluate-checkpoints`"
+            f"{path}: missing. Create it with `launcher evaluate-checkpoints`"
         ) from None
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         words = " ".join(str(error).split())
         raise ConfigError(
-            f"{path}: not a plan ({words}). Make a new one with `launcher evaluate-checkpoints`"
+            f"{path}: not a plan ({words}). Create a new one with `launcher evaluate-checkpoints`"
         ) from None
 
 
 # ---- submitting jobs -----------------------------------------------------------------------------
 class PendingEvaluations:
-    """Submits an evaluation job for each complete checkpoint that has none, as often as called.
+    """On each call, submits an evaluation job for each complete checkpoint that has none.
 
-    It never raises: errors are printed, and the next call tries again. It is cheap when nothing is
-    new, two directory listings, so it may be called often.
+    A call never raises: errors are printed, and the next call tries again. Without new checkpoints
+    a call costs only two directory listings, so it may be made often.
     """
 
     def __init__(self, run: Path) -> None:
@@ -145,7 +146,7 @@ class PendingEvaluations:
         """Submit what is missing.
 
         Args:
-            at_once: Ask Slurm in any case. By default it is asked when a checkpoint is new, and
+            at_once: Always ask Slurm. By default Slurm is asked when there is a new checkpoint, and
                 otherwise once a minute.
         """
         try:
@@ -155,7 +156,7 @@ class PendingEvaluations:
             if waiting and (at_once or not recent):
                 self._asked = waiting, time.monotonic()
                 submit_waiting(self._run, read_plan(self._run), waiting)
-        # Any error at all: this runs in a thread beside training, or after its last attempt.
+        # Any error at all: a failed evaluation must not end the training beside which this runs.
         except Exception as error:
             if str(error) != self._printed:
                 say(
@@ -166,7 +167,7 @@ class PendingEvaluations:
 
 
 def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
-    """Submit a job for each checkpoint that has none, or give up those that failed too often.
+    """Submit a job for each checkpoint that has none; give up checkpoints that failed too often.
 
     Args:
         run: The run's directory.
@@ -175,7 +176,7 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
 
     Raises:
         SlurmError: Slurm refused a job, or does not answer.
-        RunFailed: The disk refused.
+        RunFailed: A file cannot be written.
     """
     sent = [
         record
@@ -183,8 +184,8 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
         if record.kind == JobKind.EVALUATE and record.checkpoint in waiting
     ]
     states = slurm.jobs((record.job_id for record in sent), slurm.TRIES)
-    # An evaluation job calls this at its end. If its own checkpoint still waits, it has failed, and
-    # counts as over although Slurm says that it runs.
+    # An evaluation job calls this at its end. If its own checkpoint is still waiting, the job has
+    # failed, and counts as over although Slurm says that it is running.
     over = {
         None,
         job_id_of(os.environ),
@@ -213,10 +214,10 @@ def _submit(run: Path, plan: Plan, name: str, delay_seconds: int) -> None:
 
 
 def _give_up(run: Path, name: str, tries: Sequence[str]) -> None:
-    """Publish failed.json in place of a result.
+    """Publish failed.json instead of a result.
 
-    Without it, jobs would be submitted forever, and checkpoint.keep would spare the checkpoint
-    forever because it awaits its evaluation.
+    Without this file, jobs would be submitted forever, and checkpoint.keep would never delete the
+    checkpoint, because it would still await its evaluation.
 
     Args:
         run: The run's directory.
@@ -237,7 +238,7 @@ def _give_up(run: Path, name: str, tries: Sequence[str]) -> None:
 
 
 def _new_folder(run: Path, name: str) -> Path:
-    """Make a folder for the result of a checkpoint, in place of those that killed jobs left."""
+    """Make a folder for the result of a checkpoint, and remove those that killed jobs have left."""
     evaluations = RunPaths(run).evaluations
     with writing(evaluations):
         make_directory(evaluations)
@@ -247,18 +248,18 @@ def _new_folder(run: Path, name: str) -> Path:
 
 
 def _publish(out: Path, result: Path) -> bool:
-    """Move a result to its place, unless there is one, and remove the folder in which it was made.
+    """Move a result to its final path, unless there is one, and remove the folder it was made in.
 
     Returns:
-        True if it was moved.
+        True if the result was moved.
 
     Raises:
-        OSError: The file system refused.
+        OSError: The result cannot be moved.
     """
     try:
         publish_directory(out, result)
     except OSError:
-        # Publishing fails if a result is there already, and that must stay.
+        # Publishing fails if there already is a result, which must be kept.
         if not result.exists():
             raise
         return False
@@ -301,11 +302,11 @@ def plan_evaluations(
         run: The run's directory.
         training: The job that trains the run. Its site and directory are used.
         tasks: GPUs of one evaluation, on one node; by default as many as training has on each.
-        time_limit: Of one evaluation; by default training's.
+        time_limit: Time limit of one evaluation; by default training's.
 
     Raises:
-        ConfigError: The model cannot be evaluated so, for example at a length beyond its position
-            embeddings; a node of the site has fewer GPUs; or the time limit is malformed.
+        ConfigError: The model cannot be evaluated as requested, for example at a length beyond its
+            position embeddings; a node of the site has fewer GPUs; or the time limit is malformed.
     """
     # An evaluation does not split sequences between ranks, even where training does.
     values = config.model_dump(mode="json", exclude_none=True)
@@ -320,7 +321,7 @@ def plan_evaluations(
         )
     tensor = config.parallel.tensor_model_parallel_size
     is_split = tensor > 1 and tasks % tensor == 0
-    # Jobs of one name wait for each other. The hash keeps runs apart whose shortened names agree.
+    # Jobs of one name wait for each other. The hash separates runs whose shortened names are equal.
     digest = hashlib.sha256(os.fsencode(run)).hexdigest()[:8]
     time_limit = time_limit or training.time_limit
     # An evaluation saves nothing before its time limit, so it needs no time before the signal.
@@ -343,17 +344,17 @@ def evaluate_run(
     tasks: int | None = None,
     time_limit: str | None = None,
 ) -> None:
-    """Plan the evaluation of a run that was submitted, and send jobs for the checkpoints it has.
+    """Plan the evaluation of a run, and submit jobs for the checkpoints that it has.
 
     Checkpoints that were given up after failed evaluations are tried again. The jobs start in the
-    current directory, where relative paths of the run's config must begin, as training's did.
+    current directory. Relative paths of the run's config must start there, as they did in training.
 
     Args:
         run: The run's directory, absolute.
         site: The cluster.
         request: The lengths and protocols to measure.
-        tasks: As for `plan_evaluations`; by default all of a node.
-        time_limit: As for `plan_evaluations`; by default the site's.
+        tasks: As in `plan_evaluations`; by default all GPUs of a node.
+        time_limit: As in `plan_evaluations`; by default the site's.
 
     Raises:
         ConfigError: `run` is not a run's directory, or the plan does not fit the site.
@@ -367,7 +368,7 @@ def evaluate_run(
         raise ConfigError(
             f"{run}: not a run's directory (no config.toml). Give the run.directory of its config"
         )
-    # The run's own job may be long over, so this stands in for it: whole nodes of the site.
+    # The run's own job may be long over. This job, with whole nodes of the site, takes its place.
     training = slurm.Job(
         slurm.job_name(".".join(run.parts[-2:])),
         site,
@@ -378,10 +379,10 @@ def evaluate_run(
         time_limit=site.time_limit,
     )
     plan = plan_evaluations(request, load_config(config), run, training, tasks, time_limit)
-    # Written before the jobs are sent: they read it when they start.
+    # Written before the jobs are submitted, because they read the plan when they start.
     write_plan(run, plan)
-    # A folder with failed.json stands in the place of a result; without it the checkpoint counts
-    # as not evaluated again.
+    # A folder with failed.json takes the place of a result. When it is removed, the checkpoint
+    # counts again as not evaluated.
     for result in named_by_step(RunPaths(run).evaluations):
         if (result / "failed.json").exists():
             shutil.rmtree(result)
@@ -389,13 +390,13 @@ def evaluate_run(
         submit_waiting(run, plan, waiting)
     else:
         say(
-            f"{run}: no checkpoint is waiting for an evaluation; those that training saves from "
-            "now on will be evaluated"
+            f"{run}: no checkpoint is waiting for an evaluation; checkpoints that training saves "
+            "from now on will be evaluated"
         )
 
 
 POLL_SECONDS = 0.1
-"""Time between two looks at the ranks."""
+"""Time between two polls of the ranks."""
 
 
 def run_job(run: Path, name: str) -> int:
@@ -410,7 +411,7 @@ def run_job(run: Path, name: str) -> int:
 
     Raises:
         ConfigError: No such checkpoint, no plan for evaluations, or not inside a Slurm job.
-        RunFailed: The disk refused.
+        RunFailed: A file cannot be written.
     """
     paths = RunPaths(run)
     checkpoint = paths.checkpoints / name
@@ -432,12 +433,12 @@ def run_job(run: Path, name: str) -> int:
         log = paths.evaluation_log(name)
         return SrunRanks(job.step(), command, job_id, name, environment, log)
 
-    # SIGUSR1 asks to save and start again: an evaluation has nothing to save, and goes on.
+    # SIGUSR1 asks to save and start again. An evaluation has nothing to save, so it continues.
     with job_signals() as signals:
         code = evaluate_once(run, name, start, signals)
         if signals.stops:
             return code
-        # Also when another job made the result: that job may have been killed before its report.
+        # Also if another job made the result, as that job may have been killed before its report.
         if (paths.evaluations / name).exists():
             report = [*job.single(), *python, "report", str(run)]
             code = code or subprocess.run(report, check=False).returncode
@@ -450,14 +451,14 @@ def evaluate_once(
 ) -> int:
     """Evaluate a checkpoint, unless that was done before.
 
-    The result is written in a hidden folder and published in one move, so whenever this is killed,
-    nothing is left that could be taken for a result. The next job starts from the beginning.
+    The result is written in a hidden folder and published in one rename, so that a kill at any time
+    leaves nothing that could be taken for a result. The next job starts from the beginning.
 
     Args:
         run: The run's directory.
         name: The checkpoint's name, step-########.
-        start: Given the curve.json to write, starts the ranks that evaluate.
-        signals: Signals to this process. One that asks to stop ends the ranks.
+        start: Starts the ranks that evaluate; its argument is the curve.json to write.
+        signals: Signals to this process. A signal that asks to stop ends the ranks.
 
     Returns:
         The exit code: 0 also when there was nothing to do.

@@ -1,9 +1,9 @@
 """Make the attempts of a Slurm job: `launcher attempt`, run by the batch script on its first node.
 
-Each attempt is one job step (`SrunRanks`) on nodes that the job holds. After a failure the next one
-follows at once, in seconds and not after the minutes of a queue. The job goes back to the queue
-when it is to end anyway (its time limit, a preemption, `launcher requeue`), when too few of its
-nodes are left, or when too little of its time is.
+Each attempt is one job step (`SrunRanks`) on nodes that the job holds. After a failure the next
+attempt starts within seconds, because the job need not wait in the queue again. The job goes back
+to the queue when it has to end anyway (its time limit, a preemption, `launcher requeue`), or when
+too few of its nodes or too little of its time are left.
 """
 
 from __future__ import annotations
@@ -90,15 +90,15 @@ class Allocation:
         self._run, self._job_id, self._launch, self._config = run, job_id, launch, config
         self._signals = signals
         self.faults: dict[str, str] = {}
-        """Nodes in which the preflight found a fault, each with the cause."""
+        """Nodes on which the preflight found a fault, each with the cause."""
         self.look()
 
     def look(self) -> None:
         """Ask Slurm about the job: once for the start of an attempt and once after its end."""
         self.state = slurm.job(self._job_id)
-        """What Slurm said; None when it said nothing."""
+        """Slurm's answer; None if it gave none."""
         self.nodes: list[str] = []
-        """All nodes that the job holds: with --no-kill a dead one has been taken out."""
+        """All nodes that the job holds, without those that died and that --no-kill removed."""
         with contextlib.suppress(slurm.SlurmError):
             held = (self.state and self.state.nodes) or slurm.own_nodes()
             self.nodes = slurm.hostnames(held)
@@ -108,7 +108,8 @@ class Allocation:
     def unusable(self) -> dict[str, str]:
         """Return the nodes that the next attempt must not use, each with the reason."""
         return {
-            # Slurm may have had no other node than one that failed in an earlier start.
+            # Only failures of this start count: for lack of other nodes, Slurm may have allocated
+            # a node again that failed in an earlier start.
             **failing_nodes(self._of_this_start()),
             **self.faults,
             **slurm.unusable_nodes(self.nodes),
@@ -121,11 +122,12 @@ class Allocation:
     def without(self) -> list[str]:
         """Return the nodes to exclude from the next start of this job.
 
-        These are `excluded`, or none when Slurm could not start the job without them: it would
-        hold the job forever (BadConstraints).
+        These are the nodes in `excluded`, or none if Slurm could not start the job without them, as
+        it would hold such a job forever (BadConstraints).
         """
         options, nodes = self._launch.sbatch, sorted(self.excluded())
-        # A refusal without the option has another cause, such as a limit on waiting jobs.
+        # If Slurm refuses the job even without the option, the cause is another one, such as a
+        # limit on waiting jobs.
         if (
             not nodes
             or slurm.can_start(slurm.excluding(options, nodes))
@@ -136,13 +138,13 @@ class Allocation:
         return []
 
     def check(self, attempt: Attempt) -> None:
-        """Check all nodes of the job, spare ones too, and leave those with a fault out from now on.
+        """Check all nodes of the job, including spare ones, and do not use faulty ones from now on.
 
         Args:
             attempt: The attempt that is to start on them.
 
         Raises:
-            ConfigError: The run can start on no node, and the cause is its own.
+            ConfigError: The run can start on no node, and the cause lies in the run itself.
             NoSpace: No checkpoint fits on the disk.
             RunFailed: The run's directory cannot be written to.
         """
@@ -153,7 +155,7 @@ class Allocation:
         )
 
     def choose(self) -> list[str]:
-        """Return the nodes of the next attempt; none where srun has to choose, as Slurm names none.
+        """Return the nodes of the next attempt; [] if Slurm names none, so that srun must choose.
 
         Raises:
             NotStarted: Too few of the job's nodes can be used.
@@ -173,10 +175,10 @@ class Allocation:
 
     # ---- time ----
     def why_too_late(self) -> str | None:
-        """Return why the job's time is too short for another attempt; None where it is not.
+        """Return why the job's time is too short for another attempt; None if it is long enough.
 
-        An attempt has to be warned before the limit, if there is one: Slurm sends the signal to
-        save once in the life of a job, and only to processes that run then.
+        If there is a time limit, an attempt must already run when Slurm sends the signal to save:
+        Slurm sends it once in the life of a job, and only to processes that exist at that time.
         """
         if not (self.state and self.state.ends_at):
             return None
@@ -191,7 +193,7 @@ class Allocation:
             return None
         return (
             f"{left:.0f} s are left to the time limit, and an attempt needs {needed:.0f} s to "
-            "start and to save before it"
+            "start and to save before the limit"
         )
 
     def _records(self) -> list[AttemptRecord]:
@@ -199,7 +201,7 @@ class Allocation:
         return [each for each in read_attempts(self._run) if each.owner.is_of_job(self._job_id)]
 
     def _of_this_start(self) -> list[AttemptRecord]:
-        """Return the attempts that it has made since Slurm started it for the last time."""
+        """Return the attempts that this job has made since Slurm last started it."""
         start = self._job_id, slurm.own_restarts()
         return [each for each in read_attempts(self._run) if each.owner.is_of_start(*start)]
 
@@ -209,33 +211,32 @@ def choose_nodes(
 ) -> list[str]:
     """Return the nodes for the ranks, in Slurm's order; fewer than `count` if too few can be used.
 
-    Those that failed less often come first, so that a spare node takes the place of one that failed
-    once.
+    Nodes that failed less often come first, so that a spare node replaces a node that failed once.
 
     Args:
         nodes: All nodes of the job, in Slurm's order.
-        count: How many the ranks need.
+        count: The number of nodes that the ranks need.
         unusable: Nodes that must not be chosen.
         failures: How often each node failed.
     """
     usable = [node for node in nodes if node not in unusable]
-    # A stable sort: of equals, the nodes that come first.
+    # The sort is stable, so among equal nodes the first ones are chosen.
     chosen = sorted(usable, key=lambda node: failures[node])[:count]
     return [node for node in nodes if node in chosen]
 
 
 # ---- Requeue a job whose batch host has died: `launcher guard`, a job step on other nodes ----
-# A job that was sent with --no-kill outlives a dead node, also the one on which its batch script
-# ran. Slurm then leaves the job running without a batch script until its time limit (seen with
-# 22.05), so somebody else has to ask for its next start.
+# A job that was submitted with --no-kill survives the death of a node, even of the node on which
+# its batch script ran. Slurm then leaves the job running without a batch script until its time
+# limit (seen with 22.05), so another node has to request the requeue.
 
 
 STEP = "guard"
 """The name of the job step."""
 GUARDS = 2
-"""Nodes with a guard: one of them may be lost as well."""
+"""The number of nodes with a guard: two, because one of them may be lost as well."""
 SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS
-"""Slurm is asked about the batch host when the launcher on it has been silent for so long."""
+"""The time without a heartbeat of the launcher after which a guard asks about the batch host."""
 
 
 def guard(run: Path) -> int:
@@ -245,7 +246,7 @@ def guard(run: Path) -> int:
         run: The run's directory.
 
     Returns:
-        The exit code, 0, once the job has been requeued; otherwise the end of the job ends this.
+        The exit code, 0, once the job has been requeued; otherwise this runs until the job ends.
 
     Raises:
         ConfigError: Not inside a Slurm job.
@@ -260,7 +261,7 @@ def guard(run: Path) -> int:
             try:
                 slurm.requeue(job_id)
             except slurm.SlurmError as error:
-                # The other guard may have been faster.
+                # The other guard may have requeued the job first.
                 say(f"job {job_id}: lost its batch host and cannot be requeued yet ({error})")
                 continue
             return 0
@@ -272,7 +273,7 @@ def guarded(run: Path, held: Sequence[str], options: Sequence[str]) -> Iterator[
 
     Args:
         run: The run's directory.
-        held: The job's nodes, this one first.
+        held: The job's nodes, this node first.
         options: The job's options of sbatch; without --no-kill there is nothing to guard.
     """
     nodes = held[1:][-GUARDS:]
@@ -280,7 +281,7 @@ def guarded(run: Path, held: Sequence[str], options: Sequence[str]) -> Iterator[
         yield
         return
     launcher = [sys.executable, "-m", "pretrain.launcher", "guard", str(run)]
-    # Slurm's warning before the time limit goes to every process of every step.
+    # The signals are ignored, as Slurm's warning before the time limit goes to all processes.
     shell = ["sh", "-c", f"trap '' USR1 USR2; exec {shlex.join(launcher)}"]
     step = start_srun(slurm.own_step(STEP, nodes, options, shell), stdout=subprocess.DEVNULL)
     try:
@@ -298,14 +299,14 @@ def _heartbeat(run: Path) -> float:
 AWAY_SECONDS = 600.0
 """The time for which a requeue is tried, or an attempt waits, while slurmctld does not answer."""
 LOST_SECONDS = 60.0
-"""The time after which a step of which slurmctld does not know the end is taken to be over: its
-agents have reported the ends of all ranks or are lost, or Slurm calls one of its nodes unusable."""
+"""The time after which a step whose end slurmctld does not know is taken to be over. It counts once
+the agents have reported the ends of all ranks or are lost, or Slurm calls a node unusable."""
 PAUSE_SECONDS = 10.0
-"""The time before the next attempt where srun has started no rank."""
+"""The time before the next attempt if srun has started no rank."""
 REFUSED_SECONDS = 60.0
 """The time for which a refused requeue is tried: Slurm may be ending the job itself."""
 REQUEUED_SECONDS = 300.0
-"""The time that a job that has been requeued gives Slurm to end it."""
+"""The time that this process waits for Slurm to end its requeued job."""
 RETRY_SECONDS = 2.0
 """Time between two tries of a requeue."""
 NOT_REQUEUED = (
@@ -317,7 +318,7 @@ NOT_REQUEUED = (
 def attempt(run: Path) -> int:
     """Make attempts at a run that `launcher submit` has put into RUN/launch, until it is over.
 
-    When the run is to go on in another start of the job, the job is requeued and Slurm ends this
+    If the run has to continue in another start of the job, the job is requeued and Slurm ends this
     process.
 
     Args:
@@ -329,13 +330,13 @@ def attempt(run: Path) -> int:
     Raises:
         ConfigError: Not inside a Slurm job, or RUN/launch is missing or damaged.
         RunBusy: Another job or process trains this run.
-        RunFailed: The disk refused.
+        RunFailed: A file cannot be written.
     """
     paths = RunPaths(run)
     if not paths.launch.is_dir():
         raise ConfigError(
             f"{paths.launch}: node {os.uname().nodename} does not see it. Submit the run again: "
-            "where it lies now if it was moved, else with run.directory on a file system that all "
+            "from its new path if it was moved, else with run.directory on a file system that all "
             "nodes share"
         )
     launch, config = read_launch(run), load_config(paths.launch_config)
@@ -361,10 +362,10 @@ class _Start(Allocation):
     _check_nodes = True
     _ranks: SrunRanks | None = None
     _overlap = False
-    """Start the next step beside one that slurmctld does not know to be over."""
+    """Start the next step although slurmctld does not know that the last one is over."""
 
     def make_attempts(self) -> int:
-        """Make one attempt after the other. Returns the exit code of the job."""
+        """Make one attempt after another. Returns the exit code of the job."""
         launch = self._launch
         train = [launch.python, "-m", "pretrain", "train", str(RunPaths(self._run).launch_config)]
         self._train = [*train, *allow_options(launch.allow_changed)]
@@ -401,9 +402,9 @@ class _Start(Allocation):
             self._check_nodes = True
             self._wait_for_slurm(attempt.directory)
             if self._ranks and not self._ranks.has_started:
-                # Such as a step that Slurm refuses for some seconds after slurmctld has started.
+                # For example, Slurm refuses steps for some seconds after slurmctld has started.
                 self._pause()
-            # This start of the job has waited in the queue once.
+            # Only the first attempt of this start of the job has waited in the queue.
             submitted_at = None
 
     def _pause(self) -> None:
@@ -412,10 +413,10 @@ class _Start(Allocation):
         _wait_for(lambda: len(self._signals.received) > before, PAUSE_SECONDS)
 
     def _take_over(self) -> int | None:
-        """Follow a launcher of this start of the job that was killed, if there was one.
+        """Take over from a killed launcher of this start of the job, if there was one.
 
         Returns:
-            The exit code of the job where no attempt is to follow its last one.
+            The exit code of the job if no further attempt is to be made, else None.
         """
         if not (records := self._of_this_start()):
             return None
@@ -424,7 +425,7 @@ class _Start(Allocation):
             return _exit_code(last.ended)
         say(f"job {self._job_id}: the launcher of attempt {last.number} was killed")
         self._nodes = self.nodes
-        # srun ends its ranks as well, if it was not killed too.
+        # If srun still runs, this ends its ranks.
         slurm.signal_step(self._job_id, _step_name(last.directory), signal.SIGKILL)
         self._wait_for_slurm(last.directory)
         return None
@@ -433,7 +434,7 @@ class _Start(Allocation):
         """Start the ranks of an attempt on the nodes that can be used.
 
         Raises:
-            NotStarted: Too few can.
+            NotStarted: Too few nodes can be used.
         """
         if self._check_nodes:
             self.check(attempt)
@@ -456,9 +457,9 @@ class _Start(Allocation):
     def _wait_for_slurm(self, attempt: Path) -> None:
         """Wait until slurmctld knows that an attempt's step is over, or a signal comes.
 
-        Before that no step can be made, and each attempt would fail and count as one without
-        progress. Of a step that ends before slurmctld notices that a node of it died, or whose
-        slurmstepd was killed, slurmctld never knows the end (seen with 22.05).
+        Until then no new step can be created, and each attempt would fail and count as an attempt
+        without progress. If a step ends before slurmctld notices that one of its nodes died, or its
+        slurmstepd was killed, slurmctld never learns that it has ended (seen with 22.05).
         """
         num_signals, lost_since, is_said = len(self._signals.received), float("inf"), False
         ended = self._ranks is not None and self._ranks.have_ended
@@ -475,7 +476,8 @@ class _Start(Allocation):
             unusable = slurm.unusable_nodes(self._nodes) if self._overlap else {}
             over = bool(unusable) or (self._overlap and ended)
             lost_since = min(lost_since, time.monotonic()) if over else float("inf")
-            # A slurmctld that has just started does not know the nodes for some seconds.
+            # For some seconds after its start, slurmctld calls all nodes unusable. So a state other
+            # than down counts only after LOST_SECONDS.
             lost = slurm.are_down(unusable) or time.monotonic() - lost_since > LOST_SECONDS
             return bool(known) or lost or len(self._signals.received) > num_signals
 
@@ -486,12 +488,12 @@ class _Start(Allocation):
         """Return why the next attempt needs another start of the job, or None if it does not.
 
         Args:
-            end: The end of the last attempt, which another one follows.
+            end: The end of the last attempt, after which another one is to be made.
         """
         if end.verdict.outcome == Outcome.RESTART:
             return "as asked"
         if read_attempt(end.attempt.directory).ended is None:
-            # As on a full disk. Without the record this process still holds the run.
+            # The disk may be full. Without the record this process still holds the run.
             return "the end of the attempt could not be recorded"
         self.look()
         try:
@@ -503,15 +505,16 @@ class _Start(Allocation):
     def _is_preempted(self) -> bool:
         """Return True if Slurm takes this job's nodes away for another job, or has requeued it.
 
-        In a grace time (GraceTime > 0) Slurm sends SIGTERM to the ranks alone, and does not requeue
-        a job that ends before the time is over, whatever its PreemptMode. Without one, or at its
-        end, it sends SIGTERM to this process as well while the job is ending already; with
-        PreemptMode REQUEUE it has then counted one more restart.
+        During a grace time (GraceTime > 0) Slurm sends SIGTERM only to the ranks. A job that ends
+        before the grace time is over is not requeued, whatever its PreemptMode. Without a grace
+        time, or at its end, Slurm sends SIGTERM to this process as well, when the job is already
+        ending; with PreemptMode REQUEUE, Slurm has then counted one more restart.
         """
         state = _wait_for(lambda: slurm.job(self._job_id), REFUSED_SECONDS)
         if state is None or state.restarts > slurm.own_restarts():
             return state is not None
-        # A user who stops a run in its grace time asks for the stop, and `scancel` asks Slurm.
+        # A user may also stop the run during its grace time: this process then gets the signal
+        # while the job is still running.
         is_chosen = state.preempted_at is not None
         return is_chosen and (not state.is_running or not self._signals.stops)
 
@@ -524,7 +527,7 @@ T = TypeVar("T")
 
 
 def _wait_for(look: Callable[[], T], seconds: float, pause: float = RETRY_SECONDS) -> T:
-    """Look again and again until something is there, for some seconds; return what is."""
+    """Call `look` until its result is true or the time is over; return the last result."""
     until = time.monotonic() + seconds
     while not (found := look()) and time.monotonic() < until:
         time.sleep(pause)
@@ -534,9 +537,10 @@ def _wait_for(look: Callable[[], T], seconds: float, pause: float = RETRY_SECOND
 def _exit_code(end: Verdict | Ended) -> int:
     """Return the exit code of the job: 0 after it has saved and stopped, as its user asked.
 
-    So Slurm calls the job COMPLETED, sends no mail of a failure, and starts jobs that depend on it
-    (afterok). That the run is not finished is in the run's records, as is the signal that ended a
-    rank: a code above 128 is that of a launcher which was killed, and the batch script restarts it.
+    With code 0 Slurm calls the job COMPLETED, sends no mail about a failure, and starts jobs that
+    depend on it (afterok). The run's records say that the run is not finished, and which signal
+    ended a rank. No code above 128 is returned: the batch script takes such a code to mean that the
+    launcher was killed, and restarts it.
     """
     saved = end.code in (ExitCode.STOPPED, ExitCode.RESTART)
     if end.outcome == Outcome.STOPPED and saved:
@@ -552,7 +556,7 @@ def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool
 
     Args:
         job_id: The job.
-        signals: The signals received so far; one more is Slurm ending the job.
+        signals: The signals received so far; one more means that Slurm is ending the job.
         without: Nodes on which the job must not start again.
 
     Returns:
@@ -561,15 +565,15 @@ def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool
     began, signals_before = time.monotonic(), len(signals.received)
     printed = ""
     state = slurm.job(job_id)
-    # Slurm ends the job already, as when it is preempted without a grace time.
+    # Slurm may be ending the job already, for example after a preemption without a grace time.
     is_ending = state is not None and not state.is_running
     while not (state is not None and state.restarts > slurm.own_restarts()):
         try:
             slurm.requeue(job_id)
             break
         except slurm.SlurmError as error:
-            # A controller that restarts comes back within minutes. A refusal lasts, except in the
-            # moments in which Slurm changes the job's state itself.
+            # A controller that restarts is back within minutes. A refusal is final, except while
+            # Slurm is changing the job's state itself.
             patience = AWAY_SECONDS if isinstance(error, slurm.SlurmAway) else REFUSED_SECONDS
             if str(error) != printed:
                 say(
@@ -588,12 +592,12 @@ def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool
 
 
 def _exclude(job_id: str, nodes: Iterable[str]) -> None:
-    """Keep a job that has just been requeued off these nodes, if Slurm can find it others."""
+    """Exclude these nodes from the next start of a job that has just been requeued."""
     if not (names := sorted(nodes)):
         return
     try:
         slurm.exclude(job_id, names)
     except slurm.SlurmError as error:
-        say(f"job {job_id}: may start on {', '.join(names)} again, which failed ({error})")
+        say(f"job {job_id}: may start on {', '.join(names)} again: cannot exclude them ({error})")
     else:
         say(f"job {job_id}: will not start on {', '.join(names)} again")

@@ -1,10 +1,10 @@
 """Check the nodes of a Slurm job before its ranks start, and name those that must not train.
 
-This module runs as one job step on all nodes, a process for each rank (`main`). A process prints a
-line of JSON after each stage, so the first stage that is missing is the one in which it hangs. The
-last stages add up numbers: the processes of each node, then those of all nodes. Lines come through
-srun, so what a process found out is known where the shared directory is what is broken.
-`check_nodes` starts the step and judges.
+This module runs as one job step on all nodes, with one process for each rank (`main`). A process
+prints a line of JSON after each stage, so it hangs in the first stage whose line is missing. In the
+last stages the processes of each node, then those of all nodes, add up numbers in an all-reduce.
+The lines come through srun, so they arrive even if the shared directory is broken. `check_nodes`
+starts the step and judges the results.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ STAGES = {
 }
 """What a process does, in order."""
 LOADING = ("start", "torch")
-"""Stages that load files, which takes minutes from a slow disk: no node is blamed for those."""
+"""Stages that load files, which takes minutes from a slow disk: no node is blamed if it is slow."""
 OF_THE_RUN = ("start", "directory", "torch", "architecture")
-"""Stages whose error is the run's where all nodes have it."""
+"""Stages in which the same error on all nodes means that the run is the cause, and not a node."""
 POLL_SECONDS = 0.05
 KILL_SECONDS = 5.0
-"""Time for each way to end the processes."""
+"""Time allowed for each way of ending the processes."""
 USED_SHARE = 0.1
-"""Share of a GPU's memory that may be in use before the run starts. A context of CUDA takes 1 % of
+"""Share of a GPU's memory that may be in use before the run starts. A CUDA context takes 1 % of
 80 GB."""
 LOG = "preflight.log"
 MEETINGS = ".preflight"
 """The folder in the attempt's directory in which processes that add up numbers find each other."""
 
 
-# ---- what the processes said, and what follows from it -------------------------------------------
+# ---- interpreting what the processes printed -----------------------------------------------------
 class Fault(NamedTuple):
     """A fault of a node."""
 
     kind: str
-    """The stage in which an error was reported; "slow", "late" or "ended" where none was; "lost"
-    where Slurm started nothing."""
+    """The stage in which an error was reported; "slow", "late" or "ended" if none was reported;
+    "lost" if Slurm started no process."""
     cause: str
-    """In a line for people, without the node's name."""
+    """A readable line, without the node's name."""
 
 
 @dataclass
@@ -79,26 +79,26 @@ class Process:
 
     rank: int
     passed: int = 0
-    """The number of stages that it has gone through."""
+    """The number of stages that it has passed."""
     error: str = ""
-    """Why it goes no further, in its own words."""
+    """The error that it reported, after which it stopped."""
     number: int | None = None
     """The errno of this error."""
     words: str = ""
-    """The last line it printed that is not one of ours, such as the end of a traceback."""
+    """The last line it printed that is not a report, such as the end of a traceback."""
     ended: str = ""
-    """The words of srun for its end, if that was bad."""
+    """srun's words for how it ended, if it failed."""
 
     @property
     def stage(self) -> str:
-        """Return the stage that it is in; "" after the last."""
+        """Return the stage that the process is in; "" after the last."""
         return (*STAGES, "")[self.passed]
 
     def fault(self, python: str) -> Fault | None:
-        """Return what is wrong with it; None if nothing is."""
+        """Return what is wrong with the process; None if nothing is."""
         stage = self.stage
         if stage in ("", "all"):
-            # Others may be the cause.
+            # In the last stage, processes of other nodes may be the cause.
             return None
         during = STAGES[stage]
         if self.error:
@@ -119,10 +119,10 @@ class Readings:
         self.nodes, self.per_node, self.python = nodes, per_node, python
         self.processes = [Process(rank) for rank in range(len(nodes) * per_node)]
         self.lost: dict[str, str] = {}
-        """Nodes on which srun started nothing, with its words."""
+        """Nodes on which srun started nothing, with srun's words."""
 
     def take(self, line: str) -> None:
-        """Take a line of srun's output."""
+        """Process a line of srun's output."""
         if labelled := slurm.labelled(line.encode(errors="backslashreplace")):
             process, text = self.processes[labelled[0]], labelled[1].decode().strip()
             content = parse_json(text)
@@ -139,9 +139,9 @@ class Readings:
             self.lost[lost[0]] = lost[1]
 
     def are_over(self) -> bool:
-        """Return True if no process gets any further.
+        """Return True if no process will pass another stage.
 
-        All wait for each other in the last stage, so none gets through it when one has failed.
+        All processes wait for each other in the last stage, so none passes it if one has failed.
         """
         stopped = [bool(each.error or each.ended) for each in self.processes]
         last = ("", "all") if any(stopped) else ("",)
@@ -153,9 +153,9 @@ class Readings:
             return Fault("lost", f"Slurm starts no processes there ({words})")
         first = self.nodes.index(node) * self.per_node
         processes = self.processes[first : first + self.per_node]
-        # The others of the node wait for the one that is behind.
+        # The other processes of the node wait for the one that is furthest behind.
         fault = min(processes, key=lambda p: (p.passed, not p.error)).fault(self.python)
-        # Where srun cannot start everything, it ends what it has started.
+        # If srun cannot start all processes, it ends those that it has started: no fault of theirs.
         return None if fault and self.lost and fault.kind in ("ended", "late", "slow") else fault
 
 
@@ -170,8 +170,8 @@ def diagnose(readings: Readings) -> tuple[dict[str, str], list[str], str]:
     """Return what follows from the readings of a check that is over.
 
     Returns:
-        The cause by node that must not train; warnings; and why the run can train nowhere, where
-        that is the run's fault: every node has it.
+        The cause for each node that must not train; warnings; and the reason why the run can train
+        on no node, if the fault is the run's own, because every node reports it.
     """
     nodes, found = readings.nodes, {node: readings.fault_of(node) for node in readings.nodes}
     faults = {node: fault for node, fault in found.items() if fault}
@@ -182,7 +182,7 @@ def diagnose(readings: Readings) -> tuple[dict[str, str], list[str], str]:
         words = f"{where}: {next(iter(faults.values())).cause}"
         if kind in OF_THE_RUN or (kind == "device" and len(nodes) > 1):
             return {}, [], words
-        # One node is suspected by itself. What several do alike is not for them to blame.
+        # A single node may be at fault. If several nodes fail alike, the cause is elsewhere.
         if kind in ("late", "slow") or (len(nodes) > 1 and kind != "lost"):
             return {}, [words], ""
     slow = [node for node, fault in faults.items() if fault.kind == "slow"]
@@ -190,7 +190,7 @@ def diagnose(readings: Readings) -> tuple[dict[str, str], list[str], str]:
     stuck = [each for each in readings.processes if each.stage == "all"]
     if stuck and not faults:
         why = next((each.error for each in stuck if each.error), "no answer")
-        warnings.append(f"the nodes cannot add up numbers all together ({why})")
+        warnings.append(f"the all-reduce of all nodes fails ({why})")
     blamed = {node: fault.cause for node, fault in faults.items() if node not in slow}
     return blamed, warnings, ""
 
@@ -206,21 +206,21 @@ def check_nodes(
 ) -> dict[str, str]:
     """Check every node of the job, and return those that must not train, each with the cause.
 
-    It takes at most recovery.preflight_seconds, and ends at once when this process gets a signal:
-    what that asks for is more urgent. What it finds is printed, and kept in the attempt's
+    The check takes at most recovery.preflight_seconds, and ends at once when this process gets a
+    signal, whose request is more urgent. The results are printed, and kept in the attempt's
     preflight.json.
 
     Args:
         launch: How the run starts its ranks.
         config: The run's config. With recovery.preflight_seconds = 0 nothing is checked.
-        nodes: The nodes to check, in Slurm's order: those that will train and the spares.
+        nodes: The nodes to check, in Slurm's order: those that will train and the spare ones.
         attempt: The attempt, which this process has begun.
         job_id: The job this process runs in.
         signals: The signals that this process receives.
 
     Raises:
-        ConfigError: The ranks could start on none of the nodes, and the cause is the run's: the
-            container, the directory, torch. No node is to blame.
+        ConfigError: The ranks could start on none of the nodes, because of the container, the
+            directory or torch. No node is to blame.
         NoSpace: The disk is full.
         RunFailed: The run's directory cannot be written to.
     """
@@ -263,7 +263,7 @@ def _record(attempt: Attempt, record: Preflight) -> None:
     if not record.refusal:
         fit = f"{len(record.nodes) - len(record.faults)} of {len(record.nodes)}"
         say(f"preflight: {fit} nodes are fit, in {record.seconds:.1f} s")
-    # On a full disk the printed lines have to do.
+    # If the disk is full, the printed lines are enough.
     with contextlib.suppress(OSError):
         replace_json(attempt.directory / PREFLIGHT, dataclasses.asdict(record))
 
@@ -272,7 +272,7 @@ def _record(attempt: Attempt, record: Preflight) -> None:
 def _step(
     words: Sequence[str], job_id: str, name: str, attempt: Attempt
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the step, whose output goes to the log, and end it whatever state it is in."""
+    """Start the step, whose output goes to the log, and end it after the block in any case."""
     with writing(attempt.directory / LOG), open(attempt.directory / LOG, "ab") as log:
         srun = start_srun(words, stdin=subprocess.PIPE, stdout=log)
     beats = Repeater(HEARTBEAT_SECONDS, attempt.heartbeat)
@@ -282,7 +282,7 @@ def _step(
     finally:
         beats.stop(KILL_SECONDS)
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            # The processes end where their stdin does.
+            # The processes end when their stdin is closed.
             srun.communicate(timeout=KILL_SECONDS)
         slurm.end_step(srun, job_id, name, KILL_SECONDS)
         shutil.rmtree(attempt.directory / MEETINGS, ignore_errors=True)
@@ -298,7 +298,7 @@ def _read(
     """Read the step's log until nothing more comes or time is up; return False on a signal."""
     num_signals, begin, is_over = len(signals.received), 0, False
     while not is_over:
-        # Looked at before the last lines are read.
+        # Checked before reading, so that the last lines are read after the step has ended.
         is_over = srun.poll() is not None or time.monotonic() > until
         with contextlib.suppress(OSError), open(path, "rb") as log:
             log.seek(begin)
@@ -317,9 +317,9 @@ def _read(
 SEEN_SECONDS = 3.0
 """How long an NFS client may take to see a directory that another node has just made."""
 MEET_SECONDS = 600.0
-"""Longer than the launcher waits, which ends the processes."""
+"""Longer than the launcher waits before it ends the processes."""
 MOST_WORDS = 300
-"""Characters of an error that are printed: srun may break up a line of 1,024."""
+"""Most characters of an error that are printed: srun may split lines of 1,024 bytes."""
 GEMM_SIZE = {"cuda": 4096, "cpu": 512}
 """Rows and columns of the matrices that are multiplied."""
 NUM_SUMMED = 1 << 18
@@ -328,7 +328,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def main(directory: Path, precision: str, has_gpus: bool) -> None:
-    """Check this process's place stage by stage, and print a line after each.
+    """Check this process's share of its node stage by stage, and print a line after each stage.
 
     Args:
         directory: The attempt's directory, which the launcher has just made.
@@ -348,13 +348,13 @@ def main(directory: Path, precision: str, has_gpus: bool) -> None:
         "node": lambda: _add_up(meetings / task.node, task.local_rank, task.per_node),
         "all": lambda: _add_up(meetings / "all", task.rank, task.num_tasks),
     }
-    # What serves the others of a meeting stays until the end.
+    # Objects that serve other processes, such as a store, are kept until the end.
     kept = []
     for stage, check in stages.items():
         found: dict[str, Any] = {}
         try:
             kept.append(check())
-        # Every kind of error is reported as a finding.
+        # Every kind of error is reported as a result of the check.
         except Exception as error:
             words = " ".join(str(error).split()) or type(error).__name__
             found = {"error": words[:MOST_WORDS], "number": getattr(error, "errno", None)}
@@ -377,7 +377,7 @@ def _write_there(own: Path) -> None:
 
 
 def _import_torch() -> None:
-    """Import torch, which is not imported before: on a bad node this fails, or takes forever."""
+    """Import torch, for the first time in this process: on a bad node this fails or hangs."""
     import torch  # noqa: F401
 
 
@@ -385,14 +385,14 @@ def _find_device(local_rank: int, has_gpus: bool) -> None:
     """Choose this process's GPU.
 
     Raises:
-        RuntimeError: There is none, and there should be.
+        RuntimeError: There is no GPU, although the site has GPUs.
     """
     import torch
 
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     elif has_gpus:
-        # Raises CUDA's own words, or those of a torch without CUDA.
+        # Raises an error with CUDA's own message, or with that of a torch without CUDA.
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch declares no types here
         raise RuntimeError("torch finds no GPU")
 
@@ -410,7 +410,7 @@ def _check_architecture() -> None:
     """Check that torch has code for the GPU.
 
     Raises:
-        RuntimeError: It has not.
+        RuntimeError: torch has no code for it.
     """
     import torch
 
@@ -424,14 +424,14 @@ def _check_memory() -> None:
     """Check that no other process holds much of the GPU's memory.
 
     Raises:
-        RuntimeError: One does.
+        RuntimeError: Another process does.
     """
     import torch
 
     if gpu := _gpu():
         free, total = torch.cuda.mem_get_info()
         if (used := 1 - free / total) > USED_SHARE:
-            raise RuntimeError(f"{100 * used:.0f} % of the memory of {gpu} are in use by others")
+            raise RuntimeError(f"{100 * used:.0f} % of the memory of {gpu} is in use by others")
 
 
 def _multiply(precision: str) -> None:
@@ -450,19 +450,19 @@ def _multiply(precision: str) -> None:
     shift = torch.roll(torch.eye(size, device=device), 1, dims=1)
     product = left.to(dtype) @ shift.to(dtype)
     if wrong := int((product != torch.roll(left, 1, dims=1).to(dtype)).sum()):
-        raise RuntimeError(f"a product of matrices has {wrong} wrong numbers of {size * size}")
+        raise RuntimeError(f"a matrix product has {wrong} wrong numbers of {size * size}")
 
 
 def _add_up(folder: Path, rank: int, size: int) -> object:
-    """Form a process group, and sum a number of each of its processes.
+    """Form a process group, and sum numbers of all its processes in an all-reduce.
 
     Args:
-        folder: Where the first of them says where it listens.
-        rank: This one among them.
-        size: How many they are.
+        folder: The folder in which process 0 publishes the address on which it listens.
+        rank: The number of this process in the group.
+        size: The number of processes in the group.
 
     Returns:
-        What serves the others.
+        The store, which serves the other processes as long as it exists.
 
     Raises:
         RuntimeError: A connection failed, or the sum is wrong.
@@ -487,10 +487,10 @@ def _add_up(folder: Path, rank: int, size: int) -> object:
 
 
 if __name__ == "__main__":
-    # The launcher has blocked these: Slurm's warning before the time limit goes to every process.
+    # Blocked, because Slurm's warning before the time limit goes to every process.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
     main(Path(sys.argv[1]), sys.argv[2], "gpus" in sys.argv[3:])
-    # srun may lose what a process prints last when another one was killed.
+    # Wait for the launcher: srun may lose the last output of a process when another one is killed.
     sys.stdin.read()
-    # An orderly end would wait for a process group that hangs.
+    # A normal exit would wait for a process group that hangs.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Know what a Slurm cluster has (a site file), and what one command asks of Slurm for its job."""
+"""Read what a Slurm cluster has (a site file), and the options of one command for its Slurm job."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from pretrain.launcher.slurm import (
     why_refused,
 )
 
-# ---- Read a site file: what a Slurm cluster has, and what of it the jobs may use ----
-# A site is a TOML file that each user writes once per cluster. slurm/site.*.toml are examples. What
-# it says is checked here in full, because sbatch would accept much of it and the job would fail
-# hours later, when it starts.
+# ---- Read a site file: what a Slurm cluster has, and which part of it the jobs may use ----
+# A site is a TOML file that each user writes once per cluster. slurm/site.*.toml are examples. All
+# values are checked here, because sbatch would accept many wrong ones and the job would fail hours
+# later, when it starts.
 
 
 class Site(Section):
@@ -66,32 +66,32 @@ class Site(Section):
     partition: str | None = None
     """The partition of the jobs, as `sinfo` lists it. The default is the cluster's."""
     account: str | None = None
-    """The account that pays for the jobs, where the cluster asks for one."""
+    """The account that pays for the jobs, if the cluster requires one."""
     qos: str | None = None
-    """The quality of service of the jobs, where the account has several."""
+    """The quality of service of the jobs, if the account has several."""
     constraint: str | None = None
     """A feature that the nodes must have, as `sinfo -o %f` shows it: "nvlink"."""
     modules: tuple[str, ...] = Field(default=(), strict=False)
     """Environment modules that the job loads before anything else."""
     container: tuple[str, ...] = Field(default=(), strict=False)
     """A command that starts each rank's Python in a container, one string per argument:
-    ["apptainer", "exec", "--nv", "image.sif"]. Where options of srun make the container, as with
-    pyxis, they belong into `srun_arguments`."""
+    ["apptainer", "exec", "--nv", "image.sif"]. If options of srun start the container, as with
+    pyxis, they belong in `srun_arguments`."""
     python: str | None = None
     """The Python of the ranks. The default is the one that runs `launcher`, or `python3` in a
     container."""
     environment: dict[str, str] = Field(default={})
     """Environment variables of the job. Values are used literally; nothing in them is expanded.
-    Secrets are refused, because this is written into the run's directory: export them in your
-    shell before you submit."""
+    Secrets are refused, because the values are written into the run's directory: export them in
+    your shell before you submit."""
     scratch: str | None = None
     """A directory that exists on every node. Users may share it: temporary files and compiled
     kernels go to pretrain-UID in it, which is made for this user alone."""
     sbatch_arguments: tuple[str, ...] = Field(default=(), strict=False)
     """Further options of sbatch, one string each: "--reservation=night"."""
     srun_arguments: tuple[str, ...] = Field(default=(), strict=False)
-    """Further options of srun, one string each: "--container-image=/images/pretrain.sqsh". All that
-    runs where the ranks run is started with them: ranks, evaluations and tasks of builds."""
+    """Further options of srun, one string each: "--container-image=/images/pretrain.sqsh". They
+    apply to every step that needs the ranks' environment: ranks, checks and evaluations."""
 
     @property
     def max_tasks_per_node(self) -> int:
@@ -135,7 +135,7 @@ def parse_site(values: dict[str, Any], origin: str) -> Site:
 
     Args:
         values: The content.
-        origin: Where it comes from, for messages.
+        origin: Where the content comes from, for messages.
 
     Raises:
         ConfigError: A value is wrong.
@@ -150,7 +150,7 @@ def parse_site(values: dict[str, Any], origin: str) -> Site:
     except ValidationError as error:
         lines = [explain(e, Site.model_fields, hides_value=True) for e in error.errors()]
         raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
-    # Secrets alone, because the others repeat the value.
+    # If there are secrets, only these messages are shown, because the others repeat the value.
     refusals = list(_refused_secrets(site)) or [
         *_refused_text(site),
         *_refused_variables(site),
@@ -163,7 +163,7 @@ def parse_site(values: dict[str, Any], origin: str) -> Site:
 
 
 def _refused_text(site: Site) -> Iterator[str]:
-    """Refuse empty and unprintable text, which could not be passed to Slurm as it is."""
+    """Refuse empty and unprintable text, which could not be passed to Slurm unchanged."""
     for key, value in site.model_dump(exclude={"environment"}).items():
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and not (text and text.isprintable()):
@@ -171,7 +171,7 @@ def _refused_text(site: Site) -> Iterator[str]:
 
 
 def _refused_variables(site: Site) -> Iterator[str]:
-    """Refuse environment variables that bash or the ranks would not get as they are written."""
+    """Refuse environment variables that bash or the ranks would not receive as written."""
     for name, value in site.environment.items():
         key = f"environment.{name}" if name.isprintable() else f"environment.{name!r}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
@@ -194,7 +194,7 @@ def _refused_secrets(site: Site) -> Iterator[str]:
 
 
 def _refused_sizes(site: Site) -> Iterator[str]:
-    """Refuse numbers that contradict each other, and amounts and times that Slurm does not take."""
+    """Refuse numbers that contradict each other, and amounts and times that Slurm rejects."""
     if site.gpus_per_node and site.tasks_per_node not in (None, site.gpus_per_node):
         yield (
             f"tasks_per_node = {site.tasks_per_node}: one rank runs on each GPU, and "
@@ -253,7 +253,7 @@ class SlurmRequest:
     dependency: Annotated[str | None, Option(metavar="TYPE:JOB")] = None
 
     def site(self, site: Site) -> Site:
-        """Return the site with what this command asks for. Raises ConfigError for wrong options."""
+        """Return the site with this command's options. Raises ConfigError for wrong options."""
         if self.dependency is not None and not self.dependency.strip():
             raise ConfigError("--dependency: is empty. Name the jobs to wait for, or leave it out")
         given = [_argument(text) for text in self.sbatch]
@@ -266,12 +266,12 @@ class SlurmRequest:
 
 
 def _argument(text: str) -> str:
-    """Return the option of sbatch that a value of --sbatch is.
+    """Return the option of sbatch for a value of --sbatch.
 
     Raises:
-        ConfigError: It is none, one that the launcher sets itself, or a secret.
+        ConfigError: It is not an option, or the launcher sets it itself, or it holds a secret.
     """
-    # First, because the other message repeats the value.
+    # Checked first, because the other message repeats the value.
     if what := credential_in(text):
         raise ConfigError(refusal("--sbatch", what))
     argument = f"--{text.removeprefix('--')}"

@@ -1,10 +1,11 @@
 """Keep a leaderboard: a directory of evaluations by several people, and one page that ranks them.
 
-DIR/NAME.json is an entry: what one call of `pretrain evaluate --out` wrote of one checkpoint, and
-beside its records the keys of `Entry`. DIR/index.html is the page. It loads nothing from a network,
-and shows whatever an entry says as text. DIR/verified/NAME.json says that whoever keeps the
-directory has evaluated that checkpoint again and found the same. It names the SHA-256 of the entry,
-so that an entry cannot verify itself, and one that was edited afterwards is not verified.
+DIR/NAME.json is an entry: the records that one call of `pretrain evaluate --out` wrote about one
+checkpoint, and the other keys of `Entry`. DIR/index.html is the page. It loads nothing from a
+network, and shows whatever an entry says as text. DIR/verified/NAME.json is the mark that the
+maintainer of the directory has evaluated that checkpoint again with the same results. A mark names
+the SHA-256 of the entry, so that an entry cannot verify itself, and an entry that is edited later
+is no longer verified.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Checked(BaseModel):
 
 
 class Measured(Checked, extra="allow"):
-    """A record; `records.FIELDS` says what the keys mean. Those that stand here are relied on."""
+    """A record; `records.FIELDS` says what the keys mean. The code relies on the keys below."""
 
     __pydantic_extra__: dict[str, int | float | Words | None]
     method: Words
@@ -72,7 +73,7 @@ class Measured(Checked, extra="allow"):
             raise ValueError(f"{min(missing)}: missing")
         blocks = self.blocks or {"losses": [], "tokens": []}
         if len(blocks) < 2 or len(blocks["losses"]) != len(blocks["tokens"]):
-            raise ValueError("blocks: needs losses and tokens, as many of each")
+            raise ValueError("blocks: needs losses and tokens, of equal number")
         return self
 
 
@@ -83,7 +84,7 @@ class Entry(Checked):
     authors: Words = ""
     link: Annotated[Words, Field(pattern=r"^(https?://\S+)?$")] = ""
     equal: Literal["tokens", "FLOP", "time"] | None = None
-    """What its training took as much of as that of the entries that it compares itself with."""
+    """The quantity of which its training used as much as that of the entries it compares with."""
     records: Annotated[list[Measured], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -92,13 +93,13 @@ class Entry(Checked):
         strides = {r.stride for r in self.records if r.protocol == SLIDING}
         if len(calls) > 1 or len(strides) > 1:
             raise ValueError(
-                "records: of several checkpoints, texts or strides. Make an entry of what one call "
-                "of `pretrain evaluate` has measured of one checkpoint"
+                "records: of several checkpoints, texts or strides. Make an entry from the records "
+                "that one call of `pretrain evaluate` has written about one checkpoint"
             )
         return self
 
     def request(self) -> EvaluationRequest:
-        """Return what `pretrain evaluate` was asked for."""
+        """Return the request that `pretrain evaluate` was given."""
         tokens = self.records[0].tokens
         names = tuple(dict.fromkeys(r.protocol for r in self.records))
         if names == (STREAM,):
@@ -130,12 +131,12 @@ def add(directory: Path, curve: Path, **about: str | None) -> Path:
     """Write an entry, and return its path.
 
     Args:
-        directory: The leaderboard; it is made if it is missing.
-        curve: What `pretrain evaluate --out` wrote of one checkpoint.
-        about: The further keys of `Entry`; None for what is not given.
+        directory: The leaderboard; created if it is missing.
+        curve: The file that `pretrain evaluate --out` wrote about one checkpoint.
+        about: The other keys of `Entry`; None for keys that are not given.
 
     Raises:
-        ConfigError: The file is something else, or there is an entry of that name.
+        ConfigError: `curve` is another kind of file, or there is already an entry of that name.
     """
     path = directory / f"{re.sub(r'[^a-z0-9]+', '-', str(about['name']).lower()).strip('-')}.json"
     if path.exists() or path.stem.startswith("."):
@@ -161,12 +162,12 @@ class Row(NamedTuple):
     bits: rec.Value
     """Bits per byte, with the 95 % interval; nan where they are not known."""
     mark: Mapping[str, Any]
-    """What `verify` wrote of this content; empty where nobody did."""
+    """What `verify` wrote about this content; empty if the entry is not verified."""
     rank: int | None = None
 
     @property
     def group(self) -> dict[str, Any]:
-        """Return what rows agree in that are ranked against each other; no text where unknown."""
+        """Return the values that rows must share to be ranked together; text "" if unknown."""
         protocol, length = rec.protocol_name(self.record), self.record["length"]
         text, equal = self.record.get("text") or "", self.entry.equal or ""
         return {"text": text, "protocol": protocol, "equal": equal, "length": length}
@@ -175,11 +176,11 @@ class Row(NamedTuple):
 def read_rows(directory: Path) -> list[Row]:
     """Return the evaluations of all entries with their ranks, the best of each group first.
 
-    A rank is one more than the rows of the group that are better by more than the noise of the
-    text, so that rows which the text cannot tell apart share one.
+    A rank is one more than the number of rows of the group that are better by more than the noise
+    of the text, so that rows which the text cannot tell apart share a rank.
 
     Raises:
-        ConfigError: There is no entry, or a file holds none.
+        ConfigError: There is no entry, or a file is not an entry.
     """
     rows = []
     for path in sorted(directory.glob("*.json")):
@@ -191,7 +192,7 @@ def read_rows(directory: Path) -> list[Row]:
             bits = curve.value(record["length"], rec.BITS_PER_BYTE)
             rows.append(Row(entry, path.name, record, bits, mark))
     if not rows:
-        raise ConfigError(f"{directory}: holds no entry. `pretrain leaderboard add` makes one")
+        raise ConfigError(f"{directory}: holds no entry. `pretrain leaderboard add` creates one")
     ranked = []
     for members in _grouped(rows):
         for row in members:
@@ -206,9 +207,9 @@ def _grouped(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def is_better(a: Row, b: Row) -> bool:
-    """Return True if `a` has lost less than `b` by more than the noise of their text.
+    """Return True if the loss of `a` is lower than that of `b` by more than the noise of the text.
 
-    Block by block, where both have the same tokens; else where their intervals do not overlap.
+    Compared block by block if both have the same tokens; else their intervals must not overlap.
     """
     paired = rec.paired_interval(a.record, b.record)
     return paired[1] < 0 if paired is not None else a.bits.high < b.bits.low
@@ -219,11 +220,11 @@ SAME = (
     *("method", "train_length", "step", "seed", "settings", "tokenizer", "validation", "text"),
     *("precision", "tokens", "bytes", "parameters", "trained_tokens", "training_flop"),
 )
-"""Keys of a record that must be as they were, where the entry has them."""
+"""Keys of a record whose values must be equal, if the entry has them."""
 NUMBERS = "perplexity", "loss_nats", "loss_low", "loss_high", "bits_per_byte", rec.BLOCKS
 TOLERANCE, OF_OTHER_DEVICE = 1e-6, 1e-3
-"""Relative difference that rounding may make on the kind of device that the entry was evaluated on,
-a CPU or a GPU, and on the other kind."""
+"""Largest relative difference that rounding may cause if both evaluations ran on the same kind of
+device (CPU or GPU), and if they ran on different kinds."""
 
 
 def verify(
@@ -238,18 +239,18 @@ def verify(
 
     Args:
         directory: The leaderboard.
-        name: Of the entry's file, without .json.
-        source: The run, checkpoint or Hugging Face folder that the entry is of.
-        overrides, text, trust_remote_code: As of `evaluation.command.evaluate_sources`.
+        name: Name of the entry's file, without .json.
+        source: The run, checkpoint or Hugging Face folder that the entry is about.
+        overrides, text, trust_remote_code: As in `evaluation.command.evaluate_sources`.
 
     Returns:
-        The largest relative difference between a number of the entry and what was found.
+        The largest relative difference between a number of the entry and the new evaluation.
 
     Raises:
-        ConfigError: There is no such entry, or the source cannot be evaluated as it says.
-        RunFailed: The entry says something else than was found. The message names the row and key.
+        ConfigError: There is no such entry, or the source cannot be evaluated as the entry says.
+        RunFailed: The new evaluation disagrees with the entry. The message names the row and key.
     """
-    # Megatron takes seconds, which a page does not need.
+    # Not at the top: importing Megatron takes seconds, and the page does not need it.
     from pretrain.evaluation.command import evaluate_sources, is_main
 
     path = directory / f"{name}.json"
@@ -280,7 +281,7 @@ def verify(
 
 
 def _difference(key: str, claimed: rec.Record, ours: rec.Record) -> float:
-    """Return the relative difference of two records; infinity where what is no number differs."""
+    """Return the relative difference of a key in two records; inf for unequal non-numbers."""
     a, b = claimed.get(key), ours.get(key)
     if a is None:
         return 0.0
@@ -289,7 +290,7 @@ def _difference(key: str, claimed: rec.Record, ours: rec.Record) -> float:
     a, b = (np.atleast_1d(each.losses if key == rec.BLOCKS else each) for each in (a, b))
     if a.shape != b.shape:
         return math.inf
-    # What is not finite is null in a file, and nan when it was read.
+    # A value that is not finite is null in a file, and nan once it is read.
     a, b = (np.where(np.isfinite(each), each, 0.0) for each in (a, b))
     return float(np.max(np.abs(a - b) / np.maximum(np.abs(b), 1e-300)))
 
@@ -299,10 +300,10 @@ def build(directory: Path) -> Path:
     """Write DIR/index.html, and return its path. Equal entries give an equal page, byte for byte.
 
     Raises:
-        ConfigError: There is no entry, or a file holds none.
+        ConfigError: There is no entry, or a file is not an entry.
     """
     rows = read_rows(directory)
-    # What is seen first is where most entries meet, at the longest length.
+    # The page first shows the group with the most entries, at the longest length among those.
     shown = max(_grouped(rows), key=lambda group: (len(group), group[0].record["length"]))[0].group
     template = Path(__file__).with_name("leaderboard.html.jinja").read_text(encoding="utf-8")
     script = template.partition("<script>")[2].partition("</script>")[0]
@@ -311,7 +312,7 @@ def build(directory: Path) -> Path:
         "shown": shown,
         "choices": {name: sorted({row.group[name] for row in rows}) for name in shown},
         "figures": dict(_figures(rows)),
-        # By it a browser runs no script but the page's own.
+        # With this digest, a browser runs no script but the page's own.
         "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -332,7 +333,8 @@ def _figures(rows: Sequence[Row]) -> Iterable[tuple[str, str]]:
     """Yield each known text with its figure, an SVG in base64: a line for each entry."""
     known = [row for row in rows if row.group["text"] and math.isfinite(row.bits.value)]
     for text, members in rec.grouped(known, lambda row: row.group["text"]).items():
-        # A curve's name begins with its method, whose colour it has. Entries are no seeds of one.
+        # A curve is colored by its method, with which its name must begin. The entry's name follows
+        # because entries of one method are not seeds of one curve.
         named = [
             {**row.record, "method": f"{row.record['method']}, {row.entry.name}", "run": row.file}
             for row in members

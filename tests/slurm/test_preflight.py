@@ -159,7 +159,7 @@ def test_broken_nodes_are_named(bench: Bench) -> None:
     assert faults == {node: "process 3 does not answer while it multiplies matrices"}
     waits = "it._add_up = lambda folder, *rest: folder.name == 'all' and time.sleep(1000)"
     assert bench.check(bench.fake(waits), limit=20) == {}
-    assert bench.found.warnings == ("the nodes cannot add up numbers all together (no answer)",)
+    assert bench.found.warnings == ("the all-reduce of all nodes fails (no answer)",)
     bench.check_nothing_is_left()
 
 
