@@ -1,7 +1,7 @@
 """Start the ranks of an attempt: as a step of this process's Slurm job, or on this machine.
 
-On this machine torchrun is not used, because it turns every exit code into 1, prints a traceback of
-its own after a plain message about bad input, and imports torch, which takes seconds.
+For ranks on this machine, torchrun is not used, because it turns every exit code into 1, prints a
+traceback of its own after a plain message about bad input, and imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from pretrain.rundir.paths import ExitCode, RunPaths, check_apart
 from pretrain.rundir.trust import check_trusted
 
 KILL_SECONDS = 60.0
-"""Time for Slurm to end the processes of a job step, and for ranks to end after one that has
+"""Time for Slurm to end the processes of a job step, and for the other ranks to end after one has
 finished."""
 ANSWER_SECONDS = 10.0
 """Time for the agents to kill their ranks."""
 SETTLE_SECONDS = 0.5
-"""Time in which ranks that fail at once with the first one report it. Later the others are killed.
-"""
+"""Time after the first failure in which other ranks may report their own. Then the ranks are
+killed."""
 TOGETHER = {*ExitCode} - {ExitCode.FINISHED, ExitCode.FAILED, ExitCode.KILLED}
-"""Exit codes with which all ranks of a run end one by one within moments, once one does."""
+"""Exit codes with which all ranks end by themselves within moments, once one rank does."""
 LOST_SECONDS = 3 * agent.BEAT_SECONDS
-"""The node of an agent that has been silent for so long is lost."""
+"""The time of silence after which an agent and its node count as lost."""
 IN_COLLECTIVE = b"distributed_c10d.py"
-"""The file of torch in which a rank waits for the others."""
+"""The source file of torch in which a rank waits for the others, as its stack shows."""
 
 
 class SrunRanks:
     """The ranks of one attempt as a step of this process's job; an implementation of `Ranks`.
 
     srun starts an agent for each rank (agent.py), which starts the rank, passes signals on to it
-    and reports how it ended. An end counts as the rank's own if its agent reported it: the exit
-    code of srun may be a container's, or that of slurmstepd, which found no Python.
+    and reports how it ended. Only what an agent reported counts as the end of its rank: the exit
+    code of srun may come from a container, or from slurmstepd if it found no Python.
 
-    All output of srun goes to the log. What rank 0 and srun itself print also goes to the stdout of
-    this process, which is the job's log.
+    All output of srun goes to the log. The output of rank 0 and of srun itself also goes to the
+    stdout of this process, which is the job's log.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class SrunRanks:
 
         Args:
             step: srun with its options and the container.
-            command: What each rank runs, beginning with its Python.
+            command: The command of each rank, beginning with its Python.
             job_id: The job this process runs in.
-            name: The name of the job step, by which Slurm finds it.
+            name: The name by which Slurm finds the job step.
             environment: Environment variables to add.
             log: The file to append the output to.
             nodes: The nodes of the job to start the ranks on, in Slurm's order; by default srun
@@ -97,12 +97,12 @@ class SrunRanks:
         self._code: int | None = None
         self._is_asked, self._deadline = False, float("inf")
         self._heard: dict[int, float] = {}
-        """When the agent of a rank last said something, by time.monotonic."""
+        """When the agent of a rank last reported, by time.monotonic."""
         self._ends: dict[int, int] = {}
-        """How the ranks that ended by themselves did, in the order of their reports: the exit code,
-        or -n for signal n."""
+        """How ranks ended by themselves, in the order of their reports: the exit code, or -n for
+        signal n."""
         self._ended: set[int] = set()
-        """The ranks that have ended in any way."""
+        """The ranks that have ended for any reason."""
         self._ordered_end = False
         with writing(log):
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ class SrunRanks:
         self._order(number)
 
     def stuck_nodes(self) -> tuple[str, ...]:
-        """Return the nodes of ranks that wrote no stacks, or of the one outside a collective."""
+        """Return the nodes of ranks that wrote no stack, or of the one rank not in a collective."""
         try:
             with open(self._log, "rb") as log:
                 log.seek(self._dumped_from)
@@ -162,13 +162,13 @@ class SrunRanks:
         return _stuck_nodes(stacks, self._where)
 
     def kill(self) -> None:
-        """Have the agents kill the ranks and end, and Slurm what has no agent."""
+        """Have the agents kill the ranks and end; have Slurm kill what is left."""
         self._ordered_end = True
         if self._srun.stdin is not None:
             with contextlib.suppress(OSError):
                 self._srun.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # Not with an srun that has started no task: it would wait for all of them.
+            # No waiting if srun has started no task: it would wait until all tasks have started.
             self._srun.wait(ANSWER_SECONDS if self._heard else 0)
         if self._srun.poll() is None:
             slurm.end_step(self._srun, self._job_id, self._name, KILL_SECONDS)
@@ -177,16 +177,16 @@ class SrunRanks:
     def _order(self, order: int) -> None:
         """Send an order to all agents."""
         if self._srun.stdin is not None:
-            # srun may have ended.
+            # The write fails if srun has ended.
             with contextlib.suppress(OSError, ValueError):
                 self._srun.stdin.write(bytes([order]))
                 self._srun.stdin.flush()
 
     def _is_over(self) -> bool:
-        """Return True if no rank can do any more work, though srun runs."""
+        """Return True if no rank can do any more work, although srun runs."""
         now = time.monotonic()
         if now - self._last_look > agent.BEAT_SECONDS:
-            # This process was suspended, as may have been the agents.
+            # This process was suspended, and maybe the agents too, so their silence does not count.
             self._heard = dict.fromkeys(self._heard, now)
         self._last_look = now
         is_lost = any(now - at > LOST_SECONDS for at in list(self._heard.values()))
@@ -202,7 +202,7 @@ class SrunRanks:
         silent = [] if is_lost else sorted(self._heard.keys() - self._ended)
         first = next(iter(ends), None)
         if first is not None and ends[first] == -signal.SIGTERM and not self._is_asked:
-            # Slurm ends the others where a task ended without an agent: its container failed.
+            # If a task ended without an agent, its container failed, and Slurm ended the others.
             first = first if len(self._heard) == self._num_tasks else None
         if silent and len(silent) < len(self._heard):
             self.nodes = self._nodes_of(silent)
@@ -212,7 +212,7 @@ class SrunRanks:
         elif first is not None:
             node, how = self._nodes_of([first]), _how(ends[first])
             self.failure = " ".join([f"rank {first}", *(f"on {name}" for name in node), how])
-            # A bug ends ranks on all nodes; what one node does wrong shows on its ranks alone.
+            # A bug ends ranks on all nodes; the fault of a node ends only the ranks on that node.
             alike = self._nodes_of([rank for rank in ends if ends[rank] == ends[first]])
             self.nodes = node if ends[first] < 0 else alike if len(alike) == 1 else ()
             code = _exit_code(ends[first])
@@ -222,18 +222,18 @@ class SrunRanks:
             code = _exit_code(self._srun.returncode)
             lines = read_text(self._log, None).splitlines()
             self.failure, self.nodes = slurm.first_failure(lines, code)
-            # Our own codes mean something only where a rank ended with them.
+            # Without a rank's own report, a code of `ExitCode` must not be taken for one of ours.
             code = ExitCode.FAILED if code in list(ExitCode) else code
         self.failure += f"; see {self._log}"
         return code
 
     def _nodes_of(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """Return the nodes of ranks, each once, as far as they are known."""
+        """Return the nodes of ranks, each once, if they are known."""
         known = (self._where[rank] for rank in ranks if rank < len(self._where))
         return tuple(dict.fromkeys(known))
 
     def _hear(self, rank: int, said: Json) -> None:
-        """Take a report of a rank's agent."""
+        """Process a report from a rank's agent."""
         self._heard[rank] = now = time.monotonic()
         code = said.get("code")
         if not isinstance(code, int):
@@ -243,16 +243,16 @@ class SrunRanks:
             return
         self._ends[rank] = code
         if code in TOGETHER or (code and self._is_asked):
-            # The others end by themselves, and one of them may still have to say why.
+            # The others end by themselves, and one of them may still have to report the reason.
             patience = KILL_AFTER_SECONDS
         else:
             patience = SETTLE_SECONDS if code else KILL_SECONDS
         self._deadline = min(self._deadline, now + patience)
 
     def _copy_output(self, source: IO[bytes], log: IO[bytes]) -> None:
-        """Copy srun's output to the log, and the lines of rank 0 and of srun to stdout, unlabelled.
+        """Copy srun's output to the log, and the lines of rank 0 and of srun to stdout, unlabeled.
 
-        The agents' reports are taken out of it.
+        The agents' reports are removed from the copies.
         """
         with source, log:
             for line in source:
@@ -262,22 +262,22 @@ class SrunRanks:
                     self._hear(rank, said)
                     if not printed:
                         continue
-                    # A line that the rank has not ended.
+                    # Before the report stands a line of the rank without its line break.
                     line = line.partition(mark)[0] + b"\n"
                     text = printed + b"\n"
                 copies = [(log, line)]
                 if rank == 0:
                     copies.append((sys.stdout.buffer, text))
                 for file, copy in copies:
-                    # A full disk must not end this thread: srun would block on a full pipe, and
-                    # with it every rank that prints.
+                    # A full disk must not end this thread: srun would block on a full pipe, and so
+                    # would every rank that prints.
                     with contextlib.suppress(OSError):
                         file.write(copy)
                         file.flush()
 
 
 def attempt_environment(attempt: Attempt) -> dict[str, str]:
-    """Return the variables that tell ranks where their attempt records itself and where to meet."""
+    """Return the variables that tell ranks the attempt's directory and where to meet."""
     return dict.fromkeys(("PRETRAIN_ATTEMPT", "PRETRAIN_RENDEZVOUS"), str(attempt.directory))
 
 
@@ -290,18 +290,18 @@ def start_srun(
     """Start srun.
 
     Args:
-        words: Its command.
-        stdout: What it writes to, errors too.
-        stdin: What it reads.
+        words: The command line.
+        stdout: The destination of its output, errors included.
+        stdin: The source of its input.
         env: Its environment; by default this process's.
 
     Raises:
-        ConfigError: It cannot be started.
+        ConfigError: srun cannot be started.
     """
     try:
         with signals_blocked():
-            # A process group of its own: a signal that is sent to the group of this process must
-            # reach the ranks once, passed on by the supervisor.
+            # In its own process group, because a signal that is sent to the group of this process
+            # must reach the ranks only once, passed on by the supervisor.
             return subprocess.Popen(
                 words,
                 stdin=stdin,
@@ -319,10 +319,10 @@ def start_srun(
 
 
 def _stuck_nodes(stacks: bytes, where: Sequence[str]) -> tuple[str, ...]:
-    """Return the nodes of the ranks that hang by themselves.
+    """Return the nodes of the ranks that hang by themselves, and do not just wait for others.
 
     Args:
-        stacks: What the ranks wrote since they were asked for their stacks, with labels.
+        stacks: Output of the ranks since they were asked for their stacks, with labels.
         where: The node of each rank.
     """
     said: dict[int, bytes] = {}
@@ -333,7 +333,7 @@ def _stuck_nodes(stacks: bytes, where: Sequence[str]) -> tuple[str, ...]:
     wrote = {rank for rank, text in said.items() if b"most recent call first" in text}
     alone = [rank for rank in range(len(where)) if rank not in wrote]
     if not alone:
-        # All answer: then the culprit is the one that the others wait for.
+        # All have written stacks, so the culprit is the one rank that the others wait for.
         alone = [rank for rank in wrote if IN_COLLECTIVE not in said[rank]]
         alone = alone if len(alone) == 1 else []
     if not wrote or len(alone) == len(where):
@@ -342,11 +342,11 @@ def _stuck_nodes(stacks: bytes, where: Sequence[str]) -> tuple[str, ...]:
 
 
 END_POLL_SECONDS = 0.02
-"""Time between two looks at processes that were asked to end."""
+"""Time between two polls of processes that were asked to end."""
 KILL_AFTER_SECONDS = 10.0
 """Time between SIGTERM and SIGKILL."""
 COPY_SECONDS = 1.0
-"""Time for what rank 0 has printed last to be copied, once it has ended."""
+"""Time to copy the last output of rank 0 after it has ended."""
 CHUNK_BYTES = 64 * 1024
 """Bytes that are copied at a time."""
 LOG_LINES_SHOWN = 20
@@ -365,15 +365,15 @@ def run_locally(
     """Run `nproc` copies of `command` with `arguments` until the run is over.
 
     Ranks that fail or hang are started again from the newest checkpoint, at most
-    recovery.max_restarts times without progress. Ranks that saved on SIGUSR1 are started again as
-    well. SIGINT, SIGTERM and SIGHUP are passed on, so that the run can save and stop; a second
+    recovery.max_restarts times without progress. Ranks that have saved on SIGUSR1 are also started
+    again. SIGINT, SIGTERM and SIGHUP are passed on, so that the run can save and stop; a second
     SIGINT ends the ranks at once.
 
     Args:
         config: The run.
         nproc: Number of ranks.
-        command: What each rank runs, up to its subcommand: [python, "-m", "pretrain", "train"].
-        arguments: The config file and its --set options, which give `config`.
+        command: The command of each rank without arguments: [python, "-m", "pretrain", "train"].
+        arguments: The config file and its --set options, from which `config` was loaded.
         resume: The value of --resume for the first attempt; None leaves the option out.
 
     Returns:
@@ -383,18 +383,18 @@ def run_locally(
         ConfigError: The run's directory cannot be made, has another layout, or lies inside
             another run's.
         RunBusy: Another process trains this run.
-        RunFailed: The disk refused.
+        RunFailed: A file cannot be written.
     """
     run = config.directory
     _make_logs(run)
     saved_before = _saved_ids(run)
-    # Before the attempt begins: whoever sees it may send a signal.
+    # Before the attempt begins, because a user who sees it may send a signal.
     with Signals(*PASSED_ON) as signals:
         attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
         first = attempt.number
 
         def start(attempt: Attempt) -> LocalRanks:
-            """Start the ranks of an attempt; after the first one, with the config as it was."""
+            """Start the ranks of an attempt; restarts use the config as it was first read."""
             again = attempt.number > first
             config_arguments = arguments
             if again:
@@ -402,9 +402,9 @@ def run_locally(
                 frozen = attempt.directory / "config.toml"
                 replace_file(frozen, dump_config(config))
                 config_arguments = [str(frozen)]
-            # A restart must not start from --resume again once this series of attempts has saved a
-            # checkpoint: `auto` goes on from that, because what does not lead to it was set aside,
-            # and falls back where it is damaged.
+            # Once this series of attempts has saved a checkpoint, a restart must not start from
+            # --resume again. `auto` resumes from that checkpoint, because checkpoints of other
+            # branches were set aside, and falls back to an earlier one if it is damaged.
             start_from = resume
             if again and resume and (resume == "none" or _saved_ids(run) - saved_before):
                 start_from = "auto"
@@ -424,7 +424,7 @@ def run_locally(
 
 
 def _make_logs(run: Path) -> None:
-    """Make the folder of the ranks' logs in a run's directory that is this user's own."""
+    """Make the folder for the ranks' logs; the run's directory must be this user's own."""
     logs = RunPaths(run).logs
     try:
         check_trusted(run)
@@ -444,10 +444,9 @@ def _saved_ids(run: Path) -> set[str]:
 class LocalRanks:
     """The ranks of one attempt as processes of this machine; an implementation of `Ranks`.
 
-    Every rank writes to RUN/logs/rank-<rank>.log, to which all attempts append; rank 0 also to the
-    stdout and stderr of this process.
-    When a rank fails, the others get SIGTERM and, 10 s later, SIGKILL. No process is left behind,
-    on Linux not even when this process is killed.
+    Every rank writes to RUN/logs/rank-<rank>.log, to which all attempts append; rank 0 also writes
+    to the stdout and stderr of this process. When a rank fails, the others get SIGTERM and, 10 s
+    later, SIGKILL. No process is left behind; on Linux not even when this process is killed.
     """
 
     def __init__(
@@ -461,14 +460,14 @@ class LocalRanks:
         """Start the ranks.
 
         Args:
-            command: What each rank runs.
+            command: The command of each rank.
             nproc: Number of ranks.
             paths: The run's paths. RUN/logs must exist.
             environment: Environment variables to add, the same for all ranks.
-            attempt: The attempt's number, which its part of the logs begins with.
+            attempt: The attempt's number, printed at the beginning of its part of each log.
         """
         self.failure = ""
-        # One machine: there is no other node to choose.
+        # Always empty: on one machine there is no other node to choose.
         self.nodes: tuple[str, ...] = ()
         self._paths = paths
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -482,11 +481,11 @@ class LocalRanks:
                 for rank in range(nproc):
                     variables = _rank_environment(rank, nproc) | dict(environment or {})
                     with open_own(paths.rank_log(rank), "ab", buffering=0) as log:
-                        # A full disk is found by what the run needs.
+                        # A full disk is reported where the run itself fails to write.
                         with contextlib.suppress(OSError):
                             log.write(head.encode())
-                        # A process group of its own, for two reasons. Ctrl-C on the terminal then
-                        # reaches the launcher alone, which passes it on once; and a rank can be
+                        # In its own process group, for two reasons. Ctrl-C on the terminal then
+                        # reaches only the launcher, which passes it on once; and a rank can be
                         # killed together with the processes that it has started.
                         process = subprocess.Popen(
                             command,
@@ -499,7 +498,7 @@ class LocalRanks:
                         )
                     self._processes.append(process)
             first = self._processes[0]
-            # Once all ranks have been started: a fork copies no thread.
+            # Threads are started after all ranks, because a fork copies only the calling thread.
             for source, stream in ((first.stdout, 1), (first.stderr, 2)):
                 copy = (source, stream, paths.rank_log(0))
                 self._copiers.append(threading.Thread(target=_tee, args=copy, daemon=True))
@@ -517,8 +516,8 @@ class LocalRanks:
         codes = [process.poll() for process in self._processes]
         if self._failed_rank is None and any(codes):
             self._failed_rank = next(rank for rank, code in enumerate(codes) if code)
-            # Ranks that were asked to end, or that saved together, end one by one within moments;
-            # SIGTERM would disturb them, so they get some time to do it by themselves.
+            # Ranks that were asked to end, or that saved together, end one by one within moments.
+            # SIGTERM would disturb them, so they get some time to end by themselves.
             code = codes[self._failed_rank]
             is_ending = self._asked_to_end or code in (ExitCode.RESTART, ExitCode.STOPPED)
             self._deadline = time.monotonic() + (KILL_AFTER_SECONDS if is_ending else 0)
@@ -538,7 +537,7 @@ class LocalRanks:
             process.send_signal(number)
 
     def stuck_nodes(self) -> tuple[str, ...]:
-        """Return nothing: there is no other node to choose."""
+        """Return (): on one machine there is no other node to choose."""
         return ()
 
     def end(self) -> int:
@@ -554,7 +553,7 @@ class LocalRanks:
             process.poll() is None for process in self._processes
         ):
             time.sleep(END_POLL_SECONDS)
-        # Also when all ranks have ended: processes that they started may be left.
+        # Also if all ranks have ended, because processes that they started may be left.
         self.kill()
         return max(_exit_code(process.returncode) for process in self._processes)
 
@@ -579,7 +578,7 @@ class LocalRanks:
         """
         self.failure = f"rank {rank} {_how(code)}"
         if code in (ExitCode.RESTART, ExitCode.STOPPED):
-            # The rank saved a checkpoint, which is no failure.
+            # The rank saved a checkpoint, which is not a failure.
             return
         if code == self._processes[0].returncode > 0:
             # Rank 0 failed in the same way, and its message is on the terminal already.
@@ -598,7 +597,7 @@ def _tee(source: IO[bytes], stream: int, path: Path) -> None:
     """Copy what rank 0 writes to one of this process's own streams, and append it to a log."""
     with source, open_own(path, "ab", buffering=0) as log:
         while chunk := os.read(source.fileno(), CHUNK_BYTES):
-            # A full disk must not end this thread, nor a terminal that was closed.
+            # Neither a full disk nor a closed terminal must end this thread.
             with contextlib.suppress(OSError):
                 log.write(chunk)
             with contextlib.suppress(OSError):
@@ -607,13 +606,13 @@ def _tee(source: IO[bytes], stream: int, path: Path) -> None:
 
 
 def _rank_environment(rank: int, nproc: int) -> dict[str, str]:
-    """Return the environment of a rank, with the variables that say which one it is.
+    """Return the environment of a rank, with the variables that tell its number.
 
-    A MASTER_PORT of the user's is dropped: a second run on this machine would meet the first one
-    there. Rank 0 finds a free port and publishes it.
+    A MASTER_PORT set by the user is dropped, because a second run on this machine would connect to
+    the first run there. Rank 0 finds a free port and publishes it.
 
-    OMP_NUM_THREADS divides the cores that this process may use, unless the user has set it: by
-    default every rank would start a thread per core.
+    OMP_NUM_THREADS divides the cores that this process may use, unless the user has set it, because
+    by default every rank would start one thread per core.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else nproc
     distributed = {
@@ -623,13 +622,13 @@ def _rank_environment(rank: int, nproc: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": nproc,
         "MASTER_ADDR": "127.0.0.1",
     }
-    # Modules in the working directory are the ranks' only if they are this process's, which they
-    # are under `python -m`: others may have put a json.py there.
+    # Ranks may import modules from the working directory only if this process may, as it does under
+    # `python -m`, because other users may have put a json.py there.
     here = {"", os.getcwd()} & set(sys.path)
     safe_path = {} if here else {"PYTHONSAFEPATH": "1"}
     return {
         "OMP_NUM_THREADS": str(max(1, cores // nproc)),
-        # Python keeps back what it prints to a file or a pipe, and a killed rank would lose it.
+        # Python buffers output to a file or a pipe, and a killed rank would lose the buffer.
         "PYTHONUNBUFFERED": "1",
         **safe_path,
         **{name: value for name, value in os.environ.items() if name != "MASTER_PORT"},
@@ -638,11 +637,11 @@ def _rank_environment(rank: int, nproc: int) -> dict[str, str]:
 
 
 def _how(code: int) -> str:
-    """Say how a process ended, from the code as subprocess gives it, -n for signal n."""
+    """Return in words how a process ended, from subprocess's code, -n for signal n."""
     ended_by = f"was ended by {signal.Signals(-code).name}" if code < 0 else ""
     return ended_by or f"ended with exit code {code}"
 
 
 def _exit_code(code: int) -> int:
-    """Return subprocess's -n for a process that signal n ended as a shell does, 128 + n."""
+    """Convert subprocess's code -n, for a process that signal n ended, to a shell's 128 + n."""
     return SIGNAL_CODE - code if code < 0 else code

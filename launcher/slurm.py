@@ -1,9 +1,9 @@
-"""Know Slurm: its commands, options, states, variables and words stand in this file alone.
+"""Speak to Slurm: only this file knows its commands, options, states, variables and messages.
 
 The rest of the launcher asks in plain terms: is a job over, which nodes does it hold, put it back
-into the queue. Each command is an argument list without a shell, and a failure is an error with the
-words of the command. Values that a user chose go into argument lists as they are, and into the
-batch script only quoted: a directory named "$(rm -r x)" is one with an odd name and nothing else.
+into the queue. Each command is an argument list without a shell, and a failure raises an error with
+the message of the command. Values that a user chose go into argument lists unchanged, and into the
+batch script only quoted, so a directory named "$(rm -r x)" just has an odd name.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ COMMAND_SECONDS = 120.0
 _AWAY = re.compile(
     r"unable to contact slurm controller|socket timed out|zero bytes were transmitted"
     r"|connection refused|communication connection failure|transport endpoint|in standby mode"
-    # What scontrol makes of no answer at all.
+    # scontrol says this if it gets no answer at all.
     r"|unexpected message received",
     re.IGNORECASE,
 )
-"""Words of Slurm's commands when slurmctld does not answer. They have no exit code for it."""
+"""Messages of Slurm's commands if slurmctld does not answer, for which they have no exit code."""
 _NO_CLUSTER = re.compile(
     r"could not establish a configuration source|unable to process configuration file",
     re.IGNORECASE,
 )
-"""Words of Slurm's commands on a machine that belongs to no cluster."""
+"""Messages of Slurm's commands on a machine that belongs to no cluster."""
 _RANK_VARIABLES = _words(
     """
     RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT PRETRAIN_ATTEMPT
     PRETRAIN_RENDEZVOUS
     """
 )
-"""Variables that tell a process which rank it is. sbatch hands its environment on to the job, and
+"""Variables that tell a process which rank it is. sbatch passes its environment on to the job, and
 the rank of a process that submits must not become the rank of the job's processes."""
 _KEPT = _words(
     """
@@ -71,7 +71,7 @@ AWAY = f"{CONTROLLER} does not answer"
 
 
 class SlurmError(RunFailed):
-    """A Slurm command failed. The message has the words of the command."""
+    """A Slurm command failed. The message contains the command's own message."""
 
 
 class NoSlurm(ConfigError):
@@ -92,7 +92,7 @@ def run_command(
     Args:
         program: The command.
         arguments: Its arguments.
-        script: What it reads from stdin.
+        script: The text that it reads from stdin.
 
     Raises:
         NoSlurm: There is no such command here, or no cluster.
@@ -128,7 +128,7 @@ def run_command(
         signals.pthread_sigmask(signals.SIG_SETMASK, before)
     if answer.returncode:
         words = words_of(answer.stderr or answer.stdout) or f"exit code {answer.returncode}"
-        # In a job there is a cluster, so its configuration is missing for a moment only.
+        # Inside a job there must be a cluster, so its configuration is missing only for a moment.
         if _NO_CLUSTER.search(words) and "SLURM_JOB_ID" not in os.environ:
             raise NoSlurm(f"{program}: there is no Slurm cluster here ({words})")
         if _AWAY.search(words):
@@ -140,10 +140,10 @@ def run_command(
 def slurm_environment() -> dict[str, str]:
     """Return this process's environment without what would change Slurm's commands or the job.
 
-    The SLURM_... variables of a job that this process runs in would be handed on to the new job,
+    The SLURM_... variables of a job that this process runs in would be passed on to the new job,
     where srun takes some of them for options. A user's SQUEUE_... variables would change the output
-    that is parsed here. SBATCH_... variables are options of sbatch: SBATCH_ARRAY_INX makes a job
-    array of every job. Those that say where a job may run are left to sbatch.
+    that is parsed here. SBATCH_... variables are options of sbatch: SBATCH_ARRAY_INX turns every
+    job into a job array. Only variables that say where a job may run are kept.
     """
     dropped = re.compile(r"(SLURM|SQUEUE|SINFO|SRUN|SCANCEL|SBATCH|SALLOC)_")
     environment = {
@@ -152,15 +152,15 @@ def slurm_environment() -> dict[str, str]:
         if name in _KEPT or not (name in _RANK_VARIABLES or dropped.match(name))
     }
     if "PYTHONPATH" in environment:
-        # "PYTHONPATH=$PYTHONPATH:/mine" leaves an empty entry, by which Python would look for
-        # modules in the job's working directory first (PYTHONSAFEPATH does not prevent that).
+        # "PYTHONPATH=$PYTHONPATH:/mine" leaves an empty entry, which makes Python look for modules
+        # in the job's working directory first (PYTHONSAFEPATH does not prevent that).
         entries = environment["PYTHONPATH"].split(os.pathsep)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, entries))
     return environment
 
 
 def words_of(text: str) -> str:
-    """Join the lines of an error, without what comes before the words.
+    """Join the lines of an error message, without the prefixes of the command.
 
     "sbatch: error: Invalid account" becomes "Invalid account".
     """
@@ -171,7 +171,7 @@ def words_of(text: str) -> str:
 
 
 # ---- slurm options ----
-# Name the options of sbatch and srun that the launcher sets itself, and refuse them elsewhere.
+# List the options of sbatch and srun that the launcher sets itself, and refuse them elsewhere.
 
 
 OUR_OPTIONS = _words(
@@ -183,8 +183,8 @@ OUR_OPTIONS = _words(
     """
 )
 """Options of sbatch that a site file may not give: most are set in `Job.arguments`, and the others
-would change what the launcher relies on. sbatch also accepts any unambiguous beginning of an
-option's name."""
+would change behavior on which the launcher relies. sbatch also accepts any unambiguous beginning of
+an option's name."""
 SRUN_OPTIONS = _words(
     """
     chdir cpus-per-task error exclude export gpus-per-node input jobid job-name kill-on-bad-exit
@@ -215,7 +215,7 @@ def option_name(argument: str) -> str:
 
 def is_own_variable(name: str) -> bool:
     """Return True for a variable of jobs that Slurm, bash or the launcher sets itself."""
-    # A site may choose where ranks meet.
+    # A site may set MASTER_ADDR and MASTER_PORT, to choose where ranks meet.
     ours = _RANK_VARIABLES - {"MASTER_ADDR", "MASTER_PORT"} | {"BASH_ENV", "IFS"}
     return name in ours or name.startswith(("SLURM_", "SBATCH_", "BASH_FUNC_"))
 
@@ -227,7 +227,7 @@ def own_job_id(command: str) -> str:
     """Return the id of the job that this process runs in.
 
     Args:
-        command: What the user has called, for the message.
+        command: The command that the user has called, for the message.
 
     Raises:
         ConfigError: Not inside a Slurm job.
@@ -235,7 +235,7 @@ def own_job_id(command: str) -> str:
     if (job_id := job_id_of(os.environ)) is None:
         raise ConfigError(
             f"{command}: SLURM_JOB_ID is not set; this command runs inside a Slurm job. "
-            "`launcher submit` and `launcher evaluate-checkpoints` send such jobs"
+            "`launcher submit` and `launcher evaluate-checkpoints` submit such jobs"
         )
     return job_id
 
@@ -255,7 +255,7 @@ class Task(NamedTuple):
 
     rank: int
     local_rank: int
-    """Its number on its node."""
+    """The number of the process on its node."""
     node: str
     num_tasks: int
     per_node: int
@@ -274,12 +274,12 @@ def own_cluster() -> str | None:
     return os.environ.get("SLURM_CLUSTER_NAME")
 
 
-# ---- Ask about jobs, and order what happens to them ----
+# ---- Ask about jobs, submit them, and signal, requeue or cancel them ----
 
 
 TRIES = 5
-"""Calls of squeue before an order is given up that needs its answer. Where the answer is
-only shown, or asked for again later, it is asked once."""
+"""How often squeue is called before a command that needs its answer gives up. squeue is called only
+once if the answer is just shown, or is asked for again later."""
 RETRY_SECONDS = 1.0
 """Time between two of these tries."""
 OVER = _words(
@@ -290,7 +290,7 @@ OVER = _words(
 )
 """States of a job that has ended."""
 STARTS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
-"""States of a job that is in the queue and of which nothing runs."""
+"""States of a job that is in the queue and has no running processes."""
 _COLUMNS = """
     JobArrayID JobID State Reason NodeList SubmitTime StartTime EndTime PreemptTime BatchHost
     RestartCnt Name
@@ -299,7 +299,7 @@ _FIELDS = _COLUMNS.split()
 """The columns of squeue, in the order in which `_parse` takes it apart. The name is last because
 it may contain the separator."""
 _UNKNOWN_JOB = "Invalid job id"
-"""The words of squeue for a job that Slurm has never had, or has forgotten."""
+"""squeue's message for a job that Slurm never had, or has forgotten."""
 
 
 @dataclass(frozen=True)
@@ -353,12 +353,12 @@ class JobState:
 
     @property
     def is_suspended(self) -> bool:
-        """Return True while the job's processes stand still on its nodes."""
+        """Return True while the job's processes are stopped on its nodes."""
         return self.state == "SUSPENDED"
 
     @property
     def is_ending(self) -> bool:
-        """Return True once Slurm ends the job's processes."""
+        """Return True while Slurm is ending the job's processes."""
         return self.state == "COMPLETING"
 
     @property
@@ -402,7 +402,7 @@ def submit_script(arguments: Sequence[str], script: str) -> str:
 
 
 def answer(words: str) -> str:
-    """Return the line of a dry run with what `test` said."""
+    """Return the line of a dry run that shows the answer of `test`."""
     return f"# sbatch --test-only: {words}"
 
 
@@ -461,7 +461,7 @@ def _states(*query: str, tries: int = 1) -> list[JobState]:
 
 
 def job(job_id: str) -> JobState | None:
-    """Return what Slurm says about a job; None when it says nothing, for whatever reason."""
+    """Return the state of a job; None if Slurm gives none, for whatever reason."""
     try:
         return jobs([job_id]).get(job_id)
     except SlurmError:
@@ -469,7 +469,7 @@ def job(job_id: str) -> JobState | None:
 
 
 def is_over(job_id: str) -> bool | None:
-    """Return True if a job has ended or is forgotten, None where Slurm does not say."""
+    """Return True if a job has ended or is forgotten, None if Slurm does not say."""
     try:
         state = jobs([job_id]).get(job_id)
     except SlurmError:
@@ -478,7 +478,7 @@ def is_over(job_id: str) -> bool | None:
 
 
 def knows_end(job_id: str, name: str) -> bool | None:
-    """Return whether slurmctld knows that a job's step is over; None where it does not answer."""
+    """Return whether slurmctld knows that a job's step is over; None if it does not answer."""
     try:
         return not steps(job_id, name, tries=1)
     except SlurmError:
@@ -493,7 +493,7 @@ def array_size() -> int:
     """
     answer = run_command("scontrol", ["show", "config"])
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", answer.stdout, re.MULTILINE)
-    # The highest index is one less.
+    # MaxArraySize is one more than the highest index, so it is the number of tasks.
     size = int(found[1]) if found else 0
     if not size:
         raise SlurmError("scontrol show config: MaxArraySize is 0, so this cluster has no arrays")
@@ -516,7 +516,7 @@ def cancel(job_id: str) -> None:
 
 
 def steps(job_id: str, name: str, tries: int = TRIES) -> list[str]:
-    """Return a job's running steps of a name, as "123.0", which `signal` takes like a job's id.
+    """Return a job's running steps with a name, as "123.0", which `signal` takes like a job's id.
 
     Args:
         job_id: The job.
@@ -535,9 +535,9 @@ def signal(job_id: str, name: str, batch: bool = False) -> None:
     Args:
         job_id: The job, or one step as `steps` returns it.
         name: The signal, as in "USR1".
-        batch: Send it to the batch script instead of the job steps. For a training job that is the
-            launcher, which must know that it was asked to stop, or it would start the ranks again.
-            It passes the signal on to the ranks.
+        batch: Send it to the batch script instead of the job steps. In a training job the launcher
+            gets it there and passes it on to the ranks. The launcher must know that it was asked to
+            stop, or it would start the ranks again.
     """
     if "." not in job_id:
         _split_pending_tasks(job_id)
@@ -545,31 +545,31 @@ def signal(job_id: str, name: str, batch: bool = False) -> None:
 
 
 def _split_pending_tasks(job_id: str) -> None:
-    """Give the pending tasks of a task's array records of their own, so that it takes a signal.
+    """Give each pending task of a job array its own record, so that a running task gets a signal.
 
-    slurmctld keeps the tasks that have not started yet in one record. While it holds several,
-    slurmctld delivers a signal to a running task and answers all the same that the job cannot be
-    altered now (_signal_pending_job_array_tasks in Slurm's src/slurmctld/job_mgr.c). scancel then
-    sends the signal nine times more, which takes 95 s, and fails.
+    slurmctld keeps the tasks that have not started yet in one record. While that record holds
+    several tasks, slurmctld delivers a signal to a running task, but still answers that the job
+    cannot be altered now (_signal_pending_job_array_tasks in Slurm's src/slurmctld/job_mgr.c).
+    scancel then sends the signal nine more times, which takes 95 s, and fails.
     """
     array, is_task, _ = job_id.partition("_")
     if not is_task:
         return
     query = ["--array", "--states=PENDING", f"--jobs={array}", "--format=%A %K"]
     lines = _squeue(query, TRIES).stdout.splitlines()
-    # The tasks of that record have the array's id for their own.
+    # Tasks in the common record have the array's id as their own raw id.
     together = [task for raw, task in map(str.split, lines) if raw == array]
     if len(together) > 1:
-        # An update of some of its tasks takes them out of the record, one of all would not, so one
-        # stays. The value is what sbatch was given.
+        # An update of some tasks takes them out of the record, but an update of all would not, so
+        # one task is left in it. The value is the one that sbatch was given.
         tasks = ",".join(together[1:])
-        # One that starts meanwhile is refused, and has a record of its own then.
+        # Slurm refuses the update of a task that has just started, which then has its own record.
         with contextlib.suppress(SlurmError):
             run_command("scontrol", ["update", f"JobId={array}_[{tasks}]", "Requeue=1"])
 
 
 def _squeue(arguments: Sequence[str], tries: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run squeue without its head line, and again when it fails for another reason than the job.
+    """Run squeue without its header; run it again if it fails, unless the job is unknown.
 
     Raises:
         SlurmAway: slurmctld does not answer.
@@ -595,7 +595,7 @@ def _parse(line: str) -> JobState:
     return JobState(
         job_id,
         raw,
-        # What 24.11 calls a running job while it delivers a signal.
+        # Slurm 24.11 calls a running job SIGNALING while it delivers a signal.
         "RUNNING" if state == "SIGNALING" else state,
         "" if reason == "None" else reason,
         nodes,
@@ -609,27 +609,27 @@ def _parse(line: str) -> JobState:
     )
 
 
-# ---- Ask Slurm about the nodes of a running job, and whether it takes them away ----
+# ---- Ask Slurm about the nodes of a running job, and exclude nodes from its next start ----
 
 
 UNUSABLE = ("down", "fail", "drained", "error", "unknown", "power", "reboot", "maint")
-"""Parts of the states, as sinfo words them, of nodes on which no step should be started."""
+"""Parts of sinfo's states of nodes on which no step should be started."""
 
 
 def hostnames(nodes: str) -> list[str]:
     """Return the nodes of a node list, in its order: "n[1,3]" becomes n1, n3.
 
     Raises:
-        SlurmError: This is no node list.
+        SlurmError: The text is not a node list.
     """
     return run_command("scontrol", ["show", "hostnames", nodes]).stdout.split() if nodes else []
 
 
 def unusable_nodes(names: Sequence[str]) -> dict[str, str]:
-    """Return those of these nodes that are down or do not answer, each with its state.
+    """Return the nodes that are down or do not answer, each with its state.
 
-    A node that is being drained still takes the steps of the jobs on it. Nothing is returned while
-    slurmctld does not answer.
+    A node that is being drained is not among them, as it still takes steps of its jobs. While
+    slurmctld does not answer, the result is empty.
     """
     query = ["--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N %T"]
     try:
@@ -637,7 +637,7 @@ def unusable_nodes(names: Sequence[str]) -> dict[str, str]:
     except SlurmError:
         return {}
     states = dict(line.split(maxsplit=1) for line in lines if " " in line.strip())
-    # A star: the node does not answer.
+    # A star in the state means that the node does not answer.
     return {
         node: state.strip()
         for node, state in states.items()
@@ -651,7 +651,7 @@ def are_down(states: Mapping[str, str]) -> bool:
 
 
 def exclude(job_id: str, nodes: Iterable[str]) -> None:
-    """Keep a job that waits in the queue off some nodes, beside those it avoids already."""
+    """Exclude nodes from the start of a waiting job, in addition to those already excluded."""
     job = f"--jobs={job_id}"
     before = run_command("squeue", ["--noheader", job, "--Format=ExcNodes:|"]).stdout
     excluded = hostnames(before.strip().rstrip("|").replace("(null)", ""))
@@ -668,11 +668,11 @@ def has_lost_batch_host(job_id: str) -> bool:
         return False
 
 
-# ---- The options with which a job was sent, as it reads them back ----
+# ---- Read the options with which a job was submitted ----
 
 
 def lead_seconds(sbatch: Sequence[str]) -> float:
-    """Return how long before the time limit a job was submitted to be signalled; 0 if it is not."""
+    """Return how many seconds before the time limit a job gets the signal to save; 0 if never."""
     for word in sbatch:
         if match := re.fullmatch(r"--signal=(?:[BR]*:)?USR1@(\d+)", word):
             return float(match[1])
@@ -680,7 +680,7 @@ def lead_seconds(sbatch: Sequence[str]) -> float:
 
 
 def survives_nodes(options: Sequence[str]) -> bool:
-    """Return True if a job that was sent with these options of sbatch outlives a dead node."""
+    """Return True if a job with these options of sbatch survives the death of a node."""
     return "--no-kill" in options
 
 
@@ -700,7 +700,7 @@ def can_start(options: Sequence[str]) -> bool:
     return True
 
 
-# ---- Job steps: how srun starts one, and what it says of its end ----
+# ---- Job steps: how srun starts them, and what it reports about their end ----
 
 
 def own_step(
@@ -710,9 +710,9 @@ def own_step(
 
     Args:
         name: The step's name.
-        nodes: The nodes, of which it takes what is left.
+        nodes: The nodes. The step shares their resources with the ranks.
         options: The job's options of sbatch.
-        command: What it runs.
+        command: The command that the step runs.
     """
     has_gpus = any(option.startswith("--gpus-per-node=") for option in options)
     return [
@@ -732,10 +732,10 @@ def own_step(
 
 
 def named_step(step: Sequence[str], name: str, nodes: Sequence[str]) -> list[str]:
-    """Return the command of a step with its name and its nodes, where they are known.
+    """Return the command of a step with its name, and with its nodes if they are known.
 
     Args:
-        step: srun with its options, then what each rank runs.
+        step: srun with its options, then the command of each rank.
         name: The name of the step, by which `steps` finds it.
         nodes: Nodes of the job, in Slurm's order; by default srun chooses.
     """
@@ -744,21 +744,21 @@ def named_step(step: Sequence[str], name: str, nodes: Sequence[str]) -> list[str
 
 
 def overlapping(step: Sequence[str]) -> list[str]:
-    """Return the command of a step that starts beside one that slurmctld counts as running."""
+    """Return the command of a step that starts while slurmctld counts another one as running."""
     return [step[0], "--overlap", *step[1:]]
 
 
 def check_step(step: Sequence[str], name: str, nodes: Sequence[str], num_tasks: int) -> list[str]:
-    """Return the command of a step that checks these nodes, up to what its processes run.
+    """Return the command of a step that checks these nodes, without the command of its processes.
 
     Args:
         step: The command that starts the ranks (`Job.step`).
         name: The step's name.
         nodes: The nodes.
-        num_tasks: Processes on all of them.
+        num_tasks: The number of processes on all nodes.
     """
-    # What comes after --label may be the container's. Of an option given twice, srun takes the
-    # last.
+    # Options after --label may belong to the container, so ours go before them. If an option is
+    # given twice, srun uses the last.
     end = list(step).index("--label") + 1 if "--label" in step else len(step)
     return [
         *step[:end],
@@ -768,17 +768,17 @@ def check_step(step: Sequence[str], name: str, nodes: Sequence[str], num_tasks: 
         f"--nodelist={','.join(nodes)}",
         f"--ntasks={num_tasks}",
         "--distribution=block",
-        # A process that fails does not end the others, which have findings of their own.
+        # A process that fails must not end the others, which have results of their own.
         "--kill-on-bad-exit=0",
         "--wait=0",
-        # What is left of it on a broken node must not keep the ranks from starting.
+        # Remains of this step on a broken node must not keep the ranks from starting.
         "--overlap",
         *step[end:],
     ]
 
 
 def of_one_task(options: Sequence[str], index: int, name: str) -> list[str]:
-    """Return the options of sbatch that send one task of an array again, under its own name."""
+    """Return the options of sbatch that submit one task of an array again, under its own name."""
     own = {"--array=": str(index), "--job-name=": name}
     return [
         next((begin + value for begin, value in own.items() if word.startswith(begin)), word)
@@ -786,10 +786,10 @@ def of_one_task(options: Sequence[str], index: int, name: str) -> list[str]:
     ]
 
 
-# What srun writes. Lines that a task prints have a label before them, so they cannot be taken for
-# srun's own.
+# The output of srun. Lines that a task prints begin with a label, so they cannot be taken for lines
+# of srun itself.
 _LABEL = re.compile(rb" {0,9}(\d{1,9}): ?")
-"""The beginning that `srun --label` gives to each line of a task: its rank, padded with spaces."""
+"""The label that `srun --label` puts before each line of a task: its rank, padded with spaces."""
 _SAID = "srun: error: "
 _TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>\d+(?:[,-]\d+)*): (?P<how>.*)")
 """Tasks that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
@@ -814,13 +814,13 @@ class EndedTasks(NamedTuple):
 
 
 def labelled(line: bytes) -> tuple[int, bytes] | None:
-    """Return the rank and the text of a line that a task printed; None for srun's own."""
+    """Return the rank and the text of a line that a task printed; None for a line of srun."""
     label = _LABEL.match(line)
     return (int(label[1]), line[label.end() :]) if label else None
 
 
 def ended_tasks(line: str) -> EndedTasks | None:
-    """Return the tasks whose bad end a line of srun reports."""
+    """Return the tasks whose failure a line of srun reports."""
     match = _TASKS.fullmatch(line)
     return EndedTasks(match["node"], match["ranks"], match["how"]) if match else None
 
@@ -832,11 +832,11 @@ def lost_node(line: str) -> tuple[str, str] | None:
 
 
 def nodes_of_ranks(step: Sequence[str], nodes: Sequence[str]) -> list[str]:
-    """Return the node of each rank of a step that fills one node after the other.
+    """Return the node of each rank of a step that fills one node after another.
 
     Args:
         step: The command that starts the ranks.
-        nodes: Its nodes, in Slurm's order.
+        nodes: The nodes of the step, in Slurm's order.
     """
     found = (re.fullmatch(r"--ntasks-per-node=(\d+)", word) for word in step)
     tasks = next((int(match[1]) for match in found if match), 0)
@@ -850,27 +850,27 @@ def num_tasks(step: Sequence[str]) -> int:
 
 
 def first_failure(lines: Sequence[str], code: int) -> tuple[str, tuple[str, ...]]:
-    """Find out what ended a job step first, of which no rank's own end is known.
+    """Find the first failure of a job step whose agents reported no end of a rank.
 
-    srun reports tasks that end badly in the order in which they end. Where a node died, ranks of
-    other nodes may end first, because their connections to it break.
+    srun reports failed tasks in the order in which they end. If a node died, ranks of other nodes
+    may end first, because their connections to that node break.
 
     Args:
         lines: All lines of the step's log.
         code: The exit code of srun.
 
     Returns:
-        One line for the user, with srun's words, and the nodes that the failure came from, none
-        where more than one may have failed first.
+        One line for the user, with srun's message, and the nodes that the failure came from; no
+        nodes if several may have failed first.
     """
     errors = [line.removeprefix(_SAID) for line in lines if line.startswith(_SAID)]
     lost = [(node[0], "", line) for line in lines if (node := lost_node(line))]
     ended = [(task.node, task.how, line) for line in lines if (task := ended_tasks(line))]
     if not (failed := lost or ended):
-        # The last: a step may have been refused before it was created.
+        # The last error counts: Slurm may have refused the step several times before.
         return f"srun ended with exit code {code}" + (f" ({errors[-1]})" if errors else ""), ()
     first, how, line = failed[0]
-    # A bug ends ranks on all nodes; what one node does wrong shows on its ranks alone.
+    # A bug ends ranks on all nodes; the fault of a node ends only the ranks on that node.
     alike = dict.fromkeys(node for node, other, _ in failed if other == how)
     nodes = (first,) if how and not how.startswith(_EXITED) else tuple(alike)
     nodes = nodes if lost or len(nodes) == 1 else ()
@@ -878,7 +878,7 @@ def first_failure(lines: Sequence[str], code: int) -> tuple[str, tuple[str, ...]
 
 
 def signal_step(job_id: str, name: str, number: int) -> None:
-    """Have slurmctld send a signal to the processes of a job's step; print when it cannot.
+    """Have slurmctld send a signal to the processes of a job's step; print it if that fails.
 
     Args:
         job_id: The job.
@@ -892,23 +892,23 @@ def signal_step(job_id: str, name: str, number: int) -> None:
     except SlurmAway as error:
         say(f"{word}: not sent to the ranks: {error}")
     except SlurmError:
-        # The step is ending, alone or with its job; in the second case Slurm has sent the ranks a
-        # signal itself.
+        # The step is ending, alone or with its job. If with its job, Slurm itself has sent the
+        # ranks a signal.
         pass
 
 
 def end_step(srun: subprocess.Popen[bytes], job_id: str, name: str, seconds: float) -> None:
-    """Have srun kill the processes of its step, or slurmctld where srun does not.
+    """Have srun kill the processes of its step, or slurmctld if srun does not.
 
     Args:
         srun: The running srun.
         job_id: The job.
         name: The step's name.
-        seconds: How long either of them may take.
+        seconds: The time that each of the two may take.
     """
-    # srun answers SIGTERM by sending SIGKILL to its tasks on all nodes. SIGKILL to srun itself
-    # would leave the tasks running. A SIGTERM that comes while srun starts its tasks may have no
-    # effect (seen with tests/slurm on a busy machine), so more follow after 1, 2, 4, ... seconds.
+    # On SIGTERM, srun sends SIGKILL to its tasks on all nodes. SIGKILL to srun itself would leave
+    # the tasks running. A SIGTERM that comes while srun starts its tasks may have no effect (seen
+    # with tests/slurm on a busy machine), so it is repeated after 1, 2, 4, ... seconds.
     until, pause = time.monotonic() + seconds, 1.0
     while time.monotonic() < until:
         srun.terminate()
@@ -933,22 +933,22 @@ _MEMORY = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
 def seconds_of(time_limit: str) -> int | None:
     """Convert a time limit of Slurm to seconds.
 
-    Slurm takes "MM", "MM:SS", "HH:MM:SS", "D-HH", "D-HH:MM" and "D-HH:MM:SS" (sbatch(1), --time).
+    Slurm accepts "MM", "MM:SS", "HH:MM:SS", "D-HH", "D-HH:MM" and "D-HH:MM:SS" (sbatch(1), --time).
 
     Returns:
         Seconds, or None for "UNLIMITED".
 
     Raises:
-        ConfigError: The text is none of these, or it is no time at all, such as "0:00".
+        ConfigError: The text is none of these, or its time is zero, such as "0:00".
     """
     if time_limit.upper() in ("UNLIMITED", "INFINITE"):
         return None
-    # isascii: \d also matches digits of other scripts, which sbatch does not take.
+    # isascii, because \d also matches digits of other scripts, which sbatch does not accept.
     match = _TIME.fullmatch(time_limit) if time_limit.isascii() else None
     total = 0
     if match:
         parts = [int(part) for part in match["clock"].split(":")]
-        # Without days one or two numbers are minutes and seconds; else the first one is hours.
+        # Without days, one or two numbers are minutes and seconds; else the first number is hours.
         begin = [] if match["days"] or len(parts) == 3 else [0]
         hours, minutes, seconds = [*begin, *parts, 0, 0][:3]
         total = ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
@@ -964,8 +964,8 @@ def share_of_memory(memory_per_node: str, tasks: int, of_tasks: int) -> str:
     """Return sbatch's --mem for a job that uses part of a node: ("480G", 1, 8) -> "61440M".
 
     Args:
-        memory_per_node: The memory of a whole node, such as "480G". "0", which is all memory, is
-            not divided.
+        memory_per_node: The memory of a whole node, such as "480G". "0", which means all memory,
+            is not divided.
         tasks: Ranks of the job on each node.
         of_tasks: Ranks on a whole node.
 
@@ -980,7 +980,7 @@ def share_of_memory(memory_per_node: str, tasks: int, of_tasks: int) -> str:
     amount, unit = int(match[1]), (match[2] or "M").upper()
     if tasks == of_tasks or not amount:
         return f"{amount}{unit}" if amount else "0"
-    # Slurm's units: K, M, G and T are powers of 1024, and a number alone is in M.
+    # Slurm's units K, M, G and T are powers of 1024, and a number without a unit is in M.
     kibibytes = amount * 1024 ** "KMGT".index(unit) * tasks // of_tasks
     return f"{max(1, kibibytes // 1024)}M"
 
@@ -995,7 +995,8 @@ WAIT_SECONDS = 60
 NAME_LENGTH = 64
 """The longest job name, in characters."""
 OPTION_LENGTH = 8_000
-"""The longest option in a line #SBATCH, in bytes. sbatch reads it into 8,192, unchecked."""
+"""The longest option in an #SBATCH line, in bytes. sbatch reads it into an unchecked buffer of
+8,192."""
 
 
 @dataclass(frozen=True)
@@ -1009,26 +1010,26 @@ class Job:
     logs: Path
     """An existing folder for slurm-<job>.log, to which the batch script and slurmd write."""
     commands: tuple[tuple[str, ...], ...]
-    """The commands that the batch script runs on the first node of the job. More than one of them
-    make a job array with a task for each."""
+    """The commands that the batch script runs on the first node of the job. Several commands make a
+    job array with one task for each."""
     nodes: int = 1
     tasks_per_node: int = 1
     """Ranks per node, one on each GPU."""
     spare_nodes: int = 0
-    """Nodes that the job holds beside `nodes`, on which no rank runs until another node fails."""
+    """Nodes that the job holds in addition to `nodes`; no rank uses them until a node fails."""
     time_limit: str | None = None
-    """As in sbatch --time; None takes the partition's default."""
+    """As in sbatch --time; None for the partition's default."""
     signal_seconds: int | None = None
     """Slurm sends SIGUSR1 to every rank this long before the time limit."""
     concurrent: int | None = None
-    """Makes a job array, of which at most this many tasks run at once."""
+    """If set, the job is a job array, of which at most this many tasks run at once."""
     restarts: int = 0
-    """How often the batch script starts its command again after a signal has ended that."""
+    """How often the batch script starts its command again after a signal has ended the command."""
     dependency: str | None = None
-    """As in sbatch --dependency. It belongs to one sending, so a job that is sent again does not
-    wait any more."""
+    """As in sbatch --dependency. It applies to one submission, so a job that is submitted again
+    does not wait any more."""
     delay_seconds: int = 0
-    """The job starts so long after it was sent at the earliest; of one sending, too."""
+    """The least time between submission and start. It applies to one submission, too."""
 
     @property
     def num_tasks(self) -> int:
@@ -1041,7 +1042,7 @@ class Job:
         return max(1, self.site.cpus_per_node // self.site.max_tasks_per_node)
 
     def record(self, job_id: str, kind: JobKind, run: Path, **own: Any) -> JobRecord:
-        """Return what RUN/jobs.jsonl says of this job, or with its `own` keys of a task of it."""
+        """Return the record of this job, or with its `own` keys of a task, for RUN/jobs.jsonl."""
         common: dict[str, Any] = {"name": self.name, "site": self.site.name}
         common |= {"nodes": self.nodes, "num_tasks": self.num_tasks, "submitted_at": time.time()}
         return JobRecord(job_id=job_id, kind=kind, run=str(run), **(common | own))
@@ -1049,11 +1050,11 @@ class Job:
     def arguments(self) -> list[str]:
         """Return the options of sbatch.
 
-        Each is one --name=value, so no value can be taken for another option.
+        Each option is one string --name=value, so no value can be taken for another option.
         """
         site = self.site
         log_name = "%A_%a" if self.is_array else "%j"
-        # In a file name Slurm replaces %j and the like, and %% by a plain %.
+        # In a file name Slurm replaces %j and similar codes, and turns %% into %.
         output = f"{str(self.logs).replace('%', '%%')}/slurm-{log_name}.log"
         length = len(self.commands)
         array = f"0-{length - 1}%{self.concurrent or length}"
@@ -1068,7 +1069,7 @@ class Job:
             "time": self.time_limit,
             # Without "B:" before it, the signal goes to the job steps, which are the ranks.
             "signal": f"USR1@{self.signal_seconds}" if self.signal_seconds else None,
-            # A job that was requeued must not overwrite the log of its attempt before.
+            # A requeued job must not overwrite the log of its earlier attempts.
             "open-mode": "append",
             "chdir": self.directory,
             "output": output,
@@ -1077,16 +1078,15 @@ class Job:
             "array": array if self.is_array else None,
         }
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        # --requeue: Slurm starts the job again when one of its nodes dies, whatever the cluster's
-        # default is.
-        # --no-kill: with a spare node the job goes on when a node dies.
+        # --requeue: if a node dies, Slurm starts the job again, whatever the cluster's default.
+        # --no-kill: with a spare node, the job continues if a node dies.
         no_kill = ["--no-kill"] if self.spare_nodes else []
         return ["--requeue", *no_kill, *given, *site.sbatch_arguments]
 
     def waiting(self) -> list[str]:
-        """Return the options of sbatch that make the job wait, for others or for a time.
+        """Return the options of sbatch that make the job wait, for other jobs or for a time.
 
-        A job that waits for what cannot happen any more is cancelled.
+        A job whose dependency can no longer be satisfied is cancelled.
         """
         later = [f"--begin=now+{self.delay_seconds}"] if self.delay_seconds else []
         if self.dependency is None:
@@ -1094,17 +1094,17 @@ class Job:
         return [*later, f"--dependency={self.dependency}", "--kill-on-invalid-dep=yes"]
 
     def command_line(self) -> str:
-        """Return the command that sends the job, as a user would type it."""
+        """Return the command that submits the job, as a user would type it."""
         return shlex.join(["sbatch", *self.waiting(), *self.arguments()])
 
     def script(self) -> str:
         """Return the batch script.
 
-        Its #SBATCH lines are `arguments`, so `sbatch` with this file alone sends the same job.
-        Options on sbatch's command line go before them.
+        Its #SBATCH lines are `arguments`, so `sbatch` with this file alone submits the same job.
+        Options on sbatch's command line override them.
 
         Raises:
-            ConfigError: An option cannot be written in such a line.
+            ConfigError: An option cannot be written in an #SBATCH line.
             RunFailed: The template is not installed.
         """
         setup = [shlex.join(["module", "load", name]) for name in self.site.modules]
@@ -1113,7 +1113,7 @@ class Job:
         ]
         setup += self._private_scratch()
         values = {
-            # Only a login shell is sure to know `module`.
+            # `module` is certain to be defined only in a login shell.
             "SHELL": "/bin/bash -l" if self.site.modules else "/bin/bash",
             "READY": "" if self.is_launcher else "yes",
             "RESTARTS": str(self.restarts),
@@ -1130,17 +1130,17 @@ class Job:
                 f"{TEMPLATE}: not readable ({error.strerror}). Install the project from its clone "
                 "with `pip install -e .`"
             ) from None
-        # All fields in one pass, so that a value that contains "@COMMAND@" stays as it is.
+        # All fields are replaced in one pass, so that a value with "@COMMAND@" stays unchanged.
         return re.sub("@([A-Z]+)@", lambda match: values[match[1]], template)
 
     def step(self) -> list[str]:
         """Return the command that starts the ranks, up to their `python -m ...`.
 
-        That is srun with one task per GPU, then the site's container.
+        The command is srun with one task per GPU, then the site's container.
         """
-        # A job step does not inherit these options from the job in every version of Slurm: srun
-        # --cpus-per-task, for one, has to be given since 22.05. A step without --mem may use all
-        # of the job's memory.
+        # Not every version of Slurm passes these options from the job to its steps: for example,
+        # srun needs --cpus-per-task since 22.05. A step without --mem may use all of the job's
+        # memory.
         share = [
             f"--{name}={value}"
             for name, value in self._share().items()
@@ -1150,11 +1150,11 @@ class Job:
             "srun",
             *share,
             f"--ntasks={self.num_tasks}",
-            # Ranks that wait for a failed one in a collective operation would never end.
+            # Ranks that wait for a failed rank in a collective operation would never end.
             "--kill-on-bad-exit=1",
-            # The same for a rank that ended with 0 too early.
+            # The same if a rank ended with code 0 too early.
             f"--wait={WAIT_SECONDS}",
-            # Each line of output begins with its rank, by which `launcher logs` and SrunRanks
+            # Each line of output begins with its rank, so that `launcher logs` and SrunRanks can
             # tell the ranks apart.
             "--label",
             # The launcher's orders go to every task.
@@ -1166,7 +1166,7 @@ class Job:
     def single(self) -> list[str]:
         """Return the command that starts one process where the ranks run, up to its `python -m`.
 
-        Only srun knows its options, of which the container may be one.
+        If the site has options of srun, srun must be used, as the container may be one of them.
         """
         if not self.site.srun_arguments:
             return list(self.site.container)
@@ -1176,7 +1176,7 @@ class Job:
 
     @property
     def is_launcher(self) -> bool:
-        """Return True if the commands are `launcher`, which says when it can handle signals."""
+        """Return True if the commands are `launcher`, which reports when it can handle signals."""
         prefix = launcher_command()
         return all(command[: len(prefix)] == prefix for command in self.commands)
 
@@ -1186,7 +1186,7 @@ class Job:
         return bool(self.concurrent or len(self.commands) > 1)
 
     def _share(self) -> dict[str, object]:
-        """Return the options that say which part of the cluster the job takes."""
+        """Return the options for the share of the cluster that the job takes."""
         site = self.site
         gpus = f"{site.gpu_type}:{self.tasks_per_node}" if site.gpu_type else self.tasks_per_node
         memory = site.memory_per_node
@@ -1201,7 +1201,8 @@ class Job:
     def _srun_arguments(self) -> list[str]:
         """Return the site's options of srun.
 
-        pyxis starts in the image's directory, where relative paths of the config mean nothing.
+        By default pyxis starts in the image's own directory, where the relative paths of the config
+        do not exist.
         """
         given = list(self.site.srun_arguments)
         names = {option_name(argument) for argument in given}
@@ -1210,7 +1211,7 @@ class Job:
         return given
 
     def _environment(self) -> dict[str, str]:
-        """Return the variables that the batch script exports; the site's come last and win."""
+        """Return the variables that the batch script exports; the site's override the others."""
         given = {
             "OMP_NUM_THREADS": str(self.cpus_per_task),
             # `python -m` would look for modules in the working directory first, where others may
@@ -1230,14 +1231,14 @@ class Job:
     def _own_scratch(self) -> str | None:
         """Return this user's folder in the site's scratch directory, which users may share.
 
-        Compiled kernels are kept in it and executed.
+        The folder must be this user's own, because it holds compiled kernels, which are executed.
         """
         return f"{self.site.scratch}/pretrain-{os.getuid()}" if self.site.scratch else None
 
     def _private_scratch(self) -> list[str]:
         """Return the lines of the script that make this user's scratch folder on the first node.
 
-        The ranks make it on theirs (`pretrain.platform`), and check there what this does here.
+        The ranks make the folder on their nodes, with the same checks (`pretrain.platform`).
         """
         if not self._own_scratch:
             return []
@@ -1263,9 +1264,9 @@ class Job:
 
 
 def _quoted(word: str) -> str:
-    """Return an option as a line #SBATCH takes it (src/sbatch/opt.c of Slurm, _get_argument).
+    """Quote an option for an #SBATCH line (_get_argument in Slurm's src/sbatch/opt.c).
 
-    Inside quotation marks a backslash makes the next character literal, and nothing else counts.
+    Inside quotation marks only the backslash is special: it makes the next character literal.
 
     Raises:
         ConfigError: The word has a line break, or is longer than sbatch's buffer.
@@ -1283,13 +1284,13 @@ def _quoted(word: str) -> str:
 def launcher_command(*arguments: str) -> tuple[str, ...]:
     """Return a command line that runs `launcher` with these arguments.
 
-    It uses the Python that runs now, which compute nodes find at the same path.
+    The command uses the Python of this process, which compute nodes find at the same path.
     """
     return (sys.executable, "-m", "pretrain.launcher", *arguments)
 
 
 def job_name(text: str) -> str:
-    """Turn any text into a job name that every Slurm tool prints as it is: "a b$(c)" -> "a_b_c".
+    """Turn any text into a job name that every Slurm tool prints unchanged: "a b$(c)" -> "a_b_c".
 
     Letters, digits and the characters . _ + = - are kept.
     """
@@ -1304,7 +1305,7 @@ def check_path(key: str, path: Path) -> None:
         path: The directory.
 
     Raises:
-        ConfigError: Slurm could not take the name.
+        ConfigError: Slurm cannot use the name.
     """
     text = str(path)
     if not text.isprintable():

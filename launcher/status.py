@@ -1,7 +1,7 @@
-"""Find out how runs stand, from their directories and from Slurm's queue (`launcher status`).
+"""Determine the state of runs from their directories and Slurm's queue (`launcher status`).
 
-The directory says what the attempts did, the queue what will happen next. Slurm forgets a job
-minutes after its end and is away at times, so each answer also has to work without it.
+The directory records what the attempts did; the queue shows what will happen next. Slurm forgets a
+job minutes after its end and sometimes does not answer, so everything here also works without it.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ from pretrain.rundir.trust import check_readable
 def goodput(
     attempts: Sequence[AttemptRecord], checkpoint: int | None, running: bool = False
 ) -> float | None:
-    """Return the time of the training steps that a run kept over that in which it held its nodes.
+    """Return the time spent on training steps that a run kept / the time it held its nodes.
 
     Attempts that were refused or found every step done do not count.
 
     Args:
         attempts: All attempts, oldest first.
-        checkpoint: The step of the newest complete checkpoint, from which the run would go on.
+        checkpoint: The step of the newest complete checkpoint, from which the run would continue.
         running: The last attempt still runs.
 
     Returns:
-        0 to 1; None where no node was held.
+        0 to 1; None if no node was held.
     """
-    # When an attempt began whose owner.json is damaged is not known.
+    # An attempt with a damaged owner.json is left out, because its beginning is unknown.
     counted = [each for each in attempts if each.owner.began_at and not is_idle(each)]
     # While an attempt runs, all its work may still be saved.
     ended = counted[-1].ended if counted else None
@@ -82,20 +82,22 @@ def goodput(
     for attempt in reversed(counted):
         owner, marks = attempt.owner, attempt.phases
         last_sign = max(attempt.last_heartbeat, owner.began_at, *(mark.at for mark in marks))
-        # A superseded attempt notices it late, and records an end after the next one's begin.
+        # An attempt may notice late that another one has replaced it, and record its end after the
+        # other one's beginning.
         end = min(attempt.ended.at if attempt.ended else last_sign, later.began_at)
-        # Between two attempts of one start of a job its nodes are held.
+        # Between two attempts of the same start of a job, its nodes are still held.
         if owner.is_of_start(later.slurm_job_id, later.slurm_restart_count or 0):
             end = later.began_at
-        # The clocks of different hosts may disagree.
+        # Not less than 0, because the clocks of different hosts may disagree.
         held += max(0.0, end - owner.began_at)
-        # How far training came after the last mark is known only where all of it is kept.
+        # How far training came after the last mark is unknown, so this part counts only if all
+        # steps are kept.
         last = PhaseChange(end, "", sys.maxsize)
         for mark, following in reversed([*pairwise([*marks, last])]):
             if mark.phase == Phase.TRAINING and following.step <= kept_step:
                 kept += max(0.0, following.at - mark.at)
             if mark.phase in WORK:
-                # What was done beyond this step before is lost.
+                # Earlier attempts' work beyond this step is lost.
                 kept_step = min(kept_step, mark.step)
         later = owner
     return min(1.0, kept / held) if held else None
@@ -105,8 +107,8 @@ def goodput(
 RATE_STEPS = 50
 """Rates are means over this many of the latest steps."""
 TAIL_BYTES = 256 * 1024
-"""Bytes at the end of metrics.jsonl that are read, which may be huge: `RATE_STEPS` steps of some
-300 bytes, and some evaluations between them."""
+"""Bytes that are read at the end of metrics.jsonl, which may be huge: enough for `RATE_STEPS` steps
+of about 300 bytes, with evaluations between them."""
 NUM_STEPS = re.compile(r"num_steps *= *([0-9]{1,15})")
 """The line of a config that `dump_config` writes for train.num_steps."""
 
@@ -129,8 +131,8 @@ class Rates:
 
 def read_num_steps(run: Path) -> int | None:
     """Return train.num_steps as submitted, or else as started; None if neither can be read."""
-    # Not `load_config`: this has to work on the configs of other versions, too. Nor tomllib, whose
-    # time grows with the square of the file in one that was made for it.
+    # Not `load_config`, because this must also work on the configs of other versions. Not tomllib,
+    # whose time is quadratic in the size of a maliciously written file.
     paths = RunPaths(run)
     for path in (paths.launch_config, paths.config):
         section = ""
@@ -158,7 +160,7 @@ def read_rates(path: Path) -> Rates | None:
 
 
 def _slow_rank(record: Record) -> str:
-    """Return which rank the others wait for, as a step's record says; "" if none."""
+    """Return the rank for which the others wait, according to a step's record; "" if none."""
     if "slow_since_step" not in record:
         return ""
     keys = ("slowest_rank", "slowest_place", "slow_since_step")
@@ -191,9 +193,9 @@ def _estimated_end(
 
 # ---- the state -----------------------------------------------------------------------------------
 UNREADABLE = "unreadable"
-"""The state of a run whose files cannot be read, which may be so for a moment only."""
+"""The state of a run whose files cannot be read, perhaps only for a moment."""
 SEARCH_DEPTH = 4
-"""Levels below runs/ in which a run is looked for."""
+"""Levels below runs/ that are searched for runs."""
 
 
 @dataclass(frozen=True)
@@ -212,11 +214,10 @@ class RunStatus:
 
     run: Path
     state: str
-    """Slurm's state while a training job is in the queue (PENDING, RUNNING, ...). Otherwise one of
-    ours: running, unknown, ended, died, not started, not recorded, unreadable, an outcome."""
+    """Slurm's state while a training job is in the queue (PENDING, RUNNING, ...). Otherwise:
+    running, unknown, ended, died, copied, not started, not recorded, unreadable, or an outcome."""
     reason: str
-    """Slurm's reason for the state, the reason for which the last attempt ended, or what keeps the
-    run from being read."""
+    """Slurm's reason for the state, why the last attempt ended, or why the run cannot be read."""
     nodes: str = ""
     """Slurm's node list, or the host; empty if the run holds no nodes."""
     restarts: int = 0
@@ -242,7 +243,7 @@ class RunStatus:
 
     @property
     def is_over(self) -> bool:
-        """True if the run neither runs nor waits, and will not unless somebody starts it again."""
+        """True if the run neither runs nor waits in the queue: only a user can restart it."""
         return self.job is None and self.state not in ("running", "unknown", UNREADABLE)
 
 
@@ -255,8 +256,8 @@ def read_statuses(
     slurmctld for everybody.
 
     Args:
-        runs: The runs' directories. One that is no run, or cannot be read, gets a status that says
-            so, and does not keep the others from theirs.
+        runs: The runs' directories. A directory that is not a run, or cannot be read, gets a status
+            that says so, and the others get theirs.
         now: Unix seconds; by default the time of this call.
     """
     now = time.time() if now is None else now
@@ -279,7 +280,7 @@ def _reading(run: Path, broken: dict[Path, RunStatus]) -> Iterator[None]:
     """Turn an error of the block into the status of a run that cannot be read."""
     try:
         yield
-    # Any error at all: files may be damaged in any way, and may be another user's.
+    # Any error at all, because files may be damaged in any way, and may be another user's.
     except Exception as error:
         said = " ".join(str(error).split())
         words = said if isinstance(error, ConfigError) else f"{type(error).__name__}: {said}"
@@ -290,7 +291,7 @@ def ask_slurm(ids: Sequence[str], tries: int = 1) -> Queue:
     """Return what Slurm knows about these jobs. Never raises: see `Queue.away`."""
     try:
         return Queue(slurm.jobs(ids, tries))
-    # There may be no Slurm here at all.
+    # NoSlurm: this machine may have no Slurm at all.
     except (slurm.NoSlurm, slurm.SlurmError) as error:
         return Queue(away=str(error))
 
@@ -298,7 +299,7 @@ def ask_slurm(ids: Sequence[str], tries: int = 1) -> Queue:
 def find_runs(given: Sequence[Path]) -> list[Path]:
     """Return the runs in `given`, or if it is empty all runs below runs/ or the current directory.
 
-    Of several, what is there and is no run is left out.
+    If several paths are given, existing paths that are not runs are left out.
 
     Raises:
         ConfigError: A single one of `given` is not a run's directory, or no run was found.
@@ -306,7 +307,7 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
     if len(given) == 1:
         check_run(given[0])
     if given:
-        # A shell's `*` gives everything that lies beside the runs.
+        # A shell's `*` also gives other files and folders beside the runs.
         seen = [path for path in given if os.access(path, os.R_OK | os.X_OK) or not path.exists()]
         return [path for path in seen if is_run(path) or not path.exists()]
     root = Path("runs") if Path("runs").is_dir() else Path()
@@ -317,7 +318,7 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
         names = {name for name in folders if not name.startswith(".") and not is_deep}
         if is_run(path):
             found.append(path)
-            # A run may hold thousands of files, and no other run.
+            # Not searched further: a run may hold thousands of files, but no other run.
             names = set()
         folders[:] = sorted(names)
     if not found:
@@ -344,8 +345,9 @@ def check_run(run: Path) -> None:
 def is_alive(attempt: AttemptRecord, now: float) -> bool:
     """Return True if an attempt has not ended and has sent a heartbeat within its lease.
 
-    In a copy of a run's directory no attempt is alive: it goes on in the other one. Nor is a local
-    one whose process is gone from this host. Of a job's, the ranks may still save.
+    An attempt in a copy of a run's directory is not alive: it continues in the original. A local
+    attempt is not alive if its process is gone from this host. An attempt of a job stays alive
+    without its launcher, because its ranks may still save.
     """
     is_fresh = attempt.ended is None and now - attempt.last_heartbeat < LEASE_SECONDS
     if not is_fresh or attempt.is_copied:
@@ -355,9 +357,9 @@ def is_alive(attempt: AttemptRecord, now: float) -> bool:
 
 
 def attempts_of(attempts: Sequence[AttemptRecord], job: JobState) -> list[AttemptRecord]:
-    """Return the attempts that a job has begun since Slurm started it for the last time.
+    """Return the attempts that a job has begun since Slurm last started it.
 
-    A requeued job keeps its id: attempts before that differ in the count.
+    A requeued job keeps its id, so earlier attempts are told apart by the count of restarts.
     """
     return [each for each in attempts if each.owner.is_of_start(job.job_id, job.restarts)]
 
@@ -366,7 +368,7 @@ def queued(records: Sequence[JobRecord], queue: Queue, kind: str) -> list[JobSta
     """Return the jobs of a kind that are in the queue, oldest first.
 
     Args:
-        records: The jobs that were sent for a run, oldest first.
+        records: The jobs that were submitted for a run, oldest first.
         queue: Slurm's answer about them.
         kind: A `JobKind`.
     """
@@ -381,7 +383,7 @@ def _status(run: Path, sent: Sequence[JobRecord], queue: Queue, now: float) -> R
 
     Args:
         run: The run's directory.
-        sent: The jobs that were sent for it, oldest first.
+        sent: The jobs that were submitted for it, oldest first.
         queue: Slurm's answer about these jobs.
         now: Unix seconds.
     """
@@ -391,15 +393,15 @@ def _status(run: Path, sent: Sequence[JobRecord], queue: Queue, now: float) -> R
         # The lease of a launcher that was killed with its job has not expired yet.
         alive = not owner.is_over
     training = queued(sent, queue, JobKind.TRAIN)
-    # Two can be in the queue when one was sent by hand. The running one is of interest.
+    # If a user submitted one by hand, two jobs can be in the queue. The running one is shown.
     newest = training[-1] if training else None
     job = next((job for job in training if job.is_running), newest)
     if job:
         state, reason = job.state, job.reason
     else:
         state, reason = _state_without_a_job(run, sent, attempts, alive, queue)
-    # A heartbeat may be late because the file system is slow, so Slurm's word that the job runs
-    # also counts.
+    # A heartbeat may be late because the file system is slow, so Slurm's answer that the job is
+    # running also counts.
     running = alive or bool(
         job
         and (job.is_running or job.is_suspended)
@@ -436,21 +438,22 @@ def _state_without_a_job(
 
     Args:
         run: The run's directory.
-        records: The jobs that were sent for it, oldest first.
+        records: The jobs that were submitted for it, oldest first.
         attempts: Its attempts, oldest first.
         alive: The newest attempt has a fresh heartbeat.
-        queue: Slurm's answer about the jobs, which may be none.
+        queue: Slurm's answer about the jobs; Slurm may have given none.
     """
     jobs = [record for record in records if record.kind == JobKind.TRAIN]
     newest = attempts[-1] if attempts else None
-    # `launcher local`, or a job while Slurm is away.
+    # Trained by `launcher local`, or by a job while Slurm does not answer.
     if newest is not None and alive:
         return "running", ""
     if newest is None and not jobs:
-        # Metrics without an attempt: only a part of the run's directory was copied here.
+        # With metrics but no attempt, only a part of the run's directory was copied here.
         return "not recorded" if RunPaths(run).metrics.exists() else "not started", ""
     job_is_newer = bool(jobs) and (newest is None or jobs[-1].submitted_at > newest.owner.began_at)
-    # Only an attempt that ended for good, after the last submission, settles it without Slurm.
+    # Without Slurm, the state is known only if the last attempt ended for good, and began after the
+    # last submission.
     is_final = newest and newest.ended and newest.ended.outcome not in STARTED_AGAIN
     if queue.away and jobs and (job_is_newer or not is_final):
         return "unknown", queue.away
@@ -466,7 +469,7 @@ def _state_without_a_job(
     if newest.is_copied:
         return (
             "copied",
-            f"while attempt {newest.number} was made in the directory it is copied from",
+            f"while attempt {newest.number} was running in the original directory",
         )
     job = f"job {last.job_id}: {last.state}, " if last else ""
     return "died", f"{job}no sign of life since {moment(newest.last_heartbeat, MINUTES)}"
@@ -474,7 +477,7 @@ def _state_without_a_job(
 
 # ---- what is printed -----------------------------------------------------------------------------
 HEAD = "RUN STATE STEP LOSS TOKENS/S GOODPUT ENDS CHECKPOINT RESTARTS JOB NODES REASON"
-"""The columns of the table, the most important ones first: a terminal cuts off what is too long."""
+"""The columns of the table, the most important ones first, as a terminal cuts off long lines."""
 MINUTES = "%Y-%m-%d %H:%M"
 NUMBERS = {"STEP", "LOSS", "TOKENS/S", "GOODPUT", "CHECKPOINT", "RESTARTS", "ATTEMPT"}
 """Columns that are aligned to the right."""
@@ -484,20 +487,20 @@ def show_status(given: Sequence[Path]) -> None:
     """Run `launcher status`.
 
     Args:
-        given: The runs; with none given, all below runs/. A single one is printed in detail.
+        given: The runs; if empty, all runs below runs/. A single run is printed in detail.
 
     Raises:
         ConfigError: One of `given` is not a run's directory, or there are no runs.
     """
     statuses, away = read_statuses(find_runs(given))
-    # Runs that have ended are shown from their own files, so Slurm's absence is of no interest.
+    # Only for these states: runs that have ended are shown from their own files, without Slurm.
     if away and any(status.state in ("running", "unknown") for status in statuses):
         print(f"Slurm gave no answer, so job states are missing ({away})")
     print(detail(statuses[0]) if len(given) == 1 else table(statuses))
 
 
 def table(statuses: Sequence[RunStatus]) -> str:
-    """Return a table with one line per run, which a terminal that is narrow cuts off."""
+    """Return a table with one line per run, cut to the width of the terminal."""
     width = shutil.get_terminal_size((0, 0)).columns or None
     return "\n".join(
         line[:width] for line in _lines(HEAD.split(), [_row(each) for each in statuses])
@@ -505,9 +508,9 @@ def table(statuses: Sequence[RunStatus]) -> str:
 
 
 def detail(status: RunStatus) -> str:
-    """Return all about one run: what the table says, its attempts and its faulty nodes."""
+    """Return all about one run: the row of the table, its attempts and its faulty nodes."""
     job = status.job
-    # Slurm has an estimate only for pending jobs that its backfill scheduler has looked at.
+    # Slurm estimates the start only of pending jobs that its backfill scheduler has considered.
     starts = job.started_at if job and job.is_pending else None
     limit = job.ends_at if job and job.is_running else None
     fields = {
@@ -517,7 +520,7 @@ def detail(status: RunStatus) -> str:
     }
     lines = columns([(name, _one_line(value)) for name, value in fields.items() if value], ())
     if status.attempts:
-        # Of the newest job alone: another one may be given these nodes again.
+        # Only failures in the newest job count, as another job may get the same nodes again.
         newest = status.attempts[-1].owner.slurm_job_id
         same_job = [each for each in status.attempts if each.owner.slurm_job_id == newest]
         lines += ["", *_attempts(status)]
@@ -529,7 +532,7 @@ def detail(status: RunStatus) -> str:
 
 
 def summary(run: Path) -> str:
-    """Return what has become of a run that has ended: its step, its checkpoint and its goodput."""
+    """Return how a run has ended: its outcome, step, newest checkpoint and goodput."""
     attempts = read_attempts(run)
     if not attempts:
         return f"{run}: no attempt yet"
@@ -548,7 +551,7 @@ def summary(run: Path) -> str:
 
 
 def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table; whatever a cell holds, it stays in its line."""
+    """Return the lines of a table; line breaks in cells become spaces."""
     right = {number for number, head in enumerate(heads) if head in NUMBERS}
     return columns([heads, *([_one_line(cell) for cell in row] for row in rows)], right)
 
@@ -604,14 +607,14 @@ def percent(share: float | None, digits: int = 0) -> str:
 
 
 def print_end(run: Path, code: int, command: Sequence[str] = ()) -> None:
-    """Print what has become of a run, and how one that was stopped goes on.
+    """Print how a run has ended and, if it was stopped, the command that continues it.
 
     Nothing is printed for a run that failed: the error should be the last thing on the terminal.
 
     Args:
         run: The run's directory.
         code: The exit code of its last attempt.
-        command: The command that goes on with it.
+        command: The command that continues the run.
     """
     if code in (ExitCode.FINISHED, ExitCode.STOPPED):
         print(summary(run), file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Submit runs to Slurm: make the job, send it, record what was sent.
+"""Submit runs to Slurm: create the job, submit it, and record it.
 
-What was sent is kept in RUN/launch, so that edits of the config while the job waits change nothing
-and `launcher requeue` can send exactly the same again.
+RUN/launch keeps a copy of all that the job uses, so that edits of the config have no effect while
+the job waits, and `launcher requeue` can submit exactly the same job again.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from pretrain.rundir.paths import JobKind, Outcome, Phase, RunPaths, claim_versi
 from pretrain.rundir.trust import check_own_directory
 
 # ---- Allocate runs on a site, and refuse those that cannot work there ----
-# Refusing happens on the login node and before anything is written or sent, because the alternative
-# is an error after hours in the queue.
+# Runs are refused on the login node, before anything is written or submitted, because the error
+# would otherwise come after hours in the queue.
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class TrainingRun:
 
     @property
     def num_tasks(self) -> int:
-        """Ranks on all nodes."""
+        """The number of ranks on all nodes."""
         return self.nodes * self.tasks_per_node
 
     @property
     def spare_nodes(self) -> int:
-        """Nodes that the job holds beside those."""
+        """Nodes that the job holds in addition to `nodes`."""
         return self.config.recovery.spare_nodes
 
     @property
@@ -107,7 +107,7 @@ def allocate(
             f"each. Request fewer with --nodes{largest}"
         )
     tasks = max_tasks if world_size is None else world_size // num_nodes
-    # sbatch and srun get --ntasks-per-node, one number for all nodes.
+    # sbatch and srun take one --ntasks-per-node for all nodes.
     if world_size is not None and (world_size % num_nodes or not 0 < tasks <= max_tasks):
         raise ConfigError(
             f"parallel.world_size = {world_size}: not {num_nodes} times 1 to {max_tasks}. Every "
@@ -121,29 +121,29 @@ def allocate(
             f"{site.name}, which compute in {', '.join(site.precisions)}. "
             f"Set train.precision={site.precisions[-1]}"
         )
-    # Refuses ranks that tensor x pipeline parallelism or the batch sizes cannot be divided among.
+    # Raises ConfigError if the parallel sizes or the batch size do not fit the number of ranks.
     config.layout(num_nodes * tasks)
-    # Absolute, because the job gets this path whatever directory it starts in.
+    # Absolute, because the job gets this path and may start in another directory.
     directory = Path.cwd() / config.directory
     slurm.check_path("run.directory", directory)
     return TrainingRun(config, directory, num_nodes, tasks, tuple(allow_changed))
 
 
 def check_runs(runs: Sequence[TrainingRun], dry_run: bool = False) -> None:
-    """Check that runs may be submitted: they can go on, fit into an array, and have their data.
+    """Check that runs may be submitted: they can resume, fit into an array, and have their data.
 
     Args:
         runs: The runs.
-        dry_run: Print a warning instead of refusing when data is missing or slurmctld does not
-            answer, because a dry run is useful before all is there.
+        dry_run: Print a warning instead of an error if data is missing or slurmctld does not
+            answer, because a dry run is useful before everything is ready.
 
     Raises:
-        ConfigError: Another user may write to a run's directory, its newest checkpoint was trained
-            with a config from which it cannot go on, its data is not built, or the runs are more
-            than an array takes.
+        ConfigError: Another user may write to a run's directory, a run cannot resume from its
+            newest checkpoint with this config, its data is not built, or there are more runs than
+            an array may have tasks.
         SlurmAway: slurmctld does not answer.
     """
-    # It becomes the job's --chdir, since relative paths in the config begin there.
+    # This directory becomes the job's --chdir, since relative paths in the config start there.
     slurm.check_path("the directory you are in", Path.cwd())
     for run in runs:
         check_goes_on(run.config, run.allow_changed)
@@ -153,7 +153,7 @@ def check_runs(runs: Sequence[TrainingRun], dry_run: bool = False) -> None:
                 f"{len(runs)} runs: a job array of this cluster has at most {most} tasks. "
                 "Submit fewer configs or values at a time"
             )
-    # Usually one data set, which all runs of a sweep share.
+    # Each data set is checked once: usually all runs of a sweep share one.
     for config in {run.config.data.directory: run.config for run in runs}.values():
         with only_warned(dry_run):
             check_data(config)
@@ -174,7 +174,7 @@ def jobs_of(runs: Sequence[TrainingRun]) -> dict[Path, str]:
     """Return the directories of the runs that a job trains or will train, with that job.
 
     Raises:
-        SlurmAway: slurmctld does not answer, so it is unknown.
+        SlurmAway: slurmctld does not answer, so the jobs are unknown.
     """
     sent = {
         record.job_id: run
@@ -190,7 +190,7 @@ def jobs_of(runs: Sequence[TrainingRun]) -> dict[Path, str]:
             f"{error}, so it is unknown if job {job_id} still trains {run.directory}. Try again "
             "later"
         ) from None
-    # squeue forgets a job minutes after its end (MinJobAge), so one without a state is over.
+    # squeue forgets a job minutes after its end (MinJobAge), so a job without a state is over.
     return {
         run.directory: f"job {job_id} ({states[job_id].state})"
         for job_id, run in sent.items()
@@ -199,12 +199,12 @@ def jobs_of(runs: Sequence[TrainingRun]) -> dict[Path, str]:
 
 
 # ---- Refuse a job that could not train before its time limit ----
-# How long saving and starting take is measured by the run's earlier attempts; before the first one
-# it is estimated.
+# The times for saving and starting come from the run's earlier attempts; before the first attempt
+# they are estimated.
 
 
 MOST_SIGNAL_SECONDS = 65_535
-"""The longest time before the limit at which sbatch --signal can send a signal; see sbatch(1)."""
+"""The earliest time before the limit at which sbatch --signal can send a signal; see sbatch(1)."""
 BYTES_PER_SECOND = 200e6
 """Assumed bandwidth of a modest shared file system."""
 EARLY_SECONDS = 60
@@ -212,23 +212,23 @@ EARLY_SECONDS = 60
 STEP_SECONDS = 60.0
 """Assumed duration of a step, for a run that has not taken one yet."""
 START_SECONDS = 60.0
-"""Assumed time in which Python and its libraries are loaded and the ranks find each other."""
+"""Assumed time to load Python and its libraries, and for the ranks to connect."""
 
 
 def signal_seconds(run: TrainingRun) -> int:
     """Return how many seconds before the time limit Slurm should ask the run for a checkpoint.
 
-    It is 2 x save + step + 60 s: the signal may arrive during a regular save or a step, which are
-    completed first, the checkpoint itself has to be written, and Slurm may signal early. The
-    times are the longest that the run's attempts have recorded. Before any were, a checkpoint is
-    assumed to be written at 200 MB/s, and a step to take a minute.
+    The time is 2 x save + step + 60 s: the signal may arrive during a regular save or a step, which
+    are completed first; then the checkpoint itself must be written; and Slurm may signal early. The
+    times are the longest that the run's attempts have recorded. Before the first attempt, a
+    checkpoint is assumed to be written at 200 MB/s, and a step to take a minute.
     """
     saves, steps = [], []
     for attempt in read_attempts(run.directory):
         for number, (begin, end) in enumerate(zip(attempt.phases, attempt.phases[1:])):
             if begin.phase == Phase.SAVING:
-                # A checkpoint is written beside training, and completed some steps later. A save
-                # that was cut off has no `saved`, and would make saving look too fast.
+                # A checkpoint is written while training continues, and completed some steps later.
+                # An interrupted save has no `saved` and is left out, as it looks too fast.
                 later = attempt.phases[number + 1 :]
                 saves += [m.at - begin.at for m in later if (m.saved or -1) >= begin.step][:1]
             elif begin.phase == Phase.TRAINING and end.step > begin.step:
@@ -239,11 +239,11 @@ def signal_seconds(run: TrainingRun) -> int:
 
 
 def start_seconds(run: Path, config: RunConfig) -> int:
-    """Return how long an attempt takes until its first step.
+    """Return how many seconds an attempt takes until its first step.
 
-    It is the longest time that the run's attempts took. An attempt that was asked to save before
-    its first step took longer than it had. Before the first attempt it is a minute, and the time
-    in which a checkpoint is read.
+    This is the longest time that the run's attempts took. An attempt that was asked to save before
+    its first step counts with all its time, as it would have taken longer. Before the first attempt
+    the estimate is a minute and the time to read a checkpoint.
     """
     taken = []
     for attempt in read_attempts(run):
@@ -255,7 +255,7 @@ def start_seconds(run: Path, config: RunConfig) -> int:
 
 
 def _checkpoint_seconds(config: RunConfig) -> float:
-    """Return the estimated time in which a checkpoint is written or read."""
+    """Return the estimated seconds to write or read a checkpoint."""
     return num_parameters(config) * config.state_bytes / BYTES_PER_SECOND
 
 
@@ -268,8 +268,8 @@ def check_time(time_limit: str | None, lead_seconds: int, runs: Sequence[Trainin
         runs: The runs.
 
     Raises:
-        ConfigError: The limit leaves no time before the signal, or Slurm cannot send the signal so
-            early.
+        ConfigError: The limit leaves no time before the signal, or Slurm cannot send the signal
+            that early.
     """
     if lead_seconds > MOST_SIGNAL_SECONDS:
         raise ConfigError(
@@ -297,22 +297,22 @@ def submit(
     plan: Callable[[RunConfig, Path, slurm.Job], object] | None = None,
     allow_changed: Sequence[str] = (),
 ) -> None:
-    """Submit one run as one job, or with `dry_run` print what would be sent and write nothing.
+    """Submit one run as one job, or with `dry_run` print the job and write nothing.
 
-    Nothing is sent for a run that is finished, which is said.
+    For a finished run nothing is submitted, and a message says so.
 
     Args:
         config: The run.
         site: The cluster.
-        request: What this command asks of Slurm.
+        request: The options of this command for Slurm.
         dry_run: Only print the job.
-        plan: Makes what RUN/evaluations/plan.json says, by which the run's checkpoints are
-            evaluated while it trains. Without it they are not evaluated.
+        plan: Returns the content of RUN/evaluations/plan.json, by which the run's checkpoints are
+            evaluated while it trains. If None, they are not evaluated.
         allow_changed: Keys that may differ from the checkpoint's although they change training.
 
     Raises:
-        ConfigError: The run cannot work; nothing was written or sent.
-        SlurmError: Slurm refused the job; nothing is left of it in the run's directory.
+        ConfigError: The run cannot work; nothing was written or submitted.
+        SlurmError: Slurm refused the job; nothing of it is left in the run's directory.
     """
     site = request.site(site)
     run = allocate(config, site, request.nodes, allow_changed)
@@ -322,7 +322,7 @@ def submit(
     argument = shlex.quote(config.run.directory)
     with only_warned(dry_run, slurm.SlurmAway):
         # A second job would do no damage, since the lock in RUN/attempts admits one attempt at a
-        # time, but it would hold its nodes only to fail.
+        # time, but it would wait for its nodes only to fail.
         for job_id in jobs_of([run]).values():
             raise ConfigError(
                 f"run.directory = {config.run.directory}: {job_id} trains this run. Wait until it "
@@ -361,9 +361,9 @@ def training_job(
     """Return the job that trains a run, or with `concurrent` the job array that trains several.
 
     Args:
-        runs: The runs, all with the same allocation: the tasks of an array have one size.
-        site: The cluster, with what the command asks for.
-        request: What the command asks of Slurm.
+        runs: The runs, all with the same allocation, because all tasks of an array have one size.
+        site: The cluster, with the options of the command.
+        request: The options of the command for Slurm.
         concurrent: How many tasks of the array may run at the same time.
         name: The job's name; by default the first run's.
         logs: The folder of slurm-JOB.log; by default the first run's logs/.
@@ -392,7 +392,7 @@ def training_job(
 
 
 def print_dry_run(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str]) -> None:
-    """Print all that would be sent, and what Slurm says about the job's start.
+    """Print everything that would be submitted, and Slurm's estimate of the job's start.
 
     Args:
         runs: The runs; the parallel layout of each is printed.
@@ -416,44 +416,45 @@ def print_dry_run(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Pa
     print(f"# the job starts its ranks with\n{srun} -m pretrain train ...\n")
     for path, text in files.items():
         print(f"# {path}\n{text}")
-    # Before sbatch, whose answer may take a while, or be the error that ends this command.
+    # Flushed before sbatch runs, which may take a while or end this command with an error.
     sys.stdout.flush()
     try:
         print(slurm.answer(slurm.test([*job.waiting(), *job.arguments()], job.script())))
     except (slurm.SlurmAway, slurm.NoSlurm) as error:
-        # The job may be shown all the same, also on a machine without Slurm's commands.
+        # The job is shown anyway, even on a machine without Slurm's commands.
         print(slurm.answer(f"not asked: {error}"))
 
 
-# ---- sending it ----
+# ---- submitting it ----
 def send(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str]) -> list[str]:
     """Write RUN/launch, submit the job and record it in each RUN/jobs.jsonl.
 
     Args:
         runs: The runs that the job trains; in an array, run i is task i.
         job: The job.
-        files: Further files to write before the job is sent, with their texts.
+        files: Further files to write before the job is submitted, with their texts.
 
     Returns:
         The job id of each run: "123", or "123_0" in an array.
 
     Raises:
         NoSlurm: There is no sbatch here.
-        SlurmError: sbatch refused. Nothing was written if it did so when it was asked before.
-        SlurmAway: Nobody knows if Slurm has taken the job.
+        SlurmError: sbatch refused the job. If `sbatch --test-only` refused it, nothing was written.
+        SlurmAway: slurmctld does not answer. It may have accepted the job, as the message says.
     """
     try:
         slurm.test([*job.waiting(), *job.arguments()], job.script())
     except slurm.SlurmAway as error:
         raise slurm.SlurmAway(f"{error}. Nothing was submitted; try again later") from None
-    # Slurm writes there as this user, and follows links.
+    # Slurm writes to this folder as this user, and follows links.
     check_own_directory(job.logs)
     launch_files, source = dict(files), read_source()
     for run in runs:
         launch_files |= _launch_files(run, job, source)
     folders = [job.logs, *(RunPaths(run.directory).logs for run in runs)]
-    # Before sbatch: on an idle cluster the job may start, and read them, before sbatch returns;
-    # and Slurm does not make the folder of --output, without it a job dies with no message.
+    # Written before sbatch runs: on an idle cluster the job may start, and read the files, before
+    # sbatch returns; and Slurm does not create the folder of --output, without which a job dies
+    # with no message.
     _write_files(launch_files, folders)
     job_id = slurm.submit(job)
     ids = [f"{job_id}_{index}" if job.is_array else job_id for index in range(len(runs))]
@@ -462,8 +463,8 @@ def send(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str])
         own = {"name": run.name, "array_index": index if job.is_array else None}
         append_job(run.directory, job.record(run_job_id, JobKind.TRAIN, run.directory, **own))
         if job.is_array:
-            # An array has one --output for all tasks, so their logs share a folder. The link shows
-            # each run its own log, in the place where a single job has it.
+            # An array has one --output for all tasks, so their logs share a folder. The link in
+            # each run leads to the run's own log, at the path where a single job has it.
             link = RunPaths(run.directory).slurm_log(run_job_id)
             with contextlib.suppress(OSError):
                 link.symlink_to(os.path.relpath(job.logs / link.name, link.parent))
@@ -500,16 +501,16 @@ def _write_files(files: Mapping[Path, str], folders: Sequence[Path]) -> None:
     for folder in [*folders, *(path.parent for path in files)]:
         with writing(folder):
             make_directory(folder)
-            # One that was there before.
+            # The folder may have existed before, with other permissions.
             let_nobody_write(folder)
     for path, text in files.items():
         with writing(path):
             replace_file(path, text)
 
 
-# ---- Submit several runs as one job array, one for each config ----
+# ---- Submit several runs as one job array, one task for each config ----
 LOGS = ".logs"
-"""Folder of the array's logs, beside the runs; hidden, so that a shell's `*` gives only runs."""
+"""Folder of the array's logs, beside the runs; hidden, so that a shell's `*` matches only runs."""
 
 
 def _wanted_runs(paths: Sequence[Path], overrides: Sequence[str]) -> list[RunConfig]:
@@ -540,20 +541,20 @@ def sweep(
     """Submit one run for each config, as one job array.
 
     Finished runs and those that a job trains are left out, so a sweep may be repeated, also with
-    more configs. All other runs are checked before anything is sent.
+    more configs. All other runs are checked before anything is submitted.
 
     Args:
         paths: The configs.
         site: The cluster.
         overrides: Settings of all runs, as --set takes them.
-        request: What this command asks of Slurm.
+        request: The options of this command for Slurm.
         concurrent: How many runs may train at the same time; by default all.
         dry_run: Only print the array.
         allow_changed: Keys that may differ from the checkpoints' although they change training.
 
     Raises:
-        ConfigError: A run cannot work; nothing was sent.
-        SlurmError: Slurm refused the array; nothing is left of it on disk.
+        ConfigError: A run cannot work; nothing was submitted.
+        SlurmError: Slurm refused the array; nothing of it is left on the disk.
     """
     site = request.site(site)
     wanted = _wanted_runs(paths, overrides)
@@ -575,8 +576,8 @@ def sweep(
     if dry_run:
         print_dry_run(runs, job, {})
         return
-    # squeue shows one name for all tasks of an array. Names of their own would take a call of
-    # scontrol each, and split the array's one record in slurmctld into as many.
+    # squeue shows one name for all tasks of an array. Giving each task its own name would take one
+    # call of scontrol per task, and split the array's record in slurmctld into one per task.
     for job_id, run in zip(ids := send(runs, job, {}), runs):
         print(f"job {job_id}: {run.config.run.directory}")
     print(
@@ -588,11 +589,11 @@ def sweep(
 
 
 def _to_send(runs: Sequence[TrainingRun], dry_run: bool) -> list[TrainingRun]:
-    """Return the runs that need a job, and say which do not.
+    """Return the runs that need a job, and print which do not.
 
     Raises:
-        ConfigError: A run cannot go on.
-        SlurmAway: slurmctld does not answer, and it is no dry run, which goes on with a warning.
+        ConfigError: A run cannot resume.
+        SlurmAway: slurmctld does not answer; in a dry run this is only a warning.
     """
     left_out = {run.directory: "finished" for run in runs if is_done(run.config, run.allow_changed)}
     left = [run for run in runs if run.directory not in left_out]

@@ -2,32 +2,32 @@
 
 The supervisor is a process beside the ranks that never imports torch. It renews the run's lease,
 passes signals on, ends ranks that hang, and records how the attempt ended. It does the same on a
-single machine and inside a Slurm job. Only two things differ: where the ranks
-run (`Ranks`), and how the caller makes another attempt: `launcher local` starts one itself, and so
-does a Slurm job while its nodes and its time suffice; else it has itself requeued.
+single machine and inside a Slurm job. Only two things differ: where the ranks run (`Ranks`), and
+how the caller makes another attempt. `launcher local` starts it in the same process. So does a
+Slurm job as long as it has enough nodes and time; otherwise the job is requeued.
 
-What each outcome of an attempt leads to:
+The consequence of each outcome of an attempt:
 
-- FINISHED: every step is done. The newest checkpoint and the ranks' own last word say so; an exit
-  code of 0 alone is a failure. No attempt follows.
+- FINISHED: every step is done, according to the newest checkpoint and to the last progress that the
+  ranks reported. Exit code 0 without these is a failure. No attempt follows.
 - RESTART: the ranks saved on SIGUSR1, which Slurm sends before the time limit, or the job was
   preempted. Another attempt follows.
 - FAILED, HUNG: a rank failed, or the watchdog ended the ranks. Another attempt follows, unless the
   failure looks permanent; then the outcome becomes GAVE_UP.
-- DIVERGED: the ranks found that they differ in what must be equal. As after a failure, another
+- DIVERGED: the ranks found that values differ which must be equal. As after a failure, another
   attempt follows. It starts from a good checkpoint, because the ranks compare before each save.
 - POISONED: numbers were not finite. Another attempt follows, as after a failure, unless a replay of
-  the steps from a proven checkpoint has shown them again. A checkpoint on probation from which that
-  happened twice, or in a replay, is passed over: the attempt begins with the one before it.
-- STOPPED: a user or Slurm asked the run to stop. No attempt follows, even when the ranks failed to
+  the steps from a proven checkpoint has produced them again. If this happened twice from a
+  checkpoint on probation, or in a replay from it, the next attempt starts from the one before it.
+- STOPPED: a user or Slurm asked the run to stop. No attempt follows, even if the ranks failed to
   save.
 - REFUSED: the input is wrong, and would be wrong again. No attempt follows.
 - GAVE_UP: too many attempts in a row without a new checkpoint, the same failure twice, or a job
   that Slurm did not requeue. No attempt follows, and the user has to act.
-- NO_SPACE: the disk is full, and another attempt would find it as full. No attempt follows.
-- SUPERSEDED: another attempt owns the run. This one touches nothing and ends.
+- NO_SPACE: the disk is full, and would still be full for another attempt. No attempt follows.
+- SUPERSEDED: another attempt owns the run. This attempt ends without writing to the run.
 
-No attempt follows either after a signal to stop, or when recovery.max_restarts is 0.
+Nor does an attempt follow after a signal to stop, or if recovery.max_restarts is 0.
 """
 
 from __future__ import annotations
@@ -96,22 +96,23 @@ BATCH_SCRIPT = "PRETRAIN_BATCH_SCRIPT"
 class Signals:
     """Record the signals sent to this process while the context is open.
 
-    The handler only appends to a list, and the supervisor's loop acts on it: almost nothing may be
-    done safely inside a handler, which can interrupt the process at any instruction.
+    The handler only appends to a list, on which the supervisor's loop acts, because a handler can
+    interrupt the process at any instruction, where almost nothing may be done safely.
 
     A signal that this process already ignores stays ignored, so that a run started with nohup
-    survives the SIGHUP of the terminal that closes.
+    survives the SIGHUP of a terminal that is closed.
 
-    With `even_ignored` it does not, and is ignored again afterwards: a batch script starts the
-    launcher so, and a signal that comes when the job's work is done must not change its exit code.
+    With `even_ignored`, ignored signals are recorded too, and ignored again on leaving the context:
+    a batch script starts the launcher with these signals ignored, so that a signal that comes after
+    the job's work is done does not change the exit code.
     """
 
     def __init__(self, *numbers: int, even_ignored: bool = False) -> None:
         self.received: list[int] = []
-        """The signals that came so far, oldest first."""
+        """The signals received so far, oldest first."""
         self._numbers, self._even_ignored = numbers, even_ignored
-        # Any, because signal.getsignal returns a callable, an enum or None, and signal.signal
-        # takes back what it returned.
+        # Any, because signal.getsignal returns a callable, an enum or None, all of which
+        # signal.signal accepts.
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -142,7 +143,8 @@ class Signals:
 def job_signals() -> Iterator[Signals]:
     """Record the signals that the batch script holds and passes on, and tell it to do so."""
     with Signals(*JOB_SIGNALS, even_ignored=True) as signals:
-        # Jobs inherit variables from the job that sends them, so the script must be an ancestor.
+        # A job inherits variables from the job that submits it, so the variable counts only if it
+        # names an ancestor.
         script = os.environ.get(BATCH_SCRIPT)
         if script is not None and script in map(str, _ancestors()):
             os.kill(int(script), signal.SIGUSR2)
@@ -163,10 +165,10 @@ def _ancestors() -> Iterator[int]:
 def signals_blocked() -> Iterator[None]:
     """Start processes inside this context with SIGUSR1 and SIGUSR2 blocked.
 
-    The default action of both signals is to end the process, and a rank needs seconds before its
-    handlers stand: Python has to start first. A child inherits the signal mask through fork and
-    exec, and a signal that arrives while it is blocked stays pending. So the rank itself unblocks
-    both once it can handle them: `pretrain train` does it before anything else
+    The default action of both signals is to end the process, and a rank needs seconds to install
+    its handlers, because Python has to start first. A child inherits the signal mask through fork
+    and exec, and a signal that arrives while it is blocked stays pending. So the child itself
+    unblocks both signals once it can handle them: `pretrain train` before anything else
     (pretrain/training/reporter.py), srun once it has started its tasks.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_AT_START)
@@ -176,14 +178,14 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# ---- Call a function every few seconds, in a thread beside what the process does ----
+# ---- Call a function every few seconds, in a thread ----
 
 
 class Repeater(threading.Thread):
     """Call a function at once and then every few seconds, in a thread, until `stop`."""
 
     def __init__(self, seconds: float, function: Callable[[], object]) -> None:
-        # So that Ctrl-C does not wait for a call that is under way.
+        # A daemon thread, so that Ctrl-C does not wait for a call in progress.
         super().__init__(daemon=True)
         self._seconds, self._function, self._over = seconds, function, threading.Event()
         self._result: Any = None
@@ -196,18 +198,18 @@ class Repeater(threading.Thread):
                 return
 
     def new(self) -> Any:
-        """Return the result of the newest call that has ended since the last time, or None."""
+        """Return the result of the newest call that ended since `new` was last used, or None."""
         result, self._result = self._result, None
         return result
 
     def stop(self, seconds: float | None = None) -> None:
-        """Stop calling, and wait for a call that is under way, for `seconds` at most."""
+        """Stop calling, and wait for a call in progress, for `seconds` at most."""
         self._over.set()
         if self.is_alive():
             self.join(seconds)
 
 
-# ---- Tell from an attempt's progress file that its ranks are stuck ----
+# ---- Detect from an attempt's progress file that its ranks are stuck ----
 # Ranks that hang in a collective operation cannot report it themselves, so the check is made
 # outside of them. Rank 0 replaces the file `progress` in the attempt's directory while it works,
 # ten times within recovery.hang_seconds or every ten seconds
@@ -215,7 +217,7 @@ class Repeater(threading.Thread):
 
 
 WORKING = (Phase.TRAINING, Phase.EVALUATING)
-"""Phases in which progress comes with every step, so recovery.hang_seconds applies. In the others
+"""Phases in which every step reports progress, so recovery.hang_seconds applies. In the others
 (starting, loading, saving, ending) the limit is recovery.startup_seconds."""
 
 
@@ -238,20 +240,20 @@ class Watchdog:
     def stuck(self) -> str | None:
         """Return why the ranks must be ended, or None while they make progress.
 
-        Cheap to call often: it reads the file as seldom as rank 0 writes it.
+        Cheap to call often, because it reads the file only as often as rank 0 writes it.
         """
         passed = time.monotonic() - self._last_look
         if passed < self._pause:
             return None
         self._last_look += passed
         progress = read_progress(self._directory)
-        # The time as well: on a full disk rank 0 can renew that alone.
+        # The modification time as well, because on a full disk rank 0 can renew only that.
         seen = progress, _modified_at(self._directory / PROGRESS)
         if seen != self._seen:
             self._seen, self._idle = seen, 0.0
             return None
-        # When this process was suspended itself (a paused node or laptop), the ranks were too, so a
-        # long gap between two looks counts as two ordinary ones and no more.
+        # If this process was suspended (a paused node or laptop), so were the ranks. So a long gap
+        # between two looks counts only as much as two ordinary ones.
         self._idle += min(passed, 2 * self._pause)
         phase, step = (progress.phase, progress.step) if progress else (Phase.STARTING, 0)
         limit = self._hang if phase in WORKING else self._startup
@@ -261,14 +263,14 @@ class Watchdog:
 
 
 def _modified_at(path: Path) -> int:
-    """Return a file's modification time in nanoseconds, 0 when it cannot be seen."""
+    """Return a file's modification time in nanoseconds, 0 if it cannot be read."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
 
 
-# ---- Define what a supervisor needs of the ranks that it watches ----
+# ---- Define the interface of the ranks that a supervisor watches ----
 # There are two implementations: `LocalRanks` (ranks.py) starts them as processes of this machine,
 # `SrunRanks` starts them with srun on the nodes of a Slurm job.
 
@@ -280,14 +282,14 @@ class Ranks(Protocol):
     """The first failure, in one line for the user. Set when `poll` returns a code other than 0."""
 
     nodes: tuple[str, ...]
-    """The nodes that the failure came from, where that is known. Set with `failure`."""
+    """The nodes that the failure came from, if known. Set with `failure`."""
 
     def poll(self) -> int | None:
-        """Return None while the ranks run, then the exit code of all of them together.
+        """Return None while the ranks run, then one exit code for all of them.
 
-        That is 0 when every rank ended with 0, else the code of the rank that failed first (128 + n
-        for signal n). Only the first failure tells what happened: the other ranks are ended because
-        of it.
+        The code is 0 if every rank ended with 0, else that of the rank that failed first (128 + n
+        for signal n). Only the first failure counts, because the other ranks are ended as its
+        consequence.
         """
 
     def signal(self, number: int) -> None:
@@ -296,21 +298,21 @@ class Ranks(Protocol):
     def stuck_nodes(self) -> tuple[str, ...]:
         """Return the nodes of ranks that hang by themselves, by the stacks written since SIGUSR2.
 
-        The ranks that only wait for them in a collective operation are left out. Nothing is
-        returned where that cannot be told.
+        Ranks that only wait for them in a collective operation are left out. If the stacks do not
+        tell which ranks hang, the result is empty.
         """
 
     def kill(self) -> None:
         """End every rank at once, without letting it save, and wait until all are gone."""
 
 
-# ---- Judge how an attempt ended: by its newest checkpoint and its ranks' own last word ----
+# ---- Judge how an attempt ended, by its newest checkpoint and the last report of its ranks ----
 # An exit code alone proves nothing: srun ends with 0 after "Timed out waiting for job step", and so
-# does a step that was cancelled while it saved.
+# does a step that was cancelled during a save.
 
 
 class Verdict(NamedTuple):
-    """The meaning of the ranks' end by itself, before restarts are counted."""
+    """What the end of the ranks means by itself, before restarts are counted."""
 
     outcome: Outcome
     code: int
@@ -331,8 +333,8 @@ class NotStarted(Exception):
 def judge(attempt: Attempt, code: int, ranks: Ranks, num_steps: int, is_asked: bool) -> Verdict:
     """Return what the exit code of ranks that ended by themselves means.
 
-    The order matters: a code that the ranks chose counts before the signals that were sent, and
-    after a signal to stop no failure leads to another attempt.
+    The order matters: a code that the ranks chose takes precedence over the signals that were sent,
+    and after a signal to stop no failure leads to another attempt.
 
     Args:
         attempt: The attempt.
@@ -348,7 +350,7 @@ def judge(attempt: Attempt, code: int, ranks: Ranks, num_steps: int, is_asked: b
     if code == ExitCode.FINISHED:
         if not (missing := _missing(record, num_steps)):
             return Verdict(Outcome.FINISHED, code, f"at step {num_steps}")
-        # Exit code 0 would be taken for success.
+        # The code is changed, because exit code 0 would be taken for success.
         code, failure = ExitCode.FAILED, f"the ranks ended with exit code 0, but {missing}"
     if code == ExitCode.BAD_INPUT:
         return Verdict(Outcome.REFUSED, code, "bad input; see the last lines of the ranks")
@@ -365,7 +367,7 @@ def judge(attempt: Attempt, code: int, ranks: Ranks, num_steps: int, is_asked: b
     if code == ExitCode.POISONED and not is_asked:
         return Verdict(Outcome.POISONED, code, f"{failure}, at {at}", ranks.nodes)
     if code == ExitCode.RESTART:
-        # A signal to stop may have come while the ranks saved for a restart.
+        # A signal to stop may have come while the ranks were saving for a restart.
         return Verdict(Outcome.STOPPED if is_asked else Outcome.RESTART, code, save)
     if is_asked:
         return Verdict(Outcome.STOPPED, code, f"asked to stop at {at}; {save}: {failure}")
@@ -375,7 +377,7 @@ def judge(attempt: Attempt, code: int, ranks: Ranks, num_steps: int, is_asked: b
 def saved_in(record: AttemptRecord) -> int | None:
     """Return the step of the newest checkpoint if this attempt has saved it, else None."""
     newest = newest_checkpoint_step(record.directory.parents[1])
-    # Said as well: an attempt that went back may have saved the same step once more.
+    # Also checked by its own report, as an attempt that went back may save the same step again.
     is_new = newest != record.owner.checkpoint_step or any(
         mark.saved == newest for mark in record.phases
     )
@@ -383,9 +385,9 @@ def saved_in(record: AttemptRecord) -> int | None:
 
 
 def _missing(record: AttemptRecord, num_steps: int) -> str:
-    """Return what is missing of the proof that a run is done: its ranks' last word, a checkpoint.
+    """Return what is missing in the proof that a run is done: rank 0's last word or a checkpoint.
 
-    A run that began at its last step, with another run's checkpoint, has no step to save.
+    A run that began at its last step, from another run's checkpoint, need not have saved one.
     """
     if not said_done(record, num_steps):
         last = record.phases[-1] if record.phases else None
@@ -406,19 +408,19 @@ SIGNAL_CODE = 128
 """The exit code of a process that signal n ended is this plus n."""
 
 IsOurs = Callable[[AttemptRecord], bool]
-"""Tells if an earlier attempt belongs to this series of restarts."""
+"""Returns whether an earlier attempt belongs to this series of restarts."""
 
 
 def without_progress(records: Sequence[AttemptRecord], is_ours: IsOurs) -> int:
     """Return how many attempts in a row, up to the last, ended without a new checkpoint.
 
-    An attempt made progress if the next one began with a newer checkpoint than it did; for the last
-    attempt, the run's newest checkpoint is compared. Counting stops at an attempt that made
+    An attempt made progress if the next attempt began from a newer checkpoint than it did; for the
+    last attempt, the run's newest checkpoint is compared. Counting stops at an attempt that made
     progress, that finished or gave up, or that belongs to an earlier series.
 
     Args:
         records: All attempts at a run, oldest first.
-        is_ours: Tells if an attempt belongs to this series of restarts.
+        is_ours: Returns whether an attempt belongs to this series of restarts.
     """
     if not records:
         return 0
@@ -447,11 +449,11 @@ def why_permanent(
     Args:
         records: All attempts at the run; the last is the one that just ended.
         code: Its exit code.
-        count: Attempts in a row without a new checkpoint, this one included.
+        count: Attempts in a row without a new checkpoint, including this one.
         most: recovery.max_restarts.
-        local: True on a single machine: a failure before the first step is final when it repeats.
+        local: True on a single machine, where a repeated failure before the first step is final.
             Under Slurm the next attempt may run on another node, where it works.
-        goes_back: The next attempt begins with an earlier checkpoint, as this one did not.
+        goes_back: The next attempt begins from an earlier checkpoint than this one did.
     """
     if count > most:
         return (
@@ -467,9 +469,9 @@ def why_permanent(
         return None
     if before.ended.outcome not in (Outcome.FAILED, Outcome.DIVERGED, Outcome.POISONED):
         return None
-    # A bug or a loss that is nan ends twice with the same code at the same step. A rank that a
-    # signal ended may have been a victim of its node (out of memory, a fault), so signals do
-    # not count as the same failure.
+    # A bug, or a loss that is nan, fails twice with the same code at the same step. If a signal
+    # ended a rank, the cause may have been its node (out of memory, a fault), so signals do not
+    # count as the same failure.
     same_end = (before.ended.code, before.ended.step) == (code, steps_done(now.directory))
     both_trained = all(
         any(phase.phase == Phase.TRAINING for phase in record.phases) for record in (before, now)
@@ -479,15 +481,15 @@ def why_permanent(
     return None
 
 
-# ---- Tell which nodes of a cluster a run should not use, from how its attempts ended ----
+# ---- Determine which nodes a run should not use, from how its attempts ended ----
 
 
 MOST_FAILURES = 1
-"""A node from which more of a run's failures came than this is left out."""
+"""A node is not used any more after more failures than this came from it."""
 
 
 def count_failures(records: Sequence[AttemptRecord]) -> Counter[str]:
-    """Return how many attempts ended by a failure that came from each node."""
+    """Return, for each node, how many attempts ended by a failure that came from it."""
     ends = [record.ended for record in records if record.ended]
     return Counter(node for end in ends for node in set(end.nodes))
 
@@ -502,7 +504,7 @@ def failing_nodes(records: Sequence[AttemptRecord]) -> dict[str, str]:
     reasons = {node: end.reason for end in ends for node in end.nodes}
     failures = count_failures(records)
     failed = {node: reasons[node] for node, count in failures.items() if count > MOST_FAILURES}
-    # A preflight, and a replay, name a node and its cause for certain, so once is enough.
+    # A preflight or a replay identifies a node and the cause with certainty, so once is enough.
     checks = [record.preflight for record in records if record.preflight]
     replays = [record.diagnosis for record in records if record.diagnosis]
     failed |= {d.host: d.what for d in replays if d.host and d.kind == Cause.PERSISTENT}
@@ -510,30 +512,30 @@ def failing_nodes(records: Sequence[AttemptRecord]) -> dict[str, str]:
 
 
 def job_is_over(other: Owner) -> bool | None:
-    """Return True if the job of another owner is over, None where Slurm does not say."""
+    """Return True if the job of another owner is over, None if Slurm does not say."""
     return slurm.is_over(other.slurm_job_id) if other.slurm_job_id else None
 
 
 POLL_SECONDS = 0.02
-"""Time between two looks at the ranks and the signals."""
+"""Time between two checks of the ranks and the signals."""
 EVALUATE_SECONDS = 5.0
-"""Time between two looks for checkpoints to evaluate."""
+"""Time between two searches for checkpoints to evaluate."""
 ANSWER_SECONDS = 1.0
-"""The time that Slurm is waited for before the end of an attempt is recorded without its answer."""
+"""How long to wait for Slurm before the end of an attempt is recorded without Slurm's answer."""
 DUMP_SECONDS = 3.0
 """Time that hung ranks are given to write their stacks."""
 STOP_SECONDS = 2.0
-"""The time that the end of an attempt gives a thread beside it; a file server may be slow."""
+"""How long the end of an attempt waits for each of its threads, as a file server may be slow."""
 
 
 class End(NamedTuple):
-    """The end of an attempt, and if another one follows."""
+    """The end of an attempt, and whether another one follows."""
 
     attempt: Attempt
     verdict: Verdict
-    """Its code is what the caller exits with when no attempt follows."""
+    """If no attempt follows, its code is the exit code of the caller."""
     again: bool
-    """True when the caller must make another attempt."""
+    """True if the caller must make another attempt."""
 
 
 @dataclass
@@ -543,15 +545,15 @@ class Supervisor:
     config: RunConfig
     signals: Signals
     is_ours: IsOurs
-    """Tells which earlier attempts count as restarts of this series: those of this process, or of
-    this Slurm job. A new start by hand gets all of recovery.max_restarts again."""
+    """Returns whether an earlier attempt counts as a restart of this series, which is that of this
+    process or this Slurm job. A new start by hand gets all of recovery.max_restarts again."""
     local: bool = False
-    """True on a single machine. A user is at the terminal: a second Ctrl-C ends the ranks, and what
-    rank 0 printed there is not repeated. A failure before the first step is final when it repeats;
-    under Slurm the next attempt may run on another node, where it works."""
+    """True on a single machine. A user is at the terminal, so a second Ctrl-C ends the ranks, and
+    messages that rank 0 printed there are not repeated. A repeated failure before the first step is
+    final; under Slurm the next attempt may run on another node, where it works."""
     is_preempted: Callable[[], bool] = lambda: False
-    """Asks, when an attempt was stopped, if Slurm took the nodes away for another job: then the run
-    is to come back."""
+    """Returns, for a stopped attempt, whether Slurm took its nodes away for another job. If so, the
+    run is started again."""
     _passed_on: int = 0
     """The number of received signals that were passed on to the ranks."""
 
@@ -567,17 +569,17 @@ class Supervisor:
             attempt: The attempt, which this process has begun (`Attempt.begin`).
             start: Starts the ranks.
             evaluate: Submits the evaluation of new checkpoints. Called with False every few seconds
-                in a thread beside training, and with True once more when no attempt follows.
+                in a thread, and once more with True if no attempt follows.
 
         Returns:
             How the attempt ended. It has been recorded in the attempt's ended.json and printed.
 
         Raises:
-            Exception: Whatever `start` raises, once the attempt is recorded as failed.
+            Exception: Whatever `start` raises, after the attempt has been recorded as failed.
         """
-        # An attempt whose node died left no outcome: its supervisor died with it, and Slurm
-        # requeued the job by itself. So the limit is checked before the start as well, or such a
-        # run would be started forever.
+        # If a node died, its attempt has no outcome, because the supervisor died too, and Slurm
+        # requeued the job by itself. So the limit is also checked before the start, or such a run
+        # would be started forever.
         earlier = read_attempts(attempt.run)[:-1]
         if without_progress(earlier, self.is_ours) > self.config.recovery.max_restarts:
             return self._conclude(attempt, Verdict(Outcome.FAILED, ExitCode.FAILED, "not started"))
@@ -592,13 +594,13 @@ class Supervisor:
             threads.append(Repeater(EVALUATE_SECONDS, lambda: evaluate(False)))
         ranks = None
         try:
-            # Before the threads: a fork copies only the thread that forks, and locks that the
-            # others hold at that moment stay locked in the child forever.
+            # Started before the threads: a fork copies only the calling thread, and a lock that
+            # another thread holds at that moment stays locked in the child forever.
             ranks = start(attempt)
             for thread in threads:
                 thread.start()
             verdict = self._watch(attempt, ranks, lost)
-            # While the heartbeat goes on: Slurm may take a while to answer.
+            # Slurm may take a while to answer, so this is asked while the heartbeat still runs.
             if verdict.outcome == Outcome.STOPPED and self._ask_if_preempted(attempt, verdict):
                 reason = f"preempted; {verdict.reason}"
                 verdict = verdict._replace(outcome=Outcome.RESTART, reason=reason)
@@ -608,14 +610,14 @@ class Supervisor:
             if ranks is not None:
                 ranks.kill()
             code = exit_code_of(error)
-            # The message of our own errors is for the user as it is; others are named.
+            # Our own errors have messages for users; other errors need the name of their class.
             is_ours = isinstance(error, ConfigError | RunFailed)
             reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
             self._record(attempt, Verdict(outcome_of(code), code, reason))
             raise
         finally:
-            # In reverse, so that the heartbeat goes on while a call to `evaluate` ends. Slurm may
-            # take minutes to answer that, and the job's time may be over before.
+            # In reverse, so that the heartbeat continues while a call to `evaluate` ends. The wait
+            # is limited, because Slurm may take minutes to answer that call, and the job may end.
             for thread in reversed(threads):
                 thread.stop(STOP_SECONDS)
         end = self._conclude(attempt, verdict)
@@ -637,9 +639,10 @@ class Supervisor:
         say(f"attempt {end.attempt.number}: {why}")
 
     def _ask_if_preempted(self, attempt: Attempt, verdict: Verdict) -> bool:
-        """Ask Slurm if it took the nodes away, and record the verdict first if that takes long.
+        """Ask Slurm whether it took the nodes away; if that takes long, record the verdict first.
 
-        After `scancel` Slurm kills this process within KillWait, and then the end must be written.
+        After `scancel` Slurm kills this process within KillWait, and by then the end of the attempt
+        must be recorded.
         """
         answer = in_background(self.is_preempted)
         if not wait([answer], ANSWER_SECONDS).done:
@@ -653,13 +656,14 @@ class Supervisor:
         Args:
             attempt: The attempt.
             ranks: Its ranks, running.
-            lost: Set by the heartbeat thread when this attempt holds the run no longer.
+            lost: Set by the heartbeat thread when this attempt no longer holds the run.
         """
         recovery, steps = self.config.recovery, self.config.train.num_steps
         watchdog = Watchdog(attempt.directory, recovery.hang_seconds, recovery.startup_seconds)
         while True:
-            # Only a user who presses Ctrl-C twice. SIGTERM may be repeated while the ranks save (by
-            # a service manager, `launcher cancel --save`, or Slurm), which must not cut that short.
+            # Only Ctrl-C pressed twice ends the ranks at once. SIGTERM may be repeated while the
+            # ranks save (by a service manager, `launcher cancel --save`, or Slurm), and must not
+            # interrupt the save.
             if self.local and self.signals.stops > 1 and signal.SIGINT in self.signals.received[1:]:
                 ranks.kill()
                 return Verdict(Outcome.STOPPED, ExitCode.INTERRUPTED, "left at once on Ctrl-C")
@@ -667,12 +671,13 @@ class Supervisor:
                 return verdict
             self._pass_on_signals(attempt, ranks)
             code = ranks.poll()
-            # Looked at first: ranks that have ended are judged by their exit code, even when the
-            # run was lost or nothing moved at the same moment.
+            # Checked first, because ranks that have ended are judged by their exit code, even if
+            # the run was lost or the watchdog fired at the same moment.
             if code is not None:
                 return judge(attempt, code, ranks, steps, self.signals.stops > 0)
             if lost.is_set():
-                # At once and without a checkpoint: the directory is another attempt's, or gone.
+                # At once and without a checkpoint, because the directory is gone or belongs to
+                # another attempt.
                 ranks.kill()
                 return Verdict(Outcome.SUPERSEDED, ExitCode.FAILED, "the run was lost")
             if stuck := watchdog.stuck():
@@ -685,15 +690,15 @@ class Supervisor:
         """Have every rank write the stacks of its threads into its log, to show where it hangs.
 
         Returns:
-            The nodes of the ranks that hang by themselves, as far as the stacks tell.
+            The nodes of the ranks that hang by themselves, if the stacks show them.
         """
         say(
             f"attempt {attempt.number}: {stuck}; every rank writes its stacks to its log and is "
             "then killed"
         )
         nodes: tuple[str, ...] = ()
-        # `pretrain train` registers faulthandler for SIGUSR2. A rank that was suspended (SIGSTOP)
-        # has SIGUSR2 pending and writes once SIGCONT lets it run, after it has been found silent.
+        # `pretrain train` registers faulthandler for SIGUSR2. For a suspended rank (SIGSTOP) the
+        # signal stays pending, so its silence reveals its node. SIGCONT then lets it write stacks.
         for number in (signal.SIGUSR2, signal.SIGCONT):
             if ranks.poll() is None:
                 ranks.signal(number)
@@ -704,9 +709,10 @@ class Supervisor:
     def _end_before_work(self, attempt: Attempt, ranks: Ranks) -> Verdict | None:
         """End ranks that are asked to stop or to start again before they have begun to work.
 
-        Under Slurm a rank that starts has no handlers yet, and srun passes nothing on before its
-        tasks run, so a signal would kill ranks or be lost. They have nothing to save. Nor have they
-        until training begins; who presses Ctrl-C does not wait for that.
+        Under Slurm a starting rank has no handlers yet, and srun passes nothing on before its tasks
+        run, so a signal would kill ranks or be lost. They have nothing to save yet. On a single
+        machine this also holds while they load, because a user who presses Ctrl-C should not have
+        to wait until training begins.
         """
         waiting = self.signals.received[self._passed_on :]
         if not waiting or (self.local and signal.SIGINT not in waiting):
@@ -732,18 +738,19 @@ class Supervisor:
                 say(saving_then_stopping(step, saved))
             elif number in STOP_SIGNALS:
                 say(f"{signal.Signals(number).name}: asked the processes to save and stop")
-            # The one signal on which ranks save and stop, whatever they are started by.
+            # SIGTERM is the one signal on which ranks save and stop, however they were started.
             ranks.signal(signal.SIGTERM if number in STOP_SIGNALS else number)
 
     # ---- when the ranks have ended ---------------------------------------------------------------
     def _conclude(self, attempt: Attempt, verdict: Verdict) -> End:
-        """Decide if another attempt follows, then record and print how this one ended."""
+        """Decide whether another attempt follows, then record and print how this one ended."""
         recovery = self.config.recovery
         if verdict.outcome != Outcome.FINISHED and (why := attempt.why_lost()):
-            # Before the run's records are looked at: they may be another attempt's, or gone.
+            # Checked before the run's records are read, as they may be gone or another attempt's.
             outcome = Outcome.SUPERSEDED if attempt.superseded() else Outcome.GAVE_UP
             verdict = Verdict(outcome, verdict.code or ExitCode.FAILED, why)
-        # A signal to stop may also have come after the ranks ended; a preemption sends one itself.
+        # A signal to stop may also have come after the ranks ended. With outcome RESTART it does
+        # not count, because a preemption itself sends one.
         again = (
             verdict.outcome in STARTED_AGAIN
             and (verdict.outcome == Outcome.RESTART or not self.signals.stops)
@@ -773,14 +780,14 @@ class Supervisor:
         return End(attempt, verdict, again)
 
     def _record(self, attempt: Attempt, verdict: Verdict) -> None:
-        """Write the attempt's ended.json, which also gives the run back."""
+        """Write the attempt's ended.json, which also releases the run."""
         finished = verdict.outcome == Outcome.FINISHED
         steps = self.config.train.num_steps if finished else steps_done(attempt.directory)
         try:
             attempt.end(verdict.outcome, verdict.code, verdict.reason, steps, verdict.nodes)
         except OSError as error:
-            # As on a full disk. The run is not blocked by that: the next attempt finds that this
-            # process has ended.
+            # The disk may be full. This does not block the run, because the next attempt notices
+            # that this process has ended.
             say(
                 f"{attempt.directory}: cannot record how the attempt ended ({error.strerror}). "
                 f"{remedy(error)}; the run can be started again"
