@@ -52,9 +52,9 @@ from pretrain.training.step import Hook, agree
 from pretrain.training.stragglers import SHARED, Stragglers, places, window_steps
 
 VIEWER = "https://ui.perfetto.dev"
-"""Shows a trace in the browser, and sends it nowhere."""
+"""Shows a trace in the browser without sending it anywhere."""
 SECONDS = "evaluation_seconds"
-"""Key of an evaluation's record: what this protocol and length took."""
+"""Key of an evaluation's record: the time for this protocol and length, in seconds."""
 
 
 class EvaluationHook(Hook):
@@ -81,22 +81,22 @@ class EvaluationHook(Hook):
         }
 
     def at_start(self, run: Run) -> None:
-        """Do the evaluations that the previous attempt was stopped in."""
+        """Do the evaluations that the previous attempt did not complete."""
         self._evaluate(run, run.start_point.pending_evaluations)
 
     def is_due(self, run: Run) -> bool:
-        """Return True if the step is to be evaluated."""
+        """Return True if an evaluation follows this step."""
         return is_evaluated_after(run.config, run.state.step)
 
     def between_steps(self, run: Run) -> None:
         """Evaluate if it is due. All ranks score; rank 0 writes."""
-        # A loss of an earlier step says nothing about the checkpoint of this one.
+        # The next checkpoint must not record the validation loss of an earlier step.
         run.origin = dataclasses.replace(run.origin, validation_loss_nats=None)
         if self.is_due(run):
             self._evaluate(run, self.protocols)
 
     def _evaluate(self, run: Run, pending: Sequence[Protocol]) -> None:
-        """Evaluate and write all of `pending`, or nothing if the ranks agree to stop meanwhile."""
+        """Evaluate and write all of `pending`, or nothing if the ranks agree to stop during it."""
         step = run.state.step
         if not pending or run.requests.agreed:
             return
@@ -108,7 +108,7 @@ class EvaluationHook(Hook):
                 raise Interrupted
 
         # All results are written at once or not at all, so that the metrics never hold a part of
-        # an evaluation: what was scored before a stop is dropped and done again.
+        # an evaluation. After a stop, the results so far are dropped and computed again.
         with run.reporter.during(Phase.EVALUATING, step), contextlib.suppress(Interrupted):
             results, seconds = [], []
             for protocol in pending:
@@ -137,9 +137,9 @@ class EvaluationHook(Hook):
 def make_hooks(run: Run) -> list[Hook]:
     """Return a run's hooks in the order in which they are called.
 
-    A step is logged and evaluated before it is saved. A checkpoint thus means that its step's
-    numbers are on disk, and what a resumed run finds undone is only an evaluation that was broken
-    off (`find_start_point`). Its health is checked right before it is saved.
+    A step is logged and evaluated before it is saved. If there is a checkpoint, the numbers of its
+    step are therefore on disk, and a resumed run has nothing to catch up on but an interrupted
+    evaluation (`find_start_point`). The state's health is checked right before it is saved.
     """
     tokenizer = load_tokenizer(run.validation_stream.tokenizer_path)
     writer = None
@@ -148,7 +148,7 @@ def make_hooks(run: Run) -> list[Hook]:
     stragglers = Stragglers(places(run.topology), window_steps(run.topology))
     saver = CheckpointHook(run, writer, tokenizer)
     return [
-        # First, so that what follows the last step that it records is not in the trace.
+        # First, so that the trace ends before the other hooks act on the last recorded step.
         ProfileHook(run),
         LoggingHook(run, writer, stragglers),
         EvaluationHook(run, writer),
@@ -162,8 +162,8 @@ def make_hooks(run: Run) -> list[Hook]:
 class ProfileHook(Hook):
     """Record the steps of train.profile_steps with torch.profiler, on rank 0.
 
-    The trace shows every operation of the host and every kernel of the device on one time line, and
-    what was allocated. It does not change what is computed, and a disk that is full ends no run.
+    The trace shows every operation of the host and every kernel of the device on one time line,
+    with memory allocations. Profiling changes no result, and a full disk does not end the run.
     """
 
     def __init__(self, run: Run) -> None:
@@ -171,11 +171,11 @@ class ProfileHook(Hook):
         self._profiler: torch.profiler.profile | None = None
 
     def is_due(self, run: Run) -> bool:
-        """Return True around the steps, so that they are recorded whole; alike on all ranks."""
+        """Return True right before and after the steps, on all ranks, so that they are complete."""
         return self._last > 0 and run.state.step in (self._first - 1, self._last)
 
     def before_step(self, run: Run) -> None:
-        """Begin to record before the first of the steps, and mark where each other one begins."""
+        """Begin to record before the first of the steps, and mark the beginning of the others."""
         if self._profiler is not None:
             self._profiler.step()
         elif run.topology.is_main and run.state.step + 1 == self._first:
@@ -188,18 +188,18 @@ class ProfileHook(Hook):
             self._profiler.start()
 
     def between_steps(self, run: Run) -> None:
-        """Write what was recorded after the last of the steps."""
+        """Write the trace after the last of the steps."""
         if run.state.step == self._last:
             self.at_end(run)
 
     def at_end(self, run: Run) -> None:
-        """Write what was recorded, if the run was stopped within the steps."""
+        """Write the trace, if the run was stopped within the steps."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         # A gloo collective that ends after the recording writes its end into memory that torch has
-        # freed, and the process dies of it (torch 2.13.0). For the same reason a failed run, whose
-        # messages may still be on their way, writes nothing.
+        # freed, which kills the process (torch 2.13.0). So wait first. A failed run, which may have
+        # unfinished collectives, writes no trace.
         run.optimizer.wait_for_weights()
         platform.synchronize()
         profiler.stop()
@@ -229,7 +229,7 @@ class LoggingHook(Hook):
         }
 
     def at_start(self, run: Run) -> None:
-        """Log what was allowed to change at the step that training goes on from."""
+        """Log keys whose change was allowed at the step from which training continues."""
         step = run.state.step
         changed = {c.key: [c.before, c.after] for c in run.origin.changes if c.step == step}
         phases = run.whole.parts
@@ -263,15 +263,15 @@ class LoggingHook(Hook):
         self.writer.step(record)
 
     def before_rollback(self, run: Run) -> None:
-        """Close metrics.jsonl with all records so far, some of which are set aside."""
+        """Close metrics.jsonl with all records so far, some of which will be set aside."""
         if self.writer is not None:
             self.writer.close_file()
 
     def after_rollback(self, run: Run) -> None:
-        """Drop the records of the steps that are taken again."""
+        """Drop the records of the steps that will be taken again."""
         if self.writer is not None:
             self.writer.go_back(run.state.step)
-        # `go_back` has dropped the record of the changes, which still hold.
+        # `go_back` has dropped the record of changed keys, which is still valid.
         self.at_start(run)
 
     def close(self) -> None:
@@ -281,16 +281,16 @@ class LoggingHook(Hook):
 
 
 # ---- Stop a run whose state is poisoned, or whose ranks no longer train the same model ----
-# The ranks compare checksums of all that they must hold alike (pretrain/optim/health.py) and of
-# their counters, and see that masters and moments are finite. In the usual case that is one kernel
-# for each tensor, one small all-reduce for each group of ranks and one for all, and one wait of the
-# host. Only when something is wrong do the ranks exchange what it is.
+# The ranks compare checksums of all tensors that must be equal on them (pretrain/optim/health.py)
+# and of their counters, and check that masters and moments are finite. If all is well, this costs
+# one kernel for each tensor, one small all-reduce for each group of ranks, one for all ranks, and
+# one wait of the host. Only if something is wrong do the ranks exchange details.
 
 
 MOST_LINES = 5
-"""Parameters that a message names; of the others it says how many there are."""
+"""The most parameters that a message names; it only counts the others."""
 COUNTERS = ("steps done", "samples consumed", "fewest updates", "most updates", "loss window")
-"""What all ranks count alike."""
+"""Counters that must be equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -298,12 +298,12 @@ class Findings:
     """The findings of a check on this rank, on the device."""
 
     limits: Tensor
-    """Of masters and moments; see `plausible_limits`."""
+    """Limits of masters and moments; see `plausible_limits`."""
     copies: list[Copies]
     checksums: list[Tensor]
-    """Of each of `copies`, int64 [tensors]."""
+    """For each of `copies`, int64 [tensors]."""
     differs: list[Tensor]
-    """Of each of `copies`, a boolean [tensors]: the ranks of the group hold different values."""
+    """For each of `copies`, boolean [tensors]: the ranks of the group hold different values."""
     counters: Tensor
     """int64 [COUNTERS]"""
     verdict: Tensor
@@ -311,12 +311,12 @@ class Findings:
 
 
 def check_health(run: Run) -> None:
-    """Check that the state is finite on all ranks, and equal where it must be. All together.
+    """Check that the state is finite on all ranks, and equal where it must be. All ranks together.
 
     Raises:
-        Poisoned: On every rank, if a master or a moment of one is not finite, or too large to be
-            true.
-        Diverged: On every rank, if ranks hold different values of what must be equal.
+        Poisoned: On every rank, if a master or a moment on one rank is not finite, or is too large
+            to be plausible.
+        Diverged: On every rank, if values differ between ranks that must be equal.
     """
     findings = inspect(run)
     poisoned, differs = platform.Readback(findings.verdict).numbers()
@@ -328,7 +328,7 @@ def check_health(run: Run) -> None:
 
 @torch.no_grad()
 def inspect(run: Run) -> Findings:
-    """Queue a check on the device, without waiting for it. All ranks together."""
+    """Queue a check on the device, without waiting for its result. All ranks together."""
     run.optimizer.wait_for_weights()
     copies = find_copies(run.optimizer)
     checksums = [each.checksums() for each in copies]
@@ -337,7 +337,7 @@ def inspect(run: Run) -> Findings:
     flags = [any_.any() for any_ in differs]
     largest, ledger = largest_magnitudes(run.optimizer), run.ledger
     limits = plausible_limits(run.optimizer, ledger.largest_proven if ledger else None)
-    # A nan is not below anything.
+    # Written with <=, which is false for a nan.
     poisoned = ~(largest <= limits).all()
     if ledger is not None:
         ledger.saw(run.state.step, largest)
@@ -353,14 +353,14 @@ def inspect(run: Run) -> Findings:
 
 def _differs(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return where the ranks of a group hold different values; boolean, shaped like `values`."""
-    # The smallest is the negative of the largest negative, which saves a second reduction.
+    # min(x) = -max(-x), so one reduction gives both the largest and the smallest value.
     bounds = torch.stack([values, -values])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     return (bounds[0] + bounds[1]).ne(0)
 
 
 def _counters(run: Run) -> Tensor:
-    """Return what all ranks count alike, int64 [COUNTERS], on the device."""
+    """Return the counters that must be equal on all ranks, int64 [COUNTERS], on the device."""
     state = run.state
     host = platform.to_device(torch.tensor([state.step, state.consumed_samples]))
     seen = None if run.spikes is None else run.spikes.state
@@ -387,7 +387,7 @@ _Copied = tuple[tuple[int, ...], str]
 
 
 def _difference(run: Run, findings: Findings) -> Diverged:
-    """Return the error that says what differs, and on which ranks. All ranks together."""
+    """Return the error that names what differs, and on which ranks. All ranks together."""
     mine: dict[_Copied, int] = {}
     for copies, sums, differs in zip(findings.copies, findings.checksums, findings.differs):
         ranks = tuple(dist.get_process_group_ranks(copies.group))
@@ -419,7 +419,7 @@ def _difference(run: Run, findings: Findings) -> Diverged:
 
 
 def _some(lines: list[str]) -> str:
-    """Return the first lines in one, and how many there are beyond."""
+    """Join the first lines into one, and append how many more there are."""
     more = len(lines) - MOST_LINES
     return "; ".join(lines[:MOST_LINES]) + (f"; and {more} more" if more > 0 else "")
 
@@ -428,11 +428,11 @@ class HealthHook(Hook):
     """Check the health of all ranks every train.consistency_interval_steps and before each save."""
 
     def __init__(self, saver: Hook) -> None:
-        """Check whenever `saver` is due, which comes next in the order of hooks."""
+        """Check whenever `saver` is due, which must be the next hook."""
         self.saver = saver
 
     def at_start(self, run: Run) -> None:
-        """Check what was built or loaded, before anything is trained on it."""
+        """Check the state that was built or loaded, before training changes it."""
         try:
             check_health(run)
         except Poisoned as found:
@@ -469,7 +469,7 @@ class CheckpointHook(Hook):
         run.requests.has_problem = lambda: self.saver.has_problem
 
         def on_interrupt() -> str:
-            """Return what a user is told who presses Ctrl-C; a terminal sends it to every rank."""
+            """Return the answer to Ctrl-C; "" but on rank 0, as a terminal signals every rank."""
             began_with = run.start_point.checkpoint
             before = checkpoint_step(began_with.path.name) if began_with is not None else None
             line = saving_then_stopping(run.state.step, self.saved_step or before)
@@ -478,15 +478,15 @@ class CheckpointHook(Hook):
         run.requests.on_interrupt = on_interrupt
 
     def at_start(self, run: Run) -> None:
-        """Save a run that is stopped before its first step, unless it has that step on disk.
+        """Save a run that is stopped before its first step, unless that step is already on disk.
 
-        It has not if it began with another run's checkpoint.
+        The step is not on disk if the run began with another run's checkpoint.
         """
         if run.requests.agreed:
             self._save(run)
 
     def after_step(self, run: Run, record: Record) -> None:
-        """Report that a checkpoint was published beside training."""
+        """Report a checkpoint that was published while training continued."""
         if not run.topology.is_main:
             return
         published = self.saver.published_step
@@ -495,7 +495,7 @@ class CheckpointHook(Hook):
             self.reported_step = published
 
     def is_due(self, run: Run) -> bool:
-        """Return True if the step is to be saved, or a save has failed."""
+        """Return True if this step must be saved, or if a save has failed."""
         return run.requests.problem_agreed or self._is_save_due(run)
 
     def between_steps(self, run: Run) -> None:
@@ -506,9 +506,9 @@ class CheckpointHook(Hook):
             self.saver.finish()
         if self._is_save_due(run):
             self._save(run)
-        # A request may have come while saving, which can take minutes. The run then stops here,
+        # A request may have come during the save, which can take minutes. The run then stops here,
         # rather than one step and a second save later. A rank votes as soon as its own part of the
-        # save is over; what it is asked after that is voted on with the next step.
+        # save is over; later requests are voted on with the next step.
         if self.saved_step == step < last and not run.requests.agreed:
             agree(run.requests)
         if self._is_last(run) and self.saver.is_busy:
@@ -517,7 +517,7 @@ class CheckpointHook(Hook):
 
     def newest_checkpoint(self, run: Run) -> Path | None:
         """Return the checkpoint that this process saved last, or else the one it began with."""
-        # One that is being written beside training is the newest.
+        # A checkpoint that is still being written is the newest, so wait for it.
         self.saver.finish()
         if self.saved_step:
             return checkpoint_directory(run.config.directory, self.saved_step)
@@ -525,17 +525,17 @@ class CheckpointHook(Hook):
         return began_with.path if began_with is not None else None
 
     def after_rollback(self, run: Run) -> None:
-        """Save the steps that are taken again, too."""
+        """Make sure that the steps that will be taken again are also saved again."""
         began = run.start_point
         self.saved_step = began.saved_step if run.state.step == began.step else run.state.step
 
     def at_end(self, run: Run) -> None:
-        """Leave Ctrl-C to Python again: everything is saved."""
+        """Leave Ctrl-C to Python again, because everything is saved."""
         run.requests.on_interrupt = None
         run.requests.has_problem = no_problem
 
     def close(self) -> None:
-        """End the process that writes."""
+        """End the process that writes checkpoints."""
         self.saver.close()
 
     def _is_save_due(self, run: Run) -> bool:
@@ -545,11 +545,11 @@ class CheckpointHook(Hook):
         return bool(run.requests.agreed) or is_regular or is_last
 
     def _is_last(self, run: Run) -> bool:
-        """Return True if the processes end after this step: its checkpoint is waited for."""
+        """Return True if the processes end after this step, so that its save must be awaited."""
         return bool(run.requests.agreed) or run.state.step >= run.config.train.num_steps
 
     def _save(self, run: Run) -> None:
-        """Save the run at its present step, once."""
+        """Save the run at its current step, unless it has been saved."""
         step = run.state.step
         if step == self.saved_step:
             return
@@ -565,7 +565,7 @@ class CheckpointHook(Hook):
             run.ledger.saved(Point(path, run.state, run.origin))
 
     def _prepare(self, run: Run) -> None:
-        """Check that there is room for a checkpoint, and put all numbers so far on the disk."""
+        """Check that there is room for a checkpoint, and flush all metrics so far to the disk."""
         paths = RunPaths(run.config.directory)
         check_room(paths.checkpoints, run.config.state_bytes * num_parameters(run.config))
         if self.writer is not None:
@@ -573,7 +573,7 @@ class CheckpointHook(Hook):
 
 
 STOP_SECONDS = 30.0
-"""How long a run that is asked to stop waits for an upload; the next start makes up for it."""
+"""How long a run that is asked to stop waits for an upload; the next start does the rest."""
 
 
 class Patience:
@@ -584,8 +584,8 @@ class Patience:
         self._asked_at: float | None = None
 
     def may_wait(self) -> bool:
-        """Return True as long as nobody asked the run to stop, and for a while after that."""
-        # A sign of life, for the watchdog.
+        """Return True until the run is asked to stop, and for STOP_SECONDS after that."""
+        # Reported as progress, so that the watchdog does not take the wait for a hang.
         self._run.reporter.progress(self._run.state.step)
         if self._asked_at is None and any(self._run.requests.votes()[:-1]):
             self._asked_at = time.monotonic()
@@ -593,10 +593,10 @@ class Patience:
 
 
 class UploadHook(Hook):
-    """Upload every checkpoint beside training; a failure warns and is tried again."""
+    """Upload every checkpoint while training continues; a failed upload warns and is retried."""
 
     def __init__(self, run: Run) -> None:
-        """Start the process that uploads, on rank 0, if checkpoint.upload_to is set."""
+        """Start the uploading process, on rank 0, if checkpoint.upload_to is set."""
         self.run, self.is_over = run, False
         url = run.config.checkpoint.upload_to
         self.uploader = None
@@ -604,18 +604,18 @@ class UploadHook(Hook):
             self.uploader = Uploader(run.config.directory, url)
 
     def after_step(self, run: Run, record: Record) -> None:
-        """Warn if the process that uploads has ended."""
+        """Warn if the uploading process has ended."""
         if self.uploader is not None:
             self.uploader.check()
 
     def close(self) -> None:
-        """Upload what is missing if the run has ended as it should; say what could not be."""
+        """After a normal end of the run, upload missing checkpoints; warn about any left over."""
         if self.uploader is None:
             return
         run, config = self.run, self.run.config
         has_stopped = run.requests.agreed and not run.requests.is_leaving
         if run.state.step < run.whole.train.num_steps and not has_stopped:
-            # Another phase follows, or it failed. The next start makes up for what is missing.
+            # Another phase follows, or the run has failed. The next start uploads what is missing.
             self.uploader.close()
             return
         missing = self.uploader.finish(Patience(run).may_wait)

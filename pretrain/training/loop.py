@@ -1,4 +1,4 @@
-"""The training loop. What happens besides a step (logging, evaluation, saving) is left to hooks."""
+"""The training loop. Everything besides a step (logging, evaluation, saving) is left to hooks."""
 
 from __future__ import annotations
 
@@ -78,15 +78,15 @@ def train(
         resume: "auto" for the newest complete checkpoint or, if there is none, from scratch;
             "none" to start from scratch; else the path of a run or a checkpoint, or the URL of a
             store or of a checkpoint in it.
-        requests: What this process is asked to do by signals. None: nothing.
+        requests: Requests that signals make to this process. None: it listens to no signals.
         allowed: Keys that may differ from the checkpoint's although they change training.
 
     Returns:
         The process's exit code, the same on every rank: 0 when the run is finished.
 
     Raises:
-        ConfigError: The input is wrong; nothing has been written then.
-        RunFailed: The run cannot go on, for example because its gradients are no longer finite.
+        ConfigError: The input is wrong; nothing has been written.
+        RunFailed: The run cannot continue, for example because its gradients are not finite.
     """
     check_wandb(config)
     check_store(config, resume)
@@ -109,7 +109,8 @@ def train(
             return 0
         reporter.phase(Phase.LOADING, start_point.step)
         run = load_run(config, streams, topology, start_point, requests or Requests(), reporter)
-        # After loading, which may still refuse: the directory keeps the config it was trained with.
+        # Written after loading, which may still refuse the config: until then the directory keeps
+        # the config with which it was trained.
         if topology.is_main:
             with writing(config.directory):
                 replace_file(RunPaths(config.directory).config, dump_config(config))
@@ -123,11 +124,11 @@ def train(
 def _next_phase(run: Run, streams: Streams) -> Run:
     """Return the run in its next phase, from the checkpoint at the border. All ranks together.
 
-    It starts as any run does that goes on from a checkpoint, so that a run that is killed and
-    started again cannot differ from one that was not.
+    The next phase starts in the same way as a resumed run, so that a run that is killed and started
+    again cannot differ from an uninterrupted one.
 
     Args:
-        run: The run in the phase that has ended. Nothing of it can be used any more.
+        run: The run in the phase that has ended. It must not be used any more.
         streams: The training and the validation split.
     """
     before, config, topology = run.start_point, run.whole, run.topology
@@ -137,9 +138,10 @@ def _next_phase(run: Run, streams: Streams) -> Run:
     def find() -> StartPoint:
         resume, own = "auto", checkpoint_directory(config.directory, run.state.step)
         if before.checkpoint is not None and not own.exists():
-            # Another run's, from which this one began with the evaluation of the phase before.
+            # The run has not saved this step: it began from another run's checkpoint, right with
+            # the last evaluation of the previous phase.
             resume = str(before.checkpoint.path)
-        # Those that were passed over have been set aside.
+        # Checkpoints that were passed over have been set aside by now.
         return find_start_point(config, resume, replace(before, passed_over=()), run.state.step)
 
     start_point = on_main(topology, find, StartPoint)
@@ -168,7 +170,7 @@ def _train_steps(run: Run) -> None:
             except (Spike, Unsound) as trouble:
                 if not replay(run, hooks, trouble):
                     _act(run, hooks, trouble)
-        # No message may still be on its way when the processes go their own ways after this.
+        # Every rank waits, so that no collective is unfinished when the processes end.
         run.optimizer.wait_for_weights()
         for hook in hooks:
             hook.at_end(run)
@@ -180,19 +182,20 @@ def _train_steps(run: Run) -> None:
 
 
 def begin_ledger(run: Run) -> Ledger:
-    """Return what the run can go back to, and compare, when it begins to train."""
+    """Return the ledger with the state from which the run begins to train."""
     interval = memory_check_interval(run.config, run.topology.layout.replicas)
     began = run.start_point.checkpoint
-    # The loss scaler's fields are the same on all ranks and at any start from scratch.
+    # Only needed for the initial state; the loss scaler's fields are the same on all ranks.
     point = Point(began.path if began else None, run.state, run.origin, run.optimizer.scaler_fields)
     resting = Resting(run.optimizer, interval) if run.config.recovery.replay else None
-    # At stages 2 and 3 DeepSpeed sends gradients within the backward pass.
+    # At stages 2 and 3 DeepSpeed sends gradients during the backward pass, so a step cannot be
+    # computed twice.
     can_repeat = run.optimizer.stage == 1
     return Ledger(point, resting, run.config.recovery.repeat_interval_steps if can_repeat else None)
 
 
 def _act(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> None:
-    """Do what follows where nothing is to be replayed, or a replay has shown the same."""
+    """Act on a failed check if nothing can be replayed, or if a replay failed in the same way."""
     if not isinstance(trouble, Spike):
         raise trouble
     if isinstance(trouble, Jump):
@@ -202,8 +205,8 @@ def _act(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> None:
         return
     raise RunFailed(
         f"{trouble}. Nothing after it is saved. Resume from the last checkpoint with a lower "
-        'optimizer.learning_rate, with train.spike_policy = "skip" or "rollback", or, if it was no '
-        "spike, with a higher train.spike_threshold"
+        'optimizer.learning_rate, with train.spike_policy = "skip" or "rollback", or, if it was '
+        "not a spike, with a higher train.spike_threshold"
     )
 
 
@@ -213,10 +216,11 @@ def _is_over(run: Run) -> bool:
 
 
 def _take_steps(run: Run, hooks: Sequence[Hook], steps: Iterator[list[Tensor]]) -> None:
-    """Take steps from where the run stands, until it is over. Raises `Spike`.
+    """Take steps from the run's current state until it is over. Raises `Spike`.
 
-    A step's numbers are read and logged when the next step has been queued, so that the device does
-    not wait for it. They are read at once where a hook is due, which needs the step to be over.
+    A step's numbers are read and logged after the next step has been queued, so that the device
+    does not wait for the host. If a hook is due, they are read at once, because the hook needs the
+    step to be over.
     """
     begin, unread = platform.Moment(), None
     while not _is_over(run):
@@ -244,18 +248,18 @@ def _report(run: Run, hooks: Sequence[Hook], step: QueuedStep) -> None:
 
 
 def _roll_back(run: Run, hooks: Sequence[Hook], spike: Spike) -> None:
-    """Restore the newest checkpoint into `run`, and pass over the data. All ranks together.
+    """Restore the newest checkpoint into `run`, and skip the data since. All ranks together.
 
     Chowdhery et al. 2022 (PaLM, section 5.1) went back about 100 steps before a spike and skipped
-    200 to 500 batches, and the spike did not return: it takes the data and the state of the model
-    together. Here the run goes back to its newest checkpoint, and skips all samples from there up
-    to and including the spike's. Steps are counted from the checkpoint again; `consumed_samples`
-    goes on.
+    200 to 500 batches, and the spike did not return: the cause was the combination of the data and
+    the state of the model. Here the run goes back to its newest checkpoint, and skips all samples
+    from there up to and including those of the spike. Steps are counted from the checkpoint again;
+    `consumed_samples` keeps counting.
 
     Args:
         run: The run; steps after the checkpoint have been taken.
         hooks: The run's hooks.
-        spike: What was seen, the same on every rank.
+        spike: The spike, the same on every rank.
 
     Raises:
         Poisoned: The run has gone back to this checkpoint train.spike_max_rollbacks times.
@@ -279,13 +283,15 @@ def _roll_back(run: Run, hooks: Sequence[Hook], spike: Spike) -> None:
                 f"(train.spike_max_rollbacks = {most}), so it is not the data. Resume from an "
                 "earlier checkpoint, or with a lower optimizer.learning_rate"
             )
-        # The weights of the last update are still being gathered into what is overwritten.
+        # The weights of the last update may still be being gathered into the tensors that are
+        # overwritten here.
         run.optimizer.wait_for_weights()
         restored = load_checkpoint(checkpoint, run.optimizer, run.config)
-    # The command's input was right: at the next start, an earlier checkpoint may be good.
+    # Not a ConfigError, since the command's input was right: the next start may use an earlier
+    # checkpoint.
     except ConfigError as error:
         raise RunFailed(f"{spike}. {error}") from None
-    # The data goes on in the present blend, which may have begun after the checkpoint.
+    # The data continues in the current blend, which may have begun after the checkpoint.
     consumed, segment = spike.state.consumed_samples, spike.state.segment
     run.state = replace(restored, consumed_samples=consumed, segment=segment)
     run.spikes.load(restored.spikes)
@@ -343,12 +349,12 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
 
 
 def _compute(run: Run, batches: Sequence[Batch]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a step's losses, and the `computed_bits` of both times if it is computed twice."""
+    """Return a step's losses, and if it is computed twice the `computed_bits` of both times."""
     step, repeats = run.state.step, list[Tensor]()
     if run.ledger is None or not run.ledger.is_repeated(step):
         seed_step(run.config, run.topology, step)
         return forward_backward(run.chunks, run.optimizer, batches, run.eos_id), repeats
-    # The first time records no metrics. Sent late, gradients have the same bits.
+    # The first computation records no metrics. Holding gradients back does not change their bits.
     for collect in (lambda *_: None, run.metrics.collect):
         seed_step(run.config, run.topology, step)
         with collecting(collect):
@@ -367,7 +373,7 @@ def _as_trained(run: Run, batches: list[Tensor]) -> Sequence[Batch]:
 
 
 def step_batches(run: Run) -> Generator[list[Tensor], None, None]:
-    """Return this rank's micro batches, step by step, from where the run stands. Close it."""
+    """Return a generator of this rank's micro batches for each next step. Close it after use."""
     config = run.config
     return batches(
         run.training_stream,
@@ -385,7 +391,7 @@ def step_batches(run: Run) -> Generator[list[Tensor], None, None]:
 
 
 def _outlook(config: RunConfig, topology: Topology, start_point: StartPoint) -> str:
-    """Return the line that says where the run starts from and what is left to do."""
+    """Return a line about where the run starts from and what is left to do."""
     directory, step, last = config.directory, start_point.step, config.train.num_steps
     if start_point.is_finished(config):
         return f"{directory}: already at step {step} of {last}; nothing to train"

@@ -1,7 +1,7 @@
 """Collect a step's numbers, and send them to metrics.jsonl, the console, W&B and TensorBoard.
 
-metrics.jsonl always gets every number (`pretrain.rundir.metrics` says what a record holds); the
-other destinations are a convenience and can fail without harm. Each is one small class, and
+metrics.jsonl always gets every number (`pretrain.rundir.metrics` defines the records); the other
+destinations are a convenience and may fail without harm. Each destination is one small class, and
 `MetricsWriter` passes every record to all of them.
 """
 
@@ -40,13 +40,13 @@ from pretrain.rundir.metrics import record_metric as record_metric
 from pretrain.rundir.paths import RunPaths
 from pretrain.topology import gather
 
-# ---- Reduce what `record_metric` was given in a step over all ranks ----
-# Ranks may record different names: a pipeline stage knows the numbers of its own layers. A
-# collective needs the same numbers in the same order everywhere. So the ranks reduce the names that
-# all of them know. A rank that has seen another name votes for an exchange, along with the loss
-# (`step.update`); where the votes say so, the ranks exchange names when the step's numbers are
-# read, and reduce what its reduction lacked. That happens for each new name in the first steps that
-# record it, and never again.
+# ---- Reduce the values given to `record_metric` in a step over all ranks ----
+# Ranks may record different names, because a pipeline stage knows only the numbers of its own
+# layers, but a collective needs the same numbers in the same order on every rank. So the ranks
+# reduce the names that all of them know. A rank that has seen another name votes for an exchange,
+# along with the loss (`step.update`). If any rank has voted for it, the ranks exchange names when
+# the step's numbers are read, and reduce the missing ones. This happens only in the first steps
+# that record a new name.
 
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)*")
@@ -61,18 +61,18 @@ class StepMetrics:
         self._seen: dict[str, Reduction] = {}
         """The names that this rank knows."""
         self._values: dict[str, list[float | Tensor]] = {}
-        """The values of the step that is under way."""
+        """The values of the step in progress."""
 
     def collect(self, name: str, value: Any, reduction: Reduction) -> None:
-        """Take a value, as `record_metric` is given it."""
+        """Collect a value; the arguments are those of `record_metric`."""
         if self._seen.get(name) != reduction:
             self._check(name, reduction)
             self._seen[name] = reduction
         if isinstance(value, Tensor):
             if value.numel() != 1:
-                raise ValueError(f"record_metric({name!r}): {tuple(value.shape)} is no scalar")
+                raise ValueError(f"record_metric({name!r}): {tuple(value.shape)} is not a scalar")
             value = value.detach().reshape(())
-            # A copy: the tensor may be changed in place before the step ends.
+            # Copied, because the tensor may be changed in place before the step ends.
             value = value.to(torch.float64, copy=True) if value.is_cuda else float(value)
         self._values.setdefault(name, []).append(value)
 
@@ -81,7 +81,7 @@ class StepMetrics:
         return self._seen.keys() != self._agreed.keys()
 
     def take(self) -> TakenMetrics:
-        """Reduce the values of the step that is over, and begin another. All ranks together."""
+        """Reduce the values of the completed step, and begin the next. All ranks together."""
         values, self._values = self._values, {}
         names = dict(self._agreed)
         return TakenMetrics(self, values, names, _reduced(values, names))
@@ -113,11 +113,11 @@ class TakenMetrics:
 
     owner: StepMetrics
     values: dict[str, list[float | Tensor]]
-    """This rank's."""
+    """The values of this rank."""
     names: dict[str, Reduction]
-    """What the reduction holds."""
+    """The metrics in the reduction."""
     numbers: list[Tensor]
-    """The reduction: fp64 on the device, to be read back together and given to `record`."""
+    """The reduction: fp64 on the device, to be read back together and passed to `record`."""
 
     @property
     def size(self) -> int:
@@ -129,7 +129,7 @@ class TakenMetrics:
 
         Args:
             numbers: `self.numbers` on the host.
-            is_lacking: The votes: a rank has recorded what the reduction does not hold.
+            is_lacking: True if, by the votes, a rank has recorded a name that is not in `names`.
         """
         record = _record(self.names, numbers)
         if is_lacking:
@@ -156,7 +156,7 @@ def _reduced(values: dict[str, list[float | Tensor]], names: dict[str, Reduction
 
 
 def _record(names: dict[str, Reduction], numbers: Sequence[float]) -> Record:
-    """Return what `_reduced` holds, by name. A metric that no rank recorded is left out."""
+    """Return the numbers of `_reduced` by name. A metric that no rank recorded is left out."""
     added = [name for name, how in names.items() if how != "max"]
     largest = [name for name, how in names.items() if how == "max"]
     sums, counts = numbers[: len(added)], numbers[len(added) : 2 * len(added)]
@@ -188,15 +188,15 @@ def _own(values: list[float | Tensor], how: Literal["sum", "max"]) -> float | Te
 
 
 # ---- tags ----
-# Name a run's numbers as W&B and TensorBoard show them: in groups, with axes to draw them over.
+# Name a run's numbers as W&B and TensorBoard show them, in groups with a common axis.
 #
-# RUN/metrics.jsonl has names of its own, with units, which do not change. Here each gets the group
-# under which it is shown and, where there is one, the name that Hugging Face's Trainer uses.
+# RUN/metrics.jsonl has its own names, with units, which do not change. Here each gets the group
+# under which it is shown and, if there is one, the name that Hugging Face's Trainer uses.
 
 
 PASS = "begun_pass_of_"
-"""A step in which a corpus has been read to its end has a key of this and the corpus's name: the
-number of the pass that begins, from 2."""
+"""A step that reads a corpus to its end has a key of this prefix and the corpus's name. The value
+is the number of the pass that begins, from 2."""
 _GROUPED = {
     "train": (
         *("learning_rate", "position_learning_rate", "global_batch_size", "consumed_samples"),
@@ -217,9 +217,9 @@ TAGS = {"loss_nats": "train/loss", "gradient_norm": "train/grad_norm"} | {
 }
 """Key of a step's record -> tag."""
 GROUPS = ("train", "throughput", "health", "data", "eval")
-"""What the tags begin with."""
+"""The groups with which tags begin."""
 STEP = "step"
-"""The axis of every chart: steps done since step 0, whatever the number of starts."""
+"""The axis of every chart: steps done since step 0, over all starts of the run."""
 
 
 def step_tags(record: Record) -> Record:
@@ -232,14 +232,14 @@ def step_tags(record: Record) -> Record:
 
 
 def _tag(key: str) -> str:
-    """Return the tag of a step's number, which may have been recorded by its name."""
+    """Return the tag of a number in a step's record; `record_metric` may have given it a group."""
     if key.startswith(PASS):
         return f"data/{key}"
     return TAGS.get(key, key if "/" in key else f"train/{key}")
 
 
 def _recorded(record: Record) -> Record:
-    """Return the numbers of a step that `record_metric` was given."""
+    """Return the numbers of a step that came from `record_metric`."""
     return {
         key: value
         for key, value in record.items()
@@ -263,23 +263,23 @@ def evaluation_tags(records: Sequence[Record]) -> Record:
 
 
 INIT_SECONDS = 15
-"""With an API key and no network, wandb would block far longer before it raises."""
+"""Time limit of wandb's start. With an API key but no network, it would block far longer."""
 FINISH_SECONDS = 60
-"""What is not uploaded by then stays on disk for `wandb sync`."""
+"""Time limit of the last upload. Data not uploaded by then stays on disk for `wandb sync`."""
 INSTALL = "pip install 'pretrain[wandb]'"
 
 
 def is_installed() -> bool:
     """Return True if the package wandb can be imported.
 
-    A folder of that name in the working directory, as below a run, is no package.
+    A folder named wandb in the working directory, such as that of a run, is not the package.
     """
     found = importlib.util.find_spec("wandb")
     return found is not None and found.origin is not None
 
 
 def check_wandb(config: RunConfig) -> None:
-    """Raise ConfigError if the run is to be sent to W&B and there is nothing to send it with."""
+    """Raise ConfigError if the run is to be sent to W&B but the package is not installed."""
     if config.logging.wandb == "online" and not is_installed():
         raise ConfigError(
             "logging.wandb = online: the package wandb is not installed. Install it "
@@ -297,7 +297,7 @@ class Destination:
         """Take the records of one evaluation."""
 
     def go_back(self, step: int) -> None:
-        """Note that the steps after `step` will be taken again. What was shown of them stays."""
+        """Note that the steps after `step` will be taken again. What is already shown stays."""
 
     def close(self) -> None:
         """Write out what is buffered."""
@@ -307,7 +307,7 @@ class Wandb(Destination):
     """Weights & Biases. The run directory holds the id, so a resumed run continues its curves."""
 
     def __init__(self, config: RunConfig, run_directory: Path) -> None:
-        # Importing wandb takes about a second, which a run that does not use it should not pay.
+        # Imported here, because it takes about a second, which only runs that use it should pay.
         import wandb
 
         mode = config.logging.wandb
@@ -328,7 +328,7 @@ class Wandb(Destination):
                 finish_timeout=FINISH_SECONDS,
             ),
         )
-        # The x axis is our own step. wandb's must only grow, and a resume may go back a few steps.
+        # The x axis is our own step, because wandb's can only grow, and a resumed run may go back.
         self._run.define_metric(STEP)
         for group in GROUPS:
             self._run.define_metric(f"{group}/*", step_metric=STEP)
@@ -346,7 +346,7 @@ class Wandb(Destination):
 
 
 def _run_id(path: Path) -> str:
-    """Return the run's id, which `path` keeps from the first start on: one directory is one run.
+    """Return the run's id, which `path` keeps from the first start on, so one directory is one run.
 
     A run that ended before its first checkpoint starts from scratch, and still keeps its id.
     """
@@ -358,16 +358,16 @@ def _run_id(path: Path) -> str:
 
 
 SHOWN_WAIT = 0.05
-"""The share of a step from which on the wait for its data is shown."""
+"""The wait for data is shown if it takes more than this share of a step."""
 RATE_WINDOW_STEPS = 50
 """The estimated time left is computed from this many latest steps."""
 
 
 class MetricsWriter:
-    """Passes records to every destination that `config.logging` names. Make one, on rank 0.
+    """Passes records to every destination that `config.logging` names. Create one, on rank 0.
 
-    metrics.jsonl holds every number whatever becomes of the others, whose failures are reported
-    once on stderr and never stop a run.
+    metrics.jsonl always holds every number. Failures of the other destinations are reported once on
+    stderr and never stop a run.
     """
 
     def __init__(self, config: RunConfig, run_directory: Path, resume_step: int) -> None:
@@ -375,14 +375,14 @@ class MetricsWriter:
 
         Args:
             config: The run's config.
-            run_directory: Where the files go. Made when missing.
-            resume_step: Steps done; 0 for a fresh start. What an earlier attempt wrote about later
-                steps is dropped, because they are made again.
+            run_directory: The directory of the files, created if it is missing.
+            resume_step: Steps done; 0 for a fresh start. An earlier attempt's records of later
+                steps are dropped, because those steps will be taken again.
         """
         make_directory(run_directory)
         self._path = RunPaths(run_directory).metrics
         self._file = MetricsFile(self._path, resume_step)
-        # Without any record, the steps may be another run's, whose checkpoint this one began with.
+        # No warning without any record, because this run may begin with another run's checkpoint.
         if 0 < (last := self._file.last_step) < resume_step:
             say(
                 f"warning: {self._path}: ends at step {last}, and training goes on from step "
@@ -390,7 +390,7 @@ class MetricsWriter:
                 "have them again, resume from an earlier checkpoint"
             )
         self.destinations: dict[str, Destination] = {}
-        """What is written to beside metrics.jsonl and has not failed."""
+        """The destinations besides metrics.jsonl that have not failed."""
         if config.logging.wandb != "disabled" and not is_installed():
             say(
                 "wandb: not installed, so nothing is written for W&B; metrics.jsonl has every "
@@ -414,21 +414,21 @@ class MetricsWriter:
         self._each(lambda destination: destination.evaluation(records))
 
     def changed(self, record: Record) -> None:
-        """Write the record of changed keys to metrics.jsonl; the others hold numbers alone."""
+        """Write the record of changed keys to metrics.jsonl; the others accept only numbers."""
         self._file.write(record)
 
     def close_file(self) -> None:
-        """Close metrics.jsonl, with every record in it. Raises RunFailed when the disk refuses."""
+        """Close metrics.jsonl, with every record in it. Raises RunFailed if a write fails."""
         self._file.close()
 
     def go_back(self, step: int) -> None:
-        """Drop the records of the steps after `step`, which are taken again."""
+        """Drop the records of the steps after `step`, which will be taken again."""
         self.close_file()
         self._file = MetricsFile(self._path, step)
         self._each(lambda destination: destination.go_back(step))
 
     def flush(self) -> None:
-        """Flush metrics.jsonl to the disk. Raises RunFailed when the disk refuses."""
+        """Flush metrics.jsonl to the disk. Raises RunFailed if a write fails."""
         self._file.flush()
 
     def close(self) -> None:
@@ -447,7 +447,7 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
-        """Report a failure of a destination, and go on without it."""
+        """Report a failure of a destination, and continue without that destination."""
         try:
             yield
         except Exception as error:
@@ -460,7 +460,7 @@ class MetricsWriter:
 
 
 class TensorBoard(Destination):
-    """TensorBoard event files. A resume purges the steps that will be made again."""
+    """TensorBoard event files. A resumed run purges the steps that will be taken again."""
 
     def __init__(self, run_directory: Path, resume_step: int) -> None:
         self._folder = str(RunPaths(run_directory).tensorboard)
@@ -468,7 +468,7 @@ class TensorBoard(Destination):
 
     def _open(self, step: int) -> None:
         """Open a file in which everything after `step` is written again."""
-        # Slow to import, and tensorboard may not be installed.
+        # Imported here, because it is slow to import, and tensorboard may not be installed.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(log_dir=self._folder, purge_step=step + 1)
@@ -492,12 +492,12 @@ class TensorBoard(Destination):
 
 
 class Console(Destination):
-    """A line on stderr for the first step, every interval_steps, and each evaluation."""
+    """Prints a line on stderr for the first step, every interval_steps, and each evaluation."""
 
     def __init__(self, config: RunConfig) -> None:
         self._num_steps, self._interval = config.train.num_steps, config.logging.interval_steps
         self._even = math.log(config.data.vocab_size)
-        """Loss in nats where every token is as probable."""
+        """The loss in nats if all tokens are equally probable."""
         self._scale = config.embedding_scale if config.model.tie_word_embeddings else 1.0
         self._seconds: deque[float] = deque(maxlen=RATE_WINDOW_STEPS)
 
@@ -509,12 +509,12 @@ class Console(Destination):
             eta = tqdm.format_interval(left)
             say(f"step {step}/{self._num_steps}  {_numbers(record)}  eta {eta}")
         elif is_first:
-            # No estimate: it allocates, and may compile, what later steps use again.
+            # No estimate from the first step, as it allocates memory and may compile kernels.
             say(f"step {step}/{self._num_steps}  {_numbers(record)}  (the first is the slowest)")
         if step == 1 and self._scale > 1 and record["loss_nats"] > self._even:
             say(
                 f"the loss begins above the {self._even:.1f} of a guess, ln(vocabulary): tied "
-                f"embeddings times {self._scale:.1f} first predict the token that was read"
+                f"embeddings times {self._scale:.1f} at first predict the token that was read"
             )
 
     def evaluation(self, records: list[Record]) -> None:
@@ -532,7 +532,7 @@ def _numbers(record: Record) -> str:
 
 
 def _data_wait(record: Record) -> str:
-    """Return how much of a step was spent waiting for its data, if it is worth a look."""
+    """Return the share of a step spent waiting for its data, as text; "" if it is small."""
     share = record["data_wait_seconds"] / record["step_seconds"]
     return f"  data wait {share:.0%}" if share > SHOWN_WAIT else ""
 

@@ -1,23 +1,24 @@
-"""Replay steps of which one cannot be right, to tell a machine's fault from the data's.
+"""Replay steps after a failed check, to tell a fault of a machine from a fault of the data.
 
-Runs repeat bit for bit, so the same steps on the same data give the same numbers. Where a check
-fails (`config.Unsound`, or a spike), all ranks go back to the last proven state in this process and
-take the steps again in the ordinary way, with their logs, evaluations and saves. Each rank compares
-its own numbers of every step with those of the first time:
+Runs repeat bit for bit, so the same steps on the same data give the same numbers. If a check fails
+(`config.Unsound`, or a spike), all ranks go back to the last proven state in this process and take
+the steps again in the ordinary way, with their logs, evaluations and saves. Each rank compares its
+own numbers of every step with those of the first time. Three results are possible:
 
-- it does not happen again: transient; the run goes on from the replayed steps;
-- it happens again, after equal numbers on every rank: it reproduces, and comes from the data, the
-  settings or the code, or where one rank alone was wrong, from that rank;
-- the same rank is found different in two replays: persistent; the run ends, and the launcher leaves
-  the rank's host out.
+- The failure does not happen again. It was transient; the run continues from the replayed steps.
+- It happens again, after equal numbers on every rank. It reproduces, and comes from the data, the
+  settings or the code; or from a single rank, if only that rank was wrong.
+- The same rank differs in two replays. The fault is persistent; the run ends, and the launcher
+  excludes the rank's host.
 
-A state is proven when the run has saved another one after it: the steps between have passed the
-checks. So the run goes back behind its newest checkpoint, which is set aside and saved anew.
+A state is proven when the run has saved another one after it, because the steps between have passed
+the checks. So the run goes back to a state before its newest checkpoint, which is set aside and
+saved again.
 
 Megatron-LM's rerun_state_machine.py repeats the last forward and backward pass, whose inputs it
-keeps, and asks for another GPU to tell a persistent fault from a correct result. It cannot see
-faults of the optimizer's state or of an earlier step, and its error injector changes the outcome of
-a comparison, not a number.
+keeps, and needs another GPU to tell a persistent fault from a correct result. It cannot see faults
+of the optimizer's state or of an earlier step, and its error injector changes the outcome of a
+comparison, not a number.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ from pretrain.training.step import Hook, Spike
 NAMES = ("norm", "loss", "own loss", "own gradient", "own memory")
 """The numbers of a step that are compared, in the order in which `Ledger.note` takes them."""
 JUMP = 1e3
-"""How far above all norms since the start of the process a norm is replayed, whatever the policy.
-Spikes of published runs reach some hundred times the norm before them."""
+"""A norm this many times above all norms since the start of the process is replayed, whatever the
+policy. Spikes of published runs reach some hundred times the norm before them."""
 MOST_NAMED = 8
-"""Ranks that a message names; of the others it says how many there are."""
+"""The most ranks that a message names; it only counts the others."""
 MOST_REPLAYS = 2
-"""Replays after which a check that failed in each of them is taken to fail again."""
+"""A failure counts as reproduced if the check has failed in this many replays."""
 
 
 @dataclass(frozen=True)
@@ -73,34 +74,34 @@ class Point:
     """Its checkpoint; None for the initial state, which follows from run.seed."""
     state: TrainerState
     origin: Origin
-    """What the next save after it records."""
+    """What the next save after this state records about its origin."""
     scaler_fields: dict[str, float] | None = None
-    """fp16, of the initial state: the loss scaler's fields."""
+    """With fp16, for the initial state: the loss scaler's fields."""
     largest: Tensor | None = None
-    """Its `health.largest_magnitudes`."""
+    """The `health.largest_magnitudes` of this state."""
 
 
 @dataclass
 class Replay:
-    """A replay that is under way."""
+    """A replay in progress."""
 
     until: int
     """The step whose check had failed."""
     trouble: Spike | Unsound
     number: int
-    """1 for the first of a failure."""
+    """1 for the first replay of a failure."""
     first: tuple[int, frozenset[str]] | None = None
     """The first step whose numbers differed on this rank, and which of NAMES."""
     jumped_to: float | None = None
-    """The norm of `until` this time, if it is that of a jump; then it is accepted."""
+    """The norm of step `until` in this replay, if it jumps again; then the norm is accepted."""
 
 
 class Unsteady(Unsound):
-    """Ranks have computed a step twice, and got other numbers the second time."""
+    """Ranks have computed a step twice, with different numbers the second time."""
 
 
 class Ledger:
-    """This rank's numbers since the last proven state, and the two last states to go back to."""
+    """This rank's numbers since the last proven state, and the last two states to go back to."""
 
     def __init__(self, point: Point, resting: Resting | None, repeat_interval: int | None) -> None:
         """Begin at a state.
@@ -108,22 +109,22 @@ class Ledger:
         Args:
             point: The state.
             resting: Checks the memory; None if nothing is to be replayed.
-            repeat_interval: Of so many steps one is computed twice; 0 for those of a replay alone,
-                None for none at all.
+            repeat_interval: One of this many steps is computed twice; 0 to compute only steps of a
+                replay twice, None to compute no step twice.
         """
         self.points, self.resting = [point], resting
         self._repeat_interval = repeat_interval
         self.largest = point.largest
-        """The `health.largest_magnitudes` that the last check of health has seen."""
+        """The `health.largest_magnitudes` from the last health check."""
         self.replay: Replay | None = None
         self.most = 0.0
-        """The largest gradient norm that is not taken for a fault."""
+        """The largest gradient norm so far that was not taken for a fault."""
         self.last = point.state.step
-        """The last step of which the numbers have been read."""
+        """The last step whose numbers have been read."""
         self.blamed: Counter[int] = Counter()
-        """In how many replays a rank was the only one that differed first."""
+        """By rank, in how many replays it was the only rank that differed first."""
         self.unsteady: tuple[int, ...] = ()
-        """The ranks on which steps differ that are computed twice, as a replay has shown."""
+        """The ranks on which a replay has shown that a step computed twice differs."""
         self._numbers: dict[int, list[bytes | None]] = {}
 
     @property
@@ -133,9 +134,9 @@ class Ledger:
 
     @property
     def largest_proven(self) -> Tensor | None:
-        """Return the magnitudes that the next state is judged by.
+        """Return the magnitudes by which the next state is judged.
 
-        Moments begin at 0, which says nothing; then those of the newest save count.
+        Moments begin at 0, by which nothing can be judged; for these, the newest save counts.
         """
         proven, newest = self.proven.largest, self.points[-1].largest
         if proven is None or newest is None:
@@ -143,9 +144,9 @@ class Ledger:
         return torch.where(proven > 0, proven, newest)
 
     def note(self, step: int, numbers: Sequence[float | None]) -> None:
-        """Take a step's numbers, and compare them with those of the time before.
+        """Record a step's numbers, and compare them with those of the previous time.
 
-        None stands for a number that was not taken, which differs from no other.
+        None stands for a number that was not measured; it is never reported as different.
         """
         seen = [None if number is None else struct.pack("d", number) for number in numbers]
         pairs = zip(NAMES, seen, self._numbers.get(step, ()), strict=False)
@@ -155,7 +156,7 @@ class Ledger:
         self._numbers[step], self.last = seen, step
 
     def jumps(self, step: int, norm: float) -> bool:
-        """Return True if a step is to be replayed for its norm; not again at a replay's end."""
+        """Return True if a step must be replayed because of its norm, but not in its own replay."""
         if self.most and self.most * JUMP < norm < math.inf:
             if self.replay is None or self.replay.until != step:
                 return True
@@ -165,14 +166,14 @@ class Ledger:
 
     @property
     def can_repeat(self) -> bool:
-        """Return True if steps can be computed twice, which shows if ranks repeat them."""
+        """Return True if steps can be computed twice, to see whether ranks repeat their bits."""
         return self._repeat_interval is not None
 
     def is_repeated(self, step: int) -> bool:
-        """Return True if the step after `step` is computed twice. It is the same on all ranks.
+        """Return True if the step after `step` is computed twice, on all ranks alike.
 
-        That is the first step of a replay, to see if the ranks' kernels repeat their sums bit for
-        bit, and one of each interval, drawn by the interval's number.
+        These are the first step of a replay, to see whether the ranks' kernels repeat their sums
+        bit for bit, and one step of each interval, drawn by the interval's number.
         """
         if self.resting is None or self._repeat_interval is None or self.unsteady:
             return False
@@ -183,10 +184,10 @@ class Ledger:
         return drawn is not None and step % interval == drawn
 
     def differed(self, step: int, on_this_rank: bool) -> None:
-        """Take that a step has differed when it was computed twice. All ranks together.
+        """Record that a step computed twice has differed. All ranks together.
 
         Raises:
-            Unsteady: It was in no replay.
+            Unsteady: The step was not part of a replay.
         """
         everyone = gather(on_this_rank, bool)
         ranks = tuple(rank for rank, differs in enumerate(everyone) if differs)
@@ -196,30 +197,30 @@ class Ledger:
         self.unsteady = ranks
 
     def saw(self, step: int, largest: Tensor) -> None:
-        """Take the largest magnitudes of the state after a step."""
+        """Record the largest magnitudes of the state after a step."""
         self.largest, newest = largest, self.points[-1]
         if newest.state.step == step:
             self.points[-1] = replace(newest, largest=largest)
 
     def saved(self, point: Point) -> None:
-        """Note a save: the one before it is proven."""
+        """Record a save, which proves the one before it."""
         self.points = [self.points[-1], replace(point, largest=self.largest)]
         proven = self.proven.state.step
         self._numbers = {step: seen for step, seen in self._numbers.items() if step > proven}
 
     def restart(self, point: Point) -> None:
-        """Begin anew at a state, of which nothing is to be compared."""
+        """Begin anew at a state, with no earlier numbers to compare."""
         self.points, self._numbers, self.replay = [point], {}, None
         self.take_memory(point.state.step)
 
     def take_memory(self, step: int) -> None:
-        """Take the sums of the memory as it is after a step."""
+        """Take checksums of the memory after a step."""
         if self.resting is not None:
             self.resting.take(step, in_replay=self.replay is not None)
 
 
 class _Place(NamedTuple):
-    """A rank, for all others to know."""
+    """A rank's place and its result, to be shared with all ranks."""
 
     host: str
     device: str
@@ -237,13 +238,13 @@ class _Findings(NamedTuple):
     step: int | None
     """The first step whose numbers differed; None if all were equal."""
     ranks: list[int]
-    """Those from which the difference may come."""
+    """The ranks from which the difference may come."""
     unsteady: tuple[int, ...] = ()
-    """`Ledger.unsteady`."""
+    """As `Ledger.unsteady`."""
 
 
 def _compare(topology: Topology, ledger: Ledger, replay: Replay) -> _Findings:
-    """Gather where the replay has differed first. All ranks together."""
+    """Gather from all ranks where the replay first differed. All ranks together."""
     first = replay.first
     device = f"{platform.device()} ({platform.device_name()})"
     part = topology.pipeline_rank, topology.tensor_rank
@@ -252,7 +253,8 @@ def _compare(topology: Topology, ledger: Ledger, replay: Replay) -> _Findings:
     if ledger.unsteady:
         stages = {everyone[rank].part[0] for rank in ledger.unsteady}
         others = {rank for rank, place in enumerate(everyone) if place.part[0] in stages}
-        # A single rank whose sums do not repeat, whereas others with the same kernels repeat them.
+        # A single rank is suspect if its sums do not repeat, but those of others with the same
+        # kernels do.
         is_odd = len(ledger.unsteady) == 1 < len(others)
         return _Findings(everyone, step, [*ledger.unsteady] * is_odd, ledger.unsteady)
     odd: dict[str, list[int]] = {name: [] for name in NAMES}
@@ -261,8 +263,8 @@ def _compare(topology: Topology, ledger: Ledger, replay: Replay) -> _Findings:
             odd[name].append(rank)
     if odd["own memory"]:
         return _Findings(everyone, step, odd["own memory"])
-    # A loss is that of all ranks which hold a part of the model; a gradient has been summed over
-    # the ranks that hold the same part.
+    # A loss comes from all ranks of a replica; a gradient has been summed over the ranks that hold
+    # the same part of the model.
     replicas = {everyone[rank].replica for rank in odd["own loss"]}
     parts = {everyone[rank].part for rank in odd["own gradient"]}
     ranks = [
@@ -274,19 +276,19 @@ def _compare(topology: Topology, ledger: Ledger, replay: Replay) -> _Findings:
 
 
 def replay(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> bool:
-    """Go back to the last proven state, unless a replay has shown the same. All ranks together.
+    """Go back to the last proven state, unless a replay failed in the same way. All ranks together.
 
     Args:
         run: The run.
         hooks: The run's hooks.
-        trouble: What was seen, the same on every rank.
+        trouble: The failed check, the same on every rank.
 
     Returns:
-        False where nothing is to be replayed, or a spike has happened again.
+        False if nothing is to be replayed, or if a spike has happened again.
 
     Raises:
-        Unsound: It has happened again.
-        RunFailed: It comes from one rank again and again, or the state cannot be loaded.
+        Unsound: The failure has happened again.
+        RunFailed: It comes from the same rank repeatedly, or the state cannot be loaded.
     """
     ledger = run.ledger
     if ledger is None or ledger.resting is None:
@@ -317,14 +319,14 @@ def replay(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> bool:
 
 
 class ReplayHook(Hook):
-    """Conclude a replay that has come past the step whose check had failed."""
+    """Conclude a replay that has passed the step whose check had failed."""
 
     def is_due(self, run: Run) -> bool:
-        """Return True in a replay, whose steps are read one by one."""
+        """Return True in a replay, so that every step is read before the next is queued."""
         return run.ledger is not None and run.ledger.replay is not None
 
     def between_steps(self, run: Run) -> None:
-        """Say what was found. All ranks together; RunFailed if it is the same rank as before."""
+        """Report the result. All ranks together; RunFailed if the same rank differed before."""
         ledger = run.ledger
         if ledger is None or ledger.replay is None or run.state.step < ledger.replay.until:
             return
@@ -352,7 +354,7 @@ class ReplayHook(Hook):
 
 
 def _whose(found: _Findings, ranks: Sequence[int]) -> str:
-    """Return from which ranks a difference may have come, in words."""
+    """Return in words from which ranks a difference may have come."""
     unsteady = not ranks and found.unsteady
     if not unsteady and (not ranks or len(ranks) == len(found.everyone) > 1):
         return "it cannot be told on which rank"
@@ -368,12 +370,12 @@ def _whose(found: _Findings, ranks: Sequence[int]) -> str:
 
 
 def _blame(run: Run, found: _Findings, seen: str, named: Sequence[int]) -> None:
-    """Count a single rank that differed, and end the run if it is the second time.
+    """Count a single rank that differed, and end the run if this is the second time.
 
-    It is that too if the rank has differed when it computed a step of the replay twice.
+    A rank also counts twice if it differed when it computed a step of the replay twice.
     """
-    # A rank without others to compare with may only sum in another order, and so may one of which
-    # that is not known.
+    # Without other ranks to compare with, or if steps cannot be computed twice, the rank may just
+    # sum in another order.
     is_known = len(found.everyone) > 1 and run.ledger is not None and run.ledger.can_repeat
     ranks = list(named) or found.ranks * is_known
     if len(ranks) == 1 and run.ledger is not None:
@@ -395,7 +397,7 @@ def _end_persistent(run: Run, found: _Findings, rank: int, seen: str) -> NoRetur
 
 
 def _reproduced(run: Run, found: _Findings, trouble: Spike | Unsound) -> None:
-    """Note that a replay has shown the same; raise it if it is no spike. All ranks together."""
+    """Record that a failure has reproduced; raise it unless it is a spike. All ranks together."""
     config, ledger = run.config, run.ledger
     assert ledger is not None
     equal = "after equal numbers on every rank"
@@ -420,14 +422,14 @@ def _reproduced(run: Run, found: _Findings, trouble: Spike | Unsound) -> None:
 
 
 def note_poisoned_start(run: Run, found: Unsound) -> None:
-    """Note that the state that was loaded cannot be right, as it would be after another load."""
+    """Record that the loaded state cannot be right, as it would be wrong after another load too."""
     _write(run, Cause.REPRODUCES, run.state.step, _Findings([], None, []), [], found.seen)
 
 
 def _conclude(
     run: Run, cause: Cause, step: int, found: _Findings, ranks: Sequence[int], line: str
 ) -> None:
-    """Write diagnosis.json, and say what was found. All ranks together."""
+    """Write diagnosis.json, and print the result. All ranks together."""
     _write(run, cause, step, found, ranks, line)
     if run.topology.is_main:
         say(line)
@@ -436,7 +438,7 @@ def _conclude(
 def _write(
     run: Run, cause: Cause, step: int, found: _Findings, ranks: Sequence[int], what: str
 ) -> None:
-    """Write diagnosis.json. All ranks together; a disk that refuses is warned of."""
+    """Write diagnosis.json. All ranks together; warn if it cannot be written."""
     ledger, attempt = run.ledger, run.reporter.attempt
     if attempt is None or ledger is None:
         return
@@ -455,13 +457,13 @@ def _go_back(run: Run, hooks: Sequence[Hook], seen: str) -> None:
     """Load the last proven state into `run`, and set aside what was saved since.
 
     Raises:
-        RunFailed: It cannot be loaded, or the save under way has failed.
+        RunFailed: The state cannot be loaded, or the save in progress has failed.
     """
     ledger = run.ledger
     assert ledger is not None
     point = ledger.proven
     for hook in hooks:
-        # A save that is under way belongs to what is set aside, once it is complete.
+        # Wait for a save in progress, because its checkpoint is set aside too.
         hook.newest_checkpoint(run)
     run.optimizer.wait_for_weights()
     branches = point.origin.branches
@@ -489,7 +491,7 @@ def _go_back(run: Run, hooks: Sequence[Hook], seen: str) -> None:
     folder, identifier = on_main(run.topology, set_aside, tuple[Path | None, str])
     run.state, run.origin = point.state, point.origin
     if folder is not None:
-        # What was set aside and what is saved now must not be taken for one line.
+        # A new branch, so that saves from now on are not taken to follow those set aside.
         branch = Branch(identifier, point.state.step)
         run.origin = replace(point.origin, branches=(*branches, branch))
         if run.topology.is_main:

@@ -1,8 +1,8 @@
 """Report the progress of a run to its attempt: phases, signs of life, and how it ended.
 
-Rank 0 reports. Under a supervisor (`launcher local`, a Slurm job) the attempt is the supervisor's,
-which also ends it. A run that was started by hand makes an attempt of its own, which locks the
-run's directory against a second trainer.
+Rank 0 reports. Under a supervisor (`launcher local`, a Slurm job) the attempt belongs to the
+supervisor, which also ends it. A run that was started by hand makes an attempt of its own, which
+locks the run's directory against a second trainer.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from pretrain.rundir.paths import (
     outcome_of,
 )
 
-# ---- Requests to stop: noted when a signal comes, agreed on by all ranks between steps ----
-# A signal may reach one rank alone, or several ranks during different steps. A rank that acted on
-# it by itself would leave the others waiting in their next collective. So a signal is only noted;
-# the ranks' notes are summed in a reduction that takes place anyway (`step.QueuedStep`), and the
+# ---- Requests to stop: recorded when a signal comes, agreed on by all ranks between steps ----
+# A signal may reach only one rank, or several ranks during different steps. A rank that acted on it
+# by itself would leave the others waiting in their next collective. So a signal is only recorded;
+# the ranks' records are summed in a reduction that takes place anyway (`step.QueuedStep`), and the
 # sum, the same on every rank, is the decision.
 #
-# This module imports nothing slow, so that signals are noted also while torch is being imported.
+# This module imports nothing slow, so that signals are recorded even while torch is being imported.
 
 
 EXIT_CODES = {signal.SIGTERM: ExitCode.STOPPED, signal.SIGUSR1: ExitCode.RESTART}
-"""Request -> the exit code of a run that was saved because of it. SIGUSR1 asks for a restart, which
-Slurm is told to send before a time limit. Where both were noted, the first one has precedence."""
+"""Request -> the exit code of a run that was saved because of it. SIGUSR1, which Slurm sends before
+a time limit, asks for a restart. If both were recorded, SIGTERM takes precedence."""
 
 STDERR = 2
-"""The descriptor."""
+"""The file descriptor."""
 NUM_VOTES = len(EXIT_CODES) + 1
-"""One for each request, and one for a problem."""
+"""One vote for each request, and one for a problem."""
 
 
 class Interrupted(Exception):
-    """Raised on every rank between two passes of an evaluation: the ranks have agreed to stop."""
+    """Raised on every rank between passes of an evaluation when the ranks have agreed to stop."""
 
 
 class Requests:
@@ -65,25 +65,25 @@ class Requests:
         self.has_problem: Callable[[], bool] = no_problem
         """Returns True if this process cannot go on, for example because it cannot save."""
         self.problem_agreed = False
-        """True if any rank has a problem: all act on it together."""
+        """True if any rank has a problem, on which all ranks act together."""
         self.on_interrupt: Callable[[], str] | None = None
-        """Returns the answer to a first Ctrl-C, "" on ranks that say nothing; set while the run
-        trains, and so has something to save. Without it a Ctrl-C ends the process."""
+        """Returns the answer to a first Ctrl-C, "" on ranks that print none. Set only while the run
+        trains, and so has something to save; otherwise Ctrl-C ends the process."""
         self.is_interrupted = False
         """True after a Ctrl-C that asked for a save."""
         self.is_leaving = False
-        """True after a second Ctrl-C: nothing is waited for any more."""
+        """True after a second Ctrl-C, after which nothing is waited for."""
         self.command: str | None = None
-        """The command that goes on with this run, if a user has typed it."""
+        """The command that continues this run, if a user typed it."""
         # Any, because signal.getsignal returns a callable, an enum or None.
         self._leave: Any = None
 
     def listen(self) -> None:
-        """Note SIGTERM and SIGUSR1 from now on; on SIGUSR2 write every thread's stack to stderr.
+        """Record SIGTERM and SIGUSR1 from now on; on SIGUSR2 write every thread's stack to stderr.
 
-        The signals are unblocked too, because a launcher may have blocked them so that none is
-        lost before this call. A first SIGINT is noted as SIGTERM is while `on_interrupt` is set;
-        where SIGINT is ignored, as in a shell's background job, it stays so.
+        The signals are also unblocked, because a launcher may have blocked them so that none is
+        lost before this call. While `on_interrupt` is set, a first SIGINT counts as SIGTERM. If
+        SIGINT is ignored, as in a shell's background job, it stays ignored.
         """
         self._leave = signal.getsignal(signal.SIGINT)
         if callable(self._leave):
@@ -94,21 +94,21 @@ class Requests:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*EXIT_CODES, signal.SIGUSR2])
 
     def votes(self) -> list[float]:
-        """Return 1 for each request that this process has noted, else 0, and 1 for a problem.
+        """Return 1 for each request that this process has recorded, else 0, and 1 for a problem.
 
-        The requests are in EXIT_CODES' order; the problem comes last.
+        The requests are in the order of EXIT_CODES; the problem comes last.
         """
         noted = [float(number in self._noted) for number in EXIT_CODES]
         return [*noted, float(self.has_problem())]
 
     def settle(self, votes: Sequence[float]) -> None:
-        """Record what all ranks agree on. `votes` sums what the method `votes` returned on each."""
+        """Record what all ranks agree on. `votes` is the sum over ranks of `Requests.votes()`."""
         *requests, problems = votes
         self.agreed = next((number for number, count in zip(EXIT_CODES, requests) if count), None)
         self.problem_agreed = problems > 0
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Ask for a save and the end; the second time leave, as without this handler."""
+        """Ask for a save and an end; the second time, exit at once as without this handler."""
         if self.on_interrupt is None or self.is_interrupted:
             self.is_leaving = True
             self._leave(number, frame)
@@ -116,19 +116,19 @@ class Requests:
         self.is_interrupted = True
         self._noted.add(signal.SIGTERM)
         if answer := self.on_interrupt():
-            # Not print, which the signal may have interrupted.
+            # Not print, because the signal may have interrupted another print.
             os.write(STDERR, f"{answer}\n".encode())
 
 
 def no_problem() -> bool:
-    """Return False: nothing has been asked to look for problems yet."""
+    """Return False: the default, as long as no hook looks for problems."""
     return False
 
 
 class AttemptReporter:
     """Reports to one attempt, after `join` or `begin`; before that it reports nothing.
 
-    So the same code runs on ranks other than 0, and in tests that train a run in parts.
+    Without an attempt, the same code runs on ranks other than 0, and in tests that train in parts.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class AttemptReporter:
         self._phase: str = Phase.STARTING
         self._step = 0
         self.warn = WarnOnce()
-        """Takes what goes wrong beside training."""
+        """Prints warnings about what goes wrong beside training, each kind once."""
 
     @property
     def attempt(self) -> Path | None:
@@ -154,13 +154,13 @@ class AttemptReporter:
         self._attempt = Attempt.join(directory, hang_seconds)
 
     def begin(self, run: Path, owner: Owner) -> None:
-        """Take the run and begin an attempt. Raises RunBusy when another process trains it."""
+        """Lock the run and begin an attempt. Raises RunBusy if another process trains it."""
         check_apart(run)
         self._attempt = Attempt.begin(run, owner)
         self._heartbeat = _Heartbeat(self._attempt, self._abandon)
 
     def phase(self, phase: str, step: int, saved: int | None = None) -> None:
-        """Report that another phase begins.
+        """Report the beginning of a phase.
 
         Args:
             phase: The `Phase`.
@@ -186,7 +186,7 @@ class AttemptReporter:
         self.phase(Phase.TRAINING, step, saved)
 
     def progress(self, step: int) -> None:
-        """Report a sign of life after a step or a pass of an evaluation. It is cheap to call."""
+        """Report a sign of life after a step or a pass of an evaluation. Cheap to call."""
         self._step = step
         if self._attempt is not None:
             with self._warning_of(self._attempt.directory):
@@ -194,7 +194,7 @@ class AttemptReporter:
 
     @contextlib.contextmanager
     def _warning_of(self, directory: Path) -> Iterator[None]:
-        """Warn once about a status that the disk refuses: it is no state, so training goes on."""
+        """Warn once about a status that cannot be written: training does not need it."""
         try:
             yield
         except OSError as error:
@@ -209,22 +209,22 @@ class AttemptReporter:
 
         Args:
             code: The exit code.
-            reason: One line for people.
-            outcome: What that means; by default what the code says.
+            reason: One readable line.
+            outcome: The outcome; by default the one that belongs to the code.
         """
-        # Only a holder has a heartbeat: a supervisor ends its own attempt.
+        # Only a process that holds its attempt has a heartbeat; a supervisor ends its own attempt.
         if self._heartbeat is None or self._attempt is None:
             return
         self._heartbeat.stop()
         self._heartbeat = None
-        # A full disk may be the very reason why the run ends.
+        # Errors are suppressed, because a full disk may be the very reason why the run ends.
         with contextlib.suppress(OSError):
             self._attempt.end(outcome or outcome_of(code), code, reason, self._step)
 
     def _abandon(self) -> None:
-        """End this process at once, whatever it is doing: the run is not its own any more."""
+        """End this process at once, whatever it is doing, because it no longer holds the run."""
         assert self._attempt is not None
-        reason = self._attempt.why_lost() or "this attempt holds its run no longer"
+        reason = self._attempt.why_lost() or "this attempt no longer holds its run"
         say(f"error: {self._attempt.directory}: {reason}")
         outcome = Outcome.SUPERSEDED if self._attempt.superseded() else Outcome.FAILED
         with contextlib.suppress(OSError):
@@ -240,10 +240,10 @@ class AttemptReporter:
         error: BaseException | None,
         _: TracebackType | None,
     ) -> None:
-        """End the attempt if the block failed; after success the caller has said how it ended.
+        """End the attempt if the block failed; after success the caller has ended it already.
 
         Raises:
-            RunFailed: In place of a failure that came from the run's directory being gone.
+            RunFailed: In place of a failure whose cause is that the run's directory is gone.
         """
         if isinstance(error, KeyboardInterrupt):
             self.end(ExitCode.INTERRUPTED, "interrupted")

@@ -1,9 +1,9 @@
 """Start a run: check its input, take its lock, build the model and load the checkpoint.
 
-The order matters. Wrong input is refused before processes join and before anything is written;
-the run's directory is written to only by the process that has taken it; the checkpoint to resume
-from is looked for once more after that, because another process may have trained the run until a
-moment ago; and what the run turns away from is set aside only when that checkpoint has been loaded.
+The order matters. Wrong input is refused before processes join and before anything is written. Only
+the process that has locked the run writes to its directory. It then searches again for the
+checkpoint to resume from, because another process may have trained the run until a moment ago.
+Checkpoints of other branches are set aside only after that checkpoint has been loaded.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ from pretrain.training.stragglers import StepTimes
 if TYPE_CHECKING:
     from pretrain.training.replay import Ledger
 
-# ---- Choose the checkpoint that a run goes on from ----
+# ---- Choose the checkpoint from which a run resumes ----
 
 
 PassedOver = tuple[tuple[Path, str], ...]
-"""Checkpoints that are not gone on from, and the messages that say why."""
+"""Checkpoints that are passed over, each with the message that says why."""
 
 
 def choose_checkpoint(
@@ -104,27 +104,27 @@ def choose_checkpoint(
     opened: Checkpoint | None = None,
     passed_over: PassedOver = (),
 ) -> tuple[Checkpoint | None, PassedOver]:
-    """Open the checkpoint to resume from. `check_training` says whether the run may go on from it.
+    """Open the checkpoint to resume from. `check_training` checks whether the run may resume there.
 
     Args:
         config: The run.
         resume: "auto" for the run's newest checkpoint that is not damaged, or from scratch if it
             has none at all; "none" to start from scratch; else the path of a run or a checkpoint.
-        opened: What this function returned before. It is returned again, without reading its files
-            anew, if it is still the checkpoint to resume from.
+        opened: The checkpoint that this function returned before. It is returned again, without
+            reading its files again, if it is still the checkpoint to resume from.
         passed_over: Checkpoints that `auto` must pass over, because loading them failed.
 
     Returns:
-        The checkpoint, or None to start from scratch; and those that were passed over: damaged ones
-        and a poisoned one.
+        The checkpoint, or None to start from scratch; and the checkpoints that were passed over,
+        because they are damaged or poisoned.
 
     Raises:
         ConfigError: There is no such checkpoint, it is damaged, or starting from scratch would
-            write over it.
+            overwrite it.
     """
     run = config.directory
     if resume == "none":
-        # A damaged one too: it would be in the way of the save of its step.
+        # Damaged ones count too, because they would be in the way of saves of the same steps.
         if saved_checkpoints(run):
             raise ConfigError(
                 f"{run}: has checkpoints, and --resume none would write over them. "
@@ -132,7 +132,7 @@ def choose_checkpoint(
             )
         return None, ()
     if is_url(resume):
-        # It is downloaded when the processes have joined (`bring`).
+        # It is downloaded after the processes have joined (`bring`).
         return None, ()
     if resume != "auto":
         return _open(find_checkpoint(Path(resume)), opened), ()
@@ -155,19 +155,19 @@ def choose_checkpoint(
 
 
 def _open(path: Path, opened: Checkpoint | None) -> Checkpoint:
-    """Return the checkpoint at `path`; `opened` if it is that one."""
+    """Return the checkpoint at `path`; `opened` if that is the same, unchanged checkpoint."""
     if opened is not None and opened.path == path and opened.is_unchanged():
         return opened
     return open_checkpoint(path)
 
 
 def first_sentence(damage: str) -> str:
-    """Return what a message about damage says first; the rest is what a user could do."""
+    """Return the first sentence of a message about damage; the others tell the user what to do."""
     return damage.partition(". ")[0]
 
 
 def record_provenance(reporter: AttemptReporter) -> Provenance:
-    """Write attempts/####/provenance.json: what this attempt is made with. Rank 0 alone."""
+    """Write attempts/####/provenance.json: code, packages, device and command. Rank 0 alone."""
     attempt = reporter.attempt
     assert attempt is not None
     made = Provenance.here(Owner.read(attempt), sys.argv, versions(), device_name())
@@ -186,7 +186,7 @@ def record_provenance(reporter: AttemptReporter) -> Provenance:
 
 
 Evaluations = tuple[tuple[Protocol, ...], ...]
-"""What every evaluation of a run measures, for each of its phases."""
+"""For each phase of a run, the protocols and lengths that every evaluation measures."""
 
 
 @dataclass(frozen=True)
@@ -198,31 +198,31 @@ class StartPoint:
     step: int = 0
     """Optimizer steps done."""
     phase: int = 1
-    """The number of the phase that goes on from it; see `RunConfig.parts`."""
+    """The number of the phase that continues from the checkpoint; see `RunConfig.parts`."""
     evaluations: Evaluations = ((),)
-    """What every evaluation measures, by phase."""
+    """The protocols and lengths that every evaluation measures, by phase."""
     pending_evaluations: tuple[Protocol, ...] = ()
     """Evaluations due after `step` that this run has not completed."""
     saved_step: int | None = 0
     """The step of which this run has a checkpoint: 0 from scratch (there is nothing to save), None
-    when the checkpoint belongs to another run."""
+    if the checkpoint belongs to another run."""
     data: dict[str, str] = field(default_factory=dict)
     """The hashes of the run's data; see `data_hashes` in checkpoint/manifest.py."""
     differences: tuple[Difference, ...] = ()
-    """What differs from the checkpoint's config and data; all of it is free or was allowed."""
+    """Differences from the checkpoint's config and data, all of which are free or were allowed."""
     allowed: tuple[str, ...] = ()
     """Keys that may change although they change training."""
     begins_branch: bool = False
-    """What is saved from here on belongs to a branch of its own."""
+    """Checkpoints saved from here on belong to a new branch."""
     is_automatic: bool = False
     """The checkpoint was found by `auto`, so an earlier one may take its place."""
     passed_over: PassedOver = ()
-    """Newer checkpoints that are not gone on from, and why."""
+    """Newer checkpoints that are passed over, and why."""
     provenance: Provenance | None = None
-    """What this attempt is made with; None if there is nothing left to do."""
+    """The code, packages and device of this attempt; None if there is nothing left to do."""
 
     def origin(self) -> Origin:
-        """Return what the next save records about where its state comes from."""
+        """Return what the next save records about the origin of its state."""
         if self.checkpoint is None:
             branch = Branch(new_id(), 0)
             return Origin(branches=(branch,), data=self.data, provenance=self.provenance)
@@ -248,19 +248,19 @@ class StartPoint:
 def find_start_point(
     config: RunConfig, resume: str, known: StartPoint, evaluated: int | None = None
 ) -> StartPoint:
-    """Find where the run starts from, and the phase that goes on there.
+    """Find where the run starts from, and the phase that continues there.
 
     Args:
         config: The run.
         resume: "auto", "none" or a path; see `choose_checkpoint`.
-        known: What holds wherever it starts: the hashes of the data, the keys that may change, the
-            evaluations and the provenance. Also the checkpoint that was opened before, and those
-            that `auto` must pass over.
-        evaluated: The step of which this process has done the evaluation.
+        known: The facts that hold for any start: the hashes of the data, the keys that may change,
+            the evaluations and the provenance. Also the checkpoint that was opened before, and the
+            checkpoints that `auto` must pass over.
+        evaluated: The step for which this process has already done the evaluation.
 
     Raises:
-        ConfigError: As `choose_checkpoint`, a difference from the checkpoint is not allowed, or the
-            checkpoint has done more steps than train.num_steps.
+        ConfigError: As in `choose_checkpoint`; or a difference from the checkpoint is not allowed,
+            or the checkpoint has done more steps than train.num_steps.
     """
     parts, evaluations = config.parts, known.evaluations
     evaluations = evaluations if len(evaluations) == len(parts) else ((),) * len(parts)
@@ -280,16 +280,16 @@ def find_start_point(
             f"{step} or more, or --resume an earlier checkpoint"
         )
     phase = config.phase_after(step)
-    # At a border the evaluation is that of the phase that ends there. One that was broken off is
-    # done in its config before the next phase begins.
+    # At a border the evaluation belongs to the phase that ends there. An interrupted evaluation is
+    # done with the config of that phase before the next phase begins.
     ended = parts[phase.number - 2] if phase.number > 1 and step == phase.first else phase
     pending: tuple[Protocol, ...] = ()
     # A step is evaluated before it is saved, so nothing is pending unless the run was stopped
     # during the evaluation, or its metrics are in another run's directory.
     if step != evaluated and is_evaluated_after(ended.config, step):
         done = evaluations_at(RunPaths(config.directory).metrics, step)
-        # Records of another branch do not count: they are moved away when training goes on from
-        # this checkpoint. A finished run does not train on, so its records stay.
+        # Records of another branch do not count, because they are moved away when training
+        # continues from this checkpoint. A finished run does not continue, so its records stay.
         if step < last and not keeps_lines_of(config.directory, checkpoint.lineage):
             done = set()
         pending = tuple(p for p in evaluations[ended.number - 1] if p.key not in done)
@@ -318,9 +318,9 @@ def _check_going_on(
     checkpoint: Checkpoint,
     allowed: Collection[str],
 ) -> tuple[Difference, ...]:
-    """Return in what a phase differs from a checkpoint, as `check_training` does.
+    """Return the differences of a phase from a checkpoint, as `check_training` does.
 
-    What the phase changes where it begins is allowed there.
+    The changes with which a phase begins are allowed at its first step.
     """
     step, recorded = checkpoint.trainer_state.step, RunPaths(config.directory).config
     before = load_config(recorded).parts if config.phases and recorded.exists() else ()
@@ -339,7 +339,7 @@ def _check_going_on(
 
 
 def evaluations_of(config: RunConfig, validation: TokenStream) -> tuple[Evaluations, list[str]]:
-    """Return what every evaluation of a run measures, and lines that say what is left out.
+    """Return what every evaluation of a run measures, and lines about what is left out.
 
     Raises:
         ConfigError: The validation text is shorter than one window.
@@ -368,39 +368,39 @@ class Run:
     """A run in this process, which the loop works on and hands to its hooks."""
 
     config: RunConfig
-    """The config of the phase that trains; without phases, the run's."""
+    """The config of the current phase; without phases, the run's."""
     whole: RunConfig
-    """The run's, with all phases."""
+    """The config of the run, with all phases."""
     topology: Topology
     chunks: list[GPTModel]
     optimizer: ZeroOptimizer
     training_stream: TokenStream
     validation_stream: TokenStream
     state: TrainerState
-    """How far training has come; replaced after every step."""
+    """The counts of steps and samples and what belongs to them; replaced after every step."""
     start_point: StartPoint
     requests: Requests
     reporter: AttemptReporter
     origin: Origin = field(default_factory=Origin)
-    """What the next save records about where its state comes from."""
+    """What the next save records about the origin of its state."""
     spikes: SpikeDetector | None = None
     """Judges every step by train.spike_policy; None if that is "none"."""
     eos_id: int | None = None
     """End-of-document token, if data.per_document_attention; else None."""
     metrics: StepMetrics = field(default_factory=StepMetrics)
-    """What `record_metric` is given on this rank."""
+    """The values given to `record_metric` on this rank."""
     times: StepTimes = field(default_factory=StepTimes)
-    """What this rank does with the time of its steps."""
+    """The seconds that this rank was busy in its steps."""
     ledger: Ledger | None = None
-    """Where the run can go back to, and what is compared then; None before it trains."""
+    """The states to which the run can go back, and the numbers to compare; None before training."""
 
     @property
     def is_over(self) -> bool:
-        """Return True if the processes end: all phases are done, or they have agreed to stop."""
+        """Return True if the processes end: all phases are done, or the ranks agreed to stop."""
         return self.requests.agreed is not None or self.state.step >= self.whole.train.num_steps
 
     def release(self) -> None:
-        """Give back the memory of model and optimizer, before the next phase builds its own."""
+        """Free the memory of model and optimizer, before the next phase builds its own."""
         self.optimizer.release()
         self.ledger = None
         self.chunks.clear()
@@ -431,12 +431,12 @@ def prepare(
     Raises:
         ConfigError: The data, the checkpoint or the layout cannot be used.
     """
-    # One rank of each node looks at the files, when all have met (`check_sizes`).
+    # The sizes are checked later, by one rank of each node (`check_sizes`).
     train = open_stream(config, "train", check_sizes=False)
     streams = train, open_stream(config, "validation", check_sizes=False)
-    # What was trained with a tokenizer that no export can hold would be found out after training.
+    # Otherwise a tokenizer that no export can hold would be noticed only after training.
     load_tokenizer(streams[0].tokenizer_path).check_trainable()
-    # Every process checks, because one that has joined waits for those that have not.
+    # Every process checks before it joins, because processes that have joined wait for the others.
     for each in config.parts:
         segment_of(each.config, streams[0])
     evaluations_of(config, streams[1])
@@ -450,7 +450,7 @@ def prepare(
 def check_sizes(topology: Topology, streams: Streams) -> None:
     """Check the size of every file of the data, on one rank of each node. All ranks together.
 
-    If each did it, 1,024 ranks would look at 39,000 shards 40 million times.
+    If every rank did so, 1,024 ranks would look at 39,000 shards 40 million times.
 
     Raises:
         ConfigError: On every rank, if a file is missing or has another size.
@@ -471,8 +471,8 @@ def check_sizes(topology: Topology, streams: Streams) -> None:
 def check_same_data(data: Mapping[str, str], directory: str) -> None:
     """Check that all ranks read the same data. All ranks together, before anything is written.
 
-    Each node may have a data set of its own in the same place. Pipeline stages would then train on
-    the inputs of one and the targets of another, and no loss would tell.
+    Nodes may have different data sets at the same path. Pipeline stages would then train on the
+    inputs of one data set and the targets of another, and the loss would not show it.
 
     Args:
         data: The hashes of this rank's data; see `data_hashes` in checkpoint/manifest.py.
@@ -497,15 +497,15 @@ def check_same_data(data: Mapping[str, str], directory: str) -> None:
 def take_run(
     config: RunConfig, resume: str, reporter: AttemptReporter, known: StartPoint
 ) -> StartPoint:
-    """Make the run this process's own and find where it starts from. Rank 0 alone.
+    """Lock the run for this process and find where it starts from. Rank 0 alone.
 
-    A finished run is not taken, so that starting it again leaves no trace.
+    A finished run is not locked, so that starting it again leaves no trace.
 
     Args:
         config: The run.
         resume: "auto", "none" or a path; see `choose_checkpoint`.
         reporter: Holds the run's lock from now on.
-        known: As for `find_start_point`, with the checkpoint that `prepare` opened.
+        known: As in `find_start_point`, with the checkpoint that `prepare` opened.
 
     Raises:
         ConfigError: run.directory cannot be made, or (RunBusy) another process trains the run.
@@ -526,7 +526,7 @@ def take_run(
         reporter.begin(config.directory, owner())
     with writing(config.directory):
         recover(config.directory, reporter.attempt)
-    # Once more: until the lock was taken, another process may have trained the run.
+    # Searched again, because another process may have trained the run until the lock was taken.
     known = dataclasses.replace(known, checkpoint=start_point.checkpoint)
     start_point = find_start_point(config, resume, known)
     _say_passed_over(start_point)
@@ -548,15 +548,15 @@ def load_run(
         streams: The training and the validation split.
         topology: The layout of the processes.
         start_point: Where the run starts from; the same on every rank.
-        requests: What this process is asked to do while it trains.
-        reporter: Tells the supervisor of phases and progress; writes on rank 0 alone.
+        requests: Requests that signals make to this process while it trains.
+        reporter: Reports phases and progress to the supervisor; writes only on rank 0.
 
     Raises:
         ConfigError: The checkpoint does not fit the model or is damaged.
         RunFailed: Attention does not add the positions that the config asks for.
     """
     if topology.is_main:
-        # The line that says which attention backend was chosen; Python drops the level INFO.
+        # For the line about the chosen attention backend: by default Python drops the level INFO.
         log = logging.getLogger("pretrain.kernels")
         if not log.handlers:
             log.addHandler(logging.StreamHandler())
@@ -593,10 +593,10 @@ def load_run(
 def _spike_detector(
     config: RunConfig, state: TrainerState, start_point: StartPoint
 ) -> SpikeDetector | None:
-    """Return what judges every step, with what the checkpoint holds of it.
+    """Return the detector that judges every step, with its state from the checkpoint.
 
-    Where keys have changed that change training, losses may jump, so that the steps before do not
-    judge those that follow.
+    If keys that affect training have changed, losses may jump, so the window of earlier steps is
+    forgotten.
     """
     train = config.train
     if train.spike_policy == "none":
@@ -613,7 +613,7 @@ def _load(
 ) -> tuple[TrainerState | None, StartPoint]:
     """Load the checkpoint, or with `auto` the newest one before it that is not damaged.
 
-    All ranks together: damage is raised on all of them.
+    All ranks together: if the checkpoint is damaged, the error is raised on all of them.
 
     Args:
         config: The run, with all phases.
@@ -622,8 +622,8 @@ def _load(
         optimizer: The newly built optimizer; its model is loaded with it.
 
     Returns:
-        How far training had come, and where the run starts from. None, if that lies in another
-        phase, whose model has to be built first.
+        The loaded state of training, and where the run starts from. The state is None if the start
+        lies in another phase, whose model has to be built first.
     """
     phase = start_point.phase
     part = config.parts[phase - 1].config
@@ -655,7 +655,7 @@ def _say_passed_over(start_point: StartPoint) -> None:
 
 
 def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) -> None:
-    """Set aside what the run turns away from. Rank 0 alone, when the checkpoint is loaded."""
+    """Set aside checkpoints of other branches. Rank 0 alone, once the checkpoint is loaded."""
     if start_point.checkpoint is None:
         return
     path, lineage = start_point.checkpoint.path, start_point.checkpoint.lineage
@@ -670,7 +670,7 @@ def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) ->
         )
 
 
-# ---- Bring the newest checkpoint of a store back to an empty node ----
+# ---- Download the newest checkpoint of a store to an empty node ----
 
 
 POLL_SECONDS = 60.0
@@ -678,10 +678,10 @@ POLL_SECONDS = 60.0
 
 
 def check_store(config: RunConfig, resume: str) -> None:
-    """Check that the packages for the run's URLs are installed. Every process does so.
+    """Check that the packages for the run's URLs are installed. Every process calls this.
 
     Raises:
-        ConfigError: One is not.
+        ConfigError: A package is missing.
     """
     for url in (config.checkpoint.upload_to, resume if is_url(resume) else None):
         if url is not None:
@@ -691,8 +691,8 @@ def check_store(config: RunConfig, resume: str) -> None:
 def bring(config: RunConfig, topology: Topology, resume: str) -> str:
     """Download the checkpoint to resume from, if it is in a store. All ranks together.
 
-    With "auto" that is done if checkpoint.upload_to has a checkpoint that descends from the run's
-    newest one, as on another node's empty disk.
+    With "auto" it is downloaded if checkpoint.upload_to has a checkpoint that descends from the
+    run's newest one, or if the run has none, as on the empty disk of another node.
 
     Args:
         config: The run.
@@ -700,11 +700,11 @@ def bring(config: RunConfig, topology: Topology, resume: str) -> str:
         resume: "auto", "none", a path or a URL.
 
     Returns:
-        What to resume from now: a path in place of a URL.
+        The new value of `resume`: a path in place of a URL.
 
     Raises:
         ConfigError: The store holds no such checkpoint, or another run's.
-        RunFailed: It cannot be read, or the disk refused.
+        RunFailed: The store cannot be read, or the checkpoint cannot be written.
     """
     is_stored = config.checkpoint.upload_to is not None and resume in ("auto", "none")
     if not is_url(resume) and not is_stored:
@@ -714,7 +714,7 @@ def bring(config: RunConfig, topology: Topology, resume: str) -> str:
         with writing(config.directory):
             return fetch(config, resume)
 
-    # The other ranks never ask for theirs.
+    # On other ranks this is a placeholder whose result is never used.
     download = in_background(work) if topology.is_main else Future[str]()
     while not on_main(topology, lambda: bool(wait([download], POLL_SECONDS).done), bool):
         pass
@@ -776,7 +776,7 @@ def fetch(config: RunConfig, resume: str) -> str:
 def _fetch_one(config: RunConfig, store: Store, stored: Stored, final: Path) -> None:
     """Download a checkpoint under a hidden name, verify it, and give it its name."""
     if supervised_attempt() is None:
-        # Under a supervisor the run is held already.
+        # A supervisor would already hold the run.
         check_free(config.directory)
     if final.exists():
         raise ConfigError(

@@ -27,34 +27,34 @@ from pretrain.training.reporter import NUM_VOTES, Requests
 from pretrain.training.start import Run
 from pretrain.training.stragglers import SHARED
 
-# ---- The interface of what the loop calls around its steps ----
-# Numbers of a step reach the hooks while the device works on the next one. A hook that needs the
-# model as it stands after a step says that it is due, and is called between two steps.
+# ---- The interface of the hooks that the loop calls around its steps ----
+# The numbers of a step reach the hooks while the device works on the next step. A hook that needs
+# the model as it is after a step reports that it is due, and is called between two steps.
 #
-# Hooks read the run and never steer it, with one exception: a request to stop has to be agreed on
-# by all ranks, and where a hook runs for long it has the ranks agree in between. An evaluation does
-# so before each of its passes and is broken off when they have agreed; a save does so when it is
-# done. A stopped run then saves its step, and the evaluation is done at the next start.
+# Hooks read the run and never steer it, with one exception: all ranks have to agree on a request to
+# stop, and a hook that runs for long has the ranks agree in between. An evaluation does so before
+# each of its passes and is interrupted once they have agreed; a save does so when it is done. A
+# stopped run then saves its step, and the evaluation is done at the next start.
 
 
 class Spike(Exception):
-    """Raised on every rank when a spike's numbers are read, to act on it."""
+    """Raised on every rank when the numbers of a spike are read."""
 
     ranks: tuple[int, ...] = ()
 
     def __init__(self, seen: str, state: TrainerState) -> None:
-        """Note what was seen.
+        """Describe the spike.
 
         Args:
-            seen: Which step it was, its numbers and their limits.
-            state: How far training had come after the spike.
+            seen: In words: the step, its numbers and their limits.
+            state: The state of training after the spike.
         """
         super().__init__(seen)
         self.seen, self.state = seen, state
 
 
 class Jump(Spike):
-    """A gradient norm that no training makes, where train.spike_policy does not look for spikes."""
+    """A gradient norm too large for any training, with a train.spike_policy that ignores spikes."""
 
 
 class Hook:
@@ -67,30 +67,30 @@ class Hook:
         """Act right before the step after `run.state.step` is queued."""
 
     def after_step(self, run: Run, record: Record) -> None:
-        """Act on a step's numbers (`QueuedStep.read`), while the next step may be under way."""
+        """Act on a step's numbers (`QueuedStep.read`), while the next step may be in progress."""
 
     def is_due(self, run: Run) -> bool:
-        """Return True if the hook has to act before the next step begins, alike on all ranks."""
+        """Return True, on all ranks alike, if the hook must act before the next step begins."""
         return False
 
     def between_steps(self, run: Run) -> None:
-        """Act with no step under way. Called on all hooks as soon as one of them is due."""
+        """Act with no step in progress. Called on all hooks as soon as one of them is due."""
 
     def newest_checkpoint(self, run: Run) -> Path | None:
         """Return the run's newest checkpoint, once it is complete, from the hook that saves."""
         return None
 
     def before_rollback(self, run: Run) -> None:
-        """Write out and close files of which a part is set aside. On rank 0 alone."""
+        """Write out and close files of which a part will be set aside. On rank 0 alone."""
 
     def after_rollback(self, run: Run) -> None:
-        """Forget the steps after `run.state.step`, which are taken again."""
+        """Forget the steps after `run.state.step`, which will be taken again."""
 
     def at_end(self, run: Run) -> None:
-        """Act after the last step of a run that is finished or stopped, and not of a failed one."""
+        """Act after the last step of a run that is finished or stopped, but not of a failed one."""
 
     def close(self) -> None:
-        """Release what the hook holds; called once, also after a failure."""
+        """Release the hook's resources; called once, also after a failure."""
 
 
 def forward_backward(
@@ -105,10 +105,10 @@ def forward_backward(
 
     Args:
         chunks: This rank's model chunks.
-        optimizer: Their optimizer, which says what the schedule has to call.
+        optimizer: Their optimizer, which also knows the module that the schedule must call.
         batches: The micro batches.
         eos_id: End-of-document token, if attention stays within documents; else None.
-        holds_back: Leave sending gradients to the update.
+        holds_back: Do not send gradients before the update.
 
     Returns:
         The mean loss in nats of each micro batch, on the last pipeline stage; [] elsewhere.
@@ -128,8 +128,8 @@ def masked_batches(
         config: The run.
         topology: This process's coordinates.
         consumed: Samples consumed before the step, over all ranks.
-        batches: This rank's micro batches, int64 [B, S + 1]. Of each sample the first S tokens are
-            the text; the last one is the first of the next sample.
+        batches: This rank's micro batches, int64 [B, S + 1]. In each sample the first S tokens are
+            the text; the last token is the first of the next sample.
     """
     size = config.batch_size_at(consumed)
     samples = iter(rank_samples(consumed, size, topology.data_rank, topology.layout.data))
@@ -166,10 +166,10 @@ def _sum_over_ranks(losses: list[Tensor], topology: Topology, own: Tensor) -> Te
     Args:
         losses: This rank's micro batch losses.
         topology: The layout of the processes.
-        own: [0, this rank's other numbers], which travel with the loss, so that agreeing on them
-            costs a step nothing. Its first element becomes this rank's share of the loss.
+        own: [0, this rank's other numbers], fp64. They travel with the loss, so that summing them
+            costs a step nothing. The first element becomes this rank's share of the loss.
     """
-    # One rank of each replica contributes its mean; all replicas have equally many micro batches
+    # One rank of each replica contributes its mean. All replicas have equally many micro batches
     # and tokens, so the mean of means is the mean over all tokens.
     if is_reporting_rank():
         own[0] = torch.stack(losses).double().mean() / topology.layout.replicas
@@ -185,17 +185,17 @@ class Updated:
     norm: Tensor
     """Global gradient norm, a scalar."""
     total: Tensor
-    """fp64: mean loss, sums of the votes, number of ranks with new metrics, what `StepTimes.shared`
-    returns; where the memory was checked, the number of ranks whose state has changed, and 0 if the
-    weights are equal; and where the step was computed twice, the number of ranks on which it
+    """fp64: mean loss, sums of the votes, number of ranks with new metrics, the numbers of
+    `StepTimes.shared`; if the memory was checked, the number of ranks whose state has changed, and
+    0 if the weights are equal; and if the step was computed twice, the number of ranks on which it
     differed."""
     num_memory: int
-    """How many numbers of `total` are about the memory: 2 or none."""
+    """How many numbers of `total` are about the memory: 2 or 0."""
     is_repeated: bool
     """The step was computed twice."""
     own: list[Tensor]
-    """fp64: what this rank added to `total` and to the squared norm, and what its check of the
-    memory has seen."""
+    """fp64: this rank's contributions to `total` and to the squared norm, and the result of its
+    check of the memory."""
 
 
 def computed_bits(run: Run, losses: list[Tensor]) -> Tensor:
@@ -211,7 +211,7 @@ def update(
     Args:
         run: The run, whose requests to stop are voted on.
         losses: This rank's micro batch losses.
-        learning_rate: AdamW's learning rate for this step.
+        learning_rate: The optimizer's learning rate for this step.
         repeats: The `computed_bits` of both times, if the step was computed twice.
     """
     resting = run.ledger.resting if run.ledger else None
@@ -232,7 +232,7 @@ def update(
         norm = run.optimizer.step(learning_rate)
         own, total = average()
     else:
-        # The loss first: it may decide if there is an update.
+        # The loss is averaged first, because it may decide whether there is an update.
         own, total = average()
         if run.config.train.spike_policy == "skip":
             norm = run.optimizer.step(
@@ -255,11 +255,11 @@ def update(
 
 
 class QueuedStep:
-    """A step that the device may still be working on, and what is measured in it.
+    """A step that the device may still be working on, and its measurements.
 
-    The host queues a step's work faster than the device does it. `read` waits for the step's
-    numbers, so it is called when the next step has been queued: the device then never waits for the
-    host to log.
+    The host queues the work of a step faster than the device does it. `read` waits for the step's
+    numbers, so it is called after the next step has been queued; then the device never waits for
+    the host to log.
     """
 
     def __init__(
@@ -269,13 +269,13 @@ class QueuedStep:
         begin: platform.Moment,
         record: Record,
     ) -> None:
-        """Start to bring the step's numbers to the host. All ranks together.
+        """Start to copy the step's numbers to the host. All ranks together.
 
         Args:
             run: The run, as it is after the step.
-            updated: As `update` returns it.
+            updated: The result of `update`.
             begin: When the step began.
-            record: What is already known.
+            record: The numbers that the host already knows.
         """
         self._requests, self._train, self._state = run.requests, run.config.train, run.state
         self._begin, self._record = begin, record
@@ -298,14 +298,14 @@ class QueuedStep:
         """Wait for the step's numbers, and settle the requests to stop.
 
         Returns:
-            What was measured, with the unit in each name. `step` counts the steps done, this one
-            included; `loss_nats` is the mean over the global batch, before the update.
+            The measurements, with the unit in each name. `step` counts the steps done, including
+            this one; `loss_nats` is the mean over the global batch, before the update.
 
         Raises:
-            Poisoned: The gradient norm is not finite, and the precision is not fp16, where the
-                loss scale is lowered and the update skipped.
-            Spike: The step was a spike, and train.spike_policy says what follows; or (Jump) its
-                norm is to be replayed.
+            Poisoned: The gradient norm is not finite. Not with fp16, where the loss scale is
+                lowered and the update skipped instead.
+            Spike: The step was a spike, on which train.spike_policy decides; or (Jump) its norm
+                must be replayed.
         """
         numbers, step = iter(self._readback.numbers()), self._record["step"]
         parts = [list(itertools.islice(numbers, size)) for size in self._sizes]
@@ -331,7 +331,7 @@ class QueuedStep:
                 "whether it comes from the data and the settings or from a machine",
             )
         if policy == "none" and own and self._ledger and self._ledger.jumps(step, norm):
-            seen = f"step {step}: the gradient norm is {norm:.4g}, that of no step before is above "
+            seen = f"step {step}: the gradient norm is {norm:.4g}, and before it never exceeded "
             raise Jump(f"{seen}{self._ledger.most:.4g}", self._state)
         measured: Record = {"loss_nats": loss, "gradient_norm": norm}
         if judged:
@@ -354,7 +354,7 @@ class QueuedStep:
 
 
 def agree(requests: Requests) -> None:
-    """Settle `requests` by a reduction of their own, between steps. All ranks together."""
+    """Settle `requests` by a separate reduction, between steps. All ranks together."""
     votes = torch.tensor(requests.votes(), device=platform.device())
     dist.all_reduce(votes)
     requests.settle(votes.tolist())
@@ -363,10 +363,10 @@ def agree(requests: Requests) -> None:
 def seed_step(config: RunConfig, topology: Topology, step: int) -> None:
     """Seed this rank's dropout as a function of run.seed, the step and the rank's coordinates.
 
-    A resumed run thus draws the masks it would have drawn, without any saved generator state.
-    Replicas and pipeline stages draw different masks. Tensor ranks get the same
-    seed: they must drop the same channels of activations that they all hold, and Megatron's
-    tracked generator adds the tensor rank for those that are split (platform.seed_generators).
+    A resumed run thus draws the same masks as an uninterrupted run, without any saved generator
+    state. Replicas and pipeline stages draw different masks. Tensor ranks get the same seed,
+    because they must drop the same channels of activations that they all hold; for activations that
+    are split, Megatron's tracked generator adds the tensor rank (platform.seed_generators).
 
     Args:
         config: The run.
@@ -384,6 +384,6 @@ def seed_step(config: RunConfig, topology: Topology, step: int) -> None:
 def _mean_loss(token_losses: Tensor) -> tuple[Tensor, Tensor]:
     """Reduce the tokens' losses, of any shape, to (loss to differentiate, loss to keep)."""
     loss = token_losses.float().mean()
-    # Cloned, because Megatron divides the first one in place by the number of micro batches
+    # Cloned, because Megatron divides the first loss in place by the number of micro batches
     # (megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`).
     return loss, loss.detach().clone()

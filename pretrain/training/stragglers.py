@@ -1,13 +1,14 @@
 """Measure how long each rank is busy in a step, and name the rank that holds up the others.
 
 All ranks take equally long for a step, because they wait for each other in its collectives. So a
-slow rank is known by its waits: of the ranks that do the same work, it waits least. What it does
-not wait for other ranks it is busy: it computes, waits for data, or is stopped or without a
+slow rank shows in its waits: among ranks that do the same work, it waits least. A rank counts as
+busy whenever it does not wait for other ranks: it computes, waits for data, is stopped, or gets no
 processor.
 
-Nothing is synchronised for it. Waits lie between two `platform.Moment`s around each collective that
-the present queue of work waits for: on a CPU the host's clock, on a GPU events that are read with
-the step's other numbers. The seconds travel with the loss, in no collective of their own.
+The measurement synchronizes nothing. A wait is the time between two `platform.Moment`s around each
+collective for which the current queue of work waits: on a CPU by the host's clock, on a GPU by
+events that are read with the step's other numbers. The seconds travel with the loss, without a
+collective of their own.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from pretrain.rundir.metrics import Record
 from pretrain.topology import Topology, gather, host_name
 
 WINDOW_STEPS = 8
-"""After so many steps the ranks tell each other the mean of their busy seconds in these steps,
-without the longest one, so that what happens once leaves no trace."""
+"""After this many steps the ranks exchange the mean of their busy seconds in these steps. The
+longest step is left out, so that a single slow step has no effect."""
 SLOW_RATIO = 1.1
-"""A rank is slow if it is busy so many times as long as its peers, in two windows in a row or
-more,"""
+"""A rank is slow if it is busy more than this many times as long as its peers in at least two
+windows in a row, and the others have waited for it for LOST_SECONDS in these windows."""
 LOST_SECONDS = 3.0
-"""and if the others have waited for it so long in them. Two ranks among a dozen busy processes on
-two cores get uneven shares for seconds, in which one rank waited for the other for up to 1.3 s."""
+"""See SLOW_RATIO. Two ranks among a dozen busy processes on two cores got uneven shares for
+seconds, in which one rank waited for the other for up to 1.3 s."""
 
 SHARED = "shared_seconds"
-"""The key under which a step's record brings what all ranks shared to `Stragglers`."""
+"""The key of a step's record that holds the busy seconds of all ranks, for `Stragglers`."""
 Waits = list[tuple[platform.Moment, platform.Moment]]
 
 
@@ -44,7 +45,7 @@ _COLLECTIVES = (
     *("_allgather_base", "all_gather_single", "reduce_scatter", "_reduce_scatter_base"),
     *("reduce_scatter_single", "alltoall_base", "all_to_all_single"),
 )
-"""Methods of torch's ProcessGroup, of several releases."""
+"""Methods of torch's ProcessGroup in several releases."""
 
 
 class StepTimes:
@@ -54,7 +55,8 @@ class StepTimes:
         self._waits: Waits = []
         self._begin: platform.Moment | None = None
         self._latest: deque[float] = deque(maxlen=WINDOW_STEPS)
-        # As the classes hold them, which is not as they give them out.
+        # From vars(), because getattr returns another object than the class holds, and the original
+        # must be restored.
         calls = {name: vars(dist.ProcessGroup).get(name) for name in _COLLECTIVES}
         self._measured: list[tuple[type, str, Any, Any]] = [
             (dist.ProcessGroup, name, call, self._begun(getattr(dist.ProcessGroup, name)))
@@ -66,7 +68,7 @@ class StepTimes:
 
     @contextlib.contextmanager
     def measuring(self, topology: Topology, step: int) -> Iterator[None]:
-        """Note how long the step of the block waits for other ranks: in torch's collectives."""
+        """Measure how long the step of the block waits for other ranks in torch's collectives."""
         if topology.layout.world_size == 1 or step % _interval(topology):
             yield
             return
@@ -80,7 +82,7 @@ class StepTimes:
 
     def _begun(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
-            # NCCL runs one that is not asynchronous in the present queue, before it is waited for.
+            # NCCL runs a synchronous collective in the current queue, before `wait` is called.
             if not all(getattr(each, "asyncOp", True) for each in (*args, *named.values())):
                 self._begin = platform.Moment()
             return function(*args, **named)
@@ -91,7 +93,7 @@ class StepTimes:
         def wait(*args: Any, **named: Any) -> Any:
             begin, self._begin = self._begin or platform.Moment(), None
             done = function(*args, **named)
-            # Of another queue's events nobody knows that they have passed when they are read.
+            # Events of another queue may not have passed yet when they are read.
             if platform.is_main_queue():
                 self._waits.append((begin, platform.Moment()))
             return done
@@ -99,18 +101,18 @@ class StepTimes:
         return wait
 
     def take(self) -> Waits:
-        """Return the waits of the step that is over, and begin another."""
+        """Return the waits of the completed step, and begin the next."""
         waits, self._waits = self._waits, []
         return waits
 
     def add(self, step_seconds: float, waits: Waits) -> None:
-        """Note a step that is over, and so are its waits. One without any was not measured."""
+        """Add a completed step with its waits. A step without waits was not measured."""
         if waits:
             waited = sum(end.seconds_since(begin) for begin, end in waits)
             self._latest.append(max(0.0, step_seconds - waited))
 
     def shared(self, topology: Topology, step: int) -> list[float]:
-        """Return what to add up over the ranks in a step: a number of each rank, or nothing.
+        """Return what to sum over the ranks in a step: one number for each rank, or [].
 
         Args:
             topology: This process's coordinates.
@@ -128,17 +130,17 @@ class StepTimes:
 
 
 def _interval(topology: Topology) -> int:
-    """Return how often a step is measured: the first of so many.
+    """Return n if every n-th step is measured.
 
-    On a GPU a wait costs the host two events, and tensor ranks wait four times a layer in every
-    micro batch, as context ranks do.
+    On a GPU a wait costs the host two events, and tensor ranks and context ranks wait four times
+    per layer in every micro batch, so with these only every fourth step is measured.
     """
     layout = topology.layout
     return 4 if platform.has_cuda() and layout.tensor * layout.context > 1 else 1
 
 
 def window_steps(topology: Topology) -> int:
-    """Return after how many steps the ranks share what `WINDOW_STEPS` of these have taken."""
+    """Return after how many steps the ranks share the times of `WINDOW_STEPS` measured steps."""
     return WINDOW_STEPS * _interval(topology)
 
 
@@ -149,10 +151,10 @@ class Place(NamedTuple):
     """A rank's place and part of the work."""
 
     name: str
-    """Host and device, as "n7, cuda:1 NVIDIA H200"."""
+    """Host and device, such as "n7, cuda:1 NVIDIA H200"."""
     stage: int
-    """Its pipeline stage. Each part of a sequence counts as a stage of its own, since later parts
-    see more keys. Ranks of one stage do the same work."""
+    """The rank's pipeline stage. With context parallelism, each part of a sequence counts as a
+    stage of its own, since later parts see more keys. Ranks of one stage do the same work."""
 
 
 def places(topology: Topology) -> list[Place]:
@@ -163,18 +165,18 @@ def places(topology: Topology) -> list[Place]:
 
 
 class Stragglers:
-    """Tells which rank is the slowest from what all have shared, and says when it is slow.
+    """Finds the slowest rank from the shared times, and reports when it is slow.
 
-    A rank is compared with the median of the others of its pipeline stage. One that is alone in its
-    stage is compared with none, and not named.
+    A rank is compared with the median of the other ranks of its pipeline stage. A rank that is
+    alone in its stage cannot be compared, and is never named.
     """
 
     def __init__(self, places: Sequence[Place], window: int) -> None:
-        """Begin without knowing anything.
+        """Begin without any measurements.
 
         Args:
-            places: Where each rank runs.
-            window: Steps from one sharing to the next.
+            places: The place of each rank.
+            window: Number of steps between two exchanges of times.
         """
         self._places, self._window = places, window
         stages: dict[int, list[int]] = {}
@@ -182,7 +184,7 @@ class Stragglers:
             stages.setdefault(place.stage, []).append(rank)
         self._stages = [ranks for ranks in stages.values() if len(ranks) > 1]
         self._rank, self._windows, self._lost = -1, 0, 0.0
-        """The slowest rank, for how many windows it has been too slow, and the seconds lost."""
+        """The slowest rank, the number of windows in which it was too slow, and seconds lost."""
         self._since: int | None = None
         """The first step in which it was slow; None if it is not."""
 
@@ -191,10 +193,10 @@ class Stragglers:
 
         Args:
             step: The step in which the numbers were shared.
-            busy: `StepTimes.shared`, added up over the ranks.
+            busy: `StepTimes.shared`, summed over the ranks.
 
         Returns:
-            (what the step's record gets, a line for the log).
+            (entries for the step's record, a line for the log or None).
         """
         if not self._stages or not all(busy):
             return {}, None
