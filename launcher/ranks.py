@@ -41,8 +41,7 @@ finished."""
 ANSWER_SECONDS = 10.0
 """Time for the agents to kill their ranks."""
 SETTLE_SECONDS = 0.5
-"""Time after the first failure in which other ranks may report their own. Then the ranks are
-killed."""
+"""Time after the first failure in which other ranks may report theirs, before they are killed."""
 TOGETHER = {*ExitCode} - {ExitCode.FINISHED, ExitCode.FAILED, ExitCode.KILLED}
 """Exit codes with which all ranks end by themselves within moments, once one rank does."""
 LOST_SECONDS = 3 * agent.BEAT_SECONDS

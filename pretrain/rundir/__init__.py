@@ -2,14 +2,14 @@
 
 docs/run_directory.md describes it.
 
-Both commands read and write a run through this room alone. It never imports torch: the launcher
-runs on login nodes.
+Both commands read and write a run only through this package. It never imports torch, because the
+launcher runs on login nodes.
 
-- paths.py: where everything lies, the version of the layout; phases, outcomes, exit codes
-- files.py: publish files and folders in one move; read JSON whatever state it is in
-- attempts.py: the attempts at a run, of which one at a time is made
-- trust.py: that nobody else put something there, and that no secret is written there
-- checkpoints.py, history.py: ancestry, which checkpoints there are, which go
+- paths.py: the paths of all files, the version of the layout; phases, outcomes, exit codes
+- files.py: publish files and folders atomically; read JSON even if it is damaged
+- attempts.py: the attempts at a run, of which only one at a time is made
+- trust.py: check that nobody else can have put something into a run
+- checkpoints.py, history.py: ancestry of checkpoints, which exist, which are removed
 - metrics.py: metrics.jsonl
-- jobs.py: the starts of a run: the Slurm jobs sent for it, what an attempt was made with
+- jobs.py: the starts of a run: its Slurm jobs, and the code and machine of an attempt
 """

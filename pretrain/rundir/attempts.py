@@ -1,7 +1,7 @@
-"""The attempts at a run as their files tell them: who makes each, what it does, and how it ended.
+"""The attempts at a run as their files record them: the owner, the progress, and the end of each.
 
-The readers pass over what a later version added and leave out what is missing or was cut off in
-writing, because they look at attempts while these write, and at those that were killed.
+Attempts are read while they are writing, and after they were killed. So the readers ignore keys
+that a later version added, and leave out what is missing or was only partly written.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ PHASES = "phases.jsonl"
 PROGRESS = "progress"
 ENDED = "ended.json"
 METRICS_BYTES = 64 * 1024
-"""How much of the end of metrics.jsonl is read for the last step: some 200 lines."""
+"""How much of the end of metrics.jsonl is read to find the last step: about 200 lines."""
 PREFLIGHT = "preflight.json"
 DIAGNOSIS = "diagnosis.json"
 
@@ -76,11 +76,11 @@ class Owner:
     """The process that makes an attempt (owner.json). `Owner.here` describes this one."""
 
     nonce: str = ""
-    """Tells two owners apart that agree in all else."""
+    """Tells apart two owners that agree in everything else."""
     host: str = ""
     pid: int = 0
     pid_start: int | None = None
-    """Clock ticks between boot and the process's start: a process id alone is used again."""
+    """Clock ticks between boot and the process's start, because process ids are reused."""
     pid_namespace: str | None = None
     boot_id: str | None = None
     user: str = ""
@@ -88,36 +88,36 @@ class Owner:
     """"123", or "123_4" for a task of an array."""
     slurm_restart_count: int | None = None
     slurm_cluster: str | None = None
-    """Job ids are unique in a cluster, and clusters share file systems."""
+    """Needed because job ids are unique only within a cluster, and clusters share file systems."""
     began_at: float = 0.0
     """Unix seconds."""
     submitted_at: float | None = None
     """When the job was put in Slurm's queue; the time from then to `began_at` is waiting."""
     num_processes: int = 1
-    """Ranks."""
+    """The number of ranks."""
     nodes: str = ""
     """Slurm's node list, or this host."""
     checkpoint_step: int | None = None
-    """The newest complete checkpoint's step when the attempt began."""
+    """The step of the newest complete checkpoint when the attempt began."""
     checkpoint_id: str | None = None
-    """That checkpoint's id."""
+    """The id of that checkpoint."""
     directory: Place | None = None
-    """The run's directory. In a copy of it, this owner is no owner."""
+    """The run's directory. A copy of the directory does not belong to this owner."""
 
     @staticmethod
     def here(**known: Any) -> Owner:
         """Describe this process.
 
         Args:
-            **known: Further fields. What Slurm says is passed in, because the environment is read
-                in the launcher and in `topology` alone.
+            **known: Further fields. Slurm's values are passed in, because only the launcher and
+                `topology` read the environment.
         """
         host = socket.gethostname()
         pid, start, namespace = _this_process()
         try:
             user = getpass.getuser()
         except (KeyError, OSError):
-            # A user id without a name, as in a container.
+            # The user id may have no name, for example in a container.
             user = str(os.getuid())
         return Owner(
             nonce=secrets.token_hex(8),
@@ -133,7 +133,7 @@ class Owner:
 
     @staticmethod
     def read(directory: Path) -> Owner:
-        """Return the owner of an attempt, or an empty one when the file is damaged."""
+        """Return the owner of an attempt, or an empty `Owner` if the file is damaged."""
         return from_json(Owner, read_json(directory / OWNER)) or Owner()
 
     def is_of(self, run: Path) -> bool:
@@ -145,7 +145,7 @@ class Owner:
         return self.slurm_job_id is not None and self.slurm_job_id == job_id
 
     def is_of_start(self, job_id: str | None, restarts: int) -> bool:
-        """Return True if this owner was in a job when that had been requeued so many times."""
+        """Return True if this owner was in a job after the job was requeued `restarts` times."""
         return self.is_of_job(job_id) and (self.slurm_restart_count or 0) == restarts
 
     def __str__(self) -> str:
@@ -156,12 +156,12 @@ class Owner:
 
 @dataclass(frozen=True)
 class PhaseChange:
-    """A line of phases.jsonl: the attempt began another phase."""
+    """A line of phases.jsonl: the attempt began a phase."""
 
     at: float
     """Unix seconds."""
     phase: str
-    """A `Phase`, or one of a later version."""
+    """A `Phase`, or a phase of a later version."""
     step: int
     """Steps done by then."""
     saved: int | None = None
@@ -170,7 +170,7 @@ class PhaseChange:
 
 @dataclass(frozen=True)
 class Progress:
-    """The last sign of life of training (progress). A watchdog compares it with the one before."""
+    """The last sign of life of training (progress). A watchdog compares it with the previous."""
 
     count: int
     """Grows with every step and every pass of an evaluation."""
@@ -191,72 +191,72 @@ class Ended:
     outcome: str
     """An `Outcome`."""
     reason: str
-    """One line for people."""
+    """One readable line."""
     step: int
     """Steps done."""
     nodes: tuple[str, ...] = ()
-    """The nodes that the failure came from, as srun, the stacks or the preflight name them."""
+    """The nodes that the failure came from, according to srun, the stacks or the preflight."""
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """The findings of the check of the nodes before the ranks start (preflight.json)."""
+    """The results of the check of the nodes before the ranks start (preflight.json)."""
 
     at: float
     """Unix seconds at which the check ended."""
     seconds: float
-    """How long it took."""
+    """How long the check took."""
     nodes: tuple[str, ...]
     """The nodes that were checked."""
     faults: dict[str, str]
     """The nodes on which the run must not train, each with the cause."""
     warnings: tuple[str, ...] = ()
-    """Findings that do not hinder the run, a line each."""
+    """Results that do not keep the run from training, one line each."""
     refusal: str = ""
-    """Why the run can train on none of the nodes, where the cause is the run's and not theirs."""
+    """Why the run can train on none of the nodes, if the cause is the run and not the nodes."""
 
 
 class Cause(StrEnum):
-    """The finding of a replay of the same steps on the same data, about a failed check."""
+    """The cause of a failed check, as found by replaying the same steps on the same data."""
 
     TRANSIENT = "transient"
-    """It did not happen again; the run went on from the replayed steps."""
+    """The failure did not happen again; the run continued from the replayed steps."""
     REPRODUCES = "reproduces"
-    """It happened again: it comes from the data, the settings or the code."""
+    """The failure happened again: it comes from the data, the settings or the code."""
     PERSISTENT = "persistent"
-    """One rank computes wrong again and again."""
+    """One rank repeatedly computes wrong results."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of the last replay of an attempt (diagnosis.json)."""
+    """The result of the last replay of an attempt (diagnosis.json)."""
 
     kind: str
     """A `Cause`."""
     step: int
     """The step whose check failed."""
     rank: int | None
-    """The rank from which it came, where a single one is known; so are its host and device."""
+    """The rank that the failure came from, or None; likewise its host and device."""
     host: str | None
     device: str | None
     what: str
-    """What was seen, for people."""
+    """A readable description of the result."""
     replayed_from: int = 0
-    """The step of the state that was replayed from; 0 for the initial one."""
+    """The step of the state from which the replay began; 0 for the initial state."""
 
     @staticmethod
     def read(directory: Path) -> Diagnosis | None:
-        """Return the diagnosis of an attempt; None where nothing was replayed."""
+        """Return the diagnosis of an attempt; None if nothing was replayed."""
         return from_json(Diagnosis, read_json(directory / DIAGNOSIS))
 
     def write(self, directory: Path) -> None:
-        """Write it to RUN/attempts/####. Raises OSError when the disk refuses."""
+        """Write the diagnosis to RUN/attempts/####. Raises OSError if that fails."""
         replace_json(directory / DIAGNOSIS, dataclasses.asdict(self), durable=True, indent=1)
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """An attempt as its files tell it."""
+    """An attempt as its files record it."""
 
     number: int
     directory: Path
@@ -271,27 +271,27 @@ class AttemptRecord:
 
     @property
     def is_copied(self) -> bool:
-        """Return True if it was made in the directory that this one is a copy of."""
+        """Return True if the attempt was made in the directory of which this one is a copy."""
         return not self.owner.is_of(self.directory.parents[1])
 
     @property
     def step(self) -> int:
-        """Return the steps done, as far as the attempt said."""
+        """Return the steps done, according to the attempt's reports."""
         said = [self.progress.step] if self.progress else []
-        # What was said before a checkpoint was loaded is about the steps that led to another one.
+        # Reports from before a checkpoint was loaded are about steps that led to another one.
         loaded = [i for i, phase in enumerate(self.phases) if phase.phase == Phase.LOADING]
         since = self.phases[loaded[-1] if loaded else 0 :]
         return max([*said, *(phase.step for phase in since)], default=0)
 
 
 def read_attempts(run: Path) -> list[AttemptRecord]:
-    """Return all attempts at a run, oldest first; none for a directory that is no run."""
+    """Return all attempts at a run, oldest first; [] for a directory that is not a run."""
     numbers = sorted(attempt_numbers(RunPaths(run).attempts))
     return [read_attempt(attempt_directory(run, number)) for number in numbers]
 
 
 def read_attempt(directory: Path) -> AttemptRecord:
-    """Return one attempt. What it has not written yet is left out."""
+    """Return one attempt. Files that it has not written yet are left out."""
     return AttemptRecord(
         number=int(directory.name),
         directory=directory,
@@ -311,10 +311,10 @@ def read_progress(directory: Path) -> Progress | None:
 
 
 def steps_done(directory: Path) -> int:
-    """Return how many steps an attempt's training has done, as its files prove it.
+    """Return how many steps an attempt's training has done, as its files prove.
 
-    `progress` may be older than the last steps, but metrics.jsonl has a line for each. It is the
-    attempt's own from the moment at which training begins and drops the lines of lost steps.
+    `progress` may be older than the last steps, but metrics.jsonl has a line for each step. Its
+    lines belong to this attempt once training has begun, which drops the lines of lost steps.
 
     Args:
         directory: RUN/attempts/####.
@@ -328,33 +328,33 @@ def steps_done(directory: Path) -> int:
 
 
 def said_done(attempt: AttemptRecord, num_steps: int) -> bool:
-    """Return True if the last word of an attempt's ranks is that all steps are done."""
+    """Return True if the last report of an attempt's ranks says that all steps are done."""
     last = attempt.phases[-1] if attempt.phases else None
     return last is not None and last.phase == Phase.ENDING and last.step >= num_steps
 
 
 POISONED_ATTEMPTS = 2
-"""Attempts that a checkpoint poisons before it is passed over."""
+"""The number of attempts that a checkpoint must poison before it is passed over."""
 
 
 def poisoned(
     run: Path, attempts: Sequence[AttemptRecord], code: int | None = None
 ) -> dict[Path, str]:
-    """Return the checkpoint that training must not go on from any more, with the reason.
+    """Return the checkpoint from which training must not continue any more, with the reason.
 
-    A checkpoint is on probation until the run has saved another one after it: only then numbers
-    that came from it have passed the checks of steps and of a save. While it is on probation, two
-    attempts that began with it and ended as POISONED make it poisoned. If attempts that began with
-    another checkpoint of the same step ended so before, the cause is not in the checkpoint. One
-    attempt is enough if a replay from the checkpoint reproduced the numbers.
+    A checkpoint is on probation until the run has saved another one after it, because only then
+    have numbers computed from it passed the checks of steps and of a save. A checkpoint on
+    probation counts as poisoned if two attempts began from it and ended as POISONED. One attempt is
+    enough if a replay from the checkpoint reproduced the numbers. If attempts from another
+    checkpoint of the same step have also ended as POISONED, the checkpoint is not the cause.
 
     Args:
         run: The run's directory.
         attempts: Its attempts, oldest first.
-        code: The exit code of the last attempt's ranks, where its end is not recorded yet.
+        code: The exit code of the last attempt's ranks, if its end is not recorded yet.
 
     Returns:
-        The newest checkpoint alone, or nothing, as where no other checkpoint is left.
+        Only the newest checkpoint, or {}; always {} if there is no other checkpoint.
     """
     found = complete_checkpoints(run)
     lineage = read_lineage(found[-1]) if len(found) > 1 else None
@@ -386,9 +386,9 @@ def poisoned(
 
 
 def is_idle(attempt: AttemptRecord) -> bool:
-    """Return True for an attempt that ended before any work, because there was none for it.
+    """Return True for an attempt that ended without any work.
 
-    Its input was refused, or every step was done before. The run stands as if it had not been made.
+    Its input was refused, or every step was already done. It left the run unchanged.
     """
     ended = attempt.ended
     return (
@@ -399,12 +399,12 @@ def is_idle(attempt: AttemptRecord) -> bool:
 
 
 def is_finished(run: Path, num_steps: int | None = None) -> bool:
-    """Return True when an attempt finished `num_steps` steps (default: the run's own config's).
+    """Return True if an attempt finished `num_steps` steps (default: those of the run's config).
 
-    What the attempt recorded has to agree with its ranks' last word and with the newest checkpoint:
-    an exit code alone proves nothing. A run that has gone back to an earlier checkpoint since, or
-    has done more steps, is not finished at that step, nor is one whose checkpoints have all lost
-    their manifests.
+    The attempt's record must agree with the last report of its ranks and with the newest
+    checkpoint, because an exit code alone proves nothing. A run that has since gone back to an
+    earlier checkpoint, or done more steps, is not finished at that step. Nor is a run whose
+    checkpoints have all lost their manifests.
     """
     finished = [
         attempt
@@ -419,7 +419,7 @@ def is_finished(run: Path, num_steps: int | None = None) -> bool:
         ).train.num_steps
     newest = newest_checkpoint_step(run)
     if newest is None and named_by_step(RunPaths(run).checkpoints):
-        # It has no manifest, so its weights cannot be used. A start says so.
+        # The checkpoints have no manifests and cannot be used. Starting the run reports that.
         return False
     return newest in (None, num_steps) and any(
         said_done(attempt, num_steps) for attempt in finished
@@ -429,7 +429,7 @@ def is_finished(run: Path, num_steps: int | None = None) -> bool:
 def last_heartbeat(directory: Path) -> float:
     """Return when an attempt last renewed its lease, in unix seconds by the file server's clock."""
     try:
-        # Opened, not only looked up: an NFS client then asks the server instead of its cache.
+        # Opened, and not just looked up, so that an NFS client asks the server, not its cache.
         with open_regular(directory / HEARTBEAT) as file:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
@@ -438,46 +438,46 @@ def last_heartbeat(directory: Path) -> float:
 
 def process_stat(pid: str) -> tuple[str, int]:
     """Return state and start time of a process: fields 3 and 22 of /proc/PID/stat, proc(5)."""
-    # Field 2, the command, may hold spaces and parentheses; the fields after it may not.
+    # Field 2, the command, may contain spaces and parentheses; the fields after it may not.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return fields[0], int(fields[19])
 
 
 def _this_process() -> tuple[int, int | None, str | None]:
-    """Return process id, start time and PID namespace; None for what others could not look up."""
+    """Return process id, start time and PID namespace; None for values others cannot check."""
     pid = os.getpid()
     with contextlib.suppress(OSError):
-        # In a new PID namespace that still has the old one's /proc, the ids there are not ours.
+        # In a new PID namespace that still has the /proc of the old one, the ids there differ.
         if int(os.readlink("/proc/self")) == pid:
             return pid, process_stat("self")[1], os.readlink("/proc/self/ns/pid")
     return pid, None, None
 
 
-# ---- The lock of a run: one attempt at a time, from any host, whatever became of the last one ----
+# ---- The lock of a run: one attempt at a time, from any host, however the last one ended ----
 # An attempt's folder is made under a hidden name, with owner.json and heartbeat already in it, and
 # renamed to the next number. A rename onto a folder that is not empty fails on every file system,
-# so of many starters exactly one gets the number. Nothing is ever deleted, so no stale lock can be
-# broken twice.
+# so exactly one of several starters gets the number. Nothing is ever deleted, so two starters
+# cannot break the same stale lock.
 
 
 HEARTBEAT_SECONDS = 10.0
 LEASE_SECONDS = 60.0
-"""A holder that gave no heartbeat for so long is taken for dead."""
+"""The time without a heartbeat after which a holder counts as dead."""
 PROGRESS_SECONDS = 10.0
-"""The most time that a run lets pass between two writes of `progress`, if its steps allow it. For
-people that is enough, and each write is three requests to the file server."""
+"""The usual time between two writes of `progress`, unless steps take longer. It is short enough for
+users, and each write costs three requests to the file server."""
 LOOKS = 10
-"""How often progress is written, and looked at, within the time after which a run counts as hung.
+"""How often progress is written, and checked, within the time after which a run counts as hung.
 See `Attempt.join`."""
 POLL_SECONDS = 1.0
-"""Between two looks at another holder's heartbeat."""
+"""Time between two looks at another holder's heartbeat."""
 
 JobIsOver = Callable[[Owner], bool | None]
-"""Asks Slurm if an owner's job is over; None when Slurm cannot be asked."""
+"""Asks Slurm whether an owner's job is over; returns None if Slurm cannot be asked."""
 
 
 class RunBusy(ConfigError):
-    """Another process makes an attempt at this run. The message names it and says what to do."""
+    """Another process is making an attempt at this run. The message names it and the remedy."""
 
 
 def unknown(owner: Owner) -> bool | None:
@@ -487,7 +487,7 @@ def unknown(owner: Owner) -> bool | None:
 
 @dataclass
 class Attempt:
-    """An attempt, for the process that makes it: the lock's holder, or training's rank 0."""
+    """An attempt, for the process that makes it: the holder of the lock, or rank 0 of training."""
 
     number: int
     directory: Path
@@ -496,10 +496,10 @@ class Attempt:
     _count: int = 0
     _last: tuple[float, str] = field(default=(0.0, ""))
     _root: int | None = field(default=None, compare=False)
-    """A descriptor of the run's directory, which knows it wherever it is moved to."""
+    """A descriptor of the run's directory, by which it can be found after it is moved."""
 
     def __post_init__(self) -> None:
-        # Without /proc, or without O_PATH, where it went is not said.
+        # Without /proc or O_PATH, messages do not say where the directory was moved.
         with contextlib.suppress(OSError, AttributeError):
             self._root = os.open(self.run, os.O_PATH | os.O_DIRECTORY)
 
@@ -514,20 +514,20 @@ class Attempt:
 
     @staticmethod
     def begin(run: Path, owner: Owner | None = None, job_is_over: JobIsOver = unknown) -> Attempt:
-        """Take the run and begin an attempt. A former holder that is dead is no obstacle.
+        """Lock the run and begin an attempt. A former holder that is dead does not prevent this.
 
-        A holder is known to be dead from its process, on its own host, or from Slurm; failing both,
-        from a lease without a heartbeat, for which this waits.
+        Whether a holder is dead is known from its process, on the same host, or from Slurm. If
+        neither can tell, this waits for LEASE_SECONDS for a heartbeat.
 
         Args:
             run: The run's directory.
-            owner: Who makes the attempt; this process by default.
+            owner: The owner of the attempt; this process by default.
             job_is_over: Asks Slurm about the job of another owner.
 
         Raises:
-            RunBusy: Another holder lives.
+            RunBusy: Another holder is alive.
             ConfigError: The directory has another layout, or another user may write to it.
-            RunFailed: The disk refused.
+            RunFailed: A file cannot be written.
         """
         check_trusted(run)
         check_version(run)
@@ -547,16 +547,16 @@ class Attempt:
                     prepared.rename(final)
             except Exception:
                 if not final.exists():
-                    # Not that another starter was faster: the disk refused.
+                    # The rename failed, but not because another starter was faster.
                     raise
-                # A file server that answers a repeated request says "exists" to the client that
-                # made it.
+                # If a file server repeats a request, the second one fails although the first one
+                # has renamed the folder.
                 if Owner.read(final).nonce != owner.nonce:
                     raise _busy(run, number + 1) from None
         finally:
             shutil.rmtree(prepared, ignore_errors=True)
         for left in attempts.glob(".*"):
-            # What a starter was killed in.
+            # Hidden folders of starters that were killed are removed.
             if process_lives(Owner.read(left), owner) is False:
                 shutil.rmtree(left, ignore_errors=True)
         claim_version(run)
@@ -577,23 +577,23 @@ class Attempt:
         """Renew the lease; call it every HEARTBEAT_SECONDS.
 
         Returns:
-            False when this attempt holds its run no longer (`why_lost`): then stop writing to it at
-            once.
+            False if this attempt no longer holds its run (`why_lost`); the caller must then stop
+            writing to the run at once.
         """
-        # While the file server is away, the check below finds nothing; it does when that answers.
+        # While the file server does not answer, the check below finds nothing; it does so later.
         with contextlib.suppress(OSError):
             os.utime(self.directory / HEARTBEAT)
         return self.why_lost() is None
 
     def superseded(self) -> bool:
-        """Return True when a newer attempt exists, because this one was taken for dead."""
+        """Return True if a newer attempt exists, because this one was taken for dead."""
         try:
             return max(attempt_numbers(self.directory.parent), default=0) > self.number
         except OSError:
             return False
 
     def why_lost(self) -> str | None:
-        """Return why this attempt holds its run no longer, and what to do; None while it does."""
+        """Return why this attempt no longer holds its run, and what to do; None while it does."""
         if self.superseded():
             return (
                 "another attempt has taken over the run, because this one sent no heartbeat for "
@@ -604,11 +604,11 @@ class Attempt:
         return None
 
     def _now_at(self) -> Path | None:
-        """Return where the run's directory lies now, where it can be told."""
+        """Return where the run's directory lies now; None if unknown."""
         return whereabouts(self._root) if self._root is not None else None
 
     def phase(self, phase: str, step: int, saved: int | None = None) -> None:
-        """Record that another phase begins.
+        """Record the beginning of a phase.
 
         Args:
             phase: The `Phase`.
@@ -621,10 +621,10 @@ class Attempt:
         self.progress(step, phase)
 
     def progress(self, step: int, phase: str) -> None:
-        """Record a sign of life. It is cheap to call: within a phase it writes now and then.
+        """Record a sign of life. Cheap to call: within a phase it writes only now and then.
 
         Raises:
-            OSError: The disk refused, and so only the file's time is new.
+            OSError: The file cannot be written; only its modification time is new.
         """
         self._count += 1
         written, last = self._last
@@ -636,7 +636,7 @@ class Attempt:
         try:
             replace_json(self.directory / PROGRESS, content)
         except OSError:
-            # A full disk still takes a new time, which the watchdog looks at as well.
+            # A full disk still accepts a new modification time, which the watchdog checks as well.
             with contextlib.suppress(OSError):
                 os.utime(self.directory / PROGRESS)
             raise
@@ -644,28 +644,28 @@ class Attempt:
     def end(
         self, outcome: str, code: int, reason: str, step: int, nodes: Sequence[str] = ()
     ) -> None:
-        """Record how the attempt ended, which gives the run back.
+        """Record how the attempt ended, which releases the run.
 
         Args:
             outcome: The `Outcome`.
             code: The exit code.
-            reason: One line for people.
+            reason: One readable line.
             step: Steps done.
-            nodes: The nodes that a failure came from, where they are known.
+            nodes: The nodes that a failure came from, if they are known.
         """
         ended = Ended(time.time(), code, outcome, reason, step, tuple(nodes))
-        # The directory may have been moved meanwhile.
+        # The directory may have been moved in the meantime.
         folder = attempt_directory(self._now_at() or self.run, self.number)
         replace_json(folder / ENDED, dataclasses.asdict(ended), durable=True)
 
 
 def check_free(run: Path) -> None:
-    """Check that nobody makes an attempt at a run, without beginning one.
+    """Check that nobody is making an attempt at a run, without beginning one.
 
     Slurm is not asked about the job of an owner.
 
     Raises:
-        RunBusy: A holder lives.
+        RunBusy: A holder is alive.
     """
     number = max(attempt_numbers(RunPaths(run).attempts), default=0)
     if number and _is_held(attempt_directory(run, number), Owner.here(), unknown):
@@ -674,31 +674,31 @@ def check_free(run: Path) -> None:
 
 # ---- is the other holder dead? -------------------------------------------------------------------
 def _is_held(directory: Path, mine: Owner, job_is_over: JobIsOver) -> bool:
-    """Return True when an attempt has not ended and its owner lives."""
+    """Return True if an attempt has not ended and its owner is alive."""
     if (directory / ENDED).exists():
         return False
     owner = Owner.read(directory)
     if not owner.is_of(directory.parents[1]):
-        # Its process or job makes an attempt at the run that this one is a copy of. Another host
-        # may see other inodes (some user-space file systems); a heartbeat here proves more.
+        # The owner makes an attempt at the run of which this one is a copy. On another host, inodes
+        # may differ for the same directory (some user-space file systems), so a heartbeat decides.
         return owner.boot_id != mine.boot_id and _lease_is_renewed(directory)
     held = _owner_lives(owner, mine, job_is_over)
     return _lease_is_renewed(directory) if held is None else held
 
 
 def _owner_lives(other: Owner, mine: Owner, job_is_over: JobIsOver) -> bool | None:
-    """Return if another owner's process or job lives; None when neither can be seen."""
+    """Return whether another owner's process or job is alive; None if neither can be seen."""
     seen = process_lives(other, mine)
     if seen or other.slurm_job_id is None:
         return seen
     same_cluster = other.slurm_cluster == mine.slurm_cluster
     same_job = same_cluster and other.is_of_job(mine.slurm_job_id)
     earlier_start = (other.slurm_restart_count or 0) < (mine.slurm_restart_count or 0)
-    # Slurm starts a job again only when its former processes are dead, or their node is.
+    # Slurm starts a job again only after its former processes, or their nodes, are dead.
     if same_job and (seen is False or earlier_start):
         return False
     if same_cluster or None in (other.slurm_cluster, mine.slurm_cluster):
-        # Also asked when the process is dead: its job may still be ending, with ranks that save.
+        # Also asked if the process is dead, because ranks of its job may still be saving.
         over = job_is_over(other)
         if over is not None:
             return not over
@@ -706,10 +706,10 @@ def _owner_lives(other: Owner, mine: Owner, job_is_over: JobIsOver) -> bool | No
 
 
 def process_lives(other: Owner, mine: Owner) -> bool | None:
-    """Return if another owner's process lives; None when it cannot be seen by `mine`, from here.
+    """Return whether another owner's process is alive; None if `mine` cannot see it.
 
-    That is so on another host, in another PID namespace, for another user's processes, and without
-    /proc.
+    A process cannot be seen on another host, in another PID namespace, without /proc, or if /proc
+    hides other users' processes.
     """
     here = (mine.host, mine.boot_id, mine.pid_namespace)
     there = (other.host, other.boot_id, other.pid_namespace)
@@ -730,11 +730,11 @@ def process_lives(other: Owner, mine: Owner) -> bool | None:
 
 
 def _lease_is_renewed(directory: Path) -> bool:
-    """Watch an attempt for a lease's time; return True as soon as its heartbeat changes.
+    """Watch an attempt for LEASE_SECONDS; return True as soon as its heartbeat changes.
 
-    The time is counted by this process's own clock, and from now on: the age of the heartbeat file
-    proves nothing. A holder whose file server was away for minutes renews it when that is back, and
-    the clocks of two hosts differ.
+    The time is counted from now on by this process's own clock. The age of the heartbeat file
+    proves nothing: a file server may have been unreachable for minutes, after which the holder
+    renews its heartbeat, and the clocks of two hosts differ.
     """
     beat, watched, last_look = last_heartbeat(directory), 0.0, time.monotonic()
     say(
@@ -747,8 +747,8 @@ def _lease_is_renewed(directory: Path) -> bool:
             return False
         if last_heartbeat(directory) != beat:
             return True
-        # A pause of this process is no time in which it watched: the holder may have been paused
-        # as well, as on a virtual machine.
+        # A pause of this process does not count as watching, because the holder may have been
+        # paused as well, for example on a virtual machine.
         now = time.monotonic()
         watched += min(now - last_look, 2 * POLL_SECONDS)
         last_look = now
@@ -778,7 +778,7 @@ def _with_checkpoint(owner: Owner, run: Path) -> Owner:
 
 
 def _prepare(directory: Path, owner: Owner) -> None:
-    """Write all that an attempt has when it begins."""
+    """Write the files with which an attempt begins."""
     directory.mkdir(mode=DIRECTORY_MODE)
     owner = dataclasses.replace(owner, directory=Place.of(directory.parents[1]))
     replace_json(directory / OWNER, dataclasses.asdict(owner), durable=True)

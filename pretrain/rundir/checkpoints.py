@@ -1,7 +1,8 @@
-"""The checkpoints of a run: names, which are complete and of one line, and their publication.
+"""The checkpoints of a run: names, completeness, ancestry and publication.
 
-docs/run_directory.md says what lies where. Of the checkpoints in RUN/checkpoints each descends from
-the one before: what a run turns away from is moved to RUN/abandoned (`history.py`).
+docs/run_directory.md describes the layout. Each checkpoint in RUN/checkpoints descends from the one
+before it: when a run goes back, checkpoints of the branch that it leaves are moved to RUN/abandoned
+(`history.py`).
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from pretrain.rundir.files import (
 from pretrain.rundir.paths import RunPaths, attempt_numbers, check_version, displaced
 
 # ---- Identify a checkpoint: its id, the checkpoint before it, and the branches it lies on ----
-# A run that goes on from its newest checkpoint stays on its branch. A run that goes back to an
+# A run that resumes from its newest checkpoint stays on its branch. A run that goes back to an
 # earlier checkpoint, or begins with another run's, begins a branch. A checkpoint lists the branches
-# from the first step of training to itself, so that its ancestors are known even when some of them
+# from the first step of training to itself, so that its ancestors are known even if some of them
 # have been deleted.
 
 
 Natural = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 Name = Annotated[str, StringConstraints(pattern=r"^[\w-]{1,64}$")]
-"""A random name of a checkpoint or a branch: 16 hexadecimal digits where we wrote it."""
+"""A random name of a checkpoint or a branch; ours have 16 hexadecimal digits."""
 MANIFEST = "manifest.json"
-"""Written last, so a checkpoint that has it is complete."""
+"""Written last, so a checkpoint with this file is complete."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A line of checkpoints that were saved one after the other."""
+    """A sequence of checkpoints that were saved one after another."""
 
     id: Name
     since: Natural
-    """The step after which it begins: 0 from scratch, else the step of the checkpoint that the
-    branch goes on from."""
+    """The step after which the branch begins: 0 from scratch, else the step of the checkpoint from
+    which it continues."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Lineage:
     step: Natural
     """Optimizer steps done."""
     parent: Name | None
-    """The id of the checkpoint that was saved or loaded before; None for the first of a run."""
+    """The id of the previous checkpoint, saved or loaded; None for the first of a run."""
     branches: Annotated[tuple[Branch, ...], Field(min_length=1)]
     """The branches that lead here, oldest first; the last one is the checkpoint's own."""
 
@@ -74,9 +75,10 @@ class Lineage:
         return self.id == other.id or (end is not None and self.step <= min(end, other.step - 1))
 
     def shares_branch_beyond(self, other: Lineage) -> bool:
-        """Return True if `other` lies, or its line leads, further on this checkpoint's branch.
+        """Return True if the line to `other` follows this checkpoint's branch beyond this step.
 
-        A run that went on from here on the same branch could not be told from the line to `other`.
+        Checkpoints of a run that continued from here on the same branch could then not be told
+        apart from those on the line to `other`.
         """
         end = self._end_of_branch(other)
         return end is not None and end > self.step
@@ -87,7 +89,7 @@ class Lineage:
         return next((end for branch, end in _ends(other) if branch.id == own), None)
 
     def last_common_step(self, other: Lineage) -> int:
-        """Return the step up to which this line and another are the same; 0 when never."""
+        """Return the last step that the lines to this checkpoint and to `other` share, or 0."""
         common = 0
         ends = zip(_ends(self), _ends(other))
         for (mine, end), (theirs, other_end) in ends:
@@ -104,7 +106,7 @@ def _ends(lineage: Lineage) -> list[tuple[Branch, int]]:
 
 
 def read_lineage(checkpoint: Path) -> Lineage | None:
-    """Return the lineage in a checkpoint's manifest; None when it is missing or damaged."""
+    """Return the lineage in a checkpoint's manifest; None if it is missing or damaged."""
     return from_json(Lineage, read_json(checkpoint / MANIFEST))
 
 
@@ -113,14 +115,14 @@ def new_id() -> str:
     return secrets.token_hex(8)
 
 
-# ---- Hold a checkpoint while it is read, so that retention passes over it ----
+# ---- Hold a checkpoint while it is read, so that retention does not delete it ----
 # A reader holds a shared lock (flock) on the checkpoint's manifest, and retention deletes only what
-# it can lock exclusively. The kernel releases the lock of a reader that dies. A file system without
-# flock protects nothing: every checkpoint then counts as not held.
+# it can lock exclusively. The kernel releases the lock of a reader that dies. On a file system
+# without flock there is no protection: every checkpoint then counts as not held.
 
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""Errors of flock where a file system has no such locks."""
+"""Errors of flock on file systems without such locks."""
 
 
 @contextlib.contextmanager
@@ -147,10 +149,10 @@ def hold(checkpoint: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unheld(checkpoint: Path) -> Iterator[bool]:
-    """Yield True if no reader holds a checkpoint; none can begin to while the block runs."""
+    """Yield True if no reader holds a checkpoint; no reader can do so while the block runs."""
     path = checkpoint / MANIFEST
     try:
-        # NFS wants a descriptor that may write for an exclusive lock.
+        # For an exclusive lock, NFS requires a writable descriptor.
         descriptor = os.open(path, os.O_RDWR)
     except PermissionError:
         descriptor = os.open(path, os.O_RDONLY)
@@ -167,8 +169,8 @@ def unheld(checkpoint: Path) -> Iterator[bool]:
 
 
 def release(descriptor: int) -> None:
-    """Give up the lock of a file, and close it."""
-    # Not by closing alone: a child that was forked meanwhile has the same lock.
+    """Release the lock of a file, and close it."""
+    # Closing alone does not unlock it, because a child forked in the meantime shares the lock.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
@@ -199,25 +201,25 @@ def _gone(checkpoint: Path) -> ConfigError:
 
 
 class Superseded(RunFailed):
-    """Another attempt has taken this run over; whatever this one still writes is not wanted."""
+    """Another attempt has taken this run over, so this attempt must not write to it any more."""
 
 
 def check_still_holds(attempt: Path | None) -> None:
-    """Check that an attempt is the newest of its run, which is what holds the run.
+    """Check that an attempt is the newest of its run, because the newest attempt holds the run.
 
-    By itself the check cannot close the race: a process may be suspended right after it and wake
-    when another attempt has long saved checkpoints of its own. It does together with the order in
-    which a new holder works:
+    The check alone cannot prevent a race: a process may be suspended right after it, and wake up
+    long after another attempt has saved its own checkpoints. Together with the order in which a new
+    holder works, it does:
 
-    1. it makes its attempt's folder, in one rename;
-    2. it removes the hidden folders of unfinished saves of all other attempts
-       (`pretrain.rundir.history.recover`);
-    3. only then it looks for the checkpoint to go on from.
+    1. The new holder makes its attempt's folder, in one rename.
+    2. It removes the hidden folders of unfinished saves of all other attempts
+       (`pretrain.rundir.history.recover`).
+    3. Only then does it search for the checkpoint to resume from.
 
-    A late publisher that has passed the check before 1 then finds one of two cases. Its rename
-    comes before 2: the checkpoint is one more of the run that the new holder takes over, and 3 sees
-    it. Or its rename comes after 2: what it would rename is gone, and the rename fails with ENOENT.
-    A folder that is made after 2 belongs to a save that begins after 1, and the check refuses it.
+    For a late publisher that passed the check before 1, there are two cases. If its rename comes
+    before 2, the checkpoint becomes part of the run that the new holder takes over, and 3 finds it.
+    If its rename comes after 2, the hidden folder is gone, and the rename fails with ENOENT. A
+    folder that is made after 2 belongs to a save that begins after 1, which the check refuses.
 
     Args:
         attempt: RUN/attempts/####; None for a save that belongs to no attempt.
@@ -241,12 +243,12 @@ def check_still_holds(attempt: Path | None) -> None:
 
 @contextmanager
 def writing_as_holder(path: Path, attempt: Path | None) -> Iterator[None]:
-    """Turn an OSError into a RunFailed as `writing` does, or into what it is due to.
+    """Turn an OSError into a RunFailed as `writing` does, or into the error of its real cause.
 
-    A new holder removes the folder to which an old one still writes.
+    The cause may be a new holder, which removes the folder to which an old one still writes.
 
     Args:
-        path: The checkpoint that is written.
+        path: The checkpoint to which the block writes.
         attempt: RUN/attempts/#### of the attempt that saves; None for a save without an attempt.
 
     Raises:
@@ -263,7 +265,7 @@ def writing_as_holder(path: Path, attempt: Path | None) -> Iterator[None]:
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(rf"\.step-\d{{8,}}\.(\d{{4,}})-[0-9a-f]{{16}}{re.escape(PARTIAL)}")
-"""The hidden name of a save that is under way, with the number of the attempt that makes it."""
+"""The hidden name of a save in progress, with the number of the attempt that makes it."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -272,9 +274,9 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_step(name: str) -> int | None:
-    """Return the step that a checkpoint's name says, or None when it is no such name.
+    """Return the step in a checkpoint's name, or None if it is not the name of a checkpoint.
 
-    Only the spelling that `checkpoint_name` gives counts ("step-0000000100" names nothing), so a
+    Only the spelling of `checkpoint_name` counts ("step-0000000100" is not a name), so that each
     step has one name.
     """
     match = _NAME.fullmatch(name)
@@ -288,9 +290,9 @@ def checkpoint_directory(run: Path, step: int) -> Path:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Return the run that a checkpoint in RUN/checkpoints or RUN/abandoned/#### belongs to.
+    """Return the run to which a checkpoint in RUN/checkpoints or RUN/abandoned/#### belongs.
 
-    None for a copy elsewhere, which has no run whose files would be about it.
+    A copy elsewhere belongs to no run: None.
     """
     folder = checkpoint.absolute().parent
     if folder.name == "checkpoints":
@@ -299,14 +301,14 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def check_name(checkpoint: Path, step: int) -> None:
-    """Check that a directory named as a step's checkpoint holds that step.
+    """Check that a directory with the name of a step's checkpoint holds that step.
 
     Args:
-        checkpoint: The checkpoint's directory. A name that names no step may hold any.
-        step: The step that its manifest says.
+        checkpoint: The checkpoint's directory. With any other name it may hold any step.
+        step: The step in its manifest.
 
     Raises:
-        ConfigError: It holds another step.
+        ConfigError: The directory holds another step.
     """
     named = checkpoint_step(checkpoint.name)
     if named is not None and named != step:
@@ -316,16 +318,17 @@ def check_name(checkpoint: Path, step: int) -> None:
         )
 
 
-# ---- which there are -----------------------------------------------------------------------------
+# ---- finding checkpoints -------------------------------------------------------------------------
 def named_by_step(directory: Path) -> list[Path]:
-    """Return what lies in `directory` under a checkpoint's name, in the order of the steps.
+    """Return the entries of `directory` with the name of a checkpoint, in the order of the steps.
 
-    By number, not by name: step-100000000 comes after step-99999999.
+    The order is numeric: step-100000000 comes after step-99999999.
     """
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
-        # A link to a file system that is not mounted is no empty folder: a run would start anew.
+        # A link to a file system that is not mounted must not count as an empty folder, because the
+        # run would start from scratch.
         if directory.is_symlink():
             target = os.readlink(directory)
             raise ConfigError(f"{directory}: links to {target}, which is not there") from None
@@ -335,7 +338,7 @@ def named_by_step(directory: Path) -> list[Path]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return True for a checkpoint that was written to its end."""
+    """Return True for a checkpoint that was written completely."""
     return (checkpoint / MANIFEST).is_file()
 
 
@@ -349,25 +352,26 @@ WHY = "why.json"
 
 @dataclass(frozen=True)
 class Why:
-    """why.json: what a run turned away from, when and why."""
+    """why.json: which checkpoints a run has abandoned, when and why."""
 
     at: float
     """Unix seconds."""
     reason: str
-    """For people."""
+    """The reason as readable text."""
     id: str | None = None
-    """The checkpoint that training goes on from instead; None for the initial state."""
+    """The id of the checkpoint from which training continues; None for the initial state."""
     step: int | None = None
-    """Its step."""
+    """The step of that checkpoint."""
     resumed: str = ""
-    """Its path: relative to the run's directory if it lies in it, which may be moved or copied."""
+    """The path of that checkpoint; relative to the run's directory if it lies there, because the
+    directory may be moved or copied."""
     checkpoints: dict[str, Any] = field(default_factory=dict)
     """Name -> id of each checkpoint that is moved; null for a damaged one."""
     stayed: dict[str, str] = field(default_factory=dict)
     """Name -> id of each checkpoint that stays where it is."""
 
     def resumed_at(self, run: Path) -> Path:
-        """Return the path of the checkpoint that training goes on from instead."""
+        """Return the path of the checkpoint from which training continues instead."""
         return run / self.resumed
 
 
@@ -380,7 +384,7 @@ def read_abandoned(run: Path) -> list[tuple[Path, Why]]:
 
 
 def abandoned_checkpoints(run: Path) -> Iterator[Path]:
-    """Yield what lies in RUN/abandoned/#### under a checkpoint's name."""
+    """Yield the entries of RUN/abandoned/#### with the name of a checkpoint."""
     directory = RunPaths(run).abandoned
     for number in sorted(attempt_numbers(directory)):
         yield from named_by_step(directory / f"{number:04d}")
@@ -392,38 +396,38 @@ class Saved:
 
     path: Path
     lineage: Lineage | None
-    """None when the manifest is damaged or missing."""
+    """None if the manifest is damaged or missing."""
 
     @property
     def step(self) -> int:
-        """Return the step that its name says."""
+        """Return the step in the checkpoint's name."""
         return checkpoint_step(self.path.name) or 0
 
     @property
     def is_sound(self) -> bool:
-        """Return True if its ancestry can be read and its name is its content's."""
+        """Return True if its ancestry can be read and its name and content have the same step."""
         return self.lineage is not None and self.lineage.step == self.step
 
 
 def saved_checkpoints(run: Path) -> list[Saved]:
-    """Return a run's checkpoints with their ancestry, oldest first; damaged ones are among them."""
+    """Return a run's checkpoints with their ancestry, oldest first, including damaged ones."""
     return [Saved(path, read_lineage(path)) for path in named_by_step(RunPaths(run).checkpoints)]
 
 
 def newest_checkpoint_step(run: Path) -> int | None:
-    """Return the step of a run's newest complete checkpoint, or None when it has none."""
+    """Return the step of a run's newest complete checkpoint, or None if it has none."""
     found = complete_checkpoints(run)
     return checkpoint_step(found[-1].name) if found else None
 
 
 def checkpoints_to_resume(run: Path) -> list[Path]:
-    """Return the checkpoints that `auto` may go on from, the newest first.
+    """Return the checkpoints from which `auto` may resume, the newest first.
 
-    They are of one line of descent. Damaged ones are among them: whoever opens them finds out.
+    They belong to one line of descent. Damaged ones are included, which is noticed on opening.
 
     Raises:
-        ConfigError: Checkpoints of two lines lie side by side, or the run was last started from one
-            that is not here, and has saved none since.
+        ConfigError: There are checkpoints of two lines of descent; or the run was last started from
+            a checkpoint that is not here, and has saved none since.
     """
     found = saved_checkpoints(run)
     check_one_line(found)
@@ -439,12 +443,12 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
 
 
 def check_one_line(found: Sequence[Saved]) -> None:
-    """Check that of the checkpoints that can be read each descends from the one before.
+    """Check that each readable checkpoint descends from the one before.
 
-    A run keeps them so. A user who moves one back by hand may mix two lines.
+    A run keeps this order, but a user who moves a checkpoint by hand may mix two lines of descent.
 
     Raises:
-        ConfigError: Names two of which neither descends from the other.
+        ConfigError: Names two checkpoints of which neither descends from the other.
     """
     sound = [saved for saved in found if saved.is_sound]
     for saved in sound[:-1]:
@@ -453,17 +457,17 @@ def check_one_line(found: Sequence[Saved]) -> None:
         if not saved.lineage.is_ancestor_of(newest.lineage):
             raise ConfigError(
                 f"{newest.path}: does not descend from {saved.path}, so it cannot be known which "
-                f"of the two to go on from. Name one (for training --resume {newest.path}; what "
-                "does not lead to it is then moved to abandoned/), or move the other one elsewhere"
+                f"of the two to go on from. Name one (for training --resume {newest.path}; those "
+                "that do not lead to it are then moved to abandoned/), or move the other elsewhere"
             )
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path` itself if it is a checkpoint, or the newest one of the run that it is.
+    """Return `path` if it is a checkpoint; if it is a run, return the run's newest checkpoint.
 
     Raises:
-        ConfigError: It is neither, or the run has no complete checkpoint, or two lines of them, or
-            the newest one has lost its manifest.
+        ConfigError: `path` is neither, or the run has no complete checkpoint, or two lines of
+            descent, or the newest checkpoint has lost its manifest.
     """
     if is_complete(path):
         check_version(run_of(path) or path.absolute().parents[1])
@@ -486,10 +490,10 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def checkpoints_awaiting_evaluation(run: Path) -> list[Path]:
-    """Return the complete checkpoints that a plan wants evaluated and that have no result.
+    """Return the complete checkpoints that are to be evaluated by a plan and have no result.
 
-    Oldest first, and only those that the newest one descends from. A folder in RUN/evaluations
-    appears whole: a result, or the note that the launcher gave the checkpoint up.
+    Oldest first, and only ancestors of the newest checkpoint. A folder in RUN/evaluations is
+    published complete: a result, or the note that the launcher gave the checkpoint up.
     """
     paths = RunPaths(run)
     if not paths.evaluation_plan.exists():
@@ -509,8 +513,8 @@ def checkpoints_awaiting_evaluation(run: Path) -> list[Path]:
 def begin_partial(run: Path, step: int, attempt: Path | None) -> Path:
     """Make the hidden folder in which the checkpoint of a step is written.
 
-    Its name is its own: it holds the attempt's number, by which the next attempt knows that it is
-    left over, and a random part. So nothing that somebody else put there is in the way.
+    Its name is unique: it contains a random part, and the attempt's number, by which later attempts
+    recognize it as left over. So no other folder can be in its way.
 
     Args:
         run: The run's directory.
@@ -519,20 +523,20 @@ def begin_partial(run: Path, step: int, attempt: Path | None) -> Path:
 
     Raises:
         Superseded: Another attempt has taken the run.
-        OSError: The disk refused.
+        OSError: The folder cannot be made.
     """
     check_still_holds(attempt)
     number = int(attempt.name) if attempt else 0
     name = f".{checkpoint_name(step)}.{number:04d}-{secrets.token_hex(8)}{PARTIAL}"
     partial = RunPaths(run).checkpoints / name
-    # Durable: without the folder's own name, no flush of what is in it helps.
+    # The parent is made durable too: flushing files is useless if their folder's name gets lost.
     make_directory(partial.parent)
     partial.mkdir(mode=DIRECTORY_MODE)
     return partial
 
 
 def partial_attempt(name: str) -> int | None:
-    """Return the attempt that a hidden folder of an unfinished save belongs to, or None."""
+    """Return the attempt to which a hidden folder of an unfinished save belongs, or None."""
     match = _PARTIAL.fullmatch(name)
     return int(match[1]) if match and match[1].isascii() else None
 
@@ -541,13 +545,13 @@ def publish_checkpoint(partial: Path, final: Path, attempt: Path | None) -> None
     """Give a finished checkpoint its name, unless another attempt has taken the run.
 
     Args:
-        partial: What `begin_partial` returned, complete and flushed to the disk.
+        partial: The folder from `begin_partial`, complete and flushed to the disk.
         final: RUN/checkpoints/step-########.
         attempt: As in `begin_partial`.
 
     Raises:
         Superseded: Another attempt has taken the run; nothing was published.
-        OSError: The disk refused.
+        OSError: The folder cannot be renamed.
     """
     check_still_holds(attempt)
     try:
@@ -560,10 +564,10 @@ def publish_checkpoint(partial: Path, final: Path, attempt: Path | None) -> None
 
 
 def check_room(directory: Path, needed: int) -> None:
-    """Check that a checkpoint of `needed` bytes fits where `directory` lies.
+    """Check that a checkpoint of `needed` bytes fits on the file system of `directory`.
 
     Raises:
-        NoSpace: It does not; nothing has been written.
+        NoSpace: It does not fit; nothing has been written.
     """
     free = free_bytes(directory)
     if free is not None and free < needed:

@@ -1,9 +1,9 @@
-"""Publish files and folders in one move, and read JSON back whatever state it is in.
+"""Publish files and folders atomically, and read JSON even if it is damaged.
 
 Everything that a run publishes goes through this module: `replace_file` for one file,
 `publish_directory` for a folder, `append_json_line` for a log. A process may be killed at any
-instruction; a reader then finds a whole file, or a last line that is cut off, and never half a file
-under its final name.
+instruction; a reader then finds a complete file, or a log whose last line is cut off, but never a
+part of a file under its final name.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from pydantic import TypeAdapter
 
 from pretrain.config.errors import say
 
-# ---- Keep what is made in a shared folder from being opened to all members of its team ----
+# ---- Keep files that are made in a shared folder from being writable by all its users ----
 
 
 DEFAULT_LIST = "system.posix_acl_default"
-"""The attribute of a folder with the access list of what is made in it, acl(5)."""
+"""The attribute of a folder that holds the default access list of new files in it, acl(5)."""
 ACCESS_HEADER, ACCESS_ENTRY, OWNER_ENTRY = 4, "<HHI", 0x01
-"""Such a list is a version, then a tag, rights and an id for each entry; the owner's has this tag
-(linux/posix_acl_xattr.h)."""
+"""An access list is a version, then a tag, rights and an id for each entry; OWNER_ENTRY is the
+owner's tag (linux/posix_acl_xattr.h)."""
 
 
 def let_nobody_write(directory: Path) -> None:
-    """Take the right to write from the default access list that a folder hands on, if it has one.
+    """Remove the right to write from a folder's default access list, if it has one.
 
-    In a project's folder that list opens to all members what Slurm and libraries make: they ask for
-    mode 0666, as programs do, and where there is such a list it takes the place of the umask.
+    In a project's folder such a list replaces the umask. It would make files of Slurm and libraries
+    writable by all members, because programs usually request mode 0666.
     """
-    # OSError: there is no list, the file system has none, or the folder is somebody else's.
+    # OSError: no list, a file system without lists, or the folder belongs to somebody else.
     with contextlib.suppress(OSError, AttributeError, struct.error):
         given = os.getxattr(directory, DEFAULT_LIST)
         entries = struct.iter_unpack(ACCESS_ENTRY, given[ACCESS_HEADER:])
@@ -57,35 +57,35 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 FILE_MODE, DIRECTORY_MODE = 0o640, 0o750
-"""What a run writes can be read by its owner and the owner's group. It is given to open and mkdir,
-because the umask has no effect in a folder that has a default access list."""
+"""Files and folders of a run are readable by the owner and the owner's group. The modes are given
+to open and mkdir, because the umask has no effect in a folder with a default access list."""
 MAX_BYTES = 32 * 2**20
-"""The most that is read of a file that is small in any run: a larger one is damage."""
+"""The most that is read of a file that is small in any run; a larger file is damaged."""
 PIECE_BYTES = 2**16
 MAX_LINE = 2**20
-"""The longest line of a JSON lines file; a longer one is damage."""
+"""The longest line of a JSON lines file; a longer line is damaged."""
 MAX_NUMBER = 2**53
-"""Larger numbers in a record are damage; JSON readers agree on integers up to here."""
+"""Larger numbers in a record count as damage; JSON readers agree on integers up to here."""
 PARTIAL = ".partial"
-"""Ends the hidden name under which a file or folder is written before it is published."""
+"""The end of the hidden name under which a file or folder is written before it is published."""
 REMOVED = ".removed"
-"""Ends the hidden name of a folder that is being removed."""
+"""The end of the hidden name of a folder that is being removed."""
 
 
 # ---- publishing ----------------------------------------------------------------------------------
 @contextlib.contextmanager
 def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a hidden name beside `path`, whose file gets that name when the block succeeds.
+    """Yield a hidden name beside `path`; its file is renamed to `path` if the block succeeds.
 
     Args:
-        path: The file to make or replace. Its folder must exist.
-        durable: Flush the content to the disk before the move. Without it, a power cut can leave an
+        path: The file to create or replace. Its folder must exist.
+        durable: Flush the content to the disk before the rename. Otherwise a power cut can leave an
             empty file under the final name, even though the rename itself survived.
 
     Raises:
-        OSError: The disk refused; `path` is as it was, and nothing is left beside it.
+        OSError: The file cannot be written; `path` is unchanged, and nothing is left beside it.
     """
-    # Two processes may publish the same file at once, so each writes under a name of its own.
+    # Two processes may publish the same file at once, so each writes under a unique name.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     try:
         yield partial
@@ -101,16 +101,16 @@ def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
 def replace_file(
     path: Path, content: str | bytes, *, durable: bool = False, mode: int = FILE_MODE
 ) -> None:
-    """Write `content` to `path` in one move, so that a reader sees the old content or the new.
+    """Write `content` to `path` atomically, so that a reader sees the old or the new content.
 
     Args:
-        path: The file to make or replace. Its folder must exist.
-        content: Text is written as UTF-8.
-        durable: As for `new_file`.
+        path: The file to create or replace. Its folder must exist.
+        content: The new content; text is written as UTF-8.
+        durable: As in `new_file`.
         mode: Permissions, before the umask.
 
     Raises:
-        OSError: The disk refused; `path` is as it was, and nothing is left beside it.
+        OSError: The file cannot be written; `path` is unchanged, and nothing is left beside it.
     """
     data = content.encode() if isinstance(content, str) else content
     with (
@@ -132,19 +132,19 @@ def flush_file(path: Path) -> None:
 def replace_json(
     path: Path, content: Any, *, durable: bool = False, indent: int | None = None
 ) -> None:
-    """Write JSON to a file in one move, as `replace_file` does.
+    """Write JSON to a file atomically, as `replace_file` does.
 
     Args:
         path: The file.
-        content: What is written.
-        durable: Flush the content to the disk before the move.
-        indent: Spaces of each level; None for one line.
+        content: The value to write.
+        durable: Flush the content to the disk before the rename.
+        indent: Spaces per level; None for one line.
     """
     replace_file(path, json.dumps(content, indent=indent) + "\n", durable=durable)
 
 
 def publish_directory(partial: Path, final: Path) -> None:
-    """Give a finished folder its final name, which is the moment at which it exists for readers.
+    """Give a finished folder its final name, under which readers can find it from then on.
 
     A rename onto a folder that is not empty fails on every file system, so exactly one of several
     publishers succeeds.
@@ -154,7 +154,7 @@ def publish_directory(partial: Path, final: Path) -> None:
         final: The name under which readers look for it.
 
     Raises:
-        OSError: `final` exists, or the disk refused. `final` is as it was.
+        OSError: `final` exists, or the rename failed. `final` is unchanged.
     """
     partial.rename(final)
     flush_directory(final.parent)
@@ -162,18 +162,18 @@ def publish_directory(partial: Path, final: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(final: Path) -> Iterator[Path]:
-    """Yield a hidden folder beside `final` that is published as `final` when the block succeeds.
+    """Yield a hidden folder beside `final` that is published as `final` if the block succeeds.
 
-    When the block raises, the hidden folder is removed. A killed process leaves it behind, under a
+    If the block raises, the hidden folder is removed. A killed process leaves it behind, under a
     name that nothing reads.
 
     Args:
-        final: The folder to make. Its parent is made when missing.
+        final: The folder to make. Its parent is created if missing.
 
     Raises:
-        OSError: The disk refused, or `final` exists.
+        OSError: A file cannot be written, or `final` exists.
     """
-    # Two processes may build the same folder at once, so each builds under a name of its own.
+    # Two processes may build the same folder at once, so each builds under a unique name.
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}{PARTIAL}")
     partial.mkdir(DIRECTORY_MODE, parents=True)
     try:
@@ -184,17 +184,18 @@ def new_directory(final: Path) -> Iterator[Path]:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a folder that readers look for, in such an order that they never see a part of it."""
-    # Killed half-way through, the rest of the folder must not still have its name. The new name is
-    # unique, so it meets nothing that somebody else put there.
+    """Remove a folder so that readers never see only a part of it."""
+    # Renamed first, because after a kill the rest of the folder must not still have its name. The
+    # new name is unique, so it cannot exist already.
     hidden = path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex}{REMOVED}"))
-    # Flush the new name first: after a power cut, files must not be missing under the old one.
+    # The rename is flushed before, because after a power cut no file must be missing under the old
+    # name.
     flush_directory(path.parent)
     remove(hidden)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, a file, or a link but not what it points to."""
+    """Remove a folder with everything in it, a file, or a link but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -212,7 +213,7 @@ def make_directory(directory: Path) -> None:
 
 
 def flush_directory(directory: Path) -> None:
-    """Flush the names in a folder to the disk: a rename is durable only when its folder is."""
+    """Flush the names in a folder to the disk, without which a rename in it is not durable."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except PermissionError:
@@ -224,23 +225,23 @@ def flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-# ---- opening what others may have put there ------------------------------------------------------
+# ---- opening files that others may have put there ------------------------------------------------
 def open_own(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
-    """Open a file to write to, without following a link and without waiting for a pipe's reader.
+    """Open a file for writing, without following a link and without waiting for a pipe's reader.
 
     Args:
-        path: The file. It is made when it is missing.
+        path: The file. It is created if it is missing.
         mode: "ab" to append, "wb" to begin anew.
-        buffering: As `open` takes it.
+        buffering: As in `open`.
 
     Raises:
-        OSError: The disk refused, or there is a link, a pipe or something else that is no file, or
-            a file of another user.
+        OSError: The file cannot be opened; or the path is a link, a pipe, anything else that is not
+            a regular file, or a file of another user.
     """
     flags = {"ab": os.O_WRONLY | os.O_APPEND, "wb": os.O_WRONLY}[mode]
     descriptor = _open_own(path, flags)
     if mode == "wb":
-        # Not O_TRUNC: only after it is known to be a file of this user.
+        # Not O_TRUNC, as the file may be truncated only once it is known to be this user's.
         os.ftruncate(descriptor, 0)
     return open(descriptor, mode, buffering)
 
@@ -257,7 +258,7 @@ def _open_own(path: Path, flags: int) -> int:
     if stat.S_ISREG(found.st_mode) and found.st_uid in (os.geteuid(), 0):
         return descriptor
     os.close(descriptor)
-    what = "belongs to another user" if stat.S_ISREG(found.st_mode) else "is no regular file"
+    what = "belongs to another user" if stat.S_ISREG(found.st_mode) else "is not a regular file"
     raise OSError(errno.EPERM, what, str(path))
 
 
@@ -271,21 +272,21 @@ def open_by_steps(
     follow: bool = False,
     flags: int = _READ,
 ) -> int:
-    """Go to a file or folder from / on, name by name, and return a descriptor of it.
+    """Walk to a file or folder name by name, starting at /, and return a descriptor of it.
 
-    No name is looked up twice, so what was checked cannot be exchanged afterwards.
+    No name is looked up twice, so a folder cannot be replaced after it was checked.
 
     Args:
         path: The file or folder.
-        check: Given each folder above it, its status and a descriptor; what it raises is raised.
-        follow: Follow a link in the last place.
-        flags: How it is opened: to be read, or with os.O_PATH to be looked at by fstat, which
-            needs no right to it.
+        check: Called with each folder above it, its status and a descriptor; may raise.
+        follow: Follow a link in the last position.
+        flags: How to open it: for reading, or with os.O_PATH for fstat alone, which needs no
+            permission.
 
     Raises:
-        OSError: It is missing or may not be opened, or a link on the way is another user's.
+        OSError: It is missing or may not be opened, or a link on the way belongs to another user.
     """
-    # An automounter mounts what is asked for by its whole path.
+    # First by the whole path, because only then does an automounter mount it.
     path.stat()
     left = list(reversed(Path.cwd().joinpath(path).parts))
     where, here, links = Path("/"), -1, 0
@@ -293,7 +294,7 @@ def open_by_steps(
         while left:
             if here >= 0:
                 check(where, os.fstat(here), here)
-            # "/" is the first name, and that of a link's target that begins with it.
+            # "/" is the first name of the path, and of a link's absolute target.
             name = left.pop()
             step = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=None if here < 0 else here)
             opened.callback(os.close, step)
@@ -302,9 +303,9 @@ def open_by_steps(
                 where, here = where / name, step
                 continue
             links += 1
-            # In a container, root's files may have another number: that of the owner of /.
+            # In a container, root's files may have another user id: that of the owner of /.
             if found.st_uid not in (os.geteuid(), 0, os.stat("/").st_uid):
-                what = f"is a link of user {found.st_uid}; name what it leads to by its own path"
+                what = f"is a link of user {found.st_uid}; give the path of its target instead"
                 raise PermissionError(errno.EPERM, what, str(where / name))
             if links > _MOST_LINKS or not (left or follow):
                 raise OSError(errno.ELOOP, "a link, which is not followed", str(path))
@@ -319,17 +320,17 @@ _MOST_LINKS = 40
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file to read. A pipe without a writer would block, and a device never end.
+    """Open a regular file for reading. A pipe without a writer would block; a device never ends.
 
     Args:
         path: The file. A link of another user is not followed.
 
     Raises:
-        OSError: It is missing, may not be read, or is no regular file.
+        OSError: The file is missing, may not be read, or is not a regular file.
     """
     descriptor = os.open(path, _READ)
-    # Usually the path has no link. Otherwise each must be this user's or root's: a link in another
-    # user's run could lead to a file of this user's.
+    # Usually the path has no link. Otherwise each link must belong to this user or root, because a
+    # link in another user's run could lead to a file of this user.
     if os.readlink(f"/proc/self/fd/{descriptor}") != os.path.abspath(path):
         os.close(descriptor)
         descriptor = open_by_steps(path, follow=True)
@@ -337,10 +338,10 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def regular(descriptor: int, path: Path) -> IO[bytes]:
-    """Return what was opened to read as a file. Raise OSError if it is no regular one."""
+    """Return a file object for a descriptor. Raise OSError if it is not a regular file."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return open(descriptor, "rb")
 
 
@@ -353,15 +354,15 @@ def read_bytes(
 
     Args:
         path: The file.
-        most: The largest size in bytes; None: any.
-        opening: Opens it.
+        most: The largest size in bytes; None for any.
+        opening: Opens the file.
 
     Raises:
-        OSError: It is missing, may not be read, is no regular file, or is too large.
+        OSError: The file is missing, may not be read, is not a regular file, or is too large.
     """
     with opening(path) as file:
         content = bytearray()
-        # In pieces: files below /proc/sys refuse to be read by so many bytes at once (ENOMEM).
+        # In pieces, because files below /proc/sys refuse large reads (ENOMEM).
         while part := file.read(PIECE_BYTES):
             content += part
             if most is not None and len(content) > most:
@@ -371,9 +372,10 @@ def read_bytes(
 
 # ---- JSON ----------------------------------------------------------------------------------------
 def read_text(path: Path, most: int | None = MAX_BYTES) -> str:
-    """Return a file's text, with U+FFFD for bytes that are not UTF-8; "" when it cannot be read.
+    """Return a file's text, with U+FFFD for bytes that are not UTF-8; "" if it cannot be read.
 
-    So also where it is no regular file, or larger than `most`. A link that is refused is said once.
+    A file that is not regular, or larger than `most` bytes, cannot be read. A warning about a
+    refused link is printed once.
     """
     try:
         return read_bytes(path, most).decode(errors="replace")
@@ -389,12 +391,12 @@ def _warn_once(path: str, why: str) -> None:
 
 
 def read_json(path: Path) -> Json:
-    """Return the JSON object in a file; {} when it is missing, damaged, or something else."""
+    """Return the JSON object in a file; {} if it is missing, damaged, or something else."""
     return parse_json(read_text(path))
 
 
 def parse_json(text: str | bytes) -> Json:
-    """Return the JSON object that `text` is; {} when it is none."""
+    """Return the JSON object in `text`; {} if it is not one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -403,13 +405,13 @@ def parse_json(text: str | bytes) -> Json:
 
 
 def append_json_line(path: Path, record: Json) -> None:
-    """Append one line of JSON to a file that several processes may append to.
+    """Append one line of JSON to a file to which several processes may append.
 
-    The line goes out in a single write, so lines of two writers do not mix. When the last line was
-    cut off (a killed writer, a full disk), the new one starts on a line of its own.
+    The line is written in a single write, so lines of two writers do not mix. If the last line was
+    cut off (by a killed writer or a full disk), the new line still starts on its own line.
 
     Raises:
-        OSError: The disk refused, or there is a link or something else that is no file of this
+        OSError: The line cannot be written; or the path is a link, or not a regular file of this
             user.
     """
     descriptor = _open_own(path, os.O_RDWR | os.O_APPEND)
@@ -417,7 +419,7 @@ def append_json_line(path: Path, record: Json) -> None:
         size = os.fstat(descriptor).st_size
         is_cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         line = b"\n" * is_cut + json.dumps(record).encode() + b"\n"
-        # A disk that becomes full takes a part of the line and reports no error.
+        # A disk that becomes full accepts a part of the line and reports no error.
         if os.write(descriptor, line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
@@ -427,12 +429,13 @@ def append_json_line(path: Path, record: Json) -> None:
 def read_json_lines(path: Path, last_bytes: int | None = None) -> Iterator[Json]:
     """Yield the objects in a file of JSON lines, in order.
 
-    Whatever is not a JSON object on a line of its own is passed over: a line cut off by a kill, NUL
+    Everything that is not a JSON object on its own line is skipped: a line cut off by a kill, NUL
     bytes after a power cut, an empty line, a bare number. A missing file yields nothing.
 
     Args:
         path: The file.
-        last_bytes: Read only that much of the file's end. The line in which that begins is dropped.
+        last_bytes: Read only this many bytes at the end of the file. If they begin in the middle of
+            a line, that line is dropped.
     """
     try:
         file = open_regular(path)
@@ -460,11 +463,11 @@ def _skip_line(file: IO[bytes]) -> None:
 def from_json(kind: type[T], content: Json) -> T | None:
     """Make a dataclass from a JSON object.
 
-    Keys that are not known are passed over.
+    Unknown keys are ignored.
 
     Returns:
-        The object; None when a key that it needs is missing or has a value of another type, as in a
-        file that another program wrote. JSON's lists become tuples.
+        The object; None if a required key is missing or has a value of another type, as in a file
+        that another program wrote. JSON lists become tuples.
     """
     known = {key: value for key, value in content.items() if key in kind.__annotations__}
     try:
@@ -489,7 +492,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _has_odd_number(value: Any) -> bool:
-    """Return True for a number that code could not add up: nan, infinity, or a huge one."""
+    """Return True if a value holds a number that cannot be added up: nan, infinity or huge."""
     if isinstance(value, dict | list):
         return any(map(_has_odd_number, value.values() if isinstance(value, dict) else value))
     return isinstance(value, int | float) and not abs(value) < MAX_NUMBER

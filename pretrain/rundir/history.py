@@ -1,6 +1,6 @@
-"""Keep one line of checkpoints in a run: what the run turns away from leaves, what is old goes.
+"""Keep one line of descent in RUN/checkpoints: move other branches away, delete old checkpoints.
 
-The holder of the run's lock alone does so.
+Only the holder of the run's lock does so.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from pretrain.rundir.files import (
 from pretrain.rundir.metrics import Warn, copy_after, drop_after
 from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
 
-# ---- Say what a run would lose if it ended at once, as Ctrl-C asks and is told ----
+# ---- Answer Ctrl-C with the steps that would be lost if the run ended at once ----
 
 
 def saving_then_stopping(step: int, saved: int | None) -> str:
-    """Return the line with which a first Ctrl-C is answered.
+    """Return the line that answers a first Ctrl-C.
 
     Args:
         step: Steps done.
@@ -65,48 +65,48 @@ def saving_then_stopping(step: int, saved: int | None) -> str:
 
 _REMOVED = re.compile(rf"\..*[0-9a-f]{{32}}{re.escape(REMOVED)}")
 _PARTIAL = re.compile(rf"\..+\.[0-9a-f]{{32}}{re.escape(PARTIAL)}")
-"""Hidden names of our making (`files.remove_directory`, `new_file`, `new_directory`)."""
+"""Hidden names that we create (`files.remove_directory`, `new_file`, `new_directory`)."""
 
 
 def clear_removed(run: Path) -> None:
-    """Remove what is left of checkpoints whose deletion was killed. The next call tries again."""
+    """Remove the rest of checkpoints whose deletion was interrupted. Later calls try again."""
     for path in RunPaths(run).checkpoints.glob(".*"):
         if _REMOVED.fullmatch(path.name) and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
 
 
 def recover(run: Path, attempt: Path | None) -> None:
-    """Clean up after the attempts before, before the run's checkpoints are looked at.
+    """Clean up after earlier attempts, before the run's checkpoints are searched.
 
-    Hidden folders of their unfinished saves are removed, so that none of them can be published any
-    more (see `checkpoints.check_still_holds`), and what they had not finished writing elsewhere.
-    Only hidden names of our making are touched.
+    The hidden folders of their unfinished saves are removed, so that these can no longer be
+    published (see `checkpoints.check_still_holds`), and so are other files that they had not
+    finished writing. Only hidden names that we create are touched.
 
     Args:
         run: The run's directory.
-        attempt: RUN/attempts/#### of this attempt; None when it has none.
+        attempt: RUN/attempts/#### of this attempt; None if there is none.
 
     Raises:
         Superseded: Another attempt has taken the run.
-        OSError: The disk refused; the run must not be trained then.
+        OSError: A folder cannot be renamed; the run must then not be trained.
     """
     check_still_holds(attempt)
     number = int(attempt.name) if attempt else 0
     for path in sorted(RunPaths(run).checkpoints.glob(".*")):
         if path.is_symlink() or not path.is_dir():
             continue
-        # Of earlier attempts alone: this process may have been suspended since the check.
+        # Only folders of earlier attempts, as a later attempt may have begun since the check above.
         if (other := partial_attempt(path.name)) is not None and other < number:
-            # The rename comes first: a save that still writes to the folder loses it at once.
+            # Renamed first, so that a save that still writes to the folder loses it at once.
             path.rename(path.with_name(f".{uuid.uuid4().hex}{REMOVED}"))
     clear_removed(run)
     if attempt is None:
         return
     paths = RunPaths(run)
-    # What is in earlier attempts' folders, the one after each has removed.
+    # Of the attempts' folders only the last: each attempt cleans up the folder of the one before.
     for folder in (run, paths.abandoned, attempt_directory(run, number - 1)):
         for path in folder.glob(".*"):
-            # A submission may be writing run.json.
+            # Not the hidden name of run.json, which a submission may be writing right now.
             if _PARTIAL.fullmatch(path.name) and not path.name.startswith(f".{paths.version.name}"):
                 with contextlib.suppress(OSError):
                     remove(path)
@@ -119,28 +119,28 @@ def settle(
     passed_over: Mapping[str, str] | None = None,
     attempt: Path | None = None,
 ) -> Path | None:
-    """Move whatever is neither the checkpoint that training goes on from nor an ancestor.
+    """Move everything away that does not lead to the checkpoint from which training continues.
 
-    Those are checkpoints, their evaluations, and lines of metrics.jsonl. It is called when the
-    checkpoint has been loaded, so a damaged one that is refused changes nothing.
+    This concerns checkpoints, their evaluations, and lines of metrics.jsonl. It is called after the
+    checkpoint has been loaded, so that a damaged checkpoint that is refused changes nothing.
 
-    The checkpoints go last, in the order of their steps, and each move is on the disk before the
-    next one. So a run that is killed meanwhile goes on from the same checkpoint as before, or all
-    has been moved.
+    The checkpoints are moved last, in the order of their steps, and each move is on the disk before
+    the next begins. So if the run is killed in between, either all has been moved, or the next
+    start resumes from the same checkpoint as before.
 
     Args:
         run: The run's directory.
-        resumed: The checkpoint that training goes on from, here or elsewhere.
+        resumed: The checkpoint from which training continues, here or elsewhere.
         lineage: Its ancestry; with an empty id for the initial state.
-        passed_over: Name -> why, of checkpoints that were passed over.
-        attempt: RUN/attempts/#### of this attempt; None when it has none.
+        passed_over: Name -> reason, for checkpoints that were passed over.
+        attempt: RUN/attempts/#### of this attempt; None if there is none.
 
     Returns:
-        RUN/abandoned/####, or None when nothing had to move.
+        RUN/abandoned/####, or None if nothing had to be moved.
 
     Raises:
         Superseded: Another attempt has taken the run; nothing was moved.
-        OSError: The disk refused; the next start moves the rest.
+        OSError: A file cannot be moved; the next start moves the rest.
     """
     paths, passed_over = RunPaths(run), passed_over or {}
     found = saved_checkpoints(run)
@@ -157,7 +157,8 @@ def settle(
         checkpoints={s.path.name: s.lineage.id if s.lineage else None for s in away},
         stayed={s.path.name: s.lineage.id for s in found if s not in away and s.lineage},
     )
-    # Loading may have taken long. What a new holder saves from here on is not in the list.
+    # Checked again, because loading may have taken long. Checkpoints that a new holder saves from
+    # here on are not in the list.
     check_still_holds(attempt)
     folder = paths.abandoned / f"{max(attempt_numbers(paths.abandoned), default=0) + 1:04d}"
     make_directory(paths.abandoned)
@@ -183,9 +184,9 @@ def _path_from(run: Path, checkpoint: Path) -> str:
 
 
 def keeps_lines_of(run: Path, lineage: Lineage) -> bool:
-    """Return True if the lines of metrics.jsonl about a checkpoint's step are about it.
+    """Return True if the lines of metrics.jsonl about a checkpoint's step are about the checkpoint.
 
-    Where they are another line's, `settle` moves them when training goes on from the checkpoint.
+    If they are about another branch, `settle` moves them when training resumes from it.
 
     Args:
         run: The run's directory.
@@ -196,11 +197,11 @@ def keeps_lines_of(run: Path, lineage: Lineage) -> bool:
 
 
 def begins_branch(run: Path, resumed: Path, lineage: Lineage) -> bool:
-    """Return True if what is saved after `resumed` belongs to a branch of its own.
+    """Return True if checkpoints saved after `resumed` belong to a new branch.
 
-    That is so for another run's checkpoint, also where this run is a copy of the other, and where
-    the same branch already leads further, in RUN/checkpoints or in RUN/abandoned, so that two
-    checkpoints of a step could not be told apart.
+    They do if `resumed` is a checkpoint of another run, even if this run is a copy of it. They also
+    do if the same branch already continues in RUN/checkpoints or RUN/abandoned, because two
+    checkpoints of a step could not be told apart otherwise.
     """
     if resumed.resolve().parent != RunPaths(run).checkpoints.resolve():
         return True
@@ -209,27 +210,27 @@ def begins_branch(run: Path, resumed: Path, lineage: Lineage) -> bool:
         return True
     for path in (*named_by_step(RunPaths(run).checkpoints), *abandoned_checkpoints(run)):
         other = read_lineage(path)
-        # Of a damaged one nobody knows where it lies.
+        # The branch of a damaged checkpoint is unknown, so only its step is compared.
         if _step(path) > lineage.step if other is None else lineage.shares_branch_beyond(other):
             return True
     return False
 
 
-# ---- Decide which of a run's checkpoints go: the last N, every M-th and the best N stay ----
+# ---- Decide which checkpoints to delete: the last N, every M-th and the best N are kept ----
 # The decision is a pure function of what is known about the checkpoints of one line of descent.
 # `remove_old` applies it.
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The keys of [checkpoint] that say what is kept."""
+    """The keys of [checkpoint] that say which checkpoints are kept."""
 
     keep: int | None = None
-    """Number of newest checkpoints; None keeps all."""
+    """The number of newest checkpoints to keep; None keeps all."""
     keep_every: int | None = None
-    """Those whose step is a multiple of this are kept for good."""
+    """Checkpoints whose step is a multiple of this are never deleted."""
     keep_best: int = 0
-    """Number of those with the lowest validation loss that are kept."""
+    """The number of checkpoints with the lowest validation loss to keep."""
 
 
 def removable(
@@ -237,13 +238,13 @@ def removable(
 ) -> list[int]:
     """Return the steps of the checkpoints that may be deleted, in ascending order.
 
-    The newest two are never among them. The newest is on probation until the next save; if what is
-    trained from it fails, the run goes on from the one before (`attempts.poisoned`).
+    The newest two are never among them. The newest is on probation until the next save; if training
+    from it fails, the run continues from the one before (`attempts.poisoned`).
 
     Args:
         losses: Step -> validation loss in nats of complete, readable checkpoints of one line of
-            descent; None for a step that was not evaluated while training.
-        policy: What to keep.
+            descent; None for a step that was not evaluated during training.
+        policy: Which checkpoints to keep.
         wanted: Steps of checkpoints that are still needed, such as those that await an evaluation.
     """
     if policy.keep is None:
@@ -252,24 +253,25 @@ def removable(
     kept = {*steps[-max(policy.keep, 2) :], *wanted}
     if policy.keep_every is not None:
         kept |= {step for step in steps if step % policy.keep_every == 0}
-    # A loss that is nan or infinite is no result to keep a checkpoint for.
+    # Checkpoints with a loss that is nan or infinite are not among the best.
     finite = ((n, -step) for step, n in losses.items() if n is not None and math.isfinite(n))
-    # Of equal losses the later checkpoint is kept.
+    # If losses are equal, the later checkpoint is kept.
     kept |= {-step for _, step in sorted(finite)[: policy.keep_best]}
     return [step for step in steps if step not in kept]
 
 
 def remove_old(run: Path, newest: Path, policy: Policy, warn: Warn) -> None:
-    """Delete the checkpoints that the policy does not keep, of the line that leads to `newest`.
+    """Delete ancestors of `newest` that the policy does not keep.
 
-    Those of another line, damaged ones, those that wait for an evaluation and those that a reader
-    holds stay. A deletion that the disk refuses is said and tried again after the next save.
+    Checkpoints that are damaged, belong to another line of descent, await an evaluation or are held
+    by a reader are not deleted. If a deletion fails, a warning is printed, and it is tried again
+    after the next save.
 
     Args:
         run: The run's directory.
         newest: The checkpoint that has just been published.
-        policy: What to keep.
-        warn: Takes what the disk refused.
+        policy: Which checkpoints to keep.
+        warn: Called with each deletion that fails.
     """
     for path in old_checkpoints(run, newest, policy):
         try:
@@ -281,12 +283,12 @@ def remove_old(run: Path, newest: Path, policy: Policy, warn: Warn) -> None:
 
 
 def old_checkpoints(run: Path, newest: Path, policy: Policy) -> list[Path]:
-    """Return the checkpoints of the line that leads to `newest` that the policy does not keep.
+    """Return the ancestors of `newest` that the policy does not keep.
 
     Args:
         run: The run's directory.
         newest: The newest checkpoint, which is never among them.
-        policy: What to keep.
+        policy: Which checkpoints to keep.
     """
     lineage = read_lineage(newest)
     if lineage is None or policy.keep is None:
@@ -302,10 +304,10 @@ def _leads_to(saved: Saved, lineage: Lineage) -> bool:
 
 
 def _fork(away: list[Saved], lineage: Lineage) -> int:
-    """Return the last step that the line that is left and the line that is gone on have in common.
+    """Return the last step that the abandoned line and the continued line have in common.
 
-    A damaged checkpoint does not say where its line parts; only what comes after the checkpoint
-    that training goes on from is then certainly not its.
+    A damaged checkpoint does not tell where its line branches off. Then only the steps after the
+    checkpoint from which training continues certainly do not belong to the continued line.
     """
     forks = [saved.lineage.last_common_step(lineage) for saved in away if saved.lineage]
     return min([lineage.step, *forks])

@@ -1,7 +1,8 @@
-"""The starts of a run: its Slurm jobs (jobs.jsonl), how it is started (launch.json), and with what.
+"""The starts of a run: its Slurm jobs (jobs.jsonl), how it is started, and its provenance.
 
-What is code, versions, machine and command line: rank 0 writes attempts/####/provenance.json when
-an attempt begins, and every checkpoint carries it.
+launch.json says how a submitted run is started. Provenance is the code, versions, machine and
+command line: rank 0 writes attempts/####/provenance.json when an attempt begins, and every
+checkpoint includes it.
 """
 
 from __future__ import annotations
@@ -51,42 +52,42 @@ from pretrain.rundir.trust import check_trusted, read_trusted
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A line of jobs.jsonl: a job that was sent for this run."""
+    """A line of jobs.jsonl: a job that was submitted for this run."""
 
     job_id: str
-    """What squeue, scontrol and scancel take: "123", or an array's task "123_0"."""
+    """The id for squeue, scontrol and scancel: "123", or "123_0" for a task of an array."""
     kind: str
     """A `JobKind`: train or evaluate."""
     name: str
-    """Slurm's job name. A task of an array has the array's name there, and here the run's."""
+    """Slurm's job name; for a task of an array the run's name, where Slurm shows the array's."""
     submitted_at: float
     """Unix seconds."""
     site: str
     """The site's name."""
     nodes: int
-    """Nodes asked for."""
+    """The number of nodes requested."""
     num_tasks: int
-    """Ranks on all of them."""
+    """The number of ranks on all nodes."""
     run: str
     """The run's directory, absolute."""
     array_index: int | None = None
     """The index in a sweep's job array."""
     checkpoint: str | None = None
-    """Of an evaluation: the checkpoint's name, step-########."""
+    """For an evaluation, the checkpoint's name, step-########."""
 
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """launch.json: how a submitted run is started, frozen when it was submitted."""
+    """launch.json: how a submitted run is started, fixed when it was submitted."""
 
     command: tuple[str, ...]
     """The srun command line that starts the ranks, up to the Python."""
     python: str
     """The Python that each rank runs."""
     num_tasks: int
-    """Ranks."""
+    """The number of ranks."""
     nodes: int
-    """Nodes."""
+    """The number of nodes."""
     sbatch: tuple[str, ...]
     """The arguments of sbatch."""
     site: dict[str, Any]
@@ -94,24 +95,24 @@ class LaunchRecord:
     allow_changed: tuple[str, ...] = ()
     """The keys of --allow-changed, which each attempt passes on to `pretrain train`."""
     commit: str | None = None
-    """The commit of the code that submitted the run; None where that was not a clone."""
+    """The commit of the code that submitted the run; None if it was not in a clone."""
     diff_sha256: str | None = None
-    """The hash of its differences from the commit, as in `Source`."""
+    """The hash of the code's differences from the commit, as in `Source`."""
 
 
 def job_id_of(environment: Mapping[str, str]) -> str | None:
     """Return the id of the Slurm job that a process with these variables runs in, or None.
 
-    It is "123", or "123_4" for a task of an array. That is the one identity of a job in signals,
-    records and messages. SLURM_JOB_ID of a task is another number, and for the last task that
-    starts it is the number of the whole array, which every command would apply to all tasks.
+    The id is "123", or "123_4" for a task of an array. Signals, records and messages all use this
+    form. SLURM_JOB_ID of a task is another number, and for the last task that starts it is the
+    number of the whole array, which every command would apply to all tasks.
     """
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID")
 
 
 def append_job(run: Path, record: JobRecord) -> None:
-    """Append a job to RUN/jobs.jsonl. Raises RunFailed when the disk refuses."""
+    """Append a job to RUN/jobs.jsonl. Raises RunFailed if the file cannot be written."""
     path = RunPaths(run).jobs
     with writing(path):
         place = {DIRECTORY: dataclasses.asdict(Place.of(run))}
@@ -119,14 +120,14 @@ def append_job(run: Path, record: JobRecord) -> None:
 
 
 def read_jobs(run: Path) -> list[JobRecord]:
-    """Return the jobs sent for a run, oldest first; not those of a run that it is a copy of."""
+    """Return the jobs submitted for a run, oldest first; none from the original of a copied run."""
     lines = read_json_lines(RunPaths(run).jobs, MAX_BYTES)
     own = (from_json(JobRecord, line) for line in lines if not is_of_copied(line, run))
     return [record for record in own if record is not None]
 
 
 def read_launch(run: Path) -> LaunchRecord:
-    """Return what `launcher submit` or `sweep` left in RUN/launch.
+    """Return the launch.json that `launcher submit` or `sweep` left in RUN/launch.
 
     Raises:
         ConfigError: The file is missing, damaged, or of another version, or somebody else may have
@@ -146,34 +147,36 @@ def read_launch(run: Path) -> LaunchRecord:
 
 
 # ---- starts ----
-# Check a start before anything is written, sent or begun: what it cannot do, and what is done.
+# Check a start before anything is written, submitted or begun: whether it can work, and whether
+# there is anything left to do.
 #
-# The ranks check the same and more, together with the data. But a start that is refused or has
-# nothing to do should be known before: it would be an attempt of the run, and under Slurm a job.
+# The ranks check the same and more, including the data. But a start that is refused or has nothing
+# to do should be recognized earlier, because it would add an attempt to the run, and a Slurm job.
 
 
 def is_done(config: RunConfig, allow_changed: Collection[str] = ()) -> bool:
     """Return True if a start of the run would find nothing to train and nothing to evaluate.
 
     Args:
-        config: The run, which would go on from its newest checkpoint.
+        config: The run, which would resume from its newest checkpoint.
         allow_changed: The keys of --allow-changed.
 
     Raises:
-        ConfigError: The run cannot go on with this config; see `check_goes_on`.
+        ConfigError: The run cannot resume with this config; see `check_goes_on`.
     """
     check_goes_on(config, allow_changed)
     run, num_steps = config.directory, config.train.num_steps
     if not is_finished(run, num_steps):
         return False
     missing = _evaluations(config)
-    # Cheaper than metrics.jsonl, and it knows which lengths the ranks left out of the default.
+    # Evaluations of the config that finished are done. This is cheaper than metrics.jsonl, and also
+    # covers default lengths that the ranks left out.
     ended = [each.ended for each in read_attempts(run) if not is_idle(each)]
     if ended and ended[-1] and ended[-1].outcome == Outcome.FINISHED:
         try:
             missing -= _evaluations(load_config(RunPaths(run).config))
         except ConfigError:
-            # Damaged, or of another version. That the attempt finished is all that is known.
+            # The config is damaged or of another version, so only the attempt's end is known.
             return True
     if missing:
         missing -= evaluations_at(RunPaths(run).metrics, num_steps)
@@ -190,16 +193,16 @@ def already_done(config: RunConfig) -> str:
 
 
 def check_goes_on(config: RunConfig, allow_changed: Collection[str] = ()) -> None:
-    """Check that the run may go on from its newest checkpoint, as far as its config tells.
+    """Check that the run may resume from its newest checkpoint, as far as its config tells.
 
     Args:
         config: The run.
         allow_changed: The keys of --allow-changed.
 
     Raises:
-        ConfigError: The directory belongs to another user, has another layout or
-            lies inside another run's or a data set's, or the run differs from the checkpoint in
-            what may not change, or has done more steps.
+        ConfigError: The directory belongs to another user, has another layout, or lies inside that
+            of another run or a data set; or the run differs from the checkpoint in a key that must
+            not change; or the checkpoint has done more steps than train.num_steps.
     """
     check_trusted(config.directory)
     check_version(config.directory)
@@ -210,7 +213,7 @@ def check_goes_on(config: RunConfig, allow_changed: Collection[str] = ()) -> Non
     try:
         before = load_config(found[-1] / "config.toml")
     except ConfigError:
-        # Damaged, which only reading all of it can tell; the ranks do.
+        # The checkpoint may be damaged. Only a complete read can tell, which the ranks do.
         return
     step, last = checkpoint_step(found[-1].name) or 0, config.train.num_steps
     phase = config.phase_after(step)
@@ -252,15 +255,15 @@ def _evaluations(config: RunConfig) -> set[tuple[str, int, int]]:
     }
 
 
-# ---- Find out which source code is running: the commit, and how it was changed since ----
+# ---- Find out which source code is running: the commit, and changes since ----
 
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Where the package `pretrain` lies: a clone, or site-packages."""
+"""The folder that contains the package `pretrain`: a clone, or site-packages."""
 CODE = ("pretrain", "kernels", "launcher", "slurm")
-"""What runs: the folders of the clone that the package consists of."""
+"""The folders of the clone whose code runs."""
 GIT_SECONDS = 5.0
-"""The longest time for a call of git."""
+"""Time limit of a call of git."""
 
 
 @dataclass(frozen=True)
@@ -270,20 +273,20 @@ class Source:
     commit: str | None = None
     """The full hash of the commit that is checked out; None outside a repository."""
     dirty: bool | None = None
-    """True if a file of the code differs from the commit, or is not in it; None: not known."""
+    """True if a file of the code differs from the commit, or is not in it; None if unknown."""
     diff_sha256: str | None = None
     """The SHA-256 of all differences, if there are any."""
 
 
 def read_source(root: Path = ROOT) -> Source:
-    """Return what git says of the code in a clone; nothing where there is none."""
+    """Return the state of the code in a clone according to git; `Source()` outside of a clone."""
     if not (root / ".git").exists():
-        # A wheel may lie inside of another repository.
+        # An installed package may lie inside another repository, so git is not asked.
         return Source()
     try:
         commit = _git(root, "rev-parse", "HEAD").decode().strip()
     except (OSError, subprocess.SubprocessError):
-        # No git, no repository, no commit, or a folder that this user may not look into.
+        # No git, no repository, no commit, or a folder that this user may not read.
         return Source()
     try:
         diff = ["diff", "--binary", "--no-ext-diff", "--no-textconv", "--ignore-submodules=all"]
@@ -293,13 +296,13 @@ def read_source(root: Path = ROOT) -> Source:
             content = (root / os.fsdecode(name)).read_bytes()
             changes += name + b"\0" + hashlib.sha256(content).digest()
     except (OSError, subprocess.SubprocessError):
-        # Too slow, or a file that may not be read.
+        # git is too slow, or a file may not be read.
         return Source(commit)
     return Source(commit, bool(changes), hashlib.sha256(changes).hexdigest() if changes else None)
 
 
 def why_other_code(launch: LaunchRecord) -> str:
-    """Return how the code that runs here differs from what submitted a run; "" if it does not."""
+    """Return how the running code differs from the code that submitted a run; "" if equal."""
     now = read_source()
     if (launch.commit, launch.diff_sha256) == (now.commit, now.diff_sha256):
         return ""
@@ -317,8 +320,8 @@ def why_other_code(launch: LaunchRecord) -> str:
 
 
 def _git(root: Path, *words: str) -> bytes:
-    """Return what git prints. Raises OSError or SubprocessError when it does not answer."""
-    # Also of a clone that another user keeps: its code runs here.
+    """Return the output of git. Raises OSError or SubprocessError if git fails or is too slow."""
+    # safe.directory: the clone may belong to another user, whose code runs here anyway.
     return subprocess.run(
         ["git", "-c", "safe.directory=*", "--no-optional-locks", *words],
         cwd=root,
@@ -341,9 +344,9 @@ PACKAGES = (
     "numpy",
     "triton",
 )
-"""The packages whose version is recorded, where they are installed."""
+"""The packages whose version is recorded, if they are installed."""
 SHOWN_HASH = 12
-"""How much of a hash is shown."""
+"""Number of digits of a hash that are shown."""
 
 
 @dataclass(frozen=True)
@@ -363,27 +366,27 @@ class Provenance:
     device: str = ""
     """The vendor's name of rank 0's device, or "cpu"."""
     num_processes: int = 1
-    """Ranks, of which each has a GPU where there are any."""
+    """The number of ranks, each with its own GPU if there are any."""
     host: str = ""
     """Rank 0's host."""
     nodes: str = ""
     """Slurm's node list, or the host."""
     slurm_job_id: str | None = None
     command: tuple[str, ...] = ()
-    """The command line of rank 0, with *** for what looks like a secret."""
+    """The command line of rank 0, with *** in place of what looks like a secret."""
     directory: str = ""
-    """The directory in which it was started, where the config's relative paths begin."""
+    """The directory in which rank 0 was started, where the config's relative paths start."""
 
     @staticmethod
     def here(
         owner: Owner, command: Sequence[str], versions: Mapping[str, str], device: str
     ) -> Provenance:
-        """Describe this process. It never fails, and takes some 50 milliseconds.
+        """Describe this process. Never fails, and takes about 50 milliseconds.
 
         Args:
             owner: The owner of the attempt, with its Slurm job.
             command: sys.argv.
-            versions: Versions that are not a package's: CUDA's, NCCL's, the driver's.
+            versions: Versions of what is not a package: CUDA, NCCL, the driver.
             device: Name of this process's device.
         """
         source = read_source()
@@ -403,7 +406,7 @@ class Provenance:
 
     @property
     def code(self) -> str:
-        """Return the code in words: the commit and if it was changed, or the version."""
+        """Return the code in words: the commit and whether it was changed, or the version."""
         if self.commit is None:
             return f"version {self.version}"
         text = self.commit[:SHOWN_HASH]
@@ -412,7 +415,7 @@ class Provenance:
         return f"{text} (git does not say if it was changed)" if self.dirty is None else text
 
     def facts(self) -> dict[str, str]:
-        """Return what may change from one start to the next, by name."""
+        """Return by name everything that may change from one start to the next."""
         return {
             "code": self.code,
             **self.versions,
@@ -424,13 +427,13 @@ class Provenance:
 
 @functools.cache
 def running_code() -> str:
-    """Return the code that runs here in words, as `Provenance.code` has it."""
+    """Return the running code in words, as `Provenance.code`."""
     version = _packages("pretrain").get("pretrain", "not installed")
     return Provenance(version=version, **dataclasses.asdict(read_source())).code
 
 
 def _text(word: str) -> str:
-    r"""Return a word as UTF-8, with \xff for what is none: a strict reader refuses such JSON."""
+    r"""Return a word with \xff for bytes that are not UTF-8, which strict JSON readers refuse."""
     return os.fsencode(word).decode(errors="backslashreplace")
 
 
@@ -458,5 +461,5 @@ def _packages(*names: str) -> dict[str, str]:
 
 
 def write_provenance(attempt: Path, provenance: Provenance) -> None:
-    """Write attempts/####/provenance.json. Raises OSError when the disk refuses."""
+    """Write attempts/####/provenance.json. Raises OSError if it cannot be written."""
     replace_json(attempt / PROVENANCE, dataclasses.asdict(provenance), indent=1)

@@ -1,11 +1,11 @@
-"""metrics.jsonl: what was measured at every training step and in every evaluation of a run.
+"""metrics.jsonl: the measurements of every training step and every evaluation of a run.
 
-A record is a flat JSON object. One of a step has `step` (steps done, from 1), `loss_nats`,
+A record is a flat JSON object. The record of a step has `step` (steps done, from 1), `loss_nats`,
 `gradient_norm`, `learning_rate`, `global_batch_size`, `tokens_per_second`, `step_seconds` and
-more. One of an evaluation has `step`, `evaluation` (true), `protocol`, `stride`, `length`,
-`loss_nats`, `perplexity`; there is one for each length and protocol. One of a change has `step`
-and `changed`: the keys that `--allow-changed` named when training went on from this step, each
-with the value before and after.
+more. An evaluation has one record for each length and protocol, with `step`, `evaluation` (true),
+`protocol`, `stride`, `length`, `loss_nats` and `perplexity`. The record of a change has `step` and
+`changed`: the keys that `--allow-changed` named when training continued from this step, each with
+the value before and after.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pretrain.rundir.files import (
 )
 from pretrain.rundir.paths import Place, RunPaths, attempt_numbers
 
-# ---- Warn about what goes wrong beside training, once for each kind, and let training go on ----
+# ---- Warn about failures that training can survive, once for each kind ----
 
 
 Warn = Callable[[str, str], None]
-"""Takes the kind of a warning and its message; see `WarnOnce`."""
+"""Called with the kind of a warning and its message; see `WarnOnce`."""
 
 
 class WarnOnce:
@@ -44,11 +44,11 @@ class WarnOnce:
         self._said: set[str] = set()
 
     def __call__(self, kind: str, message: str) -> None:
-        """Print a warning unless one of its kind has been printed.
+        """Print a warning, unless a warning of the same kind has been printed.
 
         Args:
             kind: A few words; not printed.
-            message: What went wrong, and what becomes of it.
+            message: What went wrong, and the consequence.
         """
         if kind in self._said:
             return
@@ -60,23 +60,23 @@ class WarnOnce:
 
 
 Reduction = Literal["mean", "sum", "max"]
-"""How the values that a metric was given in a step become one number."""
+"""How the values of a metric in a step are reduced to one number."""
 Collect = Callable[[str, Any, Reduction], None]
 
 _collectors: list[Collect] = []
-"""Whoever takes metrics now, the innermost one last. It belongs to the process and not to a context
-or a thread, because autograd runs a backward pass in threads of its own."""
+"""The functions that collect metrics, the innermost last. The list belongs to the process and not
+to a context or a thread, because autograd runs a backward pass in its own threads."""
 
 
 def record_metric(name: str, value: Any, reduction: Reduction = "mean") -> None:
-    """Record a number of the training step that is under way; do nothing outside of one.
+    """Record a number of the current training step; do nothing outside of a step.
 
-    It becomes a key of the step's record in metrics.jsonl, and is shown by the log, Weights &
-    Biases and TensorBoard. Any rank may record, in any step, any number of times: the values are
-    reduced over all calls on all ranks, so those of micro batches, layers and data-parallel ranks
-    are averaged, added up or searched for the largest. A value that several ranks hold alike, as
-    tensor-parallel ranks do, leaves "mean" and "max" as they are and counts several times in "sum";
-    so does what a recomputed layer records again.
+    The number becomes a key of the step's record in metrics.jsonl, and is shown by the log, Weights
+    & Biases and TensorBoard. Any rank may record, in any step, any number of times: the values are
+    reduced over all calls on all ranks, so that the mean, sum or maximum is taken over micro
+    batches, layers and data-parallel ranks. If several ranks record equal values, as
+    tensor-parallel ranks do, "mean" and "max" are unaffected, but each value counts in "sum". The
+    same holds for values that a recomputed layer records again.
 
     Nothing waits for the device: a tensor is copied there, travels in one more collective of a step
     (two, if there is a "max"), and is read back with the step's other numbers.
@@ -85,13 +85,13 @@ def record_metric(name: str, value: Any, reduction: Reduction = "mean") -> None:
         name: The key, with its unit ("attention_entropy_nats"), or "group/key" with one of
             `pretrain.training.metrics.GROUPS`; without a group it is shown in "train".
         value: A number, or a tensor of one element on any device.
-        reduction: How the values become one number. The same wherever a name is recorded.
+        reduction: How the values are reduced to one number; the same for every call with the name.
 
     Raises:
-        ValueError: The name is taken, its group is unknown, its reduction is another one than
-            before, or the value is no scalar.
+        ValueError: The name is taken, its group is unknown, its reduction differs from before, or
+            the value is not a scalar.
 
-    After `record_metric` of OLMo-core (src/olmo_core/train/trainer.py).
+    Modeled on `record_metric` of OLMo-core (src/olmo_core/train/trainer.py).
     """
     if _collectors:
         _collectors[-1](name, value, reduction)
@@ -99,7 +99,7 @@ def record_metric(name: str, value: Any, reduction: Reduction = "mean") -> None:
 
 @contextlib.contextmanager
 def collecting(collect: Collect) -> Iterator[None]:
-    """Pass what the block records to `collect`."""
+    """Pass the metrics that the block records to `collect`."""
     _collectors.append(collect)
     try:
         yield
@@ -113,11 +113,11 @@ def collecting(collect: Collect) -> Iterator[None]:
 Record = dict[str, Any]
 
 EVALUATION, CHANGED = "evaluation", "changed"
-"""The keys by which the records of an evaluation and of changed keys are known."""
+"""The keys that mark the records of an evaluation and of changed keys."""
 PHASE = "phase"
-"""The key under which a record of changed keys has the number of the phase that begins there."""
+"""The key of the number of the phase: in records of steps, and of changes where a phase begins."""
 NON_FINITE = "non_finite"
-"""The key under which a record says which of its values JSON could not hold."""
+"""The key under which a record lists those of its values that JSON cannot hold."""
 
 
 def is_evaluation(record: Record) -> bool:
@@ -131,21 +131,21 @@ def is_change(record: Record) -> bool:
 
 
 LOOK_SECONDS = 10.0
-"""The least time between two looks whether the file still has its name."""
+"""The least time between two checks whether the open file is still metrics.jsonl."""
 
 
 class MetricsFile:
-    """Appends records to metrics.jsonl, each written out at once."""
+    """Appends records to metrics.jsonl and writes each one immediately."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         """Open the file for a run of which `resume_step` steps are done.
 
-        Records of later steps, which an earlier attempt wrote and lost, are dropped, so that the
-        file holds each step once. So are changes at this very step, which the run writes anew as
-        far as they hold. A fresh start (step 0) keeps nothing.
+        Records of later steps, which an earlier attempt wrote but did not save, are dropped, so
+        that the file holds each step once. Changes at `resume_step` are dropped too; the run writes
+        those that still hold again. A fresh start (step 0) keeps nothing.
 
         Raises:
-            RunFailed: The disk refused.
+            RunFailed: The file cannot be written.
         """
         self._path = path
         self._unwritten, self._size = b"", 0
@@ -163,8 +163,9 @@ class MetricsFile:
     def write(self, record: Record) -> None:
         """Append one record.
 
-        What the disk refuses, as while it is full for a moment, is kept and written with the next
-        record; that is said once. `flush` and `close` tell whether all is on the disk.
+        A record that cannot be written, for example because the disk is full for a moment, is kept
+        and written with the next record; a warning is printed once. `flush` and `close` raise an
+        error if not all is on the disk.
         """
         self._unwritten += (json.dumps(_to_json(record), allow_nan=False) + "\n").encode()
         try:
@@ -179,14 +180,14 @@ class MetricsFile:
             )
 
     def flush(self) -> None:
-        """Write out what is left and flush the file to the disk. Raises RunFailed on refusal."""
+        """Write what is left and flush the file to the disk. Raises RunFailed if that fails."""
         with writing(self._path):
             self._restore()
             self._write_out()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file, once. Raises RunFailed when the disk refuses what is left."""
+        """Write what is left and close the file, once. Raises RunFailed if that fails."""
         if self._file.closed:
             return
         try:
@@ -197,11 +198,12 @@ class MetricsFile:
             self._file.close()
 
     def _restore(self) -> None:
-        """Write the file anew if somebody removed or replaced it: the open one has every line."""
+        """Write the file again if somebody removed or replaced it: the open file has all lines."""
         self._looked_at = time.monotonic()
         is_here = self._folder.is_place_of(self._path.parent)
         if not is_here or self._newest_attempt() != self._attempt:
-            # The run's directory is gone, or the file is a newer attempt's. A save finds that out.
+            # The run's directory is gone, or the file belongs to a newer attempt. The next save
+            # will notice that.
             return
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
@@ -229,20 +231,21 @@ class MetricsFile:
                 f"warning: {self._path}: was cut short while the run trains; the lines that are "
                 "missing are lost"
             )
-        # A disk that becomes full takes a part of a line; the rest of it follows later.
+        # A disk that becomes full accepts only a part of a line; the rest follows later.
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         self._size = os.fstat(self._file.fileno()).st_size
 
 
 def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
-    """Yield the records of a metrics.jsonl, oldest first; none when there is no such file.
+    """Yield the records of a metrics.jsonl, oldest first; none if there is no such file.
 
-    Lines that a kill or a power cut damaged are passed over.
+    Lines that a kill or a power cut damaged are skipped.
 
     Args:
         path: The file.
-        last_bytes: Read only the end of the file, which grows by some 300 bytes a step.
+        last_bytes: Read only this many bytes at the end of the file, which grows by about 300 bytes
+            per step; None for all.
     """
     for record in read_json_lines(path, last_bytes):
         step = record.get("step")
@@ -265,7 +268,7 @@ def evaluation_records(path: Path, step: int) -> list[Record]:
 
 
 def _is_whole(record: Record) -> bool:
-    """Return True if a record of an evaluation has its keys, with values of their types."""
+    """Return True if a record of an evaluation has all its keys, with values of the right types."""
     key = [record.get(name) for name in ("protocol", "stride", "length", "tokens")]
     numbers = [record.get(name) for name in ("loss_nats", "perplexity")]
     are_numbers = all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
@@ -273,11 +276,11 @@ def _is_whole(record: Record) -> bool:
 
 
 def copy_after(path: Path, step: int, copy: Path) -> None:
-    """Write the records after a step to another file, in one move.
+    """Write the records after a step to another file, atomically.
 
     Args:
         path: The metrics.jsonl.
-        step: The last step whose records stay out.
+        step: The last step whose records are left out.
         copy: The file to write.
     """
     records = (record for record in read_metrics(path) if record["step"] > step)
@@ -292,7 +295,7 @@ def lines_until(path: Path, step: int) -> Iterator[bytes]:
 
 
 def drop_after(path: Path, step: int) -> int:
-    """Rewrite the file without the records after `step` and without damaged lines, in one move.
+    """Rewrite the file without the records after `step` and without damaged lines, atomically.
 
     Returns:
         The step of the newest record that is kept; 0 for none.
@@ -311,9 +314,9 @@ def drop_after(path: Path, step: int) -> int:
 
 
 def _write_all(path: Path, records: Iterable[Record]) -> None:
-    """Write records to a file in one move. They may be read from that very file."""
-    # Not `replace_file`: the records of a long run are streamed, not held in memory. The whole
-    # history is in this file, so it must be on the disk before it is replaced.
+    """Write records to a file atomically. The records may be read from that same file."""
+    # Not `replace_file`, because the records of a long run must be streamed, not held in memory.
+    # The new file is flushed before it replaces the old one, which holds the run's whole history.
     with new_file(path, durable=True) as partial:
         with open_own(partial, "ab") as file:
             file.writelines(f"{json.dumps(_to_json(record))}\n".encode() for record in records)
@@ -322,7 +325,7 @@ def _write_all(path: Path, records: Iterable[Record]) -> None:
 
 
 def _to_json(record: Record) -> Record:
-    """Replace nan and infinity, which JSON lacks, by null; `non_finite` says which they were."""
+    """Replace nan and infinity, which JSON lacks, by null, and list them under `non_finite`."""
     odd = {k: str(v) for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
     return {**record, **dict.fromkeys(odd), NON_FINITE: odd} if odd else record
 

@@ -1,7 +1,7 @@
-"""The layout of a run's directory: its paths, and the version of the whole.
+"""The layout of a run's directory: its paths, and its version.
 
-docs/run_directory.md is the contract with other tools, and its table lists every path. A file that
-moves or changes its meaning raises `VERSION`; a new file, or a new key in a file, does not.
+docs/run_directory.md is the contract with other tools, and its table lists every path. `VERSION` is
+raised if a file moves or changes its meaning, but not for a new file or a new key in a file.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Outcome(StrEnum):
     FINISHED = "finished"
     """Every step of the config is done."""
     RESTART = "restart"
-    """It saved and asks to be started again, as before a time limit."""
+    """It saved and asks to be started again, for example before a time limit."""
     STOPPED = "stopped"
     """It ended because a user or Slurm asked it to."""
     FAILED = "failed"
     HUNG = "hung"
     """The watchdog ended it, because it made no progress."""
     DIVERGED = "diverged"
-    """Its ranks held different values of what must be equal. It stopped without saving."""
+    """Values that must be equal on all ranks differed. It stopped without saving."""
     POISONED = "poisoned"
     """Its numbers were not finite, or too large to be true. It stopped without saving."""
     REFUSED = "refused"
@@ -74,19 +74,19 @@ class Outcome(StrEnum):
     SUPERSEDED = "superseded"
     """Another attempt took the run over, because this one gave no sign of life."""
     NO_SPACE = "no_space"
-    """The disk is full, and would be full again."""
+    """The disk is full, and would still be full for another attempt."""
 
 
 ENDED_WELL = (Outcome.FINISHED, Outcome.RESTART, Outcome.STOPPED)
 """Outcomes that need no explanation."""
 FAILURES = (Outcome.FAILED, Outcome.HUNG, Outcome.DIVERGED, Outcome.POISONED)
-"""Outcomes that count towards recovery.max_restarts."""
+"""Outcomes that count toward recovery.max_restarts."""
 STARTED_AGAIN = (Outcome.RESTART, *FAILURES)
 """Outcomes after which the launcher or Slurm makes another attempt."""
 
 
 class ExitCode(IntEnum):
-    """Exit codes of `pretrain train`, by which the launcher knows how the ranks ended."""
+    """Exit codes of `pretrain train`, which tell the launcher how the ranks ended."""
 
     FINISHED = 0
     FAILED = 1
@@ -96,7 +96,7 @@ class ExitCode(IntEnum):
     STOPPED = 80
     """Saved on SIGTERM, not to be started again."""
     DIVERGED = 81
-    """Ranks differed in what must be equal; nothing was saved since."""
+    """Values that must be equal on all ranks differed; nothing was saved since."""
     NO_SPACE = 82
     """The disk is full; not to be started again before there is room."""
     POISONED = 83
@@ -118,7 +118,7 @@ _OUTCOMES: dict[int, Outcome] = {
 
 
 def outcome_of(code: int) -> Outcome:
-    """Return the outcome that a process reports which ends with this exit code."""
+    """Return the outcome of a process that ends with this exit code."""
     return _OUTCOMES.get(code, Outcome.FAILED)
 
 
@@ -134,7 +134,7 @@ def exit_code_of(error: BaseException) -> ExitCode:
 
 
 class JobKind(StrEnum):
-    """The kinds of Slurm jobs that are sent for a run."""
+    """The kinds of Slurm jobs that are submitted for a run."""
 
     TRAIN = "train"
     EVALUATE = "evaluate"
@@ -145,40 +145,41 @@ def in_words(outcome: str) -> str:
     return outcome.replace("_", " ")
 
 
-# ---- Tell a run's directory from a copy of it, and find out where it went ----
-# Whatever names a process or a job holds the place of the directory in which it was written: in a
-# copy such a record is about the run that was copied. A directory that is moved keeps its inode, so
-# it stays the same run; moved to another file system, it is copied.
+# ---- Tell a run's directory from a copy of it, and find out where it was moved ----
+# Every record that names a process or a job also holds the place of the directory in which it was
+# written, because in a copied directory such a record is about the original run. A directory that
+# is moved keeps its inode, so it remains the same run; if it is moved to another file system, it
+# counts as a copy.
 
 
 @functools.cache
 def boot_id() -> str | None:
-    """Return the id of this host since it was started; None where the kernel tells none."""
+    """Return the id of this host's current boot; None if the kernel provides none."""
     return read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or None
 
 
 @dataclass(frozen=True)
 class Place:
-    """The identity of a directory, whatever its path is."""
+    """The identity of a directory, independent of its path."""
 
     device: int = 0
     inode: int = 0
     boot_id: str | None = None
-    """Numbers of devices mean the same on one host between two boots."""
+    """Device numbers can be compared only on one host, and only between two boots."""
 
     @staticmethod
     def of(directory: Path) -> Place:
-        """Return the place of a directory. Raises OSError where it cannot be looked at."""
+        """Return the place of a directory. Raises OSError if it cannot be read."""
         found = os.stat(directory)
         return Place(found.st_dev, found.st_ino, boot_id())
 
     def is_place_of(self, directory: Path) -> bool:
-        """Return False if this is another directory's place, or nothing lies there."""
+        """Return False if this is the place of another directory, or `directory` is missing."""
         try:
             there = Place.of(directory)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        # A network file system has another number, with major 0, at each mount.
+        # A network file system has a different device number, with major 0, at each mount.
         known = self.boot_id == there.boot_id and os.major(self.device) and os.major(there.device)
         return self.inode == there.inode and not (known and self.device != there.device)
 
@@ -189,9 +190,9 @@ DIRECTORY = "directory"
 
 
 def is_of_copied(record: Json, run: Path) -> bool:
-    """Return True for a record in `run` that was written in the one that `run` is a copy of.
+    """Return True for a record in `run` that was written in the original of which `run` is a copy.
 
-    A record without a place counts as written here.
+    A record without a place counts as written in `run`.
     """
     content = record.get(DIRECTORY)
     place = from_json(Place, content) if isinstance(content, dict) else None
@@ -199,7 +200,7 @@ def is_of_copied(record: Json, run: Path) -> bool:
 
 
 def whereabouts(descriptor: int) -> Path | None:
-    """Return where an opened directory lies now; None if it is removed or that cannot be told."""
+    """Return the current path of an opened directory; None if it was removed or is unknown."""
     with contextlib.suppress(OSError):
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if os.path.samestat(os.stat(path), os.fstat(descriptor)):
@@ -208,11 +209,11 @@ def whereabouts(descriptor: int) -> Path | None:
 
 
 def displaced(attempt: Path, now_at: Path | None = None) -> str | None:
-    """Return what became of an attempt's folder, and what to do; None if it lies at its path.
+    """Return what happened to an attempt's folder, and what to do; None if it is at its path.
 
     Args:
         attempt: RUN/attempts/####.
-        now_at: Where its run's directory lies now, if that is known.
+        now_at: The current path of the run's directory, if known.
 
     Raises:
         OSError: The file server does not answer.
@@ -244,10 +245,10 @@ VERSION = 1
 
 
 class RunPaths:
-    """The paths below a run's directory `root`. Nothing is read or made."""
+    """The paths below a run's directory `root`. Nothing is read or created."""
 
     def __init__(self, root: Path) -> None:
-        """Name them."""
+        """Compute the paths."""
         self.root = root
         self.version = root / "run.json"
         self.config = root / "config.toml"
@@ -260,7 +261,7 @@ class RunPaths:
         self.attempts = root / "attempts"
         self.jobs = root / "jobs.jsonl"
         self.logs = root / "logs"
-        # What was submitted.
+        # Files of `launcher submit` and `sweep`.
         self.launch = root / "launch"
         self.launch_config = self.launch / "config.toml"
         self.launch_record = self.launch / "launch.json"
@@ -287,45 +288,45 @@ class RunPaths:
         return self.logs / f"evaluate-{checkpoint}.log"
 
     def newest_config(self) -> Path | None:
-        """Return the config the run was submitted with, or else was started with."""
+        """Return the config with which the run was submitted or, if it was not, started."""
         return next((p for p in (self.launch_config, self.config) if p.is_file()), None)
 
 
 RUN_MARKS = ("run.json", "jobs.jsonl", "attempts/####", "launch/launch.json", "metrics.jsonl")
-"""A directory that holds one of these is a run's."""
+"""A directory that holds one of these is the directory of a run."""
 
 DATA_MANIFESTS = ("train/manifest.json", "validation/manifest.json")
-"""The files that `pretrain data build` writes last, so a data set that has them is complete."""
+"""The files that `pretrain data build` writes last, so a data set with these files is complete."""
 
 
 def is_run(directory: Path) -> bool:
     """Return True for the directory of a run that was submitted, started or imported.
 
-    By what the files are, since other programs have folders named attempts and launch too.
+    The files decide, because other programs may also have folders named attempts and launch.
     """
     paths = RunPaths(directory)
     return (
         any(path.is_file() for path in (paths.jobs, paths.launch_record, paths.metrics))
         or bool(attempt_numbers(paths.attempts))
-        # Last, since only this opens a file.
+        # Checked last, since only this opens a file.
         or (paths.version.is_file() and "run_directory_version" in read_json(paths.version))
     )
 
 
 def check_apart(run: Path) -> None:
-    """Check that a new run's directory lies in no other run's or data set's.
+    """Check that a new run's directory is not inside that of another run or a data set.
 
-    Each run removes, renames and lists what lies in its directory. A data set is built anew after
-    its directory is removed, and the run would go with it. A run that is there already goes on.
+    Each run removes, renames and lists files in its directory. To build a data set again, users
+    remove its directory, and would remove the run with it. An existing run passes in any case.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The directory lies inside another.
     """
     if is_run(run):
         return
     resolved = Path(os.path.realpath(run))
     for place in (resolved, *resolved.parents):
-        # Not Path.is_file, which fails below a folder that only another user may read.
+        # Not Path.is_file, which raises an error below a folder that only another user may read.
         if all(os.path.isfile(place / name) for name in DATA_MANIFESTS):
             raise ConfigError(
                 f"run.directory = {run}: {place} holds a data set. Give the run a directory of its "
@@ -335,19 +336,19 @@ def check_apart(run: Path) -> None:
         if "run_directory_version" in read_json(RunPaths(parent).version):
             raise ConfigError(
                 f"run.directory = {run}: lies inside {parent}, which is the directory of another "
-                "run. Choose a directory outside of it, as beside it"
+                "run. Choose a directory outside of it, such as beside it"
             )
 
 
 def claim_version(run: Path) -> None:
-    """Write RUN/run.json, with an id of the run's own; the first start or submission does so.
+    """Write RUN/run.json, with a new id for the run, at its first start or submission.
 
-    A copy of a run gets an id of its own at its first start, with the other's beside it, and loses
-    the W&B run, which goes on to be the other's.
+    A copy of a run gets its own id at its first start, and the original's id is recorded with it.
+    The copy loses the W&B run, which remains that of the original.
 
     Raises:
         ConfigError: The directory has another layout; see `check_version`.
-        RunFailed: The disk refused.
+        RunFailed: The file cannot be written.
     """
     path = RunPaths(run).version
     check_version(run)
@@ -363,13 +364,13 @@ def claim_version(run: Path) -> None:
         }
         if before.get("id"):
             content["copy_of"] = before["id"]
-            # Before run.json says that this is done.
+            # Removed before run.json is written, so that a kill in between cannot skip this.
             RunPaths(run).wandb_run_id.unlink(missing_ok=True)
             say(
                 f"{run}: is a copy of run {before['id']}. From here on it has an id of its own, "
                 "also at W&B"
             )
-            # What is saved after one of these is a branch of its own (`history.begins_branch`).
+            # Checkpoints saved after one of these belong to a new branch (`history.begins_branch`).
             content["copied"] = [
                 read_json(path).get("id")
                 for path in sorted(RunPaths(run).checkpoints.glob("step-*/manifest.json"))
@@ -378,7 +379,7 @@ def claim_version(run: Path) -> None:
 
 
 def restore_version(run: Path, lost: bytes) -> None:
-    """Give a run whose directory was lost its id again. Raises OSError when the disk refuses."""
+    """Restore the id of a run whose directory was lost. Raises OSError if that fails."""
     content = parse_json(lost)
     if content.get("id"):
         place = {DIRECTORY: dataclasses.asdict(Place.of(run))}
@@ -386,9 +387,9 @@ def restore_version(run: Path, lost: bytes) -> None:
 
 
 def check_version(run: Path) -> None:
-    """Raise ConfigError when another version has laid out this run's directory in another way.
+    """Raise ConfigError if another version has laid out this run's directory in another way.
 
-    Also when this user may not read which version did.
+    Also raise it if this user may not read run.json.
     """
     path = RunPaths(run).version
     if not path.exists():
@@ -399,7 +400,7 @@ def check_version(run: Path) -> None:
     if type(found) is not int:
         raise ConfigError(
             f"{path}: run_directory_version = {found!r}: the file is damaged. Checkpoints and "
-            "metrics do not depend on it: move it away, and the next start writes it anew, with "
+            "metrics do not depend on it: move it away, and the next start writes a new one, with "
             "another id"
         )
     if found != VERSION:

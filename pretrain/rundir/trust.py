@@ -1,8 +1,8 @@
 """Refuse a run's directory that another user made or can write to.
 
-What lies in a run's directory is executed (RUN/launch), believed (jobs.jsonl, attempts) and written
-to (logs, metrics.jsonl) with all rights of whoever submits or trains the run. So nobody else may
-have put anything there. docs/security.md says what that protects from and what not.
+Files in a run's directory are executed (RUN/launch), believed (jobs.jsonl, attempts) and written to
+(logs, metrics.jsonl) with all rights of the user who submits or trains the run. So nobody else may
+have put anything there. docs/security.md says what this protects against, and what it does not.
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ ROOT = 0
 """The user id of root, who can change every file anyway."""
 OTHERS_MAY_WRITE, GROUP_MAY_WRITE = stat.S_IWOTH, stat.S_IWGRP
 WRITTEN_BY_LIBRARIES = {"wandb", "tensorboard"}
-"""These folders are made by others' code, with the modes that it chooses; only whose they are is
-checked."""
+"""Folders that other libraries make, with modes of their choice; only the owner is checked."""
 CONSEQUENCE = "what lies there is executed or overwritten with your rights"
 ACCESS_LIST = "system.posix_acl_access"
 """The attribute of a file with an access control list, acl(5)."""
 
 
 def check_trusted(run: Path) -> None:
-    """Check that nobody but this user, and root, has put or can put anything into a run.
+    """Check that only this user and root have put, or can put, anything into a run.
 
-    Looked at are the run's directory, what a run has in it, and all entries of the directories of
-    which the launcher executes, believes or overwrites files. A link is followed if this user or
-    root made it and what it leads to passes. What does not exist yet passes.
+    Checked are the run's directory, the files of a run in it, and all entries of the directories
+    whose files the launcher executes, believes or overwrites. A link is accepted if this user or
+    root made it and its target passes. Paths that do not exist yet pass.
 
     Raises:
-        ConfigError: Names the first file that is another user's or that others may change, its
-            owner and mode, and the command that mends it.
+        ConfigError: Names the first file that belongs to another user or that others may change,
+            its owner and mode, and the command that repairs it.
     """
     paths = RunPaths(run)
     check_above(run)
-    # Anything else that lies there is of no interest to us.
+    # Other files in the directory are not checked, because we do not use them.
     own = [path for path in vars(paths).values() if path.parent == run]
     for path in (run, *own):
         if path.name not in WRITTEN_BY_LIBRARIES:
@@ -71,11 +70,11 @@ def check_own_directory(directory: Path, *, entries: bool = True) -> None:
     """Check a directory, as `check_trusted` does, and its entries, but not what is below them.
 
     Args:
-        directory: The directory; one that does not exist passes.
-        entries: Look at its entries as well.
+        directory: The directory; it passes if it does not exist.
+        entries: Check its entries as well.
 
     Raises:
-        ConfigError: Names the first that does not pass.
+        ConfigError: Names the first path that does not pass.
     """
     _check(directory)
     for path in _entries(directory) if entries else ():
@@ -83,13 +82,13 @@ def check_own_directory(directory: Path, *, entries: bool = True) -> None:
 
 
 def check_place(directory: Path) -> None:
-    """Check that other users cannot put a directory of theirs in the place of one in `directory`.
+    """Check that other users cannot replace a directory in `directory` by one of their own.
 
-    It may be writable by others if its sticky bit is set, as /tmp's is, and by a group, as a
-    project's folder is.
+    `directory` may be writable by everybody if its sticky bit is set, like /tmp, and by a group,
+    like a project's folder.
 
     Raises:
-        ConfigError: Another user owns it, or everybody may rename what is in it.
+        ConfigError: Another user owns it, or everybody may rename its entries.
     """
     found = directory.stat()
     _check_owner(directory, found)
@@ -98,11 +97,11 @@ def check_place(directory: Path) -> None:
 
 
 def check_above(path: Path) -> None:
-    """Check that others cannot exchange what lies in the folders above a path.
+    """Check that others cannot replace entries of the folders above a path.
 
-    A folder to which everybody may write needs the sticky bit, as /tmp has it. What a group may
-    write to passes: what its members could put into the path's place is theirs, and found out by
-    that.
+    A folder to which everybody may write needs the sticky bit, like /tmp. A folder to which a group
+    may write passes: whatever its members put into the path's place belongs to them, which later
+    checks notice.
 
     Raises:
         ConfigError: Names the folder, its owner and mode; or a link that another user made.
@@ -119,7 +118,7 @@ def check_above(path: Path) -> None:
 
 
 def check_readable(directory: Path) -> None:
-    """Raise ConfigError, with owner and mode, if this user may not look into a directory."""
+    """Raise ConfigError, with owner and mode, if this user may not read a directory."""
     for place in (*reversed(directory.absolute().parents), directory):
         rights = os.X_OK | (os.R_OK if place is directory else 0)
         if place.exists() and not os.access(place, rights, effective_ids=True):
@@ -130,19 +129,19 @@ def check_readable(directory: Path) -> None:
 
 
 def read_trusted(path: Path, most: int | None = MAX_BYTES) -> str:
-    """Return the text of a file that nobody but this user, or root, can have written.
+    """Return the text of a file that only this user or root can have written.
 
-    It is opened once, the checks are made on what is open, and the text is read from that. So
-    nothing can take its place in between, whatever is renamed meanwhile. Its folder has to be as
-    trusted as the file, and those above as `check_above` says.
+    The file is opened once, and both the checks and the read use the open file, so renames in
+    between cannot replace it. Its folder must be as trusted as the file, and the folders above must
+    pass `check_above`.
 
     Args:
         path: The file.
-        most: The largest size in bytes; None: any.
+        most: The largest size in bytes; None for any.
 
     Raises:
-        OSError: It is missing, no regular file, a link, or too large.
-        ConfigError: Another user owns it or its folder, or may write to them.
+        OSError: The file is missing, not a regular file, a link, or too large.
+        ConfigError: Another user owns the file or its folder, or may write to them.
     """
     return read_bytes(path, most, open_trusted).decode(errors="replace")
 
@@ -180,7 +179,7 @@ def _check_above(where: Path, found: os.stat_result, descriptor: int) -> None:
 
 
 def _entries(directory: Path) -> Iterator[Path]:
-    """Yield what lies in a directory; nothing where it is none, or may not be read."""
+    """Yield the entries of a directory; none if it is not a directory or cannot be read."""
     try:
         names = os.listdir(directory)
     except OSError:
@@ -189,17 +188,17 @@ def _entries(directory: Path) -> Iterator[Path]:
 
 
 def _check(path: Path) -> None:
-    """Raise ConfigError unless a file is this user's or root's alone, and so what it links to."""
+    """Raise ConfigError unless only this user or root can change a file and its link's target."""
     try:
         found = path.lstat()
         if stat.S_ISLNK(found.st_mode):
             _check_owner(path, found)
-            # A link that leads nowhere can be written through; the owner's own does no harm.
+            # A file may be created through a link to nothing, which is harmless if it is our own.
             found = path.stat()
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ConfigError(f"{path}: is a link that leads to itself. Remove it") from None
-        # It is not there or cannot be read; opening it raises the error that says so.
+        # The file is missing or cannot be read; opening it raises an error that says so.
         return
     _check_status(path, found)
 
@@ -229,9 +228,9 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 def _check_one_name(path: Path) -> None:
-    """Raise ConfigError for a file that has a second name, elsewhere, which would change with it.
+    """Raise ConfigError for a file with a second name elsewhere, which would change with it.
 
-    Whoever could write to the directory once may have given it the name of another of your files.
+    Someone who could once write to the directory may have linked another of your files there.
     """
     try:
         found = path.lstat()
@@ -240,17 +239,17 @@ def _check_one_name(path: Path) -> None:
     if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
         name = shlex.quote(str(path))
         raise ConfigError(
-            f"{path}: has {found.st_nlink} names (hard links), so that what is written to it would "
-            f"change another file. Give it a copy of its own: `cp {name} {name}.copy && mv "
-            f"{name}.copy {name}`"
+            f"{path}: has {found.st_nlink} names (hard links), so that writing to it would change "
+            f"another file. Replace it by a copy: `cp {name} {name}.copy && mv {name}.copy "
+            f"{name}`"
         )
 
 
 def _is_alone_in_group(file: Path | int, found: os.stat_result) -> bool:
-    """Return True if a file's group is its owner's private one and no access list adds others.
+    """Return True if a file's group is its owner's private group and no access list adds others.
 
-    Many systems give each user a group of the same name, as useradd(8) does and pam_umask(8) takes
-    for granted, and let new files be writable by it.
+    Many systems give each user a group of the same name, as useradd(8) does and pam_umask(8)
+    assumes, and make new files writable by that group.
     """
     try:
         user, group = pwd.getpwuid(found.st_uid), grp.getgrgid(found.st_gid)
@@ -263,11 +262,11 @@ def _is_alone_in_group(file: Path | int, found: os.stat_result) -> bool:
 def _has_access_list(file: Path | int) -> bool:
     """Return True if a file's group bits are the mask of an access control list."""
     try:
-        # So also of a folder that was opened only to be passed.
+        # By this path, because a descriptor opened with O_PATH cannot be queried directly.
         where = f"/proc/self/fd/{file}" if isinstance(file, int) else file
         return bool(os.getxattr(where, ACCESS_LIST))
     except (OSError, AttributeError):
-        # No such attribute, a file system without them, or a system without getxattr.
+        # No such attribute, a file system without attributes, or a system without getxattr.
         return False
 
 
