@@ -1,1 +1,1 @@
-"""Train methods at several lengths, and judge the published claims by what comes out."""
+"""Train methods at several lengths, and judge the published claims by the results."""

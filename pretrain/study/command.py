@@ -1,4 +1,4 @@
-"""Run `pretrain study`: train what is missing, evaluate what is finished, and write the report."""
+"""Run `pretrain study`: train missing runs, evaluate finished runs, and write the report."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from pretrain.study.runs import (
     write_study,
 )
 
-# ---- Evaluate finished runs that have no record of it yet ----
+# ---- Evaluate finished runs that have no record yet ----
 
 
 def evaluate(work: Work, runs: Sequence[StudyRun]) -> None:
@@ -77,20 +77,20 @@ def evaluate(work: Work, runs: Sequence[StudyRun]) -> None:
 
 
 def ranks(command: Sequence[str], nproc: int, rendezvous: str) -> list[list[str]]:
-    """Return the command lines of `nproc` processes that do one command's work together.
+    """Return the command lines of `nproc` processes that execute one command together.
 
     Args:
         command: The command.
         nproc: Processes on this machine.
-        rendezvous: A folder in which rank 0 says where it listens.
+        rendezvous: A folder in which rank 0 publishes the address on which it listens.
     """
     if nproc == 1:
         return [list(command)]
     threads = max(1, len(os.sched_getaffinity(0)) // nproc)
     return [
         [
-            # env(1) adds to the environment, which only the launcher reads. A port of the user's is
-            # dropped: a second run on this machine would meet the first one there.
+            # Set by env(1), because only the launcher may read the environment. A port set by the
+            # user is dropped: a second run on this machine would connect to the first run there.
             *("env", "--unset=MASTER_PORT", f"RANK={rank}", f"LOCAL_RANK={rank}"),
             *(f"WORLD_SIZE={nproc}", f"LOCAL_WORLD_SIZE={nproc}", "MASTER_ADDR=127.0.0.1"),
             *(f"OMP_NUM_THREADS={threads}", f"PRETRAIN_RENDEZVOUS={rendezvous}"),
@@ -101,7 +101,7 @@ def ranks(command: Sequence[str], nproc: int, rendezvous: str) -> list[list[str]
 
 
 def _request(study: Study, run: StudyRun) -> EvaluationRequest:
-    """Return what `pretrain evaluate` is asked for: the default lengths as far as the text reaches.
+    """Return the request for `pretrain evaluate`, without default lengths longer than the text.
 
     Args:
         study: The study.
@@ -146,54 +146,55 @@ class Request:
     report_only: bool = False
     """Train nothing."""
     only: str = "*"
-    """A pattern: of the missing runs, train those whose names match."""
+    """A pattern: only missing runs whose names match are trained."""
     again: bool = False
-    """Train these where their weights are not here, though they are recorded, and compare."""
+    """Train the matching runs again although they are recorded, if their weights are not here, and
+    compare the losses with the record."""
 
 
 @dataclass
 class Work:
-    """A study at work."""
+    """A study in progress."""
 
     study: Study
     request: Request
     processes: Processes = field(default_factory=Processes)
     launched: dict[str, str] = field(default_factory=dict)
-    """Run -> how the launcher failed just now, where it did."""
+    """Run -> how the launcher failed in this command, for runs for which it did."""
 
     @property
     def again(self) -> str:
-        """Return the command that goes on: that which the user typed."""
+        """Return the command that continues the study, as the user typed it."""
         return shlex.join(["pretrain", *sys.argv[1:]])
 
     def run(self, what: str, *commands: list[str]) -> None:
         """Run commands at the same time until all have ended.
 
         Args:
-            what: What they do, for the message.
-            commands: The arguments of each.
+            what: What the commands do, for the message.
+            commands: The arguments of each command.
 
         Raises:
-            RunFailed: One failed, as it has printed.
-            Stopped: The user asked to end.
+            RunFailed: A command failed, as it has printed.
+            Stopped: The user asked to stop.
         """
         code = self.processes.run(commands)
         if code:
             _stop_if_asked(self)
             raise RunFailed(
-                f"{what} ended with exit code {code}; see above. When it is mended, go on with "
+                f"{what} ended with exit code {code}; see above. Once that is fixed, go on with "
                 f"{self.again}"
             )
 
     def record(self) -> list[tuple[StudyRun, State]]:
-        """Write study.json, and return every run with how it stands."""
+        """Write study.json, and return every run with its state."""
         states = states_of(self.study, self.launched)
         write_study(self.study, states)
         return states
 
 
 def _open(path: Path, nproc: int | None, only: str) -> Study:
-    """Return the study of a file, checked before anything is written, and say what is unlike."""
+    """Load and check a study before anything is written, and print in what its runs differ."""
     study = resolve(path, load_study_file(path))
     check_directory(study)
     check_runs(study, nproc)
@@ -204,18 +205,18 @@ def _open(path: Path, nproc: int | None, only: str) -> Study:
 
 
 def run_study(path: Path, request: Request) -> int:
-    """Do what a study still lacks.
+    """Do all work of a study that is not done yet.
 
     Args:
         path: The study file.
-        request: Where, and what.
+        request: The options of the command.
 
     Returns:
         The exit code: 1 if a run failed, 80 if the user stopped it, else 0.
 
     Raises:
         ConfigError: The study cannot work; no run was started.
-        RunFailed: The data could not be built, or the runs not be submitted or evaluated.
+        RunFailed: The data could not be built, or runs could not be submitted or evaluated.
     """
     study = _open(path, None if request.site else request.nproc, request.only)
     work = Work(study, request)
@@ -230,11 +231,11 @@ def run_study(path: Path, request: Request) -> int:
 
 
 def print_plan(path: Path, nproc: int | None, only: str) -> None:
-    """Print every run, in the order in which they would train, and what is left of it.
+    """Print every run, in the order in which they would train, and what is left to do.
 
     Args:
         path: The study file.
-        nproc: Processes of each run; None checks no layout.
+        nproc: Processes of each run; None to skip the check of the layout.
         only: Pattern of the names of runs to print.
 
     Raises:
@@ -266,7 +267,7 @@ def _matching(states: list[tuple[StudyRun, State]], only: str) -> list[tuple[Stu
 
 
 def _work(work: Work) -> int:
-    """Train, evaluate, measure and report, each where that is not done yet."""
+    """Train, evaluate, measure and report, as far as that is not done yet."""
     study = work.study
     write_changed(study.directory / "study.toml", dump_study(study.asked))
     for run in study.runs:
@@ -274,7 +275,7 @@ def _work(work: Work) -> int:
     named = {run.name for run in study.runs}
     for row in read_json(study.directory / "study.json").get("runs", []):
         if row["name"] not in named:
-            # `launcher sweep STUDY/configs/*.toml` may take all that are there.
+            # Removed, because `launcher sweep STUDY/configs/*.toml` would train it.
             (study.directory / "configs" / f"{Path(row['name']).name}.toml").unlink(missing_ok=True)
     states = work.record()
     chosen = _matching(states, work.request.only)
@@ -284,7 +285,7 @@ def _work(work: Work) -> int:
     ]
     if left and not work.request.report_only:
         _build_data(work, left)
-        # Data that was built just now has to be that of the runs that were trained before.
+        # Checked again, because data that was just built must equal that of runs trained before.
         check_runs(study, None)
         if work.request.site is not None:
             return _submit(work, left)
@@ -314,14 +315,14 @@ def _build_data(work: Work, left: list[StudyRun]) -> None:
 
 
 def _train(work: Work, left: list[StudyRun]) -> None:
-    """Train runs one after the other, as `launcher local` does; a failure does not stop the rest.
+    """Train runs one after another with `launcher local`; a failure does not stop the others.
 
     Args:
-        work: The study at work.
+        work: The study in progress.
         left: The runs that are not finished.
 
     Raises:
-        Stopped: The user asked to end.
+        Stopped: The user asked to stop.
     """
     for number, run in enumerate(left, 1):
         say(f"{run.name}: run {number} of the {len(left)} that are left")
@@ -338,7 +339,7 @@ def _train(work: Work, left: list[StudyRun]) -> None:
 
 
 def _submit(work: Work, left: list[StudyRun]) -> int:
-    """Submit runs to Slurm as one job array, and say what comes then.
+    """Submit runs to Slurm as one job array, and print the next step.
 
     Raises:
         RunFailed: The launcher refused, as it has printed.
@@ -355,11 +356,11 @@ def _submit(work: Work, left: list[StudyRun]) -> int:
 
 # ---- evaluation and report -----------------------------------------------------------------------
 def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
-    """Evaluate what is finished, measure efficiency, and write the report.
+    """Evaluate finished runs, measure efficiency, and write the report.
 
     Args:
-        work: The study at work.
-        states: Every run with how it stands.
+        work: The study in progress.
+        states: Every run with its state.
 
     Returns:
         The exit code of the study.
@@ -375,7 +376,7 @@ def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
     if runs:
         _count_unigram(study, runs[0])
     measured = _measure(work)
-    # It draws figures, whose libraries take a while to import.
+    # Imported here, because the libraries for figures take a while to import.
     from pretrain.study.report import write_reports
 
     results = [read_results(part, states) for part in study.parts]
@@ -392,7 +393,7 @@ def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
 
 
 def _count_unigram(study: Study, run: StudyRun) -> None:
-    """Count how often each token of the scored text occurs, unless that is done."""
+    """Count how often each token of the scored text occurs, unless that has been done."""
     try:
         stream = open_stream(run.config, "validation")
         count_unigram(study.directory, stream, study.asked.evaluation.max_tokens)
@@ -401,9 +402,9 @@ def _count_unigram(study: Study, run: StudyRun) -> None:
 
 
 def _measure(work: Work) -> bool:
-    """Measure efficiency, unless it is measured already or the study asks for none.
+    """Measure efficiency, unless it has been measured or the study asks for none.
 
-    What is there is known by its content: the contestants' configs and the number of rounds.
+    An existing efficiency.json counts if it has the same configs and number of rounds.
 
     Returns:
         True if something was measured.
@@ -436,13 +437,13 @@ def _measure(work: Work) -> bool:
     return True
 
 
-# ---- small ---------------------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _alone(study: Study) -> Iterator[None]:
-    """Hold the study's lock inside the `with` block.
+    """Hold the study's lock while the block runs.
 
     Raises:
-        ConfigError: Another command holds it.
+        ConfigError: Another command holds the lock.
     """
     make_directory(study.directory)
     with (study.directory / LOCK).open("w") as file:
@@ -458,7 +459,7 @@ def _alone(study: Study) -> Iterator[None]:
 
 
 def _stop_if_asked(work: Work) -> None:
-    """Raise Stopped if the user asked to end."""
+    """Raise Stopped if the user asked to stop."""
     if work.processes.stopped:
         raise Stopped
 

@@ -28,7 +28,7 @@ MODELS = (
 """Tables of the file that hold perplexities of one model family on one text each."""
 EFFICIENCY = "efficiency_v100"
 QUANTITIES = {"train_kwps": "training", "eval_kwps": "evaluation", "gb": "memory"}
-"""Columns of the efficiency table -> what they measure."""
+"""Column of the efficiency table -> the quantity that it measures."""
 
 
 class Published(NamedTuple):
@@ -36,9 +36,9 @@ class Published(NamedTuple):
 
     value: float
     key: str
-    """Where it stands in published.toml: "wikitext103.alibi_nonoverlapping.512.1024"."""
+    """The key in published.toml: "wikitext103.alibi_nonoverlapping.512.1024"."""
     stride: int = 0
-    """Of a perplexity: tokens by which a window moves on."""
+    """For a perplexity, the number of tokens from one window to the next."""
 
 
 class Ratio(NamedTuple):
@@ -57,7 +57,7 @@ class Ratio(NamedTuple):
 
 
 class Perplexity(NamedTuple):
-    """Method, lengths and protocol that a published perplexity belongs to."""
+    """The method, lengths and protocol of a published perplexity."""
 
     method: str
     train_length: int
@@ -106,7 +106,7 @@ def _rows(model: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 
 @functools.cache
 def _trainings(model: str) -> Mapping[tuple[str, int], Mapping[str, Any]]:
-    """Return (method, training length) -> what its training took, where it is published."""
+    """Return (method, training length) -> the published cost of its training, if there is one."""
     return {_model(row): values for _, row, values in _rows(model) if "gpu_hours" in values}
 
 
@@ -131,11 +131,11 @@ def efficiency() -> Mapping[tuple[str, int, str], Published]:
 
 
 def records(model: str) -> list[dict[str, Any]]:
-    """Return the published perplexities as records of an evaluation, for the tools that take them.
+    """Return the published perplexities as records of an evaluation, for the code that reads these.
 
-    The paper gives no intervals. Theirs have no width, so that the printed numbers are compared as
-    they are. They are compared with each other alone, so what the paper does not say of a run is
-    the same for all. Updates are those printed, or 0.
+    The paper gives no intervals, so the intervals have no width and the printed numbers are
+    compared directly. The records are compared only with each other, so all have the same value
+    wherever the paper says nothing about a run. `step` is the published number of updates, or 0.
 
     Args:
         model: One of MODELS.
@@ -156,14 +156,14 @@ def records(model: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def evidence(model: str) -> Evidence:
-    """Return the published numbers as claims take them, to be judged like a study's own.
+    """Return the published numbers as evidence, to be judged in the same way as a study's own.
 
     Args:
         model: One of MODELS. The speeds and memory of "wikitext103" are those of the efficiency
-            table; where GPU hours are published, a training speed is updates an hour.
+            table; if GPU hours are published, the training speed is in updates per hour.
     """
     numbers = efficiency() if model == "wikitext103" else {}
-    # Twice, since a single round of a study is not judged: nothing says how it varies.
+    # Each number twice, since a single round is not judged, because its noise is unknown.
     rows = [
         Row(
             method,
@@ -179,11 +179,11 @@ def evidence(model: str) -> Evidence:
     return Evidence(make_curves(records(model)), rows, "V100s")
 
 
-# ---- Put a study's numbers beside the published ones, each of which is shown with its key ----
+# ---- Compare a study's numbers with the published ones, each of which is shown with its key ----
 
 
 RATIOS_FROM = "wikitext103"
-"""The model family whose ratios stand beside a study that names no published numbers."""
+"""The model family whose ratios are shown beside a study that names no published numbers."""
 
 
 def perplexity_table(curves: Sequence[Curve], model: str) -> Table:
@@ -207,11 +207,11 @@ def perplexity_table(curves: Sequence[Curve], model: str) -> Table:
 
 
 def cost_table(evidence: Evidence, device: str) -> Table:
-    """Return what each method costs beside sinusoidal positions, and the published ratios.
+    """Return the cost of each method relative to sinusoidal positions, and the published ratios.
 
     Args:
-        evidence: The study's.
-        device: What the costs were measured on, as it is shown.
+        evidence: The study's evidence.
+        device: The device on which the costs were measured, as shown in the title.
     """
     header = ["method", "L", "what", "to sinusoidal", "rounds", "published", "difference"]
     cells = []
@@ -233,7 +233,7 @@ def cost_table(evidence: Evidence, device: str) -> Table:
 
 
 def _nearest(method: str, train_length: int, quantity: str) -> Ratio | None:
-    """Return the published number of a method and of sinusoidal positions at the nearest L."""
+    """Return the published ratio of a method to sinusoidal positions at the nearest L."""
     numbers = efficiency()
     lengths = {length for of, length, _ in numbers if of == method}
     if not lengths:

@@ -1,4 +1,4 @@
-"""Read what a study has so far: the evaluation of its runs, and what they cost."""
+"""Read the results that a study has so far: the evaluations of its runs, and their costs."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from pretrain.study.runs import State, Study, StudyRun
 
 @dataclass(frozen=True)
 class Results:
-    """All that a report is made of."""
+    """All results from which a report is made."""
 
     study: Study
     states: Sequence[tuple[StudyRun, State]]
-    """Every run with how it stands."""
+    """Every run with its state."""
     evidence: Evidence
     growth: Mapping[str, Mapping[int, Mapping[int, float]]]
-    """Run -> window length -> step -> validation perplexity while it trained, in windows that do
-    not overlap."""
+    """Run -> window length -> step -> validation perplexity during training, in windows that do not
+    overlap."""
     unmeasured: Sequence[str]
-    """What the measurement of efficiency could not measure, in words."""
+    """In words, the methods and lengths whose efficiency could not be measured."""
 
     @property
     def curves(self) -> Sequence[Curve]:
@@ -51,11 +51,11 @@ class Results:
 
 
 def read_results(study: Study, states: Sequence[tuple[StudyRun, State]]) -> Results:
-    """Read what a study has so far; what is missing is empty.
+    """Read the results that a study has so far; missing ones are empty.
 
     Args:
         study: The study.
-        states: Every run with how it stands; those of other sizes are left out.
+        states: Every run with its state; runs of other sizes are left out.
 
     Raises:
         ConfigError: The evaluation is of several validation sets or tokenizers.
@@ -86,11 +86,11 @@ def read_results(study: Study, states: Sequence[tuple[StudyRun, State]]) -> Resu
 
 
 WORK = {"training": "train", "evaluation": "evaluation"}
-"""What a speed of efficiency.json is of -> the word in its key."""
+"""Kind of speed -> the word for it in the keys of efficiency.json."""
 
 
 def _evaluation(path: Path, runs: Sequence[StudyRun]) -> list[dict[str, Any]]:
-    """Return the records of the evaluation, which name runs and methods as the study does."""
+    """Return the records of the evaluation, with the study's names of runs and methods."""
     methods = {run.name: run.method for run in runs}
     found = read_records(path) if path.exists() else []
     records = [record for record in found if PurePath(record["run"]).name in methods]
@@ -108,7 +108,7 @@ def _evaluation(path: Path, runs: Sequence[StudyRun]) -> list[dict[str, Any]]:
 
 
 def _growth(metrics: Path) -> dict[int, dict[int, float]]:
-    """Return window length -> step -> perplexity of a metrics.jsonl; nothing without a file."""
+    """Return window length -> step -> perplexity from a metrics.jsonl; {} without a file."""
     found: dict[int, dict[int, float]] = {}
     for record in filter(is_evaluation, read_metrics(metrics)):
         if record["protocol"] in (NONOVERLAPPING, MASKED):
@@ -118,8 +118,8 @@ def _growth(metrics: Path) -> dict[int, dict[int, float]]:
 
 
 # ---- token frequencies -------------------------------------------------------------------------
-# A model that has learned nothing but how frequent each token is predicts alike at every length,
-# whatever its positions. Its curve is flat and says nothing of extrapolation.
+# A model that has learned only how frequent each token is predicts equally well at every length,
+# with any position method. Its curve is flat and says nothing about extrapolation.
 UNIGRAM = "unigram.json"
 
 
@@ -130,12 +130,12 @@ def entropy(counts: NDArray[np.int64]) -> float:
 
 
 def count_unigram(study: Path, stream: TokenStream, max_tokens: int | None) -> None:
-    """Write STUDY/unigram.json, unless it is of this text already.
+    """Write STUDY/unigram.json, unless there already is one for this text.
 
     Args:
         study: The study's directory.
         stream: The validation text.
-        max_tokens: As in the evaluation: the first so many tokens are scored; None scores all.
+        max_tokens: As in the evaluation, the number of tokens that are scored; None for all.
     """
     tokens = min(len(stream), max_tokens or len(stream))
     asked = {"validation": stream.identity, "tokens": tokens}
@@ -149,13 +149,13 @@ def count_unigram(study: Path, stream: TokenStream, max_tokens: int | None) -> N
 
 
 def parse_unigram(content: Mapping[str, Any], record: Mapping[str, Any]) -> Unigram | None:
-    """Return what STUDY/unigram.json holds; None where it is of another text than a record.
+    """Return the content of STUDY/unigram.json; None if it belongs to another text than a record.
 
     Args:
         content: The file's content; empty without a file.
         record: Any record of the evaluation.
     """
-    # Records have the beginning of the text's SHA-256.
+    # Records have only the first digits of the text's SHA-256.
     same = str(content.get("validation")).startswith(record["validation"])
     if not same or content["tokens"] != record["tokens"]:
         return None
@@ -163,22 +163,23 @@ def parse_unigram(content: Mapping[str, Any], record: Mapping[str, Any]) -> Unig
 
 
 # ---- early ----
-# Separate what a longer window gains: fewer tokens with little context, or more of it for others.
+# Separate the gain of longer windows into two parts: fewer tokens with little context, and more
+# context for the others.
 #
-# A window of k L tokens has as many early tokens as one of L, so a text that is cut into longer
-# windows has fewer of them. Three measurements score the same tokens: windows of L, windows of k L,
-# and windows of L that slide, in which every token has close to L tokens of context. Were no
-# context beyond L of any use, windows of k L would have the loss
+# A window of k L tokens has as many early tokens as a window of L, so a text that is cut into
+# longer windows has fewer of them. Three measurements score the same tokens: windows of L, windows
+# of k L, and sliding windows of L, in which every token has close to L tokens of context. If
+# context beyond L were of no use, windows of k L would have the loss
 #
 #     capped = (windows of L) / k + (1 - 1 / k) (sliding windows of L),
 #
-# since one in k of their tokens stands where a window of L has them, and the others have L tokens
-# before them. From windows of L to `capped` there are only fewer early tokens; from there to what
-# windows of k L really have, there is only longer context.
+# since one in k of their tokens is at a position within a window of L, and the others have at least
+# L tokens before them. The difference between windows of L and `capped` comes only from fewer early
+# tokens; the difference between `capped` and windows of k L comes only from longer context.
 #
-# Windows of L that slide by S leave their tokens L - S to L - 1 tokens of context. Where the loss
-# falls with the context, `capped` is then too high: fewer early tokens gain at least as much as is
-# shown, and longer context at most.
+# Windows of L that slide by S leave their tokens L - S to L - 1 tokens of context. If the loss
+# falls with the context, `capped` is then too high: the true gain from fewer early tokens is at
+# least the one shown, and the true gain from longer context is at most the one shown.
 
 
 EARLY, CONTEXT, TOTAL = "fewer early tokens", "longer context", "in all"
@@ -191,9 +192,9 @@ class Gain:
     curve: Curve
     length: int
     parts: Mapping[str, Gap]
-    """EARLY, CONTEXT and TOTAL -> nats by which the loss falls; negative where it rises."""
+    """EARLY, CONTEXT and TOTAL -> nats by which the loss falls; negative if it rises."""
     how: str
-    """What the loss with L tokens of context was taken from."""
+    """The windows from which the loss with L tokens of context was taken."""
     tokens: int
 
 
@@ -201,7 +202,7 @@ def gains(curves: Sequence[Curve]) -> list[Gain]:
     """Return the gains of all curves at all lengths beyond their training length.
 
     Args:
-        curves: Curves by window length, under both protocols as far as they were measured.
+        curves: Curves by window length, under each protocol that was measured.
     """
     sliding: dict[str, Record] = {}
     for curve in curves:
@@ -252,7 +253,7 @@ def _interval(weighted: Sequence[tuple[float, Losses | None]]) -> tuple[float, f
     """Return the 95 % interval of a weighted sum of losses of the same blocks; nan without them."""
     known = [(factor, blocks) for factor, blocks in weighted if blocks is not None]
     counts = known[0][1].counts if known else np.zeros(0)
-    # Blocks of another amount of text are not the same blocks.
+    # Blocks with different numbers of tokens are not the same blocks.
     if len(known) < len(weighted) or not all(np.array_equal(b.counts, counts) for _, b in known):
         return math.nan, math.nan
     sums = np.sum([factor * blocks.losses for factor, blocks in known], axis=0)
@@ -260,11 +261,11 @@ def _interval(weighted: Sequence[tuple[float, Losses | None]]) -> tuple[float, f
 
 
 def _of_seeds(parts: Sequence[Mapping[str, Gap]]) -> dict[str, Gap]:
-    """Return the mean of the seeds with a range that holds all of theirs."""
+    """Return the mean of the seeds, with a range that covers the ranges of all seeds."""
     found = {}
     for name in parts[0]:
         lows, values, highs = zip(*(each[name] for each in parts))
-        # A seed without a range leaves the range of all unknown; min and max may ignore nan.
+        # If a seed has no range, the common range is unknown. Checked, as min and max ignore nan.
         known = not any(map(math.isnan, lows))
         ends = (min(lows), max(highs)) if known else (math.nan, math.nan)
         found[name] = Gap(ends[0], sum(values) / len(values), ends[1])

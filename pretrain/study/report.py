@@ -67,12 +67,12 @@ from pretrain.study.runs import (
 def write_reports(study: Study, parts: Sequence[Results]) -> None:
     """Write STUDY/report/: report.md, report.html, claims.json and figures.
 
-    Of several sizes each has these in a folder of its own, and there is a report of their gap by
-    compute beside them. Equal results give an equal report, byte for byte.
+    If there are several sizes, each has its own folder with these, and there is also a report of
+    the gap between methods by compute. Equal results give an equal report, byte for byte.
 
     Args:
         study: The study.
-        parts: What it has so far, of each of `Study.parts`.
+        parts: The results so far for each of `Study.parts`.
 
     Raises:
         RunFailed: A report cannot be written.
@@ -88,20 +88,20 @@ def write_reports(study: Study, parts: Sequence[Results]) -> None:
 
 def _write(study: Study, page: Page) -> None:
     """Write a report and the files that it shows."""
-    # The text comes last: where it exists, the files that it shows do.
+    # The text is written last, so that if it exists, the files that it shows exist too.
     html_page, text = to_html(study.title, page).encode(), page.text().encode()
     with writing(study.report):
         write_files(study.report, {**page.files, "report.html": html_page, "report.md": text})
 
 
 def to_html(title: str, page: Page) -> str:
-    """Return a report as one HTML page that needs no other file, with its figures inside.
+    """Return a report as one HTML page that needs no other file, with its figures embedded.
 
-    What the text holds as HTML is shown as it is written, not run.
+    HTML in the text is shown as text, and not executed.
     """
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     body = re.sub(r' <a href="[^"]+\.svg">SVG</a>', "", parser.render(page.text()))
-    # The anchors that links in the Markdown name, as GitHub makes them.
+    # Add the anchors to which links in the Markdown refer, in GitHub's form.
     body = re.sub(r"<h3>(\w+)</h3>", lambda m: f'<h3 id="{m[1].lower()}">{m[1]}</h3>', body)
 
     def inside(match: re.Match[str]) -> str:
@@ -109,7 +109,7 @@ def to_html(title: str, page: Page) -> str:
         return f'<img src="data:image/svg+xml;base64,{content}"'
 
     body = re.sub(r'<img src="([^"]+)\.png"', inside, body)
-    # A figure scrolls by itself where the page is narrower than its words can be read at.
+    # In a figure element, an image scrolls by itself on pages too narrow for its text.
     body = re.sub(r"<p>(<img [^>]*>)</p>", r"<figure>\1</figure>", body)
     style = resources.files("pretrain.study").joinpath("report.css").read_text("utf-8")
     return (
@@ -156,7 +156,7 @@ def report(results: Results, judged: Sequence[Judgement]) -> Page:
     """Return the report.
 
     Args:
-        results: What the study has so far.
+        results: The results of the study so far.
         judged: The verdicts.
     """
     study, curves = results.study, results.curves
@@ -206,7 +206,7 @@ def _in_short(results: Results, judged: Sequence[Judgement]) -> str:
 
 
 def _warnings(results: Results) -> Iterable[str]:
-    """Yield what stands before all numbers: what runs differ in, and which are missing."""
+    """Yield the warnings before all numbers: in what runs differ, and which are missing."""
     if differ := other_differences(results.study):
         yield (
             "**The runs differ in more than method, training length and seed, so every comparison "
@@ -234,7 +234,7 @@ def _verdicts(judged: Sequence[Judgement], model: str) -> str:
 
 
 def _claims(judged: Sequence[Judgement]) -> Iterable[str]:
-    """Yield what each verdict stands on."""
+    """Yield the evidence for each verdict."""
     yield VERDICTS_EXPLAINED
     yield "Every case with its numbers is in claims.json."
     for each in judged:
@@ -248,7 +248,7 @@ def _claims(judged: Sequence[Judgement]) -> Iterable[str]:
         lines = [f"- {case.words}{_tokens(case.tokens, case.seeds)}" for case in cases]
         others = len(each.cases) - len(cases)
         if each.verdict == Verdict.PASSES:
-            # What a claim passes without: a training length, or a method of an order.
+            # Training lengths, or methods of an order, that were not measured.
             unseen = [case.words for case in each.cases if case.verdict == Verdict.MISSING]
             lines += [f"- Not judged: {words}" for words in unseen]
             others -= len(unseen)
@@ -262,14 +262,14 @@ def _claims(judged: Sequence[Judgement]) -> Iterable[str]:
 
 
 def _seeds(judgement: Judgement) -> str:
-    """Return a remark on a verdict that stands on one seed."""
+    """Return a remark on a verdict that is based on one seed."""
     seeds = [case.seeds for case in judgement.deciding if case.seeds is not None]
     decided = judgement.verdict in (Verdict.PASSES, Verdict.FAILS)
     return " (one seed: its noise is not known)" if decided and 1 in seeds else ""
 
 
 def _tokens(tokens: int | None, seeds: int | None) -> str:
-    """Return what a case stands on."""
+    """Return how many tokens and seeds a case is based on."""
     if tokens is None or seeds is None:
         return ""
     return f" ({tokens:,} tokens scored, {seeds} seed{'s' if seeds > 1 else ''})"
@@ -303,7 +303,7 @@ def _add_perplexity(page: Page, results: Results) -> None:
 
 
 def _unigram(results: Results) -> str:
-    """Return what the text's token frequencies alone predict, and which runs are no better."""
+    """Return how well token frequencies alone predict the text, and which runs are no better."""
     known = results.evidence.unigram
     if known is None:
         return (
@@ -322,7 +322,7 @@ def _unigram(results: Results) -> str:
 
 
 def _early(results: Results) -> Iterable[str]:
-    """Yield what early tokens have to do with the gain of longer windows."""
+    """Yield the part of early tokens in the gain of longer windows."""
     gains = reading.gains(results.curves)
     if not gains:
         yield (
@@ -384,7 +384,7 @@ def _nats(part: Gap) -> str:
 def claims_json(judged: Sequence[Judgement]) -> bytes:
     """Return claims.json: every claim with its verdict and all of its cases.
 
-    An end of a ratio that is not known or not finite is null.
+    An end of a ratio is null if it is unknown or not finite.
 
     Args:
         judged: The verdicts.
@@ -410,11 +410,11 @@ def claims_json(judged: Sequence[Judgement]) -> bytes:
 
 # ---- figures -----------------------------------------------------------------------------------
 RATIO_TOP = 2.0
-"""Where the figure of ratios ends. A published one of 20 would leave no height to those near 1."""
+"""The upper end of the figure of ratios. A published ratio of 20 would flatten those near 1."""
 
 
 def _ratios(mine: Sequence[Curve], model: str) -> tuple[list[Line], Frame]:
-    """Return the lines of perplexities as ratios to those at L, this study's and the paper's."""
+    """Return the lines of perplexity ratios to the value at L, of this study and of the paper."""
     lines: dict[tuple[str, str], Line] = {}
     for panel, curves in in_panels(mine).items():
         for curve in curves:
@@ -434,7 +434,7 @@ def _ratios(mine: Sequence[Curve], model: str) -> tuple[list[Line], Frame]:
 
 
 def _nearest(curve: Curve, model: str) -> Curve | None:
-    """Return the published curve that reaches beyond L, of the training length nearest to ours."""
+    """Return the published curve beyond L whose training length is nearest to that of `curve`."""
     alike = [
         other
         for other in published.evidence(model).curves
@@ -446,7 +446,7 @@ def _nearest(curve: Curve, model: str) -> Curve | None:
 
 
 def _ratios_of(curve: Curve) -> dict[float, Value]:
-    """Return length in training lengths -> ratio of the perplexity to that at L, from L on."""
+    """Return length / L -> ratio of the perplexity to that at L, for lengths of L and more."""
     trained, found = curve.train_length, {}
     for length in (n for n in curve.records if n >= trained and trained in curve.records):
         low, value, high = gap(curve, length, curve, trained).ratios()
@@ -456,7 +456,7 @@ def _ratios_of(curve: Curve) -> dict[float, Value]:
 
 # ---- growth --------------------------------------------------------------------------------------
 def _growth(results: Results) -> tuple[str, list[Line], Frame] | None:
-    """Return validation perplexity over training steps with its caption, the seeds as one."""
+    """Return the caption and lines of validation perplexity by step, with seeds combined."""
     growth = results.growth
     grown = [run for run in results.study.runs if growth.get(run.name)]
     groups = grouped(grown, lambda run: (run.method, run.train_length))
@@ -486,10 +486,10 @@ def _growth(results: Results) -> tuple[str, list[Line], Frame] | None:
 
 
 def _longest_multiple(lengths: Mapping[tuple[str, int], set[int]]) -> int:
-    """Return the longest multiple of L that all have, 1 where they have none.
+    """Return the longest multiple of L at which all runs were evaluated, or 1.
 
-    One length in tokens would be far beyond L for some and near it for others; as multiples of
-    their own L, runs of several training lengths are asked for the same extrapolation.
+    A fixed length in tokens would be far beyond L for some runs and near it for others. At the same
+    multiple of their own L, runs of several training lengths have to extrapolate equally far.
 
     Args:
         lengths: (method, L) -> window lengths.
@@ -502,7 +502,7 @@ def _longest_multiple(lengths: Mapping[tuple[str, int], set[int]]) -> int:
 
 
 def _mean(by_seed: Sequence[Mapping[int, float]]) -> dict[int, Value]:
-    """Return step -> the geometric mean of the seeds with the least and the largest."""
+    """Return step -> the geometric mean of the seeds, with their smallest and largest values."""
     steps = sorted(set.intersection(*(set(each) for each in by_seed)))
     of_step = {step: [each[step] for each in by_seed] for step in steps}
     return {step: Value.of_seeds(values, geometric=True) for step, values in of_step.items()}
@@ -518,11 +518,11 @@ SIZES_EXPLAINED = (
 
 
 def by_compute(study: Study, parts: Sequence[Results]) -> Page:
-    """Return the report of several sizes: how far methods are apart, by the FLOP of a training.
+    """Return the report of several sizes: the gap between methods by the FLOP of a training.
 
     Args:
         study: The study.
-        parts: What it has so far, of each of its sizes.
+        parts: The results so far for each size.
     """
     found: dict[tuple[str, str], dict[str, tuple[float, Gap]]] = {}
     for part in parts:

@@ -1,7 +1,7 @@
-"""Define every key of a study file, resolve one into runs, and tell how they stand.
+"""Define every key of a study file, resolve a file into runs, and determine their states.
 
-A study is sizes x methods x lengths x seeds: each is a run, which is refused where it is not the
-study's experiment.
+A study is sizes x methods x lengths x seeds, with one run for each combination. A run in the
+study's directory is refused if it belongs to another experiment.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import ENDED_WELL, Outcome, in_words
 
 FIELDS = ("config", "methods", "training_lengths", "tokens_per_step")
-"""Keys that make runs of one config, and have no meaning beside `configs`."""
+"""Keys that make runs from one config. They have no meaning together with `configs`."""
 
 
 class StudyEvaluation(Section):
-    """[evaluation]: what `pretrain evaluate` measures of all finished runs, alike for all."""
+    """[evaluation]: what `pretrain evaluate` measures, the same for all finished runs."""
 
     lengths: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1, strict=False)
     """Window lengths in tokens. Default: 1, 2, 4, 8 and 16 times every training length, as far as
@@ -59,7 +59,7 @@ class StudyEvaluation(Section):
     """sliding: tokens from one window to the next. Default: the shortest of the lengths."""
 
     max_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of the validation text that are scored. Default: all of them."""
+    """The most tokens of the validation text that are scored. Default: all of them."""
 
 
 class StudyEfficiency(Section):
@@ -70,15 +70,15 @@ class StudyEfficiency(Section):
 
 
 class StudyFile(Section):
-    """A study file: the runs, and what is measured of them."""
+    """A study file: the runs, and what is measured about them."""
 
     title: str = Field(min_length=1)
     """Title of the report."""
 
     directory: str = Field(pattern="^[^-]")
     """Directory of the study, relative to where the command is started: study.json, runs/,
-    evaluation/ and report/. ~ and $VARIABLE are expanded when the file is read. It begins with no
-    "-", which commands would take for an option."""
+    evaluation/ and report/. ~ and $VARIABLE are expanded when the file is read. It must not begin
+    with "-", because commands would take it for an option."""
 
     published: Literal["wikitext103", "cc100_roberta", "cc100_roberta_equal_time"] | None = None
     """Published numbers that the report puts beside those of the study. Default: none."""
@@ -95,32 +95,32 @@ class StudyFile(Section):
     tokens_per_step: int | None = Field(default=None, gt=0)
     """Tokens of a training step, the same at every length: batch.global_batch_size is this divided
     by the length. Default: as many as a step of the config takes. batch.micro_batch_size is that of
-    the config at its own length, and at the others holds as many whole sequences as fit into its
-    tokens, one at least."""
+    the config at its own length; at other lengths it is the number of whole sequences that fit into
+    as many tokens, at least one."""
 
     configs: tuple[str, ...] = Field(default=(), strict=False)
-    """Config files of a family, relative to the study file, or patterns such as "*.toml": a run of
-    each. They stand in place of config, methods, training_lengths and tokens_per_step."""
+    """Config files of a family, relative to the study file, or patterns such as "*.toml": each file
+    makes a run. They replace config, methods, training_lengths and tokens_per_step."""
 
     seeds: tuple[int, ...] | None = Field(default=None, min_length=1, strict=False)
     """Values of run.seed: each method and length is trained with each of them. Default: the seed of
     the config. Two or more show which differences are noise."""
 
     settings: tuple[str, ...] = Field(default=(), strict=False)
-    """Settings of all runs, each as --set takes it, such as "train.num_steps=320". The study's own
-    keys, such as methods and seeds, come after them."""
+    """Settings of all runs, each in the form of --set, such as "train.num_steps=320". The study's
+    own keys, such as methods and seeds, override them."""
 
     sizes: dict[Annotated[str, Field(pattern=r"^\d[\w.]*$")], list[str]] = Field(default={})
-    """Size, such as "3m" -> settings of its runs, after those of all: those of the model and of its
-    steps. Methods are compared within a size, each of which has a report, and STUDY/report shows
-    how their gap goes with the compute of a training."""
+    """Size, such as "3m" -> settings of its runs, usually of the model and its steps. They override
+    those of all runs. Methods are compared within a size. Each size has its own report, and
+    STUDY/report shows how the gap between methods changes with the compute of a training."""
 
     evaluation: StudyEvaluation = StudyEvaluation()
     efficiency: StudyEfficiency = StudyEfficiency()
 
 
 def load_study_file(path: Path) -> StudyFile:
-    """Read a study file, which may have a base as a config has, and check it without its configs.
+    """Read a study file, which may have a base like a config, and check it without its configs.
 
     Raises:
         ConfigError: The file cannot be read, or its values cannot work together; the message names
@@ -138,19 +138,19 @@ def load_study_file(path: Path) -> StudyFile:
 
 
 def dump_study(study: StudyFile) -> str:
-    """Return a study file as TOML, every key with its value, defaults included."""
+    """Return a study file as TOML, with the value of every key, including defaults."""
     return tomli_w.dumps(study.model_dump(mode="json", exclude_none=True))
 
 
 def request_of(evaluation: StudyEvaluation, lengths: tuple[int, ...]) -> EvaluationRequest:
-    """Return what `pretrain evaluate` is asked for.
+    """Return the request for `pretrain evaluate`.
 
     Args:
         evaluation: The study's section.
-        lengths: The window lengths, chosen.
+        lengths: The chosen window lengths, in tokens.
 
     Raises:
-        ConfigError: The stride or the token limit does not go with the lengths.
+        ConfigError: The stride or the token limit does not fit the lengths.
     """
     return EvaluationRequest.parse(
         ",".join(map(str, lengths)),
@@ -161,7 +161,7 @@ def request_of(evaluation: StudyEvaluation, lengths: tuple[int, ...]) -> Evaluat
 
 
 def _problem(study: StudyFile) -> str:
-    """Return what is wrong with the keys together; empty when nothing is."""
+    """Return what is wrong with the combination of keys; "" if nothing is."""
     given = [name for name in FIELDS if getattr(study, name)]
     if study.configs and given:
         return (
@@ -185,14 +185,14 @@ LENGTH_FACTORS = (1, 2, 4, 8, 16)
 """Default evaluation lengths, as multiples of each training length."""
 
 LOCK = ".lock"
-"""File that a study's command holds locked while it works."""
+"""File that a study's command keeps locked while it works."""
 COMPARED = ("run.seed", "data.sequence_length")
-"""Keys in which the runs of a study may differ, beside those of the position methods and of the
-batch, which holds fewer sequences as they become longer."""
+"""Keys in which the runs of a study may differ. They may also differ in those of the position
+methods and of the batch, which holds fewer sequences if they are longer."""
 MARKS = (LOCK, "study.json", "records/*/record.json")
-"""Any of these says that a directory is a study's; the first is written before all others."""
+"""A directory with any of these is a study's directory; the first is written before all others."""
 OWN_NAMES = ("study.toml", "configs", "runs", "records", "evaluation", "efficiency.json", "report")
-"""What a study writes in its directory beside MARKS."""
+"""Other names that a study writes in its directory."""
 
 
 @dataclass(frozen=True)
@@ -200,13 +200,13 @@ class StudyRun:
     """One run of a study."""
 
     name: str
-    """METHOD-L-sSEED, with METHOD as in `method`: a study that grows keeps the runs that it has. Of
-    several sizes SIZE-METHOD-L-sSEED."""
+    """METHOD-L-sSEED, with METHOD as in `method`, or with several sizes SIZE-METHOD-L-sSEED. The
+    name depends on the run alone, so that a study that is extended keeps its runs."""
     config: RunConfig
     source: Path
-    """The config file that it comes from."""
+    """The config file from which the run comes."""
     size: str = ""
-    """Its size of `StudyFile.sizes`."""
+    """The run's key in `StudyFile.sizes`."""
 
     @property
     def method(self) -> str:
@@ -215,7 +215,7 @@ class StudyRun:
 
     @property
     def trained(self) -> RunConfig:
-        """Return the config of its last phase, by which its results are compared."""
+        """Return the config of the run's last phase, by which its results are compared."""
         return self.config.parts[-1].config
 
     @property
@@ -230,12 +230,12 @@ class StudyRun:
 
     @property
     def record(self) -> Path:
-        """Return the folder of its record: all that a report needs of it once it is finished."""
+        """Return the folder of its record: all files that a report needs of a finished run."""
         return self.config.directory.parents[1] / "records" / self.name
 
     @property
     def metrics(self) -> Path:
-        """Return its metrics.jsonl: that of the record, and before there is one its own."""
+        """Return its metrics.jsonl: from the record or, if there is none yet, from the run."""
         recorded = self.record / METRICS
         return recorded if recorded.exists() else self.config.directory / METRICS
 
@@ -248,11 +248,11 @@ class Study:
     asked: StudyFile
     runs: tuple[StudyRun, ...]
     size: str = ""
-    """The size of all runs, where these are those of one."""
+    """The size of all runs, if this is the study of one size."""
 
     @property
     def parts(self) -> list[Study]:
-        """Return the study of each size: this one alone where its file names none."""
+        """Return the study of each size; if the file names no sizes, this study alone."""
         groups = grouped(self.runs, lambda run: run.size)
         return [replace(self, runs=tuple(runs), size=size) for size, runs in groups.items()]
 
@@ -272,17 +272,17 @@ class Study:
         return self.directory / "report" / self.size
 
     def config_file(self, run: StudyRun) -> Path:
-        """Return where the resolved config of a run is written, which its ranks read."""
+        """Return the path of a run's resolved config, which its ranks read."""
         return self.directory / "configs" / f"{run.name}.toml"
 
     @property
     def curve(self) -> Path:
-        """Return the file with the evaluations of all records, of which the report is made."""
+        """Return the file with the evaluations of all records, from which the report is made."""
         return self.directory / "evaluation" / CURVE
 
     @property
     def command(self) -> str:
-        """Return the command that works on it."""
+        """Return the command that works on the study."""
         return shlex.join(["pretrain", "study", str(self.file)])
 
     @property
@@ -301,11 +301,11 @@ def resolve(path: Path, asked: StudyFile) -> Study:
 
     Args:
         path: The study file.
-        asked: What is in it.
+        asked: The content of the file.
 
     Raises:
-        ConfigError: A run cannot work, two have one method, length and seed, or a pattern finds no
-            file.
+        ConfigError: A run cannot work, two runs have the same method, length and seed, or a pattern
+            matches no file.
     """
     runs_of = _of_files if asked.configs else _of_fields
     asked_for = [
@@ -335,15 +335,15 @@ def resolve(path: Path, asked: StudyFile) -> Study:
 
 
 def check_runs(study: Study, nproc: int | None) -> None:
-    """Check every run before the first one starts: its layout, and that it is this experiment.
+    """Check every run before the first run starts: its layout, and that it is this experiment.
 
     Args:
         study: The study.
-        nproc: Processes of each run; None where a cluster's launcher checks the layout.
+        nproc: Processes of each run; None if a cluster's launcher checks the layout.
 
     Raises:
-        ConfigError: A run cannot work on so many processes, or a run in the study's directory was
-            trained with other settings than the study file gives it now, or on other data.
+        ConfigError: A run cannot work with `nproc` processes, or a run in the study's directory was
+            trained on other data, or with other settings than the study file has now.
     """
     problems = []
     if study.asked.efficiency.rounds:
@@ -364,10 +364,10 @@ def check_runs(study: Study, nproc: int | None) -> None:
 
 
 def check_directory(study: Study) -> None:
-    """Check that a study would write over nothing that is not its own.
+    """Check that a study would not overwrite files that are not its own.
 
     Raises:
-        ConfigError: Its directory has files of these names already that no study has written.
+        ConfigError: Its directory already has files of these names that no study has written.
     """
     if any(any(study.directory.glob(mark)) for mark in MARKS):
         return
@@ -380,9 +380,9 @@ def check_directory(study: Study) -> None:
 
 
 def other_differences(study: Study) -> list[str]:
-    """Return in what runs of a size differ beside method, length and seed, a line for each key.
+    """Return one line for each key besides method, length and seed in which runs of a size differ.
 
-    Config files of a study may differ in anything. A comparison of methods is then one of that too.
+    Config files of a study may differ in any key. A comparison of methods then also compares that.
     """
     lines = []
     for part in study.parts:
@@ -402,14 +402,14 @@ def other_differences(study: Study) -> list[str]:
 
 
 def _values(study: Study, what: str, value: Callable[[RunConfig], Any]) -> list[str]:
-    """Return a line with each value and the runs that have it; none where all agree."""
+    """Return a line with each value and the runs that have it; [] if all runs agree."""
     runs = grouped(study.runs, lambda run: str(value(run.config)))
     said = "; ".join(f"{found} in {', '.join(r.name for r in of)}" for found, of in runs.items())
     return [f"{what}: {said}"] if len(runs) > 1 else []
 
 
 def data_sets(runs: Sequence[StudyRun]) -> list[StudyRun]:
-    """Return one run for each data set that is not built."""
+    """Return one run for each data set that has not been built."""
     by_directory = {run.config.data.directory: run for run in runs}
     return [run for run in by_directory.values() if missing_data(run.config) is not None]
 
@@ -424,7 +424,7 @@ def _of_files(
         if not (files := sorted(path.parent / name for name in names)):
             raise ConfigError(f"{path}: configs = {pattern!r}: no such file in {path.parent}")
         sources |= {file: load_config(file, settings) for file in files}
-    # The shortest length first, and the methods of one length beside each other.
+    # The shortest length comes first, and the methods of one length follow each other.
     for file in sorted(sources, key=lambda file: sources[file].data.sequence_length):
         yield file, settings
 
@@ -443,7 +443,7 @@ def _of_fields(
                 f"{path}: training_lengths = {length}: does not divide the {tokens:,} tokens "
                 "of tokens_per_step. Choose lengths that do, or another tokens_per_step"
             )
-        # Micro batches of as equal sizes as whole sequences allow.
+        # Micro batches have nearly equal numbers of tokens, as far as whole sequences allow.
         batch = [f"batch.global_batch_size={tokens // length}"]
         batch += [f"batch.micro_batch_size={max(1, micro_tokens // length)}"]
         for method in asked.methods:
@@ -452,7 +452,7 @@ def _of_fields(
 
 
 def _check_evaluation(study: Study) -> None:
-    """Raise ConfigError when a run cannot be evaluated as the study asks."""
+    """Raise ConfigError if a run cannot be evaluated as the study asks."""
     try:
         request = request_of(study.asked.evaluation, study.lengths)
     except ConfigError as error:
@@ -469,11 +469,11 @@ def _check_evaluation(study: Study) -> None:
 
 
 def _other_experiment(run: StudyRun) -> Iterator[str]:
-    """Yield a line for all in which a run that was trained is not what the study file asks for.
+    """Yield a line for each difference between a trained run and what the study file asks for.
 
-    It is known by its newest checkpoint, and where its weights are gone by its record. Stricter
-    than a resume: more steps are another schedule, and a change that was allowed once is no part of
-    an experiment that names one value.
+    The run is known by its newest checkpoint or, if its weights are gone, by its record. This check
+    is stricter than that of a resumed run: more steps mean another schedule, and in a study every
+    key has one value, so changes that were allowed during the run count as differences.
     """
     checkpoints = complete_checkpoints(run.config.directory)
     changes: Sequence[Change] = ()
@@ -481,10 +481,11 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
         try:
             checkpoint = open_checkpoint(checkpoints[-1])
         except DamagedCheckpoint:
-            # Training goes on from the one before it, and the evaluation of a finished run says so.
+            # Training resumes from the checkpoint before it; for a finished run, the evaluation
+            # reports the damage.
             return
         step = checkpoint.trainer_state.step
-        # The phase of the last step that it has taken.
+        # The phase of the last step that the run has taken.
         part = run.config.phase_after(max(step - 1, 0)).config
         found, of = differences(checkpoint.config, part), checkpoint.origin.data
         path, changes, remove = checkpoint.path, checkpoint.origin.changes, run.config.directory
@@ -502,7 +503,7 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
         f"remove {remove}"
     )
     for each in found:
-        # Another validation text: losses while training could not be compared.
+        # Data counts even if FREE: with another validation text, losses could not be compared.
         if each.effect is not Effect.FREE or each.data:
             what = f" ({each.data})" if each.data else ""
             yield (
@@ -518,24 +519,25 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
 
 
 # ---- Keep what a report needs of a finished run, without its weights ----
-# A clone that has the records of a study goes on with it on any machine: their runs are finished.
+# A clone with the records of a study can continue the study on any machine, because runs with a
+# record count as finished.
 
 
 CONFIG, CURVE, METRICS = "config.toml", "curve.json", "metrics.jsonl"
 """Files of a record: the resolved config, the evaluation, and losses and evaluations by step."""
 LOSS = "loss_nats"
 RECORD = "record.json"
-"""What was asked of the evaluation, and the hashes of the data; removed first and written last."""
+"""The request of the evaluation, and the hashes of the data; removed first and written last."""
 
 
 def asked_of(study: Study) -> dict[str, Any]:
-    """Return what decides the result of an evaluation beside the run, as JSON has it."""
+    """Return everything besides the run that decides the result of an evaluation, as JSON."""
     asked = json.loads(study.asked.evaluation.model_dump_json())
     return {**asked, "lengths": list(study.lengths)}
 
 
 def is_recorded(study: Study, run: StudyRun) -> bool:
-    """Return True if a run's record is whole, and its evaluation is what the study asks for now."""
+    """Return True if a run's record is complete and its evaluation is what the study asks for."""
     return bool(read_json(run.record / RECORD).get("asked") == asked_of(study))
 
 
@@ -544,7 +546,7 @@ def write_record(study: Study, run: StudyRun, records: Sequence[Mapping[str, Any
 
     Args:
         study: The study.
-        run: The run, whose checkpoint is there.
+        run: The run, whose checkpoint must exist.
         records: Its evaluation.
     """
     folder = run.record
@@ -563,7 +565,7 @@ def write_record(study: Study, run: StudyRun, records: Sequence[Mapping[str, Any
 
 
 def records_of(study: Study) -> list[dict[str, Any]]:
-    """Return the records of the evaluations that are there, in the study's order."""
+    """Return the records of the evaluations done so far, in the study's order."""
     runs = [run for run in study.runs if is_recorded(study, run)]
     return [record for run in runs for record in read_records(run.record / CURVE)]
 
@@ -572,7 +574,7 @@ def compare_losses(run: StudyRun) -> tuple[bool, str]:
     """Compare the losses of a run that was trained again with those of its record.
 
     Returns:
-        Whether all are equal, and a line that says so or names the first that is not.
+        Whether all are equal, and a line that says so or names the first difference.
     """
     now, then = (
         {row["step"]: row[LOSS] for row in read_metrics(path) if not is_evaluation(row)}
@@ -588,7 +590,7 @@ def compare_losses(run: StudyRun) -> tuple[bool, str]:
     )
 
 
-# ---- Tell how the runs of a study stand, from their directories, and record it in study.json ----
+# ---- Determine the states of a study's runs from their directories; record them in study.json ----
 
 
 FINISHED, FAILED, WAITING = "finished", "failed", "waiting"
@@ -604,22 +606,23 @@ class State:
     reason: str = ""
     """Why it is not finished, in one line."""
     step: int = 0
-    """The newest checkpoint's."""
+    """The step of the newest checkpoint."""
 
 
 def state_of(run: StudyRun, launched: str = "") -> State:
-    """Return how a run stands: finished only where its last step's checkpoint is there.
+    """Return the state of a run: finished only if the checkpoint of its last step exists.
 
     Args:
         run: The run.
-        launched: How the launcher failed just now, for a run that has no attempt to say so.
+        launched: How the launcher failed in this command, for a run without an attempt that would
+            record it.
     """
     directory, last = run.config.directory, run.config.train.num_steps
     step = newest_checkpoint_step(directory) or 0
     if is_done(run.config):
         if step == last:
             return State(FINISHED, step=step)
-        # Nothing would train it again, and nothing is there to evaluate.
+        # The run would not be trained again, but there is no checkpoint to evaluate.
         gone = f"finished, but its checkpoints are gone; remove {directory} to train it again"
         return State(FAILED, gone, step)
     attempts = read_attempts(directory)
@@ -637,11 +640,11 @@ def state_of(run: StudyRun, launched: str = "") -> State:
 def states_of(
     study: Study, launched: Mapping[str, str] | None = None
 ) -> list[tuple[StudyRun, State]]:
-    """Return every run with how it stands, in the study's order.
+    """Return every run with its state, in the study's order.
 
     Args:
         study: The study.
-        launched: Name -> how the launcher failed just now.
+        launched: Name of a run -> how the launcher failed in this command.
     """
     return [
         (
@@ -655,7 +658,7 @@ def states_of(
 
 
 def write_study(study: Study, states: Sequence[tuple[StudyRun, State]]) -> None:
-    """Write study.json: every run with how it stands."""
+    """Write study.json: every run with its state."""
     rows = [
         {
             "name": run.name,
@@ -672,7 +675,7 @@ def write_study(study: Study, states: Sequence[tuple[StudyRun, State]]) -> None:
 
 
 def write_changed(path: Path, text: str) -> None:
-    """Write a file in one move, unless it has this text already."""
+    """Write a file atomically, unless it already has this text."""
     make_directory(path.parent)
     if read_text(path) != text:
         replace_file(path, text)
@@ -681,11 +684,11 @@ def write_changed(path: Path, text: str) -> None:
 def runs_table(
     states: Sequence[tuple[StudyRun, State]], shown: Callable[[str], str] = str
 ) -> Table:
-    """Return a table of the runs and how they stand.
+    """Return a table of the runs and their states.
 
     Args:
-        states: Every run with how it stands.
-        shown: Makes of a reason what a cell can show.
+        states: Every run with its state.
+        shown: Turns a reason into text that a cell can show.
     """
     header = ["run", "method", "L", "seed", "state", "reason"]
     rows = [
