@@ -1,6 +1,6 @@
-"""Predict what a run costs by counting, without the hardware that it is planned for.
+"""Predict the cost of a run by counting, without the hardware for which it is planned.
 
-Two ways meet here. `simulation` runs the real code on a simulated rank and counts what it does
-(`pretrain bench step`). The rest is arithmetic without torch (`pretrain plan`): it computes memory
-and time of every layout in milliseconds, and tests compare it with what the first way counts.
+There are two approaches. `simulation` runs the real code on a simulated rank and counts what it
+does (`pretrain bench step`). The rest is arithmetic without torch (`pretrain plan`): within
+milliseconds it computes memory and time of a layout, and tests compare it with those counts.
 """

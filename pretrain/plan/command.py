@@ -49,11 +49,11 @@ from pretrain.plan.timing import (
 )
 
 # ---- List the layouts in which a number of GPUs can share a run ----
-# Which of them are legal is decided by the rules of `pretrain.config`, not here.
+# The rules of `pretrain.config` decide which of them are legal.
 
 
 LARGEST_MICRO_BATCH = 64
-"""Sequences. A GPU's multiprocessors are busy long before."""
+"""In sequences. Far fewer already keep all multiprocessors of a GPU busy."""
 RECOMPUTE = ("none", "selective", "full")
 ZERO_STAGES = (1, 2, 3)
 
@@ -61,20 +61,20 @@ ZERO_STAGES = (1, 2, 3)
 def candidates(
     config: RunConfig, gpus: int, refused: Counter[str]
 ) -> Iterator[tuple[RunConfig, Layout]]:
-    """Yield the run in every legal layout that `gpus` GPUs can share it in.
+    """Yield the run in every legal layout for `gpus` GPUs.
 
-    Tensor-parallel ranks stay in one node. What is not enumerated is taken from the config.
+    Tensor-parallel ranks stay in one node. Keys that are not enumerated keep the config's values.
 
     Args:
         config: The run.
         gpus: Number of GPUs.
-        refused: Counts the others by the rule that refuses them: the first line of its first
-            message, for messages that differ in numbers alone.
+        refused: Counts the illegal layouts by the rule that refuses them, which is identified by
+            the first line of its message. Messages that differ only in numbers count as one.
     """
     examples: dict[str, str] = {}
     for keys in _parallel_keys(config, gpus):
         parallel = config.parallel.model_copy(update={**keys, "world_size": gpus})
-        # Where a copy of the model needs more ranks than there are, the rules below refuse it.
+        # If a copy of the model needs more ranks than there are, the rules below refuse the layout.
         data = max(1, gpus // parallel.ranks_per_copy)
         if keys["zero_stage"] > 1 and data * parallel.context_parallel_size == 1:
             # There is nothing to shard, and every stage is stage 1.
@@ -82,7 +82,7 @@ def candidates(
         own = config.batch.micro_batch_size
         share, rest = divmod(config.batch.global_batch_size, data)
         sizes = [n for n in sorted({*range(1, LARGEST_MICRO_BATCH + 1), own}) if share % n == 0]
-        # Without any size that fits, the rules say why with the size of the config.
+        # If no size fits, the config's size is checked, so that the rules give the reason.
         for size in sizes if not rest and share else [own]:
             batch = config.batch.model_copy(update={"micro_batch_size": size})
             run = config.model_copy(update={"parallel": parallel, "batch": batch})
@@ -100,7 +100,7 @@ def candidates(
 
 def _parallel_keys(config: RunConfig, gpus: int) -> Iterator[dict[str, Any]]:
     """Yield every combination of sizes, legal or not."""
-    # Of several nodes, each holds whole groups of tensor-parallel ranks.
+    # Each node holds complete groups of tensor-parallel ranks.
     for tensor in _divisors(min(gpus, GPUS_PER_NODE)):
         for pipeline in _divisors(gpus // tensor):
             most = config.model.num_layers // pipeline
@@ -121,32 +121,32 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-# ---- Find the fastest that fits ----
+# ---- Find the fastest layout that fits ----
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Hold a run in one layout, with its memory and its time."""
+    """A run in one layout, with its memory and its time."""
 
     config: RunConfig
     layout: Layout
     memory: Memory
-    """Of the rank that needs most."""
+    """The memory of the rank that needs most."""
     timing: Timing
 
     @property
     def memory_is_bound(self) -> bool:
-        """True if the run needs no more memory than planned, and maybe less.
+        """True if the planned memory is an upper bound, and the run may need less.
 
-        Of ZeRO 2 and 3 the buffers are taken at their full size, all at once; and of slopes, which
-        need few keys of other context ranks, all keys.
+        With ZeRO 2 and 3, all buffers are counted at full size and at the same time. With slopes,
+        which need few keys of other context ranks, all keys are counted.
         """
         has_reach = self.layout.context > 1 and self.config.position.bias == "slopes"
         return has_reach or zero_stage(self.config, self.layout) > 1
 
     @property
     def name(self) -> str:
-        """The layout in a few letters, as "TP 2 PP 4 VPP 2 SP DP 16 ZeRO 1"."""
+        """The layout in short, such as "TP 2 PP 4 VPP 2 SP DP 16 ZeRO 1"."""
         p = self.config.parallel
         words = [f"TP {p.tensor_model_parallel_size} PP {p.pipeline_model_parallel_size}"]
         if p.virtual_pipeline_model_parallel_size:
@@ -165,14 +165,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold all layouts of a run."""
+    """All layouts of a run."""
 
     fits: list[Planned]
-    """Those that fit, the fastest first."""
+    """The layouts that fit into memory, the fastest first."""
     too_large: list[Planned]
-    """Those that do not, the nearest miss first."""
+    """The layouts that do not fit, the nearest miss first."""
     refused: Counter[str]
-    """Combinations that are not legal, by rule."""
+    """The number of combinations that are not legal, by rule."""
 
     def best_of_layouts(self) -> list[Planned]:
         """Return the fastest micro batch and recomputation of each layout, the fastest first."""
@@ -183,14 +183,14 @@ class Plan:
 
 
 def check_target(config: RunConfig, target: Target) -> None:
-    """Refuse what the plan's arithmetic does not describe, or the GPUs cannot do.
+    """Refuse runs that the plan's arithmetic does not cover, or that the GPUs cannot execute.
 
     Args:
         config: The run.
         target: The GPUs.
 
     Raises:
-        ConfigError: With the key and the remedy.
+        ConfigError: The run is refused; the message names the key and the remedy.
     """
     gpu, is_modern, precision = target.device.name, target.device.is_modern, config.train.precision
     wanted, taken = config.model.attention_backend, attention_backend(config, is_modern)
@@ -221,7 +221,7 @@ def check_target(config: RunConfig, target: Target) -> None:
 
 
 def make_plan(config: RunConfig, target: Target) -> Plan:
-    """Return every layout of a run with memory and time.
+    """Return every layout of a run with its memory and time.
 
     Args:
         config: The run.
@@ -250,9 +250,9 @@ def make_plan(config: RunConfig, target: Target) -> Plan:
 
 
 def _order(each: Planned) -> tuple[float, int, int]:
-    """Return what layouts are sorted by: time, then the least recomputation, then memory.
+    """Return the sort key of a layout: time, then the least recomputation, then memory.
 
-    Where the host sets the pace, what a GPU computes again costs no time in the model.
+    If the host limits the speed, recomputation on the GPU costs no time in this arithmetic.
     """
     recompute = RECOMPUTE.index(each.config.train.recompute_granularity)
     return each.timing.milliseconds, recompute, each.memory.total
@@ -273,17 +273,17 @@ def planned(config: RunConfig, layout: Layout, stages: Sequence[Stage], target: 
     return Planned(config, layout, largest, time_of_step(config, layout, stages, target))
 
 
-# ---- The words of the command line ----
+# ---- Options of the command line ----
 
 
 def read_target(gpus: int, gpu_type: str, network: float | None = None) -> Target:
-    """Return what a run is planned for, from the words of the command line.
+    """Return the GPUs and links for which a run is planned, from options of the command line.
 
     Args:
         gpus: Number of GPUs.
         gpu_type: One of GPU_TYPES.
-        network: Gbit/s of a node each way, all its links together; None: what nodes with such GPUs
-            usually have.
+        network: Gbit/s of all links of a node together, in one direction; None for the usual value
+            of nodes with such GPUs.
 
     Raises:
         ConfigError: The type is not known.
@@ -298,25 +298,25 @@ def read_target(gpus: int, gpu_type: str, network: float | None = None) -> Targe
 
 
 ROWS = 10
-"""Layouts in the table."""
+"""The number of layouts in the table."""
 
 
 def plan_run(
     source: Path, overrides: Sequence[str], target: Target, out: Path | None = None
 ) -> str:
-    """Return the text of the plan of a run, and write the best layout if asked to.
+    """Return the text of a run's plan, and write a config with the best layout if asked to.
 
     Args:
         source: The config file.
-        overrides: As for `load_config`.
-        target: What it is planned for.
-        out: Where to write the run in the best layout as a config of its own, or None.
+        overrides: As in `load_config`.
+        target: The GPUs and links for which the run is planned.
+        out: The file for a config of the run in the best layout, or None.
 
     Raises:
-        ConfigError: The run cannot be planned, or nothing fits that could be written.
+        ConfigError: The run cannot be planned, or no layout fits that could be written.
     """
     config = load_config(source, overrides)
-    # Before the work of a plan.
+    # Checked before the work of planning.
     if out is not None and os.path.lexists(out):
         raise ConfigError(f"--out {out}: exists, and is not replaced. Choose another name")
     parts = config.parts
@@ -345,9 +345,9 @@ def plan_run(
 
 
 def _common_layouts(plans: Sequence[Plan]) -> list[list[Planned]]:
-    """Return the layouts that fit in every phase, each as planned by phase; the cheapest first.
+    """Return the layouts that fit in every phase, each with its plan by phase; cheapest first.
 
-    A run has one layout, and each phase the micro batch and the recomputation that suit it.
+    A run has one layout, but each phase has its own best micro-batch size and recomputation.
     """
     by_phase = [{each.name: each for each in plan.best_of_layouts()} for plan in plans]
     names = [name for name in by_phase[0] if all(name in found for found in by_phase)]
@@ -356,7 +356,7 @@ def _common_layouts(plans: Sequence[Plan]) -> list[list[Planned]]:
 
 
 def _in_layout(phase: PhaseSection, config: RunConfig) -> PhaseSection:
-    """Return a phase with the micro batch and the recomputation that it is planned with."""
+    """Return a phase with its planned micro-batch size and recomputation."""
     own = {
         "batch": {"micro_batch_size": config.batch.micro_batch_size},
         "train": {"recompute_granularity": config.train.recompute_granularity},
@@ -365,7 +365,7 @@ def _in_layout(phase: PhaseSection, config: RunConfig) -> PhaseSection:
 
 
 def _phases(common: Sequence[Sequence[Planned]]) -> Iterator[str]:
-    """Yield the table of what the whole run costs in the layouts that fit in every phase."""
+    """Yield the table of the whole run's cost in the layouts that fit in every phase."""
     if not common:
         yield "No layout fits in every phase"
         return
@@ -381,9 +381,9 @@ def to_table(config: RunConfig, target: Target, plan: Plan) -> str:
     """Return the text that `pretrain plan` prints.
 
     Args:
-        config: The run as it is configured.
+        config: The run as configured.
         target: The GPUs and their network.
-        plan: Its layouts.
+        plan: The run's layouts.
     """
     return "\n".join(
         [
@@ -420,7 +420,7 @@ def _row(each: Planned, target: Target) -> dict[str, str]:
 
 
 def _layouts(target: Target, plan: Plan) -> Iterator[str]:
-    """Yield the table of the best layouts, and how many others there are."""
+    """Yield the table of the best layouts, and the numbers of all others."""
     best = plan.best_of_layouts()
     if not best:
         yield "\nNo layout fits. The nearest miss:"
@@ -436,7 +436,7 @@ def _layouts(target: Target, plan: Plan) -> Iterator[str]:
 
 
 def _own(config: RunConfig, target: Target, plan: Plan) -> Iterator[str]:
-    """Yield memory by part of the best layout and of the config's own, and the time of its own."""
+    """Yield the memory by part, and the time, of the best layout and of the configured one."""
     parallel = config.parallel.model_copy(update={"world_size": target.gpus})
     wanted = config.model_copy(update={"parallel": parallel})
     own = [each for each in (*plan.fits, *plan.too_large) if each.config == wanted]
@@ -454,7 +454,7 @@ def _own(config: RunConfig, target: Target, plan: Plan) -> Iterator[str]:
 
 
 def _interval(name: str, each: Planned, target: Target) -> Iterator[str]:
-    """Yield the time of a step, and how far it moves with the speeds that it hangs on."""
+    """Yield the time of a step, and how much it changes with the speeds on which it depends."""
     stages = stages_of(each.config, each.layout)
 
     def step(inputs: Inputs) -> list[str]:
@@ -479,7 +479,7 @@ def _interval(name: str, each: Planned, target: Target) -> Iterator[str]:
 
 
 def _assumptions(config: RunConfig) -> Iterator[str]:
-    """Yield what is taken for granted."""
+    """Yield the assumptions of the plan."""
     yield (
         "\nNot counted: waits for the slowest rank, other jobs on the network, data, evaluations, "
         f"checkpoints.\n  {Device.__module__} has the origin of every speed, docs/performance.md "

@@ -1,7 +1,7 @@
-"""Compute the memory of a rank, part by part, from a config and a layout.
+"""Compute the memory of a rank by part, from a config and a layout.
 
-State (weights, gradients, optimizer) is exact to the byte. Activations are those of the moment of
-a step at which most memory is in use.
+State (weights, gradients, optimizer) is exact to the byte. Activations are counted at the moment of
+a step at which the most memory is in use.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from pretrain.config.tensors import TIED, ModelTensor, stage_tensors, widths
 from pretrain.optim import Piece, Settings, cut
 from pretrain.positions.base import OWN, by_layer
 
-# ---- The order in which a pipeline stage runs its micro batches, as Megatron's schedules do ----
+# ---- The order in which Megatron's schedules run the micro batches of a pipeline stage ----
 # Origin: megatron/core/pipeline_parallel/schedules.py, `get_pp_rank_microbatches`,
 # `get_schedule_table` and the two functions that run them.
 
 
 State = tuple[tuple[int, ...], int]
-"""Micro batches of each chunk that wait for their backward pass, and the chunk whose turn it is."""
+"""The number of micro batches of each chunk that await their backward pass, and the next chunk."""
 
 
 @lru_cache(maxsize=4096)
 def states(pipeline: int, virtual: int, stage: int, count: int) -> frozenset[State]:
-    """Return what waits on a stage when a backward pass begins, each combination once.
+    """Return the states of a stage at the beginning of backward passes, each once.
 
-    Arguments as for `passes`.
+    The arguments are those of `passes`.
     """
-    # Afterwards each forward pass follows a backward pass of the same chunk.
+    # More micro batches add no states: each further forward pass follows a backward pass of the
+    # same chunk.
     count = min(count, 3 * pipeline if virtual > 1 else pipeline + 1)
     waiting = [0] * virtual
     found = set()
@@ -47,10 +48,10 @@ def passes(pipeline: int, virtual: int, stage: int, count: int) -> Iterator[tupl
     """Yield the passes of a step on a stage, in order: True if forward, and the chunk.
 
     Args:
-        pipeline: Pipeline stages.
-        virtual: Chunks of each.
+        pipeline: Number of pipeline stages.
+        virtual: Number of chunks of each stage.
         stage: The stage, from 0.
-        count: Micro batches.
+        count: Number of micro batches.
     """
     if virtual == 1:
         warm_up = pipeline - stage - 1
@@ -73,7 +74,7 @@ def passes(pipeline: int, virtual: int, stage: int, count: int) -> Iterator[tupl
     yield from ((False, chunk) for chunk in backward[len(forward) - warm_up :])
 
 
-# ---- Lay the parameters of a rank out as ZeRO does, without building the model ----
+# ---- Lay out the parameters of a rank as ZeRO does, without building the model ----
 
 
 ALIGNMENT = 2
@@ -89,12 +90,12 @@ def chunk_layers(config: RunConfig, stage: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """Parameters of a rank that lie in one flat tensor."""
+    """Parameters of a rank in one flat tensor."""
 
     num_elements: int
-    """With the padding."""
+    """The number of elements, with padding."""
     is_late: bool
-    """True if the reduction cannot start within the backward pass."""
+    """True if the reduction cannot start during the backward pass."""
     names: tuple[str, ...]
 
 
@@ -125,24 +126,26 @@ def buckets_of_rank(config: RunConfig, layout: Layout, stage: int) -> list[FlatB
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage, and how many later ones are like it."""
+    """A pipeline stage, and the number of stages like it."""
 
     number: int
-    """From 0."""
+    """The index of the stage, from 0."""
     buckets: tuple[FlatBucket, ...]
-    """Those of each of its ranks."""
+    """The buckets of each of its ranks."""
     partial: int
-    """Elements of which each tensor rank has the gradient of its part of the sequence."""
+    """The number of elements whose gradient on each tensor rank covers only its part of the
+    sequence."""
     parameters: int
-    """Of each of its ranks."""
+    """The number of parameters of each of its ranks."""
     count: int = 1
-    """Stages with as many layers, this one included. It keeps the most activations of them."""
+    """The number of stages with equally many layers, including this stage. Among them, this stage
+    keeps the most activations."""
 
     @property
     def tail(self) -> float:
-        """Part of a rank's gradients that cannot be reduced within the backward pass.
+        """The share of a rank's gradients that cannot be reduced during the backward pass.
 
-        These are the buckets that other ranks complete, and the last bucket of the others.
+        These are the buckets that other ranks complete, and the last one of the other buckets.
         """
         early = [bucket for bucket in self.buckets if not bucket.is_late]
         exposed = [bucket for bucket in self.buckets if bucket.is_late]
@@ -152,7 +155,7 @@ class Stage:
 
 
 def stage_of(config: RunConfig, layout: Layout, number: int) -> Stage:
-    """Return one pipeline stage; arguments as for `buckets_of_rank`."""
+    """Return one pipeline stage; the arguments are those of `buckets_of_rank`."""
     weights = stage_tensors(config, number)
     return Stage(
         number,
@@ -165,7 +168,7 @@ def stage_of(config: RunConfig, layout: Layout, number: int) -> Stage:
 def stages_of(config: RunConfig, layout: Layout) -> list[Stage]:
     """Return the first pipeline stage of each kind, with the number of stages of the kind.
 
-    They do not depend on the micro-batch size and on recomputation.
+    The stages do not depend on the micro-batch size or on recomputation.
 
     Args:
         config: The run.
@@ -183,12 +186,12 @@ def stages_of(config: RunConfig, layout: Layout) -> list[Stage]:
 
 
 def zero_stage(config: RunConfig, layout: Layout) -> int:
-    """Return the ZeRO stage that the run takes: with one replica all are stage 1."""
+    """Return the ZeRO stage that the run uses: with one replica it is always 1."""
     return 1 if layout.replicas == 1 else config.parallel.zero_stage
 
 
 def _piece(c: RunConfig, weight: ModelTensor) -> Piece:
-    """Return what decides in which bucket a parameter stands (`pretrain.optim.buckets`)."""
+    """Return the properties that decide a parameter's bucket (`pretrain.optim.buckets`)."""
     parallel, tensor = c.parallel, c.parallel.tensor_model_parallel_size
     is_tied = c.model.tie_word_embeddings and weight.name == TIED
     is_late = (
@@ -208,37 +211,37 @@ def _settings(c: RunConfig, weight: ModelTensor) -> Settings:
 
 
 # ---- activations ----
-# Bytes of the tensors that a rank keeps for the backward pass, and of those that come and go.
+# Bytes of the tensors that a rank keeps for the backward pass, and of temporary tensors.
 #
 # These are closed forms of what Megatron's layers, our attention and our loss save
 # (tests/unit/test_plan_memory.py compares them with every allocation of real ranks). Letters: T
-# tokens of a micro batch, d hidden size, t tensor-parallel size. Norms, residual stream and dropout
-# hold T / t tokens under sequence parallelism; what stands between the two products of a block is
+# tokens of a micro batch, d hidden size, t tensor-parallel size. Under sequence parallelism, norms,
+# residual stream and dropout hold T / t tokens; tensors between the two products of a block are
 # divided by t in any case.
 
 
 ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number in each precision."""
 LOSS_PIECE = 2**24
-"""Logits that the loss turns into fp32 at once where it is not compiled (`pretrain.model.loss`)."""
+"""Logits that the loss converts to fp32 at once if it is not compiled (`pretrain.model.loss`)."""
 FOLDED_COLUMNS = 6
 """Columns that ALiBi adds to q and k on a V100 (`pretrain.kernels.folded`)."""
 FOLDED_KEYS = 60_000
-"""Keys that such columns serve at most."""
+"""The most keys for which such columns can be used."""
 WIDEST_HEAD = 256
-"""Width of a head that the Triton kernel serves at most."""
+"""The largest head width that the Triton kernel supports."""
 QUERY_BLOCK = 256
 """Queries of a masked call of torch's attention (`pretrain.kernels.sdpa`), and of a block of scores
 (`pretrain.kernels.scored`)."""
 BLOCKS_OF_SCORES = 3
-"""Blocks of fp32 scores that stand side by side while one is computed again and differentiated, for
-a method that adds a bias by distance. What else a method's function makes it says itself."""
+"""Blocks of fp32 scores that exist at the same time while one block is recomputed and
+differentiated, for a method that adds a bias by distance. A method's `score_blocks` adds others."""
 
 
 def attention_backend(config: RunConfig, is_modern: bool) -> str:
-    """Return the backend that model.attention_backend = auto takes on a GPU that has Triton.
+    """Return the backend that model.attention_backend = auto chooses on a GPU that has Triton.
 
-    That is `pretrain.kernels.dispatch`, without torch. A test compares the two.
+    This repeats the choice of `pretrain.kernels.dispatch` without torch. A test compares the two.
 
     Args:
         config: The run.
@@ -276,35 +279,35 @@ class Activations:
     """The tensors of one micro batch in the chunks of a rank. All are in bytes."""
 
     def __init__(self, config: RunConfig, is_modern: bool) -> None:
-        """Describe a run.
+        """Compute the sizes that other parts are made of.
 
         Args:
             config: The run, with the layout's keys.
-            is_modern: The GPU has bf16, a Triton kernel for attention, and fused operations by
-                torch.compile.
+            is_modern: The GPU has bf16, a Triton kernel for attention, and operations that
+                torch.compile fuses.
         """
         parallel, hidden = config.parallel, config.model.hidden_size
         self.config, self.is_modern = config, is_modern
         self.item = ITEM[config.train.precision]
         """Bytes of a number in the training precision."""
         self.context = parallel.context_parallel_size
-        """n, the parts of a sequence; this rank holds the last one, which sees the most keys."""
+        """n, the number of parts of a sequence; this rank holds the last, with the most keys."""
         self.tokens = config.batch.micro_batch_size * config.data.sequence_length // self.context
         """T, tokens of a micro batch on this rank."""
         self.tensor = parallel.tensor_model_parallel_size
         """t, the tensor-parallel size."""
         self.stream_tokens = self.tokens // (self.tensor if parallel.sequence_parallel else 1)
-        """Tokens of which this rank holds norms and residual stream."""
+        """The number of tokens for which this rank holds norms and residual stream."""
         self.stream = self.stream_tokens * hidden * self.item
         """One tensor of the residual stream."""
         self.whole = self.tokens * hidden * self.item
-        """One tensor of the width d for all tokens, whatever the sequence parallelism."""
+        """One tensor of the width d for all tokens, independent of sequence parallelism."""
         self.inner = self.tokens * widths(config).ffn * self.item
         """The input of the second product of the MLP."""
         self.projected = self.tokens * widths(config).projected * self.item
-        """The output of its first one."""
+        """The output of the first product of the MLP."""
         self.statistics = 8 if config.model.normalization == "layernorm" else 4
-        """What torch keeps of a normalised row: the mean and 1 / std, or 1 / root mean square."""
+        """Bytes that torch keeps per normalized row: mean and 1 / std, or 1 / root mean square."""
         self.is_compiled = config.train.fusion != "off" and is_modern
         """Regions of the model are compiled on this GPU."""
         self.has_fused_loss = config.train.fusion != "off"
@@ -312,23 +315,23 @@ class Activations:
         self.accumulates_in_products = (
             self.has_fused_loss and is_modern and parallel.zero_stage == 1
         )
-        """Weight gradients are added to fp32 by the product itself."""
+        """The product itself adds weight gradients to fp32."""
         self.backend = attention_backend(config, is_modern)
-        """"folded": ALiBi stands in columns of q and k, in fp16 on a V100."""
+        """With "folded", ALiBi is held in extra columns of q and k, in fp16 on a V100."""
         self.is_scored = self.backend == "scored"
         """A function of the method changes the scores, of which no block is kept."""
         self.uses_mask = self.backend == "sdpa" and config.position.bias != "none"
-        """A bias reaches attention as a mask in memory."""
+        """The bias is passed to attention as a mask in memory."""
 
     def layer(self) -> int:
-        """Return what a layer keeps, by train.recompute_granularity."""
+        """Return the bytes that a layer keeps with the config's train.recompute_granularity."""
         recompute = self.config.train.recompute_granularity
         if recompute == "full":
             return self.stream
         return self.whole_layer(keeps_core=recompute == "none")
 
     def whole_layer(self, keeps_core: bool = True) -> int:
-        """Return what a layer keeps without recomputation, or with that of attention's core."""
+        """Return the bytes that a layer keeps without recomputation, or with that of the core."""
         m = self.config.model
         # Inputs and outputs of both norms, and their statistics.
         norms = 4 * self.stream + 2 * self.statistics * self.stream_tokens
@@ -338,73 +341,74 @@ class Activations:
         dropout = 2 * self.stream // self.item if m.hidden_dropout else 0
         mlp = self.projected + self.inner
         if m.gated_linear_unit and not (self.is_compiled and m.hidden_act == "silu"):
-            # The activation, and a copy of what it is multiplied by.
+            # The activation, and a copy of the tensor by which it is multiplied.
             mlp += 2 * self.inner
         elif m.hidden_act == "relu" and not m.gated_linear_unit and not m.activation_dropout:
             # ReLU's backward pass reads its output, which the second product keeps anyway.
             mlp -= self.projected
         if m.activation_dropout:
-            # The mask, of a byte an element.
+            # The mask, one byte per element.
             mlp += self.inner // self.item
         return norms + dropout + mlp + self._attention(keeps_core)
 
     def _attention(self, keeps_core: bool) -> int:
-        """Return what attention keeps beside its input: queries, keys, values and output."""
+        """Return what attention keeps besides its input: queries, keys, values and output."""
         c = self.config
         heads = c.model.num_attention_heads // self.tensor
-        # The kernels of a V100 have no grouped queries: keys and values are repeated for each head.
+        # The kernels of a V100 do not support grouped queries, so keys and values are repeated for
+        # each head.
         groups = c.num_query_groups // self.tensor if self.is_modern else heads
         query = widths(c).query * self.item
         pair = 2 * (widths(c).key if self.is_modern else widths(c).query) * self.item
         rows = 4 * heads
         kept = query + pair
-        # Of several parts, keys and values of all stand side by side. The queries are a copy, but
-        # for those without a bias or a rotation.
+        # With several parts, the keys and values of all parts are joined. The queries are a copy,
+        # except those without a bias or a rotation.
         is_view = self.context == 1 or not keeps_core
         if not is_view:
             is_copy = c.position.bias != "none" or c.position.rotated_channels(c)
             kept = query + (self.context + (not is_copy)) * pair
         if c.model.clip_qkv is not None:
-            # What the clipping has read.
+            # The input of the clipping.
             kept += (widths(c).query + 2 * widths(c).key) * self.item
         has_copy = 1 < groups < heads
         if c.model.qk_layernorm:
-            # Norms read keys in the projection's output, and queries there or as below.
+            # Norms read keys from the projection's output, and queries from there or as below.
             kept += self.statistics * (heads + groups) + has_copy * query
             kept += 0 if is_view else query + pair
         if channels := c.position.rotated_channels(c):
-            # The rotated queries and keys are new tensors, and the values a view of the old ones.
+            # The rotated queries and keys are new tensors; the values are a view of the old tensor.
             kept += is_view * (query + pair // 2)
-            # Sines and cosines, of queries and of keys, which the batch shares.
+            # Sines and cosines of queries and of keys, which all samples of the batch share.
             kept += 4 * channels * self.item // c.batch.micro_batch_size
         elif c.model.qk_layernorm:
             kept += is_view * (query + pair // 2)
         elif is_view and has_copy:
-            # Queries of several groups are not evenly spaced, and are copied. Rotated ones are new
-            # in any case.
+            # Queries of several groups are not evenly spaced, so they are copied. Rotated queries
+            # are new tensors in any case.
             kept += query
         core = 0 if self.is_scored else rows
         if self.backend == "folded":
             extra = -(-(c.head_dim + FOLDED_COLUMNS) // 8) * 8 - c.head_dim
             core += (heads + groups) * extra * self.item
         elif self.uses_mask:
-            # q, k, v and the output in fp32, and what was there before as far as it stays.
+            # q, k, v and the output in fp32, in addition to the tensors above.
             core += (2 * query + pair) * 4 // self.item
         if not self.is_modern and not self.uses_mask and not self.is_scored:
-            # The kernel's output has the batch first, and the projection copies it.
+            # The kernel's output has the batch as its first dimension, so the projection copies it.
             core += query
         total = kept + query + (core if keeps_core else 0)
         return self.tokens * total + (self._mask() if keeps_core and self.uses_mask else 0)
 
     def _mask(self) -> int:
-        """Return the fp32 masks of a layer, which the batch shares: a block of queries each."""
+        """Return the bytes of a layer's fp32 masks, one per block of queries, for all samples."""
         length = self.config.data.sequence_length
         heads = self.config.model.num_attention_heads // self.tensor
         blocks = range(length, length - length // self.context, -QUERY_BLOCK)
         return 4 * heads * sum(min(QUERY_BLOCK, keys) * keys for keys in blocks)
 
     def embedding(self) -> int:
-        """Return what the embedding keeps beside the input of the first layer: token ids."""
+        """Return what the embedding keeps besides the input of the first layer: token ids."""
         ids = 8 + (9 if self.tensor > 1 else 0)
         dropout = self.stream // self.item if self.config.model.hidden_dropout else 0
         norm = 0
@@ -413,58 +417,58 @@ class Activations:
         return ids * self.tokens + dropout + norm
 
     def logits(self) -> int:
-        """Return the logits of a micro batch, in every form in which the loss keeps them."""
-        # Megatron's loss keeps their softmax, in fp32.
+        """Return the bytes of the logits of a micro batch, in the form that the loss keeps."""
+        # Megatron's loss keeps the softmax of the logits, in fp32.
         per_logit = self.item if self.has_fused_loss else 4
         return self.tokens * widths(self.config).vocabulary * per_logit
 
     def loss(self) -> int:
-        """Return what the final norm and the loss keep beside the logits."""
-        # Input and output of the norm, of which the output layer has gathered all tokens; labels,
-        # and three statistics a token.
+        """Return what the final norm and the loss keep besides the logits."""
+        # Input and output of the norm, whose output the output layer has gathered for all tokens;
+        # labels, and three statistics per token.
         norm = self.stream + self.statistics * self.stream_tokens + self.whole
         if not self.config.model.final_layernorm:
-            # What the last layer puts out is the output layer's input.
+            # The output of the last layer is the input of the output layer.
             norm = self.whole
         return norm + (8 + 3 * 4) * self.tokens
 
     def loss_buffers(self, is_tied_here: bool) -> int:
-        """Return what the backward pass of the loss needs beside what is kept.
+        """Return the temporary memory of the backward pass of the loss.
 
         Args:
             is_tied_here: The embedding and the output layer are one parameter of this rank.
         """
         gradient = self.whole + (self.stream if self.config.parallel.sequence_parallel else 0)
         if not is_tied_here or not self.accumulates_in_products:
-            # A gradient of the weight's shape for autograd, filled or not.
+            # A gradient of the weight's shape, which autograd needs even if it is never filled.
             gradient += self.embedding_weight()
         logits = self.tokens * widths(self.config).vocabulary
         if not self.has_fused_loss:
-            # The softmax has become the logits' gradient, and is gone when the products begin.
+            # The softmax becomes the gradient of the logits, and is freed before the products.
             gradient = self.item * logits + max(0, gradient - self.logits())
         elif not self.is_modern:
             gradient += 4 * min(logits, LOSS_PIECE)
         return gradient + 8 * self.tokens
 
     def embedding_weight(self) -> int:
-        """Return the embedding of this rank in the training precision."""
+        """Return the bytes of this rank's embedding in the training precision."""
         return widths(self.config).vocabulary * self.config.model.hidden_size * self.item
 
     def layer_buffers(self) -> int:
-        """Return what the backward pass of a layer needs beside what is kept, at most."""
+        """Return the largest temporary memory of the backward pass of a layer."""
         total = max(self._mlp_buffers(), self._attention_buffers())
         if self.config.train.recompute_granularity == "full":
-            # The layer runs once more and keeps everything; its input is kept already. The output
-            # of its last product is there as well when the backward pass begins.
+            # The layer runs once more and keeps everything. Its input is already kept, but the
+            # output of its last product also exists when the backward pass begins.
             total += self.whole_layer()
         return total
 
     def _mlp_buffers(self) -> int:
-        """Return the buffers of the second product of the MLP, or of what stands before it.
+        """Return the buffers of the second product of the MLP, or of the activation before it.
 
-        They are the gradients of the product's output and of its input, and one of its weight's
-        shape. ReLU writes a second gradient of its own size, while its output is still there, and a
-        gate writes two, when what the product has read is gone.
+        They are the gradients of the product's output and of its input, and a tensor of its
+        weight's shape. ReLU writes a second gradient of its size while its output still exists; a
+        gate writes two after the product's input has been freed.
         """
         c = self.config
         weight = c.model.hidden_size * widths(c).ffn * self.item
@@ -476,10 +480,10 @@ class Activations:
         return self.stream + self.inner + beside + dropped
 
     def _attention_buffers(self) -> int:
-        """Return the buffers of attention, when what the MLP keeps has been given back.
+        """Return the buffers of attention, less the memory that the MLP has freed by then.
 
         They are the gradients of the residual stream, of the output, and of queries, keys and
-        values; and with a learned bias the kernel's sums of its gradient (kernels/flash/launch.py).
+        values; with a learned bias, also the sums of its gradient (kernels/flash/launch.py).
         """
         c = self.config
         heads = c.model.num_attention_heads // self.tensor
@@ -497,40 +501,40 @@ class Activations:
             sums = int((BLOCKS_OF_SCORES + c.position.score_blocks(c)) * one)
         given_back = self.projected + self.inner + 2 * self.stream
         if self.context > 1:
-            # Gradients of the keys and values of the other parts, and with scores a copy in fp32.
+            # Gradients of the keys and values of the other parts; with scores, also a copy in fp32.
             pairs += (self.context - 1) * (2 * self.item + 4 * self.is_scored) * widths(c).key
         pairs += widths(c).query * self.item
         return 2 * self.stream + self.tokens * pairs + sums - given_back
 
     def persistent(self) -> int:
-        """Return the buffer in which Megatron gathers sequences, which is never freed."""
+        """Return the bytes of Megatron's buffer for gathered sequences, which is never freed."""
         return self.whole if self.config.parallel.sequence_parallel else 0
 
 
 OVERHEAD_BYTES = 1_500_000_000
 """CUDA's context, NCCL's buffers and fragmentation. Assumed; measured on no GPU."""
 ZERO_BUCKET = 500_000_000
-"""Elements of DeepSpeed's reduction buffer at ZeRO 2 and 3, at most (`pretrain.optim.zero`)."""
+"""The most elements of DeepSpeed's reduction buffer at ZeRO 2 and 3 (`pretrain.optim.zero`)."""
 ZERO_LIVE = 1_000_000_000
-"""Elements of gathered weights that ZeRO 3 keeps at most (DeepSpeed's default of
+"""The most elements of gathered weights that ZeRO 3 keeps (DeepSpeed's default of
 stage3_max_live_parameters)."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Hold the bytes of a rank by part."""
+    """The bytes of a rank by part."""
 
     weights: int
     gradients: int
     """fp32, or this rank's part of them from ZeRO 2 on."""
     wire: int
-    """Copies of gradients in the form in which they travel, and DeepSpeed's buffers of them."""
+    """Copies of gradients in the form in which they are sent, and DeepSpeed's buffers for them."""
     optimizer: int
     """fp32 masters and moments."""
     activations: int
     logits: int
     buffers: int
-    """What comes and goes in a backward pass."""
+    """Temporary tensors of a backward pass."""
     overhead: int = OVERHEAD_BYTES
 
     @property
@@ -543,7 +547,7 @@ def memory_of_rank(config: RunConfig, layout: Layout, stage: Stage, is_modern: b
     """Return the memory of a rank of a pipeline stage.
 
     Args:
-        config: The run, whose precision decides about the size of weights.
+        config: The run, whose precision decides the size of the weights.
         layout: Its layout.
         stage: The pipeline stage.
         is_modern: As in `Activations`.
@@ -573,13 +577,13 @@ def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, i
     """
     item, data = ITEM[config.train.precision], layout.replicas
     padded = sum(bucket.num_elements for bucket in stage.buckets)
-    # Masters and moments; and a count of steps for each group.
+    # Masters and moments, and a count of steps for each group.
     optimizer = config.state_bytes * padded // data + 4 * len(stage.buckets)
     zero = zero_stage(config, layout)
     if zero == 1:
         wire = 0
         if data > 1 and config.parallel.gradient_reduce_dtype != "fp32":
-            # What is sent and what is received, of every bucket, until all have been summed.
+            # The sent and the received copy of every bucket, until all have been summed.
             wire = 2 * 2 * padded
         return item * padded, 4 * padded, wire, optimizer
     buffer = min(ZERO_BUCKET, num_parameters(config))
@@ -588,7 +592,7 @@ def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, i
         wire = (item + (4 if item == 2 else 0)) * buffer
         return item * padded, 4 * padded // data, wire, optimizer
     live = item * min(padded, ZERO_LIVE)
-    # The buffer is there in fp32 for good, and gradients are collected in the model's precision.
+    # The fp32 buffer is permanent, and gradients are collected in the precision of the model.
     wire = (4 + item) * buffer
     return item * padded // data + live, 4 * padded // data, wire, optimizer
 
@@ -596,7 +600,7 @@ def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, i
 def _moments(
     config: RunConfig, layout: Layout, stage: int, is_modern: bool
 ) -> set[tuple[int, int, int]]:
-    """Return what a rank holds beside the state at the beginning of each backward pass and in it.
+    """Return what a rank holds besides the state at the beginning of and during backward passes.
 
     Args:
         config: The run.
@@ -624,8 +628,8 @@ def _moments(
     ]
     is_tied_here = config.model.tie_word_embeddings and last == 0
     received = _exchanged(layout, stage) * a.stream
-    # The loss has given back what it kept when the layers begin. Without a loss, the gradient of
-    # the output is the one received.
+    # The loss has freed what it kept before the layers begin. Without a loss, the gradient of the
+    # output is the received one.
     logits_size, of_loss = a.logits(), a.loss()
     in_loss = a.loss_buffers(is_tied_here)
     in_embedding = a.embedding() + a.embedding_weight() + a.whole
@@ -650,15 +654,15 @@ def _moments(
 
 
 def _exchanged(layout: Layout, stage: int) -> int:
-    """Return how many tensors from and for other stages are there when a backward pass begins.
+    """Return how many tensors from and for other stages exist when a backward pass begins.
 
     Args:
         layout: The layout.
         stage: The pipeline stage.
     """
     if layout.virtual > 1:
-        # The interleaved schedule receives early, activations too.
+        # The interleaved schedule also receives activations early.
         return 3
-    # The gradient of its output, and of its input what the last backward pass has sent: Megatron's
-    # schedule keeps it until the next one.
+    # The gradient of its output, and the gradient of its input that the last backward pass has
+    # sent, which Megatron's schedule keeps until the next one.
     return (stage < layout.pipeline - 1) + (stage > 0 and layout.num_microbatches > 1)

@@ -1,7 +1,7 @@
-"""Say what one operator of torch costs: its class, its kernel launches, the bytes it moves.
+"""Count the cost of torch's operators: their class, their kernel launches, the bytes they move.
 
-The bytes are those of the tensors that a kernel has to read and write at least once, as
-numel x itemsize. Caches may save a part of them, and a kernel that walks over its input twice reads
+The bytes are those of the tensors that a kernel must read and write at least once, as
+numel x itemsize. Caches may save a part of them, and a kernel that reads its input twice moves
 more.
 """
 
@@ -29,7 +29,7 @@ from pretrain.topology import context_group, replica_group
 
 
 class OpClass(StrEnum):
-    """The kinds of kernels that the tables tell apart."""
+    """The classes of kernels in the tables."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -62,11 +62,11 @@ CLASSES = {
     ),
     OpClass.EMBEDDING: "embedding embedding_dense_backward",
 }
-"""Operators whose class does not follow from torch's tag "pointwise", separated by blanks."""
+"""Operators whose class does not follow from torch's tag "pointwise", separated by spaces."""
 
 
 def _names(text: str) -> frozenset[str]:
-    """Return the names in a text that are separated by blanks."""
+    """Return the names in a text, which are separated by spaces."""
     return frozenset(text.split())
 
 
@@ -74,7 +74,7 @@ UNTAGGED_POINTWISE = _names(
     "native_dropout native_dropout_backward dropout bernoulli normal uniform random exponential "
     "lerp gelu_backward threshold_backward masked_fill"
 )
-"""Operators that work element by element without having torch's tag in every version."""
+"""Elementwise operators that do not have torch's tag in every version."""
 
 CLASS_OF = {name: kind for kind, names in CLASSES.items() for name in names.split()}
 
@@ -84,23 +84,23 @@ NO_KERNEL = _names(
     "_local_scalar_dense lift lift_fresh _efficientzerotensor sym_size sym_numel sym_stride "
     "_version _pin_memory detach_ t_ transpose_ squeeze_ unsqueeze_ as_strided_"
 )
-"""Operators that allocate or change metadata, besides views, which torch marks itself."""
+"""Operators that only allocate or change metadata. Views are not listed, as torch marks them."""
 
 SYNCHRONISES = _names("nonzero masked_select equal _unique2 unique_dim is_nonzero")
-"""Operators that make the host wait for the device, because their result's shape or value depends
-on data. `_local_scalar_dense` (item) is counted apart."""
+"""Operators that make the host wait for the device, because the shape or value of their result
+depends on data. `_local_scalar_dense` (item) is counted separately."""
 
 WRITE_ONLY = _names(
     "copy_ zero_ fill_ normal_ uniform_ bernoulli_ random_ exponential_ _foreach_copy_ "
     "_foreach_zero_"
 )
-"""In-place operators that do not read what they overwrite."""
+"""In-place operators that do not read the tensor that they overwrite."""
 
 READS_ROWS = _names("embedding index index_select gather")
-"""Operators that read as much of their first tensor as they return, and the indices."""
+"""Operators that read only the returned part of their first tensor, and the indices."""
 
 WRITES_ROWS = _names("index_put_ _index_put_impl_ scatter_ index_add_ scatter_add_")
-"""In-place operators that touch as much of their first tensor as they are given values."""
+"""In-place operators that change only as many elements of their first tensor as they get values."""
 
 FUSED_OPTIMIZERS = _names("_fused_adamw_ _fused_adam_ _fused_sgd_")
 
@@ -116,7 +116,7 @@ TENSORS = (110, 64, 48, 36, 30)
 
 
 def op_name(function: OpOverload) -> str:
-    """Return the operator's name without namespace and overload, as "add_"."""
+    """Return the operator's name without namespace and overload, such as "add_"."""
     return str(function._schema.name).rpartition("::")[2]
 
 
@@ -131,7 +131,7 @@ def op_class(function: OpOverload) -> OpClass:
     pointwise = torch.Tag.pointwise in function.tags
     for candidate in (name, base):
         found = CLASS_OF.get(candidate)
-        # `max` and `min` of two tensors are pointwise, those of one are reductions.
+        # `max` and `min` of two tensors are pointwise; of one tensor they are reductions.
         if found is not None and not (pointwise and found == OpClass.REDUCTION):
             return found
     if pointwise or name.startswith("_foreach_") or base in UNTAGGED_POINTWISE:
@@ -142,8 +142,8 @@ def op_class(function: OpOverload) -> OpClass:
 def num_launches(function: OpOverload, args: tuple[Any, ...]) -> int:
     """Return how many kernels an operator launches on CUDA.
 
-    One, except for those in LAUNCHES and for operators on lists of tensors, whose launches follow
-    from the limits of a launch: modelled, not counted.
+    The result is 1, except for operators in LAUNCHES and for operators on lists of tensors, whose
+    launches are computed from the limits of a launch, not counted.
 
     Args:
         function: The operator.
@@ -154,8 +154,8 @@ def num_launches(function: OpOverload, args: tuple[Any, ...]) -> int:
         return LAUNCHES.get(name, 1)
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg]
     depth = sum(all(isinstance(each, Tensor) for each in values) for values in lists)
-    # The count of steps is one number a tensor, which is passed as a pointer and not as a list of
-    # the same depth.
+    # The list of step counts does not add to the depth, because it has one number per tensor, which
+    # is passed as a pointer.
     depth = min(depth - (name in FUSED_OPTIMIZERS), len(TENSORS))
     tensors: Sequence[Tensor] = args[0]
     chunks = sum(math.ceil(tensor.numel() / CHUNK) for tensor in tensors)
@@ -172,13 +172,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of distinct tensors; a dimension that is expanded counts once."""
+    """Return the bytes of distinct tensors; an expanded dimension counts once."""
     distinct = {id(tensor): tensor for tensor in tensors}
     return sum(_extent(tensor) * tensor.element_size() for tensor in distinct.values())
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the number of different elements that a tensor shows."""
+    """Return the number of distinct elements of a tensor."""
     sizes = zip(tensor.shape, tensor.stride())
     return math.prod(size if stride else min(size, 1) for size, stride in sizes)
 
@@ -199,8 +199,8 @@ def bytes_moved(
     written: list[Tensor] = list(tensors_in(_new_results(function, result)))
     for argument, value in _arguments(function, args, kwargs):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        # The gradients are marked as written, which they are only where the kernel scales them:
-        # it stores the scaled ones (ATen/native/cuda/fused_adam_utils.cuh).
+        # The gradients are marked as written, but the kernel writes them only if it scales them
+        # (ATen/native/cuda/fused_adam_utils.cuh).
         if name in FUSED_OPTIMIZERS and argument.name == "grads":
             is_written = kwargs.get("grad_scale") is not None
         if is_written:
@@ -217,7 +217,7 @@ def bytes_moved(
 
 
 def _new_results(function: OpOverload, result: Any) -> list[Any]:
-    """Return the results that are not arguments which were written to."""
+    """Return the results that are new, and not arguments that were written to."""
     returns = function._schema.returns
     results = result if len(returns) > 1 else (result,)
     return [value for declared, value in zip(returns, results) if declared.alias_info is None]
@@ -234,7 +234,7 @@ def _arguments(
             yield argument, kwargs[argument.name]
 
 
-# ---- The records of what was counted: kernels, collectives and synchronisations of a step ----
+# ---- The records of a count: kernels, collectives and synchronizations of a step ----
 
 
 class Phase(StrEnum):
@@ -243,7 +243,7 @@ class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     BETWEEN_PASSES = "between passes"
-    """What the pipeline schedule does outside of both: sends, receives and the loss."""
+    """Work of the pipeline schedule outside of both: sends, receives and the loss."""
     GRADIENT_REDUCTION = "gradient reduction"
     OPTIMIZER_STEP = "optimizer step"
     WEIGHT_GATHER = "weight gather"
@@ -253,7 +253,7 @@ class Phase(StrEnum):
 
 @dataclass
 class Kernels:
-    """The cost of some kernels together."""
+    """The total cost of several kernels."""
 
     launches: int = 0
     bytes_moved: int = 0
@@ -280,19 +280,19 @@ class Collective:
     """Size of the message: of the whole tensor for an all-reduce, of the gathered result for an
     all-gather, of the input for a reduce-scatter."""
     phase: Phase
-    """When it was issued."""
+    """The phase in which it was issued."""
     asynchronous: bool
-    """False if the caller had the stream wait for it at once."""
+    """False if the caller made the stream wait for it immediately."""
     hidden_behind: int | None = None
-    """Launches of kernels after it was issued and before the caller waited for it, but those of the
-    gradient reduction itself. None if nobody has waited, or if the processes are real, where waits
-    are not seen."""
+    """The number of kernels launched after it was issued and before the caller waited for it,
+    without those of the gradient reduction itself. None if the caller never waited, or if the
+    processes are real, in which waits are not observed."""
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each rank sends, by the ring algorithms that NCCL's bandwidths refer to.
+        """Bytes that each rank sends with ring algorithms, to which NCCL's bandwidths refer.
 
-        Origin: nccl-tests, doc/PERFORMANCE.md. A received message counts for its sender.
+        Origin: nccl-tests, doc/PERFORMANCE.md. A received message is counted at its sender.
         """
         share = (self.group_size - 1) / self.group_size
         if self.name in ("recv", "barrier"):
@@ -303,7 +303,7 @@ class Collective:
 
     @property
     def is_exposed(self) -> bool:
-        """True if nothing was launched that it could hide behind."""
+        """True if no kernel was launched behind which it could be hidden."""
         return not self.asynchronous or self.hidden_behind == 0
 
 
@@ -336,19 +336,18 @@ class StepCounts:
 
 
 # ---- counter ----
-# Count what runs while a counter is active: kernels, bytes, collectives and host synchronisations.
+# Count what runs while a counter is active: kernels, bytes, collectives and host synchronizations.
 #
-# The counter sees every operator that reaches torch's dispatcher, those of the backward pass and of
-# torch.distributed included. It changes nothing that it counts. Which part of a step an operator
-# belongs to is said by markers (`Counter.during`), never guessed, except that a backward pass is
-# recognised by autograd itself.
+# The counter sees every operator that reaches torch's dispatcher, including those of the backward
+# pass and of torch.distributed, and does not change them. Markers (`Counter.during`) tell to which
+# part of a step an operator belongs. Only a backward pass is recognized through autograd.
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-# Functions that make a tensor in host memory unless they are given a device.
+# Functions that create a tensor in host memory unless they are given a device.
 _FACTORIES = frozenset(
     {torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty, torch.arange, torch.rand}
 )
@@ -362,8 +361,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         """Count into an empty `counts`.
 
         Args:
-            work: Makes the handle of a collective that is not executed, in a simulation, whose
-                tensors hold no data. None executes collectives and reads of values.
+            work: In a simulation, whose tensors hold no data, creates the handle of a collective
+                that is not executed. With None, collectives and reads of values are executed.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.counts = StepCounts()
@@ -372,15 +371,15 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         self._phases = [Phase.OTHER]
         self._paused = 0
         self.cover = 0
-        """Launches so far that a collective could hide behind."""
+        """The number of launches so far behind which a collective could be hidden."""
         self._functions = _FunctionCounter(self)
 
     @property
     def phase(self) -> Phase:
-        """The phase in which an operator that ran now would be counted."""
+        """The phase in which an operator would be counted now."""
         marked = self._phases[-1]
-        # The engine numbers the backward passes that it runs in this thread. A forward pass within
-        # one is the recomputation of activations.
+        # autograd's engine gives a number to the backward pass that it runs in this thread. A
+        # forward pass within a backward pass is the recomputation of activations.
         if marked in (Phase.BETWEEN_PASSES, Phase.FORWARD) and (
             torch._C._current_graph_task_id() != -1
         ):
@@ -389,7 +388,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Count what runs in this context in `phase`."""
+        """Count everything that runs in this context as part of `phase`."""
         self._phases.append(phase)
         try:
             yield
@@ -397,7 +396,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
             self._phases.pop()
 
     def marked(self, phase: Phase, function: Callable[P, T]) -> Callable[P, T]:
-        """Return `function` so wrapped that what it does is counted in `phase`."""
+        """Return a wrapper of `function` that counts its operators as part of `phase`."""
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             with self.during(phase):
@@ -421,18 +420,18 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         read: Iterable[Tensor],
         written: Iterable[Tensor] = (),
     ) -> None:
-        """Count one kernel that is launched past torch's dispatcher.
+        """Count one kernel that is launched without torch's dispatcher.
 
         Args:
             kind: Class of the kernel.
             name: Name of the kernel.
-            read: The tensors that it reads, or all of which nobody says if they are written.
+            read: The tensors that it reads, or all its tensors if it is unknown which are written.
             written: The tensors that it writes.
         """
         self._add(kind, name, 1, num_bytes(read) + num_bytes(written))
 
     def synchronised(self, cause: str) -> None:
-        """Count one wait of the host for the device, and note the function that asked for it."""
+        """Count one wait of the host for the device, and record the function that caused it."""
         if not self._paused:
             self.counts.synchronisations[self.phase, f"{cause} in {_caller()}"] += 1
 
@@ -461,7 +460,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
-        # Questions about a tensor's device or layout, which arise for fake tensors only.
+        # Queries of a tensor's device or layout, which happen only for fake tensors.
         if func.namespace == "prim":
             return func(*args, **kwargs)
         inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
@@ -472,7 +471,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
                 self.synchronised("item")
             if isinstance(args[0], FakeTensor):
                 return _nothing(args[0])
-        # What was computed from values that the host knows has values in a simulation, too.
+        # Results computed from values that the host knows have values in a simulation, too.
         has_values = bool(inputs) and not any(isinstance(t, FakeTensor) for t in inputs)
         with unset_fake_temporarily() if has_values else contextlib.nullcontext():
             result = func(*args, **kwargs)
@@ -496,7 +495,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
             return
         phase = self.phase
         self.counts.kernels.setdefault((phase, kind, name), Kernels()).add(launches, moved)
-        # What a reduction does itself (casts, sums of what has arrived) hides no other one.
+        # Kernels of a reduction itself (casts, sums of received parts) hide no other reduction.
         if phase != Phase.GRADIENT_REDUCTION:
             self.cover += launches
 
@@ -505,7 +504,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
     ) -> Any:
         """Count a collective, and execute it unless this is a simulation."""
         record = _describe(function, args, self.phase)
-        # Weights are gathered within the optimizer's step alone.
+        # Weights are gathered only during the optimizer step.
         if (
             record.phase == Phase.OPTIMIZER_STEP
             and record.group in ("data", "world")
@@ -517,16 +516,16 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         if self.work is None:
             return function(*args, **kwargs)
         work = self.work(self, record)
-        # torch keeps the C++ part alive only. Without the Python part, its `wait` would be that of
-        # the base class, which blocks for ever.
+        # Kept here, because torch keeps only the C++ part alive. Without the Python part, `wait` of
+        # the base class would be called, which blocks forever.
         self._handles.append(work)
         handle = work.boxed()
-        # The operators return a handle, or the tensors and a handle.
+        # Some operators return a handle, others the tensors and a handle.
         return handle if len(function._schema.returns) == 1 else (args[0], handle)
 
 
 class _FunctionCounter(TorchFunctionMode):
-    """Count what the dispatcher does not see: tensors of Python values, and values read back."""
+    """Counts what the dispatcher does not see: tensors from Python values, and values read back."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()
@@ -549,14 +548,15 @@ class _FunctionCounter(TorchFunctionMode):
         if func is Tensor.to and isinstance(args[0], Tensor) and _is_on_host(args[0]):
             like = next((t for t in args[1:] if isinstance(t, Tensor)), None)
             if like is not None and not _is_on_host(like):
-                # Copied from pageable memory, as above.
+                # Copied from pageable memory, as in `_make`.
                 self.counter.synchronised("to the device")
                 return self.counter.to_device(args[0].to(like.dtype))
         return func(*args, **kwargs)
 
     def _make(self, factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a tensor; one of values that the host knows has them in a simulation, too."""
-        # "cpu" is what platform.device() or DeepSpeed's accelerator calls the device.
+        """Create a tensor; if the host knows its values, it has them in a simulation, too."""
+        # Any given device is the GPU: here platform.device() and DeepSpeed's accelerator give
+        # "cpu" in its place.
         on_host = kwargs.get("device") is None
         if factory is torch.tensor and not on_host:
             # Copied from pageable memory, which waits for the device's stream.
@@ -572,7 +572,7 @@ class _FunctionCounter(TorchFunctionMode):
 
 
 def _caller() -> str:
-    """Return the module and the function that run, without torch and this room."""
+    """Return the innermost running function outside of torch and this package, with its module."""
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -583,7 +583,7 @@ def _caller() -> str:
 
 
 def mark_on_host(tensor: Tensor) -> Tensor:
-    """Note that a tensor would be in host memory if the run had a GPU, and return it."""
+    """Mark a tensor that would be in host memory if the run had a GPU, and return it."""
     tensor._is_on_host = True  # type: ignore[attr-defined]  # an attribute of our own
     return tensor
 
@@ -591,8 +591,8 @@ def mark_on_host(tensor: Tensor) -> Tensor:
 def _runs_on_host(inputs: list[Tensor]) -> bool:
     """Return True if an operator of these tensors runs on the host.
 
-    A tensor of no dimension may be on either side; the first argument then decides, which an
-    in-place operator writes to.
+    A tensor without dimensions may be on either side. The first argument then decides, because an
+    in-place operator writes to it.
     """
     if not inputs or not _is_on_host(inputs[0]):
         return False
@@ -604,14 +604,14 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def _nothing(tensor: Tensor) -> bool | int | float:
-    """Return the zero of a tensor's dtype, in place of a value that a simulation does not have."""
+    """Return the zero of a tensor's dtype, in place of a value that a simulation lacks."""
     if tensor.dtype == torch.bool:
         return False
     return 0.0 if tensor.dtype.is_floating_point else 0
 
 
 def _zeros(shape: tuple[int, ...]) -> Any:
-    """Return nested lists of zeros."""
+    """Return nested lists of zeros of a shape."""
     return 0.0 if not shape else [_zeros(shape[1:]) for _ in range(shape[0])]
 
 
@@ -629,7 +629,7 @@ def _describe(function: OpOverload, args: tuple[Any, ...], phase: Phase) -> Coll
         group=group_name(group),
         group_size=group.size(),
         dtype=str(tensors[0].dtype).removeprefix("torch."),
-        # A barrier passes a tensor only to say which device it is for.
+        # A barrier has a tensor only to tell the device.
         num_bytes=0 if name == "barrier" else max(map(num_bytes, sides)),
         phase=phase,
         asynchronous=bool(named.get("async_op", True)),
@@ -637,7 +637,7 @@ def _describe(function: OpOverload, args: tuple[Any, ...], phase: Phase) -> Coll
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """Return what a process group is for; see `Collective.group`."""
+    """Return the purpose of a process group; see `Collective.group`."""
     known = {
         "data": replica_group(),
         "tensor": parallel_state.get_tensor_model_parallel_group(),
@@ -649,6 +649,6 @@ def group_name(group: dist.ProcessGroup) -> str:
     }
     ranks = dist.get_process_group_ranks
     found = [name for name, each in known.items() if each is group]
-    # DeepSpeed and Megatron make further groups of the same ranks.
+    # DeepSpeed and Megatron create further groups of the same ranks.
     found += [name for name, each in known.items() if each and ranks(each) == ranks(group)]
     return found[0] if found else str(ranks(group))

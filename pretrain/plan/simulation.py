@@ -1,17 +1,17 @@
-"""Be one rank of a large job in a single process, without data: the shapes of a run and no numbers.
+"""Simulate one rank of a large job in a single process: all tensor shapes, but no data.
 
-torch's fake tensors compute shapes and dtypes only, and its fake process group says yes to every
+torch's fake tensors compute only shapes and dtypes, and its fake process group accepts every
 collective, so one CPU process runs the real code of the model, of Megatron's schedule and of
-DeepSpeed for any rank of any number of ranks. What an H200 would do differently from the CPU is
-replaced here, and nowhere else:
+DeepSpeed for any rank of any number of ranks. Only this file replaces what would run differently on
+an H200 than on the CPU:
 
 - `auto` chooses attention as on that GPU, and the launches of Triton's kernels are recorded instead
-  of executed;
-- `auto` chooses fusions as on that GPU. Regions under torch.compile run uncompiled and uncounted,
-  since fake tensors cannot pass through a compiled kernel, and the kernels are recorded that
-  Inductor makes of them. A weight's gradient is added to fp32 by one matrix product;
-- data-parallel ranks stand on one node, which decides how gradients travel in 16 bit
-  (pretrain/optim/sharded_step.py);
+  of executed.
+- `auto` chooses fusions as on that GPU. Fake tensors cannot pass through a compiled kernel, so
+  regions under torch.compile run uncompiled and uncounted, and the kernels that Inductor would
+  generate for them are recorded. A weight's gradient is added to fp32 by one matrix product.
+- All data-parallel ranks are on one node, which decides how gradients are sent in 16 bit
+  (pretrain/optim/sharded_step.py).
 - fp16 is allowed.
 """
 
@@ -54,7 +54,7 @@ from pretrain.training import loop, step
 from pretrain.training.reporter import AttemptReporter, Requests
 from pretrain.training.start import Run, StartPoint
 
-# ---- Show what a step costs ----
+# ---- Show the cost of a step ----
 
 
 PASSES = (Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN_PASSES)
@@ -66,7 +66,7 @@ def to_table(config: RunConfig, layout: Layout, counts: dict[int, StepCounts]) -
 
     Args:
         config: The run.
-        layout: How its processes share it.
+        layout: The layout of the run's processes.
         counts: The counts by pipeline stage.
     """
     lines = [
@@ -102,7 +102,7 @@ def to_table(config: RunConfig, layout: Layout, counts: dict[int, StepCounts]) -
 
 
 def _collective_lines(collectives: Iterable[Collective]) -> list[str]:
-    """Return the table of collectives, with a row for all of a kind."""
+    """Return the table of collectives, with one row for all calls of the same kind."""
     rows: dict[tuple[str, ...], list[Collective]] = {}
     for each in collectives:
         group = f"{each.group} ({each.group_size})"
@@ -129,11 +129,11 @@ CAPABILITY = (9, 0)
 def simulated_rank(
     config: RunConfig, rank: int, world_size: int
 ) -> Iterator[tuple[Topology, Counter]]:
-    """Be rank `rank` of `world_size` in this context. No process group may be open.
+    """Simulate rank `rank` of `world_size` in this context. No process group may be open.
 
     Args:
         config: The run.
-        rank: The rank to be.
+        rank: The rank to simulate.
         world_size: Number of ranks of the job.
 
     Yields:
@@ -147,7 +147,7 @@ def simulated_rank(
         stack.enter_context(platform.fp16_allowed_on_cpu())
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(finish)
-        # Before the fake mode: the generators' states are real tensors.
+        # Before the fake mode, because the generators' states are real tensors.
         topology = initialize(config, Process(rank, world_size, 0, "simulated", 0))
         counter = Counter(_Handle)
         stack.enter_context(_as_on_cuda(counter))
@@ -157,7 +157,7 @@ def simulated_rank(
 
 
 class _Handle(Work):
-    """The handle of a collective that is not executed; it notes when it is waited for."""
+    """The handle of a collective that is not executed; it records when `wait` is called."""
 
     def __init__(self, counter: Counter, record: Collective) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class _Handle(Work):
 
 @contextlib.contextmanager
 def _as_on_cuda(counter: Counter) -> Iterator[None]:
-    """Replace what would run differently with fake tensors on a CPU than with real ones on CUDA."""
+    """Replace functions that would behave differently here than with real tensors on CUDA."""
     from triton.runtime.jit import KernelInterface
 
     from pretrain.kernels import call, dispatch
@@ -199,7 +199,7 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
             *weight_gradients(counter),
             (nn.Module, "_apply", _apply),
         ):
-            # Without Apex, Megatron's module has no name for its extension.
+            # create: without Apex, Megatron's module does not have the name of its extension.
             stack.enter_context(patch.object(owner, name, value, create=True))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -221,8 +221,8 @@ def _apply(
 ) -> nn.Module:
     """Convert a module's tensors in place, as torch's Module._apply does for real tensors.
 
-    For fake tensors torch swaps whole tensor objects instead (torch/nn/modules/module.py). That
-    fails for those to which something holds a weak reference, as FakeTensorMode itself does.
+    For fake tensors, torch swaps whole tensor objects instead (torch/nn/modules/module.py). That
+    fails for tensors with a weak reference, such as those that FakeTensorMode itself holds.
     """
     for child in self.children() if recurse else ():
         child._apply(function)  # type: ignore[no-untyped-call]  # torch's
@@ -238,18 +238,18 @@ def _apply(
     return self
 
 
-# ---- Count fused operations as the kernels that a GPU runs, where a simulation cannot run them.
+# ---- Count fused operations, which a simulation cannot run, as the kernels that a GPU runs ----
 #
-# A region under torch.compile runs as plain operators here, which are not counted. Instead the
-# kernels are recorded that Inductor makes of it on a GPU: it generates one for a chain of
-# elementwise operators, and one for a sum over tokens, which cannot share a kernel with what is not
+# A region under torch.compile runs as plain operators here, which are not counted. Instead, the
+# kernels that Inductor generates for it on a GPU are recorded: one for a chain of elementwise
+# operators, and one for a sum over tokens, which cannot share a kernel with operators that are not
 # summed. Inductor's own count agrees: on a CPU, with hidden size 2,048 and 16-bit values, its
-# kernels move 32.8 kB a token in the forward and 65.7 kB in two kernels in the backward pass of
-# bias and GELU, 12.3 kB and 4.1 kB of bias and residual.
+# kernels for bias and GELU move 32.8 kB per token in the forward pass and 65.7 kB, in two kernels,
+# in the backward pass; those for bias and residual move 12.3 kB and 4.1 kB.
 
 
 Replacement = tuple[Any, str, Any]
-"""A module, the name of one of its functions, and what takes its place."""
+"""A module, the name of one of its functions, and the replacement of that function."""
 
 
 def compiled_regions(counter: Counter) -> Iterator[Replacement]:
@@ -287,7 +287,7 @@ def compiled_regions(counter: Counter) -> Iterator[Replacement]:
         yield one_kernel(module, f"{name}_back", OpClass.ELEMENTWISE)
 
     def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
-        """Normalise as on CUDA; elsewhere torch has no kernel of its own for it."""
+        """Normalize as on CUDA; on other devices torch has no single kernel for it."""
         out: Tensor = _RMSNorm.apply(x, weight, counter)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
         return out
 
@@ -298,10 +298,10 @@ def compiled_regions(counter: Counter) -> Iterator[Replacement]:
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """Add a bias, drop, and add a residual, counted as torch.compile's forward and backward pass.
+    """Add a bias, apply dropout, add a residual; counted as the kernels of torch.compile.
 
-    The backward pass hands the gradient on: it computes the bias's gradient, and with dropout the
-    gradient of what was dropped.
+    The backward pass passes the gradient on. It computes the gradient of the bias and, with
+    dropout, the gradient of the dropout's input.
     """
 
     @staticmethod
@@ -311,7 +311,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         """Count the one kernel of the forward pass, and return an unfilled result."""
         with counter.paused():
             out = torch.empty_like(x)
-            # A byte for each element says what was dropped.
+            # The mask of dropout, one byte per element.
             keep = torch.empty_like(x, dtype=torch.bool) if dropout else None
         ctx.counter, ctx.keep = counter, keep
         ctx.bias_shape = None if bias is None else bias.shape
@@ -336,7 +336,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Normalise rows, counted as torch's kernels (ATen/native/cuda/layer_norm_kernel.cu)."""
+    """Normalize rows, counted as torch's kernels (ATen/native/cuda/layer_norm_kernel.cu)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counter: Counter) -> Tensor:
@@ -362,7 +362,7 @@ class _RMSNorm(torch.autograd.Function):
 def weight_gradients(counter: Counter) -> Iterator[Replacement]:
     """Yield stand-ins for the matrix product that adds a weight's gradient to an fp32 buffer.
 
-    Its `out_dtype` exists on CUDA alone (`pretrain.model.loss`).
+    Its `out_dtype` exists only on CUDA (`pretrain.model.loss`).
 
     Args:
         counter: Counts the kernels.
@@ -381,22 +381,23 @@ def weight_gradients(counter: Counter) -> Iterator[Replacement]:
     yield layers, "fused_weight_gradient_mlp_cuda", extension
 
 
-# ---- Count what one optimizer step of a run costs each of its pipeline stages ----
+# ---- Count the cost of one optimizer step for each pipeline stage of a run ----
 # The step is that of training (`pretrain.training.loop.queue_step`), in the loop's order: the host
-# reads the numbers of a step when it has queued the next one. The second step is counted, because
-# the first creates Adam's state. A third one runs so that somebody waits for the weights that the
-# second one gathers.
+# reads the numbers of a step after it has queued the next. The second step is counted, because the
+# first creates Adam's state. A third step runs, because it waits for the weights that the second
+# step gathers.
 
 
 def count_run(config: RunConfig) -> dict[int, StepCounts]:
     """Count a step on one rank of every pipeline stage: tensor rank 0 of data rank 0.
 
-    Of the parts of a sequence it has the last one, which sees the most keys; under ZeRO 3 the first
-    one, since DeepSpeed compares its order of modules with that of rank 0, which must then be the
-    simulated rank itself (deepspeed/runtime/zero/utils.py, `assert_ints_same_as_other_ranks`).
+    With context parallelism, the rank has the last part of the sequence, which sees the most keys.
+    Under ZeRO 3 it has the first part, because DeepSpeed compares the order of modules with that of
+    rank 0, which must then be the simulated rank itself (deepspeed/runtime/zero/utils.py,
+    `assert_ints_same_as_other_ranks`).
 
-    The ranks are simulated one after the other; parallel.world_size says how many the job has, by
-    default as few as its layout allows.
+    The ranks are simulated one after another. The job has parallel.world_size ranks, by default as
+    few as its layout allows.
 
     Args:
         config: The run.
@@ -445,14 +446,14 @@ def count_step(config: RunConfig, topology: Topology, counter: Counter) -> StepC
         topology=topology,
         chunks=chunks,
         optimizer=optimizer,
-        # The step reads its micro batches from an iterator that is passed to it.
+        # No streams: the step reads its micro batches from the iterator that is passed to it.
         training_stream=None,  # type: ignore[arg-type]  # not read
         validation_stream=None,  # type: ignore[arg-type]  # not read
         state=TrainerState(step=0, consumed_samples=0),
         start_point=StartPoint(),
         requests=Requests(),
         reporter=AttemptReporter(),
-        # Which token ends a document changes no count.
+        # Any token will do, because the counts do not depend on which token ends a document.
         eos_id=0 if config.data.per_document_attention else None,
     )
     run.ledger = loop.begin_ledger(run)
@@ -474,8 +475,8 @@ def count_step(config: RunConfig, topology: Topology, counter: Counter) -> StepC
 def _markers(counter: Counter, optimizer: ZeroOptimizer) -> Iterator[None]:
     """Tell the counter which part of a step runs, by wrapping the functions of a step.
 
-    What `platform` does differently on a GPU is told here, too: the step's numbers arrive in host
-    memory, and the host waits for their arrival.
+    This also replaces functions of `platform` that differ on a GPU: the step's numbers arrive in
+    host memory, and the host waits for their arrival.
     """
     marks: list[tuple[Any, str, Phase]] = [
         (loop, "forward_backward", Phase.BETWEEN_PASSES),
