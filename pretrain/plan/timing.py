@@ -1,9 +1,9 @@
 """Compute the time of a training step from the speeds of a GPU, of its links, and counted costs.
 
-Every number says where it comes from. "counted": a tool counted it in a run. "closed form": it
-follows from the code that is named. "measured": on such a device. "published": a paper or a data
-sheet says so. "fitted": to the speed of published training (`benchmarks.published_steps`), so it
-also holds what that training spent beyond the lines below. "assumed": nobody has looked yet.
+The origin of every number is stated. "counted": by a tool, in a run. "closed form": it follows from
+the named code. "measured": on such a device. "published": in a paper or a data sheet. "fitted": to
+the speed of published training (`benchmarks.published_steps`), so it includes time that the lines
+below lack. "assumed": not checked yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GPUS_PER_NODE = 8
 
 
 class Inputs(NamedTuple):
-    """The speeds that a step's time hangs on most, as factors of those that are stated below."""
+    """The speeds on which a step's time depends most, as factors on the values stated below."""
 
     matrix_products: float = 1
     attention: float = 1
@@ -36,11 +36,11 @@ class Inputs(NamedTuple):
 
 
 LARGE_PRODUCT = 0.83
-"""Part of the peak that one large product reaches alone: at 8192 x 8192 x 8192 on an H200 it is 780
-TFLOP/s; measured: 769 to 798 on random data."""
+"""Share of the peak that a single large product reaches. At 8192 x 8192 x 8192 on an H200 this is
+780 TFLOP/s; measured: 769 to 798 on random data."""
 SLOW = Inputs(0.87, 0.87, 0.90, 0.62)
-"""Products and attention: so that published steps that fit well into memory are no slower. Network:
-200 of 400 GB/s, published for a gather over 256 H100s (NVIDIA/nccl, issue 1218)."""
+"""Products and attention: chosen so that no published step that fits well into memory is slower.
+Network: 200 of 400 GB/s, published for a gather over 256 H100s (NVIDIA/nccl, issue 1218)."""
 FAST = Inputs(attention=1.25, memory=1.08, network=1.1)
 """Attention: FlashAttention-3's published rates on an H100. Memory: what a copy reaches. Network:
 assumed. Products: LARGE_PRODUCT."""
@@ -53,28 +53,28 @@ class Device:
     name: str
     """As torch.cuda.get_device_name() reports it; `pretrain.model` knows its peak."""
     gemm_fraction: float
-    """Part of the peak that products reach in training, all multiprocessors busy and K large."""
+    """Share of the peak that products reach in training, with all multiprocessors busy, large K."""
     multiprocessors: int
     tile: tuple[int, int]
     """Rows and columns of the output that one thread block of a matrix product computes."""
     tile_overhead: int
-    """Start and end of a tile, in steps of the inner dimension K that take as long."""
+    """The time to start and end a tile, as the number of steps along K that take equally long."""
     memory_tb_per_second: float
     """Bytes read and written per second by elementwise kernels."""
     attention_tflops: tuple[float, float]
-    """Forward and backward; of the causal half alone, at 1,024 tokens."""
+    """Forward and backward, counting only the causal half, at 1,024 tokens."""
     launch_gap_us: float
     """Time between the end of one kernel and the start of the next one in the same stream."""
     host_us: float
     """Time that the host needs for each launch, through autograd."""
     nvlink_gb_per_second: float
-    """What a GPU sends to the others of its node in a collective, in one direction."""
+    """The rate at which a GPU sends to the others of its node in a collective, in one direction."""
     memory_bytes: int
-    """What CUDA reports as the memory of the device."""
+    """The memory of the device as CUDA reports it."""
     network_gbit: float
-    """Gbit/s of the links that nodes with this GPU usually have, all together, in one direction."""
+    """Gbit/s of all links that a node with this GPU usually has, together, in one direction."""
     masked: float = 0.75
-    """Part of attention's rates with a mask in memory and products in fp32. Assumed."""
+    """Share of attention's rates with a mask in memory and products in fp32. Assumed."""
 
     @property
     def is_modern(self) -> bool:
@@ -90,15 +90,15 @@ class Device:
 
     @property
     def ends(self) -> tuple[Inputs, Inputs]:
-        """Factors on its speeds at their slow end and at their fast end."""
+        """Factors on the speeds at the slow end and at the fast end of their range."""
         return SLOW, FAST._replace(matrix_products=LARGE_PRODUCT / self.gemm_fraction)
 
     def gemm_ms(self, rows: int, inner: int, columns: int) -> float:
         """Return the time of a product [rows, inner] x [inner, columns].
 
-        The multiprocessors compute the output tile by tile, in waves of one tile each. All tiles
-        take equally long, also those at the edge that are partly empty, and so do all waves, also
-        the last one, which leaves multiprocessors idle.
+        The multiprocessors compute the output in waves, one tile each. All tiles take equally long,
+        even the partly empty ones at the edge. So do all waves, even the last one, in which some
+        multiprocessors are idle.
         """
         tiles = math.ceil(rows / self.tile[0]) * math.ceil(columns / self.tile[1])
         waves = math.ceil(tiles / self.multiprocessors)
@@ -112,19 +112,19 @@ class Device:
         return 1e3 * num_bytes / (self.memory_tb_per_second * 1e12)
 
 
-# Peaks and multiprocessors are published. What is not named below is assumed.
+# Peaks and numbers of multiprocessors are published. Numbers without a comment are assumed.
 H200 = Device(
     name="NVIDIA H200",
     # Fitted to runs on H100s.
     gemm_fraction=0.58,
     multiprocessors=132,
-    # That of cuBLAS's large kernels for Hopper.
+    # The tile of cuBLAS's large kernels for Hopper.
     tile=(128, 256),
     tile_overhead=160,
     # Measured: a copy moves 4.3. Data sheet: 4.8.
     memory_tb_per_second=4.0,
-    # Forward: published for a Triton kernel on an H100, D = 128, which ours is too (figure 5 of
-    # FlashAttention-3's paper). Backward: fitted to runs on H100s with FlashAttention-2.
+    # Forward: published for a Triton kernel, like ours, on an H100 with D = 128 (figure 5 of the
+    # paper on FlashAttention-3). Backward: fitted to runs on H100s with FlashAttention-2.
     attention_tflops=(273.0, 148.0),
     launch_gap_us=1.5,
     host_us=6.0,
@@ -176,20 +176,20 @@ A100 = replace(
     network_gbit=1600,
 )
 GPU_TYPES = {"v100-32": V100, "a100-80": A100, "h100": H100, "h200": H200}
-"""GPUs by the names that `pretrain plan --gpu-type` takes."""
+"""GPUs by the values of `pretrain plan --gpu-type`."""
 
 
-# ---- Links between them ----
+# ---- Links between GPUs ----
 
 
 @dataclass(frozen=True)
 class Network:
-    """Links between nodes of eight GPUs each. Inside a node they are NVLink, and faster."""
+    """The links between nodes of eight GPUs each. Within a node, GPUs have the faster NVLink."""
 
     gbit_per_second: float
     """All links of a node together, in one direction."""
     efficiency: float = 0.80
-    """Part of it that a collective of large buckets achieves. Assumed, as the latencies are."""
+    """Share of it that a collective of large buckets achieves. Assumed, like the latencies."""
     between_nodes_us: float = 7.0
     """Latency of a step of a ring to another node."""
     within_node_us: float = 1.5
@@ -197,17 +197,17 @@ class Network:
 
     @property
     def gb_per_second(self) -> float:
-        """GB/s that a node sends to the others in a collective, in one direction."""
+        """GB/s at which a node sends to the others in a collective, in one direction."""
         return self.gbit_per_second / 8 * self.efficiency
 
 
-# ---- What a step costs on every GPU of a kind: bytes, elements and launches ----
+# ---- The cost of a step on every GPU of a kind: bytes, elements and launches ----
 
 
 class Costs(NamedTuple):
-    """Elements are of the width d = hidden_size, moved per layer and token, forward and backward.
+    """Elements are in units of d = hidden_size, moved per layer and token, forward and backward.
 
-    They were counted by `pretrain bench step` in bf16, unless something else is said.
+    They were counted by `pretrain bench step` in bf16, unless stated otherwise.
     """
 
     stream: float
@@ -233,14 +233,14 @@ class Costs(NamedTuple):
     launches: float
     """Kernel launches per layer without biases: 789 a micro batch of 25 layers; V100: 1,260."""
     bias_launches: float
-    """Further ones with biases."""
+    """Further launches per layer with biases."""
     update: float = 10
-    """Bytes per parameter of the shard in the optimizer step, beside the update: norm 4, cast 6."""
+    """Bytes per parameter of the shard in the optimizer step besides the update: norm 4, cast 6."""
     whole_model: float = 0
-    """Bytes per parameter of the whole model that it moves. DeepSpeed: flatten 8, divide 8, copy
-    back 8, norm 4, clip 8, zero twice 8."""
+    """Bytes that the optimizer step moves per parameter of the whole model. DeepSpeed: flatten 8,
+    divide 8, copy back 8, norm 4, clip 8, zero twice 8."""
     host_ms: float = 0.5
-    """Host time of the optimizer step. Assumed; measured of DeepSpeed's."""
+    """Host time of the optimizer step. Assumed; for DeepSpeed's step, measured."""
 
 
 MODERN = Costs(
@@ -263,48 +263,48 @@ OF_V100 = MODERN._replace(
     launches=50.4,
     bias_launches=14,
 )
-"""There torch.compile generates nothing and no product adds to fp32."""
+"""On a V100, torch.compile generates nothing and no product adds to fp32."""
 DEEPSPEED = {"update": 44.0, "whole_model": 44.0, "host_ms": 13.0}
 DEEPSPEED_SUMS = {"first_sum": 18.0, "later_sum": 18.0}
-"""At ZeRO 2 and 3, where DeepSpeed takes the step and sums gradients. On a V100 the sums are taken
-as at ZeRO 1."""
+"""Costs at ZeRO 2 and 3, where DeepSpeed takes the step and sums gradients. On a V100 the sums are
+assumed to cost as much as at ZeRO 1."""
 BUCKETS = 39
-"""Buckets of gradients. Counted (pretrain/optim/buckets.py)."""
+"""The number of buckets of gradients. Counted (pretrain/optim/buckets.py)."""
 ROTATED, ROTATION, CUT = 20.4, 6, 2
-"""Elements moved per channel of queries and keys by Megatron's rotation: per rotated channel, per
-channel in any case, and where a part is rotated."""
+"""Elements that Megatron's rotation moves per channel of queries and keys: per rotated channel; per
+channel in any case; and per channel if only a part is rotated."""
 SCORE_PASSES = 10, 12
-"""How often a score is read or written where a method is a function of scores: forward, and in the
-backward pass beside the second forward. Counted in `pretrain.kernels.scored`; timed on no GPU."""
+"""How often a score is read or written by a method of scores: in the forward pass, and besides the
+recomputation in the backward pass. Counted in `pretrain.kernels.scored`; timed on no GPU."""
 ROTATION_LAUNCHES = 38
 """Kernel launches per layer of a rotation."""
 CAST = 2.5
-"""Elements moved per number that train.fp8 casts to 8 bits: read for the largest one, read again
-and written. Counted where nothing is compiled."""
+"""Elements moved per number that train.fp8 casts to 8 bits: read to find the largest, read again
+and written. Counted without compilation."""
 JOINED = 2
-"""Elements moved per channel of queries, keys and values without a bias: their gradients are put
-together, which our kernels need not."""
+"""Elements moved per channel of queries, keys and values without a bias, to join their gradients.
+Our own kernels write joined gradients directly."""
 LOST = 0.12
-"""Part of compute lost while a collective runs beside it. Assumed: 16 of 132 multiprocessors."""
+"""Share of compute lost while a collective runs beside it. Assumed: 16 of 132 multiprocessors."""
 
 
-# ---- What is planned for, and the time of a step ----
+# ---- The target of a plan, and the time of a step ----
 
 USABLE = 0.95
-"""Part of a GPU's memory that may be planned for. Assumed: a start with other lengths of text, or
-another version of a library, should not fail at the last gigabyte."""
+"""Share of a GPU's memory that a plan may use. Assumed: with other lengths of text, or another
+version of a library, a run should not fail for lack of the last gigabyte."""
 
 REACH = 32.0
-"""How far back an ALiBi head sees, as tokens x slope. Assumed: a model of 1.3M parameters that was
-trained on text saw 64 x 2^h tokens in a head of slope 2^-(h + 1), and heads whose scores are all
-equal see 28 (24 ln 2 + ln N for N = 65,536 keys, `pretrain.kernels.reach`)."""
+"""How far back an ALiBi head sees, as tokens x slope. Assumed: a model of 1.3M parameters trained
+on text saw 64 x 2^h tokens in a head of slope 2^-(h + 1), and heads with equal scores see 28
+(24 ln 2 + ln N for N = 65,536 keys, `pretrain.kernels.reach`)."""
 ALL_UP_TO = 1024
-"""Distance in tokens up to which all of attention is counted, whatever the reach: the length at
-which `Device.attention_tflops` is stated."""
+"""The distance in tokens up to which all of attention is counted, even beyond the reach: the length
+for which `Device.attention_tflops` is stated."""
 
 
 def reaches(config: RunConfig) -> list[list[float]]:
-    """Return the keys that each head sees at most, by layer, of the layers that differ."""
+    """Return the most keys that each head sees, for each kind of layer."""
     length, heads = config.data.sequence_length, config.model.num_attention_heads
     found = []
     for each in by_layer(config):
@@ -316,19 +316,19 @@ def reaches(config: RunConfig) -> list[list[float]]:
 
 
 def pairs(config: RunConfig, context: int = 1) -> list[float]:
-    """Return the keys that a query of each head of the model sees, of the mean query and layer.
+    """Return how many keys a query of each head sees, as the mean over queries and layers.
 
-    They are the causal half of a sequence, or less; for the queries of the last of several parts,
-    up to all of it.
+    This is half of the sequence, or less; for the queries of the last of several parts it may be
+    nearly the whole sequence.
 
     Args:
         config: The run.
-        context: Parts of the sequence; the queries are those of the last one.
+        context: Number of parts of the sequence; the queries are those of the last part.
     """
     length = config.data.sequence_length
 
     def seen(most: float, queries: float) -> float:
-        # Of the first queries together, which have fewer keys before them than `most`.
+        # Total over the first queries, of which the first `most` have fewer keys before them.
         most = min(most, queries)
         return most * queries - most * most / 2
 
@@ -341,21 +341,21 @@ def pairs(config: RunConfig, context: int = 1) -> list[float]:
 
 
 def received_share(config: RunConfig, context: int) -> float:
-    """Return the part of the keys before the last of several parts that its queries see."""
+    """Return which share of the keys before the last part of a sequence the last part sees."""
     before = config.data.sequence_length * (1 - 1 / context)
     near = [min(most, before) for layer in reaches(config) for most in layer]
     return sum(near) / len(near) / before
 
 
 def attention_share(config: RunConfig) -> float:
-    """Return the part of the causal half of attention that is within the reach, in 0..1."""
+    """Return the share of the causal half of attention that is within the reach, in 0..1."""
     seen = pairs(config)
     return 2 * sum(seen) / len(seen) / config.data.sequence_length
 
 
 @dataclass(frozen=True)
 class Target:
-    """Say for which GPUs and links a run is planned."""
+    """The GPUs and links for which a run is planned."""
 
     gpus: int
     device: Device
@@ -363,21 +363,21 @@ class Target:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory of a GPU that may be planned for."""
+        """The memory of a GPU that a plan may use."""
         return int(USABLE * self.device.memory_bytes)
 
     def ring_ms(self, num_bytes: float, ranks: int, collectives: int = 1, groups: int = 1) -> float:
         """Return the time of a reduce-scatter or an all-gather; an all-reduce takes twice that.
 
         Each chunk passes through every rank once, so a rank sends and receives num_bytes x
-        (ranks - 1) / ranks: over NVLink if a node holds the ranks, else over its links. The ring's
-        latency comes on top for each collective.
+        (ranks - 1) / ranks: over NVLink if all ranks are on one node, else over the node's links.
+        Each collective adds the latency of the ring.
 
         Args:
             num_bytes: Bytes of the whole tensor of a group.
-            ranks: Ranks of a group.
-            collectives: Number of calls that it is split into.
-            groups: Groups that share a node and its links, and do the same at once.
+            ranks: Number of ranks of a group.
+            collectives: Number of calls into which the transfer is split.
+            groups: Number of groups that share a node and its links, and do the same at once.
         """
         ranks_per_node = GPUS_PER_NODE // groups
         between = min(ranks // ranks_per_node, ranks - 1) if ranks > ranks_per_node else 0
@@ -388,9 +388,9 @@ class Target:
     def send_ms(
         self, num_bytes: float, within: int, between: int, senders: int = GPUS_PER_NODE
     ) -> float:
-        """Return the time in which a GPU sends so many bytes, in steps within and between nodes.
+        """Return the time for a GPU to send bytes, in a number of steps within and between nodes.
 
-        If any are between nodes, so many senders of a node do the same at once and share its links.
+        If any step is between nodes, `senders` GPUs of a node send at once and share its links.
         """
         network, rate = self.network, self.device.nvlink_gb_per_second
         if between:
@@ -441,7 +441,7 @@ class Step:
     """One training step of one pipeline stage, on all ranks of a data-parallel group."""
 
     def __init__(self, config: RunConfig, layout: Layout, stage: Stage, target: Target) -> None:
-        """Describe a step, of one of the stages of `time_of_step`."""
+        """Prepare the step of a stage; the arguments are those of `time_of_step`."""
         self.config, self.layout, self.stage, self.target = config, layout, stage, target
         self.device = target.device
         self.activations = Activations(config, target.device.is_modern)
@@ -451,7 +451,7 @@ class Step:
         self.has_output = stage.number == layout.pipeline - 1
         """This stage computes the logits."""
         self.zero = zero_stage(config, layout)
-        """The ZeRO stage that the run takes."""
+        """The ZeRO stage that the run uses."""
         self.costs = MODERN if self.device.is_modern else OF_V100
         if self.zero > 1:
             sums = DEEPSPEED_SUMS if self.device.is_modern else {}
@@ -462,8 +462,7 @@ class Step:
         """The time of all matrix products of a micro batch: forward, backward."""
         tokens, gemm = self.tokens, self.device.gemm_ms
         width, hidden = widths(self.config), self.config.model.hidden_size
-        # Inner dimension and columns of a token's products, how many there are of each, and the
-        # time of those that may have 8 bits in that of 16.
+        # Inner dimension, columns, number of products, and their time relative to 16 bits.
         many, part = self.num_layers, 0.5 if self.config.train.fp8 else 1.0
         layers = [
             (hidden, width.query + 2 * width.key, many, part),
@@ -484,17 +483,17 @@ class Step:
         # Weights are cast in both passes.
         cast = 2 * CAST * self.config.train.fp8 * sum(k * n * count for k, n, count, _ in layers)
         cast_ms = self.device.memory_ms(cast)
-        # The transpose of a weight is copied, 2 bytes beside 5.
+        # The backward pass also copies the transpose of each weight, which adds 2 bytes to 5.
         return forward + cast_ms, backward + 1.4 * cast_ms
 
     @cached_property
     def attention_ms(self) -> tuple[float, float]:
         """The time of attention of a micro batch: forward, backward.
 
-        The two products of the forward pass cost four operations for each pair of query and key
-        that a head sees and each of its channels; the backward pass has five. Tensor-parallel ranks
-        have heads of their own, and wait for the one whose heads see farthest, as context ranks do
-        for the last one.
+        The two products of the forward pass cost four operations for each channel of each pair of
+        query and key that a head sees; the backward pass has five products. Tensor-parallel ranks
+        have different heads, and wait for the rank whose heads see farthest. Context ranks wait for
+        the last one.
         """
         found = [self._attention_ms(each) for each in by_layer(self.config)]
         forward, backward = (sum(part) / len(found) for part in zip(*found))
@@ -512,7 +511,7 @@ class Step:
         rates = self.device.attention_tflops
         forward, backward = 1e3 * flops / (rates[0] * 1e12), 1e3 * 2.5 * flops / (rates[1] * 1e12)
         if kept.is_scored:
-            # Blocks of scores go through memory, and are computed again in the backward pass.
+            # Blocks of scores pass through memory, and are computed again in the backward pass.
             scores = most * self.num_layers * self.tokens
             forward += self.device.memory_ms(4 * SCORE_PASSES[0] * scores)
             backward += forward + self.device.memory_ms(4 * SCORE_PASSES[1] * scores)
@@ -522,11 +521,11 @@ class Step:
     def elements(self, position: PositionMethod) -> float:
         """Return the elements of width d that a layer moves per token, forward and backward."""
         m, costs = self.config.model, self.costs
-        # Of the norms and the residual stream this rank may compute a part of the tokens alone.
+        # Under sequence parallelism, norms and residual stream have only a part of the tokens here.
         total = costs.stream / (self.layout.tensor if self.config.parallel.sequence_parallel else 1)
-        # Tensor-parallel ranks divide the rest; of the gradients of biases it is seven ninths.
+        # Tensor-parallel ranks divide the rest (of the gradients of biases really seven ninths).
         divided = costs.mlp * self.config.ffn_hidden_size / (4 * m.hidden_size)
-        # GELU reads and writes 5 numbers of its width, forward and backward, and a gate 8.
+        # Forward and backward, GELU reads and writes 5 numbers per element, and a gate 8.
         divided *= 8 / 5 if m.gated_linear_unit else 1
         divided += costs.biases * m.use_bias + costs.columns * (position.bias == "slopes")
         width = widths(self.config)
@@ -534,15 +533,15 @@ class Step:
         if position.bias == "none":
             channels += JOINED * (pair + width.key)
         if m.qk_layernorm:
-            # As the norms of the stream: forward 2 and backward 5.
+            # Like the norms of the stream: forward 2 and backward 5.
             channels += 7 * pair
         if self.config.train.fp8:
-            # Inputs of four products, and gradients of their outputs.
+            # The inputs of four products, and the gradients of their outputs, are cast.
             channels += CAST * (2 * pair + 4 * m.hidden_size + width.ffn + width.projected)
         if share := position.rotated_channels(self.config) / self.config.head_dim:
             channels += (ROTATED * share + ROTATION + CUT * (share < 1)) * pair
         total += divided / self.layout.tensor + channels / m.hidden_size
-        # The forward pass is about two fifths of it.
+        # A recomputed forward pass adds about two fifths.
         recomputed = self.config.train.recompute_granularity == "full"
         return total * (1.4 if recomputed else 1.0)
 
@@ -552,7 +551,7 @@ class Step:
         m, memory_ms, costs = self.config.model, self.device.memory_ms, self.costs
         count = self.layout.num_microbatches
         tokens = count * self.tokens
-        # Two bytes an element.
+        # An element has two bytes.
         methods = [each.position for each in by_layer(self.config)]
         elements = sum(map(self.elements, methods)) / len(methods)
         moved = 2 * elements * m.hidden_size * self.num_layers * tokens
@@ -561,7 +560,7 @@ class Step:
         launches = costs.launches + costs.bias_launches * m.use_bias
         rotating = sum(each.rotated_channels(self.config) > 0 for each in methods)
         launches += ROTATION_LAUNCHES * rotating / len(methods)
-        # A kernel forward and two backward, of queries and of keys.
+        # One kernel forward and two backward, for queries and for keys.
         launches += 6 * m.qk_layernorm
         launches *= self.num_layers * count
         if self.config.train.recompute_granularity == "full":
@@ -587,7 +586,7 @@ class Step:
         return {"optimizer": update, HOST: max(0.0, self.costs.host_ms - update)}
 
     def communication_lines(self) -> Lines:
-        """Return the lines of data-parallel communication: what shows, and what hiding costs."""
+        """Return the lines of data-parallel communication: exposed time, and the cost of hiding."""
         if self.layout.replicas == 1:
             return {}
         parameters, tail = self.stage.parameters, self.stage.tail
@@ -597,13 +596,13 @@ class Step:
             count = self.layout.num_microbatches
             # Gradients are reduced in every micro batch.
             if self.zero == 3:
-                # What DeepSpeed does not keep until the backward pass is gathered a second time.
+                # Weights that DeepSpeed does not keep until the backward pass are gathered again.
                 again = max(0.0, 1 - ZERO_LIVE / parameters)
                 exposed = max(0.0, gather - forward) + max(0.0, again * gather - backward)
                 gather = count * exposed
             return {REDUCTION: count * reduce, GATHER: gather}
-        # The last bucket to reduce and the first to gather hold the tied embedding, whose gradient
-        # is the last to be complete and whose weight is the first to be used.
+        # The last bucket to be reduced and the first to be gathered hold the tied embedding, whose
+        # gradient is complete last and whose weight is used first.
         exposed_reduce = max(tail * reduce, reduce - backward)
         exposed_gather = max(tail * gather, gather - forward)
         hidden = reduce + gather - exposed_reduce - exposed_gather
@@ -612,15 +611,15 @@ class Step:
     def ring_ms(self, num_bytes: float) -> float:
         """Return the time of a reduce-scatter or an all-gather over the data-parallel ranks.
 
-        The tensor-parallel ranks of a node have a group each, and share its links.
+        Each tensor-parallel rank of a node has its own group; the groups share the node's links.
         """
         return self.target.ring_ms(num_bytes, self.layout.replicas, BUCKETS, self.layout.tensor)
 
     def reduction_ms(self) -> float:
         """Return the time of a reduce-scatter of all gradients.
 
-        In 16 bit it has two stages: a ring in fp32 within nodes, then all-to-all between nodes, in
-        which a node sends what a ring of the nodes would.
+        In 16 bit it has two stages: a ring in fp32 within nodes, then an all-to-all between nodes,
+        in which a node sends as much as in a ring of nodes.
         """
         parameters, tensor = self.stage.parameters, self.layout.tensor
         nodes = self.layout.replicas * tensor // GPUS_PER_NODE
@@ -635,7 +634,7 @@ class Step:
     def passes_ms(self) -> tuple[float, float]:
         """Return the time of the forward and the backward pass of one micro batch.
 
-        What is not a matrix product or attention is divided as those are.
+        All other time is divided in the same proportion as that of products and attention.
         """
         forward, backward = (
             gemm + attention for gemm, attention in zip(self.gemm_ms, self.attention_ms)
@@ -646,7 +645,7 @@ class Step:
     def model_parallel_lines(self) -> Lines:
         """Return the exposed communication between the ranks of a sample.
 
-        Tensor-parallel ranks are in one node, and context ranks if they fit beside them.
+        Tensor-parallel ranks are on one node, and so are context ranks if they fit.
         """
         lines: Lines = {}
         if self.layout.tensor > 1:
@@ -667,13 +666,13 @@ class Step:
             lines[SENDS] = self.target.send_ms(sent, *steps)
         return lines
 
-    # ---- What ranks of the same data-parallel number send each other ----
-    # A test compares it with what `pretrain bench step` counts.
+    # ---- Communication between ranks of one replica ----
+    # A test compares these numbers with the counts of `pretrain bench step`.
     def exposed_in_tensor_group(self) -> tuple[int, int]:
         """Return the bytes that tensor-parallel ranks exchange while nothing else runs, and rings.
 
-        Bytes are those of whole tensors. A gather or a scatter is a ring, and an all-reduce is two.
-        What is exchanged while matrix products run costs nothing.
+        Bytes are those of whole tensors. A gather or a scatter is one ring, an all-reduce two.
+        Communication that runs beside matrix products costs nothing.
         """
         config, a, layers = self.config, self.activations, self.num_layers
         has_embedding = self.stage.number == 0
@@ -690,19 +689,19 @@ class Step:
         rings += 2 * summed
         sent = rings * a.whole
         if self.has_output:
-            # Maximum, sum of exponentials and the label's logit of each token; Megatron's loss
-            # sends the last two apart.
+            # For each token the maximum, the sum of exponentials and the label's logit; Megatron's
+            # loss sends the last two separately.
             sent += 2 * 3 * 4 * a.tokens
             rings += 2 * (2 if a.has_fused_loss else 3)
         count, partial = self.layout.num_microbatches, self.stage.partial
-        # Once a step the gradients of which each rank has its part of the sequence's.
+        # Once per step, gradients of which each rank has only the part of its own tokens.
         return sent * count + 2 * 4 * partial, rings * count + 2 * (partial > 0)
 
     def exchanged_in_context_group(self) -> tuple[int, int]:
         """Return the bytes of keys and values that the last context rank receives, and the calls.
 
-        The gradients that it sends back count like what it receives. These are all keys, of which a
-        method with a reach needs a part (`Reach.received`).
+        The gradients that it sends back count like received bytes. All keys are counted, although a
+        method with a reach needs only a part of them (`Reach.received`).
         """
         a = self.activations
         passes = 2 if self.config.train.recompute_granularity == "none" else 3
@@ -711,9 +710,9 @@ class Step:
         return calls * received, calls
 
     def sent_to_stages(self) -> tuple[int, int]:
-        """Return the bytes and calls in which the stage sends activations and gradients on."""
+        """Return the bytes of activations and gradients that the stage sends, and the calls."""
         last = len(self.config.layers_per_chunk) - 1
-        # A chunk sends to the next one and to the one before.
+        # A chunk sends to the next chunk and to the previous one.
         chunks = chunk_layers(self.config, self.stage.number)
         times = sum((n > 0) + (n < last) for n, _ in chunks)
         calls = times * self.layout.num_microbatches
@@ -731,17 +730,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Timing:
-    """Hold the time of a step by class of work."""
+    """The time of a step by class of work."""
 
     lines: Lines
-    """Milliseconds by class of work, of the slowest stage, with the bubble."""
+    """Milliseconds by class of work for the slowest stage, with the pipeline bubble."""
     tokens: int
-    """Tokens of a step, of all GPUs."""
+    """Tokens of a step on all GPUs together."""
     gpus: int
 
     @property
     def milliseconds(self) -> float:
-        """Time of the step."""
+        """The time of the step in milliseconds."""
         return sum(self.lines.values())
 
     @property
@@ -754,12 +753,12 @@ class Timing:
         return sum(self.lines.get(line, 0.0) for line in PARTS[name])
 
     def mfu(self, config: RunConfig, device: Device, causal: bool) -> float:
-        """Return the model FLOPs utilization, in 0..1, of what is within the reach of the heads.
+        """Return the model FLOPs utilization, in 0..1, counting attention only within the reach.
 
         Args:
             config: The run.
             device: The GPU.
-            causal: Count the causal half of attention only.
+            causal: Count only the causal half of attention.
         """
         linear, whole = (
             flops_per_token(config, length, causal=causal)
@@ -779,8 +778,8 @@ def time_of_step(
 ) -> Timing:
     """Return the time of a step in a layout.
 
-    The slowest stage works without a pause; the others wait for it. Before its first and after its
-    last micro batch it waits for each of the others once, divided by the chunks of a stage.
+    The slowest stage works without a pause; the others wait for it. Around its own work it waits
+    for one micro batch of each other stage, divided by the number of chunks per stage.
 
     Args:
         config: The run, with the layout's keys.
@@ -792,7 +791,7 @@ def time_of_step(
     slowest: Lines = max(times, key=lambda each: sum(each.values()))
     lines = dict(slowest)
     if layout.pipeline > 1:
-        # What every micro batch has a part of.
+        # The lines that repeat for every micro batch.
         repeated = {TENSOR, CONTEXT, "matrix products", "attention", *PARTS["elementwise"]}
         passes = [sum(ms for name, ms in each.items() if name in repeated) for each in times]
         others = sum(p * stage.count for p, stage in zip(passes, stages)) - max(passes)
