@@ -1,7 +1,7 @@
 """Define the `launcher` command: one short function per subcommand, which parses and calls.
 
-The docstring of such a function is the text of its --help, so it speaks to the user of the command
-and its options document themselves.
+The docstring of such a function is the text of its --help, so it addresses the user of the command
+and describes its options.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Evaluations:
     max_tokens: Number = None
 
     def request(self) -> EvaluationRequest:
-        """Return what is asked for. Raises ConfigError for a wrong value."""
+        """Return the options as a request. Raises ConfigError for a wrong value."""
         return EvaluationRequest.parse(self.lengths, self.protocols, self.stride, self.max_tokens)
 
 
@@ -128,16 +128,17 @@ def local(
     """
     run = load_config(config, overrides)
     check_allowed(allow_changed)
-    # Refuse a layout that does not fit `nproc` here, once, before every process does.
+    # A layout that does not fit `nproc` is refused once, here, and not by every process.
     run.layout(nproc)
     if resume in (None, "auto") and is_done(run, allow_changed):
         print(already_done(run), file=sys.stderr)
         return
     check_data(run)
     settings = [word for override in overrides for word in ("--set", override)]
-    # Part of the command and not of the config's arguments, which a restart replaces.
+    # --allow-changed belongs to the command and not to the config's arguments, which a restart
+    # replaces.
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
-    # Without --resume: from here on the run has its own checkpoint to go on from.
+    # Without --resume, because from now on the run resumes from its own checkpoints.
     again = ["launcher", "local", str(config), f"--nproc={nproc}", *settings]
     again += allow_options(allow_changed)
     code = run_locally(run, nproc, train, [str(config), *settings], resume)
@@ -254,7 +255,7 @@ def evaluate_checkpoints(
     evaluate_run(Path.cwd() / run, load_site(site), evaluations.request(), nproc, time)
 
 
-# ---- looking after runs --------------------------------------------------------------------------
+# ---- managing runs -------------------------------------------------------------------------------
 @app.command()
 def status(
     runs: Annotated[list[Path] | None, typer.Argument(metavar="RUN", readable=False)] = None,

@@ -1,7 +1,7 @@
 """Measure speed and memory of training, evaluation and generation.
 
-Megatron and DeepSpeed warn about optional packages when they are imported, a screenful for each
-process. Whoever imports this package first, as the processes of a turn do, does not see them.
+When they are imported, Megatron and DeepSpeed warn about optional packages, a screenful for each
+process. Processes that import this package first, as those of a turn do, do not print the warnings.
 """
 
 import warnings

@@ -1,15 +1,15 @@
-"""Measure training steps, and what position methods cost beside each other.
+"""Measure training steps, and compare the costs of position methods.
 
-`pretrain bench train` takes steps of one run. They are those of training, but without data, hooks
-or a run's directory, so nothing has to be built or written first.
+`pretrain bench train` takes steps of one run. They are the steps of training, but without data,
+hooks or a run's directory, so nothing has to be built or written first.
 
 `pretrain bench methods` has contestants: methods and lengths. They take turns round by round, and
-in the opposite order every second round, so that what else the machine does hits all of them alike.
-Numbers of runs at different times could not be compared. Ratios are therefore taken within a round.
+in the opposite order every second round, so that other load on the machine affects all of them
+equally. Measurements at different times cannot be compared, so ratios are taken within a round.
 
 Each turn has new processes: memory is then that of one contestant alone, a GPU is empty when the
-next one begins, and no idle process of another contestant takes time from the one that is measured.
-Between turns nothing is kept but compiled kernels on the disk.
+next turn begins, and idle processes of other contestants take no time from the one that is
+measured. Between turns nothing is kept but compiled kernels on the disk.
 """
 
 from __future__ import annotations
@@ -90,26 +90,26 @@ def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
 
 
 class TrainingStep:
-    """A model, its optimizer and random tokens, for training steps without a run's directory."""
+    """A model, its optimizer and random tokens for training steps without a run's directory."""
 
     def __init__(self, config: RunConfig, topology: Topology) -> None:
         """Build the model and its optimizer. All ranks together.
 
         Args:
             config: The run.
-            topology: What `initialize` returned for a config of the same layout. Several models can
+            topology: The result of `initialize` for a config of the same layout. Several models can
                 share it.
         """
         self.config, self.topology = config, topology
         self.chunks = build_model(config)
         self.optimizer = ZeroOptimizer(config, topology, self.chunks)
         self.batches = random_batches(config, topology.layout.num_microbatches)
-        # A document of random tokens has data.vocab_size of them on average, so this measures what
-        # the mask costs, and not what it saves where documents are short.
+        # A document of random tokens has data.vocab_size tokens on average, so this measures the
+        # cost of the mask, but not its savings with short documents.
         self.eos_id = 0 if config.data.per_document_attention else None
 
     def parts(self, tokens: Tensor | None = None) -> Iterator[str]:
-        """Take one optimizer step, and yield each part's name behind it. All ranks together.
+        """Take one optimizer step, and yield the name of each part after it. All ranks together.
 
         Args:
             tokens: Token ids [sequences, S + 1]; random ones if None.
@@ -121,7 +121,7 @@ class TrainingStep:
         yield "data"
         losses = forward_backward(self.chunks, self.optimizer, micro_batches, self.eos_id)
         yield "forward and backward"
-        # What is left of the reduction after the backward pass, in which it began.
+        # The rest of the reduction, which began during the backward pass.
         self.optimizer.reduce_gradients()
         yield "gradient reduction"
         self.optimizer.update(self.config.optimizer.learning_rate)
@@ -129,13 +129,13 @@ class TrainingStep:
         average_loss(losses, self.topology)
 
     def take(self, tokens: Tensor | None = None) -> None:
-        """Take one optimizer step, and wait for its loss; `tokens` as for `parts`."""
+        """Take one optimizer step, and wait for its loss; `tokens` as in `parts`."""
         for _ in self.parts(tokens):
             pass
 
 
 def synchronized() -> float:
-    """Return the time in seconds once the device has done everything it was given."""
+    """Wait until the device has done all queued work, and return the time in seconds."""
     platform.synchronize()
     return time.perf_counter()
 
@@ -149,8 +149,8 @@ def random_batches(config: RunConfig, num_microbatches: int) -> Iterator[list[Te
     def tokens() -> Tensor:
         if config.model.adaptive_cutoffs is None:
             return torch.randint(0, size, shape, generator=generator)
-        # As often as Zipf's law has words (id i with 1 / (i + 1)), because rare words cost an
-        # adaptive softmax more. Equally frequent ones would cost it several times as much.
+        # Drawn by Zipf's law (id i with probability ~ 1 / (i + 1)), because rare words cost an
+        # adaptive softmax more. Equally frequent words would cost it several times as much.
         share = torch.rand(shape, generator=generator, dtype=torch.float64)
         return ((size + 1.0) ** share - 1).long().clamp(max=size - 1)
 
@@ -193,11 +193,11 @@ def _table(
     return "\n".join(lines)
 
 
-# ---- Let contestants take turns, each in processes of its own ----
+# ---- Let contestants take turns, each in its own processes ----
 Measured = dict[str, float]
-"""What a turn measured, by the names of a result's row."""
+"""The measurements of a turn, by the names in a result's row."""
 Task = Callable[[RunConfig, Topology], Any]
-"""Measures on one rank, all ranks together; what it returns is JSON."""
+"""Measures on one rank, all ranks together; its result is JSON."""
 
 
 ADDRESS = "127.0.0.1"
@@ -207,21 +207,21 @@ ADDRESS = "127.0.0.1"
 def take_turn(task: Task, config: RunConfig, nproc: int) -> list[Any]:
     """Call task(config, topology) in `nproc` new processes of this machine.
 
-    Without GPUs they are forked from a server that has imported everything, in a tenth of a second;
-    imports alone would take longer than what is measured. With GPUs each process imports for
-    itself, since a library that asks for the GPUs at import would leave forked ones without them.
+    Without GPUs, the processes are forked in a tenth of a second from a server that has imported
+    everything; imports alone would take longer than the measurement. With GPUs, each process
+    imports by itself, since a library that queries the GPUs at import makes them unusable in forks.
 
     Args:
-        task: A function of a module, since it is found by its name, or functools.partial of one.
-            Called on all ranks together; what it returns is JSON.
-        config: The run, whose layout the processes join in.
+        task: A function of a module, since it is found by its name, or functools.partial of such a
+            function. Called on all ranks together; its result is JSON.
+        config: The run, in whose layout the processes join.
         nproc: Number of processes, one for each GPU or a few on CPU cores.
 
     Returns:
-        What the task returned on each rank.
+        The task's result on each rank.
 
     Raises:
-        RunFailed: The task failed on a rank, or a process was killed. All have ended then.
+        RunFailed: The task failed on a rank, or a process was killed. All processes have ended.
     """
     module = getattr(task, "func", task).__module__
     multiprocessing.set_forkserver_preload([__name__, module])
@@ -232,7 +232,7 @@ def take_turn(task: Task, config: RunConfig, nproc: int) -> list[Any]:
         try:
             start_processes(_work, arguments, nproc, daemon=True, start_method=method)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         except (ProcessRaisedException, ProcessExitedException) as error:
-            # The last line of a traceback.
+            # Only the last line of the traceback is shown.
             raise RunFailed(
                 f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"
             ) from None
@@ -247,29 +247,29 @@ def _work(rank: int, task: Task, config: RunConfig, nproc: int, folder: Path) ->
         task: The task.
         config: The run.
         nproc: Number of processes.
-        folder: Where results are written, and where rank 0 tells the others its port.
+        folder: The folder for results, in which rank 0 also publishes its port.
     """
-    # Ctrl-C is for the process that started the turns, and this one ends with it.
+    # Only the process that started the turns handles Ctrl-C; this process ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Its own lock is one of the system's, which a process that leaves at once would leave behind.
+    # tqdm's default lock is a system semaphore, which os._exit below would leave behind.
     tqdm.set_lock(threading.RLock())
     torch.set_num_threads(max(1, torch.get_num_threads() // nproc))
     place = Process(rank, nproc, rank, ADDRESS, 0, folder if nproc > 1 else None)
     result = task(config, initialize(config, place))
     (folder / str(rank)).write_text(json.dumps(result))
-    # Ranks leave together: one that has gone breaks a collective of the others.
+    # Ranks exit together, because a rank that exits early breaks the collectives of the others.
     dist.barrier()
-    # An ordinary exit would take seconds to unload the imported libraries.
+    # A normal exit would take seconds to unload the imported libraries.
     os._exit(0)
 
 
 # ---- Training and evaluation: `pretrain bench methods`, and a study's efficiency ----
 BASELINE = "sinusoidal"
-"""The method that ratios are taken to, as in the paper's table of speed and memory."""
+"""The method to which ratios are taken, as in the paper's table of speed and memory."""
 STEPS = 5
 """Training steps that are timed in a turn, after WARM_UP_STEPS."""
 PASSES = 4
-"""Forward passes of each rank that are timed in a turn, after one that warms up."""
+"""Forward passes of each rank that are timed in a turn, after one warm-up pass."""
 TRAINING, EVALUATION = "train_tokens_per_second", "evaluation_tokens_per_second"
 MEMORY = "peak_memory_bytes"
 
@@ -287,14 +287,14 @@ def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, 
         nproc: Processes of each contestant.
 
     Returns:
-        {"device", "rounds", "rows", "failed"}. A row has "method" and "train_length"; of every
-        round "train_tokens_per_second" and "evaluation_tokens_per_second" of the whole job, as the
-        slowest rank saw them; and "peak_memory_bytes", the largest of any process while it trained.
-        A contestant that failed in any round has no row, and its "reason" is in "failed".
+        {"device", "rounds", "rows", "failed"}. A row has "method" and "train_length"; for every
+        round "train_tokens_per_second" and "evaluation_tokens_per_second" of the whole job, as
+        measured by the slowest rank; and "peak_memory_bytes", the largest of any process during
+        training. A contestant that failed in any round has no row; its "reason" is in "failed".
 
     Raises:
-        ConfigError: Two configs take different numbers of tokens a step, or one cannot run on so
-            many processes.
+        ConfigError: Two configs take different numbers of tokens per step, or a config cannot run
+            on `nproc` processes.
         RunFailed: All contestants failed.
     """
     check_contestants(configs, nproc)
@@ -338,10 +338,10 @@ def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, 
 
 
 def check_contestants(configs: Sequence[RunConfig], nproc: int) -> None:
-    """Check that configs can be compared with each other on so many processes.
+    """Check that configs can be compared with each other on `nproc` processes.
 
     Raises:
-        ConfigError: They cannot; see `measure`.
+        ConfigError: They cannot be compared; see `measure`.
     """
     for config in configs:
         config.layout(nproc)
@@ -363,10 +363,10 @@ def _named(key: dict[str, Any]) -> str:
 
 
 def efficiency_table(result: dict[str, Any]) -> str:
-    """Return what `measure` returned as a Markdown table, with ratios to BASELINE.
+    """Return the result of `measure` as a Markdown table, with ratios to BASELINE.
 
-    A ratio is the median over the rounds of the ratio in a round, with the smallest and the largest
-    one; of memory, which is one for all rounds, it is one number.
+    A ratio of speeds is the median over rounds of the ratio within a round, with the smallest and
+    the largest. A ratio of memory is a single number, because memory is measured over all rounds.
     """
     baselines = {row["train_length"]: row for row in result["rows"] if row["method"] == BASELINE}
     titles = ["training, tokens/s", "evaluation, tokens/s", "peak memory in training"]
@@ -390,13 +390,13 @@ def efficiency_table(result: dict[str, Any]) -> str:
 
 
 def _ratio(own: Sequence[float], other: Sequence[float]) -> str:
-    """Return speeds as multiples of the baseline's: median and range of the rounds."""
+    """Return speeds as multiples of the baseline's: the median and the range over rounds."""
     ratios = [a / b for a, b in zip(own, other, strict=True)]
     return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
 class RandomText(ScoredText):
-    """Random tokens to score, where speed is measured and no data set is needed."""
+    """Random tokens to score, so that measuring speed needs no data set."""
 
     def __init__(self, config: RunConfig, tokens: int) -> None:
         """Draw `tokens` token ids of the config's vocabulary."""
@@ -408,10 +408,10 @@ class RandomText(ScoredText):
 
 
 def measure_turn(config: RunConfig, topology: Topology) -> tuple[str, Measured]:
-    """Build a model, time training steps and an evaluation of it, and note its memory.
+    """Build a model, time training steps and an evaluation of it, and measure its memory.
 
-    All ranks together, in processes that have done nothing before. Memory is what is allocated on a
-    GPU; on a CPU all that is resident, libraries included.
+    All ranks together, in new processes. Memory is the allocated memory of a GPU; on a CPU it is
+    all resident memory, including libraries.
     """
     training = TrainingStep(config, topology)
     for _ in range(WARM_UP_STEPS):
@@ -446,7 +446,7 @@ def measure_turn(config: RunConfig, topology: Topology) -> tuple[str, Measured]:
 
 
 def _together() -> float:
-    """Return the time in seconds once all ranks have done everything so far."""
+    """Wait until all ranks have done all queued work, and return the time in seconds."""
     platform.synchronize()
     dist.barrier()
     return time.perf_counter()

@@ -1,9 +1,9 @@
 """Define the `pretrain` command: one short function per subcommand, which parses, builds and calls.
 
-The docstring of such a function is the text of its --help, so it speaks to the user of the command
-and describes its parameters. torch, Megatron and DeepSpeed are imported inside the
-functions, after the config has been checked: they take seconds, and a wrong config should be
-refused at once.
+The docstring of such a function is the text of its --help, so it addresses the user of the command
+and describes its parameters. torch, Megatron and DeepSpeed are imported inside the functions, after
+the config has been checked, because these imports take seconds and a wrong config should be refused
+at once.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def pretrain(
 def config(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
-    # Eager: takes effect before CONFIG is missed.
+    # Eager, so that it takes effect before typer reports a missing CONFIG.
     list_files: Annotated[
         bool, typer.Option("--list", is_eager=True, callback=print_and_exit(list_shipped))
     ] = False,
@@ -107,11 +107,12 @@ def config(
     from pretrain.huggingface.consumers import describe_export
 
     run = load_config(config, overrides)
-    # The fewest processes that can hold the model. A batch that fits none of them fits no number.
+    # Checked for the fewest processes that can hold the model: a batch that does not fit these fits
+    # no other number.
     if run.parallel.world_size is None:
         run.layout(run.parallel.ranks_per_copy)
     print(dump_config(run))
-    # What is exported is the model of the last phase.
+    # Exports contain the model of the last phase.
     last = run.parts[-1].config
     print(describe(run, describe_export(last, tokenizer_obstacles(run))))
 
@@ -120,7 +121,7 @@ def tokenizer_obstacles(run: RunConfig) -> list[str]:
     """Return why the tokenizer that data.tokenizer names could not be exported with the model."""
     from pretrain.data.tokenizer import load_tokenizer
 
-    # A file that is not there is refused by `pretrain data build`, with what to do.
+    # `pretrain data build` refuses a missing file and names the remedy.
     given = run.data.tokenizer
     if given is None or given == WORDS or not Path(given).is_file():
         return []
@@ -274,7 +275,7 @@ def train(
     settings = [word for override in overrides for word in ("--set", override)]
     words = ["pretrain", "train", str(config), *settings, *allow_options(allow_changed)]
     requests.command = shlex.join(words)
-    # Also before them, so that a typing mistake shows at once.
+    # Also before the slow imports, so that a typing mistake shows at once.
     run = load_config(config, overrides)
     check_allowed(allow_changed)
     from pretrain import topology
@@ -282,10 +283,10 @@ def train(
 
     code = run_training(run, resume, requests, frozenset(allow_changed))
     # After success all ranks are here and can close the process group together. After a failure
-    # some may never come, and whatever started the ranks ends those that wait.
+    # some may never come, and the launcher of the ranks ends those that wait.
     if not code:
         topology.finish()
-    # All files are closed. An ordinary exit would take seconds to unload the imported libraries.
+    # All files are closed. A normal exit would take seconds to unload the imported libraries.
     leave(code)
 
 

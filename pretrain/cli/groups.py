@@ -14,7 +14,7 @@ from pretrain.rundir.files import replace_file
 
 
 def with_methods(file: Path, overrides: list[str], methods: str) -> list[RunConfig]:
-    """Return a config for each method, alike in all else.
+    """Return a config for each method; the configs differ in nothing else.
 
     Args:
         file: The config file.
@@ -28,7 +28,7 @@ def with_methods(file: Path, overrides: list[str], methods: str) -> list[RunConf
     for method in methods.split(","):
         configs.append(load_config(file, [*overrides, f"position.method={method}"]))
         if configs[-1].position.method != method:
-            # An empty name would remove the key, and measure its default.
+            # An empty name would remove the key, so that the default method would be measured.
             raise ConfigError(f"--methods {methods}: {method!r} is not a position method")
     return configs
 
@@ -85,7 +85,7 @@ def bench_methods(
         out: Also write the measurements to this file, as JSON.
     """
     configs = with_methods(config, overrides, methods)
-    # Before minutes are spent on what goes there.
+    # Checked before minutes are spent on measurements.
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(
             f"--out {out}: {out.parent} is not a directory. Make it, or choose another"

@@ -299,8 +299,7 @@ REACH = 32.0
 on text saw 64 x 2^h tokens in a head of slope 2^-(h + 1), and heads with equal scores see 28
 (24 ln 2 + ln N for N = 65,536 keys, `pretrain.kernels.reach`)."""
 ALL_UP_TO = 1024
-"""The distance in tokens up to which all of attention is counted, even beyond the reach: the length
-for which `Device.attention_tflops` is stated."""
+"""Within this distance in tokens all keys count: it is the length of `Device.attention_tflops`."""
 
 
 def reaches(config: RunConfig) -> list[list[float]]:
