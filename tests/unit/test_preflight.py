@@ -93,7 +93,7 @@ def test_what_all_nodes_have_is_the_run_s_fault_or_nobody_s() -> None:
     assert (faults, refusal) == ({}, "") and "all 2 nodes" in warning
     waiting = dict.fromkeys((0, 1, 2, 4, 5, 6, 7), "all")
     faults, [warning], refusal = diagnose(readings(silent=waiting, r3_all="reset by peer"))
-    assert (faults, refusal) == ({}, "") and "all together (reset by peer)" in warning
+    assert (faults, refusal) == ({}, "") and "all nodes fails (reset by peer)" in warning
 
 
 def test_a_node_that_takes_long_to_load_is_only_warned_of() -> None:
