@@ -136,7 +136,7 @@ def forward_kernel(
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if DOCUMENTS:
-        # Below every score, but finite, because the first keys may all be hidden from a row.
+        # Below every finite score, but itself finite: the first keys may all be hidden from a row.
         row_max = tl.full([BLOCK_M], -3.0e38, dtype=tl.float32)
     # The own tiles come first. They hold the diagonal, where ALiBi's weights are largest, so their
     # logsumexp is a good lower bound of the whole row's and decides what else must be visited. Only

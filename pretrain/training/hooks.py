@@ -337,7 +337,7 @@ def inspect(run: Run) -> Findings:
     flags = [any_.any() for any_ in differs]
     largest, ledger = largest_magnitudes(run.optimizer), run.ledger
     limits = plausible_limits(run.optimizer, ledger.largest_proven if ledger else None)
-    # Written with <=, which is false for a nan.
+    # A nan counts as poisoned, because <= is false for it.
     poisoned = ~(largest <= limits).all()
     if ledger is not None:
         ledger.saw(run.state.step, largest)
@@ -469,7 +469,7 @@ class CheckpointHook(Hook):
         run.requests.has_problem = lambda: self.saver.has_problem
 
         def on_interrupt() -> str:
-            """Return the answer to Ctrl-C; "" but on rank 0, as a terminal signals every rank."""
+            """Return the answer to Ctrl-C; only rank 0 has one, as a terminal signals all ranks."""
             began_with = run.start_point.checkpoint
             before = checkpoint_step(began_with.path.name) if began_with is not None else None
             line = saving_then_stopping(run.state.step, self.saved_step or before)

@@ -283,8 +283,7 @@ def _roll_back(run: Run, hooks: Sequence[Hook], spike: Spike) -> None:
                 f"(train.spike_max_rollbacks = {most}), so it is not the data. Resume from an "
                 "earlier checkpoint, or with a lower optimizer.learning_rate"
             )
-        # The weights of the last update may still be being gathered into the tensors that are
-        # overwritten here.
+        # The weights of the last update may still be arriving in the tensors that are overwritten.
         run.optimizer.wait_for_weights()
         restored = load_checkpoint(checkpoint, run.optimizer, run.config)
     # Not a ConfigError, since the command's input was right: the next start may use an earlier
