@@ -522,7 +522,7 @@ class Step:
         m, costs = self.config.model, self.costs
         # Under sequence parallelism, norms and residual stream have only a part of the tokens here.
         total = costs.stream / (self.layout.tensor if self.config.parallel.sequence_parallel else 1)
-        # Tensor-parallel ranks divide the rest (of the gradients of biases really seven ninths).
+        # Tensor-parallel ranks divide the rest (in truth only seven ninths of bias gradients).
         divided = costs.mlp * self.config.ffn_hidden_size / (4 * m.hidden_size)
         # Forward and backward, GELU reads and writes 5 numbers per element, and a gate 8.
         divided *= 8 / 5 if m.gated_linear_unit else 1
