@@ -244,15 +244,6 @@ def lacking_for_triton() -> str | None:
     return None if header.exists() else str(header)
 
 
-def can_accumulate_products() -> bool:
-    """Return True if one operation can add a product of 16-bit matrices to an fp32 matrix.
-
-    On a GPU that is `torch.addmm` with `out_dtype`, which Liger-Kernel uses from compute capability
-    8.0 on (liger_kernel/ops/fused_linear_cross_entropy.py).
-    """
-    return not has_cuda() or torch.cuda.get_device_capability() >= (8, 0)
-
-
 # ---- Measure the memory of this process and the memory that it can still allocate ----
 
 

@@ -11,8 +11,9 @@ import contextlib
 import functools
 import itertools
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
+import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
@@ -338,11 +339,13 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
 
 # ---- Core attention as one opaque operation of a compiled layer ----
 # The autograd graph of its forward pass is kept until the backward pass, under a number. The number
-# is passed in a tensor, because operations of a compiled layer exchange only tensors.
+# is passed in a tensor, because operations of a compiled layer exchange only tensors. Autograd
+# saves that tensor for the backward pass. Once autograd has freed it, no backward pass can follow,
+# and the graph is freed, too.
 
 _CORES: WeakValueDictionary[int, CoreAttention] = WeakValueDictionary()
 _GRAPHS: dict[int, tuple[Tensor, list[Tensor]]] = {}
-"""Outputs and inputs of the forward passes whose backward pass has not run yet."""
+"""Outputs and inputs of the forward passes whose backward pass may still run."""
 _NUMBERS = itertools.count()
 _DISPATCH = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
 """Dispatch keys of plain code. torch runs the body of an operation below autograd
@@ -365,10 +368,13 @@ def core_attention(
     leaves = [x.detach().requires_grad_(wanted) for x in inputs[:3]]
     with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.set_grad_enabled(wanted):
         out = _CORES[int(core)](*leaves, document_starts)
-    number = next(_NUMBERS)
+    # The memory of the number's tensor. It outlives the Python object of the tensor: autograd saves
+    # the memory, and returns it in a new object.
+    number = np.array(next(_NUMBERS))
     if wanted:
-        _GRAPHS[number] = out, [*leaves, *inputs[3:]]
-    return out.detach().contiguous(), torch.tensor(number)
+        _GRAPHS[int(number)] = out, [*leaves, *inputs[3:]]
+        finalize(number, _GRAPHS.pop, int(number), None)
+    return out.detach().contiguous(), torch.from_numpy(number)
 
 
 @torch.library.custom_op("pretrain::core_attention_backward", mutates_args=())

@@ -122,7 +122,8 @@ def _collective_lines(collectives: Iterable[Collective]) -> list[str]:
 
 
 CAPABILITY = (9, 0)
-"""Compute capability of the GPU that is simulated: Hopper."""
+"""Compute capability of the GPU that is simulated: Hopper. Below 8.0 nothing is compiled, and no
+product adds to fp32."""
 
 
 @contextlib.contextmanager
@@ -189,11 +190,12 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
         return describe(*args)._replace(capability=CAPABILITY)
 
     describe = call.describe_call
+    is_modern = CAPABILITY >= (8, 0)
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (KernelInterface, "__getitem__", launcher),
             (dispatch, "describe_call", describe_call),
-            (gpt, "_abilities", lambda: (True, True, True)),
+            (gpt, "_abilities", lambda: (True, is_modern, is_modern)),
             (sharded_step, "ranks_per_node", lambda group: group.size()),
             *compiled_regions(counter),
             *weight_gradients(counter),

@@ -66,7 +66,7 @@ class Device:
     launch_gap_us: float
     """Time between the end of one kernel and the start of the next one in the same stream."""
     host_us: float
-    """Time that the host needs for each launch, through autograd."""
+    """Time that the host needs for each launch, through autograd. Assumed: counts have no times."""
     nvlink_gb_per_second: float
     """The rate at which a GPU sends to the others of its node in a collective, in one direction."""
     memory_bytes: int
@@ -220,7 +220,8 @@ class Costs(NamedTuple):
     """Elements of biases: an addition to qkv 6, and the gradients of all biases 9. V100: also
     additions of their own to the MLP's 4 d, 8, and to the residual stream, 4."""
     columns: float
-    """Elements of ALiBi's columns in q, k and v: pad, cat and cut."""
+    """Elements of ALiBi's columns in q, k and v: pad, cat and cut, 18.57; the gradients of q, k and
+    v, which are put together, 6."""
     logit: float
     """Bytes per logit, loss forward and backward: read twice and written once in 16 bit; on a V100
     in pieces, not compiled."""
@@ -231,7 +232,8 @@ class Costs(NamedTuple):
     later_sum: float
     """The same in later ones: the product reads and writes fp32. V100: an addition in fp32."""
     launches: float
-    """Kernel launches per layer without biases: 789 a micro batch of 25 layers; V100: 1,260."""
+    """Kernel launches per layer without biases: 789 a micro batch of 25 layers. V100, in micro
+    batches of 2, of whose logits 7 pieces are made: 1,257."""
     bias_launches: float
     """Further launches per layer with biases."""
     update: float = 10
@@ -256,11 +258,11 @@ MODERN = Costs(
 )
 OF_V100 = MODERN._replace(
     biases=27,
-    columns=18.65,
+    columns=24.57,
     logit=48,
     first_sum=6,
     later_sum=10,
-    launches=50.4,
+    launches=50.28,
     bias_launches=14,
 )
 """On a V100, torch.compile generates nothing and no product adds to fp32."""

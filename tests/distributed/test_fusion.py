@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pretrain.config import RunConfig
 from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.distributed.test_optimizer import LOSS, NORM
@@ -70,6 +71,18 @@ def test_weight_gradients_are_summed_in_fp32(pools, precision):
     actual, expected = pools(1).run(sum_of_weight_gradients, precision)[0]
     # Relative to the sum of magnitudes, of which the second tensor holds the largest.
     assert (actual - expected).abs().max() < 64 * 2**-24 * expected.abs().max()
+
+
+def test_where_no_product_adds_to_fp32_hooks_add_the_gradients(pools):
+    """A CPU refuses `out_dtype`, as some releases of torch or cuBLAS may on a GPU."""
+    state, batches, losses, norms, _ = expected_steps("alibi")
+    config = fused(tiny_config())
+    task = tasks.uncompiled, steps_with_the_product_of_a_gpu
+    actual, fuses, log = pools(1).run(*task, config, state, batches[:2])[0]
+    assert actual["losses"] == pytest.approx(losses[:2], **LOSS)
+    assert actual["norms"] == pytest.approx(norms[:2], **NORM)
+    assert not fuses and "aten::mm.dtype_out" in log[0]
+    assert "weight gradients are rounded to 16 bits" in log[0]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -156,6 +169,20 @@ def test_compiled_layers_are_one_graph_with_the_gradients_of_the_dense_reference
     assert all((breaks, kept) == ({}, {}) for _, _, (breaks, kept) in results)
 
 
+def test_attention_keeps_nothing_of_forward_passes_without_a_backward_pass(pools):
+    """Compiled layers in training: a loss keeps all four layers' graphs, and only while it lives.
+
+    Evaluation, with or without gradients, does not compile and keeps nothing.
+    """
+    state, tokens, *_ = expected_gradients("alibi", 8)
+    config = fused(variant_config("alibi", 8, {}), fusion="layers")
+    assert pools(1).run(graphs_kept_by_forward_passes, config, state, tokens)[0] == {
+        "training, with gradients": (4, 0),
+        "training, without": (0, 0),
+        "evaluation, with gradients": (0, 0),
+    }
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_products_of_8_bits_are_those_of_the_cast_factors(precision):
     """Output and gradients against fp64, rounded once to the training precision."""
@@ -235,6 +262,30 @@ def sum_of_weight_gradients(precision: str) -> tuple[Tensor, Tensor]:
     return total, expected
 
 
+def steps_with_the_product_of_a_gpu(
+    config: RunConfig, state: dict[str, Tensor], batches: list[Tensor]
+) -> tuple[Any, bool, list[str]]:
+    """Train where a product that only a GPU has is tried on the CPU.
+
+    Returns:
+        What `tasks.train_steps` returns; whether products add weight gradients; what is logged.
+    """
+    from unittest import TestCase
+    from unittest.mock import patch
+
+    from pretrain.model import gpt, loss
+
+    def tried() -> bool:
+        return loss._accumulates(torch.bfloat16, torch.device("cpu"))
+
+    with (
+        patch.object(gpt, "can_accumulate_products", tried),
+        TestCase().assertLogs("pretrain.kernels", "INFO") as log,
+    ):
+        found = tasks.train_steps(config, state, batches)
+        return found, gpt.choose_fusion(config).weight_gradients, log.output
+
+
 def gradients_of_compiled_layers(*arguments: Any) -> tuple[Any, int, tuple[Any, Any]]:
     """Return `tasks.gradients`, the number of graphs, their breaks, and what attention kept."""
     from torch._dynamo.utils import counters
@@ -246,6 +297,29 @@ def gradients_of_compiled_layers(*arguments: Any) -> tuple[Any, int, tuple[Any, 
     found = tasks.gradients(*arguments)
     graphs = counters["stats"]["unique_graphs"]
     return found, graphs, (dict(counters["graph_break"]), dict(attention._GRAPHS))
+
+
+def graphs_kept_by_forward_passes(
+    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
+) -> dict[str, tuple[int, int]]:
+    """Return how many graphs attention keeps of a forward pass: while its loss lives, and after."""
+    from pretrain.model import attention
+    from pretrain.model.forward import run_schedule
+
+    _, chunks = tasks._build_model_with(config, state)
+    found = {}
+    for name, training, wanted in (
+        ("training, with gradients", True, True),
+        ("training, without", True, False),
+        ("evaluation, with gradients", False, True),
+    ):
+        chunks[0].train(training)
+        with torch.set_grad_enabled(wanted):
+            loss = run_schedule(chunks, [tokens], lambda x: (x.mean(), x), forward_only=True)
+        kept = len(attention._GRAPHS)
+        del loss
+        found[name] = kept, len(attention._GRAPHS)
+    return found
 
 
 def evaluated_loss(config: Any, state: dict[str, Tensor], tokens: Tensor) -> float:
