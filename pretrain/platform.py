@@ -244,6 +244,58 @@ def lacking_for_triton() -> str | None:
     return None if header.exists() else str(header)
 
 
+@functools.cache
+def can_accumulate_products() -> bool:
+    """Return True if one operation can add a product of 16-bit matrices to an fp32 matrix.
+
+    On a GPU that is `add_product`, which is tried out: torch's documentation does not say where it
+    works. Liger-Kernel uses it from compute capability 8.0 on
+    (liger_kernel/ops/fused_linear_cross_entropy.py).
+    """
+    if not has_cuda():
+        return True
+    is_modern = torch.cuda.get_device_capability() >= (8, 0)
+    return is_modern and all(_adds(dtype, device()) for dtype in (torch.bfloat16, torch.float16))
+
+
+def add_product(
+    left: torch.Tensor, right: torch.Tensor, total: torch.Tensor, *, overwrite: bool
+) -> None:
+    """Add a product to a matrix on a GPU, in one operation.
+
+    Args:
+        left: 16-bit matrix [M, K].
+        right: 16-bit matrix [K, N].
+        total: fp32 matrix [M, N].
+        overwrite: Do not read the matrix, but replace it by the product.
+    """
+    # Tensor cores always accumulate in fp32; `out_dtype` keeps their result unrounded.
+    if overwrite:
+        torch.mm(left, right, out_dtype=torch.float32, out=total)
+    else:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+def _adds(dtype: torch.dtype, on: torch.device) -> bool:
+    """Return True if `add_product` adds without rounding to 16 bits; else log what it did."""
+    # The square of 1 + 2^-7 does not fit into 16 bits. The matrix is a view, as of a bucket.
+    factor = torch.full((16, 16), 1 + 2**-7, dtype=dtype, device=on)
+    total = torch.full((2, 16, 16), torch.nan, device=on)[1]
+    problem = "wrong result"
+    try:
+        add_product(factor, factor, total, overwrite=True)
+        add_product(factor, factor, total, overwrite=False)
+        if bool((total == 2 * 16 * (1 + 2**-7) ** 2).all()):
+            return True
+    except (RuntimeError, TypeError) as error:
+        problem = str(error).partition("\n")[0]
+    logging.getLogger("pretrain.kernels").info(
+        f"torch.addmm cannot add a product of {dtype} to fp32 here ({problem}). Weight gradients "
+        "are rounded to the training precision, and added in a second kernel"
+    )
+    return False
+
+
 # ---- Measure the memory of this process and the memory that it can still allocate ----
 
 

@@ -48,12 +48,7 @@ from pretrain.config import RunConfig
 from pretrain.config.tensors import TIED
 from pretrain.model import adaptive
 from pretrain.model.attention import CoreAttention, Positions, SelfAttention
-from pretrain.model.loss import (
-    FusedLossLayer,
-    FusedLossModel,
-    can_accumulate_products,
-    product,
-)
+from pretrain.model.loss import FusedLossLayer, FusedLossModel, product
 from pretrain.positions.base import generator
 from pretrain.startup import compile_when_called
 from pretrain.topology import own_part
@@ -101,7 +96,7 @@ def choose_fusion(config: RunConfig) -> Fusion:
 
     By default nothing is fused on a CPU: compilation would take tens of seconds at every start.
     """
-    is_gpu, can_compile, can_accumulate = _abilities()
+    is_gpu, can_compile, can_accumulate_products = _abilities()
     layers = config.train.fusion == "layers" and can_compile
     wanted = config.train.fusion in ("layers", "on") or (config.train.fusion == "auto" and is_gpu)
     return Fusion(
@@ -109,7 +104,7 @@ def choose_fusion(config: RunConfig) -> Fusion:
         layers=layers,
         loss=wanted,
         # A compiled layer returns weight gradients instead of adding them to a buffer.
-        weight_gradients=wanted and can_accumulate and not layers,
+        weight_gradients=wanted and can_accumulate_products and not layers,
     )
 
 
@@ -118,7 +113,7 @@ def _abilities() -> tuple[bool, bool, bool]:
 
     Inside `pretrain.plan.simulation` the answers are those of the simulated GPU.
     """
-    return platform.has_cuda(), platform.can_compile(), can_accumulate_products()
+    return platform.has_cuda(), platform.can_compile(), platform.can_accumulate_products()
 
 
 ACTIVATIONS = {

@@ -23,8 +23,6 @@ Shapes: S tokens, B micro batch size, T = S x B, V vocabulary of this tensor ran
 
 from __future__ import annotations
 
-import functools
-import logging
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -46,7 +44,7 @@ from pretrain.startup import compile_when_called
 #
 # Megatron's linear layers support this (gradient_accumulation_fusion), but need a CUDA extension of
 # APEX. `torch.addmm` with `out_dtype` does the same and takes the extension's place here
-# (`can_accumulate_products` tells on which devices).
+# (`platform.can_accumulate_products` tells on which devices).
 #
 # The optimizer provides the buffers and follows Megatron's convention:
 #
@@ -57,41 +55,6 @@ from pretrain.startup import compile_when_called
 #         Exists on weights whose layer adds its gradient itself. The layer sets it to True when it
 #         has done so, and gives autograd an uninitialized gradient, so that hooks still run. A hook
 #         must then drop `parameter.grad`, and reset the mark to False for the next micro batch.
-
-
-@functools.cache
-def can_accumulate_products() -> bool:
-    """Return True if one operation can add a product of 16-bit matrices to an fp32 matrix.
-
-    Liger-Kernel uses `out_dtype` from compute capability 8.0 on
-    (liger_kernel/ops/fused_linear_cross_entropy.py). Whether this release of torch and cuBLAS serve
-    it is tried out once.
-    """
-    if not platform.has_cuda():
-        return True
-    if torch.cuda.get_device_capability() < (8, 0):
-        return False
-    return all(_accumulates(dtype, platform.device()) for dtype in (torch.bfloat16, torch.float16))
-
-
-def _accumulates(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if `_add_product` adds two products exactly; else log why not."""
-    # The square of 1 + 2^-7 does not fit into 16 bits. The matrix is a view, as of a bucket.
-    factor = torch.full((16, 16), 1 + 2**-7, dtype=dtype, device=device)
-    total = torch.full((2, 16, 16), torch.nan, device=device)[1]
-    reason = "it returned a wrong sum"
-    try:
-        for is_stale in (True, False):
-            _add_product(factor, factor, total, is_stale)
-        if bool((total == 2 * 16 * (1 + 2**-7) ** 2).all()):
-            return True
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-    logging.getLogger("pretrain.kernels").info(
-        f"torch.addmm cannot add a product of {dtype} to fp32 on this device ({reason}); weight "
-        "gradients are rounded to 16 bits and added in another kernel"
-    )
-    return False
 
 
 def accumulate_in_layers(chunks: list[GPTModel]) -> None:
@@ -151,19 +114,10 @@ def add_weight_gradient(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) 
     """
     left, is_stale = grad_output.t(), take_stale(main_grad)
     if inputs.is_cuda and inputs.dtype != torch.float32:
-        _add_product(left, inputs, main_grad, is_stale)
+        platform.add_product(left, inputs, main_grad, overwrite=is_stale)
         return
     # `out_dtype` exists only on CUDA. Products of two 16-bit numbers are exact in fp32.
     main_grad.addmm_(left.float(), inputs.float(), beta=0 if is_stale else 1)
-
-
-def _add_product(left: Tensor, right: Tensor, total: Tensor, is_stale: bool) -> None:
-    """Add left right, of 16-bit matrices, to an fp32 matrix, or overwrite a stale one with it."""
-    # Tensor cores always accumulate in fp32; `out_dtype` keeps their result unrounded.
-    if is_stale:
-        torch.mm(left, right, out_dtype=torch.float32, out=total)
-    else:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
 class AddingProduct(torch.autograd.Function):

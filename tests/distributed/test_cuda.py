@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from pretrain import platform
 from tests.conftest import tiny_config
 from tests.distributed import tasks
 from tests.distributed.pool import Pool
@@ -50,7 +51,7 @@ def test_fp32_gradients_equal_the_dense_reference_on_the_cpu(gpu, variant, heads
 def test_a_product_of_16_bit_matrices_adds_to_fp32(gpu):
     """From compute capability 8.0 on; else the log says what torch or cuBLAS refused."""
     is_modern = torch.cuda.get_device_capability() >= (8, 0)
-    assert gpu.run(can_accumulate_products) == [is_modern]
+    assert gpu.run(platform.can_accumulate_products) == [is_modern]
 
 
 @pytest.mark.parametrize("fusion", ["auto", "off"])
@@ -85,10 +86,3 @@ def test_half_precision_follows_fp32(gpu, precision):
     config = tiny_config(train={"precision": precision}, optimizer={"initial_loss_scale_power": 12})
     actual = gpu.run(tasks.train_steps, config, state, batches)[0]
     assert actual["losses"] == pytest.approx(losses, rel=2e-2)
-
-
-# ---- task of the rank ----------------------------------------------------------------------------
-def can_accumulate_products() -> bool:
-    from pretrain.model import loss
-
-    return loss.can_accumulate_products()

@@ -82,7 +82,7 @@ def test_where_no_product_adds_to_fp32_hooks_add_the_gradients(pools):
     assert actual["losses"] == pytest.approx(losses[:2], **LOSS)
     assert actual["norms"] == pytest.approx(norms[:2], **NORM)
     assert not fuses and "aten::mm.dtype_out" in log[0]
-    assert "weight gradients are rounded to 16 bits" in log[0]
+    assert "Weight gradients are rounded to the training precision" in log[0]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -273,17 +273,18 @@ def steps_with_the_product_of_a_gpu(
     from unittest import TestCase
     from unittest.mock import patch
 
-    from pretrain.model import gpt, loss
+    from pretrain import platform
+    from pretrain.model.gpt import choose_fusion
 
     def tried() -> bool:
-        return loss._accumulates(torch.bfloat16, torch.device("cpu"))
+        return platform._adds(torch.bfloat16, torch.device("cpu"))
 
     with (
-        patch.object(gpt, "can_accumulate_products", tried),
+        patch.object(platform, "can_accumulate_products", tried),
         TestCase().assertLogs("pretrain.kernels", "INFO") as log,
     ):
         found = tasks.train_steps(config, state, batches)
-        return found, gpt.choose_fusion(config).weight_gradients, log.output
+        return found, choose_fusion(config).weight_gradients, log.output
 
 
 def gradients_of_compiled_layers(*arguments: Any) -> tuple[Any, int, tuple[Any, Any]]:
