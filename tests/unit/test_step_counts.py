@@ -272,13 +272,14 @@ def test_the_model_of_a_step_takes_what_is_counted(gpu, model, launches):
         assert moved / 1e9 == pytest.approx(65.25 - overwritten, rel=1e-2)
         assert f"{launches} launches and {moved / 1e9:.1f} GB a micro batch" in PAGE
     parts = [cost(each, *BETWEEN_PRODUCTS).bytes_moved for each in (one, two)]
-    each = 4096 * 1024 * config.batch.micro_batch_size
-    elements = (parts[1] - parts[0]) / each
+    # Two bytes for each of the 2,048 channels of every token.
+    element = 4096 * 1024 * config.batch.micro_batch_size
+    elements = (parts[1] - parts[0]) / element
     # Norms read their inputs twice in the backward pass, of which the counter knows nothing.
     known = costs.stream + costs.mlp + costs.biases * bool(model) + costs.columns - 4
     if not is_modern:
         # Gradients of a layer's weights are copied to fp32.
-        known += costs.first_sum * 12 * 2048**2 / each
+        known += costs.first_sum * 12 * 2048**2 / element
     assert elements == pytest.approx(known, rel=2e-3)
 
 
