@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from pretrain.evaluation.judge import (
@@ -23,7 +23,6 @@ from pretrain.evaluation.judge import (
     combined,
     compare,
     compare_alike,
-    gap,
     missing,
 )
 from pretrain.evaluation.records import EVALUATED_WITH, Curve, grouped
@@ -149,11 +148,11 @@ def at_longest(method: str, first: int, last: float = math.inf) -> Form:
     return cases
 
 
-def at_worst(beyond: int, to: int, *kinds: str, of_best: bool = False) -> Form:
+def at_worst(first: int, to: int, *kinds: str, of_best: bool = False) -> Form:
     """Compare ALiBi where it has risen most with itself at L; it passes if that is known to `to` L.
 
     Args:
-        beyond: The lengths are longer than this, in training lengths.
+        first: The shortest of the lengths, which are beyond L, in training lengths.
         to: The longest of them, in training lengths.
         kinds: As of `Evidence.of`.
         of_best: Compare with the best of the shorter lengths from L on in place of L.
@@ -162,13 +161,13 @@ def at_worst(beyond: int, to: int, *kinds: str, of_best: bool = False) -> Form:
     def cases(evidence: Evidence, judge: Judge) -> Iterator[Case]:
         for curve in evidence.of("alibi", *kinds):
             trained, farthest = curve.train_length, to * curve.train_length
-            later = _lengths(curve, beyond * trained + 1, farthest)
+            later = _lengths(curve, max(first * trained, trained + 1), farthest)
             if not later or not _lengths(curve, trained, later[0] - 1 if of_best else trained):
                 yield missing(curve, trained if later else farthest)
                 continue
             best = {n: _best(curve, trained, n - 1 if of_best else trained) for n in later}
-            worst = max(later, key=lambda n: gap(curve, n, curve, best[n]).value)
-            case = compare(curve, worst, curve, best[worst], judge)
+            found = [compare(curve, n, curve, best[n], judge) for n in later]
+            case = _deciding(found, lambda ratio: ratio)
             unseen = case.verdict == Verdict.PASSES and later[-1] < farthest
             yield missing(curve, farthest) if unseen else case
 
@@ -191,8 +190,8 @@ def sliding_alibi(evidence: Evidence, judge: Judge) -> Iterator[Case]:
             )
             yield Case(Verdict.MISSING, words, trained)
             continue
-        farthest = max(beyond, key=lambda n: abs(gap(curve, n, curve, trained).value))
-        yield compare(curve, farthest, curve, trained, judge)
+        found = [compare(curve, n, curve, trained, judge) for n in beyond]
+        yield _deciding(found, lambda ratio: abs(ratio - 1))
 
 
 def gains(method: str, tokens: int) -> Form:
@@ -203,12 +202,20 @@ def gains(method: str, tokens: int) -> Form:
             trained, end = curve.train_length, curve.train_length + tokens
             beyond = _lengths(curve, end + 1)
             if beyond and _lengths(curve, trained, end):
-                later, best = _best(curve, end + 1), _best(curve, trained, end)
-                yield compare(curve, later, curve, best, judge)
+                best = _best(curve, trained, end)
+                found = [compare(curve, n, curve, best, judge) for n in beyond]
+                yield _deciding(found, lambda ratio: -ratio)
             else:
                 yield missing(curve, trained if beyond else end + 1)
 
     return cases
+
+
+def _deciding(cases: Sequence[Case], order: Callable[[float], float]) -> Case:
+    """Return the case with the verdict on all; of several, the last in the order of ratios."""
+    verdict = combined([case.verdict for case in cases])
+    found = [case for case in cases if case.verdict == verdict]
+    return max(found, key=lambda case: order(case.ratio[1]) if case.ratio else 0)
 
 
 def _lengths(curve: Curve, first: int, last: float = math.inf) -> list[int]:
@@ -266,7 +273,8 @@ def from_a_sixth(evidence: Evidence, judge: Judge) -> Iterator[Case]:
 
     ALiBi is trained at less, and at a sixth of it or more.
     """
-    for other in evidence.of("sinusoidal", NONOVERLAPPING)[-1:]:
+    others = evidence.of("sinusoidal", NONOVERLAPPING)
+    for other in (each for each in others if each.train_length == others[-1].train_length):
         longest = other.train_length
         for alibi in evidence.of("alibi", NONOVERLAPPING):
             if longest <= 6 * alibi.train_length < 6 * longest:
@@ -274,7 +282,7 @@ def from_a_sixth(evidence: Evidence, judge: Judge) -> Iterator[Case]:
 
 
 def in_order(*methods: str) -> Form:
-    """Compare each method with the next one that was trained, at the longest length of both.
+    """Compare each method with the next one that was trained, at the longest length of them all.
 
     That is at least 4 L and at most 16 L.
     """
@@ -283,28 +291,31 @@ def in_order(*methods: str) -> Form:
         ordered = [curve for method in methods for curve in evidence.of(method)]
         groups = grouped(ordered, lambda curve: (curve.protocol, curve.train_length))
         for (protocol, trained), group in groups.items():
-            trained_ones = list(dict.fromkeys(curve.method for curve in group))
+            trained_ones = grouped(group, lambda curve: curve.method)
             without = ", ".join(each for each in methods if each not in trained_ones)
             if without and len(trained_ones) > 1:
                 words = f"the order holds no {without}, L = {trained}, {protocol}"
                 yield Case(Verdict.MISSING, words, trained)
-            for pair in itertools.pairwise(trained_ones):
-                of_both = ([c for c in group if c.method == method] for method in pair)
-                for a, b in itertools.product(*of_both):
-                    case = _far_beyond(a, b, judge)
-                    # A part of an order can fail, and does not show that the whole holds.
-                    if not without or case.verdict != Verdict.PASSES:
-                        yield case
+            lengths = [_lengths(curve, 4 * trained, FARTHEST * trained) for curve in group]
+            common = set(lengths[0]).intersection(*lengths[1:])
+            pairs = itertools.pairwise(trained_ones.values())
+            parts = [
+                _far_beyond(a, b, common or set(_lengths(a, 4 * trained)), judge)
+                for pair in pairs
+                for a, b in itertools.product(*pair)
+            ]
+            # A part of an order can fail, and does not show that the whole holds.
+            is_whole = common and not without and all(p.verdict != Verdict.MISSING for p in parts)
+            yield from (part for part in parts if is_whole or part.verdict != Verdict.PASSES)
 
     return cases
 
 
-def _far_beyond(a: Curve, b: Curve, judge: Judge) -> Case:
-    """Compare two methods at the longest length of both, which must be at least 4 L."""
-    trained = a.train_length
-    common = set(_lengths(a, 4 * trained, FARTHEST * trained)) & set(b.records)
+def _far_beyond(a: Curve, b: Curve, among: Collection[int], judge: Judge) -> Case:
+    """Compare two methods at the longest of some lengths that both have."""
+    common = set(_lengths(a, 0, FARTHEST * a.train_length)) & set(b.records) & set(among)
     if not common:
-        return missing(b if set(a.records) > set(b.records) else a, 4 * trained)
+        return missing(b if set(a.records) > set(b.records) else a, 4 * a.train_length)
     return compare_alike(a, b, max(common), judge)
 
 
@@ -486,8 +497,8 @@ def alibi_at_2L_beats_sinusoidal_in_equal_time() -> None:
 
 @claim(Gap.at_most, 1.0, from_a_sixth)
 def alibi_of_a_sixth_beats_sinusoidal() -> None:
-    """At T, the longest training length of sinusoidal positions, ALiBi trained at any length from
-    T / 6 to below T has a lower perplexity than sinusoidal positions (nonoverlapping).
+    """At T, the longest training length of sinusoidal positions, ALiBi has a lower perplexity at
+    every compared training length from T / 6 to below T, if only at T / 2 (nonoverlapping).
 
     Source: Section 4.1, for L = 512 to 2048 at 3072; figure 8, tables 5, 6, 8 and 9 (18.40 against
     18.67, wikitext103.alibi_nonoverlapping.512.3072)
@@ -536,10 +547,10 @@ def t5_gains_for_800_tokens() -> None:
     """
 
 
-@claim(Gap.at_most, HELD, at_longest("rotary", 1, 128))
+@claim(Gap.at_most, HELD, at_longest("rotary", 100, 128))
 def rotary_holds_for_100_tokens() -> None:
     """Rotary positions hold for 100 to 200 tokens beyond L: perplexity at most 5 % above that at L,
-    at the longest length up to L + 128.
+    at the longest length from L + 100 to L + 128.
 
     Source: Figure 1; tables 2 to 4 (wikitext103.extrapolation_nonoverlapping)
     """
@@ -554,10 +565,10 @@ def rotary_degrades() -> None:
     """
 
 
-@claim(Gap.at_most, HELD, at_longest("t5", 1, 512))
+@claim(Gap.at_most, HELD, at_longest("t5", 384, 512))
 def t5_holds_for_500_tokens() -> None:
     """The T5 bias holds for several hundred tokens beyond L: perplexity at most 5 % above that at
-    L, at the longest length up to L + 512.
+    L, at the longest length from L + 384 to L + 512.
 
     Source: Figure 1; tables 2 to 4 and 14 (wikitext103.sliding_stride1.t5_512)
 

@@ -13,6 +13,7 @@ from pretrain.evaluation.records import EVALUATED_WITH, make_curves
 from pretrain.study import published
 from tests.unit.report_records import curve_of, make_record
 from tests.unit.study_files import (
+    AT_L,
     METHODS,
     TRAINED,
     make_records,
@@ -242,7 +243,7 @@ def diverged(records, method, seed=1):
 
 @pytest.mark.parametrize("seeds", [(1,), (1, 2)])
 def test_nothing_wins_against_a_run_that_diverged(seeds):
-    records = make_records(seeds=seeds, methods=("alibi", "sinusoidal"))
+    records = make_records(seeds=seeds)
     found = verdicts(diverged(records, "sinusoidal"))
     for claim in ("alibi_no_worse_than_sinusoidal_at_L", "order_of_extrapolation"):
         assert found[claim] == Verdict.MISSING, claim
@@ -265,6 +266,50 @@ def test_claims_inside_the_noise_are_not_judged(noise):
     for name in of_two_curves if "seeds" in noise else OF_CURVES:
         assert found[name] == Verdict.NOISE, name
         assert found[name].short == "cannot be judged"
+
+
+@pytest.mark.parametrize(
+    ("at_4l", "at_8l", "verdict"),
+    [
+        ((1.06, 0.1), (1.05, 0.0), Verdict.FAILS),
+        ((1.029, 0.0), (1.028, 0.02), Verdict.NOISE),
+        ((1.029, 0.0), (1.0, 0.01), Verdict.PASSES),
+    ],
+)
+def test_the_largest_rise_does_not_hide_another(at_4l, at_8l, verdict):
+    """Each is a rise above the best and half of its interval, in nats."""
+    rises = {4: at_4l, 8: at_8l}
+
+    def risen(record):
+        rise, half = rises.get(record["length"] / record["train_length"], (None, 0.0))
+        if record["method"] != "alibi" or record["protocol"] != "nonoverlapping" or rise is None:
+            return record
+        loss = math.log(AT_L["alibi"][record["train_length"]] * 0.93 * rise)
+        ends = {"loss_nats": loss, "loss_low": loss - half, "loss_high": loss + half}
+        return record | ends | {"perplexity": math.exp(loss)}
+
+    found = verdicts(list(map(risen, make_records(spread=0.0))))
+    assert found["alibi_stays_near_best_to_16L"] == verdict
+
+
+def test_holding_for_many_tokens_is_not_judged_on_a_few():
+    found = verdicts(make_records(trained=(128,), lengths=(128, 129, 160)))
+    assert found["rotary_holds_for_100_tokens"] == Verdict.MISSING
+    assert found["t5_holds_for_500_tokens"] == Verdict.MISSING
+
+
+def test_the_methods_of_an_order_are_compared_at_one_length():
+    """The T5 bias is ahead at 4 L, the longest length of all, and behind at 16 L."""
+    records = [r for r in make_records() if r["protocol"] == "nonoverlapping"]
+    cut = [r for r in records if r["method"] != "rotary" or r["length"] <= 4 * r["train_length"]]
+    assert verdicts(cut)["order_of_extrapolation"] == Verdict.PASSES
+
+    def ahead(record):
+        is_ahead = (record["method"], record["length"]) in (("t5", 256), ("t5", 512))
+        lower = {k: record[k] - 0.1 for k in ("loss_nats", "loss_low", "loss_high")}
+        return record | lower if is_ahead else record
+
+    assert verdicts(list(map(ahead, cut)))["order_of_extrapolation"] == Verdict.FAILS
 
 
 def test_values_of_one_text_are_told_apart_block_by_block():
