@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -17,6 +19,7 @@ from pretrain.config import (
     dump_config,
     load_config,
     num_parameters,
+    parse_config,
     rules,
     writing,
 )
@@ -337,10 +340,18 @@ def plan_run(
     found = best[0].config
     if config.phases:
         phases = tuple(_in_layout(phase, each.config) for phase, each in zip(config.phases, best))
-        found = config.model_copy(update={"parallel": found.parallel, "phases": phases})
+        # Phases with a batch size of their own do not use the size of the whole run, which must be
+        # possible all the same.
+        per_rank = config.batch.global_batch_size // best[0].layout.data
+        micro = math.gcd(per_rank, found.batch.micro_batch_size)
+        batch = config.batch.model_copy(update={"micro_batch_size": micro})
+        changed = {"parallel": found.parallel, "batch": batch, "phases": phases}
+        found = config.model_copy(update=changed)
+    written = dump_config(found)
+    parse_config(tomllib.loads(written), f"--out {out}")
     with writing(out), out.open("x") as file:
         file.write(f"# {source} in the layout of `pretrain plan`: {best[0].name}.\n")
-        file.write(dump_config(found))
+        file.write(written)
     return f"{text}\n\n{out}: {source} as {best[0].name}"
 
 

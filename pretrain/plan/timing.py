@@ -270,8 +270,6 @@ DEEPSPEED = {"update": 44.0, "whole_model": 44.0, "host_ms": 13.0}
 DEEPSPEED_SUMS = {"first_sum": 18.0, "later_sum": 18.0}
 """Costs at ZeRO 2 and 3, where DeepSpeed takes the step and sums gradients. On a V100 the sums are
 assumed to cost as much as at ZeRO 1."""
-BUCKETS = 39
-"""The number of buckets of gradients. Counted (pretrain/optim/buckets.py)."""
 ROTATED, ROTATION, CUT = 20.4, 6, 2
 """Elements that Megatron's rotation moves per channel of queries and keys: per rotated channel; per
 channel in any case; and per channel if only a part is rotated."""
@@ -614,7 +612,8 @@ class Step:
 
         Each tensor-parallel rank of a node has its own group; the groups share the node's links.
         """
-        return self.target.ring_ms(num_bytes, self.layout.replicas, BUCKETS, self.layout.tensor)
+        buckets = len(self.stage.buckets)
+        return self.target.ring_ms(num_bytes, self.layout.replicas, buckets, self.layout.tensor)
 
     def reduction_ms(self) -> float:
         """Return the time of a reduce-scatter of all gradients.
@@ -626,11 +625,11 @@ class Step:
         nodes = self.layout.replicas * tensor // GPUS_PER_NODE
         if self.config.parallel.gradient_reduce_dtype == "fp32" or nodes <= 1:
             return self.ring_ms(4 * parameters)
-        within = GPUS_PER_NODE // tensor
-        within_ms = self.target.ring_ms(4 * parameters, within, BUCKETS, tensor)
+        within, buckets = GPUS_PER_NODE // tensor, len(self.stage.buckets)
+        within_ms = self.target.ring_ms(4 * parameters, within, buckets, tensor)
         # Each GPU of a node sends its part of the sums.
         sums = 2 * parameters / within
-        return within_ms + self.target.ring_ms(sums, nodes, BUCKETS, GPUS_PER_NODE)
+        return within_ms + self.target.ring_ms(sums, nodes, buckets, GPUS_PER_NODE)
 
     def passes_ms(self) -> tuple[float, float]:
         """Return the time of the forward and the backward pass of one micro batch.
