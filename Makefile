@@ -5,7 +5,7 @@ SETUP := .venv/.installed
 DEMO := runs/demo
 STUDY := runs/study_demo
 
-# Two targets at once would be two pips in one .venv.
+# Even with -j: `make clean test` would remove what it makes.
 .NOTPARALLEL:
 
 .PHONY: help setup demo study test test-changed torture lint docs clean
@@ -28,8 +28,7 @@ demo: $(SETUP)  ## train short, test long on Shakespeare (6 minutes on 2 cores)
 study: $(SETUP)  ## train four methods at 64 and 128 tokens and judge the claims (20 minutes)
 	$(BIN)/pretrain study configs/studies/demo.toml --nproc 2
 
-# One test builds the site.
-test: $(SETUP)-docs  ## run all tests; as root on Debian, also installs Slurm for its tests
+test: $(SETUP)  ## run all tests; as root on Debian, also installs Slurm for its tests
 	tests/slurm/install.sh
 	tests/all.sh $(BIN)/python
 
@@ -39,12 +38,12 @@ test-changed: $(SETUP)  ## run the tests that import code changed since main, or
 torture: $(SETUP)  ## run the further cases that `make test` leaves out; takes hours
 	$(BIN)/python -m pytest -m torture
 
-lint: $(SETUP)-lint  ## check style and format (ruff) and types (mypy --strict)
+lint: $(SETUP)  ## check style and format (ruff) and types (mypy --strict)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-docs: $(SETUP)-docs  ## build the documentation site in site/ (mkdocs-material)
+docs: $(SETUP)  ## build the documentation site in site/ (mkdocs-material)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'open site/index.html, or with search: $(BIN)/python -m http.server --directory site'
 
@@ -62,13 +61,10 @@ $(SETUP): pyproject.toml constraints.txt requirements-demo.txt
 	    echo 'error: $(PYTHON) cannot make virtual environments: apt-get install python3-venv' >&2; \
 	    exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt -e '.[test,data,wandb]'
-	$(BIN)/pip install --no-deps --require-hashes -r requirements-demo.txt
-	@# Where PYTHONDONTWRITEBYTECODE is set, every rank would compile them, for up to half a second.
+	$(BIN)/pip install --no-compile -c constraints.txt -e '.[test,data,wandb,lint,docs]'
+	$(BIN)/pip install --no-compile --no-deps --require-hashes -r requirements-demo.txt
+	@# Where PYTHONDONTWRITEBYTECODE is set, every rank would compile what it imports, for seconds.
+	@# pip compiles on one core, this on all. Some libraries have files for other versions of Python.
 	@$(BIN)/python -m compileall -q pretrain launcher kernels
-	@touch $@
-
-# What only `make lint` or `make docs` needs, each by the extra of its name.
-$(SETUP)-%: $(SETUP)
-	$(BIN)/pip install -c constraints.txt -e '.[$*]'
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@

@@ -1,6 +1,6 @@
 """The reference of the site has every key and every command, and its links lead somewhere.
 
-mkdocs is not needed for this. Where it is installed (`make docs`), the whole site is built.
+mkdocs is not needed for this. Where it is installed (`make setup`), the whole site is built.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_examples_in_helps_are_commands_that_exist():
     assert count > 20
 
 
-@pytest.mark.skipif(not HAS_MKDOCS, reason="mkdocs is not installed: make docs")
+@pytest.mark.skipif(not HAS_MKDOCS, reason="mkdocs is not installed: make setup")
 def test_the_site_builds_without_a_warning_and_loads_nothing(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
