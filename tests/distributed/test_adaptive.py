@@ -30,7 +30,8 @@ LAYOUTS = {name: ALL_LAYOUTS[name] for name in ("one", "dp2", "zero2-cp2", "zero
 
 
 def adaptive_config(parallel=None, *, tied=True, **sections):
-    model = {"adaptive_cutoffs": CUTOFFS, "tie_word_embeddings": tied, **sections.pop("model", {})}
+    model = {"adaptive_cutoffs": CUTOFFS, "tie_word_embeddings": tied, "num_layers": 2}
+    model |= sections.pop("model", {})
     return tiny_config(model=model, parallel=parallel or {}, **sections)
 
 

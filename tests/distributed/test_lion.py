@@ -50,7 +50,7 @@ def test_steps_equal_the_plain_formula(pools, layout):
     five-hundredth of all: softmax does not see them.
     """
     processes, parallel = ALL_LAYOUTS[layout]
-    config = tiny_config(parallel=parallel, optimizer=LION)
+    config = tiny_config(model={"num_layers": 2}, parallel=parallel, optimizer=LION)
     state = random_state(config, seed=11)
     losses, weights = dense(config, state)
     actual = pools(processes).run(tasks.train_steps, config, state, learnable_batches(STEPS))[0]
@@ -66,6 +66,7 @@ def test_its_state_is_saved_and_resumed_in_another_layout(pools, tiny_data, tmp_
         return tiny_config(
             run={"directory": str(tmp_path / name)},
             data={"directory": str(tiny_data)},
+            model={"num_layers": 2},
             parallel=parallel,
             optimizer=LION,
         )

@@ -27,6 +27,7 @@ def _config(directory, data, parallel=None, interval=1, steps=3, **checkpoint):
     return tiny_config(
         run={"directory": str(directory)},
         data={"directory": str(data)},
+        model={"num_layers": 2},
         parallel=parallel or {},
         train={"num_steps": steps},
         schedule={"lr_warmup_steps": 1},

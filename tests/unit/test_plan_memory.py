@@ -41,7 +41,8 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "transformer_xl": {"position": {"method": "transformer_xl"}},
     "cope": {"position": {"method": "cope"}},
     "fire": {"position": {"method": "fire"}},
-    "hybrid": {"position": {"method": "hybrid"}},
+    # One layer of each of its methods.
+    "hybrid": {"position": {"method": "hybrid"}, "model": {"num_layers": 4}},
     "trained slopes": {"position": {"trainable_slopes": True}},
     "learned": {"position": {"method": "learned", "max_position_embeddings": 512}},
     "rotary, a quarter of grouped queries": {
@@ -119,7 +120,7 @@ def small_run(layout: str, model: str) -> RunConfig:
         2 * pipeline if "virtual_pipeline_model_parallel_size" in parallel else (pipeline + 1)
     )
     sections = {name: dict(keys) for name, keys in MODELS[model].items()}
-    shape = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024}
+    shape = {"num_layers": 4 if pipeline > 1 else 2, "hidden_size": 256, "ffn_hidden_size": 1024}
     return tiny_config(
         parallel={**parallel, "world_size": world_size},
         data={"sequence_length": 256, **sections.pop("data", {})},
