@@ -28,6 +28,7 @@ from pretrain.config.schema import Effect, Section
 from pretrain.config.trajectory import data_differences, differences, scheduled_changes
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.records import Table, grouped, read_records, records_json
+from pretrain.evaluation.windows import SLIDING
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import (
     complete_checkpoints,
@@ -471,30 +472,40 @@ def _check_evaluation(study: Study) -> None:
 def _other_experiment(run: StudyRun) -> Iterator[str]:
     """Yield a line for each difference between a trained run and what the study file asks for.
 
-    The run is known by its newest checkpoint or, if its weights are gone, by its record. This check
-    is stricter than that of a resumed run: more steps mean another schedule, and in a study every
-    key has one value, so changes that were allowed during the run count as differences.
+    Its record and its newest checkpoint must both agree, because a run may have been trained on
+    since it was recorded. This check is stricter than that of a resumed run: more steps mean
+    another schedule, and in a study every key has one value, so changes that were allowed during
+    the run count as differences.
     """
+    if recorded := read_json(run.record / RECORD):
+        before, of = load_config(run.record / CONFIG).parts[-1].config, recorded.get("data", {})
+        yield from _refused(run, before, run.trained, of, run.record, run.record)
     checkpoints = complete_checkpoints(run.config.directory)
-    changes: Sequence[Change] = ()
-    if checkpoints:
-        try:
-            checkpoint = open_checkpoint(checkpoints[-1])
-        except DamagedCheckpoint:
-            # Training resumes from the checkpoint before it; for a finished run, the evaluation
-            # reports the damage.
-            return
-        step = checkpoint.trainer_state.step
+    try:
+        checkpoint = open_checkpoint(checkpoints[-1]) if checkpoints else None
+    except DamagedCheckpoint:
+        # Training resumes from the checkpoint before it; for a finished run, the evaluation
+        # reports the damage.
+        checkpoint = None
+    if checkpoint is not None:
+        before, origin, path = checkpoint.config, checkpoint.origin, checkpoint.path
         # The phase of the last step that the run has taken.
-        part = run.config.phase_after(max(step - 1, 0)).config
-        found, of = differences(checkpoint.config, part), checkpoint.origin.data
-        path, changes, remove = checkpoint.path, checkpoint.origin.changes, run.config.directory
-    elif of := read_json(run.record / RECORD).get("data", {}):
-        recorded = load_config(run.record / CONFIG).parts[-1].config
-        found = differences(recorded, run.trained)
-        path = remove = run.record
-    else:
-        return
+        after = run.config.phase_after(max(checkpoint.trainer_state.step - 1, 0)).config
+        remove = run.config.directory
+        yield from _refused(run, before, after, origin.data, path, remove, origin.changes)
+
+
+def _refused(
+    run: StudyRun,
+    before: RunConfig,
+    after: RunConfig,
+    of: Mapping[str, str],
+    path: Path,
+    remove: Path,
+    changes: Sequence[Change] = (),
+) -> Iterator[str]:
+    """Yield a line for each difference from `path`, which was trained on data with hashes `of`."""
+    found = differences(before, after)
     if missing_data(run.config) is None:
         streams = open_stream(run.config, "train"), open_stream(run.config, "validation")
         found += data_differences(of, data_hashes(streams), run.config.data.directory)
@@ -533,12 +544,20 @@ RECORD = "record.json"
 def asked_of(study: Study) -> dict[str, Any]:
     """Return everything besides the run that decides the result of an evaluation, as JSON."""
     asked = json.loads(study.asked.evaluation.model_dump_json())
-    return {**asked, "lengths": list(study.lengths)}
+    return _resolved({**asked, "lengths": list(study.lengths)})
+
+
+def _resolved(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the one way to write all requests that measure the same."""
+    stride = (asked["stride"] or min(asked["lengths"])) if SLIDING in asked["protocols"] else None
+    return {**asked, "protocols": sorted({*asked["protocols"]}), "stride": stride}
 
 
 def is_recorded(study: Study, run: StudyRun) -> bool:
     """Return True if a run's record is complete and its evaluation is what the study asks for."""
-    return bool(read_json(run.record / RECORD).get("asked") == asked_of(study))
+    recorded = read_json(run.record / RECORD).get("asked")
+    # Resolved too, because earlier versions recorded it as the study file had it.
+    return bool(recorded) and _resolved(recorded) == asked_of(study)
 
 
 def write_record(study: Study, run: StudyRun, records: Sequence[Mapping[str, Any]]) -> None:

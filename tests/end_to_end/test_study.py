@@ -67,6 +67,16 @@ class Desk:
         return {run["name"]: run for run in runs}
 
 
+def moved(desk: Desk, folder: Path, *without: str) -> Desk:
+    """Return a copy of a desk in another folder, but for what has these names."""
+    shutil.copytree(desk.folder / "s", folder / "s", ignore=shutil.ignore_patterns(*without))
+    for file in desk.folder.glob("*.toml"):
+        shutil.copy(file, folder)
+    found = copy.copy(desk)
+    found.folder = folder
+    return found
+
+
 class Whole(NamedTuple):
     """A study that was stopped in its first run, and went on."""
 
@@ -183,11 +193,7 @@ def test_a_second_seed_leaves_finished_runs_where_they_are_and_in_the_report(
     whole: Whole, tmp_path: Path
 ) -> None:
     """The same with a seed that was taken away again, whose runs are kept."""
-    shutil.copytree(whole.desk.folder / "s", tmp_path / "s")
-    for file in whole.desk.folder.glob("*.toml"):
-        shutil.copy(file, tmp_path)
-    desk, before = copy.copy(whole.desk), whole.after[0]
-    desk.folder = tmp_path
+    desk, before = moved(whole.desk, tmp_path), whole.after[0]
     file = tmp_path / "study.toml"
     text = file.read_text()
     file.write_text(text.replace("[evaluation]", "seeds = [7, 1234]\n\n[evaluation]", 1))
@@ -219,18 +225,31 @@ def test_an_edited_study_file_mixes_no_experiments(whole: Whole) -> None:
     for run in ("alibi-32-s1234", "sinusoidal-32-s1234"):
         line = f"edited.toml: {run}: {key} = {float(value):g}: s/runs/{run}/checkpoints/"
         assert line in done.err
-    assert done.err.count("A study does not mix experiments") == 2
+    # Of each run the record and the newest checkpoint.
+    assert done.err.count("A study does not mix experiments") == 4
     assert (whole.desk.attempts(), whole.desk.evaluation()) == whole.after
+
+
+def test_a_record_of_another_experiment_is_refused_beside_checkpoints(
+    whole: Whole, tmp_path: Path
+) -> None:
+    """As when a run is trained on after it was recorded; also if its newest checkpoint is bad."""
+    desk = moved(whole.desk, tmp_path)
+    recorded = tmp_path / "s/records/alibi-32-s1234/config.toml"
+    recorded.write_text(recorded.read_text().replace("num_steps = 8", "num_steps = 6"))
+    [newest] = tmp_path.glob("s/runs/alibi-*/checkpoints/step-00000008")
+    for damaged in (False, True):
+        if damaged:
+            (newest / "state.json").write_text("{")
+        done = desk.study("--dry-run")
+        said = "train.num_steps = 8: s/records/alibi-32-s1234 was trained with 6"
+        assert done.code == 2 and said in done.err, done.text
 
 
 def test_a_clone_with_the_records_alone_has_finished_and_repeats_a_run_to_the_bit(
     whole: Whole, tmp_path: Path
 ) -> None:
-    shutil.copytree(whole.desk.folder / "s", tmp_path / "s", ignore=shutil.ignore_patterns("runs"))
-    for file in whole.desk.folder.glob("*.toml"):
-        shutil.copy(file, tmp_path)
-    desk, report = copy.copy(whole.desk), tmp_path / "s/report"
-    desk.folder = tmp_path
+    desk, report = moved(whole.desk, tmp_path, "runs"), tmp_path / "s/report"
     before = {path.name: path.read_bytes() for path in report.glob("*.[mj]*")}
     assert "nothing to train or to evaluate" in succeeded(desk.study()).err
     assert {path.name: path.read_bytes() for path in report.glob("*.[mj]*")} == before

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from pretrain.study.runs import (
     Study,
     check_directory,
     check_runs,
+    is_recorded,
     load_study_file,
     other_differences,
     resolve,
@@ -241,6 +244,41 @@ def test_a_study_removes_no_config_but_those_that_it_wrote(tmp_path: Path) -> No
     run_study(study(tmp_path, asked).file, Request(report_only=True))
     left = {path.name for path in mine.parent.iterdir()}
     assert left == {"mine.toml", "alibi-64-s1234.toml", "t5-64-s1234.toml"}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "same"),
+    [
+        # Sliding windows are not evaluated there.
+        ("debian_512", {"stride": 128}, True),
+        ("debian_512", {"max_tokens": 81920}, False),
+        ("methods", {"protocols": ("sliding", "nonoverlapping")}, True),
+        ("methods", {"protocols": ("sliding",)}, False),
+        ("methods", {"stride": 64}, False),
+    ],
+)
+def test_records_are_kept_where_the_same_is_asked_in_other_words(
+    monkeypatch: pytest.MonkeyPatch, name: str, keys: dict[str, Any], same: bool
+) -> None:
+    monkeypatch.chdir(ROOT)
+    path = ROOT / f"configs/studies/{name}.toml"
+    asked = load_study_file(path)
+    evaluation = asked.evaluation.model_copy(update=keys)
+    found = resolve(path, asked.model_copy(update={"evaluation": evaluation}))
+    assert {is_recorded(found, run) for run in found.runs} == {same}
+
+
+def test_a_record_of_an_earlier_version_is_kept_where_it_left_out_the_stride(
+    tmp_path: Path,
+) -> None:
+    keys = FIELDS | {"directory": f'"{tmp_path}/s"'}
+    found = study(tmp_path, keys, "[evaluation]\nstride = 64")
+    for stride, same in ((None, True), (64, True), (32, False)):
+        recorded = {"lengths": [*found.lengths], "protocols": ["sliding", "nonoverlapping"]}
+        found.runs[0].record.mkdir(parents=True, exist_ok=True)
+        record = {"asked": recorded | {"stride": stride, "max_tokens": None}}
+        (found.runs[0].record / "record.json").write_text(json.dumps(record))
+        assert is_recorded(found, found.runs[0]) == same
 
 
 def replaced(found: Study, folder: Path) -> Study:
