@@ -5,7 +5,8 @@ checkpoint, and the other keys of `Entry`. DIR/index.html is the page. It loads 
 network, and shows whatever an entry says as text. DIR/verified/NAME.json is the mark that the
 maintainer of the directory has evaluated that checkpoint again with the same results. A mark names
 the SHA-256 of the entry, so that an entry cannot verify itself, and an entry that is edited later
-is no longer verified.
+is no longer verified. It holds the numbers that the maintainer found. The page ranks and shows
+those, so that no entry gains a rank from the tolerance of the comparison.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pretrain.evaluation import records as rec
 from pretrain.evaluation.figures import draw, lines_by_length
 from pretrain.evaluation.report import records_of
 from pretrain.evaluation.windows import SLIDING
-from pretrain.rundir.files import make_directory, read_json, replace_file, replace_json
+from pretrain.rundir.files import make_directory, read_json, replace_file
 
 VERIFIED = "verified"
 """Folder of the marks."""
@@ -141,15 +142,19 @@ def add(directory: Path, curve: Path, **about: str | None) -> Path:
     path = directory / f"{re.sub(r'[^a-z0-9]+', '-', str(about['name']).lower()).strip('-')}.json"
     if path.exists() or path.stem.startswith("."):
         raise ConfigError(f"--name {about['name']}: {path} cannot be a new file. Choose another")
-    head = json.dumps({key: value for key, value in about.items() if value is not None})
     # Losses by position are not shown.
     kept = ({key: r[key] for key in r if key != rec.POSITIONS} for r in records_of(curve))
-    content = head[:-1].encode() + b", " + rec.records_json(kept)[1:]
+    content = _json({key: value for key, value in about.items() if value is not None}, kept)
     parse(content, curve)
     with writing(path):
         make_directory(directory)
         replace_file(path, content)
     return path
+
+
+def _json(about: Mapping[str, Any], records: Iterable[rec.Record]) -> bytes:
+    """Return a JSON object with the keys of `about`, and "records" with a line for each."""
+    return json.dumps(about)[:-1].encode() + b", " + rec.records_json(records)[1:]
 
 
 # ---- Rank ----
@@ -185,8 +190,11 @@ def read_rows(directory: Path) -> list[Row]:
     rows = []
     for path in sorted(directory.glob("*.json")):
         entry, records, digest = read_entry(path)
-        mark = read_json(directory / VERIFIED / path.name)
-        mark = mark if mark.get("entry") == digest else {}
+        verified = directory / VERIFIED / path.name
+        mark = read_json(verified)
+        # Earlier versions wrote marks without records, which verify no number.
+        mark = mark if mark.get("entry") == digest and "records" in mark else {}
+        records = rec.read_records(verified) if mark else records
         for record in records:
             [curve] = rec.make_curves([record])
             bits = curve.value(record["length"], rec.BITS_PER_BYTE)
@@ -220,7 +228,7 @@ SAME = (
     *("method", "train_length", "step", "seed", "settings", "tokenizer", "validation", "text"),
     *("precision", "tokens", "bytes", "parameters", "trained_tokens", "training_flop"),
 )
-"""Keys of a record whose values must be equal, if the entry has them."""
+"""Keys of a record whose values must be equal. What one of the two lacks is unequal."""
 NUMBERS = "perplexity", "loss_nats", "loss_low", "loss_high", "bits_per_byte", rec.BLOCKS
 TOLERANCE, OF_OTHER_DEVICE = 1e-6, 1e-3
 """Largest relative difference that rounding may cause if both evaluations ran on the same kind of
@@ -258,7 +266,7 @@ def verify(
     request = entry.request()
     found = evaluate_sources([source], request, overrides, None, None, text, trust_remote_code)
     again = {(rec.protocol_name(r), r["length"]): r for r in found}
-    largest = 0.0
+    largest, measured = 0.0, []
     for record in claimed:
         protocol, length = rec.protocol_name(record), record["length"]
         ours = again.get((protocol, length), {})
@@ -268,24 +276,23 @@ def verify(
             largest = max(largest, difference)
             if difference > (TOLERANCE if is_same_kind else OF_OTHER_DEVICE):
                 raise RunFailed(
-                    f"{path}: {protocol} at {length} tokens: {key} = {record[key]!s:.60}, and "
+                    f"{path}: {protocol} at {length} tokens: {key} = {record.get(key)!s:.60}, and "
                     f"{source} has {ours.get(key)!s:.60}. The entry is not verified"
                 )
+        measured.append({**record, **{key: ours[key] for key in NUMBERS}})
     if is_main():
         date, code = time.strftime("%Y-%m-%d", time.gmtime()), found[0].get("code")
         mark = {"entry": digest, "date": date, "code": code, "difference": largest}
         with writing(directory / VERIFIED):
             make_directory(directory / VERIFIED)
-            replace_json(directory / VERIFIED / path.name, mark, indent=1)
+            replace_file(directory / VERIFIED / path.name, _json(mark, measured))
     return largest
 
 
 def _difference(key: str, claimed: rec.Record, ours: rec.Record) -> float:
     """Return the relative difference of a key in two records; inf for unequal non-numbers."""
     a, b = claimed.get(key), ours.get(key)
-    if a is None:
-        return 0.0
-    if b is None or key in SAME:
+    if a is None or b is None or key in SAME:
         return 0.0 if a == b else math.inf
     a, b = (np.atleast_1d(each.losses if key == rec.BLOCKS else each) for each in (a, b))
     if a.shape != b.shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import GPTJForCausalLM
 
 from tests.end_to_end.commands import pretrain, succeeds
 from tests.unit.test_evaluate_folder import GPTJ, folder
+from tests.unit.test_leaderboard import Page
 
 __all__ = ["folder"]
 
@@ -24,15 +26,36 @@ def test_an_entry_is_verified_and_a_changed_one_is_not(run, refused, tmp_path):
     mark = json.loads((board / "verified/tiny.json").read_text())
     assert mark["difference"] < 1e-9 and mark["date"] in (board / "index.html").read_text()
     entry = json.loads((board / "tiny.json").read_text())
+    flattered_copy_gains_nothing(board, entry, run)
     # The last row is that of sliding windows of 64 tokens.
-    for key, value in (("bits_per_byte", 1 - 1e-5), ("seed", 2)):
-        entry["records"][-1][key] *= value
+    last = entry["records"][-1]
+    bits, seed = last["bits_per_byte"] * (1 - 1e-5), last["seed"] * 2
+    for key, value in {"bits_per_byte": bits, "trained_tokens": None, "seed": seed}.items():
+        last[key] = value
         (board / "tiny.json").write_text(json.dumps(entry))
         done = pretrain(*verify)
         assert done.code == 1 and f"sliding by 16 at 64 tokens: {key} = " in done.err
     succeeds("leaderboard", "build", board)
-    assert mark["date"] not in (board / "index.html").read_text()
+    names = {(values[1], values[-1]) for _, values in Page((board / "index.html").read_text()).rows}
+    assert names == {("Copy", mark["date"]), ("Tiny", "no")}
     refused(["leaderboard", "verify", board, "none", run], board / "none.json")
+
+
+def flattered_copy_gains_nothing(board, entry, run):
+    """It says that it ran on a GPU, and makes use of all that this allows."""
+    copied = copy.deepcopy(entry) | {"name": "Copy"}
+    for record in copied["records"]:
+        record["device_seconds"] = record.pop("processor_seconds")
+        record["blocks"]["losses"] = [loss * (1 - 9e-4) for loss in record["blocks"]["losses"]]
+        for key in ("perplexity", "loss_nats", "loss_low", "loss_high", "bits_per_byte"):
+            record[key] *= 1 - 9e-4
+    (board / "copy.json").write_text(json.dumps(copied))
+    succeeds("leaderboard", "verify", board, "copy", run)
+    succeeds("leaderboard", "build", board)
+    shown = {"Tiny": [], "Copy": []}
+    for _, (rank, name, *others) in Page((board / "index.html").read_text()).rows:
+        shown[name].append((rank, others))
+    assert shown["Copy"] == shown["Tiny"] and len(shown["Tiny"]) == 4
 
 
 @pytest.mark.parametrize("folder", [lambda: GPTJForCausalLM(GPTJ)], indirect=True)
