@@ -469,64 +469,58 @@ def _check_evaluation(study: Study) -> None:
             )
 
 
-def _other_experiment(run: StudyRun) -> Iterator[str]:
-    """Yield a line for each difference between a trained run and what the study file asks for.
+Trained = tuple[RunConfig, RunConfig, Mapping[str, str], Sequence[Change], Path, Path]
+"""A config that was trained and the one that is asked for, the hashes of its data, the changes on
+the way, the path that says so, and what to remove to be rid of it."""
 
-    Its record and its newest checkpoint must both agree, because a run may have been trained on
-    since it was recorded. This check is stricter than that of a resumed run: more steps mean
-    another schedule, and in a study every key has one value, so changes that were allowed during
-    the run count as differences.
+
+def _trained(run: StudyRun) -> Iterator[Trained]:
+    """Yield what its record and its newest checkpoint say that a run was trained as.
+
+    Both count, because a run may have been trained on since it was recorded.
     """
     if recorded := read_json(run.record / RECORD):
         before, of = load_config(run.record / CONFIG).parts[-1].config, recorded.get("data", {})
-        yield from _refused(run, before, run.trained, of, run.record, run.record)
-    checkpoints = complete_checkpoints(run.config.directory)
-    try:
-        checkpoint = open_checkpoint(checkpoints[-1]) if checkpoints else None
-    except DamagedCheckpoint:
-        # Training resumes from the checkpoint before it; for a finished run, the evaluation
-        # reports the damage.
-        checkpoint = None
-    if checkpoint is not None:
-        before, origin, path = checkpoint.config, checkpoint.origin, checkpoint.path
+        yield before, run.trained, of, (), run.record, run.record
+    for path in complete_checkpoints(run.config.directory)[-1:]:
+        try:
+            checkpoint = open_checkpoint(path)
+        except DamagedCheckpoint:
+            # Training resumes from the checkpoint before it; for a finished run, the evaluation
+            # reports the damage.
+            return
+        before, origin = checkpoint.config, checkpoint.origin
         # The phase of the last step that the run has taken.
-        after = run.config.phase_after(max(checkpoint.trainer_state.step - 1, 0)).config
-        remove = run.config.directory
-        yield from _refused(run, before, after, origin.data, path, remove, origin.changes)
+        part = run.config.phase_after(max(checkpoint.trainer_state.step - 1, 0)).config
+        yield before, part, origin.data, origin.changes, path, run.config.directory
 
 
-def _refused(
-    run: StudyRun,
-    before: RunConfig,
-    after: RunConfig,
-    of: Mapping[str, str],
-    path: Path,
-    remove: Path,
-    changes: Sequence[Change] = (),
-) -> Iterator[str]:
-    """Yield a line for each difference from `path`, which was trained on data with hashes `of`."""
-    found = differences(before, after)
-    if missing_data(run.config) is None:
-        streams = open_stream(run.config, "train"), open_stream(run.config, "validation")
-        found += data_differences(of, data_hashes(streams), run.config.data.directory)
-    remedy = (
-        "A study does not mix experiments: put it back, name another directory for this study, or "
-        f"remove {remove}"
-    )
-    for each in found:
-        # Data counts even if FREE: with another validation text, losses could not be compared.
-        if each.effect is not Effect.FREE or each.data:
-            what = f" ({each.data})" if each.data else ""
-            yield (
-                f"{each.key}{what} = {each.after}: {path} was trained with {each.before}. {remedy}"
-            )
-    for change in changes:
-        if change.key in scheduled_changes(run.config, change.step):
-            continue
-        yield (
-            f"{change.key}: was changed from {change.before} to {change.after} after step "
-            f"{change.step} of {path}. {remedy}"
+def _other_experiment(run: StudyRun) -> Iterator[str]:
+    """Yield a line for each difference between a trained run and what the study file asks for.
+
+    This check is stricter than that of a resumed run: more steps mean another schedule, and in a
+    study every key has one value, so changes that were allowed during the run count as differences.
+    """
+    for before, after, of, changes, path, remove in _trained(run):
+        found = differences(before, after)
+        if missing_data(run.config) is None:
+            streams = open_stream(run.config, "train"), open_stream(run.config, "validation")
+            found += data_differences(of, data_hashes(streams), run.config.data.directory)
+        remedy = (
+            "A study does not mix experiments: put it back, name another directory for this "
+            f"study, or remove {remove}"
         )
+        for each in found:
+            # Data counts even if FREE: with another validation text, losses could not be compared.
+            if each.effect is not Effect.FREE or each.data:
+                what = f"{each.key} ({each.data})" if each.data else each.key
+                yield f"{what} = {each.after}: {path} was trained with {each.before}. {remedy}"
+        for change in changes:
+            if change.key not in scheduled_changes(run.config, change.step):
+                yield (
+                    f"{change.key}: was changed from {change.before} to {change.after} after step "
+                    f"{change.step} of {path}. {remedy}"
+                )
 
 
 # ---- Keep what a report needs of a finished run, without its weights ----
@@ -555,7 +549,7 @@ def _resolved(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_recorded(study: Study, run: StudyRun) -> bool:
     """Return True if a run's record is complete and its evaluation is what the study asks for."""
-    recorded = read_json(run.record / RECORD).get("asked")
+    recorded = read_json(run.record / RECORD).get("asked", {})
     # Resolved too, because earlier versions recorded it as the study file had it.
     return bool(recorded) and _resolved(recorded) == asked_of(study)
 

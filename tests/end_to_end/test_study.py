@@ -230,20 +230,16 @@ def test_an_edited_study_file_mixes_no_experiments(whole: Whole) -> None:
     assert (whole.desk.attempts(), whole.desk.evaluation()) == whole.after
 
 
-def test_a_record_of_another_experiment_is_refused_beside_checkpoints(
-    whole: Whole, tmp_path: Path
-) -> None:
+def test_a_record_is_compared_beside_checkpoints(whole: Whole, tmp_path: Path) -> None:
     """As when a run is trained on after it was recorded; also if its newest checkpoint is bad."""
     desk = moved(whole.desk, tmp_path)
-    recorded = tmp_path / "s/records/alibi-32-s1234/config.toml"
-    recorded.write_text(recorded.read_text().replace("num_steps = 8", "num_steps = 6"))
-    [newest] = tmp_path.glob("s/runs/alibi-*/checkpoints/step-00000008")
-    for damaged in (False, True):
-        if damaged:
-            (newest / "state.json").write_text("{")
-        done = desk.study("--dry-run")
-        said = "train.num_steps = 8: s/records/alibi-32-s1234 was trained with 6"
-        assert done.code == 2 and said in done.err, done.text
+    for recorded in tmp_path.glob("s/records/*/config.toml"):
+        recorded.write_text(recorded.read_text().replace("num_steps = 8", "num_steps = 6"))
+    (tmp_path / "s/runs/alibi-32-s1234/checkpoints/step-00000008/state.json").write_text("{")
+    refused = desk.study("--dry-run")
+    for run in ("alibi-32-s1234", "sinusoidal-32-s1234"):
+        said = f"{run}: train.num_steps = 8: s/records/{run} was trained with 6. "
+        assert refused.code == 2 and said in refused.err, refused.text
 
 
 def test_a_clone_with_the_records_alone_has_finished_and_repeats_a_run_to_the_bit(

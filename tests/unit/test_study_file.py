@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -247,38 +246,24 @@ def test_a_study_removes_no_config_but_those_that_it_wrote(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "same"),
+    ("recorded", "now", "same"),
     [
-        # Sliding windows are not evaluated there.
-        ("debian_512", {"stride": 128}, True),
-        ("debian_512", {"max_tokens": 81920}, False),
-        ("methods", {"protocols": ("sliding", "nonoverlapping")}, True),
-        ("methods", {"protocols": ("sliding",)}, False),
-        ("methods", {"stride": 64}, False),
+        ("sliding nonoverlapping", "stride = 64", True),
+        ("sliding nonoverlapping", "stride = 32", False),
+        # Without sliding windows the stride says nothing.
+        ("nonoverlapping", 'protocols = ["nonoverlapping"]\nstride = 32', True),
     ],
 )
-def test_records_are_kept_where_the_same_is_asked_in_other_words(
-    monkeypatch: pytest.MonkeyPatch, name: str, keys: dict[str, Any], same: bool
-) -> None:
-    monkeypatch.chdir(ROOT)
-    path = ROOT / f"configs/studies/{name}.toml"
-    asked = load_study_file(path)
-    evaluation = asked.evaluation.model_copy(update=keys)
-    found = resolve(path, asked.model_copy(update={"evaluation": evaluation}))
-    assert {is_recorded(found, run) for run in found.runs} == {same}
-
-
-def test_a_record_of_an_earlier_version_is_kept_where_it_left_out_the_stride(
-    tmp_path: Path,
+def test_a_record_is_kept_where_the_same_is_asked_in_other_words(
+    tmp_path: Path, recorded: str, now: str, same: bool
 ) -> None:
     keys = FIELDS | {"directory": f'"{tmp_path}/s"'}
-    found = study(tmp_path, keys, "[evaluation]\nstride = 64")
-    for stride, same in ((None, True), (64, True), (32, False)):
-        recorded = {"lengths": [*found.lengths], "protocols": ["sliding", "nonoverlapping"]}
-        found.runs[0].record.mkdir(parents=True, exist_ok=True)
-        record = {"asked": recorded | {"stride": stride, "max_tokens": None}}
-        (found.runs[0].record / "record.json").write_text(json.dumps(record))
-        assert is_recorded(found, found.runs[0]) == same
+    found = study(tmp_path, keys, f"[evaluation]\nlengths = [64, 128]\n{now}")
+    asked = {"lengths": [64, 128], "protocols": recorded.split()}
+    asked |= {"stride": None, "max_tokens": None}
+    found.runs[0].record.mkdir(parents=True)
+    (found.runs[0].record / "record.json").write_text(json.dumps({"asked": asked}))
+    assert is_recorded(found, found.runs[0]) == same
 
 
 def replaced(found: Study, folder: Path) -> Study:
