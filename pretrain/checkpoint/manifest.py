@@ -88,7 +88,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a key between two attempts that the user allowed and that affects training."""
+    """A change of a key between two attempts that affects training, allowed where it must be."""
 
     step: Natural
     """The step of the checkpoint after which the new value applies."""
@@ -543,6 +543,9 @@ def check_training(
 def changes_of(found: Collection[Difference], state: TrainerState) -> tuple[Change, ...]:
     """Return the differences that change training or positions, as a checkpoint records them.
 
+    Other initial weights than those that were trained are one of them, although nothing asks about
+    it: the settings of the run would otherwise be those of a run that began with them.
+
     Args:
         found: The differences that `check_training` returned, all of which were allowed.
         state: How far training had come when the values changed.
@@ -551,6 +554,8 @@ def changes_of(found: Collection[Difference], state: TrainerState) -> tuple[Chan
         Change(state.step, each.key, each.before, each.after, state.consumed_samples)
         for each in found
         if each.effect in BY_NAME
+        # Of the OUTCOME keys, those of [model] act at step 0. `StartPoint` compares the schedule's.
+        or (each.effect is Effect.OUTCOME and each.key.startswith("model.") and state.step)
     )
 
 

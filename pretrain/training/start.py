@@ -27,6 +27,7 @@ from pretrain import platform
 from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import (
+    Change,
     Checkpoint,
     Origin,
     TrainerState,
@@ -54,6 +55,7 @@ from pretrain.evaluation.windows import Protocol, choose_protocols
 from pretrain.model.attention import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.health import SpikeDetector
+from pretrain.optim.optimizers import learning_rate
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.platform import device_name, versions
 from pretrain.processes import in_background
@@ -221,8 +223,12 @@ class StartPoint:
     provenance: Provenance | None = None
     """The code, packages and device of this attempt; None if there is nothing left to do."""
 
-    def origin(self) -> Origin:
-        """Return what the next save records about the origin of its state."""
+    def origin(self, config: RunConfig) -> Origin:
+        """Return what the next save records about the origin of its state.
+
+        Args:
+            config: The run's config in the phase that continues.
+        """
         if self.checkpoint is None:
             branch = Branch(new_id(), 0)
             return Origin(branches=(branch,), data=self.data, provenance=self.provenance)
@@ -230,12 +236,15 @@ class StartPoint:
         branches = lineage.branches
         if self.begins_branch:
             branches = (*branches, Branch(new_id(), lineage.step))
+        state = self.checkpoint.trainer_state
+        changes = changes_of(self.differences, state)
+        changes += _changed_schedule(self.checkpoint.config, config, state)
         return dataclasses.replace(
             before,
             parent=lineage.id,
             branches=branches,
             data=self.data,
-            changes=(*before.changes, *changes_of(self.differences, self.checkpoint.trainer_state)),
+            changes=(*before.changes, *changes),
             validation_loss_nats=None,
             provenance=self.provenance,
         )
@@ -243,6 +252,22 @@ class StartPoint:
     def is_finished(self, config: RunConfig) -> bool:
         """Return True if there is no step to take and nothing to evaluate."""
         return self.step >= config.train.num_steps and not self.pending_evaluations
+
+
+def _changed_schedule(
+    before: RunConfig, after: RunConfig, state: TrainerState
+) -> tuple[Change, ...]:
+    """Return the change of the schedule's end, if the steps taken so far had other rates by it.
+
+    A run that is trained on for more steps than its cosine was planned for is another experiment
+    than a run that was planned for all of them, although both end with the same config.
+    """
+    ends, taken = (before.lr_end_step, after.lr_end_step), range(state.step)
+    if ends[0] == ends[1] or all(
+        learning_rate(before, s) == learning_rate(after, s) for s in taken
+    ):
+        return ()
+    return (Change(state.step, "schedule.lr_end_step", *ends, state.consumed_samples),)
 
 
 def find_start_point(
@@ -584,7 +609,7 @@ def load_run(
         start_point,
         requests,
         reporter,
-        start_point.origin(),
+        start_point.origin(part),
         _spike_detector(part, state, start_point),
         streams[0].eos_id if part.data.per_document_attention else None,
     )

@@ -172,6 +172,12 @@ def test_what_does_not_change_training_is_free_and_shown(workspace, config, run)
     assert [line for line in again.err.splitlines() if "->" in line] == [
         "  train.num_steps = 10 -> 11  (may change)"
     ]
+    # The steps so far began with other weights, and had the rates of another plan.
+    plan = ["train.num_steps=12", "schedule.lr_decay_style=linear", "model.init_method_std=1.0"]
+    succeeds(*train[:-2], *sets(*plan), "--allow-changed", "schedule.lr_decay_style")
+    changes = open_checkpoint(there / "checkpoints/step-00000012").origin.changes
+    new = {"init_method_std": 1.0, "lr_decay_style": "linear", "lr_end_step": 12}
+    assert {c.key.partition(".")[2]: c.after for c in changes} == new
 
 
 def test_an_allowed_change_is_recorded_and_not_asked_about_again(workspace, config, run):

@@ -16,6 +16,7 @@ from pretrain.config.trajectory import (
 )
 from pretrain.evaluation.records import read_records
 from pretrain.rundir.files import read_json
+from pretrain.training.start import _changed_schedule
 from tests.changed import ROOT
 from tests.conftest import tiny_config
 
@@ -24,6 +25,7 @@ RECORDS = sorted(ROOT.glob("docs/results/**/records/*/record.json"))
 KEYS = [f"{section}.{name}" for section, names in section_keys().items() for name in names]
 
 
+CONSTANT = "schedule.lr_decay_style=constant"
 FIXED = ("model.num_layers", "model.final_layernorm", "optimizer.name", "data.vocab_size")
 
 
@@ -89,6 +91,14 @@ def test_settings_are_one_for_runs_that_differ_in_their_seed_alone():
         "position.method=rotary",
     )
     assert len({own, found(training="b"), *map(found, others)}) == 2 + len(others)
+
+
+@pytest.mark.parametrize("key", ["run.seed=1", "schedule.lr_end_step=600", CONSTANT])
+def test_more_steps_are_a_change_where_the_rates_so_far_were_planned_for_fewer(key):
+    before, after = (load_config(DEMO, [key, f"train.num_steps={n}"]) for n in (300, 600))
+    change = Change(300, "schedule.lr_end_step", 300, 600, 2400)
+    found = _changed_schedule(before, after, TrainerState(300, 2400))
+    assert found == ((change,) if key == "run.seed=1" else ())
 
 
 @pytest.mark.parametrize(
