@@ -180,7 +180,8 @@ def leaderboard_verify(
     """Evaluate the checkpoint of an entry again, and mark the entry as verified.
 
     Every number must equal that of the entry within a relative difference of 1e-6, or of 1e-3 if
-    one of the two was measured on a GPU. The exit code is 1 if one does not.
+    one of the two was measured on a GPU. The exit code is 1 if one does not. The page ranks and
+    shows the numbers of this evaluation.
 
     \b
     Example:
