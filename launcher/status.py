@@ -467,10 +467,7 @@ def _state_without_a_job(
     if newest.ended is not None:
         return in_words(newest.ended.outcome), newest.ended.reason
     if newest.is_copied:
-        return (
-            "copied",
-            f"while attempt {newest.number} was running in the original directory",
-        )
+        return "copied", f"while attempt {newest.number} trained in the original directory"
     job = f"job {last.job_id}: {last.state}, " if last else ""
     return "died", f"{job}no sign of life since {moment(newest.last_heartbeat, MINUTES)}"
 

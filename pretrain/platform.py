@@ -244,7 +244,6 @@ def lacking_for_triton() -> str | None:
     return None if header.exists() else str(header)
 
 
-@functools.cache
 def can_accumulate_products() -> bool:
     """Return True if one operation can add a product of 16-bit matrices to an fp32 matrix.
 
@@ -276,6 +275,7 @@ def add_product(
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
+@functools.cache
 def _adds(dtype: torch.dtype, on: torch.device) -> bool:
     """Return True if `add_product` adds without rounding to 16 bits; else log what it did."""
     # The square of 1 + 2^-7 does not fit into 16 bits. The matrix is a view, as of a bucket.

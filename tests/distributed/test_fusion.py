@@ -307,7 +307,7 @@ def graphs_kept_by_forward_passes(
     from pretrain.model import attention
     from pretrain.model.forward import run_schedule
 
-    # Layers that earlier tests compiled in this process count towards torch's limit.
+    # What a process compiles for one test would count towards torch's limit in others.
     torch._dynamo.reset()
     _, chunks = tasks._build_model_with(config, state)
     found = {}
@@ -322,6 +322,7 @@ def graphs_kept_by_forward_passes(
         kept = len(attention._GRAPHS)
         del loss
         found[name] = kept, len(attention._GRAPHS)
+    torch._dynamo.reset()
     return found
 
 

@@ -18,6 +18,9 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+        # No GPU of this machine can be tried out.
+        monkeypatch.setattr("pretrain.platform.device", lambda: torch.device("cpu"))
+        monkeypatch.setattr("pretrain.platform._adds", lambda dtype, device: True)
 
     return appear
 
