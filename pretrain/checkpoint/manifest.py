@@ -54,6 +54,7 @@ from pretrain.data.order import Segment
 from pretrain.data.shards import MANIFEST as DATA_MANIFEST
 from pretrain.data.shards import TOKENIZER_FILES
 from pretrain.data.stream import TokenStream
+from pretrain.optim.optimizers import learning_rate
 from pretrain.rundir.checkpoints import MANIFEST, Branch, Lineage, Name, Natural, check_name, run_of
 from pretrain.rundir.files import from_json, parse_json
 from pretrain.rundir.jobs import Provenance
@@ -540,23 +541,34 @@ def check_training(
     return tuple(found)
 
 
-def changes_of(found: Collection[Difference], state: TrainerState) -> tuple[Change, ...]:
-    """Return the differences that change training or positions, as a checkpoint records them.
+def changes_of(
+    found: Collection[Difference], before: RunConfig, after: RunConfig, state: TrainerState
+) -> tuple[Change, ...]:
+    """Return the differences that a checkpoint records: those without which its settings mislead.
 
-    Other initial weights than those that were trained are one of them, although nothing asks about
-    it: the settings of the run would otherwise be those of a run that began with them.
+    They change training or positions, or would have changed the steps taken so far. A run that is
+    trained on for more steps than its cosine was planned for, and one whose config names other
+    initial weights by now, are other experiments than a run that began with these values.
 
     Args:
         found: The differences that `check_training` returned, all of which were allowed.
+        before: The config of the checkpoint.
+        after: The config of the phase that continues.
         state: How far training had come when the values changed.
     """
-    return tuple(
-        Change(state.step, each.key, each.before, each.after, state.consumed_samples)
+    changes = [
+        (each.key, each.before, each.after)
         for each in found
         if each.effect in BY_NAME
-        # Of the OUTCOME keys, those of [model] act at step 0. `StartPoint` compares the schedule's.
+        # Of the OUTCOME keys, those of [model] act at step 0.
         or (each.effect is Effect.OUTCOME and each.key.startswith("model.") and state.step)
-    )
+    ]
+    ends = before.lr_end_step, after.lr_end_step
+    if ends[0] != ends[1] and any(
+        learning_rate(before, step) != learning_rate(after, step) for step in range(state.step)
+    ):
+        changes.append(("schedule.lr_end_step", *ends))
+    return tuple(Change(state.step, *change, state.consumed_samples) for change in changes)
 
 
 def trained_tokens(config: RunConfig, state: TrainerState, changes: Sequence[Change]) -> int:

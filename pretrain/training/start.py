@@ -27,7 +27,6 @@ from pretrain import platform
 from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import (
-    Change,
     Checkpoint,
     Origin,
     TrainerState,
@@ -55,7 +54,6 @@ from pretrain.evaluation.windows import Protocol, choose_protocols
 from pretrain.model.attention import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.health import SpikeDetector
-from pretrain.optim.optimizers import learning_rate
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.platform import device_name, versions
 from pretrain.processes import in_background
@@ -236,9 +234,8 @@ class StartPoint:
         branches = lineage.branches
         if self.begins_branch:
             branches = (*branches, Branch(new_id(), lineage.step))
-        state = self.checkpoint.trainer_state
-        changes = changes_of(self.differences, state)
-        changes += _changed_schedule(self.checkpoint.config, config, state)
+        trained, state = self.checkpoint.config, self.checkpoint.trainer_state
+        changes = changes_of(self.differences, trained, config, state)
         return dataclasses.replace(
             before,
             parent=lineage.id,
@@ -252,22 +249,6 @@ class StartPoint:
     def is_finished(self, config: RunConfig) -> bool:
         """Return True if there is no step to take and nothing to evaluate."""
         return self.step >= config.train.num_steps and not self.pending_evaluations
-
-
-def _changed_schedule(
-    before: RunConfig, after: RunConfig, state: TrainerState
-) -> tuple[Change, ...]:
-    """Return the change of the schedule's end, if the steps taken so far had other rates by it.
-
-    A run that is trained on for more steps than its cosine was planned for is another experiment
-    than a run that was planned for all of them, although both end with the same config.
-    """
-    ends, taken = (before.lr_end_step, after.lr_end_step), range(state.step)
-    if ends[0] == ends[1] or all(
-        learning_rate(before, s) == learning_rate(after, s) for s in taken
-    ):
-        return ()
-    return (Change(state.step, "schedule.lr_end_step", *ends, state.consumed_samples),)
 
 
 def find_start_point(

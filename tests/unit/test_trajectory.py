@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
+from pretrain.checkpoint.manifest import Change, TrainerState, changes_of, trained_tokens
 from pretrain.config import load_config
 from pretrain.config.load import section_keys
 from pretrain.config.schema import Effect
@@ -16,7 +16,6 @@ from pretrain.config.trajectory import (
 )
 from pretrain.evaluation.records import read_records
 from pretrain.rundir.files import read_json
-from pretrain.training.start import _changed_schedule
 from tests.changed import ROOT
 from tests.conftest import tiny_config
 
@@ -97,7 +96,7 @@ def test_settings_are_one_for_runs_that_differ_in_their_seed_alone():
 def test_more_steps_are_a_change_where_the_rates_so_far_were_planned_for_fewer(key):
     before, after = (load_config(DEMO, [key, f"train.num_steps={n}"]) for n in (300, 600))
     change = Change(300, "schedule.lr_end_step", 300, 600, 2400)
-    found = _changed_schedule(before, after, TrainerState(300, 2400))
+    found = changes_of([], before, after, TrainerState(300, 2400))
     assert found == ((change,) if key == "run.seed=1" else ())
 
 
