@@ -62,7 +62,7 @@ seconds, and slurmctld serves the whole cluster."""
 
 
 class Plan(Section):
-    """How a run's checkpoints are evaluated: the content of plan.json."""
+    """The plan for evaluating the checkpoints of a run: the content of plan.json."""
 
     request: EvaluationRequest
     """The lengths and protocols to measure."""

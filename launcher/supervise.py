@@ -312,7 +312,7 @@ class Ranks(Protocol):
 
 
 class Verdict(NamedTuple):
-    """What the end of the ranks means by itself, before restarts are counted."""
+    """The meaning of the end of the ranks, before restarts are counted."""
 
     outcome: Outcome
     code: int

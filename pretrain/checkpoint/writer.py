@@ -87,7 +87,7 @@ class Publication:
 
 
 class Patience:
-    """What a publisher that waits for the parts of other ranks is told meanwhile."""
+    """The news for a publisher that waits for the parts of other ranks."""
 
     all_written: str = ""
     """The id of the checkpoint whose parts are all on the disk."""
