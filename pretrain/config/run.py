@@ -325,7 +325,7 @@ class RunConfig(Section):
     @property
     def position_name(self) -> str:
         """Return the name under which results of the position method are compared."""
-        return self.position.result_name
+        return self.position.result_name(self)
 
     @property
     def adaptive_clusters(self) -> list[Cluster]:

@@ -187,16 +187,18 @@ class Alibi(PositionMethod):
         published = array("f", published_slopes(heads))
         return {k: "published" if array("f", v) == published else [*v] for k, v in values.items()}
 
-    @property
-    def result_name(self) -> str:
+    def _are_published(self, config: RunConfig) -> bool:
+        """Return True if both sides have the published slopes, however they are written."""
+        return self.resolved(config) == {"slopes": "published"}
+
+    def result_name(self, config: RunConfig) -> str:
         if self.trainable_slopes:
             return "alibi_trained_slopes"
-        is_published = self.slopes == "published" and self.slopes_right is None
-        return self.method if is_published else "alibi_other_slopes"
+        return self.method if self._are_published(config) else "alibi_other_slopes"
 
     def description(self, config: RunConfig) -> str:
         heads, trained = config.model.num_attention_heads, self.trainable_slopes
-        if self.slopes == "published" and self.slopes_right is None:
+        if self._are_published(config):
             return "alibi with trainable slopes" if trained else "alibi"
         sides = [_values(written, heads) for written in self._sides().values()]
         shown = " and to the right ".join(" ".join(f"{m:.4g}" for m in side) for side in sides)

@@ -106,9 +106,8 @@ class PositionMethod(ChosenSection):
         """
         return {}
 
-    @property
-    def result_name(self) -> str:
-        """The name under which results are compared; unusual settings may have their own name."""
+    def result_name(self, config: RunConfig) -> str:
+        """Return the name under which results are compared; unusual settings may have their own."""
         return self.method
 
     def description(self, config: RunConfig) -> str:

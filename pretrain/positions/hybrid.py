@@ -69,9 +69,8 @@ class Hybrid(PositionMethod):
     def resolved(self, config: RunConfig) -> dict[str, Any]:
         return {"layers": [dict(each) | each.resolved(config) for each in self.layers]}
 
-    @property
-    def result_name(self) -> str:
-        names = groupby(each.result_name for each in self.layers)
+    def result_name(self, config: RunConfig) -> str:
+        names = groupby(each.result_name(config) for each in self.layers)
         return "_".join([self.method, *(f"{name}{len(list(same))}" for name, same in names)])
 
     def description(self, config: RunConfig) -> str:

@@ -64,8 +64,7 @@ class Kerple(PositionMethod):
             for name, limit in limits.items()
         }
 
-    @property
-    def result_name(self) -> str:
+    def result_name(self, config: RunConfig) -> str:
         return self.method if self.kerple_kernel == "log" else "kerple_power"
 
     def score_terms(

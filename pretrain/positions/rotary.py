@@ -172,8 +172,7 @@ class Rotary(PositionMethod):
         scaling = self.rotary_scaling
         return {} if scaling is None else {"rotary_scaling": scaling.model_dump()}
 
-    @property
-    def result_name(self) -> str:
+    def result_name(self, config: RunConfig) -> str:
         return self.method if self.rotary_scaling is None else "rotary_scaled"
 
     def rope(self) -> Rope:

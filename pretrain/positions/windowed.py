@@ -39,8 +39,7 @@ class Windowed(PositionMethod):
 
         return {"scores": ScoreFunction(_unchanged, (), self.window)}
 
-    @property
-    def result_name(self) -> str:
+    def result_name(self, config: RunConfig) -> str:
         is_default = self.window == type(self).model_fields["window"].default
         return self.method if is_default else f"{self.method}_{self.window}"
 

@@ -33,8 +33,7 @@ class Toy(PositionMethod):
 
     bias = "slopes"
 
-    @property
-    def result_name(self) -> str:
+    def result_name(self, config: RunConfig) -> str:
         return f"toy_{self.toy_base:g}"
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:

@@ -75,6 +75,9 @@ def test_other_slopes_are_another_model():
     assert differences(other, same) == []
     for form in ({"factor": 1.0}, {"bias_max": 8}, RANGE, [2.0**-k for k in range(1, 9)]):
         assert differences(published, slopes(form)) == []
+        assert slopes(form).position_name == "alibi"
+        assert slopes(form).position.description(published) == "alibi"
+    assert other.position_name == same.position_name == "alibi_other_slopes"
     assert settings_hash(other, "data") == settings_hash(same, "data")
 
 
