@@ -45,7 +45,8 @@ _ON_RESUME = {
     Effect.FIXED: "cannot change",
     Effect.FUNCTION: "changes what the model computes: refused unless `--allow-changed` names it",
     Effect.TRAJECTORY: "changes training: refused unless `--allow-changed` names it",
-    Effect.CONTENT: "may change, and what lies there may not, unless `--allow-changed` names it",
+    Effect.CONTENT: "may change as long as the built data stays the same: other data is refused "
+    "unless `--allow-changed` names `data.directory`, or `data.tokenizer` for another tokenizer",
     Effect.FREE: "may change",
     Effect.OUTCOME: "may change",
 }

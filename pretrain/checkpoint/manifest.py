@@ -563,12 +563,16 @@ def changes_of(
         # Of the OUTCOME keys, those of [model] act at step 0.
         or (each.effect is Effect.OUTCOME and each.key.startswith("model.") and state.step)
     ]
-    ends = before.lr_end_step, after.lr_end_step
-    if ends[0] != ends[1] and any(
-        learning_rate(before, step) != learning_rate(after, step) for step in range(state.step)
-    ):
-        changes.append(("schedule.lr_end_step", *ends))
+    if moves_end(before, after, state.step):
+        changes.append(("schedule.lr_end_step", before.lr_end_step, after.lr_end_step))
     return tuple(Change(state.step, *change, state.consumed_samples) for change in changes)
+
+
+def moves_end(before: RunConfig, after: RunConfig, steps: int) -> bool:
+    """Return True if the schedule has another end, with which the steps taken have other rates."""
+    return before.lr_end_step != after.lr_end_step and any(
+        learning_rate(before, step) != learning_rate(after, step) for step in range(steps)
+    )
 
 
 def trained_tokens(config: RunConfig, state: TrainerState, changes: Sequence[Change]) -> int:

@@ -41,8 +41,9 @@ class Effect(StrEnum):
     TRAJECTORY = "trajectory"
     """Training continues differently. Refused unless `--allow-changed` names the key."""
     CONTENT = "content"
-    """A path. The path may change, but the content is identified by its hash, and changed content
-    is refused unless `--allow-changed` names the key."""
+    """Says what the data is or where it lies. The built data is identified by its hash, so the key
+    may change as long as the hash does not. Other data is refused unless `--allow-changed` names
+    data.directory, or data.tokenizer if it has another tokenizer."""
     FREE = "free"
     """Changes only where the same training happens, how fast, or how much it prints."""
     OUTCOME = "outcome"
@@ -536,8 +537,8 @@ class DataSection(Section):
     at least 5. For a text with fewer words, vocab_size may be their number padded to a multiple of
     8, as in fairseq (WikiText-103: 267_744). For a tokenizer file: the number of its pieces."""
 
-    # FREE, because only `pretrain data build` reads these keys. Its result is known by its hash.
-    source: Free[str | None] = Field(default=None, min_length=1)
+    # CONTENT, because only `pretrain data build` reads these keys. Its result is known by its hash.
+    source: Content[str | None] = Field(default=None, min_length=1)
     """File format of the documents; each is a module of pretrain/data/sources. text: one document
     per file. blank_lines: documents separated by blank lines, as in CC-100. jsonl: one JSON object
     per line. parquet: one row per document. webdataset: tar files, one sample per document.
@@ -545,28 +546,28 @@ class DataSection(Section):
     .bz2). Default: jsonl for files whose names end in .jsonl or .ndjson, parquet for .parquet,
     webdataset for .tar, and text for all others."""
 
-    paths: Free[tuple[str, ...]] = Field(default=(), strict=False)
+    paths: Content[tuple[str, ...]] = Field(default=(), strict=False)
     """Files of the training documents: names, or glob patterns such as "corpus/**/*.txt". If a file
     has the pattern itself as its name, the pattern means this file."""
 
-    text_field: Free[str | None] = Field(default=None, min_length=1)
+    text_field: Content[str | None] = Field(default=None, min_length=1)
     """Field that holds a document's text. jsonl: a key, default "text". parquet: a column, default
     "text". webdataset: the file extension within a sample, default "txt"."""
 
-    # TRAJECTORY, because the shares decide which samples follow. The paths in it are FREE.
+    # TRAJECTORY, because the shares decide which samples follow. Its paths count as data.paths.
     corpora: Trajectory[dict[_CorpusName, CorpusSection]] = Field(default={}, strict=False)
     """Several corpora in place of source, paths and text_field, one table each:
     [data.corpora.cc_news]. Training blends them; `pretrain data stats` shows the shares."""
 
-    validation_paths: Free[tuple[str, ...]] = Field(default=(), strict=False)
+    validation_paths: Content[tuple[str, ...]] = Field(default=(), strict=False)
     """Files of the held-out documents, in the same format as the training files. Default: the hash
     of a document's text decides whether it is held out, so equal texts are always in one part."""
 
-    validation_fraction: Free[float] = Field(default=0.01, gt=0, lt=1)
+    validation_fraction: Content[float] = Field(default=0.01, gt=0, lt=1)
     """Share of each corpus's documents that is held out when validation_paths is not set; at least
     one document. If the data set is a single document, it is split in two instead."""
 
-    validation_bytes: Free[int] = Field(default=3_000_000, gt=0)
+    validation_bytes: Content[int] = Field(default=3_000_000, gt=0)
     """Approximate limit on the held-out text of the whole data set, in bytes, which also limits
     validation_fraction. The default is about 650K tokens."""
 
@@ -578,19 +579,20 @@ class DataSection(Section):
     and the end of a line counts as a word. Default: train a SentencePiece BPE of vocab_size pieces
     on the training documents."""
 
-    tokenizer_training_bytes: Free[int] = Field(default=100_000_000, gt=0)
+    tokenizer_training_bytes: Content[int] = Field(default=100_000_000, gt=0)
     """Bytes of text that the tokenizer is trained on, sampled evenly over the documents. Has no
     effect on "words", which are counted in all documents."""
 
-    bytes_per_task: Free[int] = Field(default=256_000_000, gt=0)
+    bytes_per_task: Content[int] = Field(default=256_000_000, gt=0)
     """Approximate bytes of the corpus in a task, the unit of work of a build. An interrupted build
     resumes with the unfinished tasks. Every task begins new shards, so changing this number changes
     the shards; changing the number of processes or nodes does not."""
 
-    tokens_per_block: Free[int] = Field(default=65_536, ge=1024)
+    tokens_per_block: Content[int] = Field(default=65_536, ge=1024)
     """Tokens in a webdataset sample, the unit that is read from disk. A document may continue in
     the next sample."""
 
+    # FREE, because the hash of the data does not depend on it.
     tokens_per_shard: Free[int] = Field(default=67_108_864, ge=1024)
     """Tokens in a shard, a tar file. Lower it for a small corpus."""
 
@@ -612,7 +614,7 @@ class CleaningSection(Section):
     The build's report counts the documents that each step changed or left out.
     """
 
-    EFFECT = Effect.FREE
+    EFFECT = Effect.CONTENT
 
     repair_unicode: bool = False
     """Repair text that was decoded with the wrong encoding (ftfy). Takes about as long as
@@ -632,7 +634,8 @@ class CleaningSection(Section):
     """Leave out training documents that share half of the 13-word sequences of a held-out document,
     or of their own. The build always reports how much held-out text remains in training."""
 
-    max_skipped_documents: int = Field(default=0, ge=0)
+    # FREE, because it does not change the data set, only which builds end with an error.
+    max_skipped_documents: Free[int] = Field(default=0, ge=0)
     """Number of unreadable documents (broken UTF-8, a damaged line of JSON) in each corpus that the
     build skips and counts. The next one ends the build. Default: the first one ends it."""
 

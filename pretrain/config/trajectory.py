@@ -21,12 +21,18 @@ from pretrain.config.run import RunConfig
 from pretrain.config.schema import Effect, Section
 from pretrain.positions.base import all_keys
 
-FIXED, TRAJECTORY, CONTENT, FREE = Effect.FIXED, Effect.TRAJECTORY, Effect.CONTENT, Effect.FREE
+FIXED, TRAJECTORY, FREE = Effect.FIXED, Effect.TRAJECTORY, Effect.FREE
 BY_NAME = {
     TRAJECTORY: "changes training",
     Effect.FUNCTION: "changes what the model computes",
 }
 """The effects of the keys that may change if --allow-changed names them, in words."""
+MOVED_END = dict.fromkeys(
+    ("train.num_steps", "schedule.lr_end_step"),
+    "may change, and moves the end of the schedule: this counts as another experiment than a run "
+    "that had this value from the start",
+)
+"""Reasons of `Difference.line` where steps that are done had rates for another end."""
 
 _DERIVED = {
     "model.num_query_groups",
@@ -56,26 +62,22 @@ class Difference:
     after: Any
     """The present value."""
     effect: Effect
-    """FIXED, one of BY_NAME, OUTCOME or FREE."""
+    """What the change means. Of data it is one of BY_NAME, or FREE for the validation split."""
     data: str = ""
     """Of data: what differs."""
     directory: str = ""
     """Of data: where it lies."""
 
-    def line(self, scheduled: Collection[str] = ()) -> str:
+    def line(self, reasons: Mapping[str, str]) -> str:
         """Return it as a line for people: key, both values, and why it may differ.
 
         Args:
-            scheduled: The keys that [[phases]] change here.
+            reasons: Key -> why it may differ, where that is not the usual reason.
         """
         what = f"{self.key} ({self.data})" if self.data else self.key
-        why = "may change"
+        why = reasons.get(self.key, "may change")
         if self.effect in BY_NAME:
-            by = (
-                "as a phase asks"
-                if self.key in scheduled
-                else f"allowed by --allow-changed {self.key}"
-            )
+            by = reasons.get(self.key, f"allowed by --allow-changed {self.key}")
             why = f"{BY_NAME[self.effect]}, {by}"
         return f"{what} = {self._shown(self.before)} -> {self._shown(self.after)}  ({why})"
 
@@ -113,9 +115,7 @@ def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
             key = f"{section}.{name}"
             old, new = _value(before, section, name), _value(after, section, name)
             if old != new and not _follows(key, before, after):
-                effect = effect_of(key)
-                effect = FREE if effect is CONTENT else effect
-                found.append(Difference(key, old, new, effect))
+                found.append(Difference(key, old, new, effect_of(key)))
     return found
 
 
@@ -242,7 +242,7 @@ def describe_differences(
     found: Sequence[Difference],
     run: object,
     checkpoint: object,
-    scheduled: Collection[str] = (),
+    reasons: Mapping[str, str],
 ) -> str:
     """Return what a resume prints about everything that differs; empty when nothing does.
 
@@ -250,12 +250,12 @@ def describe_differences(
         found: What `differences` and `data_differences` found.
         run: The run's directory.
         checkpoint: The checkpoint's path.
-        scheduled: The keys that [[phases]] change here.
+        reasons: As of `Difference.line`.
     """
     if not found:
         return ""
     count = "1 difference" if len(found) == 1 else f"{len(found)} differences"
-    lines = [f"  {each.line(scheduled)}" for each in found]
+    lines = [f"  {each.line(reasons)}" for each in found]
     return "\n".join([f"{run}: {count} from {checkpoint}:", *lines])
 
 
@@ -277,6 +277,12 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
             corpus: {"epochs": section.epochs or 1.0}
             if section.weight is None
             else {"weight": section.weight}
+            for corpus, section in config.data.corpora.items()
+        }
+    if key == "data.paths" and config.data.corpora:
+        # The files of all corpora, and how they are read.
+        return {
+            corpus: section.model_dump(mode="json", exclude={"epochs", "weight"}, exclude_none=True)
             for corpus, section in config.data.corpora.items()
         }
     # A section may be of another class, which has not this key.

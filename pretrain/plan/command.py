@@ -161,7 +161,7 @@ class Planned:
         return " ".join([*words, f"DP {self.layout.data} ZeRO {p.zero_stage}"])
 
     def hours(self) -> float:
-        """Return the GPU-hours of the whole run, without evaluations and checkpoints."""
+        """Return the GPU-hours of the run's tokens at the speed of full batches."""
         seconds = self.config.planned_tokens / self.timing.tokens_per_second
         return seconds * self.timing.gpus / 3600
 
@@ -493,8 +493,8 @@ def _assumptions(config: RunConfig) -> Iterator[str]:
     """Yield the assumptions of the plan."""
     yield (
         "\nNot counted: waits for the slowest rank, other jobs on the network, data, evaluations, "
-        f"checkpoints.\n  {Device.__module__} has the origin of every speed, docs/performance.md "
-        "what they miss of published steps"
+        f"checkpoints, the lower speed of a ramp-up's smaller batches.\n  {Device.__module__} has "
+        "the origin of every speed, docs/performance.md what they miss of published steps"
     )
     if config.position.head_slopes(config) is not None:
         yield (

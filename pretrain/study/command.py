@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any
 
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, dump_config, writing
 from pretrain.config.errors import say
+from pretrain.config.trajectory import settings_hash
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.records import grouped, length_table, read_records, records_json
 from pretrain.processes import Processes, Stopped
@@ -123,16 +123,9 @@ def _request(study: Study, run: StudyRun) -> EvaluationRequest:
     return dataclasses.replace(request, lengths=reached)
 
 
-COSTS: Any = {
-    "model": True,
-    "position": True,
-    "parallel": True,
-    "batch": True,
-    "data": {"sequence_length", "vocab_size"},
-    "train": {"precision", "recompute_granularity", "fusion"},
-    "evaluation": {"tokens_per_batch"},
-}
-"""Keys of a config that decide its speed and memory."""
+COSTS = {"model", "parallel", "batch", "train", "evaluation"}
+"""Sections with keys that decide speed or memory and do not change training. What changes training
+may cost time as well, so all of it counts."""
 
 
 @dataclass(frozen=True)
@@ -404,7 +397,8 @@ def _count_unigram(study: Study, run: StudyRun) -> None:
 def _measure(work: Work) -> bool:
     """Measure efficiency, unless it has been measured or the study asks for none.
 
-    An existing efficiency.json counts if it has the same configs and number of rounds.
+    An existing efficiency.json is removed if it is of other configs. It counts if it has the same
+    number of rounds. Its "device" says how many processes it is of: a clone keeps it as it is.
 
     Returns:
         True if something was measured.
@@ -412,10 +406,8 @@ def _measure(work: Work) -> bool:
     study, rounds = work.study, work.study.asked.efficiency.rounds
     file = study.directory / "efficiency.json"
     contestants = {(run.method, run.train_length): run for run in reversed(study.runs)}
-    configs = [run.config for run in study.runs if run in contestants.values()]
-    dumped = [config.model_dump_json(include=COSTS) for config in configs]
-    asked = hashlib.sha256("\n".join(dumped).encode()).hexdigest()
-    there = read_json(file)
+    runs = [run for run in study.runs if run in contestants.values()]
+    asked, there = measured_as(runs), read_json(file)
     if there and there.get("asked") != asked:
         say(f"{file}: is of other configs than the study's; removed")
         file.unlink()
@@ -427,14 +419,21 @@ def _measure(work: Work) -> bool:
         return False
     from pretrain.bench.timing import measure
 
-    say(f"measuring speed and memory of {len(configs)} methods and lengths, {rounds} rounds")
+    say(f"measuring speed and memory of {len(runs)} methods and lengths, {rounds} rounds")
     try:
-        result = measure(configs, rounds, work.request.nproc)
+        result = measure([run.config for run in runs], rounds, work.request.nproc)
     except RunFailed as error:
         say(f"efficiency: not measured: {error}")
         return False
     replace_json(file, {**result, "asked": asked}, indent=1)
     return True
+
+
+def measured_as(runs: Sequence[StudyRun]) -> str:
+    """Return a hash of all that the speed and memory of runs depend on besides the machine."""
+    configs = [run.config for run in runs]
+    parts = [settings_hash(c, None) + c.model_dump_json(include=COSTS) for c in configs]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 # ---- helpers -------------------------------------------------------------------------------------

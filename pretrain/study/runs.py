@@ -388,7 +388,7 @@ def other_differences(study: Study) -> list[str]:
     lines = []
     for part in study.parts:
         first = part.runs[0].config
-        keys = {"data.directory": None} | {
+        keys = {
             each.key: None
             for run in part.runs
             for each in differences(first, run.config)
@@ -500,12 +500,16 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
 
     This check is stricter than that of a resumed run: more steps mean another schedule, and in a
     study every key has one value, so changes that were allowed during the run count as differences.
+    Where the data is not built, the keys that decide it are compared in place of its hashes.
     """
-    for before, after, of, changes, path, remove in _trained(run):
-        found = differences(before, after)
+    for before, after, data, changes, path, remove in _trained(run):
+        # Where data lies may differ between machines.
+        found = [each for each in differences(before, after) if each.key != "data.directory"]
         if missing_data(run.config) is None:
+            # The hashes decide, whichever keys the data was built with.
+            found = [each for each in found if each.effect is not Effect.CONTENT]
             streams = open_stream(run.config, "train"), open_stream(run.config, "validation")
-            found += data_differences(of, data_hashes(streams), run.config.data.directory)
+            found += data_differences(data, data_hashes(streams), run.config.data.directory)
         remedy = (
             "A study does not mix experiments: put it back, name another directory for this "
             f"study, or remove {remove}"
@@ -513,7 +517,8 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
         for each in found:
             # Data counts even if FREE: with another validation text, losses could not be compared.
             if each.effect is not Effect.FREE or each.data:
-                what = f"{each.key} ({each.data})" if each.data else each.key
+                note = each.data or "its data is not built here" * (each.effect is Effect.CONTENT)
+                what = f"{each.key} ({note})" if note else each.key
                 yield f"{what} = {each.after}: {path} was trained with {each.before}. {remedy}"
         for change in changes:
             if change.key not in scheduled_changes(run.config, change.step):

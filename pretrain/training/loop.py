@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.checkpoint.load import load_checkpoint
-from pretrain.checkpoint.manifest import TrainerState, data_hashes, open_checkpoint
+from pretrain.checkpoint.manifest import TrainerState, data_hashes, moves_end, open_checkpoint
 from pretrain.config import (
     ConfigError,
     Poisoned,
@@ -23,7 +23,7 @@ from pretrain.config import (
     writing,
 )
 from pretrain.config.errors import say
-from pretrain.config.trajectory import describe_differences, scheduled_changes
+from pretrain.config.trajectory import MOVED_END, describe_differences, scheduled_changes
 from pretrain.data.order import batches
 from pretrain.model.forward import Batch
 from pretrain.optim.health import Resting, memory_check_interval
@@ -398,8 +398,10 @@ def _outlook(config: RunConfig, topology: Topology, start_point: StartPoint) -> 
     found, checkpoint = start_point.differences, start_point.checkpoint
     differences = ""
     if found and checkpoint is not None:
-        planned = scheduled_changes(config, step)
-        said = describe_differences(found, config.directory, checkpoint.path, planned)
+        reasons = dict.fromkeys(scheduled_changes(config, step), "as a phase asks")
+        if moves_end(checkpoint.config, config.parts[start_point.phase - 1].config, step):
+            reasons = MOVED_END | reasons
+        said = describe_differences(found, config.directory, checkpoint.path, reasons)
         differences = f"\n{said}"
     if step >= last:
         return (

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from pretrain.bench.timing import check_contestants
-from pretrain.config import ConfigError, load_config
+from pretrain.config import ConfigError, dump_config, load_config
 from pretrain.positions.base import METHODS
 from pretrain.processes import Processes, Stopped
-from pretrain.study.command import Request, run_study
+from pretrain.study.command import Request, measured_as, run_study
 from pretrain.study.runs import (
     Study,
     check_directory,
@@ -264,6 +266,43 @@ def test_a_record_is_kept_where_the_same_is_asked_in_other_words(
     found.runs[0].record.mkdir(parents=True)
     (found.runs[0].record / "record.json").write_text(json.dumps({"asked": asked}))
     assert is_recorded(found, found.runs[0]) == same
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ('data.paths=["b.txt"]', "data.paths (its data is not built here) = ['b.txt']: "),
+        ("data.validation_fraction=0.5", "validation_fraction (its data is not built here) = 0.5"),
+        ('cleaning.deduplicate="near"', "deduplicate (its data is not built here) = near: "),
+        ('data.corpora.a.paths=["b.txt"]', "(its data is not built here) = {'a': {'paths': ['b.t"),
+        ("cleaning.max_skipped_documents=9", ""),
+        ("data.directory=elsewhere/data", ""),
+    ],
+)
+def test_a_record_of_other_data_is_another_experiment_where_none_is_built(
+    tmp_path: Path, setting: str, says: str
+) -> None:
+    paths = "data.corpora.a.paths" if "corpora" in setting else "data.paths"
+    own = ["data.source=", f'{paths}=["a.txt"]', f"data.directory={tmp_path}/data"]
+    keys = FIELDS | {"directory": f'"{tmp_path}/s"', "settings": json.dumps(own)}
+    for run in study(tmp_path, keys).runs:
+        run.record.mkdir(parents=True)
+        (run.record / "config.toml").write_text(dump_config(run.config))
+        (run.record / "record.json").write_text('{"asked": {}, "data": {"training": "a"}}')
+    found = study(tmp_path, keys | {"settings": json.dumps([*own, setting])})
+    with pytest.raises(ConfigError, match=re.escape(says)) if says else nullcontext():
+        check_runs(found, 1)
+
+
+def test_a_measurement_of_speed_is_of_all_settings_but_the_seed(tmp_path: Path) -> None:
+    def found(*settings: str, seed: int = 7) -> str:
+        given = json.dumps(["train.fusion=layers", *settings])
+        return measured_as(study(tmp_path, FIELDS | {"settings": given, "seeds": f"[{seed}]"}).runs)
+
+    others = "train.fp8=true train.objective=masked data.per_document_attention=true "
+    others += "optimizer.name=nag model.hidden_dropout=0.1 batch.micro_batch_size=1"
+    assert len({found(), *map(found, others.split())}) == 7
+    assert found() == found("data.num_workers=3", "logging.interval_steps=7", seed=8)
 
 
 def replaced(found: Study, folder: Path) -> Study:
