@@ -33,6 +33,7 @@ from pretrain.study.runs import (
     Study,
     StudyRun,
     check_directory,
+    check_records,
     check_runs,
     compare_losses,
     data_sets,
@@ -186,11 +187,13 @@ class Work:
         return states
 
 
-def _open(path: Path, nproc: int | None, only: str) -> Study:
+def _open(path: Path, nproc: int | None, only: str, again: bool = False) -> Study:
     """Load and check a study before anything is written, and print in what its runs differ."""
     study = resolve(path, load_study_file(path))
     check_directory(study)
     check_runs(study, nproc)
+    if not again:
+        check_records(study)
     _matching(states_of(study), only)
     for line in other_differences(study):
         say(f"{path}: the runs differ in more than method, length and seed: {line}")
@@ -211,7 +214,8 @@ def run_study(path: Path, request: Request) -> int:
         ConfigError: The study cannot work; no run was started.
         RunFailed: The data could not be built, or runs could not be submitted or evaluated.
     """
-    study = _open(path, None if request.site else request.nproc, request.only)
+    nproc = None if request.site else request.nproc
+    study = _open(path, nproc, request.only, request.again)
     work = Work(study, request)
     with writing(study.directory), _alone(study):
         try:
@@ -248,7 +252,7 @@ def print_plan(path: Path, nproc: int | None, only: str) -> None:
     for run in data_sets(left):
         print(f"{run.config.data.directory}: not built yet; it would be built first")
     lengths = ", ".join(f"{length:,}" for length in study.lengths)
-    print(f"{len(left)} of {len(states)} runs would train; all would be evaluated at {lengths}")
+    print(f"{len(left)} of {len(states)} runs would train; the lengths evaluated are {lengths}")
 
 
 def _matching(states: list[tuple[StudyRun, State]], only: str) -> list[tuple[StudyRun, State]]:
@@ -272,7 +276,7 @@ def _work(work: Work) -> int:
             (study.directory / "configs" / f"{Path(row['name']).name}.toml").unlink(missing_ok=True)
     states = work.record()
     chosen = _matching(states, work.request.only)
-    again = [run for run, _ in chosen if work.request.again and is_recorded(study, run)]
+    again = [run for run, _ in chosen if work.request.again and run.record.exists()]
     left = [
         run for run, state in chosen if (state_of(run) if run in again else state).state != FINISHED
     ]

@@ -15,17 +15,17 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tomli_w
 from pydantic import Field, PositiveInt, ValidationError
 
 from pretrain.checkpoint.format import DamagedCheckpoint
-from pretrain.checkpoint.manifest import Change, data_hashes, open_checkpoint
+from pretrain.checkpoint.manifest import Change, data_hashes, open_checkpoint, planned_changes
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, dump_config, load_config
 from pretrain.config.load import expand_path, explain, read_values
 from pretrain.config.schema import Effect, Section
-from pretrain.config.trajectory import data_differences, differences, scheduled_changes
+from pretrain.config.trajectory import data_differences, differences
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.records import Table, grouped, read_records, records_json
 from pretrain.evaluation.windows import SLIDING
@@ -469,9 +469,18 @@ def _check_evaluation(study: Study) -> None:
             )
 
 
-Trained = tuple[RunConfig, RunConfig, Mapping[str, str], Sequence[Change], Path, Path]
-"""A config that was trained and the one that is asked for, the hashes of its data, the changes on
-the way, the path that says so, and what to remove to be rid of it."""
+class Trained(NamedTuple):
+    """What a run was trained as: the config of its last phase, and how it came there."""
+
+    config: RunConfig
+    data: Mapping[str, str]
+    """The hashes of its data."""
+    changes: Sequence[Change]
+    steps: int
+    path: Path
+    """What says so."""
+    remove: Path
+    """What to remove to be rid of it."""
 
 
 def _trained(run: StudyRun) -> Iterator[Trained]:
@@ -480,8 +489,10 @@ def _trained(run: StudyRun) -> Iterator[Trained]:
     Both count, because a run may have been trained on since it was recorded.
     """
     if recorded := read_json(run.record / RECORD):
-        before, of = load_config(run.record / CONFIG).parts[-1].config, recorded.get("data", {})
-        yield before, run.trained, of, (), run.record, run.record
+        config, data = load_config(run.record / CONFIG), recorded.get("data", {})
+        changes = planned_changes(config, config.train.num_steps)
+        steps = run.config.train.num_steps
+        yield Trained(config.parts[-1].config, data, changes, steps, run.record, run.record)
     for path in complete_checkpoints(run.config.directory)[-1:]:
         try:
             checkpoint = open_checkpoint(path)
@@ -489,10 +500,9 @@ def _trained(run: StudyRun) -> Iterator[Trained]:
             # Training resumes from the checkpoint before it; for a finished run, the evaluation
             # reports the damage.
             return
-        before, origin = checkpoint.config, checkpoint.origin
-        # The phase of the last step that the run has taken.
-        part = run.config.phase_after(max(checkpoint.trainer_state.step - 1, 0)).config
-        yield before, part, origin.data, origin.changes, path, run.config.directory
+        origin, steps = checkpoint.origin, checkpoint.trainer_state.step
+        directory = run.config.directory
+        yield Trained(checkpoint.config, origin.data, origin.changes, steps, path, directory)
 
 
 def _other_experiment(run: StudyRun) -> Iterator[str]:
@@ -502,7 +512,9 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
     study every key has one value, so changes that were allowed during the run count as differences.
     Where the data is not built, the keys that decide it are compared in place of its hashes.
     """
-    for before, after, data, changes, path, remove in _trained(run):
+    for before, data, changes, steps, path, remove in _trained(run):
+        # The phase of the last step that was taken.
+        after = run.config.phase_after(max(steps - 1, 0)).config
         # Where data lies may differ between machines.
         found = [each for each in differences(before, after) if each.key != "data.directory"]
         if missing_data(run.config) is None:
@@ -520,12 +532,13 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
                 note = each.data or "its data is not built here" * (each.effect is Effect.CONTENT)
                 what = f"{each.key} ({note})" if note else each.key
                 yield f"{what} = {each.after}: {path} was trained with {each.before}. {remedy}"
-        for change in changes:
-            if change.key not in scheduled_changes(run.config, change.step):
-                yield (
-                    f"{change.key}: was changed from {change.before} to {change.after} after step "
-                    f"{change.step} of {path}. {remedy}"
-                )
+        made, planned = (
+            {(c.step, c.key, str(c.before), str(c.after)) for c in each}
+            for each in (changes, planned_changes(run.config, steps))
+        )
+        for step, key, old, new in sorted(made ^ planned):
+            did = "was" if (step, key, old, new) in made else "was not"
+            yield f"{key}: {did} changed from {old} to {new} after step {step} of {path}. {remedy}"
 
 
 # ---- Keep what a report needs of a finished run, without its weights ----
@@ -553,10 +566,36 @@ def _resolved(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_recorded(study: Study, run: StudyRun) -> bool:
-    """Return True if a run's record is complete and its evaluation is what the study asks for."""
-    recorded = read_json(run.record / RECORD).get("asked", {})
-    # Resolved too, because earlier versions recorded it as the study file had it.
-    return bool(recorded) and _resolved(recorded) == asked_of(study)
+    """Return True if a run's record is complete and has all that the study asks to evaluate."""
+    recorded, asked = read_json(run.record / RECORD).get("asked", {}), asked_of(study)
+    # Resolved too, because earlier versions recorded it as the study file had it. Which tokens are
+    # scored does not depend on the lengths.
+    return {*recorded.get("lengths", ())} >= {*asked["lengths"]} and (
+        {**_resolved(recorded), "lengths": asked["lengths"]} == asked
+    )
+
+
+def check_records(study: Study) -> None:
+    """Raise ConfigError if records lack what the study asks, and no weights are there to evaluate.
+
+    Without this check, the runs of a study that others trained would be trained again.
+    """
+    lack = [
+        run
+        for run in study.runs
+        if (run.record / RECORD).exists()
+        and not is_recorded(study, run)
+        and not newest_checkpoint_step(run.config.directory)
+    ]
+    if lack:
+        asked, recorded = asked_of(study), _resolved(read_json(lack[0].record / RECORD)["asked"])
+        keys = [key for key in asked if recorded.get(key) != asked[key]]
+        raise ConfigError(
+            f"{study.file}: [evaluation]: "
+            + "; ".join(f"{key} = {asked[key]} (recorded: {recorded.get(key)})" for key in keys)
+            + f". {len(lack)} runs, the first {lack[0].name}, have records of another evaluation "
+            "and no checkpoint to evaluate. Put it back, or train them again with --again"
+        )
 
 
 def write_record(study: Study, run: StudyRun, records: Sequence[Mapping[str, Any]]) -> None:
@@ -585,7 +624,8 @@ def write_record(study: Study, run: StudyRun, records: Sequence[Mapping[str, Any
 def records_of(study: Study) -> list[dict[str, Any]]:
     """Return the records of the evaluations done so far, in the study's order."""
     runs = [run for run in study.runs if is_recorded(study, run)]
-    return [record for run in runs for record in read_records(run.record / CURVE)]
+    records = [record for run in runs for record in read_records(run.record / CURVE)]
+    return [record for record in records if record["length"] in study.lengths]
 
 
 def compare_losses(run: StudyRun) -> tuple[bool, str]:

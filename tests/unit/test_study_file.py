@@ -22,6 +22,7 @@ from pretrain.study.command import Request, measured_as, run_study
 from pretrain.study.runs import (
     Study,
     check_directory,
+    check_records,
     check_runs,
     is_recorded,
     load_study_file,
@@ -254,18 +255,66 @@ def test_a_study_removes_no_config_but_those_that_it_wrote(tmp_path: Path) -> No
         ("sliding nonoverlapping", "stride = 32", False),
         # Without sliding windows the stride says nothing.
         ("nonoverlapping", 'protocols = ["nonoverlapping"]\nstride = 32', True),
+        ("sliding nonoverlapping", "lengths = [64]", True),
+        ("sliding nonoverlapping", "lengths = [64, 128, 256]", False),
+        # Sliding windows were 64 tokens apart, and would be 128 apart.
+        ("sliding nonoverlapping", "lengths = [128]", False),
     ],
 )
-def test_a_record_is_kept_where_the_same_is_asked_in_other_words(
+def test_a_record_is_kept_where_no_more_is_asked_and_is_otherwise_not_trained_again(
     tmp_path: Path, recorded: str, now: str, same: bool
 ) -> None:
     keys = FIELDS | {"directory": f'"{tmp_path}/s"'}
-    found = study(tmp_path, keys, f"[evaluation]\nlengths = [64, 128]\n{now}")
+    now = now if "lengths" in now else f"lengths = [64, 128]\n{now}"
+    found = study(tmp_path, keys, f"[evaluation]\n{now}")
     asked = {"lengths": [64, 128], "protocols": recorded.split()}
     asked |= {"stride": None, "max_tokens": None}
     found.runs[0].record.mkdir(parents=True)
     (found.runs[0].record / "record.json").write_text(json.dumps({"asked": asked}))
     assert is_recorded(found, found.runs[0]) == same
+    refused = pytest.raises(ConfigError, match="1 runs, the first alibi-64-s1234, have records of")
+    with nullcontext() if same else refused:
+        check_records(found)
+
+
+PHASES = """
+[[phases]]
+steps = {steps}
+data.sequence_length = {length}
+batch.global_batch_size = 64
+optimizer.learning_rate = {rate}
+
+[[phases]]
+data.sequence_length = 128
+batch.global_batch_size = 32
+optimizer.learning_rate = 5e-3
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, ""),
+        ({"steps": 81}, "learning_rate: was changed from 0.001 to 0.005 after step 80 of"),
+        ({"length": 32}, "data.sequence_length: was not changed from 32 to 128 after step 80"),
+        ({"rate": 2e-4}, "learning_rate: was not changed from 0.0002 to 0.005 after step 80"),
+    ],
+)
+def test_a_record_of_other_earlier_phases_is_another_experiment(
+    tmp_path: Path, change: dict[str, float], says: str
+) -> None:
+    def asked(**values: float) -> Study:
+        values = {"steps": 80, "length": 64, "rate": 1e-3} | values
+        (tmp_path / "a_b.toml").write_text(DEMO.read_text() + PHASES.format(**values))
+        return study(tmp_path, CONFIGS | {"directory": f'"{tmp_path}/s"'})
+
+    for run in asked().runs:
+        run.record.mkdir(parents=True)
+        (run.record / "config.toml").write_text(dump_config(run.config))
+        (run.record / "record.json").write_text('{"asked": {}, "data": {}}')
+    found = asked(**change)
+    with pytest.raises(ConfigError, match=re.escape(says)) if says else nullcontext():
+        check_runs(found, 1)
 
 
 @pytest.mark.parametrize(
