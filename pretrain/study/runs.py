@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import Field, PositiveInt, ValidationError
@@ -469,18 +469,9 @@ def _check_evaluation(study: Study) -> None:
             )
 
 
-class Trained(NamedTuple):
-    """What a run was trained as: the config of its last phase, and how it came there."""
-
-    config: RunConfig
-    data: Mapping[str, str]
-    """The hashes of its data."""
-    changes: Sequence[Change]
-    steps: int
-    path: Path
-    """What says so."""
-    remove: Path
-    """What to remove to be rid of it."""
+Trained = tuple[RunConfig, Mapping[str, str], Sequence[Change], int, Path]
+"""The config of the last phase that was trained, the hashes of its data, the changes on the way,
+the steps taken, and the path that says so."""
 
 
 def _trained(run: StudyRun) -> Iterator[Trained]:
@@ -492,7 +483,7 @@ def _trained(run: StudyRun) -> Iterator[Trained]:
         config, data = load_config(run.record / CONFIG), recorded.get("data", {})
         changes = planned_changes(config, config.train.num_steps)
         steps = run.config.train.num_steps
-        yield Trained(config.parts[-1].config, data, changes, steps, run.record, run.record)
+        yield config.parts[-1].config, data, changes, steps, run.record
     for path in complete_checkpoints(run.config.directory)[-1:]:
         try:
             checkpoint = open_checkpoint(path)
@@ -501,8 +492,7 @@ def _trained(run: StudyRun) -> Iterator[Trained]:
             # reports the damage.
             return
         origin, steps = checkpoint.origin, checkpoint.trainer_state.step
-        directory = run.config.directory
-        yield Trained(checkpoint.config, origin.data, origin.changes, steps, path, directory)
+        yield checkpoint.config, origin.data, origin.changes, steps, path
 
 
 def _other_experiment(run: StudyRun) -> Iterator[str]:
@@ -512,7 +502,7 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
     study every key has one value, so changes that were allowed during the run count as differences.
     Where the data is not built, the keys that decide it are compared in place of its hashes.
     """
-    for before, data, changes, steps, path, remove in _trained(run):
+    for before, data, changes, steps, path in _trained(run):
         # The phase of the last step that was taken.
         after = run.config.phase_after(max(steps - 1, 0)).config
         # Where data lies may differ between machines.
@@ -522,6 +512,7 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
             found = [each for each in found if each.effect is not Effect.CONTENT]
             streams = open_stream(run.config, "train"), open_stream(run.config, "validation")
             found += data_differences(data, data_hashes(streams), run.config.data.directory)
+        remove = path if path == run.record else run.config.directory
         remedy = (
             "A study does not mix experiments: put it back, name another directory for this "
             f"study, or remove {remove}"
@@ -554,25 +545,26 @@ RECORD = "record.json"
 
 
 def asked_of(study: Study) -> dict[str, Any]:
-    """Return everything besides the run that decides the result of an evaluation, as JSON."""
-    asked = json.loads(study.asked.evaluation.model_dump_json())
-    return _resolved({**asked, "lengths": list(study.lengths)})
+    """Return everything besides the run that decides the result of an evaluation, as JSON.
 
-
-def _resolved(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the one way to write all requests that measure the same."""
-    stride = (asked["stride"] or min(asked["lengths"])) if SLIDING in asked["protocols"] else None
-    return {**asked, "protocols": sorted({*asked["protocols"]}), "stride": stride}
+    All requests that measure the same are one.
+    """
+    asked = study.asked.evaluation
+    stride = (asked.stride or study.lengths[0]) if SLIDING in asked.protocols else None
+    own = {
+        "lengths": list(study.lengths),
+        "protocols": sorted({*asked.protocols}),
+        "stride": stride,
+    }
+    return asked.model_dump(mode="json") | own
 
 
 def is_recorded(study: Study, run: StudyRun) -> bool:
     """Return True if a run's record is complete and has all that the study asks to evaluate."""
     recorded, asked = read_json(run.record / RECORD).get("asked", {}), asked_of(study)
-    # Resolved too, because earlier versions recorded it as the study file had it. Which tokens are
-    # scored does not depend on the lengths.
-    return {*recorded.get("lengths", ())} >= {*asked["lengths"]} and (
-        {**_resolved(recorded), "lengths": asked["lengths"]} == asked
-    )
+    # Which tokens are scored does not depend on the lengths.
+    has_all = {*recorded.get("lengths", ())} >= {*asked["lengths"]}
+    return has_all and recorded | {"lengths": asked["lengths"]} == asked
 
 
 def check_records(study: Study) -> None:
@@ -580,22 +572,14 @@ def check_records(study: Study) -> None:
 
     Without this check, the runs of a study that others trained would be trained again.
     """
-    lack = [
-        run
-        for run in study.runs
-        if (run.record / RECORD).exists()
-        and not is_recorded(study, run)
-        and not newest_checkpoint_step(run.config.directory)
-    ]
-    if lack:
-        asked, recorded = asked_of(study), _resolved(read_json(lack[0].record / RECORD)["asked"])
-        keys = [key for key in asked if recorded.get(key) != asked[key]]
-        raise ConfigError(
-            f"{study.file}: [evaluation]: "
-            + "; ".join(f"{key} = {asked[key]} (recorded: {recorded.get(key)})" for key in keys)
-            + f". {len(lack)} runs, the first {lack[0].name}, have records of another evaluation "
-            "and no checkpoint to evaluate. Put it back, or train them again with --again"
-        )
+    for run in study.runs:
+        record = run.record / RECORD
+        is_alone = not newest_checkpoint_step(run.config.directory)
+        if record.exists() and is_alone and not is_recorded(study, run):
+            raise ConfigError(
+                f"{study.file}: [evaluation] asks for what {record} does not have, and {run.name} "
+                "has no checkpoint to evaluate. Put it back, or train it again with --again"
+            )
 
 
 def write_record(study: Study, run: StudyRun, records: Sequence[Mapping[str, Any]]) -> None:
