@@ -151,6 +151,8 @@ NO_CLIPPING = Ours("model.clip_qkv", None, "{name} does not clip queries, keys a
 SEQUENTIAL = Ours(
     "model.parallel_residual", False, "in {name} the MLP reads the sum after attention"
 )
+PLAIN = (NO_CLIPPING, SEQUENTIAL, NO_EMBEDDING_NORM)
+"""Rows of the classes that have none of what Bloom, MPT and GPT-NeoX have alone."""
 
 
 def sizes(hidden: str, layers: str, heads: str, ffn: str = "") -> tuple[Both, ...]:

@@ -22,6 +22,7 @@ from pretrain.huggingface.base import (
     NO_CLIPPING,
     NO_EMBEDDING_NORM,
     NO_QK_NORM,
+    PLAIN,
     SEQUENTIAL,
     Both,
     Factors,
@@ -414,9 +415,7 @@ class Opt(HuggingFaceClass):
         Theirs("layerdrop", 0.0, "our model leaves out no layers"),
         # OPTDecoderLayer creates its LayerNorms with torch's default epsilon.
         Ours("model.layernorm_epsilon", 1e-5, "{name} supports {only} only"),
-        NO_CLIPPING,
-        SEQUENTIAL,
-        NO_EMBEDDING_NORM,
+        *PLAIN,
     )
     modules: ClassVar = {
         "embedding.word_embeddings": "model.decoder.embed_tokens",
@@ -466,9 +465,7 @@ class Gpt2(Opt):
         ),
         Theirs("scale_attn_by_inverse_layer_idx", False, "our layers all scale alike"),
         Theirs("reorder_and_upcast_attn", False),
-        NO_CLIPPING,
-        SEQUENTIAL,
-        NO_EMBEDDING_NORM,
+        *PLAIN,
     )
     modules: ClassVar = {
         "embedding.word_embeddings": "transformer.wte",

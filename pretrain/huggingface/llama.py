@@ -16,13 +16,11 @@ from pretrain.huggingface.base import (
     COMMON,
     EVEN_HEADS,
     K_NORM,
-    NO_CLIPPING,
-    NO_EMBEDDING_NORM,
     NO_QK_NORM,
+    PLAIN,
     PROJ,
     Q_NORM,
     QKV,
-    SEQUENTIAL,
     Both,
     GateAndUp,
     GroupedQkv,
@@ -106,9 +104,7 @@ _BLOCK: tuple[Row, ...] = (
     Ours("model.normalization", "rmsnorm", "{name} has RMSNorms"),
     Ours("model.gated_linear_unit", True, "{name} has a gate in its MLP"),
     Ours("model.use_bias", False, "{name} has no biases in its MLP"),
-    NO_CLIPPING,
-    NO_EMBEDDING_NORM,
-    SEQUENTIAL,
+    *PLAIN,
 )
 _HEAD_DIM = Both("head_dim", "model.kv_channels")
 # Their attention has biases of queries, keys and values, and an output bias, which is zero here.

@@ -214,8 +214,7 @@ def run_study(path: Path, request: Request) -> int:
         ConfigError: The study cannot work; no run was started.
         RunFailed: The data could not be built, or runs could not be submitted or evaluated.
     """
-    nproc = None if request.site else request.nproc
-    study = _open(path, nproc, request.only, request.again)
+    study = _open(path, None if request.site else request.nproc, request.only, request.again)
     work = Work(study, request)
     with writing(study.directory), _alone(study):
         try:

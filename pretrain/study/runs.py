@@ -551,12 +551,8 @@ def asked_of(study: Study) -> dict[str, Any]:
     """
     asked = study.asked.evaluation
     stride = (asked.stride or study.lengths[0]) if SLIDING in asked.protocols else None
-    own = {
-        "lengths": list(study.lengths),
-        "protocols": sorted({*asked.protocols}),
-        "stride": stride,
-    }
-    return asked.model_dump(mode="json") | own
+    own = {"lengths": list(study.lengths), "stride": stride}
+    return asked.model_dump(mode="json") | own | {"protocols": sorted({*asked.protocols})}
 
 
 def is_recorded(study: Study, run: StudyRun) -> bool:
