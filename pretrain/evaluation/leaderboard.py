@@ -5,8 +5,9 @@ checkpoint, and the other keys of `Entry`. DIR/index.html is the page. It loads 
 network, and shows whatever an entry says as text. DIR/verified/NAME.json is the mark that the
 maintainer of the directory has evaluated that checkpoint again with the same results. A mark names
 the SHA-256 of the entry, so that an entry cannot verify itself, and an entry that is edited later
-is no longer verified. It holds the numbers that the maintainer found. The page ranks and shows
-those, so that no entry gains a rank from the tolerance of the comparison.
+is no longer verified. It holds the records of the entry with the losses that the maintainer found
+(NUMBERS). The page ranks and shows those, so that no entry gains a rank from the tolerance of the
+comparison. What it took, LongPPL and the commit in a record remain those of whoever made the entry.
 """
 
 from __future__ import annotations
@@ -92,10 +93,11 @@ class Entry(Checked):
     def _fit(self) -> Entry:
         calls = {(r.checkpoint, r.tokens, r.protocol == STREAM) for r in self.records}
         strides = {r.stride for r in self.records if r.protocol == SLIDING}
-        if len(calls) > 1 or len(strides) > 1:
+        rows = {(r.protocol, r.length) for r in self.records}
+        if len(calls) > 1 or len(strides) > 1 or len(rows) < len(self.records):
             raise ValueError(
-                "records: of several checkpoints, texts or strides. Make an entry from the records "
-                "that one call of `pretrain evaluate` has written about one checkpoint"
+                "records: of several checkpoints, texts or strides, or one row twice. Make an "
+                "entry from what one call of `pretrain evaluate` has written about one checkpoint"
             )
         return self
 
@@ -181,8 +183,8 @@ class Row(NamedTuple):
 def read_rows(directory: Path) -> list[Row]:
     """Return the evaluations of all entries with their ranks, the best of each group first.
 
-    A rank is one more than the number of rows of the group that are better by more than the noise
-    of the text, so that rows which the text cannot tell apart share a rank.
+    A rank is one more than the number of rows of the group that are better by more than rounding
+    and the noise of the text, so that rows which the text cannot tell apart share a rank.
 
     Raises:
         ConfigError: There is no entry, or a file is not an entry.
@@ -215,12 +217,13 @@ def _grouped(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def is_better(a: Row, b: Row) -> bool:
-    """Return True if the loss of `a` is lower than that of `b` by more than the noise of the text.
+    """Return True if the loss of `a` is lower by more than rounding and the noise of the text.
 
     Compared block by block if both have the same tokens; else their intervals must not overlap.
     """
     paired = rec.paired_interval(a.record, b.record)
-    return paired[1] < 0 if paired is not None else a.bits.high < b.bits.low
+    is_sure = paired[1] < 0 if paired is not None else a.bits.high < b.bits.low
+    return is_sure and a.bits.value < b.bits.value * (1 - TOLERANCE)
 
 
 # ---- Verify an entry by evaluating its checkpoint again ----

@@ -93,6 +93,14 @@ def test_rows_of_one_text_are_ranked_by_what_is_sure(board):
     assert alone == ["1", "1", ""]
 
 
+def test_rounding_changes_no_rank(board):
+    enter, folder = board
+    for name, loss in {"Run": 2.0, "Export": 2.0 - 6e-7, "Better": 2.0 - 6e-6}.items():
+        enter(name, evaluations(loss, 1))
+    ranks = {(name, rank) for _, (rank, name, *_) in Page(build(folder).read_text()).rows}
+    assert ranks == {("Better", "1"), ("Export", "2"), ("Run", "2")}
+
+
 def test_hostile_entries_are_text(board):
     enter, folder = board
     broken = {"run": '"><img src=x onerror=alert(1)>', "checkpoint": "a'; rm -rf /"}
@@ -124,6 +132,7 @@ def test_hostile_entries_are_text(board):
         ({}, {"perplexity": math.inf}, "records.0.perplexity"),
         ({}, {"blocks": {"losses": [1.0], "tokens": []}}, "blocks"),
         ({}, {"checkpoint": "another"}, "several checkpoints"),
+        ({}, {"length": LENGTHS[1]}, "one row twice"),
     ],
 )
 def test_a_file_of_wrong_form_is_named_with_its_key(board, about, of_record, key):
