@@ -36,7 +36,6 @@ from benchmarks.turns import rounds, summary, timed
 from pretrain import platform
 from pretrain.bench.timing import TrainingStep
 from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
-from pretrain.positions.alibi import alibi_slopes
 from pretrain.topology import initialize
 
 WARM_UP_STEPS = 3
@@ -99,7 +98,8 @@ class PlainGPT(nn.Module):
                 nn.init.normal_(parameter, std=m.init_method_std)
         position = torch.arange(config.data.sequence_length)
         distance = position[:, None] - position
-        bias = -alibi_slopes(m.num_attention_heads)[:, None, None] * distance
+        slopes = torch.tensor(config.position.head_slopes(config))
+        bias = -slopes[:, None, None] * distance
         # One mask serves all layers and steps; making it is not part of the time.
         self.register_buffer("mask", bias.masked_fill(distance < 0, -torch.inf)[None])
 
@@ -143,7 +143,7 @@ def plain_step(config: RunConfig, updates: bool = True) -> Step:
 
 def check(config: RunConfig) -> None:
     """Raise ConfigError if the plain model does not compute what the config asks for."""
-    if config.position.method != "alibi" or config.position.trainable_slopes:
+    if config.position.head_slopes(config) is None or config.position.tensors(config):
         raise ConfigError("benchmarks.train_step compares models with fixed ALiBi slopes only")
     if config.model.hidden_dropout or config.model.attention_dropout:
         raise ConfigError("benchmarks.train_step compares models without dropout only")

@@ -335,7 +335,7 @@ def evaluate(
         stream: Read the whole text in one pass instead of in windows: the context of a token is
             every token before it, and memory does not grow with the text. Only for ALiBi, whose
             heads see no farther than their weights allow (pretrain reach).
-        longppl: Also measure LongPPL (arXiv 2410.23771) against a short context of N tokens: the
+        longppl: Also measure LongPPL (arXiv 2410.23771) against a short context of K tokens: the
             perplexity of the tokens that the first source predicts much better with more context.
         out: Write the results to this file, and plots and report.md beside it.
         text: Score this text instead of the validation split; can be repeated. Each file is one
