@@ -55,18 +55,22 @@ def on_published() -> dict[str, dict[str, str]]:
 
 
 def on_ours() -> dict[str, dict[str, str]]:
-    """Return claim -> folder of results -> outcome; a newer claim has none."""
+    """Return claim -> folder of results, of a study of several sizes with the size -> outcome.
+
+    A newer claim has none. Each text of a curve.json is judged alone.
+    """
     found: dict[str, dict[str, str]] = {claim.id: {} for claim in CLAIMS}
     for path in sorted(RESULTS.rglob("claims.json")):
-        study = path.relative_to(RESULTS).parts[0]
+        study = "/".join(p for p in path.relative_to(RESULTS).parts[:-1] if p != "report")
         for row in json.loads(path.read_text()):
             cases = [(case["train_length"], case["verdict"]) for case in row["cases"]]
             found.setdefault(row["id"], {})[study] = outcome(row["verdict"], cases)
     for path in sorted(RESULTS.glob("*/curve.json")):
-        [part] = parts_of(make_curves(read_records(path)))
-        for each in judge(Evidence(part.curves)):
-            cases = [(case.train_length, case.verdict.value) for case in each.cases]
-            found[each.claim.id][path.parent.name] = outcome(each.verdict.value, cases)
+        for part in parts_of(make_curves(read_records(path))):
+            for each in judge(Evidence(part.curves)):
+                cases = [(case.train_length, case.verdict.value) for case in each.cases]
+                name = path.parent.name + part.end
+                found[each.claim.id][name] = outcome(each.verdict.value, cases)
     return found
 
 

@@ -27,6 +27,8 @@ from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING
 
 SPEEDS = ("training", "evaluation")
 """The tasks in which a method's speed is measured."""
+ROUNDING = 1e-12
+"""Covers the rounding of logarithms, so that a ratio equal to the threshold counts as on it."""
 
 
 # ---- The difference of two values ----------------------------------------------------------------
@@ -62,13 +64,20 @@ class Gap(NamedTuple):
             return None
         return self.low > 0 or self.high < 0
 
+    def below(self, ratio: float) -> Verdict:
+        """Judge the claim that the first perplexity is less than `ratio` times the second."""
+        bound = math.log(ratio) - ROUNDING
+        return self._judge(self.high < bound, self.low >= bound)
+
     def at_most(self, ratio: float) -> Verdict:
         """Judge the claim that the first perplexity is at most `ratio` times the second."""
-        return self._judge(math.log(ratio), is_below=True)
+        bound = math.log(ratio) + ROUNDING
+        return self._judge(self.high <= bound, self.low > bound)
 
     def at_least(self, ratio: float) -> Verdict:
         """Judge the claim that the first perplexity is at least `ratio` times the second."""
-        return self._judge(math.log(ratio), is_below=False)
+        bound = math.log(ratio) - ROUNDING
+        return self._judge(self.low >= bound, self.high < bound)
 
     def within(self, ratio: float) -> Verdict:
         """Judge the claim that the perplexities differ by at most a factor of `ratio`."""
@@ -87,17 +96,10 @@ class Gap(NamedTuple):
         digits = 3 if high - low >= 0.002 else 5
         return f"{value:.{digits}f} {of} ({low:.{digits}f} to {high:.{digits}f})"
 
-    def _judge(self, bound: float, is_below: bool) -> Verdict:
+    def _judge(self, is_so: bool, is_not: bool) -> Verdict:
         if math.isnan(self.low) or math.isnan(self.high):
             return Verdict.MISSING if math.isnan(self.value) else Verdict.NO_INTERVAL
-        # The margin covers the rounding of logarithms, so that a ratio equal to the threshold
-        # counts as on it.
-        margin = 1e-12
-        if self.high <= bound + margin:
-            return Verdict.PASSES if is_below or self.low >= bound - margin else Verdict.FAILS
-        if self.low >= bound - margin:
-            return Verdict.FAILS if is_below else Verdict.PASSES
-        return Verdict.NOISE
+        return Verdict.PASSES if is_so else Verdict.FAILS if is_not else Verdict.NOISE
 
 
 def combined(verdicts: Sequence[Verdict]) -> Verdict:
@@ -324,12 +326,14 @@ def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Judge) -> Case:
 
 
 def compare_alike(a: Curve, b: Curve, length: int, judge: Judge) -> Case:
-    """Compare two methods of one training length, but only after equal numbers of steps."""
-    steps = a.sources[0].step, b.sources[0].step
-    if steps[0] == steps[1]:
-        return compare(a, length, b, length, judge)
-    words = f"{a.name} was trained for {steps[0]} steps and {b.name} for {steps[1]}"
-    return Case(Verdict.MISSING, f"{words}, L = {a.train_length}", a.train_length)
+    """Compare two methods, but only after equal numbers of steps and, where known, of tokens."""
+    tokens = [each.counts("trained_tokens") for each in (a, b)]
+    steps = [[each.sources[0].step] for each in (a, b)]
+    for unit, (of_a, of_b) in (("steps", steps), ("tokens", tokens)):
+        if of_a and of_b and of_a != of_b:
+            words = f"{a.name} was trained for {of_a[0]:,} {unit} and {b.name} for {of_b[0]:,}"
+            return Case(Verdict.MISSING, f"{words}, L = {a.train_length}", a.train_length)
+    return compare(a, length, b, length, judge)
 
 
 def missing(curve: Curve, length: int) -> Case:

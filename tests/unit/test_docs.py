@@ -6,6 +6,7 @@ fails here until the page follows. How a page is written is nobody's concern her
 """
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from docs.hooks import claims
+from pretrain.evaluation.judge import Verdict
+from pretrain.evaluation.records import records_json
 from pretrain.study import published
 from tests.changed import ROOT
 from tests.guide import GUIDE, KINDS, Block, blocks, check_words
+from tests.unit.report_records import curve_of
 
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
@@ -105,6 +109,21 @@ def test_the_page_of_claims_says_what_the_code_and_the_results_say() -> None:
     text = claims.PAGE.read_text()
     assert claims.page(text) == text
     assert set(re.findall(r"`(\w+)`", text.split(claims.BEGIN)[0])) >= set(published.MODELS)
+
+
+def test_each_size_of_a_study_and_each_text_of_a_report_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "RESULTS", tmp_path)
+    for size, verdict in {"1m": Verdict.NOISE, "3m": Verdict.PASSES}.items():
+        (tmp_path / "study/report" / size).mkdir(parents=True)
+        row = {"id": "alibi_falls_to_2L", "verdict": verdict.value, "cases": []}
+        (tmp_path / "study/report" / size / "claims.json").write_text(json.dumps([row]))
+    records = curve_of("alibi", [20.0, 19.0]) + curve_of("alibi", [20.0, 21.0], validation="other")
+    (tmp_path / "alibi").mkdir()
+    (tmp_path / "alibi/curve.json").write_bytes(records_json(records))
+    expected = {"study/1m": "inside the noise", "study/3m": "passes", "alibi": "passes"}
+    assert claims.on_ours()["alibi_falls_to_2L"] == expected | {"alibi_2": "fails at L = 128"}
 
 
 # ---- the guide's commands ------------------------------------------------------------------------
