@@ -60,7 +60,6 @@ def verdicts(records=None, cost=None, device="one synthetic GPU", unigram=None):
 
 def test_curves_of_the_published_shape_pass_every_claim():
     assert set(verdicts().values()) == {Verdict.PASSES}
-    assert len(IDS) == len(set(IDS))
     assert all(claim.statement and claim.source and claim.threshold_source for claim in CLAIMS)
 
 
@@ -265,7 +264,6 @@ def test_claims_inside_the_noise_are_not_judged(noise):
     ]
     for name in of_two_curves if "seeds" in noise else OF_CURVES:
         assert found[name] == Verdict.NOISE, name
-        assert found[name].short == "cannot be judged"
 
 
 @pytest.mark.parametrize(
